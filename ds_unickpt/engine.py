@@ -1,0 +1,362 @@
+"""Save and load of a DeepSpeed engine: universal where the config asks for it, DeepSpeed's own otherwise."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+from ds_unickpt import capture, internals, restore
+from ds_unickpt.config import Options, read_options
+from unickpt.coordination import Rendezvous
+from unickpt.errors import (
+    CoordinationError,
+    CorruptCheckpointError,
+    FormatError,
+    NewerFormatError,
+    NotACheckpointError,
+    StorageError,
+    UnickptError,
+)
+from unickpt.loading import Checkpoint, is_checkpoint, read_manifest
+from unickpt.manifest import MANIFEST_FILE
+from unickpt.report import LoadReport
+from unickpt.saving import LATEST_FILE, SaveResult, save
+from unickpt.storage import PosixStorage
+
+logger = logging.getLogger("unickpt")
+
+_engine_count = itertools.count()
+_DAMAGED = (CorruptCheckpointError, NotACheckpointError, StorageError, FormatError)
+
+
+class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """DeepSpeed's checkpoint engine of a job with the ``unickpt`` key.
+
+    Wraps the engine that DeepSpeed would have used, which still serves every file that DeepSpeed
+    writes itself (``save_16bit_model``, and whole checkpoints of layouts not supported yet).
+
+    Attributes:
+        native: the wrapped engine.
+        options: of the ``unickpt`` key.
+        last_save, last_report: how the last universal save and load went.
+    """
+
+    def __init__(self, native: Any, options: Options, meet: Rendezvous) -> None:
+        self.native, self.options, self.meet = native, options, meet
+        self.name = "unickpt"
+        self.last_save: SaveResult | None = None
+        self.last_report: LoadReport | None = None
+        self.warned: set[str] = set()
+
+    def create(self, *args: Any, **kwargs: Any) -> Any:
+        return self.native.create(*args, **kwargs)
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        return self.native.save(*args, **kwargs)
+
+    def load(self, *args: Any, **kwargs: Any) -> Any:
+        return self.native.load(*args, **kwargs)
+
+    def commit(self, *args: Any, **kwargs: Any) -> Any:
+        return self.native.commit(*args, **kwargs)
+
+    def warn_once(self, message: str) -> None:
+        """On the first rank, and once per message."""
+        if message not in self.warned and self.meet.rank == 0:
+            logger.warning("unickpt: %s", message)
+        self.warned.add(message)
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: UnickptCheckpointEngine, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.native, name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    "makedirs", "is_data_parallel_writer", "is_decoupled", "set_commit_info", "get_commit_info", "cleanup",
+    "preserves_storage_sharing",
+):  # fmt: skip
+    if hasattr(CheckpointEngine, _name):  # what the base class has differs between DeepSpeed versions
+        setattr(UnickptCheckpointEngine, _name, _delegate(_name))
+
+
+def adopt(engine: Any) -> None:
+    """After DeepSpeed has configured checkpointing: put ours around its engine if the config says so.
+
+    Raises:
+        ConfigError: the ``unickpt`` key is wrong.
+    """
+    options = read_options(internals.config_of(engine))
+    if options is None or not options.enabled:
+        return
+    _make_visible()
+    world = int(engine.world_size)
+    meet = Rendezvous(
+        internals.default_store() if world > 1 else None,
+        rank=int(engine.global_rank),
+        world=world,
+        prefix=f"unickpt/{next(_engine_count)}",
+        timeout_s=options.timeout_seconds,
+    )
+    engine.checkpoint_engine = UnickptCheckpointEngine(engine.checkpoint_engine, options, meet)
+
+
+def _make_visible() -> None:
+    """Give our logger a handler if the user has configured none: a load report that no one sees is none."""
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s"))
+        logger.addHandler(handler)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+
+
+def _ours(engine: Any) -> UnickptCheckpointEngine | None:
+    found = getattr(engine, "checkpoint_engine", None)
+    return found if isinstance(found, UnickptCheckpointEngine) else None
+
+
+def save_checkpoint(
+    native: Callable[..., Any],
+    engine: Any,
+    save_dir: str,
+    tag: Any = None,
+    client_state: Any = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+) -> Any:
+    """``DeepSpeedEngine.save_checkpoint``: same arguments, same meaning.
+
+    Returns:
+        True once the checkpoint is committed (or DeepSpeed's own save has returned True), False if
+        it could not be written; training goes on and what was saved before is intact.
+    """
+    client_state = {} if client_state is None else client_state
+    ours = _ours(engine)
+    arguments: dict[str, Any] = {
+        "tag": tag,
+        "client_state": client_state,
+        "save_latest": save_latest,
+        "exclude_frozen_parameters": exclude_frozen_parameters,
+    }
+    if ours is None:
+        return native(save_dir, **arguments)
+    if not save_dir:
+        raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    reason = internals.unsupported_reason(engine)
+    if not reason:
+        result = _save(ours, engine, str(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
+        if result is None or not result.unsupported:
+            return result is not None and result.committed
+        reason = result.unsupported
+    ours.warn_once(
+        f"not supported yet: {reason}. This job is saved by DeepSpeed's own checkpoint engine, as without the "
+        '"unickpt" key; it can be resumed under the same layout only.'
+    )
+    return native(save_dir, **arguments)
+
+
+def _save(
+    ours: UnickptCheckpointEngine,
+    engine: Any,
+    save_dir: str,
+    tag: str,
+    client_state: dict[str, Any],
+    save_latest: bool,
+    exclude_frozen: bool,
+) -> SaveResult | None:
+    internals.validate_tag(engine, tag)
+    ours.meet.begin(f"save/{tag}")
+    try:
+        result = save(
+            lambda announced: capture.contribution(
+                engine, ours.options, client_state=client_state, exclude_frozen=exclude_frozen, announced=announced
+            ),
+            save_dir=save_dir,
+            tag=tag,
+            save_latest=save_latest,
+            meet=ours.meet,
+            announce=capture.announcement(client_state) if ours.meet.rank == 0 else None,
+        )
+    except CoordinationError as err:
+        logger.error("unickpt: %s/%s is not saved: %s", save_dir, tag, err)
+        return None
+    ours.last_save = result
+    if ours.meet.rank == 0:
+        _tell_saved(result, save_dir, tag)
+    return result
+
+
+def _tell_saved(result: SaveResult, save_dir: str, tag: str) -> None:
+    if result.committed:
+        logger.info("unickpt: saved %s/%s: %s bytes in %.2f s", save_dir, tag, f"{result.size_bytes:,}", result.seconds)
+    elif not result.unsupported:
+        causes = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(result.failures.items())[:8])
+        logger.warning(
+            "unickpt: %s/%s is NOT saved and its files are removed (%s). Training goes on; checkpoints saved before "
+            "are untouched. Look at the storage: the next save tries again.", save_dir, tag, causes,
+        )  # fmt: skip
+
+
+def load_checkpoint(
+    native: Callable[..., Any],
+    engine: Any,
+    load_dir: str,
+    tag: Any = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Any = None,
+) -> Any:
+    """``DeepSpeedEngine.load_checkpoint``: same arguments, same meaning, any source layout.
+
+    Returns:
+        ``(path of the manifest, client_state)``, or ``(None, None)`` as DeepSpeed does if there is no
+        ``latest`` and no tag is given.
+
+    Raises:
+        UnickptError: the checkpoint is damaged or does not fit; nothing unaccounted for is passed over.
+    """
+    ours = _ours(engine)
+    wanted = restore.Wanted(
+        strict=load_module_strict,
+        optimizer=load_optimizer_states and not load_module_only,
+        scheduler=load_lr_scheduler_states and not load_module_only,
+        module_only=load_module_only,
+        custom_load_fn=custom_load_fn,
+    )
+
+    def run_native(tag: Any) -> Any:
+        return native(
+            load_dir,
+            tag=tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+
+    if ours is None:
+        return run_native(tag)
+    ours.meet.begin(f"load/{load_dir}")
+    skipped: list[str] = []
+    tried: list[str] = []
+    while True:
+        choice = ours.meet.broadcast("choice", _choose(str(load_dir), tag, tried) if ours.meet.rank == 0 else None)
+        if choice["tag"] is None:
+            if tried:
+                raise CorruptCheckpointError(f"no whole checkpoint is left in {load_dir}: " + "; ".join(skipped))
+            if ours.meet.rank == 0 and choice["present"]:
+                logger.warning(
+                    "unickpt: %s has no 'latest' file, so nothing is loaded; whole checkpoints there: %s. "
+                    "Pass one of them as tag to resume from it.", load_dir, ", ".join(choice["present"]),
+                )  # fmt: skip
+            return run_native(tag)
+        if not choice["universal"]:
+            return run_native(tag if not tried else choice["tag"])
+        name = choice["tag"]
+        tried.append(name)
+        if not _same_support(ours, engine):
+            raise UnickptError(f"{load_dir}/{name} is a unickpt checkpoint, and this job uses "
+                               f"{internals.unsupported_reason(engine)}, which cannot load one yet")  # fmt: skip
+        try:
+            return _load(ours, engine, str(load_dir), name, wanted, skipped)
+        except _Damaged as err:
+            if tag is not None or not ours.options.fall_back:
+                raise err.cause from None
+            skipped.append(f"{name}: {err.cause}")
+            if ours.meet.rank == 0:
+                logger.warning("unickpt: %s/%s cannot be used: %s. Looking for an older one.", load_dir, name, err.cause)
+
+
+def _same_support(ours: UnickptCheckpointEngine, engine: Any) -> bool:
+    return not internals.unsupported_reason(engine)
+
+
+class _Damaged(Exception):
+    """All ranks agree that a checkpoint is damaged; ``cause`` is the error to show."""
+
+    def __init__(self, cause: UnickptError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+def _choose(load_dir: str, tag: Any, tried: list[str]) -> dict[str, Any]:
+    """On the coordinator: which checkpoint to load next. Reads manifests, never data."""
+    folder = Path(load_dir)
+    if tag is None and not (folder / LATEST_FILE).is_file():
+        return {"tag": None, "universal": False, "present": [name for _, name in _whole(folder)]}
+    first = str(tag) if tag is not None else (folder / LATEST_FILE).read_text().strip()
+    if not tried:
+        present = (folder / first).is_dir()
+        native = present and not is_checkpoint(folder / first) and any((folder / first).glob("*.pt"))
+        return {"tag": first, "universal": not native, "present": []}
+    older = [name for _, name in _whole(folder) if name not in tried]
+    return {"tag": older[0] if older else None, "universal": True, "present": []}
+
+
+def _whole(folder: Path) -> list[tuple[int, str]]:
+    """(step, tag) of every directory with a sound manifest, newest first."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else []:
+        if (path / MANIFEST_FILE).is_file():
+            try:
+                found.append((read_manifest(PosixStorage(path)).step, path.name))
+            except (UnickptError, OSError):
+                continue
+    return sorted(found, reverse=True)
+
+
+def _load(
+    ours: UnickptCheckpointEngine, engine: Any, load_dir: str, tag: str, wanted: restore.Wanted, skipped: list[str]
+) -> tuple[str, dict[str, Any]]:
+    begin = time.monotonic()
+    directory = Path(load_dir) / tag
+    failure: Exception | None = None
+    loading: restore.Restore | None = None
+    try:
+        checkpoint = Checkpoint.open(directory)
+        loading = restore.Restore(engine, checkpoint, ours.options, wanted)
+        internals.before_restore(engine)
+        loading.read()
+    except Exception as err:
+        failure = err
+    reasons = ours.meet.agree("read", None if failure is None else f"{type(failure).__name__}: {failure}")
+    if reasons:
+        _raise_agreed(directory, failure, reasons)
+    assert loading is not None
+    client_state = loading.finish()
+    report = loading.report
+    report.skipped = list(skipped)
+    report.seconds = time.monotonic() - begin
+    ours.last_report = report
+    if ours.meet.rank == 0:
+        for line in report.lines():
+            logger.info("unickpt: %s", line)
+    return os.path.join(load_dir, tag, MANIFEST_FILE), client_state
+
+
+def _raise_agreed(directory: Path, failure: Exception | None, reasons: dict[int, str]) -> None:
+    """Every rank raises, and every rank's message names the rank whose failure it is."""
+    kinds = {reason.split(":", 1)[0] for reason in reasons.values()}
+    if failure is None:
+        rank, reason = min(reasons.items())
+        text = f"{directory}: rank {rank} could not load it: {reason}"
+        failure = CorruptCheckpointError(text) if kinds <= {k.__name__ for k in _DAMAGED} else CoordinationError(text)
+    damaged = kinds <= {kind.__name__ for kind in _DAMAGED}
+    if damaged and isinstance(failure, UnickptError):
+        raise _Damaged(failure)
+    raise failure

@@ -1,0 +1,82 @@
+"""What runs inside every ``import torch``: a hook that waits for a framework, and nothing else.
+
+torch calls the ``torch.backends`` entry points at the end of its import and turns an exception
+there into a RuntimeError for the user, so this can never raise and must cost next to nothing:
+standard library only (importing wrapt for its post-import hooks takes some 60 ms; this finder
+costs under 0.1 ms). When the framework's module has been imported, its adapter is installed.
+
+``UNICKPT_AUTOLOAD=0`` disarms it; ``import ds_unickpt`` does the same by hand. With torch's own
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` it is never called, so the import line is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+ADAPTERS = {"deepspeed.runtime.engine": "ds_unickpt"}
+
+
+def arm() -> None:
+    """Wait for the frameworks of ``ADAPTERS``. Never raises."""
+    try:
+        if os.environ.get("UNICKPT_AUTOLOAD", "1") == "0" or any(isinstance(f, _Finder) for f in sys.meta_path):
+            return
+        for module, adapter in ADAPTERS.items():
+            if module in sys.modules:
+                _install(adapter)
+        sys.meta_path.insert(0, _Finder())
+    except Exception as err:
+        _complain(err)
+
+
+class _Finder(MetaPathFinder):
+    """Finds nothing itself: lets the other finders find a watched module and wraps its loader."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        adapter = ADAPTERS.get(fullname)
+        if adapter is None:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)  # type: ignore[arg-type]
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, adapter)
+                return spec
+        return None
+
+
+class _Loader(Loader):
+    """Delegates to the real loader, then installs the adapter."""
+
+    def __init__(self, loader: Loader, adapter: str) -> None:
+        self._loader, self._adapter = loader, adapter
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader  # leave no trace for tools that look at the loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        _install(self._adapter)
+
+
+def _install(adapter: str) -> None:
+    try:
+        __import__(adapter)
+    except Exception as err:
+        _complain(err)
+
+
+def _complain(err: Exception) -> None:
+    print(f"unickpt: could not switch itself on, the framework runs without it: {type(err).__name__}: {err}", file=sys.stderr)

@@ -1,0 +1,157 @@
+"""How the ranks of one save or load agree, without a collective.
+
+Ranks exchange short messages through the job's key-value store (the one that set up the process
+groups). It works from any thread, never mixes with training's collectives, and a rank that does
+not come can be *named*: 'rank 3 has not entered save #7', within seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+from unickpt.errors import CoordinationError
+
+logger = logging.getLogger("unickpt")
+
+Message = dict[str, Any]  # JSON-able
+
+
+class Store(Protocol):
+    """The part of ``torch.distributed.Store`` that is used."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+    def delete_key(self, key: str) -> bool: ...
+
+
+class Rendezvous:
+    """Message exchange among the ranks of a job, with time limits and names.
+
+    Every rank makes the same sequence of calls. Rank 0 is the coordinator.
+
+    Attributes:
+        rank, world: this process among all.
+        timeout_s: how long to wait for others before giving up.
+        notice_s: after this long, one warning names the ranks that are awaited.
+    """
+
+    def __init__(
+        self, store: Store | None, *, rank: int, world: int, prefix: str, timeout_s: float = 1800.0, notice_s: float = 20.0
+    ) -> None:
+        if store is None and world != 1:
+            raise CoordinationError(f"{world} ranks need a store to coordinate through")
+        self.rank, self.world, self.timeout_s, self.notice_s = rank, world, timeout_s, notice_s
+        self._store, self._prefix, self._round = store, prefix, 0
+        self._session = "0"
+        self._begun: dict[str, int] = {}
+        self._spent: list[str] = []
+
+    def begin(self, name: str) -> None:
+        """Open a session: ranks meet in it only with ranks that began the same one as often.
+
+        So a session that some ranks missed (one called save, the others did not) cannot mix with
+        the next.
+        """
+        self._begun[name] = self._begun.get(name, 0) + 1
+        self._session, self._round = f"{name}/{self._begun[name]}", 0
+
+    def gather(self, topic: str, message: Message) -> list[Message] | None:
+        """Send a message to the coordinator; there, returns all ranks' messages, elsewhere None."""
+        base = self._next(topic)
+        if self._store is None:
+            return [message]
+        if self.rank:
+            self._put(f"{base}/{self.rank}", message)
+            return None
+        keys = {rank: f"{base}/{rank}" for rank in range(1, self.world)}
+        self._await(topic, keys)
+        return [message, *(self._take(key) for key in keys.values())]
+
+    def broadcast(self, topic: str, message: Message | None) -> Message:
+        """The coordinator's message, on every rank."""
+        base = self._next(topic)
+        if self._store is None or self.rank == 0:
+            assert message is not None  # the coordinator always has something to say
+            if self._store is not None:
+                self._put(f"{base}/all", message)
+                self._forget(f"{base}/all")
+            return message
+        self._await(topic, {0: f"{base}/all"})
+        return self._take(f"{base}/all", delete=False)
+
+    def agree(self, topic: str, failure: str | None) -> dict[int, str]:
+        """Every rank says whether it failed; every rank learns who did.
+
+        Returns:
+            rank -> reason, the same on all ranks; empty if all went well.
+        """
+        messages = self.gather(topic, {"failure": failure})
+        verdict = None
+        if messages is not None:
+            verdict = {str(rank): m["failure"] for rank, m in enumerate(messages) if m["failure"] is not None}
+        return {int(rank): reason for rank, reason in self.broadcast(f"{topic}-verdict", verdict).items()}
+
+    def _next(self, topic: str) -> str:
+        self._round += 1
+        return f"{self._prefix}/{self._session}/{self._round}/{topic}"
+
+    def _put(self, key: str, message: Message) -> None:
+        self._call(lambda store: store.set(key, json.dumps(message)))
+
+    def _take(self, key: str, *, delete: bool = True) -> Message:
+        text = self._call(lambda store: store.get(key))
+        if delete:
+            self._call(lambda store: store.delete_key(key))
+        message: Message = json.loads(text)
+        return message
+
+    def _forget(self, key: str) -> None:
+        """Delete broadcasts once no rank can still be reading them: two rounds later all have moved on."""
+        self._spent.append(key)
+        if len(self._spent) > 4:
+            old = self._spent.pop(0)
+            self._call(lambda store: store.delete_key(old))
+
+    def _call(self, use: Callable[[Store], Any]) -> Any:
+        assert self._store is not None
+        try:
+            return use(self._store)
+        except Exception as err:  # DistStoreError, DistNetworkError, RuntimeError: the job is falling apart
+            raise CoordinationError(f"rank {self.rank}: the job's store does not answer ({err})") from err
+
+    def _await(self, topic: str, keys: dict[int, str]) -> None:
+        begin = time.monotonic()
+        noticed = False
+        while True:
+            waited = time.monotonic() - begin
+            left = (self.notice_s if not noticed else self.timeout_s) - waited
+            if self._wait(list(keys.values()), max(left, 0.05)):
+                return
+            missing = [rank for rank, key in keys.items() if not self._call(lambda store, key=key: store.check([key]))]
+            if not missing:
+                return
+            waited = time.monotonic() - begin
+            names = ", ".join(map(str, missing[:16])) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
+            if waited >= self.timeout_s:
+                raise CoordinationError(
+                    f"rank {self.rank} gave up after {waited:.0f} s at {topic!r}: no word from rank {names}. "
+                    "Every rank has to make the call; look at what the named ranks are doing."
+                )
+            if not noticed and waited >= self.notice_s:
+                noticed = True
+                logger.warning("unickpt: rank %d has waited %.0f s at %r for rank %s", self.rank, waited, topic, names)
+
+    def _wait(self, keys: list[str], seconds: float) -> bool:
+        assert self._store is not None
+        try:
+            self._store.wait(keys, timedelta(seconds=min(seconds, self.timeout_s)))
+            return True
+        except Exception:  # a time-out and a broken store look alike here; the check that follows tells them apart
+            return False

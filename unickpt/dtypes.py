@@ -1,0 +1,52 @@
+"""The dtypes of the format: safetensors' names, their sizes and their torch counterparts.
+
+The names are those of the safetensors specification, so that a tensor has the same dtype
+name in the index, in a data file's header and on the command line.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from unickpt.errors import FormatError
+
+_TORCH_BY_NAME: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_NAME_BY_TORCH = {dtype: name for name, dtype in _TORCH_BY_NAME.items()}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The format's name of a torch dtype. Raises FormatError for one that it cannot store."""
+    try:
+        return _NAME_BY_TORCH[dtype]
+    except KeyError:
+        raise FormatError(f"dtype {dtype} cannot be stored; known: {sorted(_TORCH_BY_NAME)}") from None
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype behind a format name. Raises FormatError for an unknown name."""
+    try:
+        return _TORCH_BY_NAME[name]
+    except (KeyError, TypeError):
+        raise FormatError(f"unknown dtype {name!r}; known: {sorted(_TORCH_BY_NAME)}") from None
+
+
+def itemsize_bytes(name: str) -> int:
+    """Bytes of one element of the named dtype."""
+    return torch_dtype(name).itemsize

@@ -1,0 +1,59 @@
+"""Every error that a user of this package can see.
+
+One base class, precise children. A message says what was found, where (file, tensor, rank),
+what was expected, and what to do: it is read at three in the morning.
+"""
+
+from __future__ import annotations
+
+
+class UnickptError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class ConfigError(UnickptError):
+    """An option that the user wrote is unknown, ill-typed or contradicts another one."""
+
+
+class FormatError(UnickptError):
+    """Bytes that claim to be a unickpt file are not one: malformed, out of bounds, inconsistent."""
+
+
+class NewerFormatError(FormatError):
+    """The checkpoint was written in a format version that this release cannot read."""
+
+
+class NotACheckpointError(UnickptError):
+    """A directory has no manifest: the checkpoint does not exist, or its save never finished."""
+
+
+class CorruptCheckpointError(UnickptError):
+    """The manifest is sound, but what it names is missing, truncated or altered."""
+
+
+class UnsafePathError(FormatError):
+    """A manifest names a file outside its own checkpoint directory."""
+
+
+class MismatchError(UnickptError):
+    """The checkpoint and the running job do not describe the same model or optimizer."""
+
+
+class CoverageError(UnickptError):
+    """Fragments leave a hole in a tensor or cover an element twice."""
+
+
+class UnsupportedLayoutError(UnickptError):
+    """The job uses something whose layout this release cannot describe.
+
+    Never reaches a training loop: the adapter turns it into one warning and the framework's
+    own checkpoint.
+    """
+
+
+class CoordinationError(UnickptError):
+    """Ranks of one save or load did not all arrive, or did not all succeed."""
+
+
+class StorageError(UnickptError):
+    """The storage refused an operation (full, gone, read-only)."""

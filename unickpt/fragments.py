@@ -1,0 +1,222 @@
+"""Boxes: the algebra under everything. Pure functions, no I/O, no framework.
+
+A *box* is an n-D half-open region of a global tensor. A ZeRO partition is a flat range over
+concatenated parameters; a flat range of an n-D row-major tensor splits into at most ``2n - 1``
+boxes, each of which is contiguous in memory and in the file (ByteCheckpoint, section 4.3,
+decomposes irregular shards in the same way). A tensor-parallel shard is one box. So all that a
+loader has to do is to intersect boxes.
+
+All offsets and sizes here are in elements, never in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A half-open region of a tensor: ``start[d] <= index[d] < start[d] + shape[d]``.
+
+    Attributes:
+        start: first index in each dimension, each >= 0; ``()`` for a 0-d tensor.
+        shape: extent in each dimension, each >= 0; same length as ``start``.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.shape):
+            raise ValueError(f"box start {self.start} and shape {self.shape} differ in rank")
+        if any(s < 0 for s in self.start) or any(n < 0 for n in self.shape):
+            raise ValueError(f"box start {self.start} and shape {self.shape} must not be negative")
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box that is all of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        return tuple(s + n for s, n in zip(self.start, self.shape, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common region, or None where there is none. Both boxes are of the same tensor."""
+        if self.ndim != other.ndim:
+            raise ValueError(f"boxes of rank {self.ndim} and {other.ndim} are not of one tensor")
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
+        if any(b <= a for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+    def within(self, outer: Box) -> Box:
+        """This box in coordinates relative to ``outer``, which contains it."""
+        inside = all(
+            o <= s and s + n <= o + m
+            for s, n, o, m in zip(self.start, self.shape, outer.start, outer.shape, strict=True)
+        )
+        if not inside:
+            raise ValueError(f"{self} is not inside {outer}")
+        return Box(tuple(s - o for s, o in zip(self.start, outer.start, strict=True)), self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into an array of the whole tensor (numpy or torch)."""
+        return tuple(slice(s, s + n) for s, n in zip(self.start, self.shape, strict=True))
+
+    def __str__(self) -> str:
+        return "[" + ",".join(f"{s}:{s + n}" for s, n in zip(self.start, self.shape, strict=True)) + "]"
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides, in elements, of a dense tensor of this shape."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)
+
+
+def split_flat_range(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
+    """Split the flat range ``[lo, hi)`` of a row-major tensor into contiguous boxes.
+
+    Args:
+        shape: shape of the whole tensor.
+        lo, hi: flat element offsets, ``0 <= lo <= hi <= prod(shape)``.
+
+    Returns:
+        At most ``max(1, 2 * ndim - 1)`` boxes, in memory order; they cover the range exactly once,
+        and each is one contiguous run of the tensor. An empty range gives no boxes.
+    """
+    total = math.prod(shape)
+    if not 0 <= lo <= hi <= total:
+        raise ValueError(f"flat range [{lo}, {hi}) is outside a tensor of shape {tuple(shape)}")
+    return list(_split(tuple(shape), lo, hi)) if lo < hi else []
+
+
+def _split(shape: tuple[int, ...], lo: int, hi: int) -> Iterator[Box]:
+    """Boxes of the non-empty range; the recursion peels the leading dimension."""
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, head = divmod(lo, row)
+    last, tail = divmod(hi, row)
+    if first == last:
+        yield from (_prepend(first, box) for box in _split(shape[1:], head, tail))
+        return
+    if head:
+        yield from (_prepend(first, box) for box in _split(shape[1:], head, row))
+        first += 1
+    if first < last:
+        yield Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:]))
+    if tail:
+        yield from (_prepend(last, box) for box in _split(shape[1:], 0, tail))
+
+
+def _prepend(index: int, box: Box) -> Box:
+    return Box((index, *box.start), (1, *box.shape))
+
+
+def flat_range(box: Box, shape: Sequence[int]) -> tuple[int, int] | None:
+    """The flat range ``(lo, hi)`` that the box is in a tensor of this shape, or None if it has gaps."""
+    if box.numel == 0:
+        return (0, 0)
+    lo = sum(s * stride for s, stride in zip(box.start, strides_of(shape), strict=True))
+    run = 1
+    open_dim = True  # trailing dimensions may be whole; one may be partial; the rest must be 1
+    for extent, size in zip(reversed(box.shape), reversed(tuple(shape)), strict=True):
+        if open_dim:
+            run *= extent
+            open_dim = extent == size
+        elif extent != 1:
+            return None
+    return (lo, lo + run)
+
+
+def contiguous_runs(box: Box, shape: Sequence[int]) -> tuple[Ints, int]:
+    """The runs of consecutive elements that a box is in a row-major tensor of this shape.
+
+    Returns:
+        ``(offsets, run)``: int64 flat element offset of each run, ascending, and the length of
+        every run in elements. An empty box has no runs.
+    """
+    if box.numel == 0:
+        return np.zeros(0, np.int64), 0
+    strides = strides_of(shape)
+    split = box.ndim  # dimensions [split:] form one run
+    run = 1
+    while split > 0:
+        split -= 1
+        run *= box.shape[split]
+        if box.shape[split] != shape[split]:
+            break
+    offsets = np.zeros(1, np.int64)
+    for dim in range(split):
+        steps = (box.start[dim] + np.arange(box.shape[dim], dtype=np.int64)) * strides[dim]
+        offsets = (offsets[:, None] + steps[None, :]).reshape(-1)
+    offsets = offsets + sum(box.start[dim] * strides[dim] for dim in range(split, box.ndim))
+    return offsets, run
+
+
+def intersect_many(start_a: Ints, shape_a: Ints, start_b: Ints, shape_b: Ints) -> tuple[Ints, Ints]:
+    """Row-wise intersection of two lists of boxes.
+
+    Args:
+        start_a, shape_a, start_b, shape_b: int64 arrays ``[n, ndim]``.
+
+    Returns:
+        ``(start, shape)`` int64 ``[n, ndim]``; a row without common elements has some extent <= 0.
+    """
+    start = np.maximum(start_a, start_b)
+    shape = np.minimum(start_a + shape_a, start_b + shape_b) - start
+    return start, shape
+
+
+def find_overlap(start: Ints, shape: Ints, *, block: int = 2048) -> tuple[int, int] | None:
+    """Two boxes of one tensor that share an element, or None if the list is disjoint.
+
+    Args:
+        start, shape: int64 ``[n, ndim]``, boxes of one tensor, in any order, none empty.
+        block: rows compared at a time; bounds memory to ``block * n * ndim`` words.
+
+    Returns:
+        Positions of two overlapping boxes in the given order. Sorting by the first dimension lets a
+        block stop at the first box that begins after the block ends, so disjoint slabs cost
+        ``n log n``.
+    """
+    count, ndim = start.shape
+    if count < 2:
+        return None
+    if ndim == 0:
+        return (0, 1)
+    order = np.lexsort(start.T[::-1])
+    begin, end = start[order], (start + shape)[order]
+    for lo in range(0, count, block):
+        hi = min(lo + block, count)
+        reach = int(np.searchsorted(begin[:, 0], end[lo:hi, 0].max(), side="left"))
+        if reach <= lo + 1:
+            continue
+        a_begin, a_end = begin[lo:hi, None], end[lo:hi, None]
+        b_begin, b_end = begin[None, lo:reach], end[None, lo:reach]
+        hit = np.all((a_begin < b_end) & (b_begin < a_end), axis=2)
+        hit &= np.arange(lo, hi)[:, None] < np.arange(lo, reach)[None, :]
+        if hit.any():
+            a, b = np.argwhere(hit)[0]
+            return (int(order[lo + a]), int(order[lo + b]))
+    return None

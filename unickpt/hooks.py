@@ -1,0 +1,156 @@
+"""The one registry through which anything is ever put into a framework's modules.
+
+Each hook is a declared value: what it replaces, the versions and the very source it was written
+against, why it is there and when it can go. A version range alone is not a safe gate (DeepSpeed
+changed ``load_checkpoint`` ten times in 65 releases, some of them patch releases), so the source
+is fingerprinted as well. On an unknown one the framework keeps its own behaviour, and it is said once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+logger = logging.getLogger("unickpt")
+
+ALLOW_UNTESTED = "UNICKPT_ALLOW_UNTESTED"
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One function of a framework that is wrapped.
+
+    Attributes:
+        name: short, for the table.
+        module, attribute: dotted place of the function, e.g. ``Class.method``.
+        wrapper: ``wrapper(wrapped, instance, args, kwargs)`` as wrapt calls it.
+        versions: framework versions it was tested with.
+        fingerprints: accepted values of ``fingerprint`` of the wrapped function.
+        why, upstream, until: for whoever maintains it.
+    """
+
+    name: str
+    module: str
+    attribute: str
+    wrapper: Callable[..., Any]
+    versions: SpecifierSet
+    fingerprints: frozenset[str]
+    why: str
+    upstream: str
+    until: str
+
+
+@dataclass(frozen=True, slots=True)
+class HookStatus:
+    """State of one hook in this process: ``installed``, ``refused`` (with the reason) or ``removed``."""
+
+    hook: Hook
+    state: str
+    reason: str
+    fingerprint: str
+
+
+_installed: dict[str, tuple[Any, str, Any]] = {}
+_status: dict[str, HookStatus] = {}
+
+
+def fingerprint(function: Callable[..., Any]) -> str:
+    """Hash of a function's source without comment lines, blank lines and indentation (12 hex digits)."""
+    return fingerprint_of_source(inspect.getsource(function))
+
+
+def fingerprint_of_source(source: str) -> str:
+    """``fingerprint`` of a function given as source text. Does not depend on the Python version."""
+    lines = (line.strip() for line in source.splitlines())
+    text = "\n".join(line for line in lines if line and not line.startswith("#"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def accepts(versions: SpecifierSet, version: str) -> bool:
+    """Whether a version is in the tested range; local build suffixes and dev builds of it count."""
+    try:
+        return versions.contains(Version(version).public, prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def install(hooks: list[Hook], *, framework: str, version: str) -> bool:
+    """Install all hooks of an adapter, or none.
+
+    Returns:
+        Whether they are in place. If not, one warning has said why.
+    """
+    checks = [_check(hook, version) for hook in hooks]
+    for check in checks:
+        _status[check.hook.name] = check
+    refused = [check for check in checks if check.state == "refused"]
+    if refused and os.environ.get(ALLOW_UNTESTED) != "1":
+        logger.warning(
+            "unickpt: %s %s is not a version that this release knows (%s: %s); %s keeps its own behaviour. "
+            "A newer unickpt may know it; %s=1 uses it all the same.",
+            framework, version, refused[0].hook.name, refused[0].reason, framework, ALLOW_UNTESTED,
+        )  # fmt: skip
+        return False
+    for check in checks:
+        _wrap(check)
+    return True
+
+
+def uninstall(hooks: list[Hook]) -> None:
+    """Put the framework's own functions back."""
+    for hook in hooks:
+        if hook.name in _installed:
+            owner, attribute, original = _installed.pop(hook.name)
+            setattr(owner, attribute, original)
+            old = _status[hook.name]
+            _status[hook.name] = HookStatus(hook, "removed", "", old.fingerprint)
+
+
+def status() -> list[HookStatus]:
+    """Every hook that was considered in this process."""
+    return list(_status.values())
+
+
+def _owner(hook: Hook) -> tuple[Any, str]:
+    owner: Any = import_module(hook.module)
+    *path, attribute = hook.attribute.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    return owner, attribute
+
+
+def _check(hook: Hook, version: str) -> HookStatus:
+    try:
+        owner, attribute = _owner(hook)
+        original = inspect.unwrap(getattr(owner, attribute))
+        found = fingerprint(original)
+    except (AttributeError, ImportError, OSError, TypeError) as err:
+        return HookStatus(hook, "refused", f"{hook.module}.{hook.attribute} cannot be examined ({err})", "")
+    if not accepts(hook.versions, version):
+        return HookStatus(hook, "refused", f"tested with {hook.versions}", found)
+    if found not in hook.fingerprints:
+        return HookStatus(hook, "refused", f"the source of {hook.attribute} is unknown ({found})", found)
+    return HookStatus(hook, "installed", "", found)
+
+
+def _wrap(check: HookStatus) -> None:
+    import wrapt  # 60 ms to import: only when there is a framework to hook into
+
+    hook = check.hook
+    if hook.name in _installed:
+        return
+    owner, attribute = _owner(hook)
+    original = owner.__dict__[attribute]
+    _installed[hook.name] = (owner, attribute, original)
+    setattr(owner, attribute, wrapt.FunctionWrapper(original, hook.wrapper))
+    reason = check.reason and f"in spite of: {check.reason}"
+    _status[hook.name] = HookStatus(hook, "installed", reason, check.fingerprint)

@@ -1,0 +1,300 @@
+"""Loading: open a checkpoint without believing it, then read exactly the wanted boxes.
+
+Checks come in the order of their cost: manifest and index with their checksums, every file's
+presence and size, the headers of the files that are read, and the checksum of every fragment that
+is used. The first thing that is wrong ends the load with a message that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unickpt import index as index_module
+from unickpt import manifest as manifest_module
+from unickpt import objects
+from unickpt.checksums import digest, fragment_checksum
+from unickpt.dtypes import torch_dtype
+from unickpt.errors import CorruptCheckpointError, FormatError, NotACheckpointError
+from unickpt.fragments import Box, flat_range
+from unickpt.index import Index, TensorInfo
+from unickpt.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, FileRecord, Manifest
+from unickpt.planning import ReadPlan, Target, plan_reads
+from unickpt.storage import PosixStorage, read_into
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A region wanted, and where its elements go.
+
+    Attributes:
+        tensor_id: position in the index.
+        box: the region; not empty.
+        out: 1-D contiguous tensor of ``box.numel`` elements, any device and dtype; a stored dtype
+            that differs is cast.
+    """
+
+    tensor_id: int
+    box: Box
+    out: torch.Tensor
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """What a read cost: bytes taken from storage, bytes that the requests needed."""
+
+    bytes_read: int = 0
+    bytes_needed: int = 0
+    seconds: float = 0.0
+
+
+def is_checkpoint(directory: str | Path) -> bool:
+    """Whether the directory holds a (possibly damaged) unickpt checkpoint."""
+    return (Path(directory) / MANIFEST_FILE).is_file()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint: sound manifest and index, all files present with the right size."""
+
+    storage: PosixStorage
+    manifest: Manifest
+    index: Index
+    ids: Mapping[tuple[str, str], int] = field(repr=False)
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Checkpoint:
+        """Open and validate.
+
+        Raises:
+            NotACheckpointError: no manifest.
+            NewerFormatError, UnsafePathError, FormatError: what the manifest or index says is wrong.
+            CorruptCheckpointError: a file is missing, of another size, or not what was written.
+        """
+        storage = PosixStorage(directory)
+        manifest = read_manifest(storage)
+        _check_files(storage, manifest)
+        index = read_index(storage, manifest)
+        return cls(storage, manifest, index, index.ids())
+
+    def info(self, name: str, state: str) -> TensorInfo | None:
+        """The tensor of that name and state, if it is stored or derived."""
+        at = self.ids.get((name, state))
+        return None if at is None else self.index.tensors[at]
+
+    def read(self, requests: Sequence[Request], *, verify: bool = True) -> ReadStats:
+        """Fill every request's ``out``.
+
+        Args:
+            requests: regions of stored tensors; for derived tensors only the overriding fragments
+                are copied and the rest of ``out`` is left as it is.
+            verify: check every fragment that is used against its checksum. A fragment of which only
+                a part is wanted is then read whole.
+
+        Raises:
+            CorruptCheckpointError: a checksum does not match; names file, tensor and box.
+            StorageError: a file cannot be read.
+        """
+        begin = time.monotonic()
+        partial = frozenset(r.tensor_id for r in requests if self.index.tensors[r.tensor_id].derived_from is not None)
+        plan = plan_reads(self.index, [Target(r.tensor_id, r.box) for r in requests], allow_partial=partial)
+        stats = _execute(self, plan, requests, verify)
+        stats.seconds = time.monotonic() - begin
+        return stats
+
+    def read_tensor(self, name: str, state: str, *, verify: bool = True) -> torch.Tensor:
+        """One whole tensor in its own dtype, on the CPU; a derived one is cast from what it derives from.
+
+        Raises:
+            KeyError: there is no such tensor.
+        """
+        position = self.ids[(name, state)]
+        info = self.index.tensors[position]
+        if info.derived_from is not None:
+            out = self.read_tensor(name, info.derived_from, verify=verify).to(torch_dtype(info.dtype)).reshape(-1)
+        else:
+            out = torch.empty(info.numel, dtype=torch_dtype(info.dtype))
+        if info.numel:
+            self.read([Request(position, Box.whole(info.shape), out)], verify=verify)
+        return out.reshape(info.shape)
+
+    def objects(self, *, allow_pickle: bool = False) -> objects.Decoded:
+        """The job's non-tensor state."""
+        keys = [name for name, state in self.ids if name.startswith("objects/job/") and state == "object"]
+        tensors = {key: self.read_tensor(key, "object") for key in keys}
+        where = str(self.storage.root / MANIFEST_FILE)
+        return objects.decode(self.manifest.objects, tensors=tensors, allow_pickle=allow_pickle, where=where)
+
+    def rank_objects(self, rank: int, *, allow_pickle: bool = False) -> objects.Decoded:
+        """Non-tensor state of one rank of the writing job; an empty dict if that rank stored none."""
+        prefix = f"objects/rank{rank:05d}"
+        if (prefix, "object") not in self.ids:
+            return objects.Decoded({})
+        where = f"{self.storage.root}: {prefix}"
+        text = bytes(self.read_tensor(prefix, "object").numpy())
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as err:
+            raise FormatError(f"{where}: not JSON ({err})") from None
+        keys = [name for name, state in self.ids if name.startswith(prefix + "/") and state == "object"]
+        tensors = {key: self.read_tensor(key, "object") for key in keys}
+        return objects.decode(value, tensors=tensors, allow_pickle=allow_pickle, where=where)
+
+
+def read_manifest(storage: PosixStorage) -> Manifest:
+    path = storage.root / MANIFEST_FILE
+    size = storage.size_bytes(MANIFEST_FILE)
+    if size is None:
+        raise NotACheckpointError(
+            f"{storage.root}: no {MANIFEST_FILE}, so there is no checkpoint here: the save did not finish, "
+            "or the directory is not a unickpt checkpoint"
+        )
+    if size > MAX_MANIFEST_BYTES:
+        raise FormatError(f"{path}: {size:,} bytes are too many for a manifest")
+    return manifest_module.from_bytes(storage.read(MANIFEST_FILE, 0, size), where=str(path))
+
+
+def _check_files(storage: PosixStorage, manifest: Manifest) -> None:
+    problems = []
+    for record in manifest.files:
+        size = storage.size_bytes(record.path)
+        if size is None:
+            problems.append(f"{record.path} is missing")
+        elif size != record.size_bytes:
+            problems.append(f"{record.path} has {size:,} bytes, expected {record.size_bytes:,}")
+    if problems:
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise CorruptCheckpointError(f"{storage.root}: {shown}. Resume from an older checkpoint.")
+
+
+def read_index(storage: PosixStorage, manifest: Manifest) -> Index:
+    record = manifest.file(manifest.index)
+    path = storage.root / record.path
+    data = storage.read(record.path, 0, record.size_bytes)
+    if digest(data) != record.checksum:
+        raise CorruptCheckpointError(f"{path}: checksum differs from the manifest's; the index is damaged")
+    index = index_module.from_bytes(data, where=str(path))
+    known = {r.path: r.size_bytes for r in manifest.files}
+    for position, name in enumerate(index.files):
+        if name not in known:
+            raise FormatError(f"{path}: names data file {name!r}, which the manifest does not list")
+        rows = index.file == position
+        end = index.offset_bytes[rows] + index.size_bytes()[rows]
+        if len(end) and int(end.max()) > known[name]:
+            raise FormatError(f"{path}: a fragment ends at byte {int(end.max()):,} of {name}, which has {known[name]:,}")
+    return index
+
+
+def check_header(storage: PosixStorage, record: FileRecord) -> None:
+    """Compare a data file's header with what was written. Raises CorruptCheckpointError."""
+    if digest(storage.read(record.path, 0, record.header_bytes)) != record.header_checksum:
+        raise CorruptCheckpointError(
+            f"{storage.root / record.path}: the safetensors header differs from the one that was written; the file is damaged"
+        )
+
+
+def _execute(checkpoint: Checkpoint, plan: ReadPlan, requests: Sequence[Request], verify: bool) -> ReadStats:
+    index = checkpoint.index
+    stats = ReadStats()
+    fragment_bytes = index.size_bytes()
+    at = 0
+    while at < len(plan.fragment):
+        file_id = int(index.file[plan.fragment[at]])
+        name = index.files[file_id]
+        check_header(checkpoint.storage, checkpoint.manifest.file(name))
+        with checkpoint.storage.reader(name) as descriptor:
+            while at < len(plan.fragment) and int(index.file[plan.fragment[at]]) == file_id:
+                row = int(plan.fragment[at])
+                end = at
+                while end < len(plan.fragment) and int(plan.fragment[end]) == row:
+                    end += 1
+                uses = [_use(index, plan, k, requests) for k in range(at, end)]
+                source = _Source(checkpoint, descriptor, row, int(fragment_bytes[row]), verify)
+                stats.bytes_read += _deliver(source, uses)
+                stats.bytes_needed += sum(use.region.numel for use in uses) * source.itemsize
+                at = end
+    return stats
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """One request's share of one fragment: the common region in the tensor's coordinates."""
+
+    region: Box
+    request: Request
+
+
+def _use(index: Index, plan: ReadPlan, at: int, requests: Sequence[Request]) -> _Use:
+    request = requests[int(plan.target[at])]
+    ndim = request.box.ndim
+    return _Use(Box(tuple(plan.start[at, :ndim].tolist()), tuple(plan.shape[at, :ndim].tolist())), request)
+
+
+class _Source:
+    """One fragment of one open file."""
+
+    def __init__(self, checkpoint: Checkpoint, descriptor: int, row: int, size_bytes: int, verify: bool) -> None:
+        index = checkpoint.index
+        self.info = index.tensors[int(index.tensor[row])]
+        self.dtype = torch_dtype(self.info.dtype)
+        self.itemsize = self.dtype.itemsize
+        self.box = index.box(row)
+        self.size_bytes = size_bytes
+        self.verify = verify
+        self._path = checkpoint.storage.root / index.files[int(index.file[row])]
+        self._descriptor = descriptor
+        self._offset = int(index.offset_bytes[row])
+        self._checksum = int(index.checksum[row])
+
+    def read_into(self, buffer: torch.Tensor, first: int = 0) -> int:
+        """Fill a contiguous CPU tensor from element ``first`` of the fragment; returns bytes read."""
+        view = memoryview(buffer.view(torch.uint8).numpy())
+        read_into(self._descriptor, view, self._offset + first * self.itemsize, where=str(self._path))
+        if self.verify and fragment_checksum(view) != self._checksum:
+            raise CorruptCheckpointError(
+                f"{self._path}: checksum of {self.info.name} ({self.info.state}) {self.box} differs from the one "
+                f"written: the file is damaged at bytes {self._offset:,} to {self._offset + self.size_bytes:,}. "
+                "Resume from an older checkpoint."
+            )
+        return len(view)
+
+
+def _deliver(source: _Source, uses: Sequence[_Use]) -> int:
+    """Bring one fragment to its users; returns bytes read."""
+    if len(uses) == 1 and uses[0].region == source.box:
+        out = _direct(source, uses[0])
+        if out is not None:
+            return source.read_into(out)
+    first, last = 0, source.box.numel
+    if not source.verify:
+        ranges = [flat_range(use.region.within(source.box), source.box.shape) for use in uses]
+        if all(r is not None for r in ranges):
+            first = min(r[0] for r in ranges if r is not None)
+            last = max(r[1] for r in ranges if r is not None)
+    buffer = torch.empty(last - first, dtype=source.dtype)
+    count = source.read_into(buffer, first)
+    for use in uses:
+        inner = use.region.within(source.box)
+        if (first, last) == (0, source.box.numel):
+            piece = buffer.view(source.box.shape)[inner.slices()]
+        else:
+            lo, hi = flat_range(inner, source.box.shape) or (0, 0)
+            piece = buffer[lo - first : hi - first].view(inner.shape)
+        place = use.region.within(use.request.box)
+        use.request.out.view(use.request.box.shape)[place.slices()].copy_(piece)
+    return count
+
+
+def _direct(source: _Source, use: _Use) -> torch.Tensor | None:
+    """The part of ``out`` that the whole fragment fills byte for byte, if there is such a part."""
+    out = use.request.out
+    if out.dtype != source.dtype or out.device.type != "cpu":
+        return None
+    place = flat_range(use.region.within(use.request.box), use.request.box.shape)
+    return None if place is None else out.detach()[place[0] : place[1]]

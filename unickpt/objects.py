@@ -1,0 +1,273 @@
+"""Non-tensor state to JSON and back, without pickle.
+
+Plain values stay plain JSON, so that a manifest can be read by eye. What JSON has no word for is
+an object with one ``$`` key: ``{"$tuple": [...]}``. Tensors and arrays are pulled out and stored
+as tensors; their place holds ``{"$tensor": key}``. A value that the codec does not know is kept
+as a marked opaque blob: it never fails a save, and is only ever read with ``allow_pickle``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import collections
+import datetime
+import math
+import pathlib
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from unickpt import dtypes
+from unickpt.errors import FormatError
+
+MAX_DEPTH = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """Stands where an opaque blob was not loaded. ``type_name`` is the class that was saved."""
+
+    type_name: str
+
+
+@dataclass(slots=True)
+class Encoded:
+    """Result of ``encode``.
+
+    Attributes:
+        value: JSON-able.
+        tensors: key -> detached CPU tensor, to be stored beside it.
+        opaque: paths (``a.b[0]``) and class names of the values stored as blobs, or lost because
+            they could not even be pickled.
+    """
+
+    value: Any
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    opaque: list[str] = field(default_factory=list)
+
+
+def encode(value: Any, *, prefix: str) -> Encoded:
+    """Encode any Python value.
+
+    Args:
+        value: what to store. Never raises for what it holds.
+        prefix: beginning of the keys of the tensors that are pulled out.
+    """
+    out = Encoded(None)
+    out.value = _Encoder(prefix, out).encode(value, path="", depth=0)
+    return out
+
+
+class _Encoder:
+    def __init__(self, prefix: str, out: Encoded) -> None:
+        self._prefix = prefix
+        self._out = out
+
+    def encode(self, value: Any, *, path: str, depth: int) -> Any:
+        if depth > MAX_DEPTH:  # a cycle, or something no one should put into a checkpoint
+            return self._opaque(value, path)
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return value
+        if kind is int:
+            return value if abs(value) < 2**63 else {"$int": str(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if kind is list:
+            return self._items(value, path, depth)
+        if kind is dict:
+            return self._mapping(value, path, depth)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        handler = _ENCODERS.get(kind)
+        if handler is not None:
+            tag, plain = handler
+            return {tag: self.encode(plain(value), path=path, depth=depth + 1)}
+        if kind is np.ndarray and value.dtype.kind in "biuf":
+            return {"$ndarray": self.encode(_array_as_tensor(value), path=path, depth=depth + 1)}
+        if isinstance(value, np.generic):
+            return {"$numpy": [value.dtype.str, value.item()]} if value.dtype.kind in "biuf" else self._opaque(value, path)
+        return self._opaque(value, path)
+
+    def _items(self, values: list[Any], path: str, depth: int) -> list[Any]:
+        return [self.encode(item, path=f"{path}[{at}]", depth=depth + 1) for at, item in enumerate(values)]
+
+    def _mapping(self, value: dict[Any, Any], path: str, depth: int) -> Any:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(item, path=f"{path}.{key}".lstrip("."), depth=depth + 1) for key, item in value.items()}
+        pairs = [[key, item] for key, item in value.items()]
+        return {"$dict": self._items(pairs, path, depth)}
+
+    def _tensor(self, value: torch.Tensor, path: str) -> Any:
+        tensor = value.detach()
+        try:
+            dtypes.name_of(tensor.dtype)
+            tensor = tensor.to("cpu").contiguous()
+        except Exception:  # quantized, sparse, meta, nested: not a dense tensor of the format
+            return self._opaque(value, path)
+        key = f"{self._prefix}/{len(self._out.tensors)}"
+        self._out.tensors[key] = tensor
+        return {"$tensor": key}
+
+    def _opaque(self, value: Any, path: str) -> Any:
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        self._out.opaque.append(f"{path or '(root)'}: {name}")
+        try:
+            blob = base64.b64encode(pickle.dumps(value)).decode()
+        except Exception:  # locks, files, lambdas, recursion: nothing that pickle raises may fail a save
+            return {"$lost": name}
+        return {"$opaque": {"type": name, "pickle": blob}}
+
+
+def _array_as_tensor(array: np.ndarray[Any, Any]) -> Any:
+    native = array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
+    return [array.dtype.str, torch.from_numpy(native)]
+
+
+_ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    tuple: ("$tuple", list),
+    set: ("$set", list),
+    frozenset: ("$frozenset", list),
+    collections.OrderedDict: ("$ordered", lambda v: [list(pair) for pair in v.items()]),
+    bytes: ("$bytes", lambda v: base64.b64encode(v).decode()),
+    complex: ("$complex", lambda v: [v.real, v.imag]),
+    torch.Size: ("$size", list),
+    torch.dtype: ("$dtype", str),
+    torch.device: ("$device", str),
+    argparse.Namespace: ("$namespace", vars),
+    pathlib.PosixPath: ("$path", str),
+    datetime.datetime: ("$datetime", lambda v: v.isoformat()),
+}
+
+
+@dataclass(slots=True)
+class Decoded:
+    """Result of ``decode``: the value, and the paths of opaque blobs that were left out."""
+
+    value: Any
+    left_out: list[str] = field(default_factory=list)
+
+
+def decode(value: Any, *, tensors: Mapping[str, torch.Tensor], allow_pickle: bool = False, where: str) -> Decoded:
+    """Decode what ``encode`` made.
+
+    Args:
+        value: JSON, possibly hostile.
+        tensors: the tensors that were pulled out, by key.
+        allow_pickle: unpickle opaque blobs. This runs code from the checkpoint: only for ones you
+            wrote yourself. Otherwise each becomes an ``Opaque`` and is listed.
+        where: names the object in messages.
+
+    Raises:
+        FormatError: an unknown tag, a missing tensor, a malformed value.
+    """
+    out = Decoded(None)
+    try:
+        out.value = _Decoder(tensors, allow_pickle, out).decode(value, path="")
+    except RecursionError:
+        raise FormatError(f"{where}: nested too deeply") from None
+    except FormatError as err:
+        raise FormatError(f"{where}: {err}") from None
+    return out
+
+
+class _Decoder:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], allow_pickle: bool, out: Decoded) -> None:
+        self._tensors = tensors
+        self._allow_pickle = allow_pickle
+        self._out = out
+
+    def decode(self, value: Any, *, path: str) -> Any:
+        if isinstance(value, list):
+            return [self.decode(item, path=f"{path}[{at}]") for at, item in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        tagged = [key for key in value if key.startswith("$")]
+        if not tagged:
+            return {key: self.decode(item, path=f"{path}.{key}".lstrip(".")) for key, item in value.items()}
+        if len(value) != 1:
+            raise FormatError(f"{path or '(root)'}: {sorted(value)} is not one tag")
+        return self._tagged(tagged[0], value[tagged[0]], path)
+
+    def _tagged(self, tag: str, body: Any, path: str) -> Any:
+        if tag == "$opaque":
+            return self._blob(body, path)
+        if tag == "$lost":
+            self._out.left_out.append(f"{path or '(root)'}: {body} (could not be pickled when it was saved)")
+            return Opaque(str(body))
+        if tag == "$tensor":
+            if not isinstance(body, str) or body not in self._tensors:
+                raise FormatError(f"{path or '(root)'}: tensor {body!r} is not stored")
+            return self._tensors[body]
+        build = _DECODERS.get(tag)
+        if build is None:
+            raise FormatError(f"{path or '(root)'}: unknown tag {tag!r}; written by a newer release?")
+        try:
+            return build(self.decode(body, path=path))
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as err:
+            raise FormatError(f"{path or '(root)'}: {tag} cannot hold {str(body)[:80]!r} ({err})") from None
+
+    def _blob(self, body: Any, path: str) -> Any:
+        if not isinstance(body, dict) or not isinstance(body.get("type"), str) or not isinstance(body.get("pickle"), str):
+            raise FormatError(f"{path or '(root)'}: malformed opaque value")
+        if not self._allow_pickle:
+            self._out.left_out.append(f"{path or '(root)'}: {body['type']} (a pickle; set allow_pickle to load it)")
+            return Opaque(body["type"])
+        return pickle.loads(base64.b64decode(body["pickle"]))  # opted in by the user, see docstring
+
+
+def _torch_named(text: str) -> torch.dtype:
+    dtype = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{text!r} is no dtype")
+    return dtype
+
+
+def _numpy_array(body: Any) -> np.ndarray[Any, Any]:
+    code, tensor = body
+    return np.asarray(tensor.numpy().astype(_plain_numpy(code)))
+
+
+def _plain_numpy(code: str) -> np.dtype[Any]:
+    dtype = np.dtype(code)
+    if dtype.kind not in "biuf":
+        raise ValueError(f"numpy dtype {code!r} is not a plain number")
+    return dtype
+
+
+def _number(text: str) -> float:
+    if text not in ("inf", "-inf", "nan"):
+        raise ValueError(text)
+    return float(text)
+
+
+def _int(text: str) -> int:
+    if len(text) > 4000:
+        raise ValueError("integer of more than 4000 digits")
+    return int(text)
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$int": _int,
+    "$float": _number,
+    "$tuple": tuple,
+    "$set": set,
+    "$frozenset": frozenset,
+    "$dict": lambda pairs: {key: item for key, item in pairs},
+    "$ordered": lambda pairs: collections.OrderedDict((key, item) for key, item in pairs),
+    "$bytes": lambda text: base64.b64decode(text, validate=True),
+    "$complex": lambda parts: complex(*parts),
+    "$size": torch.Size,
+    "$dtype": _torch_named,
+    "$device": torch.device,
+    "$namespace": lambda members: argparse.Namespace(**members),
+    "$path": pathlib.Path,
+    "$datetime": datetime.datetime.fromisoformat,
+    "$numpy": lambda body: _plain_numpy(body[0]).type(body[1]),
+    "$ndarray": _numpy_array,
+}

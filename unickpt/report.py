@@ -1,0 +1,106 @@
+"""The load report: what happened to every tensor and every state. Nothing is passed over in silence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from unickpt.errors import MismatchError
+
+Outcome = Literal["restored", "cast", "re-seeded", "left out"]
+OUTCOMES: tuple[Outcome, ...] = ("restored", "cast", "re-seeded", "left out")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor or one piece of non-tensor state.
+
+    Attributes:
+        name: parameter, buffer or object name.
+        state: ``weight``, ``master``, an optimizer key, or ``object``.
+        outcome: ``restored`` (bit for bit), ``cast`` (to another dtype, or from the master),
+            ``re-seeded`` (given a fresh, deterministic value), ``left out``.
+        reason: why, unless it was simply restored.
+    """
+
+    name: str
+    state: str
+    outcome: Outcome
+    reason: str = ""
+
+
+@dataclass
+class LoadReport:
+    """Accounts for a load.
+
+    Attributes:
+        source, target: one line each: what was read, into what.
+        entries: every tensor and state of the checkpoint and of the job.
+        bytes_read, bytes_needed: on this rank.
+        seconds: wall time on this rank.
+        skipped: newer checkpoints that were passed over, with the reason.
+    """
+
+    source: str = ""
+    target: str = ""
+    entries: list[Entry] = field(default_factory=list)
+    bytes_read: int = 0
+    bytes_needed: int = 0
+    seconds: float = 0.0
+    skipped: list[str] = field(default_factory=list)
+
+    def add(self, name: str, state: str, outcome: Outcome, reason: str = "") -> None:
+        self.entries.append(Entry(name, state, outcome, reason))
+
+    def require(self, keys: Iterable[tuple[str, str]], *, what: str) -> None:
+        """Fail closed: every given (name, state) has an entry.
+
+        Raises:
+            MismatchError: lists what nothing accounts for.
+        """
+        known = {(entry.name, entry.state) for entry in self.entries}
+        missing = sorted(set(keys) - known)
+        if missing:
+            listed = ", ".join(f"{name} ({state})" for name, state in missing[:10])
+            raise MismatchError(f"{len(missing)} of {what} unaccounted for: {listed}; please report this as a bug")
+
+    def count(self) -> dict[Outcome, int]:
+        counts = Counter(entry.outcome for entry in self.entries)
+        return {outcome: counts[outcome] for outcome in OUTCOMES}
+
+    def lines(self, *, most: int = 12) -> list[str]:
+        """The report for a log: a heading, one line per state, one per reason."""
+        out = [f"resumed {self.source} into {self.target}"]
+        out += [f"passed over {line}" for line in self.skipped]
+        for state, outcomes in self._by_state().items():
+            parts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items() if count)
+            out.append(f"  {state}: {parts}")
+        reasons = Counter((e.outcome, e.reason) for e in self.entries if e.reason and e.outcome != "restored")
+        for (outcome, reason), count in reasons.most_common(most):
+            names = [e.name for e in self.entries if (e.outcome, e.reason) == (outcome, reason)][:3]
+            more = f" and {count - len(names)} more" if count > len(names) else ""
+            out.append(f"  {outcome}: {', '.join(names)}{more}: {reason}")
+        if len(reasons) > most:
+            out.append(f"  and {len(reasons) - most} further reasons, in the report object")
+        out.append(f"  unaccounted: 0; {self.bytes_read:,} bytes read here in {self.seconds:.2f} s")
+        return out
+
+    def _by_state(self) -> dict[str, Counter[str]]:
+        order = {"weight": 0, "master": 1, "object": 9}
+        states = sorted({entry.state for entry in self.entries}, key=lambda s: (order.get(s, 5), s))
+        return {state: Counter(e.outcome for e in self.entries if e.state == state) for state in states}
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, JSON-able."""
+        return {
+            "source": self.source,
+            "target": self.target,
+            "counts": self.count(),
+            "bytes_read": self.bytes_read,
+            "bytes_needed": self.bytes_needed,
+            "seconds": self.seconds,
+            "skipped": self.skipped,
+            "entries": [{"name": e.name, "state": e.state, "outcome": e.outcome, "reason": e.reason} for e in self.entries],
+        }

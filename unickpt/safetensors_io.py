@@ -1,0 +1,144 @@
+"""The safetensors container: headers built, parsed and checked without trusting them.
+
+Data files and the index are ordinary safetensors files (8-byte little-endian header length,
+JSON header, bytes without holes), so any safetensors reader opens them. This module exists
+beside the ``safetensors`` package because the I/O path needs what that package does not offer:
+writing tensors one after the other without holding the file in memory, and reading parts of a
+tensor. The tests read everything that it writes back through ``safetensors`` itself.
+
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unickpt.dtypes import itemsize_bytes
+from unickpt.errors import FormatError
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors reference reader
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """Where one tensor lies in a safetensors file.
+
+    Attributes:
+        name: the key in the header.
+        dtype: safetensors dtype name.
+        shape: extents.
+        begin_byte, end_byte: half-open byte range counted from the end of the header.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin_byte: int
+    end_byte: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A parsed header: its slots in file order, its free-form metadata and its own length."""
+
+    slots: tuple[TensorSlot, ...]
+    metadata: dict[str, str]
+    header_bytes: int  # length prefix and JSON together: where the data begins
+
+
+def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
+    """Lay out tensors back to back and encode the header.
+
+    Args:
+        tensors: ``(name, dtype, shape)`` in the order in which their bytes will be written.
+        metadata: strings for ``__metadata__``.
+
+    Returns:
+        The header's bytes (padded with spaces to a multiple of 8) and its parsed form.
+    """
+    slots: list[TensorSlot] = []
+    at = 0
+    for name, dtype, shape in tensors:
+        end = at + math.prod(shape) * itemsize_bytes(dtype)
+        slots.append(TensorSlot(name, dtype, shape, at, end))
+        at = end
+    body: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    for slot in slots:
+        if slot.name in body:
+            raise FormatError(f"two tensors named {slot.name!r} in one safetensors file")
+        body[slot.name] = {
+            "dtype": slot.dtype,
+            "shape": list(slot.shape),
+            "data_offsets": [slot.begin_byte, slot.end_byte],
+        }
+    text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise FormatError(f"safetensors header of {len(text)} bytes is over the format's {MAX_HEADER_BYTES}")
+    return len(text).to_bytes(8, "little") + text, Header(tuple(slots), dict(metadata), 8 + len(text))
+
+
+def header_bytes_of(prefix: bytes, *, file_bytes: int, where: str) -> int:
+    """Bytes of prefix and header, from the file's first 8 bytes, checked against the file's size."""
+    if len(prefix) < 8:
+        raise FormatError(f"{where}: {len(prefix)} bytes are too few for a safetensors file")
+    length = int.from_bytes(prefix[:8], "little")
+    if length > MAX_HEADER_BYTES or 8 + length > file_bytes:
+        raise FormatError(f"{where}: header claims {length} bytes in a file of {file_bytes}")
+    return 8 + length
+
+
+def parse_header(data: bytes, *, file_bytes: int, where: str) -> Header:
+    """Parse and validate a header before anything is allocated from what it says.
+
+    Args:
+        data: the file's first bytes, at least the whole header.
+        file_bytes: the true size of the file.
+        where: names the file in messages.
+
+    Raises:
+        FormatError: the header is not JSON of the specified form, an offset leaves the file, a
+            size contradicts dtype and shape, tensors overlap or leave a hole.
+    """
+    end = header_bytes_of(data, file_bytes=file_bytes, where=where)
+    try:
+        body = json.loads(data[8:end].decode("utf-8"))
+    except (ValueError, RecursionError) as err:
+        raise FormatError(f"{where}: header is not JSON ({err})") from None
+    if not isinstance(body, dict):
+        raise FormatError(f"{where}: header is a {type(body).__name__}, expected an object")
+    metadata = body.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise FormatError(f"{where}: __metadata__ must map strings to strings")
+    slots = sorted((_parse_slot(name, entry, where) for name, entry in body.items()), key=lambda s: (s.begin_byte, s.end_byte))
+    at = 0
+    for slot in slots:
+        if slot.begin_byte != at:
+            raise FormatError(f"{where}: tensor {slot.name!r} begins at byte {slot.begin_byte}, expected {at}")
+        at = slot.end_byte
+    if end + at != file_bytes:
+        raise FormatError(f"{where}: header describes {end + at} bytes, the file has {file_bytes}")
+    return Header(tuple(slots), metadata, end)
+
+
+def _parse_slot(name: str, entry: Any, where: str) -> TensorSlot:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise FormatError(f"{where}: tensor {name!r} needs exactly dtype, shape and data_offsets")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
+        raise FormatError(f"{where}: tensor {name!r} has shape {shape!r} and offsets {offsets!r}")
+    expected = math.prod(shape) * itemsize_bytes(entry["dtype"])
+    if offsets[1] - offsets[0] != expected:
+        raise FormatError(
+            f"{where}: tensor {name!r} of {entry['dtype']} {shape} needs {expected} bytes, "
+            f"its offsets {offsets} give {offsets[1] - offsets[0]}"
+        )
+    return TensorSlot(name, entry["dtype"], tuple(shape), offsets[0], offsets[1])
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value) and len(value) <= 64

@@ -1,0 +1,143 @@
+"""Storage on a POSIX directory.
+
+Small on purpose: another backend (object stores come later) needs exactly these methods. Every
+failure becomes a ``StorageError`` that names the file and what the system said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from unickpt.errors import StorageError, UnsafePathError
+
+
+class Sink(Protocol):
+    """A file being written front to back."""
+
+    def write(self, data: memoryview) -> None: ...
+
+
+class PosixStorage:
+    """Files below one directory, addressed by relative paths with ``/``."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def path(self, name: str) -> Path:
+        """The absolute path of a file, refusing one that a symbolic link leads out of the root."""
+        path = self.root / name
+        if not path.resolve().is_relative_to(self.root.resolve()):
+            raise UnsafePathError(f"{path} leads outside {self.root}")
+        return path
+
+    def size_bytes(self, name: str) -> int | None:
+        """Size of a regular file, or None if there is none."""
+        path = self.path(name)
+        try:
+            return path.stat().st_size if path.is_file() else None
+        except OSError as err:
+            raise StorageError(f"{path}: cannot be examined ({err.strerror or err})") from err
+
+    def read(self, name: str, offset_bytes: int, size_bytes: int) -> bytes:
+        """Exactly ``size_bytes`` bytes, or StorageError."""
+        buffer = bytearray(size_bytes)
+        with self.reader(name) as descriptor:
+            read_into(descriptor, memoryview(buffer), offset_bytes, where=str(self.path(name)))
+        return bytes(buffer)
+
+    @contextlib.contextmanager
+    def reader(self, name: str) -> Iterator[int]:
+        """A file descriptor for positioned reads."""
+        path = self.path(name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as err:
+            raise StorageError(f"{path}: cannot be opened ({err.strerror or err})") from err
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[Sink]:
+        """A new file, made durable (fsync of file and directory) when the block ends without error."""
+        path = self.path(name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            try:
+                yield _DescriptorSink(descriptor)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            _sync_directory(path.parent)
+        except OSError as err:
+            raise StorageError(f"{path}: cannot be written ({err.strerror or err})") from err
+
+    def write_atomic(self, name: str, data: bytes) -> None:
+        """Replace a file as a whole: a reader sees the old bytes or the new ones, also after a crash."""
+        temporary = f"{name}.tmp"
+        with self.create(temporary) as sink:
+            sink.write(memoryview(data))
+        path = self.path(name)
+        try:
+            os.replace(self.path(temporary), path)
+            _sync_directory(path.parent)
+        except OSError as err:
+            raise StorageError(f"{path}: cannot be replaced ({err.strerror or err})") from err
+
+    def names(self, folder: str) -> list[str]:
+        """Relative paths of the files directly in a folder; empty if there is no such folder."""
+        path = self.path(folder)
+        return sorted(f"{folder}/{entry.name}" for entry in path.iterdir() if entry.is_file()) if path.is_dir() else []
+
+    def delete(self, name: str) -> None:
+        """Remove a file if it is there; a failure to remove is not an error."""
+        with contextlib.suppress(OSError):
+            self.path(name).unlink(missing_ok=True)
+
+    def delete_folder(self, folder: str) -> None:
+        """Remove a folder and the files directly in it, as far as possible."""
+        for name in self.names(folder):
+            self.delete(name)
+        with contextlib.suppress(OSError):
+            self.path(folder).rmdir()
+
+
+class _DescriptorSink:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, data: memoryview) -> None:
+        while len(data):
+            data = data[os.write(self._descriptor, data) :]
+
+
+def read_into(descriptor: int, buffer: memoryview, offset_bytes: int, *, where: str) -> None:
+    """Fill the buffer from a position of a file, or raise StorageError naming it."""
+    done = 0
+    while done < len(buffer):
+        try:
+            got = os.preadv(descriptor, [buffer[done:]], offset_bytes + done)
+        except OSError as err:
+            raise StorageError(f"{where}: cannot be read at byte {offset_bytes + done} ({err.strerror or err})") from err
+        if not got:
+            raise StorageError(f"{where}: ends at byte {offset_bytes + done}, {len(buffer) - done} bytes too early")
+        done += got
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some network file systems cannot sync a directory; the rename itself has happened
+        pass
+    finally:
+        os.close(descriptor)

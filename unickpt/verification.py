@@ -1,0 +1,126 @@
+"""Verification: read every byte of a checkpoint and say everything that is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from unickpt import index as index_module
+from unickpt.checksums import RunningDigest, fragment_checksum
+from unickpt.errors import CorruptCheckpointError, CoverageError, FormatError, StorageError, UnsafePathError
+from unickpt.index import Index
+from unickpt.loading import read_index, read_manifest
+from unickpt.manifest import FileRecord
+from unickpt.safetensors_io import parse_header
+from unickpt.storage import PosixStorage, read_into
+
+_CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was found. No problems means: every byte is as it was written, every tensor covered exactly once.
+
+    Attributes:
+        problems: one line each.
+        files, fragments, size_bytes: how much was read.
+    """
+
+    problems: tuple[str, ...]
+    files: int
+    fragments: int
+    size_bytes: int
+
+
+def verify(directory: str | Path, *, progress: Callable[[int], None] = lambda size_bytes: None) -> Verification:
+    """Check a checkpoint completely.
+
+    Args:
+        directory: the checkpoint, ``<save_dir>/<tag>``.
+        progress: called with the bytes of every file that is done.
+
+    Raises:
+        NotACheckpointError, NewerFormatError, UnsafePathError, FormatError: the manifest itself is
+            missing or wrong, so there is nothing to verify against.
+    """
+    storage = PosixStorage(directory)
+    manifest = read_manifest(storage)
+    problems: list[str] = []
+    index: Index | None = None
+    try:
+        index = read_index(storage, manifest)
+        index_module.check_coverage(index)
+    except UnsafePathError:
+        raise
+    except (CorruptCheckpointError, CoverageError, StorageError, FormatError) as err:
+        problems.append(str(err))
+    for record in manifest.files:
+        try:
+            problems += _file_problems(storage, record, index if record.path != manifest.index else None)
+        except (StorageError, FormatError) as err:
+            problems.append(str(err))
+        progress(record.size_bytes)
+    return Verification(
+        problems=tuple(dict.fromkeys(problems)),
+        files=len(manifest.files),
+        fragments=0 if index is None else len(index),
+        size_bytes=sum(record.size_bytes for record in manifest.files),
+    )
+
+
+def _file_problems(storage: PosixStorage, record: FileRecord, index: Index | None) -> list[str]:
+    path = storage.root / record.path
+    size = storage.size_bytes(record.path)
+    if size != record.size_bytes:
+        return [f"{path}: {'missing' if size is None else f'{size:,} bytes'}, expected {record.size_bytes:,} bytes"]
+    whole = RunningDigest()
+    with storage.reader(record.path) as descriptor:
+        for at in range(0, size, _CHUNK_BYTES):
+            buffer = bytearray(min(_CHUNK_BYTES, size - at))
+            read_into(descriptor, memoryview(buffer), at, where=str(path))
+            whole.update(buffer)
+    problems = _header_problems(storage, record, index) if index is not None else []
+    if whole.value() != record.checksum:
+        damaged = _damaged_fragments(storage, record, index) if index is not None else []
+        problems += damaged or [f"{path}: checksum differs from the manifest's"]
+    return problems
+
+
+def _rows_of_file(index: Index, name: str) -> list[int]:
+    if name not in index.files:
+        return []
+    rows: list[int] = np.flatnonzero(index.file == index.files.index(name)).tolist()
+    return rows
+
+
+def _header_problems(storage: PosixStorage, record: FileRecord, index: Index) -> list[str]:
+    """The file's own safetensors header against the index: any safetensors reader must see the same."""
+    path = storage.root / record.path
+    header = parse_header(
+        storage.read(record.path, 0, record.header_bytes), file_bytes=record.size_bytes, where=str(path)
+    )
+    slots = {header.header_bytes + slot.begin_byte: slot for slot in header.slots if slot.end_byte > slot.begin_byte}
+    problems = []
+    for row in _rows_of_file(index, record.path):
+        info, box, offset = index.tensors[int(index.tensor[row])], index.box(row), int(index.offset_bytes[row])
+        slot = slots.get(offset)
+        if slot is None or slot.dtype != info.dtype or slot.shape != box.shape:
+            problems.append(f"{path}: at byte {offset:,} the header has {slot}, the index {info.name} ({info.state}) {box}")
+    return problems
+
+
+def _damaged_fragments(storage: PosixStorage, record: FileRecord, index: Index) -> list[str]:
+    path = storage.root / record.path
+    sizes = index.size_bytes()
+    problems = []
+    for row in _rows_of_file(index, record.path):
+        offset, size = int(index.offset_bytes[row]), int(sizes[row])
+        if fragment_checksum(storage.read(record.path, offset, size)) != int(index.checksum[row]):
+            info = index.tensors[int(index.tensor[row])]
+            problems.append(
+                f"{path}: {info.name} ({info.state}) {index.box(row)} is damaged (bytes {offset:,} to {offset + size:,})"
+            )
+    return problems
