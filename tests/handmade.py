@@ -1,0 +1,210 @@
+"""Small checkpoints made by hand, without a framework, and ways to tamper with them.
+
+The tampering functions write what ``docs/format.md`` says, in their own words: they share no code
+with the package, so they are a second opinion on the format as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from unickpt.coordination import Rendezvous
+from unickpt.fragments import Box
+from unickpt.index import TensorInfo
+from unickpt.manifest import OptimizerRecord, ParameterGroup, Writer
+from unickpt.saving import Contribution, Shard, commit, save, shards_of_flat_range, write_rank
+from unickpt.storage import PosixStorage
+
+WRITER = Writer("handmade", "1.2.3", "0.1.0", torch.__version__, "huggingface", {"world_size": 2, "zero_stage": 1})
+
+LAYER_SHAPE = (4, 6)
+MASTER = TensorInfo("layer.weight", "master", "F32", LAYER_SHAPE, "parameter")
+MOMENT = TensorInfo("layer.weight", "exp_avg", "F32", LAYER_SHAPE, "optimizer")
+WEIGHT = TensorInfo("layer.weight", "weight", "BF16", LAYER_SHAPE, "parameter", derived_from="master")
+EMBED = TensorInfo("embed.weight", "weight", "F16", (8, 3), "parameter")
+COUNT = TensorInfo("norm.count", "weight", "I64", (), "buffer")
+EMPTY = TensorInfo("empty.weight", "weight", "F32", (0, 4), "parameter")
+
+OBJECTS = {
+    "client_state": {"hello": (1, 2), "scale": float("inf"), 7: "seven"},
+    "history": torch.arange(5, dtype=torch.float64),
+    "unknown": range(3),
+}
+
+
+def master() -> torch.Tensor:
+    """Elements of MASTER; not all of them are exact in bfloat16."""
+    return torch.arange(24, dtype=torch.float32).reshape(LAYER_SHAPE) / 7
+
+
+def moment() -> torch.Tensor:
+    """Elements of MOMENT."""
+    return -torch.arange(24, dtype=torch.float32).reshape(LAYER_SHAPE)
+
+
+def weight() -> torch.Tensor:
+    """Elements of WEIGHT: the cast of the master, but for the last row, which was changed by hand."""
+    values = master().to(torch.bfloat16)
+    values[3] = torch.arange(6, dtype=torch.bfloat16)
+    return values
+
+
+def embed() -> torch.Tensor:
+    """Elements of EMBED."""
+    return torch.arange(24, dtype=torch.float16).reshape(8, 3)
+
+
+def contribution(rank: int = 0, world: int = 1, *, step: int = 3, extra: list[Shard] | None = None) -> Contribution:
+    """One rank's part: masters and moments by flat range, the frozen embedding by rows, the rest from rank 0."""
+    lo, hi = 24 * rank // world, 24 * (rank + 1) // world
+    shards = shards_of_flat_range(MASTER, lo, hi, master().reshape(-1)[lo:hi])
+    shards += shards_of_flat_range(MOMENT, lo, hi, moment().reshape(-1)[lo:hi])
+    first, last = 8 * rank // world, 8 * (rank + 1) // world
+    shards.append(Shard(EMBED, Box((first, 0), (last - first, 3)), embed()[first:last]))
+    if rank == 0:
+        shards.append(Shard(COUNT, Box((), ()), torch.tensor(42)))
+    if rank == world - 1:
+        shards.append(Shard(WEIGHT, Box((3, 0), (1, 6)), weight()[3]))
+    return Contribution(
+        shards=[*shards, *(extra or [])],
+        tensors=[MASTER, MOMENT, WEIGHT, EMBED, COUNT, EMPTY],
+        rank_objects={"rng": {"torch": torch.arange(16, dtype=torch.uint8), "words": [rank, 2]}},
+        step=step,
+        writer=WRITER,
+        optimizer=OptimizerRecord(
+            "AdamW",
+            (ParameterGroup({"lr": 0.001, "betas": {"$tuple": [0.9, 0.999]}}, ("layer.weight",)),),
+            (ParameterGroup({"step": 3.0}, ("layer.weight",)),),
+        ),
+        aliases={"head.weight": "embed.weight"},
+        excluded=("frozen.weight",),
+        objects=OBJECTS,
+    )
+
+
+def save_single(save_dir: Path, tag: str = "global_step3", **options: Any) -> Path:
+    """A checkpoint of one rank through ``save``; returns its directory."""
+    result = save(
+        lambda _: contribution(**options),
+        save_dir=str(save_dir),
+        tag=tag,
+        save_latest=True,
+        meet=Rendezvous(None, rank=0, world=1, prefix="t"),
+    )
+    assert result.committed, result
+    return save_dir / tag
+
+
+def save_ranks(directory: Path, world: int) -> Path:
+    """A checkpoint of several ranks, written one after the other; returns the directory."""
+    storage = PosixStorage(directory)
+    records = [
+        write_rank(
+            storage, f"data/rank{rank:05d}.safetensors", f"rows/rank{rank:05d}.safetensors", contribution(rank, world), rank
+        )
+        for rank in range(world)
+    ]
+    commit(storage, records, contribution(0, world), generation=0)
+    return directory
+
+
+# ---------------------------------------------------------------- tampering
+
+
+def digest(data: bytes) -> str:
+    """Checksum of a file or document, as the manifest holds it."""
+    return "xxh3_128:" + xxhash.xxh3_128_hexdigest(data)
+
+
+def flip_bit(path: Path, at: int) -> None:
+    """Invert one bit of the byte at a position (negative: from the end)."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads((directory / "manifest.json").read_text())
+    return body
+
+
+def write_manifest(directory: Path, body: dict[str, Any]) -> None:
+    """Write a manifest with the checksum that its content asks for."""
+    rest = {key: value for key, value in body.items() if key != "checksum"}
+    canonical = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
+    (directory / "manifest.json").write_text(json.dumps({**rest, "checksum": digest(canonical)}))
+
+
+def edit_manifest(directory: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Change a manifest and sign it again."""
+    body = read_manifest(directory)
+    edit(body)
+    write_manifest(directory, body)
+
+
+def split_safetensors(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Header and data of a safetensors file."""
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def join_safetensors(header: dict[str, Any] | bytes, data: bytes) -> bytes:
+    """A safetensors file from its header, which may lie."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def replace_file(directory: Path, path: str, data: bytes) -> None:
+    """Put other bytes into a listed file, and let the manifest vouch for them."""
+    (directory / path).write_bytes(data)
+    header_bytes = min(8 + int.from_bytes(data[:8].ljust(8, b"\0"), "little"), len(data))
+
+    def edit(body: dict[str, Any]) -> None:
+        record = next(r for r in body["files"] if r["path"] == path)
+        record.update(size_bytes=len(data), checksum=digest(data), header_bytes=header_bytes)
+        record["header_checksum"] = digest(data[:header_bytes])
+
+    edit_manifest(directory, edit)
+
+
+class IndexParts:
+    """The index taken apart: columns by name, files and tensors of its metadata. ``write`` puts it together again."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.path = read_manifest(directory)["index"]
+        header, data = split_safetensors((directory / self.path).read_bytes())
+        self.metadata: dict[str, str] = header.pop("__metadata__")
+        kinds = {"I32": "<i4", "I64": "<i8", "U64": "<u8"}
+        self.columns = {
+            name: np.frombuffer(data[slice(*slot["data_offsets"])], kinds[slot["dtype"]]).reshape(slot["shape"]).copy()
+            for name, slot in header.items()
+        }
+        self.files: list[Any] = json.loads(self.metadata["files"])
+        self.tensors: list[Any] = json.loads(self.metadata["tensors"])
+
+    def write(self) -> None:
+        """Write it, signed."""
+        self.metadata |= {"files": json.dumps(self.files), "tensors": json.dumps(self.tensors)}
+        kinds = {"int32": "I32", "int64": "I64", "uint64": "U64"}
+        header: dict[str, Any] = {"__metadata__": self.metadata}
+        data = b""
+        for name, column in sorted(self.columns.items(), key=lambda item: -item[1].itemsize):
+            end = len(data) + column.nbytes
+            offsets = [len(data), end]
+            header[name] = {"dtype": kinds[str(column.dtype)], "shape": list(column.shape), "data_offsets": offsets}
+            data += column.tobytes()
+        replace_file(self.directory, self.path, join_safetensors(header, data))
+
+
+def as_record(tensor: TensorInfo) -> list[Any]:
+    """A tensor as the index's table has it."""
+    return [list(value) if isinstance(value, tuple) else value for value in asdict(tensor).values()]

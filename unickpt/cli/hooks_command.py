@@ -1,0 +1,126 @@
+"""``unickpt hooks status``: what is put into the installed frameworks, and whether it applies to their versions.
+
+The one command that imports the frameworks: only they can say what source they have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from unickpt import hooks
+from unickpt.autoload import ADAPTERS
+from unickpt.cli.output import Output
+from unickpt.hooks import HookStatus
+
+JSON_SCHEMA = 1
+
+_MARKDOWN_BEGINNING = """\
+<!-- Generated, do not edit: unickpt hooks status --markdown > docs/hooks.md -->
+# Hooks
+
+What unickpt puts into the frameworks, and nothing else does. A hook is installed only where the
+framework's version is in the tested range *and* the function's source has a known fingerprint
+(12 hex digits of the SHA-256 of its source without comment lines, blank lines and indentation);
+otherwise the framework keeps its own behaviour and one warning says so.
+`unickpt hooks status` shows what holds for the installed versions.
+
+| hook | target | tested versions | known fingerprints | why | upstream | until |
+|---|---|---|---|---|---|---|"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """One adapter package and what became of it: ``imported``, ``not installed`` or ``failed`` (with the reason)."""
+
+    adapter: str
+    framework: str
+    framework_version: str | None
+    state: str
+    reason: str
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    status = actions.add_parser(
+        "status", help="the table of hooks", description="Import the installed frameworks and show the hooks."
+    )
+    form = status.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="the table as one JSON document")
+    form.add_argument("--markdown", action="store_true", help="what the hooks are, as docs/hooks.md holds it")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Print the table; 0 also where hooks are refused, because that is a state and no error."""
+    adapters = [_import(adapter, module.partition(".")[0]) for module, adapter in ADAPTERS.items()]
+    found = sorted(hooks.status(), key=lambda status: status.hook.name)
+    if args.json:
+        documents = {"adapters": [asdict(adapter) for adapter in adapters], "hooks": [_document(status) for status in found]}
+        out.json({"schema": JSON_SCHEMA, **documents})
+    elif args.markdown:
+        out.text(_markdown(found))
+    else:
+        _show(out, adapters, found)
+    return 0
+
+
+def _import(adapter: str, framework: str) -> _Adapter:
+    if find_spec(framework) is None:
+        return _Adapter(adapter, framework, None, "not installed", "")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # frameworks greet; standard output is the table's
+            import_module(adapter)
+    except Exception as err:  # whatever a broken installation raises is what the user needs to see
+        return _Adapter(adapter, framework, None, "failed", f"{type(err).__name__}: {err}")
+    version = getattr(sys.modules.get(framework), "__version__", None)
+    return _Adapter(adapter, framework, None if version is None else str(version), "imported", "")
+
+
+def _target(status: HookStatus) -> str:
+    return f"{status.hook.module}.{status.hook.attribute}"
+
+
+def _document(status: HookStatus) -> dict[str, Any]:
+    hook = status.hook
+    return {
+        "name": hook.name,
+        "target": _target(status),
+        "versions": str(hook.versions),
+        "known_fingerprints": sorted(hook.fingerprints),
+        "fingerprint": status.fingerprint or None,
+        "state": status.state,
+        "reason": status.reason,
+        "why": hook.why,
+        "upstream": hook.upstream,
+        "until": hook.until,
+    }
+
+
+def _show(out: Output, adapters: list[_Adapter], found: list[HookStatus]) -> None:
+    for adapter in adapters:
+        version = f" {adapter.framework_version}" if adapter.framework_version else ""
+        reason = f": {adapter.reason}" if adapter.reason else ""
+        out.line(f"{adapter.framework}{version} ({adapter.adapter}): {adapter.state}{reason}")
+    rows = [
+        [s.hook.name, _target(s), str(s.hook.versions), s.fingerprint or "-", s.state + (f": {s.reason}" if s.reason else "")]
+        for s in found
+    ]
+    out.table(f"hooks ({len(rows)})", ["name", "target", "tested versions", "fingerprint", "state"], rows)
+
+
+def _markdown(found: list[HookStatus]) -> str:
+    """Depends on the declarations alone, not on the versions installed where it is made."""
+    lines = [_MARKDOWN_BEGINNING]
+    for status in found:
+        hook = status.hook
+        code = [hook.name, _target(status), str(hook.versions), *sorted(hook.fingerprints)]
+        name, target, versions, *fingerprints = (f"`{text}`" for text in code)
+        cells = [name, target, versions, ", ".join(fingerprints), hook.why, f"<{hook.upstream}>", hook.until]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)

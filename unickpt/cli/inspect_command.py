@@ -1,0 +1,239 @@
+"""``unickpt inspect``: what a checkpoint holds. Reads its manifest and its index, never a data file."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from unickpt.cli import summary
+from unickpt.cli.exit_codes import DAMAGED, SOUND
+from unickpt.cli.locate import Tag, latest_tag, list_tags, locate
+from unickpt.cli.output import Output, human_bytes
+from unickpt.cli.rendering import render, render_settings
+from unickpt.errors import ConfigError, CorruptCheckpointError
+from unickpt.fragments import Box
+from unickpt.index import Index
+from unickpt.loading import Checkpoint, read_index, read_manifest
+from unickpt.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest
+from unickpt.storage import PosixStorage
+
+JSON_SCHEMA = 1
+_SHOWN_PARAMETERS = 40
+_SHOWN_CHARACTERS = 100
+_SHOWN_NAMES = 20
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a save directory (follows 'latest')")
+    parser.add_argument("--all", action="store_true", help=f"list all parameters, not the first {_SHOWN_PARAMETERS} only")
+    parser.add_argument("--grep", metavar="REGEX", help="only parameters whose name contains a match")
+    parser.add_argument("--objects", action="store_true", help="show the non-tensor state in full")
+    parser.add_argument("--tensor", metavar="NAME", help="show the fragments of one tensor instead")
+    parser.add_argument("--state", metavar="STATE", help="with --tensor: one state of it (weight, master, exp_avg, ...)")
+    parser.add_argument("--json", action="store_true", help="everything as one JSON document")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Print the summary; 0, or 1 if files of the checkpoint are missing or have the wrong size."""
+    if args.state is not None and args.tensor is None:
+        raise ConfigError("--state belongs to --tensor NAME")
+    pattern = _pattern(args.grep)
+    location = locate(args.directory)
+    tags = None if location.save_directory is None else list_tags(location.save_directory)
+    if tags is not None and not args.json and args.tensor is None:
+        _show_tags(out, args.directory, tags)
+    if location.checkpoint is None:
+        if args.json:
+            out.json(_document(args.directory, tags, None, None))
+        return SOUND
+    view = _View.read(location.checkpoint)
+    if args.tensor is not None:
+        found = summary.fragmented(view.index, args.tensor, args.state, aliases=view.manifest.aliases)
+        if args.json:
+            out.json({"schema": JSON_SCHEMA, "directory": str(view.directory), "tensors": [asdict(t) for t in found]})
+        else:
+            _show_fragments(out, found)
+    elif args.json:
+        out.json(_document(args.directory, tags, view, pattern))
+    else:
+        _show(out, view, pattern, show_all=args.all, show_objects=args.objects)
+    return DAMAGED if view.problem else SOUND
+
+
+def _pattern(text: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if text is None else re.compile(text)
+    except re.error as err:
+        raise ConfigError(f"--grep {text!r} is not a regular expression: {err}") from None
+
+
+class _View:
+    """A checkpoint as far as it can be looked at: ``problem`` says what is wrong with its files, if anything."""
+
+    def __init__(self, directory: Path, manifest: Manifest, index: Index, problem: str) -> None:
+        self.directory, self.manifest, self.index, self.problem = directory, manifest, index, problem
+
+    @classmethod
+    def read(cls, directory: Path) -> _View:
+        """Raises UnickptError where manifest or index cannot be used; a damaged data file is only noted."""
+        try:
+            checkpoint = Checkpoint.open(directory)
+            return cls(directory, checkpoint.manifest, checkpoint.index, "")
+        except CorruptCheckpointError as err:
+            storage = PosixStorage(directory)
+            manifest = read_manifest(storage)
+            if storage.size_bytes(manifest.index) != manifest.file(manifest.index).size_bytes:
+                raise
+            return cls(directory, manifest, read_index(storage, manifest), str(err))
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all files, the manifest included."""
+        listed = sum(record.size_bytes for record in self.manifest.files)
+        return listed + (PosixStorage(self.directory).size_bytes(MANIFEST_FILE) or 0)
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def _document(directory: Path, tags: list[Tag] | None, view: _View | None, pattern: re.Pattern[str] | None) -> dict[str, Any]:
+    save_directory = None
+    if tags is not None:
+        save_directory = {"latest": latest_tag(directory), "tags": [asdict(tag) for tag in tags]}
+    checkpoint = None if view is None else _checkpoint_document(view, pattern)
+    return {
+        "schema": JSON_SCHEMA, "directory": str(directory), "save_directory": save_directory, "checkpoint": checkpoint
+    }  # fmt: skip
+
+
+def _checkpoint_document(view: _View, pattern: re.Pattern[str] | None) -> dict[str, Any]:
+    manifest = view.manifest
+    return {
+        "directory": str(view.directory),
+        "problem": view.problem or None,
+        "format_version": FORMAT_VERSION,
+        "step": manifest.step,
+        "created": manifest.created,
+        "generation": manifest.generation,
+        "writer": asdict(manifest.writer),
+        "total_bytes": view.total_bytes,
+        "files": [asdict(record) for record in manifest.files],
+        "states": [asdict(state) for state in summary.states(view.index)],
+        "parameters": [asdict(parameter) for parameter in _matching(view.index, pattern)],
+        "optimizer": None if manifest.optimizer is None else asdict(manifest.optimizer),
+        "objects": manifest.objects,
+        "ranks_with_objects": summary.ranks_with_objects(view.index),
+        "aliases": manifest.aliases,
+        "excluded": manifest.excluded,
+    }
+
+
+def _matching(index: Index, pattern: re.Pattern[str] | None) -> tuple[summary.ParameterSummary, ...]:
+    found = summary.parameters(index)
+    return found if pattern is None else tuple(p for p in found if pattern.search(p.name))
+
+
+# ---------------------------------------------------------------- text
+
+
+def _show_tags(out: Output, directory: Path, tags: list[Tag]) -> None:
+    latest = latest_tag(directory)
+    out.line(f"save directory {directory}", style="bold")
+    out.line(f"latest: {latest or '(no such file)'}")
+    rows = [[tag.tag, "" if tag.step is None else str(tag.step), "yes" if tag.whole else f"no: {tag.problem}"] for tag in tags]
+    out.table(f"checkpoints ({len(tags)})", ["tag", "step", "whole"], rows)
+    out.line()
+
+
+def _show(out: Output, view: _View, pattern: re.Pattern[str] | None, *, show_all: bool, show_objects: bool) -> None:
+    _show_heading(out, view)
+    states = [
+        [s.state, ", ".join(s.dtypes), s.tensors, s.fragments, s.elements, s.stored_bytes, _derived(s.derived_from)]
+        for s in summary.states(view.index)
+    ]
+    out.table("states", ["state", "dtype", "tensors", "fragments", "elements", "stored bytes", ""], states)
+    _show_parameters(out, _matching(view.index, pattern), show_all=show_all)
+    _show_optimizer(out, view.manifest)
+    _show_objects(out, view, full=show_objects)
+    _show_names(out, view.manifest, show_all=show_all)
+
+
+def _show_heading(out: Output, view: _View) -> None:
+    manifest, writer = view.manifest, view.manifest.writer
+    out.line(f"checkpoint {view.directory}", style="bold")
+    if view.problem:
+        out.line(f"DAMAGED: {view.problem}", style="bold red")
+    again = f", generation {manifest.generation} (this tag was saved again)" if manifest.generation else ""
+    out.line(f"step {manifest.step}, created {manifest.created}{again}")
+    out.line(
+        f"written by {writer.framework} {writer.framework_version}, unickpt {writer.unickpt_version}, "
+        f"torch {writer.torch_version}; names: {writer.dialect}; format version {FORMAT_VERSION}"
+    )
+    out.line(f"topology: {render_settings(writer.topology)}")
+    out.line(f"{len(manifest.files) + 1} files, {human_bytes(view.total_bytes)}")
+
+
+def _derived(derived_from: str | None) -> str:
+    return "" if derived_from is None else f"derived from {derived_from}"
+
+
+def _show_parameters(out: Output, found: tuple[summary.ParameterSummary, ...], *, show_all: bool) -> None:
+    shown = found if show_all else found[:_SHOWN_PARAMETERS]
+    rows = [
+        [p.name, list(p.states[0].shape), p.states[0].dtype, ", ".join(s.state for s in p.states), _count(p)] for p in shown
+    ]
+    out.table(f"parameters and buffers ({len(found):,})", ["name", "shape", "dtype", "states", "fragments"], rows)
+    if len(shown) < len(found):
+        out.line(f"and {len(found) - len(shown):,} more: --all shows them, --grep REGEX selects")
+
+
+def _count(parameter: summary.ParameterSummary) -> int:
+    return sum(state.fragments for state in parameter.states)
+
+
+def _show_optimizer(out: Output, manifest: Manifest) -> None:
+    optimizer = manifest.optimizer
+    if optimizer is None:
+        out.line()
+        out.line("optimizer: none")
+        return
+    rows = [[at, len(group.parameters), render_settings(group.hyperparameters)] for at, group in enumerate(optimizer.groups)]
+    out.table(f"optimizer {optimizer.name}", ["group", "parameters", "hyperparameters"], rows)
+    if optimizer.scalars:
+        scalars = [[render_settings(group.hyperparameters), len(group.parameters)] for group in optimizer.scalars]
+        out.table("optimizer scalars", ["value", "parameters"], scalars)
+
+
+def _show_objects(out: Output, view: _View, *, full: bool) -> None:
+    most = None if full else _SHOWN_CHARACTERS
+    rows = [[name, render(value, most=most)] for name, value in view.manifest.objects.items()]
+    out.table(f"objects ({len(rows)})", ["name", "value"], rows)
+    ranks = summary.ranks_with_objects(view.index)
+    if ranks:
+        listed = _some([str(rank) for rank in ranks], show_all=full)
+        out.line(f"own objects (such as random generators) of {len(ranks)} ranks: {listed}")
+
+
+def _show_names(out: Output, manifest: Manifest, *, show_all: bool) -> None:
+    out.line()
+    tied = [f"{alias} = {name}" for alias, name in manifest.aliases.items()]
+    out.line(f"tied: {_some(tied, show_all=show_all) or 'none'}")
+    out.line(f"excluded: {_some(list(manifest.excluded), show_all=show_all) or 'none'}")
+
+
+def _some(names: list[str], *, show_all: bool) -> str:
+    shown = names if show_all else names[:_SHOWN_NAMES]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more:,} more" if more else "")
+
+
+def _show_fragments(out: Output, tensors: tuple[summary.FragmentedTensor, ...]) -> None:
+    for tensor in tensors:
+        derived = "" if tensor.derived_from is None else f", derived from {tensor.derived_from} (a fragment overrides the cast)"
+        rows = [[str(Box(f.start, f.shape)), f.file, f.offset_bytes, f.size_bytes, f.checksum] for f in tensor.fragments]
+        title = f"{tensor.name} ({tensor.state}) {tensor.dtype} {list(tensor.shape)}: fragments: {len(rows):,}{derived}"
+        out.table(title, ["box", "file", "byte offset", "bytes", "xxh3_64"], rows)

@@ -1,0 +1,81 @@
+"""Entry point of the command line: finds the command, runs it, turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from unickpt import __version__
+from unickpt.cli.exit_codes import INTERRUPTED, SOUND, UNUSABLE
+from unickpt.cli.output import Output, one_line
+from unickpt.errors import UnickptError
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """A subcommand: its module has ``configure(parser)`` and ``run(args, out) -> exit code``.
+
+    Only the module of the command that is called is imported, so that ``--help`` need not wait for torch.
+    """
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS = (
+    _Command("inspect", "unickpt.cli.inspect_command", "show what a checkpoint holds, without reading its data"),
+    _Command("verify", "unickpt.cli.verify_command", "read every byte of a checkpoint and say what is wrong with it"),
+    _Command("hooks", "unickpt.cli.hooks_command", "show what is put into the installed frameworks"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's own.
+
+    Returns:
+        The exit code (``unickpt.cli.exit_codes``). ``--help`` and malformed options end in argparse's own
+        SystemExit (0 and 2).
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = _parse(arguments)
+    out = Output(sys.stdout)
+    try:
+        code: int = args.run(args, out)
+        sys.stdout.flush()
+        return code
+    except UnickptError as err:
+        if getattr(args, "json", False):
+            out.json({"error": {"type": type(err).__name__, "message": str(err)}})
+        print(f"unickpt: {one_line(str(err), sys.stderr)}", file=sys.stderr)
+        return UNUSABLE
+    except BrokenPipeError:  # `unickpt inspect ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return SOUND
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="unickpt", description="Universal checkpoints for DeepSpeed and Megatron.")
+    parser.add_argument("--version", action="version", version=f"unickpt {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    called = next((word for word in arguments if not word.startswith("-")), None)
+    for command in COMMANDS:
+        subparser = commands.add_parser(command.name, help=command.help, description=f"{command.help.capitalize()}.")
+        if command.name == called:
+            module = import_module(command.module)
+            module.configure(subparser)
+            subparser.set_defaults(run=module.run)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

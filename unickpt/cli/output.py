@@ -1,0 +1,93 @@
+"""What a command prints: tables with colour on a terminal, plain aligned text everywhere else.
+
+Names in a checkpoint are untrusted: whatever could steer a terminal or break a line is escaped
+before it is printed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from unickpt.errors import FormatError
+
+
+class Output:
+    """Writes lines, tables and JSON to one stream."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._console = Console(file=stream, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def line(self, text: str = "", *, style: str = "") -> None:
+        """One line; ``style`` is used on a terminal only."""
+        shown = one_line(text, self._stream)
+        if self._console.is_terminal:
+            self._console.print(Text(shown, style=style))
+        else:
+            print(shown, file=self._stream)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """A titled table; without rows only the title. Integers are aligned to the right, with thousands separated."""
+        right = [all(type(row[at]) is int for row in rows) for at in range(len(columns))]
+        cells = [[self._cell(value) for value in row] for row in rows]
+        self.line()
+        self.line(title, style="bold")
+        if not rows:
+            return
+        if self._console.is_terminal:
+            table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+            for column, align_right in zip(table.columns, right, strict=True):
+                column.justify = "right" if align_right else "left"
+                column.overflow = "fold"
+            for row in cells:
+                table.add_row(*(Text(cell) for cell in row))
+            self._console.print(table, soft_wrap=False)
+            return
+        lines = [list(columns), *cells]
+        widths = [max(len(row[at]) for row in lines) for at in range(len(columns))]
+        for row in lines:
+            padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
+            print("  ".join(padded).rstrip(), file=self._stream)
+
+    def text(self, text: str) -> None:
+        """Text that is printed as it is: documents made by this program itself."""
+        print(text, file=self._stream)
+
+    def json(self, document: Any) -> None:
+        """One JSON document, in ASCII so that it survives any encoding.
+
+        Raises:
+            FormatError: it is nested so deeply that no JSON reader would take it.
+        """
+        try:
+            text = json.dumps(document, indent=1)
+        except RecursionError:
+            raise FormatError("the checkpoint's objects are nested too deeply to be printed") from None
+        print(text, file=self._stream)
+
+    def _cell(self, value: object) -> str:
+        return f"{value:,}" if type(value) is int else one_line(str(value), self._stream)
+
+
+def one_line(text: str, stream: TextIO) -> str:
+    """The text with everything escaped that is not printable, or that the stream's encoding lacks."""
+    visible = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return visible.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def human_bytes(size_bytes: int) -> str:
+    """``1.5 GiB (1,610,612,736 bytes)``."""
+    exact = f"{size_bytes:,} byte" + ("" if size_bytes == 1 else "s")
+    value = float(size_bytes)
+    for unit in ("", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if value < 1024 or unit == "PiB":
+            return f"{value:.1f} {unit} ({exact})" if unit else exact
+        value /= 1024
+    raise AssertionError("unreachable")

@@ -1,0 +1,104 @@
+"""``unickpt verify``: reads every byte of a checkpoint and says what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+from unickpt.cli.exit_codes import DAMAGED, SOUND
+from unickpt.cli.locate import locate_checkpoint
+from unickpt.cli.output import Output, human_bytes
+from unickpt.errors import FormatError, NewerFormatError
+from unickpt.loading import read_manifest
+from unickpt.storage import PosixStorage
+from unickpt.verification import Verification, verify
+
+JSON_SCHEMA = 1
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a save directory (follows 'latest')")
+    parser.add_argument("--json", action="store_true", help="the result as one JSON document")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Verify and print; 0 if the checkpoint is sound, 1 if it is damaged."""
+    directory = locate_checkpoint(args.directory)
+    begin = time.monotonic()
+    found = _verify(directory)
+    seconds = time.monotonic() - begin
+    if args.json:
+        out.json(
+            {
+                "schema": JSON_SCHEMA,
+                "directory": str(directory),
+                "sound": not found.problems,
+                "problems": found.problems,
+                "files": found.files,
+                "fragments": found.fragments,
+                "size_bytes": found.size_bytes,
+                "seconds": round(seconds, 3),
+            }
+        )
+    else:
+        for problem in found.problems:
+            out.line(problem, style="red")
+        _conclude(out, directory, found, seconds)
+    return DAMAGED if found.problems else SOUND
+
+
+def _verify(directory: Path) -> Verification:
+    """A manifest that is there but wrong is a finding; only one of a later format cannot be judged."""
+    try:
+        total = sum(record.size_bytes for record in read_manifest(PosixStorage(directory)).files)
+        with _progress(total) as advance:
+            return verify(directory, progress=advance)
+    except NewerFormatError:
+        raise
+    except FormatError as err:
+        return Verification((str(err),), files=0, fragments=0, size_bytes=0)
+
+
+class _Advance:
+    """Callback that moves a progress bar; does nothing without one."""
+
+    def __init__(self, progress: Progress | None, total_bytes: int) -> None:
+        self._progress = progress
+        self._task = None if progress is None else progress.add_task("verify", total=total_bytes)
+
+    def __call__(self, size_bytes: int) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.advance(self._task, size_bytes)
+
+
+@contextmanager
+def _progress(total_bytes: int) -> Iterator[_Advance]:
+    """A bar on standard error if that is a terminal, so that standard output holds the findings only."""
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield _Advance(None, total_bytes)
+        return
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield _Advance(progress, total_bytes)
+
+
+def _conclude(out: Output, directory: Path, found: Verification, seconds: float) -> None:
+    if found.problems:
+        problems = "1 problem" if len(found.problems) == 1 else f"{len(found.problems):,} problems"
+        out.line(f"damaged: {directory}: {problems}. Resume from another checkpoint.", style="bold red")
+        return
+    rate = found.size_bytes / seconds / 1e9 if seconds else 0.0
+    out.line(
+        f"sound: {directory}: {found.files} files, {found.fragments:,} fragments, "
+        f"{human_bytes(found.size_bytes)} in {seconds:.2f} s ({rate:.2f} GB/s)",
+        style="bold green",
+    )
