@@ -1,0 +1,45 @@
+# Sourced by the other scripts: a virtual environment with this checkout and what it needs.
+#
+#   UNICKPT_PYTHON  the Python to build it with (default: python3)
+#   UNICKPT_VENV    where it is (default: the caller's choice, in the repository)
+#   UNICKPT_TORCH   what to install as torch: arguments of pip install (default: torch==2.13.0). For CPU wheels
+#                   on Linux: UNICKPT_TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+
+# use_venv EXTRAS DEFAULT_DIR: make or update the environment, then put it in PATH. Run in the repository's root.
+use_venv() {
+  local extras=$1 venv=${UNICKPT_VENV:-$2} torch=${UNICKPT_TORCH:-torch==2.13.0}
+  local python=${UNICKPT_PYTHON:-python3} stamp wanted
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+    echo "unickpt needs Python 3.10 or newer; name one with UNICKPT_PYTHON" >&2
+    return 1
+  fi
+  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  venv=$(cd "$venv" && pwd)
+  export PATH=$venv/bin:$PATH VIRTUAL_ENV=$venv PIP_DISABLE_PIP_VERSION_CHECK=1
+  # DeepSpeed compiles here, and not in the home directory, where the result would outlive this torch.
+  export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$venv/torch_extensions}
+  require_compiler || return 1
+
+  stamp=$venv/unickpt-installed
+  wanted=$(python -c 'import hashlib, sys; print(hashlib.sha256(open("setup.py", "rb").read()).hexdigest(), *sys.argv[1:])' \
+    "$PWD" "$extras" "$torch") || return 1
+  if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    echo "installing torch, then unickpt[$extras], into $venv (some minutes, once)" >&2
+    # torch first and alone: among the other requirements pip might choose another build of it, gigabytes larger.
+    # shellcheck disable=SC2086  # may hold options of pip as well
+    python -m pip install --quiet $torch || return 1
+    python -m pip install --quiet --editable ".[$extras]" || return 1
+    echo "$wanted" >"$stamp"
+  fi
+}
+
+# DeepSpeed compiles an operator when it starts on CPU; say what is missing before it fails in the middle.
+require_compiler() {
+  local include
+  include=$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')
+  if ! echo '#include <Python.h>' | "${CXX:-c++}" -fsyntax-only -x c++ -I"$include" - 2>/dev/null; then
+    echo "DeepSpeed on CPU needs a C++ compiler (${CXX:-c++}) and Python's headers ($include/Python.h)," >&2
+    echo "on Debian or Ubuntu: apt install g++ python3-dev" >&2
+    return 1
+  fi
+}
