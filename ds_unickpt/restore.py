@@ -8,6 +8,7 @@ derives the weights, sets hyperparameters and non-tensor state, and completes th
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -333,8 +334,8 @@ class Restore:
         untrained = [
             name
             for part in self.parts
-            for name in map(self.names.name, part.parameters)
-            if name in self._stored and self._stored[name] not in trained
+            for name, parameter in ((self.names.name(p), p) for p in part.parameters)
+            if name in self._stored and self._stored[name] not in trained and math.prod(internals.shape_of(parameter))
         ]
         if untrained:
             raise MismatchError(

@@ -1,0 +1,224 @@
+"""Bad input at load, each with the message that a user gets. Every rank raises; none hangs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import comm as dist
+
+from tests.deepspeed.jobs import Layout, build, train
+from tests.deepspeed.model import Model
+from tests.deepspeed.scenario_worker import scenario
+from unickpt import manifest as manifest_module
+from unickpt.checksums import digest
+from unickpt.errors import UnickptError
+
+TAG = "global_step1"
+_saved: list[Path] = []
+
+
+def here(stage: int) -> Layout:
+    return Layout(stage, dist.get_world_size())
+
+
+def damaged(folder: Path, damage: Callable[[Path], None]) -> Path:
+    """A copy of one good checkpoint with something done to it."""
+    if not _saved:
+        engine = build(here(1), seed=1)
+        train(engine, 1)
+        engine.save_checkpoint(str(folder / "good"))
+        _saved.append(folder / "good")
+    copy = folder / "bad"
+    if dist.get_rank() == 0:
+        shutil.copytree(_saved[0], copy)
+        damage(copy / TAG)
+    dist.barrier()
+    return copy
+
+
+def fails(folder: Path, pattern: str, damage: Callable[[Path], None], *, stage: int = 3, **load: Any) -> None:
+    """Loading the damaged copy raises on every rank; the message matches on the rank that saw it first."""
+    place = damaged(folder, damage)
+    engine = build(here(stage), seed=2)
+    with pytest.raises(UnickptError, match=pattern):
+        engine.load_checkpoint(str(place), tag=TAG, **load)
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the manifest and make its checksum right again: a lie, not damage."""
+    path = directory / "manifest.json"
+    body = json.loads(path.read_text())
+    change(body)
+    body["checksum"] = digest(manifest_module._canonical(body))
+    path.write_text(json.dumps(body))
+
+
+def data(directory: Path, rank: int = 0) -> Path:
+    return directory / "data" / f"rank{rank:05d}.safetensors"
+
+
+@scenario(2)
+def no_manifest(folder: Path) -> None:
+    fails(folder, "no manifest.json, so there is no checkpoint here", lambda d: (d / "manifest.json").unlink())
+
+
+@scenario(2)
+def manifest_of_a_newer_format(folder: Path) -> None:
+    fails(folder, "format version 99, this release reads up to 1; upgrade unickpt", lambda d: rewrite(d, lambda m: m.update(version=99)))
+
+
+@scenario(2)
+def a_flipped_bit_in_the_manifest(folder: Path) -> None:
+    def damage(directory: Path) -> None:
+        path = directory / "manifest.json"
+        path.write_text(path.read_text().replace('"step": 1', '"step": 3'))
+
+    fails(folder, "its checksum does not match its content", damage)
+
+
+@scenario(2)
+def a_truncated_data_file(folder: Path) -> None:
+    def damage(directory: Path) -> None:
+        data(directory).write_bytes(data(directory).read_bytes()[:-64])
+
+    fails(folder, r"rank00000.safetensors has [\d,]+ bytes, expected [\d,]+", damage)
+
+
+@scenario(2)
+def a_missing_data_file(folder: Path) -> None:
+    fails(folder, "rank00001.safetensors is missing.*Resume from an older checkpoint", lambda d: data(d, 1).unlink())
+
+
+@scenario(2)
+def a_flipped_bit_in_a_data_file(folder: Path) -> None:
+    def damage(directory: Path) -> None:
+        content = bytearray(data(directory).read_bytes())
+        content[len(content) // 2] ^= 16
+        data(directory).write_bytes(content)
+
+    fails(folder, r"rank00000.safetensors: checksum of \S+ \(\w+\) \[.*differs from the one written|rank . could not load", damage)
+
+
+@scenario(2)
+def a_flipped_bit_in_the_index(folder: Path) -> None:
+    def damage(directory: Path) -> None:
+        path = directory / "index.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-9] ^= 1
+        path.write_bytes(content)
+
+    fails(folder, "index.safetensors: checksum differs", damage)
+
+
+@scenario(2)
+def a_manifest_that_names_a_file_outside_its_directory(folder: Path) -> None:
+    def damage(directory: Path) -> None:
+        rewrite(directory, lambda m: m["files"][0].update(path="../../good/secret"))
+
+    fails(folder, r"file path '../../good/secret' is not a plain path inside the checkpoint directory", damage)
+
+
+@scenario(2)
+def a_link_that_leads_outside(folder: Path) -> None:
+    def damage(directory: Path) -> None:
+        elsewhere = directory.parent.parent / "elsewhere"
+        shutil.move(data(directory), elsewhere)
+        data(directory).symlink_to(elsewhere)
+
+    fails(folder, "leads outside", damage)
+
+
+@scenario(2)
+def a_header_that_lies_about_sizes(folder: Path) -> None:
+    def damage(directory: Path) -> None:
+        content = data(directory).read_bytes()
+        header = content[8 : 8 + int.from_bytes(content[:8], "little")]
+        lie = header.replace(b'"shape":[', b'"shape":[9', 1)[: len(header)]
+        data(directory).write_bytes(content[:8] + lie + content[8 + len(header) :])
+
+    fails(folder, "safetensors header differs from the one that was written|rank . could not load", damage)
+
+
+def _other(change: Callable[[Model], None]) -> Any:
+    torch.manual_seed(3)
+    model = Model()
+    change(model)
+    return build(here(1), seed=3, model=model)
+
+
+def _mismatch(folder: Path, pattern: str, change: Callable[[Model], None]) -> Any:
+    place = damaged(folder, lambda d: None)
+    engine = _other(change)
+    before = [p.detach().clone() for p in engine.module.parameters()]
+    with pytest.raises(UnickptError, match=pattern):
+        engine.load_checkpoint(str(place))
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True)), "something was loaded"
+    return engine
+
+
+@scenario(2)
+def a_parameter_that_the_checkpoint_lacks(folder: Path) -> None:
+    def change(model: Model) -> None:
+        model.extra = torch.nn.Parameter(torch.ones(4))
+
+    engine = _mismatch(folder, r"in this job but not in the checkpoint \(1\): extra\..*Nothing is loaded", change)
+    path, _ = engine.load_checkpoint(str(folder / "bad"), load_module_strict=False, load_optimizer_states=False)
+    assert path is not None
+    assert [e.outcome for e in engine.checkpoint_engine.last_report.entries if e.name == "extra"] == ["left out"]
+
+
+@scenario(2)
+def a_parameter_that_the_job_lacks(folder: Path) -> None:
+    def change(model: Model) -> None:
+        model.blocks[0].mlp[2].bias = None
+
+    _mismatch(folder, r"in the checkpoint but not in this job \(1\): blocks.0.mlp.2.bias", change)
+
+
+@scenario(2)
+def a_parameter_of_another_shape(folder: Path) -> None:
+    def change(model: Model) -> None:
+        model.positions = torch.nn.Embedding(40, 15)
+
+    _mismatch(folder, r"of another shape \(1\): positions.weight: \(12, 15\) in the checkpoint, \(40, 15\) in this job", change)
+
+
+@scenario(2)
+def another_optimizer(folder: Path) -> None:
+    place = damaged(folder, lambda d: None)
+    torch.manual_seed(3)
+    model = Model()
+    sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    engine = build(here(1), seed=3, model=model, client_optimizer=sgd, scheduler={})
+    pattern = r"trained with AdamW \(states exp_avg, exp_avg_sq\), this job uses SGD.*load_optimizer_states=False"
+    with pytest.raises(UnickptError, match=pattern):
+        engine.load_checkpoint(str(place))
+    assert engine.load_checkpoint(str(place), load_optimizer_states=False)[0] is not None
+
+
+@scenario(2)
+def parameters_that_were_frozen_where_it_was_saved(folder: Path) -> None:
+    place = damaged(folder, lambda d: None)
+    torch.manual_seed(3)
+    engine = build(here(2), seed=3, model=Model(frozen=False))
+    with pytest.raises(UnickptError, match=r"1 parameters that this job trains were not trained there.*positions.weight"):
+        engine.load_checkpoint(str(place))
+
+
+@scenario(2)
+def a_wrong_option(folder: Path) -> None:
+    for section, pattern in (
+        ({"enabeld": True}, 'unickpt.enabeld" is not an option; did you mean "unickpt.enabled"'),
+        ({"enabled": "yes"}, 'unickpt.enabled" must be true or false'),
+        ({"enabled": True, "verify": "alway"}, 'did you mean "always"'),
+        ({"enabled": True, "timeout_seconds": -1}, "must be a positive number"),
+        (True, "must be an object such as"),
+    ):
+        with pytest.raises(UnickptError, match=pattern):
+            build(here(1), seed=1, unickpt=section)
