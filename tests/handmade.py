@@ -62,7 +62,9 @@ def embed() -> torch.Tensor:
     return torch.arange(24, dtype=torch.float16).reshape(8, 3)
 
 
-def contribution(rank: int = 0, world: int = 1, *, step: int = 3, extra: list[Shard] | None = None) -> Contribution:
+def contribution(
+    rank: int = 0, world: int = 1, *, step: int = 3, extra: list[Shard] | None = None, listed: list[TensorInfo] | None = None
+) -> Contribution:
     """One rank's part: masters and moments by flat range, the frozen embedding by rows, the rest from rank 0."""
     lo, hi = 24 * rank // world, 24 * (rank + 1) // world
     shards = shards_of_flat_range(MASTER, lo, hi, master().reshape(-1)[lo:hi])
@@ -75,7 +77,7 @@ def contribution(rank: int = 0, world: int = 1, *, step: int = 3, extra: list[Sh
         shards.append(Shard(WEIGHT, Box((3, 0), (1, 6)), weight()[3]))
     return Contribution(
         shards=[*shards, *(extra or [])],
-        tensors=[MASTER, MOMENT, WEIGHT, EMBED, COUNT, EMPTY],
+        tensors=[MASTER, MOMENT, WEIGHT, EMBED, COUNT, EMPTY, *(listed or [])],
         rank_objects={"rng": {"torch": torch.arange(16, dtype=torch.uint8), "words": [rank, 2]}},
         step=step,
         writer=WRITER,

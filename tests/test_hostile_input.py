@@ -1,0 +1,614 @@
+"""An untrusted checkpoint cannot run code, reach outside its directory, or exhaust memory by lying about sizes.
+
+Every attack is signed: the manifest vouches for what was tampered with, because an attacker
+can compute checksums too. Whatever is then done with the checkpoint ends well or in an
+``UnickptError``, within a fixed amount of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests import handmade
+from tests.handmade import IndexParts, edit_manifest, join_safetensors, replace_file, split_safetensors
+from unickpt.cli.main import main
+from unickpt.errors import FormatError, NotACheckpointError, UnickptError, UnsafePathError
+from unickpt.loading import Checkpoint
+from unickpt.verification import verify
+
+ALLOWANCE_BYTES = 384 << 20  # over what the process has; a lie about sizes asks for gigabytes
+INDEX = "index.safetensors"
+DATA = "data/rank00000.safetensors"
+
+Attack = Callable[[Path], None]
+
+# Attacks that the package does not withstand yet. An entry whose attack is refused makes its test fail: remove it then.
+NOT_YET_REFUSED = {
+    ".", "\ud800",
+    "index of 2**61 bytes", "index of 1 TiB", "sparse data file that is all header", "sparse index that is all header",
+    "objects nested 900 deep under long keys", "NaN", "infinite",
+    "link to itself", "folder that is a link to itself", "loop",
+    "checksum wrong", "fragments overlap and leave a hole", "file given twice", "file that is the index",
+    "1 PiB without fragments", "1 PiB derived from what is stored", "derived from itself", "stored state derived from itself",
+    "derived in a circle", "derived from nothing", "object of 1 PiB", "rank objects derived from themselves",
+    '{"$size": [1180591620717411303424]}', '{"$device": "frob"}', '{"$device": 5}', '{"$device": "cuda:99999999999999999"}',
+    '{"$numpy": ["<i8", 1180591620717411303424]}', '{"$numpy": ["i8,,", "1"]}', '{"$numpy": ["<i1", 300]}',
+}  # fmt: skip
+NEVER_RETURNS = {"index a named pipe"}
+
+
+def cases(names: Iterable[str]) -> list[Any]:
+    """Names of attacks as pytest parameters."""
+    marks = {name: pytest.mark.xfail(reason="not refused yet", strict=True) for name in NOT_YET_REFUSED}
+    marks |= {name: pytest.mark.xfail(reason="waits for ever", run=False) for name in NEVER_RETURNS}
+    return [pytest.param(name, id=name[:40], marks=[marks[name]] if name in marks else []) for name in names]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return handmade.save_ranks(tmp_path_factory.mktemp("sound") / "global_step3", world=2)
+
+
+@pytest.fixture
+def victim(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "victim"))
+
+
+@contextlib.contextmanager
+def limited_memory() -> Iterator[None]:
+    """Address space for ALLOWANCE_BYTES more than there is now: numpy, torch and python all feel it."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + ALLOWANCE_BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def use(directory: Path) -> None:
+    """Everything that loading does with a checkpoint."""
+    checkpoint = Checkpoint.open(directory)
+    for info in checkpoint.index.tensors:
+        checkpoint.read_tensor(info.name, info.state)
+    checkpoint.objects()
+    for rank in range(3):
+        checkpoint.rank_objects(rank)
+
+
+def refused(directory: Path) -> list[str]:
+    """Load, verify and inspect it; what each of the first two had against it. Nothing but UnickptError may come out."""
+    found = []
+    with limited_memory():
+        try:
+            use(directory)
+        except UnickptError as err:
+            found.append(f"{type(err).__name__}: {err}")
+        try:
+            found += verify(directory).problems
+        except UnickptError as err:
+            found.append(f"{type(err).__name__}: {err}")
+        for arguments in ([], ["--all", "--objects"], ["--json"], ["--tensor", "layer.weight"]):
+            assert main(["inspect", str(directory), *arguments]) in (0, 1, 2)
+    return found
+
+
+def test_a_sound_checkpoint_passes_all_of_it(victim: Path) -> None:
+    assert refused(victim) == []
+    for tamper in (lambda _: None, lambda body: body.update(step=4)):  # the tampering itself does no harm
+        edit_manifest(victim, tamper)
+        assert refused(victim) == []
+    IndexParts(victim).write()
+    replace_file(victim, DATA, (victim / DATA).read_bytes())
+    assert refused(victim) == []
+
+
+# ---------------------------------------------------------------- the manifest
+
+UNSAFE_PATHS = [
+    "../victim2", "data/../../x", "/etc/passwd", "//x", "", ".", "..", "./data", "data/", "data//x", "a\\b", "C:x", "a\0b", 
+    "\ud800",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", cases(UNSAFE_PATHS))
+def test_a_path_that_leaves_the_checkpoint_is_refused(victim: Path, path: str) -> None:
+    edit_manifest(victim, lambda body: body["files"][0].update(path=path))
+    with pytest.raises(UnsafePathError):
+        Checkpoint.open(victim)
+    assert refused(victim)
+
+
+def test_a_path_that_no_system_can_hold_is_refused(victim: Path) -> None:
+    edit_manifest(victim, lambda body: body["files"][0].update(path="x" * 5000))
+    assert refused(victim)
+
+
+WRONG_VALUES = [None, True, -1, 2**63, 10**400, 1.5, "x", "../x", [], [[]], {}, {"": None}, [None, 1, "x"]]
+
+
+def test_no_member_of_the_manifest_is_taken_on_trust(victim: Path) -> None:
+    """Every member, replaced by values of every type, and removed."""
+    original = handmade.read_manifest(victim)
+    for path in _paths(original):
+        for value in [*WRONG_VALUES, _REMOVE]:
+            body = json.loads(json.dumps(original))
+            _put(body, path, value)
+            handmade.write_manifest(victim, body)
+            with contextlib.suppress(UnickptError):
+                use(victim)
+            with contextlib.suppress(UnickptError):
+                verify(victim)
+
+
+_REMOVE = object()
+
+
+def _paths(value: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all members; of a list only the first entry, of the objects only the outermost."""
+    if prefix:
+        yield prefix
+    if prefix[:1] in (("objects",), ("checksum",)):
+        return
+    members = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, item in members:
+        yield from _paths(item, (*prefix, key))
+
+
+def _put(body: Any, path: tuple[Any, ...], value: Any) -> None:
+    *parents, last = path
+    for key in parents:
+        body = body[key]
+    if value is _REMOVE:
+        del body[last]
+    else:
+        body[last] = value
+
+
+def _sized(path: str, **members: Any) -> Attack:
+    def attack(directory: Path) -> None:
+        edit_manifest(directory, lambda body: next(r for r in body["files"] if r["path"] == path).update(members))
+
+    return attack
+
+
+def _sparse(path: str, size_bytes: int) -> Attack:
+    """A file that is huge, costs its sender nothing, and claims to be all header."""
+
+    def attack(directory: Path) -> None:
+        os.truncate(directory / path, size_bytes)
+        _sized(path, size_bytes=size_bytes, header_bytes=size_bytes)(directory)
+
+    return attack
+
+
+MANIFEST_ATTACKS: dict[str, Attack] = {
+    "index of 2**61 bytes": _sized(INDEX, size_bytes=2**61),
+    "index of 1 TiB": _sized(INDEX, size_bytes=2**40),
+    "data of 1 TiB": _sized(DATA, size_bytes=2**40),
+    "header longer than its file": _sized(DATA, header_bytes=2**40),
+    "header of no bytes": _sized(DATA, header_bytes=0),
+    "header one byte short": _sized(DATA, header_bytes=100),
+    "header checksum of another file": _sized(DATA, header_checksum="xxh3_128:" + "0" * 32),
+    "checksum of an unknown kind": _sized(DATA, checksum="md5:0"),
+    "sparse data file that is all header": _sparse(DATA, 1 << 32),
+    "sparse index that is all header": _sparse(INDEX, 1 << 33),
+    "a file twice": lambda d: edit_manifest(d, lambda body: body["files"].append(body["files"][0])),
+    "index that is no file": lambda d: edit_manifest(d, lambda body: body.update(index="nowhere.safetensors")),
+    "index that is a data file": lambda d: edit_manifest(d, lambda body: body.update(index=DATA)),
+    "objects nested 900 deep under long keys": lambda d: edit_manifest(d, lambda b: b.update(objects=_nested(900, 10_000))),
+}
+
+
+def _nested(depth: int, key_characters: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"k" * key_characters: value}
+    return value
+
+
+@pytest.mark.parametrize("name", cases(MANIFEST_ATTACKS))
+def test_a_manifest_that_lies_is_refused(victim: Path, name: str) -> None:
+    MANIFEST_ATTACKS[name](victim)
+    assert refused(victim)
+
+
+RAW_MANIFESTS: dict[str, bytes] = {
+    "empty": b"",
+    "not UTF-8": b'{"format": "unickpt", "version": 1, "x": "\xff\xfe"}',
+    "UTF-16": '{"format": "unickpt", "version": 1}'.encode("utf-16"),
+    "a list": b"[1, 2]",
+    "another format": b'{"format": "web", "version": 1}',
+    "NaN": b'{"format": "unickpt", "version": 1, "step": NaN}',
+    "infinite": b'{"format": "unickpt", "version": 1, "step": 1e999}',
+    "integer of 5000 digits": b'{"format": "unickpt", "version": 1, "step": ' + b"1" * 5000 + b"}",
+    "nested 960 deep": b'{"format": "unickpt", "version": 1, "x": ' + b"[" * 960 + b"]" * 960 + b"}",
+    "nested 100000 deep": b'{"format": "unickpt", "version": 1, "x": ' + b'{"":' * 100_000,
+    "version 0": b'{"format": "unickpt", "version": 0}',
+    "version true": b'{"format": "unickpt", "version": true}',
+    "version of 10**400": b'{"format": "unickpt", "version": 1' + b"0" * 400 + b"}",
+    "no checksum": b'{"format": "unickpt", "version": 1}',
+    "checksum of another type": b'{"format": "unickpt", "version": 1, "checksum": [[]]}',
+}
+
+
+@pytest.mark.parametrize("name", cases(RAW_MANIFESTS))
+def test_bytes_that_are_no_manifest_are_refused(victim: Path, name: str) -> None:
+    (victim / "manifest.json").write_bytes(RAW_MANIFESTS[name])
+    with pytest.raises(FormatError):
+        Checkpoint.open(victim)
+    assert refused(victim)
+
+
+def test_a_manifest_that_is_too_large_is_not_read(victim: Path) -> None:
+    os.truncate(victim / "manifest.json", 2 << 30)
+    assert all("too many for a manifest" in reason for reason in refused(victim))
+
+
+# ---------------------------------------------------------------- files that are not plain files
+
+
+def _outside(directory: Path, name: str) -> None:
+    """Move a file out of the checkpoint and leave a symbolic link to it."""
+    away = directory.parent / "away"
+    shutil.move(directory / name, away)
+    (directory / name).symlink_to(away)
+
+
+def _instead(name: str, make: Callable[[Path], None]) -> Attack:
+    def attack(directory: Path) -> None:
+        path = directory / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        make(path)
+
+    return attack
+
+
+FILE_ATTACKS: dict[str, Attack] = {
+    "data file linked from outside": lambda d: _outside(d, DATA),
+    "index linked from outside": lambda d: _outside(d, INDEX),
+    "data folder linked from outside": lambda d: _outside(d, "data"),
+    "link to itself": _instead(DATA, lambda path: path.symlink_to(path.name)),
+    "folder that is a link to itself": _instead("data", lambda path: path.symlink_to(path.name)),
+    "named pipe": _instead(DATA, lambda path: os.mkfifo(path)),
+    "index a named pipe": _instead(INDEX, lambda path: os.mkfifo(path)),
+    "device": _instead(DATA, lambda path: path.symlink_to("/dev/zero")),
+    "folder": _instead(DATA, lambda path: path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("name", cases(FILE_ATTACKS))
+def test_a_file_that_is_not_a_plain_one_inside_is_refused(victim: Path, name: str) -> None:
+    FILE_ATTACKS[name](victim)
+    assert refused(victim)
+
+
+NO_PLAIN_FILES: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "folder": os.mkdir,
+    "loop": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.mark.parametrize("name", cases(NO_PLAIN_FILES))
+def test_a_manifest_that_is_not_a_plain_file_is_no_checkpoint(victim: Path, name: str) -> None:
+    _instead("manifest.json", NO_PLAIN_FILES[name])(victim)
+    with pytest.raises((NotACheckpointError, UnsafePathError)):
+        Checkpoint.open(victim)
+    assert refused(victim)
+
+
+# ---------------------------------------------------------------- safetensors headers
+
+
+def _header(edit: Callable[[dict[str, Any]], Any], path: str = INDEX) -> Attack:
+    """Change the JSON header of a file; ``edit`` may return the header's bytes instead."""
+
+    def attack(directory: Path) -> None:
+        header, data = split_safetensors((directory / path).read_bytes())
+        changed = edit(header)
+        replace_file(directory, path, join_safetensors(changed if isinstance(changed, bytes) else header, data))
+
+    return attack
+
+
+def _slot(**members: Any) -> Attack:
+    return _header(lambda header: header["checksum"].update(members))
+
+
+def _prefix(length: int, path: str = INDEX) -> Attack:
+    def attack(directory: Path) -> None:
+        data = (directory / path).read_bytes()
+        replace_file(directory, path, length.to_bytes(8, "little") + data[8:])
+
+    return attack
+
+
+def _twice(header: dict[str, Any]) -> bytes:
+    text = json.dumps(header)[:-1]
+    return f'{text}, "file": {json.dumps(header["tensor"])}}}'.encode()
+
+
+HEADER_ATTACKS: dict[str, Attack] = {
+    "no bytes": lambda d: replace_file(d, INDEX, b""),
+    "seven bytes": lambda d: replace_file(d, INDEX, b"\1" * 7),
+    "length 0": _prefix(0),
+    "length 2**64-1": _prefix(2**64 - 1),
+    "length 2**63": _prefix(2**63),
+    "length of 100 MB": _prefix(100_000_000),
+    "length that takes in data": _prefix(2000),
+    "data length 2**63": _prefix(2**63, DATA),
+    "data length 16": _prefix(16, DATA),
+    "not UTF-8": _header(lambda _: b'{"\xff": 1}'),
+    "nested 100000 deep": _header(lambda _: b"[" * 100_000),
+    "a list": _header(lambda _: b"[]"),
+    "metadata of numbers": _header(lambda header: header["__metadata__"].update(format=1)),
+    "metadata a list": _header(lambda header: header.update(__metadata__=[])),
+    "another kind of file": _header(lambda header: header["__metadata__"].update(format="unickpt-data")),
+    "no metadata": _header(lambda header: header.pop("__metadata__") and None),
+    "column missing": _header(lambda header: header.pop("checksum") and None),
+    "column of another name": _header(lambda header: header.update(checksums=header.pop("checksum"))),
+    "column a number": _header(lambda header: header.update(checksum=1)),
+    "column with a further member": _slot(more=1),
+    "column given twice": _header(_twice),
+    "dtype unknown": _slot(dtype="U65"),
+    "dtype a list": _slot(dtype=[1]),
+    "dtype another": _slot(dtype="F64"),
+    "shape huge": _slot(shape=[2**62, 2**62]),
+    "shape of 10**6 dimensions": _slot(shape=[1] * 10**6),
+    "shape negative": _slot(shape=[-13]),
+    "shape of booleans": _slot(shape=[True]),
+    "shape of floats": _slot(shape=[13.0]),
+    "shape a number": _slot(shape=13),
+    "shape shorter": _slot(shape=[1]),
+    "offsets huge": _slot(data_offsets=[0, 2**62]),
+    "offsets negative": _slot(data_offsets=[-104, 0]),
+    "offsets overlap": _slot(data_offsets=[0, 104]),
+    "offsets leave a hole": _slot(data_offsets=[1000, 1104]),
+    "offsets reversed": _slot(data_offsets=[104, 0]),
+    "offsets of one": _slot(data_offsets=[0]),
+    "offsets of floats": _slot(data_offsets=[0.0, 104.0]),
+    "data header of another dtype": _header(lambda header: header["layer.weight:master[0:2,0:6]"].update(dtype="I32"), DATA),
+    "data header of another shape": _header(lambda header: header["layer.weight:master[0:2,0:6]"].update(shape=[12]), DATA),
+    "data header not JSON": _header(lambda _: b"x" * 64, DATA),
+}
+
+
+@pytest.mark.parametrize("name", cases(HEADER_ATTACKS))
+def test_a_header_that_lies_is_refused(victim: Path, name: str) -> None:
+    HEADER_ATTACKS[name](victim)
+    assert refused(victim)
+
+
+# ---------------------------------------------------------------- the index
+
+
+def _index(edit: Callable[[IndexParts], Any]) -> Attack:
+    def attack(directory: Path) -> None:
+        parts = IndexParts(directory)
+        edit(parts)
+        parts.write()
+
+    return attack
+
+
+def _cell(column: str, value: int, at: Any = 1) -> Attack:
+    return _index(lambda parts: parts.columns[column].__setitem__(at, value))
+
+
+def _tensor(member: int, value: Any, name: str = "layer.weight", state: str = "master") -> Attack:
+    def edit(parts: IndexParts) -> None:
+        next(t for t in parts.tensors if t[:2] == [name, state])[member] = value
+
+    return _index(edit)
+
+
+def _add_tensor(*members: Any) -> Attack:
+    """One more tensor behind all others, without fragments."""
+    return _index(lambda parts: parts.tensors.append(["zz", *members]))
+
+
+def _overlap_and_hole(parts: IndexParts) -> None:
+    """Two fragments of a tensor on the same box: the count of elements is right, half of them are nowhere."""
+    number = next(at for at, t in enumerate(parts.tensors) if t[0] == "embed.weight")
+    first, second = np.flatnonzero(parts.columns["tensor"] == number)[:2]
+    parts.columns["start"][second] = parts.columns["start"][first]
+
+
+def _same_bytes(parts: IndexParts) -> None:
+    """All fragments of a file on the same bytes: a small file that fills any amount of memory."""
+    parts.columns["offset_bytes"][:] = parts.columns["offset_bytes"].min()
+
+
+def _drop_row(parts: IndexParts) -> None:
+    parts.columns = {name: column[1:] for name, column in parts.columns.items()}
+
+
+def _reverse(parts: IndexParts) -> None:
+    parts.columns = {name: column[::-1] for name, column in parts.columns.items()}
+
+
+def _more_dimensions(parts: IndexParts) -> None:
+    for name, fill in (("start", 0), ("shape", 1)):
+        parts.columns[name] = np.pad(parts.columns[name], ((0, 0), (0, 40)), constant_values=fill)
+
+
+INDEX_ATTACKS: dict[str, Attack] = {
+    "tensor number too high": _cell("tensor", 1000, -1),
+    "tensor number negative": _cell("tensor", -1, 0),
+    "file number too high": _cell("file", 2),
+    "file number negative": _cell("file", -1),
+    "start negative": _cell("start", -1, (1, 0)),
+    "start outside": _cell("start", 2**40, (1, 0)),
+    "start and shape wrap": _cell("start", 2**63 - 1, (1, 0)),
+    "shape 0": _cell("shape", 0, (1, 0)),
+    "shape negative": _cell("shape", -4, (1, 0)),
+    "shape huge": _cell("shape", 2**62, (1, 0)),
+    "shape in a padding dimension": _cell("shape", 2, (-1, 1)),
+    "offset negative": _cell("offset_bytes", -8),
+    "offset outside the file": _cell("offset_bytes", 2**40),
+    "offset that wraps": _cell("offset_bytes", 2**63 - 8),
+    "offset in the header": _cell("offset_bytes", 0),
+    "offset off by one": _index(lambda parts: parts.columns["offset_bytes"].__iadd__(1)),
+    "checksum wrong": _cell("checksum", 1),
+    "fragments on the same bytes": _index(_same_bytes),
+    "fragments overlap and leave a hole": _index(_overlap_and_hole),
+    "fragment missing": _index(_drop_row),
+    "fragments in another order": _index(_reverse),
+    "41 dimensions": _index(_more_dimensions),
+    "file given twice": _index(lambda parts: parts.files.__setitem__(1, parts.files[0])),
+    "file not in the manifest": _index(lambda parts: parts.files.__setitem__(1, "data/other")),
+    "file outside": _index(lambda parts: parts.files.__setitem__(1, "../../etc/passwd")),
+    "file that is the index": _index(lambda parts: parts.files.__setitem__(1, INDEX)),
+    "files no strings": _index(lambda parts: parts.files.__setitem__(1, 7)),
+    "tensors reversed": _index(lambda parts: parts.tensors.reverse()),
+    "tensor twice": _index(lambda parts: parts.tensors.append(parts.tensors[-1])),
+    "tensor entry too short": _index(lambda parts: parts.tensors[0].pop()),
+    "tensor entry a number": _index(lambda parts: parts.tensors.__setitem__(0, 5)),
+    "dtype unknown": _tensor(2, "F31"),
+    "dtype another": _tensor(2, "F64"),
+    "dtype a list": _tensor(2, ["F32"]),
+    "kind unknown": _tensor(4, "gradient"),
+    "shape negative in the table": _tensor(3, [-4, 6]),
+    "shape of booleans in the table": _tensor(3, [True, 6]),
+    "shape of 10**400": _tensor(3, [10**400]),
+    "shape of 2**60 x 2**60": _tensor(3, [2**60, 2**60]),
+    "shape of 33 dimensions": _tensor(3, [1] * 33),
+    "shape of more dimensions than the fragments": _tensor(3, [1, 1, 4, 6]),
+    "shape smaller": _tensor(3, [2, 6]),
+    "shape larger": _tensor(3, [5, 6]),
+    "1 PiB without fragments": _add_tensor("weight", "U8", [2**50], "parameter", None),
+    "1 PiB derived from what is stored": _index(lambda parts: parts.tensors.extend(
+        [["zz", "master", "U8", [0], "parameter", None], ["zz", "weight", "U8", [2**50], "parameter", "master"]]
+    )),
+    "derived from itself": _tensor(5, "weight", state="weight"),
+    "stored state derived from itself": _tensor(5, "master"),
+    "derived in a circle": _tensor(5, "weight"),
+    "derived from nothing": _tensor(5, "velocity", state="weight"),
+    "derived and of another shape": _tensor(3, [6, 4], state="weight"),
+    "object of 1 PiB": _index(lambda parts: next(t for t in parts.tensors if t[4] == "object").__setitem__(3, [2**50])),
+    "rank objects derived from themselves": _tensor(5, "object", name="objects/rank00000", state="object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", cases(INDEX_ATTACKS))
+def test_an_index_that_lies_is_refused(victim: Path, name: str) -> None:
+    INDEX_ATTACKS[name](victim)
+    found = refused(victim)
+    assert found
+    assert len(found) >= 2, f"only one of loading and verification noticed: {found}"
+
+
+# ---------------------------------------------------------------- objects
+
+HOSTILE_OBJECTS: list[Any] = [
+    {"$unknown": 1}, {"$tuple": 1, "x": 2}, {"$tuple": None}, {"$tuple": 5}, {"$set": [[1]]}, {"$frozenset": [{}]},
+    {"$dict": 5}, {"$dict": [1]}, {"$dict": [[[1], 2]]}, {"$dict": [[1, 2, 3]]}, {"$ordered": [[{}, 1]]},
+    {"$int": "x"}, {"$int": 5}, {"$int": "9" * 5000}, {"$float": "1"}, {"$float": []}, {"$complex": [1, 2, 3]},
+    {"$bytes": "é"}, {"$bytes": "====="}, {"$bytes": 5}, {"$size": [2**70]}, {"$size": ["a"]}, {"$dtype": 5},
+    {"$dtype": "save"}, {"$dtype": "torch.nn"}, {"$device": "frob"}, {"$device": 5}, {"$device": "cuda:99999999999999999"},
+    {"$namespace": [1]}, {"$path": [1]}, {"$datetime": "yesterday"}, {"$datetime": 5},
+    {"$numpy": ["<i8", 2**70]}, {"$numpy": ["i8,,", "1"]}, {"$numpy": ["<i1", 300]}, {"$numpy": ["O", 1]}, {"$numpy": []},
+    {"$numpy": ["<U999999999", "x"]}, {"$numpy": ["(1000000000,)<f8", 1]}, {"$numpy": [{"names": ["a"], "formats": ["O"]}, 1]},
+    {"$ndarray": 5}, {"$ndarray": ["<f4", 1]}, {"$ndarray": ["O", {"$tensor": "objects/job/0"}]},
+    {"$tensor": "nowhere"}, {"$tensor": [1]}, {"$tensor": "objects/rank00000"},
+    {"$opaque": {}}, {"$opaque": {"type": 1, "pickle": "x"}}, {"$opaque": "gASVAAAA"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", cases(map(json.dumps, HOSTILE_OBJECTS)))
+def test_a_malformed_object_is_refused(victim: Path, text: str) -> None:
+    value = json.loads(text)
+    edit_manifest(victim, lambda body: body["objects"].update(evil={"list": [value]}))
+    with pytest.raises(FormatError, match="evil"):
+        Checkpoint.open(victim).objects()
+    refused(victim)
+
+
+def test_no_pickle_of_a_checkpoint_is_ever_loaded(victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*arguments: Any) -> None:
+        raise AssertionError("unpickled")
+
+    monkeypatch.setattr("pickle.loads", forbidden)
+    monkeypatch.setattr("pickle.Unpickler", forbidden)
+    bomb = {"$opaque": {"type": "os.system", "pickle": "Y29zCnN5c3RlbQooUyd0cnVlJwp0Ui4="}}
+    edit_manifest(victim, lambda body: body["objects"].update(bomb=bomb))
+    assert refused(victim) == []
+    decoded = Checkpoint.open(victim).objects()
+    assert any(line.startswith("bomb: os.system") for line in decoded.left_out)
+
+
+# ---------------------------------------------------------------- by chance
+
+QUICK = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+
+JSON_KEYS = st.text(max_size=4) | st.sampled_from(["$tuple", "$tensor", "$dict"])
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(-(2**65), 2**65) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(JSON_KEYS, inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@pytest.fixture
+def restored(sound: Path, tmp_path: Path) -> Callable[[], Path]:
+    """A function that makes the victim whole again, for tests that attack many times."""
+
+    def restore() -> Path:
+        shutil.rmtree(tmp_path / "victim", ignore_errors=True)
+        return Path(shutil.copytree(sound, tmp_path / "victim"))
+
+    return restore
+
+
+@QUICK
+@given(data=st.data())
+def test_random_members_of_the_manifest(restored: Callable[[], Path], data: st.DataObject) -> None:
+    victim = restored()
+    body = handmade.read_manifest(victim)
+    paths = [path for path in _paths(body) if path != ("checksum",)]
+    _put(body, data.draw(st.sampled_from(paths)), data.draw(JSON_VALUES))
+    handmade.write_manifest(victim, body)
+    refused(victim)
+
+
+@QUICK
+@given(column=st.sampled_from(["tensor", "file", "offset_bytes", "start", "shape", "checksum"]), data=st.data())
+def test_random_cells_of_the_index(restored: Callable[[], Path], column: str, data: st.DataObject) -> None:
+    victim = restored()
+    parts = IndexParts(victim)
+    values = parts.columns[column].reshape(-1)
+    limits = np.iinfo(values.dtype)
+    nearby = st.integers(max(-3, int(limits.min)), 30)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(values) - 1))
+        values[at] = data.draw(nearby | st.integers(int(limits.min), int(limits.max)))
+    parts.write()
+    refused(victim)
+
+
+@QUICK
+@given(name=st.sampled_from([INDEX, DATA, "manifest.json"]), data=st.data())
+def test_random_bytes_of_a_vouched_file(restored: Callable[[], Path], name: str, data: st.DataObject) -> None:
+    victim = restored()
+    content = bytearray((victim / name).read_bytes())
+    at = data.draw(st.integers(0, len(content) - 1))
+    removed, added = data.draw(st.integers(0, 12)), data.draw(st.binary(max_size=12))
+    content[at : at + removed] = added
+    if name == "manifest.json":
+        (victim / name).write_bytes(content)
+    else:
+        replace_file(victim, name, bytes(content))
+    refused(victim)
