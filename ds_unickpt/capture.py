@@ -148,9 +148,7 @@ class _Tensors:
         """Take this rank's part of the replicas: equal bytes on every rank, by arithmetic."""
         self.replicas.sort(key=lambda replica: replica[0].key)
         infos = [info for info, _ in self.replicas]
-        ranges = share_of_replicas(
-            [i.size_bytes for i in infos], [i.numel for i in infos], rank=self.rank, world=self.world
-        )
+        ranges = share_of_replicas([i.size_bytes for i in infos], [i.numel for i in infos], rank=self.rank, world=self.world)
         for (info, data), (lo, hi) in zip(self.replicas, ranges, strict=True):
             if lo < hi:
                 self.shards += shards_of_flat_range(info, lo, hi, data.detach().reshape(-1)[lo:hi])
@@ -229,9 +227,9 @@ def _optimized(out: _Tensors, parts: Sequence[Partition], names: Names, base: to
         held = {"master": part.master, **_tensor_states(state.get(part.master, {}), kinds)}
         flats = {key: tensor.detach().reshape(-1) for key, tensor in held.items()}
         for parameter in part.parameters:
-            out.listed += _infos(parameter, names, part, held).values()
+            out.listed += _infos(parameter, names, held).values()
         for piece in part.pieces:
-            infos = _infos(piece.parameter, names, part, held)
+            infos = _infos(piece.parameter, names, held)
             length = piece.hi - piece.lo
             for key, flat in flats.items():
                 data = flat.narrow(0, piece.at, length)
@@ -246,9 +244,7 @@ def _tensor_states(state: Mapping[str, Any], kinds: ElementStates) -> dict[str, 
     return {key: value for key, value in state.items() if key in kinds.tensors and value is not None}
 
 
-def _infos(
-    parameter: torch.nn.Parameter, names: Names, part: Partition, held: Mapping[str, torch.Tensor]
-) -> dict[str, TensorInfo]:
+def _infos(parameter: torch.nn.Parameter, names: Names, held: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
     name, shape = names.name(parameter), internals.shape_of(parameter)
     infos = {
         key: TensorInfo(name, key, name_of(tensor.dtype), shape, "parameter" if key == "master" else "optimizer")
@@ -350,7 +346,9 @@ def _objects(engine: Any, client_state: Mapping[str, Any]) -> dict[str, Any]:
         "engine": {key: int(getattr(engine, key)) for key in ("global_steps", "global_samples", "skipped_steps")},
         "ds_config": dict(internals.config_of(engine)),
         "lr_scheduler": _named_state(scheduler),
-        "loss_scaler": None if scaler is None else {k: getattr(scaler, k) for k in internals.SCALER_FIELDS if hasattr(scaler, k)},
+        "loss_scaler": None
+        if scaler is None
+        else {k: getattr(scaler, k) for k in internals.SCALER_FIELDS if hasattr(scaler, k)},
         "grad_scaler": None if grad_scaler is None else grad_scaler.state_dict(),
         "module_extra_state": {
             name: child.get_extra_state()

@@ -49,14 +49,14 @@ def read_options(config: Mapping[str, Any]) -> Options | None:
     known = {item.name: item for item in fields(Options)}
     values: dict[str, Any] = {}
     for name, value in section.items():
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
             raise ConfigError(f'"{KEY}.{name}" is not an option; did you mean "{KEY}.{near[0]}"? Known: {", ".join(known)}')
         values[name] = _checked(name, value, type(known[name].default), known[name].metadata["choices"])
     return Options(**values)
 
 
-def _checked(name: str, value: Any, kind: type, choices: tuple[str, ...]) -> Any:
+def _checked(name: str, value: Any, kind: type[Any], choices: tuple[str, ...]) -> Any:
     where = f'"{KEY}.{name}"'
     if kind is float and type(value) in (int, float):
         if not value > 0:
@@ -66,6 +66,6 @@ def _checked(name: str, value: Any, kind: type, choices: tuple[str, ...]) -> Any
         named = {bool: "true or false", str: "a string", float: "a number"}[kind]
         raise ConfigError(f"{where} must be {named}, not {value!r} ({type(value).__name__})")
     if choices and value not in choices:
-        near = difflib.get_close_matches(value, choices, n=1, cutoff=0.0)
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.0)
         raise ConfigError(f'{where} must be one of {", ".join(choices)}, not {value!r}; did you mean "{near[0]}"?')
     return value

@@ -19,7 +19,6 @@ from unickpt.errors import (
     CoordinationError,
     CorruptCheckpointError,
     FormatError,
-    NewerFormatError,
     NotACheckpointError,
     StorageError,
     UnickptError,
@@ -33,7 +32,7 @@ from unickpt.storage import PosixStorage
 logger = logging.getLogger("unickpt")
 
 _engine_count = itertools.count()
-_DAMAGED = (CorruptCheckpointError, NotACheckpointError, StorageError, FormatError)
+_DAMAGE_KINDS = (CorruptCheckpointError, NotACheckpointError, StorageError, FormatError)
 
 
 class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -269,12 +268,14 @@ def load_checkpoint(
             return run_native(tag if not tried else choice["tag"])
         name = choice["tag"]
         tried.append(name)
-        if not _same_support(ours, engine):
-            raise UnickptError(f"{load_dir}/{name} is a unickpt checkpoint, and this job uses "
-                               f"{internals.unsupported_reason(engine)}, which cannot load one yet")  # fmt: skip
+        reason = internals.unsupported_reason(engine)
+        if reason:
+            raise UnickptError(
+                f"{load_dir}/{name} is a unickpt checkpoint, and this job uses {reason}, which cannot load one yet"
+            )
         try:
             return _load(ours, engine, str(load_dir), name, wanted, skipped)
-        except _Damaged as err:
+        except _DamagedError as err:
             if tag is not None or not ours.options.fall_back:
                 raise err.cause from None
             skipped.append(f"{name}: {err.cause}")
@@ -282,11 +283,7 @@ def load_checkpoint(
                 logger.warning("unickpt: %s/%s cannot be used: %s. Looking for an older one.", load_dir, name, err.cause)
 
 
-def _same_support(ours: UnickptCheckpointEngine, engine: Any) -> bool:
-    return not internals.unsupported_reason(engine)
-
-
-class _Damaged(Exception):
+class _DamagedError(Exception):
     """All ranks agree that a checkpoint is damaged; ``cause`` is the error to show."""
 
     def __init__(self, cause: UnickptError) -> None:
@@ -355,8 +352,8 @@ def _raise_agreed(directory: Path, failure: Exception | None, reasons: dict[int,
     if failure is None:
         rank, reason = min(reasons.items())
         text = f"{directory}: rank {rank} could not load it: {reason}"
-        failure = CorruptCheckpointError(text) if kinds <= {k.__name__ for k in _DAMAGED} else CoordinationError(text)
-    damaged = kinds <= {kind.__name__ for kind in _DAMAGED}
+        failure = CorruptCheckpointError(text) if kinds <= {k.__name__ for k in _DAMAGE_KINDS} else CoordinationError(text)
+    damaged = kinds <= {kind.__name__ for kind in _DAMAGE_KINDS}
     if damaged and isinstance(failure, UnickptError):
-        raise _Damaged(failure)
+        raise _DamagedError(failure)
     raise failure

@@ -9,6 +9,7 @@ versions do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,11 @@ def config_of(engine: Any) -> Mapping[str, Any]:
 def shape_of(parameter: torch.nn.Parameter) -> tuple[int, ...]:
     """The full shape, also while ZeRO-3 holds only a partition."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def numel_of(parameter: torch.nn.Parameter) -> int:
+    """Elements of the full parameter."""
+    return math.prod(shape_of(parameter))
 
 
 def is_zero3(parameter: torch.nn.Parameter) -> bool:
@@ -347,9 +353,7 @@ SCALER_FIELDS = (
 
 def grad_scaler(engine: Any) -> Any | None:
     """torch's GradScaler under torch_autocast with fp16, wherever the engine keeps it."""
-    return getattr(engine, "torch_autocast_z0_gradscaler", None) or getattr(
-        engine.optimizer, "torch_autocast_gradscaler", None
-    )
+    return getattr(engine, "torch_autocast_z0_gradscaler", None) or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
 
 def validate_tag(engine: Any, tag: str) -> None:

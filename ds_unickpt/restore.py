@@ -8,7 +8,6 @@ derives the weights, sets hyperparameters and non-tensor state, and completes th
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from ds_unickpt import capture, internals
 from ds_unickpt.capture import NOT_HYPERPARAMETERS, Names
 from ds_unickpt.config import Options
-from ds_unickpt.internals import Partition
+from ds_unickpt.internals import Held, Partition
 from unickpt import objects, rng
 from unickpt.dtypes import name_of, torch_dtype
 from unickpt.errors import MismatchError
@@ -29,7 +28,7 @@ from unickpt.report import LoadReport
 
 logger = logging.getLogger("unickpt")
 
-_FAMILIES = (("adam", ("adam", "adamw")), ("lion", ("lion",)), ("adagrad", ("adagrad",)), ("lamb", ("lamb",)), ("sgd", ("sgd",)))
+_FAMILIES = {"adamw": "adam"}
 _DECORATIONS = ("deepspeedcpu", "fused", "zenflow", "cpu")
 
 
@@ -57,7 +56,7 @@ def family_of(name: str) -> str:
     plain = name.lower()
     for decoration in _DECORATIONS:
         plain = plain.removeprefix(decoration)
-    return next((family for family, members in _FAMILIES if plain in members), plain)
+    return _FAMILIES.get(plain, plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,8 @@ class Restore:
         known = {info.name: info for info in self.checkpoint.index.tensors if info.kind in ("parameter", "buffer")}
         optimized = {id(p) for part in self.parts for p in part.parameters}
         matched: dict[str, str] = {}
-        missing, shapes = [], []
+        missing: list[str] = []
+        shapes: list[str] = []
         for name, shape, parameter in self._own_tensors():
             candidates = [name, *own_aliases.get(name, [])]
             source = next((aliases.get(c, c) for c in candidates if aliases.get(c, c) in known), None)
@@ -289,15 +289,15 @@ class Restore:
         for name, parameter in self.names.parameters.items():
             if id(parameter) not in optimized and name in self._stored:
                 held = internals.held(parameter)
-                flat = None if held is None else held.data
-                self._request_plain(name, name_of(parameter.dtype), held and held.lo, held and held.hi, flat)
+                self._request_plain(name, name_of(parameter.dtype), held)
                 if held is not None and not held.live:
                     self._copies.append(_Copy(parameter, held.data))
         for name, buffer, _ in capture.buffers(self.engine.module):
             if name in self._stored:
-                self._request_plain(name, name_of(buffer.dtype), 0, buffer.numel(), self._flat(buffer, self._copies))
+                flat = self._flat(buffer, self._copies)
+                self._request_plain(name, name_of(buffer.dtype), Held(0, flat.numel(), flat, live=True, replicated=True))
 
-    def _request_plain(self, name: str, dtype: str, lo: int | None, hi: int | None, flat: torch.Tensor | None) -> None:
+    def _request_plain(self, name: str, dtype: str, held: Held | None) -> None:
         source = self._source(name, "weight") or self._source(name, "master")
         if source is None:
             raise MismatchError(f"{name}: the checkpoint has neither weight nor master of it")
@@ -306,8 +306,8 @@ class Restore:
             self.report.add(name, "weight", "restored")
         else:
             self.report.add(name, "weight", "cast", f"{info.dtype} {info.state} to {dtype} weight")
-        if flat is not None and lo is not None and hi is not None:
-            self._fill(position, lo, hi, flat, self._requests)
+        if held is not None:
+            self._fill(position, held.lo, held.hi, held.data, self._requests)
 
     # ---------------------------------------------------------------- optimizer
 
@@ -335,7 +335,7 @@ class Restore:
             name
             for part in self.parts
             for name, parameter in ((self.names.name(p), p) for p in part.parameters)
-            if name in self._stored and self._stored[name] not in trained and math.prod(internals.shape_of(parameter))
+            if name in self._stored and self._stored[name] not in trained and internals.numel_of(parameter)
         ]
         if untrained:
             raise MismatchError(
@@ -366,14 +366,17 @@ class Restore:
                     self._fill(source[0], piece.lo, piece.hi, view, self._requests)
             for name, source in sources.items():
                 self._account_state(name, state, source, name_of(tensor.dtype))
-        stale = [
-            key
-            for key in capture.classify([part], self.base.state).tensors
-            if key not in states and self.base.state[part.master].get(key) is not None and states
-        ]
-        if stale:
+        self._refuse_unknown_states(part, states)
+
+    def _refuse_unknown_states(self, part: Partition, states: set[str]) -> None:
+        """A state that this job's optimizer has and the checkpoint lacks would stay at a stale value."""
+        assert self.base is not None
+        own = capture.classify([part], self.base.state).tensors
+        unknown = sorted(key for key in own - states if self.base.state[part.master].get(key) is not None)
+        if unknown and states:
             raise MismatchError(
-                f"this job's optimizer has state {', '.join(stale)}, which the checkpoint lacks (it has {', '.join(sorted(states))})"
+                f"this job's optimizer has state {', '.join(unknown)}, which the checkpoint lacks "
+                f"(it has {', '.join(sorted(states))})"
             )
 
     def _state_tensor(self, part: Partition, state: str, info: TensorInfo) -> torch.Tensor:
@@ -463,7 +466,9 @@ class Restore:
         for number, (group, listed) in enumerate(members.values()):
             sources = [values[at] for at in sorted({of[name] for name in listed if name in of})]
             self._set_group(number, group, sources)
-        scalars = [(set(g.parameters), objects.decode(g.hyperparameters, tensors={}, where=where).value) for g in record.scalars]
+        scalars = [
+            (set(g.parameters), objects.decode(g.hyperparameters, tensors={}, where=where).value) for g in record.scalars
+        ]
         for part in self.parts:
             self._set_scalars(part, scalars)
 
@@ -488,24 +493,24 @@ class Restore:
     def _set_scalars(self, part: Partition, scalars: list[tuple[set[str], dict[str, Any]]]) -> None:
         assert self.base is not None
         listed = {self._stored[n] for n in map(self.names.name, part.parameters) if n in self._stored}
-        label = self.names.name(part.parameters[0]) + (f" and {len(part.parameters) - 1} more" if len(part.parameters) > 1 else "")
+        label = self.names.name(part.parameters[0]) + (
+            f" and {len(part.parameters) - 1} more" if len(part.parameters) > 1 else ""
+        )
         found: dict[str, list[Any]] = {}
         for names, values in scalars:
             if names & listed:
                 for key, value in values.items():
                     found.setdefault(key, []).append(value)
-        for key, values in found.items():
-            value = max(values)
-            if "step" == key and "step" in part.group:
-                part.group["step"] = value
-            held = self.base.state.get(part.master)
-            if held is None and not any(True for _ in found):
-                continue
+        for key, candidates in found.items():
+            value = max(candidates)
             held = self.base.state[part.master]
-            if not (key == "step" and "step" in part.group and "step" not in held):
+            in_group = key == "step" and "step" in part.group
+            if in_group:
+                part.group["step"] = value
+            if not in_group or "step" in held:
                 held[key] = self._like(held.get(key), value, part)
-            if len(set(values)) > 1:
-                text = f"parameters that lie in one partition here had {sorted(set(values))}; the largest is used"
+            if len(set(candidates)) > 1:
+                text = f"parameters that lie in one partition here had {sorted(set(candidates))}; the largest is used"
                 self.report.add(label, key, "cast", text)
             else:
                 self.report.add(label, key, "restored")
@@ -523,10 +528,8 @@ class Restore:
 
     def _set_objects(self, saved: dict[str, Any]) -> dict[str, Any]:
         if self.wanted.module_only:
-            for key in saved:
-                if key != "client_state":
-                    self._object(key, "left out", "load_module_only")
-            self._object("rng", "left out", "load_module_only")
+            for key in ("engine", "lr_scheduler", "rng"):
+                self._object(key, "left out", "load_module_only")
             self._object("client_state", "restored")
             return self._client_state(saved)
         counters = saved.get("engine") or {}
@@ -535,7 +538,6 @@ class Restore:
         self.engine.loaded_checkpoint_dp_world_size = self.checkpoint.manifest.writer.topology.get("world_size")
         self.engine.loaded_checkpoint_mp_world_size = 1
         self._object("engine", "restored")
-        self._object("ds_config", "left out", "kept for reference; this job has its own")
         self._set_scheduler(saved.get("lr_scheduler"))
         self._set_loss_scaler(saved.get("loss_scaler"))
         self._set_stateful("grad_scaler", saved.get("grad_scaler"), internals.grad_scaler(self.engine))
@@ -548,6 +550,11 @@ class Restore:
 
     def _object(self, name: str, outcome: Any, reason: str = "") -> None:
         self.report.add(name, "object", outcome, reason)
+
+    def _none_saved(self, name: str, target: Any) -> None:
+        """Nothing to restore; worth a word only if this job has a place for it."""
+        if target is not None:
+            self._object(name, "left out", "none was saved")
 
     def _client_state(self, saved: dict[str, Any]) -> dict[str, Any]:
         """The caller's state (this rank's own where it had one), beside what DeepSpeed returns with it."""
@@ -569,7 +576,7 @@ class Restore:
         if not self.wanted.scheduler:
             self._object("lr_scheduler", "left out", "not asked for (load_lr_scheduler_states)")
         elif saved is None:
-            self._object("lr_scheduler", "left out", "none was saved" if target is not None else "neither side has one")
+            self._none_saved("lr_scheduler", target)
         elif target is None:
             self._object("lr_scheduler", "left out", "this job has none")
         elif saved["class"] != type(target).__name__:
@@ -581,7 +588,7 @@ class Restore:
     def _set_loss_scaler(self, saved: dict[str, Any] | None) -> None:
         target = internals.loss_scaler(self.engine)
         if saved is None:
-            self._object("loss_scaler", "left out", "none was saved" if target is not None else "neither side scales its loss")
+            self._none_saved("loss_scaler", target)
         elif target is None:
             self._object("loss_scaler", "left out", "this job does not scale its loss (not fp16)")
         elif not self.wanted.optimizer:
@@ -594,7 +601,7 @@ class Restore:
 
     def _set_stateful(self, name: str, saved: Any, target: Any) -> None:
         if saved is None:
-            self._object(name, "left out", "none was saved" if target is not None else "neither side has one")
+            self._none_saved(name, target)
         elif target is None:
             self._object(name, "left out", "this job has none")
         else:
@@ -630,7 +637,9 @@ class Restore:
             elif now == world:
                 self._object("rng", "restored")
             else:
-                self._object("rng", "re-seeded", f"{world} ranks became {now}: ranks below {min(world, now)} keep their generators")
+                self._object(
+                    "rng", "re-seeded", f"{world} ranks became {now}: ranks below {min(world, now)} keep their generators"
+                )
         else:
             other = self._rng_of(1) if world > 1 else None
             if other is not None and rng.equal(first, other):
@@ -651,7 +660,9 @@ class Restore:
             for info in self.checkpoint.index.tensors
             if info.kind != "object" and info.state not in ("weight", "master")
         ]
-        weights = [(back.get(i.name, i.name), "weight") for i in self.checkpoint.index.tensors if i.kind in ("parameter", "buffer")]
+        weights = [
+            (back.get(i.name, i.name), "weight") for i in self.checkpoint.index.tensors if i.kind in ("parameter", "buffer")
+        ]
         self.report.require(stored + weights, what="the checkpoint's tensors")
         own = [(name, "weight") for name, _, _ in self._own_names()]
         self.report.require(own, what="this job's tensors")

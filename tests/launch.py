@@ -21,7 +21,9 @@ def free_port() -> int:
 
 def environment(**extra: str) -> dict[str, str]:
     """CPU, one thread per rank, deterministic ports; the tests' own package importable."""
-    keep = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC"))}
+    keep = {
+        k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC"))
+    }
     path = os.pathsep.join([str(REPO), *filter(None, [keep.get("PYTHONPATH")])])
     return {**keep, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", **extra}
 

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # the real name would import typing
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 ADAPTERS = {"deepspeed.runtime.engine": "ds_unickpt"}
 
@@ -33,7 +36,7 @@ def arm() -> None:
         _complain(err)
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     """Finds nothing itself: lets the other finders find a watched module and wraps its loader."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
@@ -46,12 +49,12 @@ class _Finder(MetaPathFinder):
             spec = finder.find_spec(fullname, path, target)  # type: ignore[arg-type]
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, adapter)
+                    spec.loader = _Loader(spec.loader, adapter)  # type: ignore[assignment]
                 return spec
         return None
 
 
-class _Loader(Loader):
+class _Loader:
     """Delegates to the real loader, then installs the adapter."""
 
     def __init__(self, loader: Loader, adapter: str) -> None:

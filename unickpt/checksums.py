@@ -7,7 +7,7 @@ not malice: a checkpoint is data, and nothing in it is executed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -19,7 +19,7 @@ PREFIX = "xxh3_128:"
 
 def fragment_checksum(data: Buffer) -> int:
     """xxh3_64 of a fragment's bytes, as stored in the index."""
-    return cast(int, xxhash.xxh3_64_intdigest(data))
+    return xxhash.xxh3_64_intdigest(data)
 
 
 def digest(data: Buffer) -> str:

@@ -134,7 +134,7 @@ class Rendezvous:
             left = (self.notice_s if not noticed else self.timeout_s) - waited
             if self._wait(list(keys.values()), max(left, 0.05)):
                 return
-            missing = [rank for rank, key in keys.items() if not self._call(lambda store, key=key: store.check([key]))]
+            missing = [rank for rank, key in keys.items() if not self._present(key)]
             if not missing:
                 return
             waited = time.monotonic() - begin
@@ -147,6 +147,9 @@ class Rendezvous:
             if not noticed and waited >= self.notice_s:
                 noticed = True
                 logger.warning("unickpt: rank %d has waited %.0f s at %r for rank %s", self.rank, waited, topic, names)
+
+    def _present(self, key: str) -> bool:
+        return bool(self._call(lambda store: store.check([key])))
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
         assert self._store is not None

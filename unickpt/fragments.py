@@ -69,8 +69,7 @@ class Box:
     def within(self, outer: Box) -> Box:
         """This box in coordinates relative to ``outer``, which contains it."""
         inside = all(
-            o <= s and s + n <= o + m
-            for s, n, o, m in zip(self.start, self.shape, outer.start, outer.shape, strict=True)
+            o <= s and s + n <= o + m for s, n, o, m in zip(self.start, self.shape, outer.start, outer.shape, strict=True)
         )
         if not inside:
             raise ValueError(f"{self} is not inside {outer}")

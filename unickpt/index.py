@@ -119,12 +119,14 @@ class Index:
 
     def numel(self) -> Ints:
         """int64 ``[n]``: elements of every fragment."""
-        return self.shape.prod(axis=1, dtype=np.int64)
+        count: Ints = self.shape.prod(axis=1, dtype=np.int64)
+        return count
 
     def size_bytes(self) -> Ints:
         """int64 ``[n]``: bytes of every fragment."""
         sizes = np.array([itemsize_bytes(t.dtype) for t in self.tensors] or [0], np.int64)
-        return self.numel() * sizes[self.tensor]
+        found: Ints = self.numel() * sizes[self.tensor]
+        return found
 
 
 def build(rows: Sequence[FragmentRow], *, file: str, tensors: Sequence[TensorInfo] = ()) -> Index:
@@ -201,8 +203,8 @@ def _merge_tensors(lists: Sequence[Sequence[TensorInfo]]) -> tuple[TensorInfo, .
 
 
 def _sorted(index: Index) -> Index:
-    keys = [index.start[:, dim] for dim in range(index.start.shape[1] - 1, -1, -1)]
-    order = np.lexsort([*keys, index.tensor])
+    keys: list[npt.NDArray[Any]] = [index.start[:, dim] for dim in range(index.start.shape[1] - 1, -1, -1)]
+    order = np.lexsort((*keys, index.tensor))
     return Index(
         tensors=index.tensors,
         files=index.files,
@@ -283,7 +285,8 @@ def from_bytes(data: bytes, *, where: str) -> Index:
 
 
 def _columns(data: bytes, header: Header, where: str) -> dict[str, Any]:
-    expected = {name: (dtype, code) for name, dtype, code in _COLUMNS} | {"start": (np.int64, "I64"), "shape": (np.int64, "I64")}
+    expected = {name: (dtype, code) for name, dtype, code in _COLUMNS}
+    expected |= {"start": (np.int64, "I64"), "shape": (np.int64, "I64")}
     slots = {slot.name: slot for slot in header.slots}
     if set(slots) != set(expected):
         raise FormatError(f"{where}: index columns are {sorted(slots)}, expected {sorted(expected)}")
@@ -342,7 +345,9 @@ def _check_rows(index: Index, where: str) -> None:
     limits = np.ones((len(index.tensors), index.start.shape[1]), np.int64)
     for position, info in enumerate(index.tensors):
         if len(info.shape) > limits.shape[1] and len(index.rows_of(position)):
-            raise FormatError(f"{where}: fragments of {info.name!r} have {limits.shape[1]} dimensions, it has {len(info.shape)}")
+            raise FormatError(
+                f"{where}: fragments of {info.name!r} have {limits.shape[1]} dimensions, it has {len(info.shape)}"
+            )
         limits[position, : len(info.shape)] = info.shape[: limits.shape[1]]
     limit = limits[index.tensor]
     inside = (index.start >= 0) & (index.shape > 0) & (index.start <= limit) & (index.shape <= limit - index.start)

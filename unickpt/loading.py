@@ -12,13 +12,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from unickpt import index as index_module
 from unickpt import manifest as manifest_module
-from unickpt import objects
+from unickpt import objects as objects_module
 from unickpt.checksums import digest, fragment_checksum
 from unickpt.dtypes import torch_dtype
 from unickpt.errors import CorruptCheckpointError, FormatError, NotACheckpointError
@@ -124,18 +123,18 @@ class Checkpoint:
             self.read([Request(position, Box.whole(info.shape), out)], verify=verify)
         return out.reshape(info.shape)
 
-    def objects(self, *, allow_pickle: bool = False) -> objects.Decoded:
+    def objects(self, *, allow_pickle: bool = False) -> objects_module.Decoded:
         """The job's non-tensor state."""
         keys = [name for name, state in self.ids if name.startswith("objects/job/") and state == "object"]
         tensors = {key: self.read_tensor(key, "object") for key in keys}
         where = str(self.storage.root / MANIFEST_FILE)
-        return objects.decode(self.manifest.objects, tensors=tensors, allow_pickle=allow_pickle, where=where)
+        return objects_module.decode(self.manifest.objects, tensors=tensors, allow_pickle=allow_pickle, where=where)
 
-    def rank_objects(self, rank: int, *, allow_pickle: bool = False) -> objects.Decoded:
+    def rank_objects(self, rank: int, *, allow_pickle: bool = False) -> objects_module.Decoded:
         """Non-tensor state of one rank of the writing job; an empty dict if that rank stored none."""
         prefix = f"objects/rank{rank:05d}"
         if (prefix, "object") not in self.ids:
-            return objects.Decoded({})
+            return objects_module.Decoded({})
         where = f"{self.storage.root}: {prefix}"
         text = bytes(self.read_tensor(prefix, "object").numpy())
         try:
@@ -144,7 +143,7 @@ class Checkpoint:
             raise FormatError(f"{where}: not JSON ({err})") from None
         keys = [name for name, state in self.ids if name.startswith(prefix + "/") and state == "object"]
         tensors = {key: self.read_tensor(key, "object") for key in keys}
-        return objects.decode(value, tensors=tensors, allow_pickle=allow_pickle, where=where)
+        return objects_module.decode(value, tensors=tensors, allow_pickle=allow_pickle, where=where)
 
 
 def read_manifest(storage: PosixStorage) -> Manifest:
@@ -214,7 +213,7 @@ def _execute(checkpoint: Checkpoint, plan: ReadPlan, requests: Sequence[Request]
                 end = at
                 while end < len(plan.fragment) and int(plan.fragment[end]) == row:
                     end += 1
-                uses = [_use(index, plan, k, requests) for k in range(at, end)]
+                uses = [_use(plan, k, requests) for k in range(at, end)]
                 source = _Source(checkpoint, descriptor, row, int(fragment_bytes[row]), verify)
                 stats.bytes_read += _deliver(source, uses)
                 stats.bytes_needed += sum(use.region.numel for use in uses) * source.itemsize
@@ -230,7 +229,7 @@ class _Use:
     request: Request
 
 
-def _use(index: Index, plan: ReadPlan, at: int, requests: Sequence[Request]) -> _Use:
+def _use(plan: ReadPlan, at: int, requests: Sequence[Request]) -> _Use:
     request = requests[int(plan.target[at])]
     ndim = request.box.ndim
     return _Use(Box(tuple(plan.start[at, :ndim].tolist()), tuple(plan.shape[at, :ndim].tolist())), request)
@@ -254,7 +253,7 @@ class _Source:
 
     def read_into(self, buffer: torch.Tensor, first: int = 0) -> int:
         """Fill a contiguous CPU tensor from element ``first`` of the fragment; returns bytes read."""
-        view = memoryview(buffer.view(torch.uint8).numpy())
+        view = memoryview(buffer.view(torch.uint8).numpy().data)
         read_into(self._descriptor, view, self._offset + first * self.itemsize, where=str(self._path))
         if self.verify and fragment_checksum(view) != self._checksum:
             raise CorruptCheckpointError(

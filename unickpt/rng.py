@@ -15,7 +15,7 @@ State = dict[str, Any]
 def capture() -> State:
     """States of python's, numpy's and torch's generators, as tensors and plain values."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: State = {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64).to(torch.uint32), "gauss": gauss},
         "numpy": {
@@ -27,7 +27,7 @@ def capture() -> State:
         },
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 

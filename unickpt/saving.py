@@ -134,8 +134,10 @@ def save(
     names = _Names(meet.rank, generation)
     contribution, message = _try_write(storage, names, contribute, opening["announce"], meet)
     messages = meet.gather("written", message)
-    verdict = _conclude(storage, messages, contribution, save_dir, tag, save_latest, generation) if messages is not None else None
-    verdict = meet.broadcast("verdict", verdict)
+    conclusion = None
+    if messages is not None:
+        conclusion = _conclude(storage, messages, contribution, save_dir, tag, save_latest, generation)
+    verdict = meet.broadcast("verdict", conclusion)
     if not verdict["committed"]:
         storage.delete(names.data)
         storage.delete(names.rows)
@@ -232,7 +234,7 @@ def write_rank(storage: PosixStorage, data_name: str, rows_name: str, contributi
 def host_bytes(data: torch.Tensor) -> memoryview:
     """The elements' bytes in row-major order; a view of the tensor where it is dense and on the CPU."""
     dense = data.detach().reshape(-1).to("cpu").contiguous()
-    return memoryview(dense.view(torch.uint8).numpy()) if dense.numel() else memoryview(b"")
+    return memoryview(dense.view(torch.uint8).numpy().data) if dense.numel() else memoryview(b"")
 
 
 def fragment_key(tensor: TensorInfo, box: Box) -> str:
@@ -244,9 +246,7 @@ def fragment_key(tensor: TensorInfo, box: Box) -> str:
 def _encode_objects(values: dict[str, Any]) -> objects.Encoded:
     encoded = objects.encode(values, prefix="objects/job")
     if encoded.opaque:
-        logger.warning(
-            "unickpt: stored as opaque blobs, which only load with allow_pickle: %s", "; ".join(encoded.opaque[:8])
-        )
+        logger.warning("unickpt: stored as opaque blobs, which only load with allow_pickle: %s", "; ".join(encoded.opaque[:8]))
     return encoded
 
 

@@ -35,7 +35,7 @@ class Verification:
     size_bytes: int
 
 
-def verify(directory: str | Path, *, progress: Callable[[int], None] = lambda size_bytes: None) -> Verification:
+def verify(directory: str | Path, *, progress: Callable[[int], None] | None = None) -> Verification:
     """Check a checkpoint completely.
 
     Args:
@@ -62,7 +62,8 @@ def verify(directory: str | Path, *, progress: Callable[[int], None] = lambda si
             problems += _file_problems(storage, record, index if record.path != manifest.index else None)
         except (StorageError, FormatError) as err:
             problems.append(str(err))
-        progress(record.size_bytes)
+        if progress is not None:
+            progress(record.size_bytes)
     return Verification(
         problems=tuple(dict.fromkeys(problems)),
         files=len(manifest.files),
@@ -99,9 +100,7 @@ def _rows_of_file(index: Index, name: str) -> list[int]:
 def _header_problems(storage: PosixStorage, record: FileRecord, index: Index) -> list[str]:
     """The file's own safetensors header against the index: any safetensors reader must see the same."""
     path = storage.root / record.path
-    header = parse_header(
-        storage.read(record.path, 0, record.header_bytes), file_bytes=record.size_bytes, where=str(path)
-    )
+    header = parse_header(storage.read(record.path, 0, record.header_bytes), file_bytes=record.size_bytes, where=str(path))
     slots = {header.header_bytes + slot.begin_byte: slot for slot in header.slots if slot.end_byte > slot.begin_byte}
     problems = []
     for row in _rows_of_file(index, record.path):

@@ -57,7 +57,13 @@ def config(layout: Layout, **extra: Any) -> dict[str, Any]:
 
 
 def build(
-    layout: Layout, *, seed: int, model: torch.nn.Module | None = None, parameters: Any = None, client_optimizer: Any = None, **extra: Any
+    layout: Layout,
+    *,
+    seed: int,
+    model: torch.nn.Module | None = None,
+    parameters: Any = None,
+    client_optimizer: Any = None,
+    **extra: Any,
 ) -> Any:
     """An engine whose model starts from ``seed``; under ZeRO-3 it is built under ``zero.Init`` for odd seeds."""
     cfg = config(layout, **extra)

@@ -1,7 +1,7 @@
 """Under torchrun: save every layout of this world size, or load every source into every layout of it.
 
-    matrix_worker save DIR          DIR/<layout>/global_step3, DIR/<layout>.truth, DIR/<layout>.json
-    matrix_worker load DIR          DIR/results-w<world>.json; DIR/pairs.json says which sources to load
+matrix_worker save DIR          DIR/<layout>/global_step3, DIR/<layout>.truth, DIR/<layout>.json
+matrix_worker load DIR          DIR/results-w<world>.json; DIR/pairs.json says which sources to load
 """
 
 from __future__ import annotations
@@ -55,7 +55,13 @@ def load_all(folder: Path) -> None:
             losses = train(engine, STEPS_AFTER)
             if dist.get_rank() == 0:
                 results.append(
-                    {"source": source.name, "target": layout.name, "problems": problems, "losses": losses, "report": report.count()}
+                    {
+                        "source": source.name,
+                        "target": layout.name,
+                        "problems": problems,
+                        "losses": losses,
+                        "report": report.count(),
+                    }
                 )
         engine.destroy()
     if dist.get_rank() == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
+import torch.nn.functional as functional
 
 VOCABULARY, WIDTH, LENGTH = 31, 15, 12
 
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        x = x + self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True))
         return x + self.mlp(x)
 
 
@@ -49,7 +49,7 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(x * self.gain) * self.scale.mean()
-        loss = F.cross_entropy(logits.float().reshape(-1, VOCABULARY), targets.reshape(-1))
+        loss = functional.cross_entropy(logits.float().reshape(-1, VOCABULARY), targets.reshape(-1))
         return loss + self.empty.float().sum() if hasattr(self, "empty") else loss
 
 

@@ -42,6 +42,10 @@ def damaged(folder: Path, damage: Callable[[Path], None]) -> Path:
     return copy
 
 
+def untouched(_: Path) -> None:
+    """No damage: the job is what does not fit."""
+
+
 def fails(folder: Path, pattern: str, damage: Callable[[Path], None], *, stage: int = 3, **load: Any) -> None:
     """Loading the damaged copy raises on every rank; the message matches on the rank that saw it first."""
     place = damaged(folder, damage)
@@ -70,7 +74,11 @@ def no_manifest(folder: Path) -> None:
 
 @scenario(2)
 def manifest_of_a_newer_format(folder: Path) -> None:
-    fails(folder, "format version 99, this release reads up to 1; upgrade unickpt", lambda d: rewrite(d, lambda m: m.update(version=99)))
+    fails(
+        folder,
+        "format version 99, this release reads up to 1; upgrade unickpt",
+        lambda d: rewrite(d, lambda m: m.update(version=99)),
+    )
 
 
 @scenario(2)
@@ -102,7 +110,9 @@ def a_flipped_bit_in_a_data_file(folder: Path) -> None:
         content[len(content) // 2] ^= 16
         data(directory).write_bytes(content)
 
-    fails(folder, r"rank00000.safetensors: checksum of \S+ \(\w+\) \[.*differs from the one written|rank . could not load", damage)
+    fails(
+        folder, r"rank00000.safetensors: checksum of \S+ \(\w+\) \[.*differs from the one written|rank . could not load", damage
+    )
 
 
 @scenario(2)
@@ -153,7 +163,7 @@ def _other(change: Callable[[Model], None]) -> Any:
 
 
 def _mismatch(folder: Path, pattern: str, change: Callable[[Model], None]) -> Any:
-    place = damaged(folder, lambda d: None)
+    place = damaged(folder, untouched)
     engine = _other(change)
     before = [p.detach().clone() for p in engine.module.parameters()]
     with pytest.raises(UnickptError, match=pattern):
@@ -191,7 +201,7 @@ def a_parameter_of_another_shape(folder: Path) -> None:
 
 @scenario(2)
 def another_optimizer(folder: Path) -> None:
-    place = damaged(folder, lambda d: None)
+    place = damaged(folder, untouched)
     torch.manual_seed(3)
     model = Model()
     sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
@@ -204,7 +214,7 @@ def another_optimizer(folder: Path) -> None:
 
 @scenario(2)
 def parameters_that_were_frozen_where_it_was_saved(folder: Path) -> None:
-    place = damaged(folder, lambda d: None)
+    place = damaged(folder, untouched)
     torch.manual_seed(3)
     engine = build(here(2), seed=3, model=Model(frozen=False))
     with pytest.raises(UnickptError, match=r"1 parameters that this job trains were not trained there.*positions.weight"):

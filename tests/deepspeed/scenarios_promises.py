@@ -54,11 +54,11 @@ def a_save_gathers_nothing(folder: Path) -> None:
 
 
 class Large(torch.nn.Module):
-    """Half a million parameters, so that fixed overhead does not hide a replica."""
+    """Two million parameters, so that fixed overhead does not hide a replica."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = torch.nn.Sequential(torch.nn.Linear(512, 601), torch.nn.Linear(601, 512))
+        self.body = torch.nn.Sequential(torch.nn.Linear(1024, 1001), torch.nn.Linear(1001, 1024))
         self.frozen = torch.nn.Parameter(torch.rand(301, 300), requires_grad=False)
         self.register_buffer("table", torch.rand(100, 100))
 
@@ -76,7 +76,7 @@ def bytes_on_disk_are_what_the_state_needs(folder: Path) -> None:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         engine = build(layout, seed=1, model=model)
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-        loss = engine(torch.rand(2, 512, dtype=dtype))
+        loss = engine(torch.rand(2, 1024, dtype=dtype))
         engine.backward(loss)
         engine.step()
         place = folder / layout.name
@@ -129,7 +129,9 @@ def without_the_key_deepspeed_is_as_if_we_were_not_installed(folder: Path) -> No
         if extra is not None:
             cfg["unickpt"] = extra
         model = Model()
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=cfg)
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=cfg
+        )
         assert type(engine.checkpoint_engine).__module__.startswith("deepspeed."), engine.checkpoint_engine
         train(engine, 1)
         assert engine.save_checkpoint(str(folder / name)) is True
@@ -159,7 +161,7 @@ def a_native_checkpoint_is_loaded_natively_and_saved_universally_from_then_on(fo
 @scenario(2)
 def an_optimizer_with_compressed_state_is_saved_by_deepspeed_itself(folder: Path) -> None:
     class Factored(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure: Any = None) -> Any:  # noqa: ARG002 - torch's signature
             super().step()
             for group in self.param_groups:
                 for p in group["params"]:
@@ -202,7 +204,9 @@ def a_full_disk_stops_neither_training_nor_resuming(folder: Path) -> None:
     dist.barrier()
     mounted = [False]
     if rank == 0:
-        mounted[0] = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", str(disk)], capture_output=True).returncode == 0
+        mounted[0] = (
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", str(disk)], capture_output=True).returncode == 0
+        )
     dist.broadcast_object_list(mounted, src=0)
     try:
         assert engine.save_checkpoint(str(disk)) is True
@@ -210,7 +214,9 @@ def a_full_disk_stops_neither_training_nor_resuming(folder: Path) -> None:
         with Log() as log:
             assert _until_full(engine, disk, mounted[0]) is False
         if rank == 0:
-            assert any("is NOT saved" in line and ("No space left" in line or "too large" in line) for line in log.lines), log.lines
+            assert any("is NOT saved" in line and ("No space left" in line or "too large" in line) for line in log.lines), (
+                log.lines
+            )
         assert train(engine, 1)
         target = build(here(2), seed=2)
         path, _ = target.load_checkpoint(str(disk))
@@ -259,10 +265,10 @@ def a_damaged_latest_gives_way_to_the_newest_whole_checkpoint(folder: Path) -> N
         assert target.global_steps == 1
         if dist.get_rank() == 0:
             assert any("global_step3 cannot be used" in line for line in log.lines), log.lines
-    with pytest.raises(Exception, match="differs from the one|could not load it"):
+    with pytest.raises(Exception, match=r"differs from the one|could not load it"):
         target.load_checkpoint(str(folder), tag="global_step3")
     strict = build(here(1), seed=3, unickpt={"enabled": True, "fall_back": False})
-    with pytest.raises(Exception, match="differs from the one|could not load it"):
+    with pytest.raises(Exception, match=r"differs from the one|could not load it"):
         strict.load_checkpoint(str(folder))
 
 

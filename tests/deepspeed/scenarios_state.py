@@ -203,7 +203,9 @@ def round_robin_and_aligned_partitions(folder: Path) -> None:
         back = build(here(2), seed=3, zero_optimization={"stage": 2, **extra})
         target.save_checkpoint(str(folder / f"{number}back"))
         back.load_checkpoint(str(folder / f"{number}back"))
-        for x, y in zip(source.optimizer.single_partition_of_fp32_groups, back.optimizer.single_partition_of_fp32_groups, strict=True):
+        for x, y in zip(
+            source.optimizer.single_partition_of_fp32_groups, back.optimizer.single_partition_of_fp32_groups, strict=True
+        ):
             assert torch.equal(x, y)
             for key in ADAM:
                 assert torch.equal(source.optimizer.optimizer.state[x][key], back.optimizer.optimizer.state[y][key])
@@ -390,7 +392,9 @@ class Unknown:
 @scenario(1)
 def unknown_objects_never_fail_a_save_and_need_an_opt_in_to_load(folder: Path) -> None:
     source, target = build(here(1), seed=1), build(here(1), seed=2)
-    assert source.save_checkpoint(str(folder), client_state={"thing": Unknown(), "lock": __import__("threading").Lock(), "ok": 1})
+    assert source.save_checkpoint(
+        str(folder), client_state={"thing": Unknown(), "lock": __import__("threading").Lock(), "ok": 1}
+    )
     _, found = target.load_checkpoint(str(folder))
     assert found["ok"] == 1
     assert found["thing"].type_name.endswith("Unknown")
@@ -482,7 +486,9 @@ def loss_scaler_and_scheduler_of_another_kind_are_left_out_with_a_reason(folder:
     source = build(here(1), seed=1)
     train(source, 1)
     source.save_checkpoint(str(folder))
-    target = build(here(1), seed=2, scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 50, "warmup_num_steps": 5}})
+    target = build(
+        here(1), seed=2, scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 50, "warmup_num_steps": 5}}
+    )
     target.load_checkpoint(str(folder))
     entry = next(e for e in target.checkpoint_engine.last_report.entries if e.name == "lr_scheduler")
     assert entry.outcome == "left out", entry

@@ -53,7 +53,9 @@ def pipelines_are_saved_by_deepspeed_itself_with_one_warning(folder: Path) -> No
         "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
     }  # fmt: skip
     with Log() as log:
-        engine, *_ = deepspeed.initialize(model=net, model_parameters=[p for p in net.parameters() if p.requires_grad], config=cfg)
+        engine, *_ = deepspeed.initialize(
+            model=net, model_parameters=[p for p in net.parameters() if p.requires_grad], config=cfg
+        )
         for step in range(2):
             engine.train_batch(iter([(torch.ones(1, 8), torch.zeros(1, 8))] * 2))
             assert engine.save_checkpoint(str(folder), tag=f"s{step}") is True
@@ -66,5 +68,3 @@ def _check(engine: Any, folder: Path, log: Log, what: str) -> None:
     assert not list(folder.rglob("manifest.json"))
     path, _ = engine.load_checkpoint(str(folder))
     assert path is not None
-
-

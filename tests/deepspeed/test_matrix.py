@@ -45,7 +45,11 @@ def test_the_chosen_pairs_cover_every_pair_of_values() -> None:
         for a in (("stage", source.stage), ("world", source.world), ("precision", source.precision))
         for b in (("stage", target.stage), ("world", target.world), ("precision", target.precision))
     }
-    values = [("stage", s) for s in range(4)] + [("world", w) for w in WORLDS] + [("precision", p) for p in ("fp32", "bf16", "bf16o")]
+    values = (
+        [("stage", s) for s in range(4)]
+        + [("world", w) for w in WORLDS]
+        + [("precision", p) for p in ("fp32", "bf16", "bf16o")]
+    )
     assert set(itertools.product(values, values)) <= seen
 
 

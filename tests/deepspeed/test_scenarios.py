@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import torchrun
 from tests.deepspeed.scenario_worker import scenarios
+from tests.launch import torchrun
 
 MODULES = ("scenarios_state", "scenarios_promises", "scenarios_errors", "scenarios_unsupported")
 CASES = [

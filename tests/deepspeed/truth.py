@@ -54,7 +54,11 @@ def _plain_masters(engine: Any) -> dict[torch.nn.Parameter, torch.Tensor]:
     if not hasattr(optimizer, "fp16_groups"):
         return {p: p for g in optimizer.param_groups for p in g["params"]}
     if hasattr(optimizer, "fp32_groups"):
-        return {p: m for ps, ms in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True) for p, m in zip(ps, ms, strict=True)}
+        return {
+            p: m
+            for ps, ms in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+            for p, m in zip(ps, ms, strict=True)
+        }
     raise NotImplementedError(type(optimizer).__name__)
 
 

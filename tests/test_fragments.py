@@ -1,0 +1,122 @@
+"""The box algebra against numpy: every split covers exactly once, contiguous, and reassembles."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unickpt.fragments import Box, contiguous_runs, find_overlap, flat_range, intersect_many, split_flat_range
+
+SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
+
+
+@st.composite
+def shape_and_range(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
+    shape = draw(SHAPES)
+    total = math.prod(shape)
+    lo = draw(st.integers(0, total))
+    return shape, lo, draw(st.integers(lo, total))
+
+
+@st.composite
+def shape_and_box(draw: st.DrawFn, shape: tuple[int, ...] | None = None) -> tuple[tuple[int, ...], Box]:
+    shape = draw(SHAPES) if shape is None else shape
+    start = tuple(draw(st.integers(0, n - 1)) for n in shape)
+    return shape, Box(start, tuple(draw(st.integers(1, n - s)) for s, n in zip(start, shape, strict=True)))
+
+
+@given(shape_and_range())
+@settings(max_examples=400)
+def test_every_split_of_a_flat_range_covers_it_once_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
+    shape, lo, hi = case
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    boxes = split_flat_range(shape, lo, hi)
+    pieces = [numbers[box.slices()].reshape(-1) for box in boxes]
+    assert np.concatenate([np.zeros(0, int), *pieces]).tolist() == list(range(lo, hi))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    for box in boxes:
+        ends = flat_range(box, shape)
+        assert ends is not None, f"{box} is not contiguous in {shape}"
+        assert ends[1] - ends[0] == box.numel
+
+
+@given(SHAPES, st.integers(1, 7))
+def test_partitions_of_a_tensor_reassemble_it(shape: tuple[int, ...], parts: int) -> None:
+    numbers = np.arange(math.prod(shape), dtype=np.int64)
+    cuts = [len(numbers) * part // parts for part in range(parts + 1)]
+    out = np.full(shape, -1, np.int64)
+    for lo, hi in itertools.pairwise(cuts):
+        at = lo
+        for box in split_flat_range(shape, lo, hi):
+            out[box.slices()] = numbers[at : at + box.numel].reshape(box.shape)
+            at += box.numel
+    assert out.reshape(-1).tolist() == numbers.tolist()
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_intersections_agree_with_numpy(data: st.DataObject) -> None:
+    shape, a = data.draw(shape_and_box())
+    _, b = data.draw(shape_and_box(shape=shape))
+    left, right = np.zeros(shape, bool), np.zeros(shape, bool)
+    left[a.slices()] = True
+    right[b.slices()] = True
+    both = left & right
+    common = a.intersect(b)
+    assert (common is None) == (not both.any())
+    if common is not None:
+        found = np.zeros(shape, bool)
+        found[common.slices()] = True
+        assert (found == both).all()
+        numbers = np.arange(math.prod(shape)).reshape(shape)
+        assert (numbers[a.slices()][common.within(a).slices()] == numbers[common.slices()]).all()
+    rows = [np.array([x], np.int64).reshape(1, -1) for x in (a.start, a.shape, b.start, b.shape)]
+    start, extent = intersect_many(*rows)
+    assert (common is None) == bool((extent <= 0).any())
+    if common is not None:
+        assert (tuple(start[0]), tuple(extent[0])) == (common.start, common.shape)
+
+
+@given(shape_and_box())
+def test_contiguous_runs_are_the_boxs_elements_in_order(case: tuple[tuple[int, ...], Box]) -> None:
+    shape, box = case
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    offsets, run = contiguous_runs(box, shape)
+    found = (offsets[:, None] + np.arange(run)[None, :]).reshape(-1)
+    assert found.tolist() == numbers[box.slices()].reshape(-1).tolist()
+    ends = flat_range(box, shape)
+    assert (ends is not None) == (len(found) == 0 or bool((np.diff(found) == 1).all()))
+    if ends is not None:
+        assert ends == (found[0], found[-1] + 1)
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_overlaps_are_found_exactly_when_there_are_some(data: st.DataObject) -> None:
+    shape, first = data.draw(shape_and_box(shape=data.draw(SHAPES.filter(lambda s: len(s) > 0))))
+    boxes = [first, *(data.draw(shape_and_box(shape=shape))[1] for _ in range(data.draw(st.integers(0, 8))))]
+    counts = np.zeros(shape, int)
+    for box in boxes:
+        counts[box.slices()] += 1
+    start, extent = (np.array([getattr(b, name) for b in boxes], np.int64) for name in ("start", "shape"))
+    clash = find_overlap(start, extent, block=data.draw(st.integers(1, 4)))
+    assert (clash is not None) == bool((counts > 1).any())
+    if clash is not None:
+        assert clash[0] != clash[1]
+        assert boxes[clash[0]].intersect(boxes[clash[1]]) is not None
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"outside a tensor of shape \(2, 3\)"):
+        split_flat_range((2, 3), 4, 7)
+    with pytest.raises(ValueError, match="differ in rank"):
+        Box((0,), (1, 2))
+    with pytest.raises(ValueError, match="must not be negative"):
+        Box((-1,), (1,))
+    with pytest.raises(ValueError, match="is not inside"):
+        Box((0,), (3,)).within(Box((1,), (3,)))

@@ -1,0 +1,118 @@
+"""What keeps the house in order: directions of imports, an entry point that costs nothing, hooks that let go."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from tests.launch import REPO, environment
+from unickpt import hooks
+from unickpt.hooks import accepts, fingerprint_of_source
+
+
+def python(code: str, **env: str) -> str:
+    """Run code in a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(**env), cwd=REPO, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+def test_the_core_imports_no_framework() -> None:
+    modules = [
+        str(p.relative_to(REPO)).replace("/", ".").removesuffix(".py").removesuffix(".__init__")
+        for p in (REPO / "unickpt").rglob("*.py")
+    ]
+    code = f"""
+import sys, importlib
+for name in {modules!r}:
+    importlib.import_module(name)
+print([m for m in ("deepspeed", "megatron", "transformers", "ds_unickpt", "megatron_unickpt") if m in sys.modules])
+"""
+    assert python(code) == "[]"
+
+
+def test_import_directions() -> None:
+    done = subprocess.run([Path(sys.executable).parent / "lint-imports"], capture_output=True, text=True, cwd=REPO, timeout=120)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_entry_point_imports_nothing_heavy() -> None:
+    """It runs in every ``import torch`` of every program on the machine."""
+    code = """
+import sys
+before = set(sys.modules)
+from unickpt.autoload import arm
+arm()
+print(sorted({m.split(".")[0] for m in set(sys.modules) - before}))
+"""
+    assert set(json.loads(python(code).replace("'", '"'))) <= {"unickpt", "importlib", "__future__"}
+
+
+def test_importing_torch_alone_loads_neither_deepspeed_nor_the_adapter() -> None:
+    code = (
+        "import torch, sys; print('deepspeed' in sys.modules, 'ds_unickpt' in sys.modules, 'unickpt.autoload' in sys.modules)"
+    )
+    assert python(code) == "False False True"
+
+
+@pytest.mark.parametrize(
+    ("code", "env", "expected"),
+    [
+        ("import torch, deepspeed", {}, "True"),
+        ("import torch, deepspeed", {"UNICKPT_AUTOLOAD": "0"}, "False"),
+        ("import torch, deepspeed, ds_unickpt", {"UNICKPT_AUTOLOAD": "0"}, "True"),
+        ("import torch, deepspeed, ds_unickpt", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "True"),
+        ("import ds_unickpt, deepspeed", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "True"),
+        ("import ds_unickpt, deepspeed; ds_unickpt.uninstall()", {}, "False"),
+    ],
+)
+def test_deepspeed_is_hooked_by_installation_alone_or_by_import(code: str, env: dict[str, str], expected: str) -> None:
+    check = "; from deepspeed.runtime.engine import DeepSpeedEngine as E"
+    check += "; print(hasattr(E.__dict__['save_checkpoint'], '__wrapped__'))"
+    assert python(code + check, **env).splitlines()[-1] == expected
+
+
+def test_an_unknown_deepspeed_keeps_its_own_behaviour_and_says_so_once() -> None:
+    code = """
+import deepspeed, deepspeed.git_version_info as g
+g.version = "0.99.0"
+import ds_unickpt
+from deepspeed.runtime.engine import DeepSpeedEngine as E
+print(hasattr(E.__dict__["save_checkpoint"], "__wrapped__"))
+from unickpt import hooks
+print({s.state for s in hooks.status()}, hooks.status()[0].reason)
+"""
+    assert python(code, UNICKPT_AUTOLOAD="0").splitlines()[-2:] == ["False", "{'refused'} tested with <0.20,>=0.17.0"]
+
+
+def test_a_changed_source_is_refused() -> None:
+    code = """
+import inspect, deepspeed.runtime.engine as e
+def save_checkpoint(self, save_dir): return 1
+e.DeepSpeedEngine.save_checkpoint = save_checkpoint
+from unickpt import hooks
+import ds_unickpt
+ds_unickpt.uninstall()
+e.DeepSpeedEngine.save_checkpoint = save_checkpoint
+hooks.status
+inspect.getsource = lambda f: "def save_checkpoint(self): pass"
+print(ds_unickpt.install(), hooks.status()[1].reason.split("(")[0])
+"""
+    assert python(code).splitlines()[-1] == "False the source of DeepSpeedEngine.save_checkpoint is unknown"
+
+
+def test_versions_and_fingerprints() -> None:
+    assert accepts(SpecifierSet(">=0.17.0,<0.20"), "0.19.8+unknown")
+    assert accepts(SpecifierSet(">=0.17.0,<0.20"), "0.19.9.dev1")
+    assert not accepts(SpecifierSet(">=0.17.0,<0.20"), "0.20.0")
+    assert not accepts(SpecifierSet(">=0.17.0,<0.20"), "not a version")
+    assert fingerprint_of_source("def f():\n    # note\n    return 1\n") == fingerprint_of_source("  def f():\n      return 1")
+    assert fingerprint_of_source("def f():\n    return 1") != fingerprint_of_source("def f():\n    return 2")
+    assert hooks.ALLOW_UNTESTED == "UNICKPT_ALLOW_UNTESTED"
