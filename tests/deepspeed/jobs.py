@@ -49,7 +49,7 @@ def config(layout: Layout, **extra: Any) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "unickpt": {"enabled": True},
     }
-    if layout.precision != "fp32":
+    if layout.precision.startswith("bf16"):
         cfg["bf16"] = {"enabled": True}
     if layout.precision == "bf16o":
         cfg["data_types"] = {"grad_accum_dtype": "fp32"}

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 
+from ds_unickpt import internals
 from tests.deepspeed.jobs import Layout, build, scramble, train
 from tests.deepspeed.model import Model
 from tests.deepspeed.scenario_worker import scenario
@@ -494,3 +496,38 @@ def loss_scaler_and_scheduler_of_another_kind_are_left_out_with_a_reason(folder:
     assert entry.outcome == "left out", entry
     assert "WarmupLR" in entry.reason
     assert "WarmupDecayLR" in entry.reason
+
+
+# ---------------------------------------------------------------- fp16
+
+
+def _fp16(stage: int, seed: int) -> Any:
+    """DeepSpeed refuses fp16 on its CPU accelerator; torch computes it there all the same, so only the check goes."""
+    get_accelerator().is_fp16_supported = lambda: True
+    scaling = {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}
+    return build(here(stage, "fp16"), seed=seed, fp16=scaling)
+
+
+@scenario(2)
+def fp16_and_its_loss_scaler(folder: Path) -> None:
+    """The first steps overflow, so scale, iteration and skipped steps are no longer what they started as."""
+    for a, b in ((1, 3), (3, 2), (2, 0), (0, 1)):
+        source, target = _fp16(a, 1), _fp16(b, 2)
+        train(source, 12)
+        assert source.skipped_steps < 11
+        scaler, fresh = internals.loss_scaler(source), internals.loss_scaler(target)
+        assert scaler.cur_scale != fresh.cur_scale
+        assert source.save_checkpoint(str(folder / f"{a}{b}"))
+        truth = consolidated(source, ADAM)
+        target.load_checkpoint(str(folder / f"{a}{b}"))
+        assert differences(truth, consolidated(target, ADAM)) == []
+        common = [f for f in internals.SCALER_FIELDS if hasattr(scaler, f) and hasattr(fresh, f)]
+        assert {f: getattr(scaler, f) for f in common} == {f: getattr(fresh, f) for f in common}
+        assert target.skipped_steps == source.skipped_steps
+    bf16 = build(here(1, "bf16"), seed=3)
+    bf16.load_checkpoint(str(folder / "13"))
+    entry = next(e for e in bf16.checkpoint_engine.last_report.entries if e.name == "loss_scaler")
+    assert (entry.outcome, entry.reason) == ("left out", "this job does not scale its loss (not fp16)")
+    train(bf16, 1)
+    bf16.save_checkpoint(str(folder / "bf16"))
+    _fp16(2, 4).load_checkpoint(str(folder / "bf16"))
