@@ -250,7 +250,7 @@ def load_checkpoint(
 
     if ours is None:
         return run_native(tag)
-    ours.meet.begin(f"load/{load_dir}")
+    ours.meet.begin("load")
     skipped: list[str] = []
     tried: list[str] = []
     while True:
@@ -298,11 +298,17 @@ def _choose(load_dir: str, tag: Any, tried: list[str]) -> dict[str, Any]:
         return {"tag": None, "universal": False, "present": [name for _, name in _whole(folder)]}
     first = str(tag) if tag is not None else (folder / LATEST_FILE).read_text().strip()
     if not tried:
-        present = (folder / first).is_dir()
-        native = present and not is_checkpoint(folder / first) and any((folder / first).glob("*.pt"))
-        return {"tag": first, "universal": not native, "present": []}
+        return {"tag": first, "universal": not _is_native(folder / first), "present": []}
     older = [name for _, name in _whole(folder) if name not in tried]
     return {"tag": older[0] if older else None, "universal": True, "present": []}
+
+
+def _is_native(directory: Path) -> bool:
+    """Whether DeepSpeed's own files are what was saved last under this tag."""
+    native = [path.stat().st_mtime_ns for path in directory.glob("*.pt")]
+    if not native or not is_checkpoint(directory):
+        return bool(native)
+    return max(native) > (directory / MANIFEST_FILE).stat().st_mtime_ns
 
 
 def _whole(folder: Path) -> list[tuple[int, str]]:

@@ -388,4 +388,8 @@ def default_store() -> Any:
     """The job's key-value store, with which the process groups were set up."""
     from torch.distributed import distributed_c10d
 
-    return distributed_c10d._get_default_store()
+    store = distributed_c10d._get_default_store()
+    try:
+        return store.clone()  # a connection of our own, where this torch has it
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store

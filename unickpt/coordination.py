@@ -20,6 +20,9 @@ logger = logging.getLogger("unickpt")
 
 Message = dict[str, Any]  # JSON-able
 
+# A store client is locked while it waits, and torch's watchdogs may share it: wait in short turns.
+_POLL_S = 1.0
+
 
 class Store(Protocol):
     """The part of ``torch.distributed.Store`` that is used."""
@@ -74,8 +77,12 @@ class Rendezvous:
         self._await(topic, keys)
         return [message, *(self._take(key) for key in keys.values())]
 
-    def broadcast(self, topic: str, message: Message | None) -> Message:
-        """The coordinator's message, on every rank."""
+    def broadcast(self, topic: str, message: Message | None, *, notice: bool = True) -> Message:
+        """The coordinator's message, on every rank.
+
+        With ``notice=False`` no warning is given while waiting: the coordinator is itself waiting
+        for others, and names them.
+        """
         base = self._next(topic)
         if self._store is None or self.rank == 0:
             assert message is not None  # the coordinator always has something to say
@@ -83,7 +90,7 @@ class Rendezvous:
                 self._put(f"{base}/all", message)
                 self._forget(f"{base}/all")
             return message
-        self._await(topic, {0: f"{base}/all"})
+        self._await(topic, {0: f"{base}/all"}, notice=notice)
         return self._take(f"{base}/all", delete=False)
 
     def agree(self, topic: str, failure: str | None) -> dict[int, str]:
@@ -96,7 +103,7 @@ class Rendezvous:
         verdict = None
         if messages is not None:
             verdict = {str(rank): m["failure"] for rank, m in enumerate(messages) if m["failure"] is not None}
-        return {int(rank): reason for rank, reason in self.broadcast(f"{topic}-verdict", verdict).items()}
+        return {int(rank): reason for rank, reason in self.broadcast(f"{topic}-verdict", verdict, notice=False).items()}
 
     def _next(self, topic: str) -> str:
         self._round += 1
@@ -126,18 +133,18 @@ class Rendezvous:
         except Exception as err:  # DistStoreError, DistNetworkError, RuntimeError: the job is falling apart
             raise CoordinationError(f"rank {self.rank}: the job's store does not answer ({err})") from err
 
-    def _await(self, topic: str, keys: dict[int, str]) -> None:
+    def _await(self, topic: str, keys: dict[int, str], *, notice: bool = True) -> None:
         begin = time.monotonic()
-        noticed = False
+        noticed = not notice
         while True:
-            waited = time.monotonic() - begin
-            left = (self.notice_s if not noticed else self.timeout_s) - waited
-            if self._wait(list(keys.values()), max(left, 0.05)):
+            if self._wait(list(keys.values()), _POLL_S):
                 return
+            waited = time.monotonic() - begin
+            if waited < min(self.timeout_s, self.timeout_s if noticed else self.notice_s):
+                continue
             missing = [rank for rank, key in keys.items() if not self._present(key)]
             if not missing:
                 return
-            waited = time.monotonic() - begin
             names = ", ".join(map(str, missing[:16])) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
             if waited >= self.timeout_s:
                 raise CoordinationError(
@@ -154,7 +161,7 @@ class Rendezvous:
     def _wait(self, keys: list[str], seconds: float) -> bool:
         assert self._store is not None
         try:
-            self._store.wait(keys, timedelta(seconds=min(seconds, self.timeout_s)))
+            self._store.wait(keys, timedelta(seconds=seconds))
             return True
         except Exception:  # a time-out and a broken store look alike here; the check that follows tells them apart
             return False

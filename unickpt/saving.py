@@ -137,7 +137,7 @@ def save(
     conclusion = None
     if messages is not None:
         conclusion = _conclude(storage, messages, contribution, save_dir, tag, save_latest, generation)
-    verdict = meet.broadcast("verdict", conclusion)
+    verdict = meet.broadcast("verdict", conclusion, notice=False)
     if not verdict["committed"]:
         storage.delete(names.data)
         storage.delete(names.rows)

@@ -156,6 +156,10 @@ def a_native_checkpoint_is_loaded_natively_and_saved_universally_from_then_on(fo
     other = build(here(3), seed=3)
     assert other.load_checkpoint(str(folder))[0].endswith("global_step3/manifest.json")
     assert engine.load_checkpoint(str(folder), tag="global_step2")[0].endswith(".pt")
+    engine.save_checkpoint(str(folder), tag="global_step2")
+    assert engine.load_checkpoint(str(folder), tag="global_step2")[0].endswith("manifest.json")
+    stock.save_checkpoint(str(folder), tag="global_step2")
+    assert engine.load_checkpoint(str(folder), tag="global_step2")[0].endswith(".pt"), "the older of two formats was loaded"
 
 
 @scenario(2)
