@@ -23,6 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,26 +87,26 @@ def worker(args: argparse.Namespace) -> None:
 
     seconds: dict[str, list[float]] = {name: [] for name in WHAT}
     for number in range(args.rounds + 1):
-        places = {e: folder / f"{name}{number}" for name, e in (("stock", stock), ("ours", ours))}
+        theirs, own = folder / f"stock{number}", folder / f"unickpt{number}"
         found = [
             timed(raw_write),
-            timed(lambda: stock.save_checkpoint(str(places[stock]))),
-            timed(lambda: ours.save_checkpoint(str(places[ours]))),
+            timed(partial(stock.save_checkpoint, str(theirs))),
+            timed(partial(ours.save_checkpoint, str(own))),
             timed(raw.read_bytes),
-            timed(lambda: stock.load_checkpoint(str(places[stock]))),
-            timed(lambda: ours.load_checkpoint(str(places[ours]))),
+            timed(partial(stock.load_checkpoint, str(theirs))),
+            timed(partial(ours.load_checkpoint, str(own))),
         ]
         if number:  # the first round touches memory and disk for the first time
             for name, value in zip(WHAT, found, strict=True):
                 seconds[name].append(value)
-        sizes = {e: sum(f.stat().st_size for f in p.rglob("*") if f.is_file()) for e, p in places.items()}
+        sizes = [sum(f.stat().st_size for f in place.rglob("*") if f.is_file()) for place in (theirs, own)]
         dist.barrier()
         if dist.get_rank() == 0:
-            for place in places.values():
-                shutil.rmtree(place)
+            shutil.rmtree(theirs)
+            shutil.rmtree(own)
         dist.barrier()
     if dist.get_rank() == 0:
-        result = {"seconds": seconds, "bytes": {"DeepSpeed": sizes[stock], "unickpt": sizes[ours]}}
+        result = {"seconds": seconds, "bytes": {"DeepSpeed": sizes[0], "unickpt": sizes[1]}}
         (folder / "result.json").write_text(json.dumps(result))
 
 
@@ -148,7 +149,8 @@ def main() -> None:
         result = json.loads((Path(folder) / "result.json").read_text())
     heading = (
         f"{args.millions}M parameters, fp32 with Adam, ZeRO-{args.stage} on {args.ranks} ranks, {args.rounds} rounds; "
-        f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}, DeepSpeed {deepspeed.__version__}."
+        f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}, "
+        f"DeepSpeed {deepspeed.__version__}."
     )
     text = f"`python benchmarks/deepspeed_save_load.py {' '.join(options)}`\n\n{heading}\n\n{table(result)}\n"
     print(text)
