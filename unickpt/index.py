@@ -217,24 +217,45 @@ def _sorted(index: Index) -> Index:
     )
 
 
+def check_complete(index: Index) -> None:
+    """Every stored tensor has fragments of as many elements as it has; every derived one a stored source.
+
+    Cheap enough for every load: one pass over the columns and one over the tensors. That fragments
+    of one tensor are disjoint as well is for ``check_coverage``, and for the plan of those that are read.
+
+    Raises:
+        CoverageError: names the tensor.
+    """
+    covered = np.zeros(len(index.tensors), np.int64)
+    np.add.at(covered, index.tensor, index.numel())
+    ids = index.ids()
+    for info, count in zip(index.tensors, covered.tolist(), strict=True):
+        if info.derived_from is not None:
+            at = ids.get((info.name, info.derived_from))
+            source = None if at is None else index.tensors[at]
+            if source is None or source.derived_from is not None:
+                raise CoverageError(f"{info.name} ({info.state}) is derived from {info.derived_from}, which is not stored")
+            if source.shape != info.shape:
+                raise CoverageError(f"{info.name} ({info.state}) of shape {info.shape} is derived from one of {source.shape}")
+        elif count != info.numel:
+            raise CoverageError(
+                f"{info.name} ({info.state}) of shape {info.shape}: fragments cover {count} of {info.numel} elements"
+            )
+
+
 def check_coverage(index: Index) -> None:
     """Every stored tensor is covered exactly once, every derived one at most once.
 
     Raises:
         CoverageError: names the tensor and the hole's size or the two overlapping boxes.
     """
-    numel = index.numel()
-    ids = index.ids()
+    _check_disjoint(index)
+    check_complete(index)
+
+
+def _check_disjoint(index: Index) -> None:
     for position, info in enumerate(index.tensors):
         rows = index.rows_of(position)
-        covered = int(numel[rows.start : rows.stop].sum())
-        if info.derived_from is not None:
-            if (info.name, info.derived_from) not in ids:
-                raise CoverageError(f"{info.name} ({info.state}) is derived from {info.derived_from}, which is not stored")
-        elif covered < info.numel:
-            raise CoverageError(
-                f"{info.name} ({info.state}) of shape {info.shape}: fragments cover {covered} of {info.numel} elements"
-            )
         ndim = len(info.shape)
         clash = find_overlap(index.start[rows.start : rows.stop, :ndim], index.shape[rows.start : rows.stop, :ndim])
         if clash is not None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from unickpt import index as index_module
@@ -20,12 +21,14 @@ from unickpt import manifest as manifest_module
 from unickpt import objects as objects_module
 from unickpt.checksums import digest, fragment_checksum
 from unickpt.dtypes import torch_dtype
-from unickpt.errors import CorruptCheckpointError, FormatError, NotACheckpointError
+from unickpt.errors import CorruptCheckpointError, CoverageError, FormatError, NotACheckpointError
 from unickpt.fragments import Box, flat_range
 from unickpt.index import Index, TensorInfo
 from unickpt.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, FileRecord, Manifest
 from unickpt.planning import ReadPlan, Target, plan_reads
 from unickpt.storage import PosixStorage, read_into
+
+MAX_INDEX_BYTES = 1 << 32  # some 50 million fragments
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,19 +178,44 @@ def _check_files(storage: PosixStorage, manifest: Manifest) -> None:
 def read_index(storage: PosixStorage, manifest: Manifest) -> Index:
     record = manifest.file(manifest.index)
     path = storage.root / record.path
+    if record.size_bytes > MAX_INDEX_BYTES:
+        raise FormatError(f"{path}: {record.size_bytes:,} bytes are too many for an index")
     data = storage.read(record.path, 0, record.size_bytes)
     if digest(data) != record.checksum:
         raise CorruptCheckpointError(f"{path}: checksum differs from the manifest's; the index is damaged")
     index = index_module.from_bytes(data, where=str(path))
-    known = {r.path: r.size_bytes for r in manifest.files}
-    for position, name in enumerate(index.files):
-        if name not in known:
-            raise FormatError(f"{path}: names data file {name!r}, which the manifest does not list")
-        rows = index.file == position
-        end = index.offset_bytes[rows] + index.size_bytes()[rows]
-        if len(end) and int(end.max()) > known[name]:
-            raise FormatError(f"{path}: a fragment ends at byte {int(end.max()):,} of {name}, which has {known[name]:,}")
+    try:
+        index_module.check_complete(index)
+    except CoverageError as err:
+        raise FormatError(f"{path}: {err}") from None
+    _check_places(index, {r.path: r for r in manifest.files if r.path != manifest.index}, str(path))
     return index
+
+
+def _check_places(index: Index, known: Mapping[str, FileRecord], where: str) -> None:
+    """Fragments lie in the data of files that the manifest lists, and no byte serves two of them.
+
+    The last is what bounds memory: a few bytes cannot pose as the content of a huge tensor.
+    """
+    if len(set(index.files)) != len(index.files):
+        raise FormatError(f"{where}: lists a data file twice")
+    unknown = [name for name in index.files if name not in known]
+    if unknown:
+        raise FormatError(f"{where}: names data file {unknown[0]!r}, which is not one of the manifest's")
+    sizes = index.size_bytes()
+    order = np.lexsort((index.offset_bytes, index.file))
+    file, begin = index.file[order], index.offset_bytes[order]
+    end = begin + sizes[order]
+    header = np.array([known[name].header_bytes for name in index.files] or [0], np.int64)
+    limit = np.array([known[name].size_bytes for name in index.files] or [0], np.int64)
+    wrong = (begin < header[file]) | (end > limit[file])
+    wrong[1:] |= (file[1:] == file[:-1]) & (begin[1:] < end[:-1])
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise FormatError(
+            f"{where}: a fragment at bytes {int(begin[row]):,} to {int(end[row]):,} of {index.files[int(file[row])]} "
+            "overlaps another one or leaves the data of the file"
+        )
 
 
 def check_header(storage: PosixStorage, record: FileRecord) -> None:

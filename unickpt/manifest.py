@@ -16,6 +16,7 @@ from typing import Any
 
 from unickpt.checksums import PREFIX, digest
 from unickpt.errors import FormatError, NewerFormatError, UnsafePathError
+from unickpt.safetensors_io import MAX_HEADER_BYTES
 
 FORMAT_NAME = "unickpt"
 FORMAT_VERSION = 1
@@ -126,6 +127,10 @@ def to_bytes(manifest: Manifest) -> bytes:
     return json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False).encode()
 
 
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
 def _canonical(body: Mapping[str, Any]) -> bytes:
     rest = {key: value for key, value in body.items() if key != "checksum"}
     return json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
@@ -144,7 +149,7 @@ def from_bytes(data: bytes, *, where: str) -> Manifest:
         FormatError: not JSON, a member missing or of another type, checksum wrong.
     """
     try:
-        body = json.loads(data.decode("utf-8"))
+        body = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as err:
         raise FormatError(f"{where}: not JSON ({err}); the file is damaged") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
@@ -156,7 +161,11 @@ def from_bytes(data: bytes, *, where: str) -> Manifest:
         raise NewerFormatError(
             f"{where}: format version {version}, this release reads up to {FORMAT_VERSION}; upgrade unickpt to load it"
         )
-    if body.get("checksum") != digest(_canonical(body)):
+    try:
+        expected = digest(_canonical(body))
+    except ValueError as err:  # a number so large that it became infinite
+        raise FormatError(f"{where}: {err}") from None
+    if body.get("checksum") != expected:
         raise FormatError(f"{where}: its checksum does not match its content; the file is damaged")
     return _Reader(where).manifest(body)
 
@@ -164,7 +173,8 @@ def from_bytes(data: bytes, *, where: str) -> Manifest:
 def check_path(path: str, *, where: str) -> str:
     """A relative path that stays inside its directory, or UnsafePathError."""
     unsafe = (
-        not path
+        path in ("", ".")
+        or any("\ud800" <= character <= "\udfff" for character in path)
         or path.startswith("/")
         or "\\" in path
         or "\0" in path
@@ -240,7 +250,7 @@ class _Reader:
         )
         if not record.checksum.startswith(PREFIX) or not record.header_checksum.startswith(PREFIX):
             raise FormatError(f"{self._where}: {record.path}: unknown checksum {record.checksum!r}")
-        if record.header_bytes > record.size_bytes:
+        if record.header_bytes > min(record.size_bytes, MAX_HEADER_BYTES + 8):
             raise FormatError(f"{self._where}: {record.path}: header of {record.header_bytes} in {record.size_bytes} bytes")
         return record
 

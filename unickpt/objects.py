@@ -168,7 +168,7 @@ def decode(value: Any, *, tensors: Mapping[str, torch.Tensor], allow_pickle: boo
     """
     out = Decoded(None)
     try:
-        out.value = _Decoder(tensors, allow_pickle, out).decode(value, path="")
+        out.value = _Decoder(tensors, allow_pickle, out).decode(value)
     except RecursionError:
         raise FormatError(f"{where}: nested too deeply") from None
     except FormatError as err:
@@ -177,46 +177,61 @@ def decode(value: Any, *, tensors: Mapping[str, torch.Tensor], allow_pickle: boo
 
 
 class _Decoder:
+    """Walks the JSON. The path is a stack, joined only for a message: hostile keys may be long and deep."""
+
     def __init__(self, tensors: Mapping[str, torch.Tensor], allow_pickle: bool, out: Decoded) -> None:
         self._tensors = tensors
         self._allow_pickle = allow_pickle
         self._out = out
+        self._path: list[str] = []
 
-    def decode(self, value: Any, *, path: str) -> Any:
+    def _where(self) -> str:
+        return "".join(self._path)[-200:].lstrip(".") or "(root)"
+
+    def _member(self, step: str, value: Any) -> Any:
+        if len(self._path) >= 2 * MAX_DEPTH:
+            raise FormatError("nested too deeply")
+        self._path.append(step)
+        found = self.decode(value)
+        self._path.pop()
+        return found
+
+    def decode(self, value: Any) -> Any:
         if isinstance(value, list):
-            return [self.decode(item, path=f"{path}[{at}]") for at, item in enumerate(value)]
+            return [self._member(f"[{at}]", item) for at, item in enumerate(value)]
         if not isinstance(value, dict):
             return value
         tagged = [key for key in value if key.startswith("$")]
         if not tagged:
-            return {key: self.decode(item, path=f"{path}.{key}".lstrip(".")) for key, item in value.items()}
+            return {key: self._member(f".{key}", item) for key, item in value.items()}
         if len(value) != 1:
-            raise FormatError(f"{path or '(root)'}: {sorted(value)} is not one tag")
-        return self._tagged(tagged[0], value[tagged[0]], path)
+            raise FormatError(f"{self._where()}: {sorted(value)} is not one tag")
+        return self._tagged(tagged[0], value[tagged[0]])
 
-    def _tagged(self, tag: str, body: Any, path: str) -> Any:
+    def _tagged(self, tag: str, body: Any) -> Any:
         if tag == "$opaque":
-            return self._blob(body, path)
+            return self._blob(body)
         if tag == "$lost":
-            self._out.left_out.append(f"{path or '(root)'}: {body} (could not be pickled when it was saved)")
+            self._out.left_out.append(f"{self._where()}: {body} (could not be pickled when it was saved)")
             return Opaque(str(body))
         if tag == "$tensor":
             if not isinstance(body, str) or body not in self._tensors:
-                raise FormatError(f"{path or '(root)'}: tensor {body!r} is not stored")
+                raise FormatError(f"{self._where()}: tensor {body!r} is not stored")
             return self._tensors[body]
         build = _DECODERS.get(tag)
         if build is None:
-            raise FormatError(f"{path or '(root)'}: unknown tag {tag!r}; written by a newer release?")
+            raise FormatError(f"{self._where()}: unknown tag {tag!r}; written by a newer release?")
+        inner = self._member("", body)
         try:
-            return build(self.decode(body, path=path))
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as err:
-            raise FormatError(f"{path or '(root)'}: {tag} cannot hold {str(body)[:80]!r} ({err})") from None
+            return build(inner)
+        except Exception as err:  # whatever torch, numpy or datetime say to a value that they cannot hold
+            raise FormatError(f"{self._where()}: {tag} cannot hold {str(body)[:80]!r} ({err})") from None
 
-    def _blob(self, body: Any, path: str) -> Any:
+    def _blob(self, body: Any) -> Any:
         if not isinstance(body, dict) or not isinstance(body.get("type"), str) or not isinstance(body.get("pickle"), str):
-            raise FormatError(f"{path or '(root)'}: malformed opaque value")
+            raise FormatError(f"{self._where()}: malformed opaque value")
         if not self._allow_pickle:
-            self._out.left_out.append(f"{path or '(root)'}: {body['type']} (a pickle; set allow_pickle to load it)")
+            self._out.left_out.append(f"{self._where()}: {body['type']} (a pickle; set allow_pickle to load it)")
             return Opaque(body["type"])
         return pickle.loads(base64.b64decode(body["pickle"]))  # opted in by the user, see docstring
 
@@ -226,6 +241,18 @@ def _torch_named(text: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{text!r} is no dtype")
     return dtype
+
+
+def _size(extents: list[int]) -> torch.Size:
+    if not all(type(n) is int and 0 <= n < 2**63 for n in extents):
+        raise ValueError("not a list of extents")
+    return torch.Size(extents)
+
+
+def _device(text: str) -> torch.device:
+    if not isinstance(text, str):
+        raise TypeError(f"{text!r} is no device")
+    return torch.device(text)
 
 
 def _numpy_array(body: Any) -> np.ndarray[Any, Any]:
@@ -262,9 +289,9 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$ordered": lambda pairs: collections.OrderedDict((key, item) for key, item in pairs),
     "$bytes": lambda text: base64.b64decode(text, validate=True),
     "$complex": lambda parts: complex(*parts),
-    "$size": torch.Size,
+    "$size": _size,
     "$dtype": _torch_named,
-    "$device": torch.device,
+    "$device": _device,
     "$namespace": lambda members: argparse.Namespace(**members),
     "$path": pathlib.Path,
     "$datetime": datetime.datetime.fromisoformat,

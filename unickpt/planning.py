@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from unickpt.errors import CoverageError
-from unickpt.fragments import Box, Ints, intersect_many
+from unickpt.fragments import Box, Ints, find_overlap, intersect_many
 from unickpt.index import Index
 
 
@@ -98,20 +98,30 @@ def plan_reads(index: Index, targets: Sequence[Target], *, allow_partial: frozen
     keep = (common_shape > 0).all(axis=1)
     pair_target, pair_fragment = pair_target[keep], pair_fragment[keep]
     common_start, common_shape = common_start[keep], common_shape[keep]
-    _check_covered(index, targets, pair_target, common_shape, allow_partial)
+    _check_covered(index, targets, pair_target, common_start, common_shape, allow_partial)
     order = np.lexsort([index.offset_bytes[pair_fragment], index.file[pair_fragment]])
     return ReadPlan(pair_fragment[order], pair_target[order], common_start[order], common_shape[order])
 
 
 def _check_covered(
-    index: Index, targets: Sequence[Target], pair_target: Ints, common_shape: Ints, allow_partial: frozenset[int]
+    index: Index,
+    targets: Sequence[Target],
+    pair_target: Ints,
+    common_start: Ints,
+    common_shape: Ints,
+    allow_partial: frozenset[int],
 ) -> None:
+    order = np.argsort(pair_target, kind="stable")
+    bounds = np.searchsorted(pair_target[order], np.arange(len(targets) + 1))
     covered = np.zeros(len(targets), np.int64)
     np.add.at(covered, pair_target, common_shape.prod(axis=1, dtype=np.int64))
     for at, target in enumerate(targets):
         got, want = int(covered[at]), target.box.numel
-        if got > want or (got < want and target.tensor_id not in allow_partial):
+        rows = order[bounds[at] : bounds[at + 1]]
+        twice = len(rows) > 1 and find_overlap(common_start[rows], common_shape[rows]) is not None
+        if twice or got > want or (got < want and target.tensor_id not in allow_partial):
             info = index.tensors[target.tensor_id]
             raise CoverageError(
                 f"{info.name} ({info.state}) region {target.box}: stored fragments cover {got} of {want} elements"
+                + (", some of them twice" if twice else "")
             )

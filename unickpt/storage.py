@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -33,7 +34,11 @@ class PosixStorage:
     def path(self, name: str) -> Path:
         """The absolute path of a file, refusing one that a symbolic link leads out of the root."""
         path = self.root / name
-        if not path.resolve().is_relative_to(self.root.resolve()):
+        try:
+            inside = path.resolve().is_relative_to(self.root.resolve())
+        except (OSError, RuntimeError, ValueError) as err:  # a link to itself, a name that no file can have
+            raise UnsafePathError(f"{path} leads nowhere ({err})") from None
+        if not inside:
             raise UnsafePathError(f"{path} leads outside {self.root}")
         return path
 
@@ -57,10 +62,12 @@ class PosixStorage:
         """A file descriptor for positioned reads."""
         path = self.path(name)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe shall not make us wait
         except OSError as err:
             raise StorageError(f"{path}: cannot be opened ({err.strerror or err})") from err
         try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise StorageError(f"{path}: not a regular file")
             yield descriptor
         finally:
             os.close(descriptor)

@@ -83,10 +83,12 @@ def _file_problems(storage: PosixStorage, record: FileRecord, index: Index | Non
             buffer = bytearray(min(_CHUNK_BYTES, size - at))
             read_into(descriptor, memoryview(buffer), at, where=str(path))
             whole.update(buffer)
-    problems = _header_problems(storage, record, index) if index is not None else []
-    if whole.value() != record.checksum:
-        damaged = _damaged_fragments(storage, record, index) if index is not None else []
-        problems += damaged or [f"{path}: checksum differs from the manifest's"]
+    problems = []
+    if index is not None:
+        problems += _header_problems(storage, record, index)
+        problems += _damaged_fragments(storage, record, index)
+    if whole.value() != record.checksum and not problems:
+        problems.append(f"{path}: checksum differs from the manifest's")
     return problems
 
 
