@@ -388,7 +388,7 @@ def default_store() -> Any:
     """The job's key-value store, with which the process groups were set up."""
     from torch.distributed import distributed_c10d
 
-    store = distributed_c10d._get_default_store()
+    store: Any = distributed_c10d._get_default_store()
     try:
         return store.clone()  # a connection of our own, where this torch has it
     except (AttributeError, NotImplementedError, RuntimeError):
