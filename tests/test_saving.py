@@ -1,0 +1,193 @@
+"""A checkpoint is whole or absent: several writers, failures at every step, kills at any instant."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unickpt.coordination import Rendezvous
+from unickpt.errors import CoordinationError, UnickptError
+from unickpt.index import TensorInfo
+from unickpt.loading import Checkpoint
+from unickpt.manifest import Writer
+from unickpt.saving import Contribution, SaveResult, save, shards_of_flat_range
+from unickpt.verification import verify
+
+WORLD = 3
+WRITER = Writer("test", "1", "0", torch.__version__, "none", {"world_size": WORLD})
+INFO = TensorInfo("layer.weight", "master", "F32", (7, 5), "parameter")
+
+
+def values(step: int) -> torch.Tensor:
+    return torch.arange(INFO.numel, dtype=torch.float32) + 1000 * step
+
+
+def part(step: int, rank: int, world: int = WORLD) -> Contribution:
+    """One rank's third of the tensor."""
+    lo, hi = (INFO.numel * r // world for r in (rank, rank + 1))
+    shards = shards_of_flat_range(INFO, lo, hi, values(step)[lo:hi])
+    return Contribution(shards, step, WRITER, tensors=[INFO], rank_objects={"rank": rank}, objects={"step": step})
+
+
+def on_all_ranks(action: Callable[[Rendezvous], Any], *, timeout_s: float = 30.0) -> list[Any]:
+    """Run an action on WORLD threads that share a store, as ranks do; errors are results."""
+    store = dist.HashStore()
+    out: list[Any] = [None] * WORLD
+
+    def run(rank: int) -> None:
+        meet = Rendezvous(store, rank=rank, world=WORLD, prefix="t", timeout_s=timeout_s, notice_s=0.2)
+        try:
+            out[rank] = action(meet)
+        except Exception as err:
+            out[rank] = err
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(WORLD)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return out
+
+
+def save_step(folder: Path, step: int, tag: str, change: Callable[[Contribution, int], None] | None = None) -> list[SaveResult]:
+    def run(meet: Rendezvous) -> SaveResult:
+        def contribute(_: Any) -> Contribution:
+            found = part(step, meet.rank)
+            if change is not None:
+                change(found, meet.rank)
+            return found
+
+        return save(contribute, save_dir=str(folder), tag=tag, save_latest=True, meet=meet)
+
+    return on_all_ranks(run)
+
+
+def assert_holds(folder: Path, tag: str, step: int) -> None:
+    """The checkpoint is sound, and is that step's and no other's."""
+    assert verify(folder / tag).problems == ()
+    checkpoint = Checkpoint.open(folder / tag)
+    assert checkpoint.manifest.step == step
+    assert torch.equal(checkpoint.read_tensor(*INFO.key).reshape(-1), values(step))
+    assert checkpoint.objects().value == {"step": step}
+    assert [checkpoint.rank_objects(rank).value for rank in range(WORLD)] == [{"rank": rank} for rank in range(WORLD)]
+
+
+def test_every_rank_writes_its_own_and_the_whole_is_read_back(tmp_path: Path) -> None:
+    assert all(result.committed for result in save_step(tmp_path, 1, "a"))
+    assert_holds(tmp_path, "a", 1)
+    assert (tmp_path / "latest").read_text() == "a"
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["data", "index.safetensors", "manifest.json"]
+
+
+def test_a_hole_or_an_overlap_is_never_committed(tmp_path: Path) -> None:
+    def hole(found: Contribution, rank: int) -> None:
+        if rank == 1:
+            found.shards.pop()
+
+    def overlap(found: Contribution, rank: int) -> None:
+        if rank == 1:
+            found.shards += shards_of_flat_range(INFO, 0, 3, values(2)[:3])
+
+    save_step(tmp_path, 1, "a")
+    for change, message in ((hole, "fragments cover"), (overlap, "overlap")):
+        results = save_step(tmp_path, 2, "a", change)
+        assert not any(result.committed for result in results)
+        assert all(message in result.failures[0] for result in results), results
+        assert_holds(tmp_path, "a", 1)
+
+
+def test_the_failure_of_one_rank_is_known_on_all_and_leaves_nothing(tmp_path: Path) -> None:
+    def fail(_: Contribution, rank: int) -> None:
+        if rank == 2:
+            raise RuntimeError("lost my memory")
+
+    save_step(tmp_path, 1, "a")
+    for result in save_step(tmp_path, 2, "b", fail):
+        assert result.failures == {2: "RuntimeError: lost my memory"}
+    assert [p for p in (tmp_path / "b").rglob("*") if p.is_file()] == []
+    assert (tmp_path / "latest").read_text() == "a"
+    assert_holds(tmp_path, "a", 1)
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+def test_an_error_at_any_system_call_leaves_the_old_checkpoint_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    real = getattr(os, call)
+    save_step(tmp_path, 1, "a")
+    for number in range(40):
+        left = [number]
+
+        def broken(*args: Any, left: list[int] = left) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                raise OSError(28, "No space left on device")
+            return real(*args)
+
+        monkeypatch.setattr(os, call, broken)
+        results = save_step(tmp_path, 2 + number, "a")
+        monkeypatch.setattr(os, call, real)
+        assert len({result.committed for result in results}) == 1
+        step = Checkpoint.open(tmp_path / "a").manifest.step
+        assert_holds(tmp_path, "a", step)
+        if results[0].committed:
+            assert step == 2 + number
+        if left[0] >= 0:
+            return  # the save has fewer such calls
+    raise AssertionError(f"more than 40 calls of os.{call}")
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    def run(meet: Rendezvous) -> Any:
+        if meet.rank == 1:
+            return None
+        return save(lambda _: part(1, meet.rank), save_dir=str(tmp_path), tag="a", save_latest=True, meet=meet)
+
+    found = on_all_ranks(run, timeout_s=1.5)
+    assert isinstance(found[0], CoordinationError)
+    assert "no word from rank 1" in str(found[0])
+    assert not (tmp_path / "a" / "manifest.json").exists()
+
+
+def _save_for_ever(folder: Path) -> None:
+    meet = Rendezvous(None, rank=0, world=1, prefix="t")
+    for step in range(1, 10**6):
+        tag = "same" if step % 2 else f"step{step % 3}"
+        save(lambda _, step=step: part(step, 0, 1), save_dir=str(folder), tag=tag, save_latest=True, meet=meet)
+
+
+def test_a_kill_at_any_instant_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+    """kill -9 of a process that does nothing but save, under new and old tags."""
+    chance = random.Random(7)
+    seen = 0
+    for _ in range(40):
+        child = os.fork()
+        if child == 0:
+            _save_for_ever(tmp_path)
+        time.sleep(chance.uniform(0.0, 0.06))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        for directory in (p for p in tmp_path.iterdir() if p.is_dir()):
+            if (directory / "manifest.json").exists():
+                assert verify(directory).problems == ()
+                checkpoint = Checkpoint.open(directory)
+                step = checkpoint.manifest.step
+                assert torch.equal(checkpoint.read_tensor(*INFO.key).reshape(-1), values(step))
+                seen += 1
+            else:
+                with pytest.raises(UnickptError, match="no checkpoint here"):
+                    Checkpoint.open(directory)
+        latest = tmp_path / "latest"
+        if latest.exists():
+            assert (tmp_path / latest.read_text() / "manifest.json").exists()
+    assert seen > 40
