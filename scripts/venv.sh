@@ -27,13 +27,24 @@ use_venv() {
     echo "installing torch, then unickpt[$extras], into $venv (some minutes, once)" >&2
     # torch first and alone: among the other requirements pip might choose another build of it, gigabytes larger.
     # shellcheck disable=SC2086  # may hold options of pip as well
-    python -m pip install --quiet $torch || return 1
-    python -m pip install --quiet --editable ".[$extras]" || return 1
+    python -m pip install -qq $torch || return 1
+    python -m pip install -qq --editable ".[$extras]" || return 1
+    compile_operator "$venv/compile.log" || return 1
     echo "$wanted" >"$stamp"
   fi
 }
 
-# DeepSpeed compiles an operator when it starts on CPU; say what is missing before it fails in the middle.
+# What DeepSpeed would otherwise compile while the ranks of the first job wait. $1: the log.
+compile_operator() {
+  local code='from deepspeed.accelerator import get_accelerator as g; g().create_op_builder("ShareMemCommBuilder").load()'
+  if ! DS_ACCELERATOR=cpu python -c "$code" >"$1" 2>&1; then
+    echo "DeepSpeed could not compile its operator for CPU; $1 ends with:" >&2
+    tail -n 20 "$1" >&2
+    return 1
+  fi
+}
+
+# What DeepSpeed needs to compile with; said here, before it fails in the middle.
 require_compiler() {
   local include
   include=$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import deepspeed
 import torch
 from data import batch, corpus
 from model import CONTEXT, ByteTransformer
 from states import digests, weight_digests
+from torch.distributed.elastic.multiprocessing.errors import record
 
 
+@record
 def main() -> None:
     args = _arguments()
     torch.manual_seed(args.seed)
@@ -35,7 +39,7 @@ def main() -> None:
         engine.save_checkpoint(str(args.save_to))
     if engine.global_rank == 0:
         (args.out / "seen.json").write_text(json.dumps(seen, indent=1))
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 def train(engine: Any, until: int, log: Path) -> None:
@@ -54,6 +58,20 @@ def train(engine: Any, until: int, log: Path) -> None:
             if rank == 0:
                 losses.write(json.dumps({"step": step, "loss": mean.item()}) + "\n")
                 losses.flush()
+
+
+def leave() -> NoReturn:
+    """End this process, once all ranks are done, without Python's finalization.
+
+    A thread of gloo may still be giving back the tensors of the last collective. If Python (before
+    3.14) is being finalized by then, that aborts the process ("terminate called without an active
+    exception") although all its work is done. ``destroy_process_group`` would wait for the
+    thread, but DeepSpeed keeps references to the group.
+    """
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _arguments() -> argparse.Namespace:
