@@ -43,6 +43,17 @@ def test_import_directions() -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+@pytest.mark.parametrize("command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join)
+def test_style_and_types(command: list[str]) -> None:
+    done = subprocess.run([Path(sys.executable).parent / command[0], *command[1:]], capture_output=True, text=True, cwd=REPO)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_generated_docs_are_up_to_date() -> None:
+    done = subprocess.run([sys.executable, "scripts/make_docs.py", "--check"], env=environment(), cwd=REPO)
+    assert done.returncode == 0, "run python scripts/make_docs.py"
+
+
 def test_the_entry_point_imports_nothing_heavy() -> None:
     """It runs in every ``import torch`` of every program on the machine."""
     code = """
