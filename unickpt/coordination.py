@@ -11,7 +11,6 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, Protocol
 
 from unickpt.errors import CoordinationError
@@ -20,8 +19,7 @@ logger = logging.getLogger("unickpt")
 
 Message = dict[str, Any]  # JSON-able
 
-# A store client is locked while it waits, and torch's watchdogs may share it: wait in short turns.
-_POLL_S = 1.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 
 
 class Store(Protocol):
@@ -30,7 +28,6 @@ class Store(Protocol):
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
     def delete_key(self, key: str) -> bool: ...
 
 
@@ -134,34 +131,28 @@ class Rendezvous:
             raise CoordinationError(f"rank {self.rank}: the job's store does not answer ({err})") from err
 
     def _await(self, topic: str, keys: dict[int, str], *, notice: bool = True) -> None:
+        """Wait until all keys are there, by asking: a waiting store call would lock the client and, in torch, log."""
         begin = time.monotonic()
         noticed = not notice
-        while True:
-            if self._wait(list(keys.values()), _POLL_S):
-                return
+        pause = _FIRST_PAUSE_S
+        while not self._present(list(keys.values())):
             waited = time.monotonic() - begin
-            if waited < min(self.timeout_s, self.timeout_s if noticed else self.notice_s):
-                continue
-            missing = [rank for rank, key in keys.items() if not self._present(key)]
-            if not missing:
-                return
-            names = ", ".join(map(str, missing[:16])) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
             if waited >= self.timeout_s:
                 raise CoordinationError(
-                    f"rank {self.rank} gave up after {waited:.0f} s at {topic!r}: no word from rank {names}. "
+                    f"rank {self.rank} gave up after {waited:.0f} s at {topic!r}: no word from rank {self._missing(keys)}. "
                     "Every rank has to make the call; look at what the named ranks are doing."
                 )
             if not noticed and waited >= self.notice_s:
                 noticed = True
-                logger.warning("unickpt: rank %d has waited %.0f s at %r for rank %s", self.rank, waited, topic, names)
+                logger.warning(
+                    "unickpt: rank %d has waited %.0f s at %r for rank %s", self.rank, waited, topic, self._missing(keys)
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
 
-    def _present(self, key: str) -> bool:
-        return bool(self._call(lambda store: store.check([key])))
+    def _present(self, keys: list[str]) -> bool:
+        return bool(self._call(lambda store: store.check(keys)))
 
-    def _wait(self, keys: list[str], seconds: float) -> bool:
-        assert self._store is not None
-        try:
-            self._store.wait(keys, timedelta(seconds=seconds))
-            return True
-        except Exception:  # a time-out and a broken store look alike here; the check that follows tells them apart
-            return False
+    def _missing(self, keys: dict[int, str]) -> str:
+        ranks = [rank for rank, key in keys.items() if not self._present([key])]
+        return ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
