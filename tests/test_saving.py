@@ -169,8 +169,10 @@ def _save_for_ever(folder: Path) -> None:
 def test_a_kill_at_any_instant_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
     """kill -9 of a process that does nothing but save, under new and old tags."""
     chance = random.Random(7)
-    seen = 0
-    for _ in range(40):
+    seen = kills = 0
+    while seen < 60:  # whole checkpoints met; on a busy machine many children die before their first
+        kills += 1
+        assert kills < 500, "the child never finishes a save"
         child = os.fork()
         if child == 0:
             _save_for_ever(tmp_path)
@@ -190,4 +192,3 @@ def test_a_kill_at_any_instant_leaves_only_whole_checkpoints(tmp_path: Path) -> 
         latest = tmp_path / "latest"
         if latest.exists():
             assert (tmp_path / latest.read_text() / "manifest.json").exists()
-    assert seen > 40
