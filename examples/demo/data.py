@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def corpus() -> Tensor:
-    """Python's language reference (what ``help("for")`` prints), some 450 KB, as a 1-D uint8 tensor."""
+    """Python's language reference (what ``help("for")`` prints), some hundred KB, as a 1-D uint8 tensor."""
     text = "\n".join(topics.topics[name] for name in sorted(topics.topics))
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
