@@ -1,0 +1,170 @@
+"""Trainer, unchanged, resumes on another number of processes and another ZeRO stage."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.hf.jobs import assert_same_state, log_of, losses, recorded, run, shipped
+
+pytestmark = [pytest.mark.hf, pytest.mark.timeout(600)]
+
+STEPS, SAVED = 9, 3  # five steps make an epoch: step 3 lies in the middle of the first, step 9 in the second
+COMMON = (
+    "--use_cpu", "--max_steps", str(STEPS), "--save_steps", str(SAVED), "--logging_steps", "1",
+    "--learning_rate", "5e-3", "--warmup_steps", "2", "--report_to", "none", "--disable_tqdm", "True",
+)  # fmt: skip
+# The highest loss counts as best, so that the best checkpoint is the first and not the one just saved.
+BEST = (
+    "--eval_strategy", "steps", "--eval_steps", str(SAVED), "--per_device_eval_batch_size", "4",
+    "--load_best_model_at_end", "--metric_for_best_model", "loss", "--greater_is_better", "True",
+)  # fmt: skip
+GPT2_BF16 = ("--model", "gpt2", "--bf16", "True")
+
+REFUSAL = "The checkpoint being loaded used a DP world size of 2 but the current world size is 1"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A run that was never interrupted, and one that went on from its step 3 under another layout.
+
+    ``tolerance``: how far apart their losses may be. All of the state is equal, but another number of
+    processes adds the same gradients up in another order. Losses here are about 3.5; as seen, they
+    differ by less than 1e-6 in fp32 (a few units in the last place) and by 2e-4 in bf16, where a unit in the last
+    place of a weight is 2**-8 of it. A resume that forgets the moments is off by 3e-2 or more.
+    """
+
+    uninterrupted: Path
+    resumed: Path
+    tolerance: float
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainer")
+
+
+@pytest.fixture(scope="module")
+def zero2_zero3(work: Path) -> Pair:
+    """Llama in fp32, optimizer and scheduler from the JSON, best model loaded at the end of both runs."""
+    source, target = work / "zero2x2", work / "zero3x1"
+    run("train_trainer", 2, source, shipped("hf_zero2_auto"), *COMMON, *BEST)
+    resume = ("--resume", str(source / f"checkpoint-{SAVED}"))
+    run("train_trainer", 1, target, shipped("hf_zero3_auto"), *COMMON, *BEST, *resume)
+    return Pair(source, target, 1e-5)
+
+
+@pytest.fixture(scope="module")
+def zero3_zero1(work: Path) -> Pair:
+    """GPT-2 with tied embeddings in bf16, Trainer's own optimizer (two parameter groups) and scheduler.
+
+    Without the gathered weights Trainer saves every ZeRO-3 checkpoint twice, under the same tag.
+    """
+    source, target = work / "zero3x2", work / "zero1x3"
+    ungathered = shipped("hf_zero3_auto", optimizer=False, stage3_gather_16bit_weights_on_model_save=False)
+    run("train_trainer", 2, source, ungathered, *COMMON, *GPT2_BF16)
+    resume = ("--resume", str(source / f"checkpoint-{SAVED}"), "--save_total_limit", "1")
+    run("train_trainer", 3, target, shipped("hf_zero2_auto", optimizer=False, stage=1), *COMMON, *GPT2_BF16, *resume)
+    return Pair(source, target, 2e-3)
+
+
+@pytest.fixture(scope="module", params=["zero2_zero3", "zero3_zero1"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    found: Pair = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(scope="module")
+def stock(work: Path) -> Path:
+    """The JSON without the key, ZeRO-2 on 2 processes: DeepSpeed's own checkpoints."""
+    run("train_trainer", 2, work / "stock", shipped("hf_zero2_auto", enabled=None), *COMMON, record=False)
+    return work / "stock"
+
+
+def test_weights_and_moments_are_equal_bit_for_bit_after_a_resume(pair: Pair) -> None:
+    saved, _ = recorded(pair.uninterrupted, f"save-{SAVED}")
+    found, _ = recorded(pair.resumed, "begin")
+    assert_same_state(found, saved)
+
+
+def test_a_resume_goes_on_at_the_right_step(pair: Pair) -> None:
+    _, begin = recorded(pair.resumed, "begin")
+    _, end = recorded(pair.resumed, "end")
+    assert (begin["step"], end["step"]) == (SAVED, STEPS)
+    assert sorted(losses(end["log"])) == list(range(1, STEPS + 1))
+
+
+def test_the_learning_rate_goes_on_where_it_was(pair: Pair) -> None:
+    _, saved = recorded(pair.uninterrupted, f"save-{SAVED}")
+    _, begin = recorded(pair.resumed, "begin")
+    assert begin["scheduler"] == saved["scheduler"]
+    assert begin["lr"] == saved["lr"]
+    _, uninterrupted = recorded(pair.uninterrupted, "end")
+    _, resumed = recorded(pair.resumed, "end")
+    assert losses(resumed["log"], "learning_rate") == losses(uninterrupted["log"], "learning_rate")
+
+
+def test_losses_go_on_as_if_never_interrupted(pair: Pair) -> None:
+    _, uninterrupted = recorded(pair.uninterrupted, "end")
+    _, resumed = recorded(pair.resumed, "end")
+    expected = losses(uninterrupted["log"])
+    assert expected[STEPS] < expected[1] - 0.3, "the model learns, so a wrong state would show"
+    assert losses(resumed["log"]) == pytest.approx(expected, abs=pair.tolerance, rel=0)
+
+
+def test_the_best_model_is_loaded_into_the_live_engine(zero2_zero3: Pair) -> None:
+    best, _ = recorded(zero2_zero3.uninterrupted, f"save-{SAVED}")
+    for folder in (zero2_zero3.uninterrupted, zero2_zero3.resumed):
+        last, _ = recorded(folder, f"save-{STEPS}")
+        end, facts = recorded(folder, "end")
+        assert facts["best"] == str(zero2_zero3.uninterrupted / f"checkpoint-{SAVED}")
+        assert not torch.equal(last["lm_head.weight|master"], best["lm_head.weight|master"])
+        assert_same_state(end, best)
+
+
+def test_trainer_finds_its_folders_under_their_usual_names(pair: Pair) -> None:
+    for folder, step in ((pair.uninterrupted, SAVED), (pair.resumed, STEPS)):
+        checkpoint = folder / f"checkpoint-{step}"
+        assert [path.name for path in checkpoint.glob("global_step*")] == [f"global_step{step}"]
+        assert (checkpoint / "latest").read_text() == f"global_step{step}"
+        assert (checkpoint / f"global_step{step}" / "manifest.json").is_file()
+        assert not list((checkpoint / f"global_step{step}").glob("*.pt"))
+        assert {"trainer_state.json", "training_args.bin"} <= {path.name for path in checkpoint.iterdir()}
+
+
+def test_save_total_limit_leaves_a_whole_checkpoint(zero3_zero1: Pair) -> None:
+    assert [path.name for path in zero3_zero1.resumed.glob("checkpoint-*")] == [f"checkpoint-{STEPS}"]
+    assert (zero3_zero1.resumed / f"checkpoint-{STEPS}" / f"global_step{STEPS}" / "manifest.json").is_file()
+
+
+def test_the_key_goes_through_hugging_faces_config(pair: Pair) -> None:
+    _, facts = recorded(pair.uninterrupted, f"save-{SAVED}")
+    assert facts["config"]["unickpt"] == {"enabled": True}
+    assert "auto" not in json.dumps(facts["config"]), "the values beside it are filled in"
+
+
+def test_without_the_key_trainer_is_refused_on_another_number_of_processes(stock: Path, work: Path) -> None:
+    checkpoint = stock / f"checkpoint-{SAVED}"
+    assert list((checkpoint / f"global_step{SAVED}").glob("*optim_states.pt"))
+    config = shipped("hf_zero2_auto", enabled=None)
+    process = run("train_trainer", 1, work / "refused", config, *COMMON, "--resume", str(checkpoint), record=False, check=False)
+    assert process.returncode != 0
+    assert REFUSAL in process.stdout
+
+
+def test_a_checkpoint_from_before_the_key_is_resumed_and_the_next_one_is_universal(stock: Path, work: Path) -> None:
+    """On as many processes as before, so the arithmetic is the same: not a bit of the losses may differ."""
+    folder = work / "switched"
+    resume = ("--resume", str(stock / f"checkpoint-{SAVED}"))
+    run("train_trainer", 2, folder, shipped("hf_zero2_auto"), *COMMON, *resume, record=False)
+    assert (folder / f"checkpoint-{STEPS}" / f"global_step{STEPS}" / "manifest.json").is_file()
+    assert losses(log_of(folder / f"checkpoint-{STEPS}")) == losses(log_of(stock / f"checkpoint-{STEPS}"))
+
+
+def test_the_key_changes_nothing_in_training(stock: Path, zero2_zero3: Pair) -> None:
+    with_key = log_of(zero2_zero3.uninterrupted / f"checkpoint-{STEPS}")
+    assert losses(with_key) == losses(log_of(stock / f"checkpoint-{STEPS}"))
