@@ -16,7 +16,7 @@ import torch
 from deepspeed import comm as dist
 
 from tests.deepspeed.truth import consolidated, differences
-from tests.launch import REPO
+from tests.launch import REPO, leave
 
 NAMES = ("zero1_bf16", "zero2", "zero3", "zero3_offload")
 STATES = ("exp_avg", "exp_avg_sq")
@@ -60,3 +60,5 @@ def load_all(folder: Path) -> None:
 
 if __name__ == "__main__":
     {"save": save_all, "load": load_all}[sys.argv[1]](Path(sys.argv[2]))
+    dist.barrier()
+    leave()

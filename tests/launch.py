@@ -49,3 +49,15 @@ def torchrun(
     if check:
         assert process.returncode == 0, f"{module} {arguments} failed:\n{output[-8000:]}"
     return subprocess.CompletedProcess(command, process.returncode, output, "")
+
+
+def leave() -> None:
+    """End a worker that has done its work.
+
+    With torch 2.13, a gloo thread that wants the interpreter while it shuts down aborts the process
+    ("terminate called without an active exception"), so that about one in four busy jobs would end with
+    an error after everything had gone well; it needs neither DeepSpeed nor unickpt.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -18,6 +18,7 @@ from deepspeed import comm as dist
 
 from tests.deepspeed.jobs import Layout, build, layouts, scramble, train
 from tests.deepspeed.truth import consolidated, differences
+from tests.launch import leave
 
 STEPS_BEFORE, STEPS_AFTER = 3, 3
 STATES = ("exp_avg", "exp_avg_sq")
@@ -86,7 +87,7 @@ def main() -> None:
     deepspeed.init_distributed("gloo", verbose=False)
     {"save": save_all, "load": load_all}[sys.argv[1]](Path(sys.argv[2]))
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

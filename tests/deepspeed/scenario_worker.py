@@ -20,6 +20,8 @@ from pathlib import Path
 import deepspeed
 import torch.distributed as dist
 
+from tests.launch import leave
+
 Scenario = Callable[[Path], None]
 REGISTRY: dict[str, dict[str, tuple[tuple[int, ...], Scenario]]] = {}
 
@@ -66,7 +68,7 @@ def main() -> None:
     if rank == 0:
         (folder / f"w{world}.json").write_text(json.dumps(outcome))
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

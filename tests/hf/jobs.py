@@ -66,7 +66,8 @@ def run(
     path.write_text(json.dumps(config))
     return torchrun(
         world,
-        f"tests.hf.{script}",
+        "tests.hf.ordinary",
+        script,
         *("--deepspeed", str(path), "--output_dir", str(folder)),
         *(("--record", str(folder / "record")) if record else ()),
         *("--per_device_train_batch_size", str(GLOBAL_BATCH // world)),
