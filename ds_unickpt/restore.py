@@ -144,7 +144,9 @@ class Restore:
     def _absent(self, name: str, optimized: bool, missing: list[str]) -> None:
         if name in self.checkpoint.manifest.excluded and not optimized:
             self.report.add(name, "weight", "left out", "excluded when it was saved (exclude_frozen_parameters)")
-        elif self.wanted.strict:
+        elif self.wanted.strict or (optimized and self.wanted.optimizer):
+            # Also where names may differ (Trainer says so for every PEFT model): a trained parameter that keeps a
+            # random value, with moments that it never had, is not a resume.
             missing.append(name)
         else:
             self.report.add(name, "weight", "left out", "not in the checkpoint; keeps its initial value")
@@ -176,7 +178,10 @@ class Restore:
         if shapes:
             lines.append(f"of another shape ({len(shapes)}): {_some(shapes, '; ')}")
         if lines:
-            hint = "" if shapes and not (missing or extra) else " load_module_strict=False lets names differ."
+            hint = ""
+            if missing or extra:
+                hint = " load_module_strict=False lets names differ, except of trained parameters"
+                hint += " (with load_optimizer_states=False, of those, too)."
             raise MismatchError(
                 f"{self.checkpoint.storage.root} does not fit this model: " + "; ".join(lines) + f".{hint} Nothing is loaded."
             )

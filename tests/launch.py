@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 REPO = Path(__file__).resolve().parent.parent
 
 
@@ -43,8 +45,15 @@ def torchrun(
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGABRT)  # faulthandler prints every rank's stack
-        output, _ = process.communicate(timeout=30)
+        ranks = psutil.Process(process.pid).children(recursive=True)  # torchrun puts them in sessions of their own
+        for rank in ranks:
+            rank.send_signal(signal.SIGABRT)  # faulthandler prints every rank's stack
+        try:
+            output, _ = process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            for rank in [*ranks, process]:
+                rank.kill()
+            output, _ = process.communicate()
         raise AssertionError(f"{module} did not end within {timeout_s} s:\n{output[-8000:]}") from None
     if check:
         assert process.returncode == 0, f"{module} {arguments} failed:\n{output[-8000:]}"
