@@ -77,8 +77,9 @@ def _comparable(truth: Any, found: Any, source: Layout, target: Layout) -> Any:
         dtype = torch.bfloat16 if bf16_target else torch.float32
         for key in [k for k in expected if k.startswith("weight/")]:
             expected[key] = expected.get(key.replace("weight/", "master/"), expected[key]).to(dtype)
-        for key in [k for k in expected if k.startswith("buffer/") and expected[k].is_floating_point()]:
-            expected[key] = expected[key].to(found[key].dtype)
+    # floating-point buffers have the dtype that this DeepSpeed gives them (0.18 casts them to bf16, 0.19 does not)
+    for key in [k for k in expected if k.startswith("buffer/") and expected[k].is_floating_point()]:
+        expected[key] = expected[key].to(found[key].dtype)
     return expected, found
 
 
