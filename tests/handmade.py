@@ -164,10 +164,11 @@ def join_safetensors(header: dict[str, Any] | bytes, data: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
-def replace_file(directory: Path, path: str, data: bytes) -> None:
-    """Put other bytes into a listed file, and let the manifest vouch for them."""
+def replace_file(directory: Path, path: str, data: bytes, *, header_bytes: int | None = None) -> None:
+    """Put other bytes into a listed file, and let the manifest vouch for them; for the header as it says, or as told."""
     (directory / path).write_bytes(data)
-    header_bytes = min(8 + int.from_bytes(data[:8].ljust(8, b"\0"), "little"), len(data))
+    if header_bytes is None:
+        header_bytes = min(8 + int.from_bytes(data[:8].ljust(8, b"\0"), "little"), len(data))
 
     def edit(body: dict[str, Any]) -> None:
         record = next(r for r in body["files"] if r["path"] == path)

@@ -40,6 +40,15 @@ def cases(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, id=name[:40]) for name in names]
 
 
+Reasons = dict[str, list[str]]  # words of the refusal -> attacks that must be refused with them
+
+
+def reason(reasons: Reasons, name: str) -> str:
+    """The words with which an attack must be refused, so that no other check can hide that the right one is gone."""
+    (words,) = [words for words, names in reasons.items() if name in names]
+    return words
+
+
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return handmade.save_ranks(tmp_path_factory.mktemp("sound") / "global_step3", world=2)
@@ -203,10 +212,24 @@ def _nested(depth: int, key_characters: int) -> Any:
     return value
 
 
+MANIFEST_REASONS: Reasons = {
+    "bytes, expected": ["index of 2**61 bytes", "index of 1 TiB", "data of 1 TiB"],
+    "header of": [
+        "header longer than its file", "sparse data file that is all header", "sparse index that is all header",
+    ],
+    "header differs": ["header of no bytes", "header one byte short", "header checksum of another file"],
+    "unknown checksum": ["checksum of an unknown kind"],
+    "lists a file twice": ["a file twice"],
+    "is not among the files": ["index that is no file"],
+    "not a unickpt index": ["index that is a data file"],
+    "nested too deeply": ["objects nested 900 deep under long keys"],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", cases(MANIFEST_ATTACKS))
 def test_a_manifest_that_lies_is_refused(victim: Path, name: str) -> None:
     MANIFEST_ATTACKS[name](victim)
-    assert refused(victim)
+    assert reason(MANIFEST_REASONS, name) in refused(victim)[0]
 
 
 RAW_MANIFESTS: dict[str, bytes] = {
@@ -228,10 +251,20 @@ RAW_MANIFESTS: dict[str, bytes] = {
 }
 
 
+RAW_REASONS: Reasons = {
+    "not JSON": ["empty", "not UTF-8", "UTF-16", "NaN", "integer of 5000 digits", "nested 960 deep", "nested 100000 deep"],
+    "not JSON compliant": ["infinite"],
+    "not a unickpt manifest": ["a list", "another format"],
+    "is not a positive integer": ["version 0", "version true"],
+    "upgrade unickpt": ["version of 10**400"],
+    "its checksum does not match": ["no checksum", "checksum of another type"],
+}
+
+
 @pytest.mark.parametrize("name", cases(RAW_MANIFESTS))
 def test_bytes_that_are_no_manifest_are_refused(victim: Path, name: str) -> None:
     (victim / "manifest.json").write_bytes(RAW_MANIFESTS[name])
-    with pytest.raises(FormatError):
+    with pytest.raises(FormatError, match=reason(RAW_REASONS, name)):
         Checkpoint.open(victim)
     assert refused(victim)
 
@@ -273,10 +306,22 @@ FILE_ATTACKS: dict[str, Attack] = {
 }
 
 
+FILE_REASONS: Reasons = {
+    "leads outside": [
+        "data file linked from outside",
+        "index linked from outside",
+        "data folder linked from outside",
+        "device",
+    ],
+    "leads nowhere": ["link to itself", "folder that is a link to itself"],
+    "is missing": ["named pipe", "index a named pipe", "folder"],
+}
+
+
 @pytest.mark.parametrize("name", cases(FILE_ATTACKS))
 def test_a_file_that_is_not_a_plain_one_inside_is_refused(victim: Path, name: str) -> None:
     FILE_ATTACKS[name](victim)
-    assert refused(victim)
+    assert reason(FILE_REASONS, name) in refused(victim)[0]
 
 
 NO_PLAIN_FILES: dict[str, Callable[[Path], None]] = {
@@ -302,8 +347,10 @@ def _header(edit: Callable[[dict[str, Any]], Any], path: str = INDEX) -> Attack:
 
     def attack(directory: Path) -> None:
         header, data = split_safetensors((directory / path).read_bytes())
+        length = (directory / path).stat().st_size - len(data) - 8
         changed = edit(header)
-        replace_file(directory, path, join_safetensors(changed if isinstance(changed, bytes) else header, data))
+        text = changed if isinstance(changed, bytes) else json.dumps(header, separators=(",", ":")).encode()
+        replace_file(directory, path, join_safetensors(text.ljust(length), data))  # data stays where it was
 
     return attack
 
@@ -315,7 +362,8 @@ def _slot(**members: Any) -> Attack:
 def _prefix(length: int, path: str = INDEX) -> Attack:
     def attack(directory: Path) -> None:
         data = (directory / path).read_bytes()
-        replace_file(directory, path, length.to_bytes(8, "little") + data[8:])
+        header_bytes = 8 + int.from_bytes(data[:8], "little")
+        replace_file(directory, path, length.to_bytes(8, "little") + data[8:], header_bytes=header_bytes)
 
     return attack
 
@@ -323,6 +371,10 @@ def _prefix(length: int, path: str = INDEX) -> Attack:
 def _twice(header: dict[str, Any]) -> bytes:
     text = json.dumps(header)[:-1]
     return f'{text}, "file": {json.dumps(header["tensor"])}}}'.encode()
+
+
+def _rename(header: dict[str, Any]) -> None:
+    header["layer.weight:mastes[0:2,0:6]"] = header.pop("layer.weight:master[0:2,0:6]")
 
 
 HEADER_ATTACKS: dict[str, Attack] = {
@@ -342,7 +394,9 @@ HEADER_ATTACKS: dict[str, Attack] = {
     "metadata a list": _header(lambda header: header.update(__metadata__=[])),
     "another kind of file": _header(lambda header: header["__metadata__"].update(format="unickpt-data")),
     "no metadata": _header(lambda header: header.pop("__metadata__") and None),
-    "column missing": _header(lambda header: header.pop("checksum") and None),
+    "column missing": lambda d: _index(lambda parts: parts.columns.pop("checksum"))(d),
+    "bytes behind the last column": lambda d: replace_file(d, INDEX, (d / INDEX).read_bytes() + b"12345678"),
+    "data key of another tensor": _header(_rename, DATA),
     "column of another name": _header(lambda header: header.update(checksums=header.pop("checksum"))),
     "column a number": _header(lambda header: header.update(checksum=1)),
     "column with a further member": _slot(more=1),
@@ -370,10 +424,37 @@ HEADER_ATTACKS: dict[str, Attack] = {
 }
 
 
+HEADER_REASONS: Reasons = {
+    "too few for a safetensors file": ["no bytes", "seven bytes"],
+    "header claims": ["length 2**64-1", "length 2**63", "length of 100 MB", "length that takes in data"],
+    "header is not JSON": ["length 0", "not UTF-8", "nested 100000 deep"],
+    "header is a list, expected an object": ["a list"],
+    "__metadata__ must map strings to strings": ["metadata of numbers", "metadata a list"],
+    "not a unickpt index": ["another kind of file", "no metadata"],
+    "index columns are": ["column missing", "column of another name"],
+    "needs exactly dtype, shape and data_offsets": ["column a number", "column with a further member"],
+    "unknown dtype": ["dtype unknown", "dtype a list"],
+    "expected U64 of 13 rows": ["dtype another"],
+    "has shape": [
+        "shape of 10**6 dimensions", "shape negative", "shape of booleans", "shape of floats", "shape a number",
+        "offsets negative", "offsets of one", "offsets of floats",
+    ],
+    "its offsets": ["shape huge", "shape shorter", "offsets huge", "offsets reversed"],
+    "begins at byte": ["offsets overlap", "offsets leave a hole", "column given twice"],
+    "header describes": ["bytes behind the last column"],
+    "rank00000.safetensors: header claims": ["data length 2**63"],
+    "rank00000.safetensors: header is not JSON": ["data length 16", "data header not JSON"],
+    "rank00000.safetensors: at byte": ["data header of another dtype", "data header of another shape"],
+}  # fmt: skip
+NOT_YET_VERIFIED = {"data key of another tensor"}  # the index is what counts for reading; verification should see it
+
+
 @pytest.mark.parametrize("name", cases(HEADER_ATTACKS))
 def test_a_header_that_lies_is_refused(victim: Path, name: str) -> None:
     HEADER_ATTACKS[name](victim)
-    assert refused(victim)
+    if name in NOT_YET_VERIFIED:
+        pytest.xfail("verification does not compare keys yet")
+    assert reason(HEADER_REASONS, name) in refused(victim)[0]
 
 
 # ---------------------------------------------------------------- the index
@@ -413,7 +494,9 @@ def _overlap_and_hole(parts: IndexParts) -> None:
 
 def _same_bytes(parts: IndexParts) -> None:
     """All fragments of a file on the same bytes: a small file that fills any amount of memory."""
-    parts.columns["offset_bytes"][:] = parts.columns["offset_bytes"].min()
+    for file in (0, 1):
+        rows = parts.columns["file"] == file
+        parts.columns["offset_bytes"][rows] = parts.columns["offset_bytes"][rows].min()
 
 
 def _drop_row(parts: IndexParts) -> None:
@@ -481,9 +564,50 @@ INDEX_ATTACKS: dict[str, Attack] = {
     "stored state derived from itself": _tensor(5, "master"),
     "derived in a circle": _tensor(5, "weight"),
     "derived from nothing": _tensor(5, "velocity", state="weight"),
-    "derived and of another shape": _tensor(3, [6, 4], state="weight"),
+    "derived and of another shape": _tensor(3, [8, 6], state="weight"),
     "object of 1 PiB": _index(lambda parts: next(t for t in parts.tensors if t[4] == "object").__setitem__(3, [2**50])),
     "rank objects derived from themselves": _tensor(5, "object", name="objects/rank00000", state="object"),
+}  # fmt: skip
+
+
+INDEX_REASONS: Reasons = {
+    "a fragment names tensor": ["tensor number too high", "tensor number negative"],
+    "a fragment names file": ["file number too high", "file number negative"],
+    "fragment 1 of 'embed.weight' leaves its tensor": [
+        "start negative", "start outside", "start and shape wrap", "shape 0", "shape negative", "shape huge",
+    ],
+    "fragment 12 of 'objects/rank00001/0' leaves its tensor": ["shape in a padding dimension"],
+    "of 'layer.weight' leaves its tensor of shape (2, 6)": ["shape smaller"],
+    "negative byte offset": ["offset negative"],
+    "overlaps another one or leaves the data": [
+        "offset outside the file", "offset in the header", "offset off by one", "fragments on the same bytes", "dtype another",
+    ],
+    "cannot be read at byte": ["offset that wraps"],
+    "checksum of embed.weight (weight) [4:8,0:3] differs": ["checksum wrong"],
+    "some of them twice": ["fragments overlap and leave a hole"],
+    "cover 12 of 24 elements": ["fragment missing"],
+    "cover 24 of 30 elements": ["shape larger"],
+    "cover 0 of 1125899906842624 elements": ["1 PiB without fragments"],
+    "cover 5 of 1125899906842624 elements": ["object of 1 PiB"],
+    "not sorted by tensor": ["fragments in another order"],
+    "do not belong together": ["41 dimensions"],
+    "lists a data file twice": ["file given twice"],
+    "which is not one of the manifest's": ["file not in the manifest", "file outside", "file that is the index"],
+    "must be a list of strings": ["files no strings"],
+    "not sorted, or names a tensor twice": ["tensors reversed", "tensor twice"],
+    "malformed tensor entry": ["tensor entry too short", "tensor entry a number", "dtype a list"],
+    "unknown dtype": ["dtype unknown"],
+    "has kind": [
+        "kind unknown", "shape negative in the table", "shape of booleans in the table", "shape of 10**400",
+        "shape of 33 dimensions",
+    ],
+    "larger than any storage": ["shape of 2**60 x 2**60"],
+    "have 2 dimensions, it has 4": ["shape of more dimensions than the fragments"],
+    "is derived from one of": ["1 PiB derived from what is stored", "derived and of another shape"],
+    "which is not stored": [
+        "derived from itself", "stored state derived from itself", "derived in a circle", "derived from nothing",
+        "rank objects derived from themselves",
+    ],
 }  # fmt: skip
 
 
@@ -491,7 +615,7 @@ INDEX_ATTACKS: dict[str, Attack] = {
 def test_an_index_that_lies_is_refused(victim: Path, name: str) -> None:
     INDEX_ATTACKS[name](victim)
     found = refused(victim)
-    assert found
+    assert reason(INDEX_REASONS, name) in found[0]
     assert len(found) >= 2, f"only one of loading and verification noticed: {found}"
 
 
@@ -512,12 +636,26 @@ HOSTILE_OBJECTS: list[Any] = [
 ]  # fmt: skip
 
 
+OBJECT_REASONS = {
+    '{"$unknown": 1}': "unknown tag",
+    '{"$tuple": 1, "x": 2}': "is not one tag",
+    '{"$tensor": "nowhere"}': "is not stored",
+    '{"$tensor": [1]}': "is not stored",
+    '{"$tensor": "objects/rank00000"}': "is not stored",
+    '{"$opaque": {}}': "malformed opaque value",
+    '{"$opaque": {"type": 1, "pickle": "x"}}': "malformed opaque value",
+    '{"$opaque": "gASVAAAA"}': "malformed opaque value",
+}
+
+
 @pytest.mark.parametrize("text", cases(map(json.dumps, HOSTILE_OBJECTS)))
 def test_a_malformed_object_is_refused(victim: Path, text: str) -> None:
     value = json.loads(text)
     edit_manifest(victim, lambda body: body["objects"].update(evil={"list": [value]}))
-    with pytest.raises(FormatError, match="evil"):
+    with pytest.raises(FormatError) as caught:
         Checkpoint.open(victim).objects()
+    assert "evil.list[0]" in str(caught.value)
+    assert OBJECT_REASONS.get(text, "cannot hold") in str(caught.value)
     refused(victim)
 
 
