@@ -15,6 +15,7 @@ from unickpt.index import Index
 from unickpt.loading import read_index, read_manifest
 from unickpt.manifest import FileRecord
 from unickpt.safetensors_io import parse_header
+from unickpt.saving import fragment_key
 from unickpt.storage import PosixStorage, read_into
 
 _CHUNK_BYTES = 1 << 24
@@ -108,7 +109,8 @@ def _header_problems(storage: PosixStorage, record: FileRecord, index: Index) ->
     for row in _rows_of_file(index, record.path):
         info, box, offset = index.tensors[int(index.tensor[row])], index.box(row), int(index.offset_bytes[row])
         slot = slots.get(offset)
-        if slot is None or slot.dtype != info.dtype or slot.shape != box.shape:
+        same = slot is not None and (slot.name, slot.dtype, slot.shape) == (fragment_key(info, box), info.dtype, box.shape)
+        if not same:
             problems.append(f"{path}: at byte {offset:,} the header has {slot}, the index {info.name} ({info.state}) {box}")
     return problems
 
