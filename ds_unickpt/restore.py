@@ -7,6 +7,7 @@ derives the weights, sets hyperparameters and non-tensor state, and completes th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -450,7 +451,9 @@ class Restore:
             self.report.add(name, "weight", "restored", "given to custom_load_fn")
         source |= {alias: source[name] for alias, name in self.names.aliases.items() if name in source}
         partitioned = [p for p in self.names.parameters.values() if internals.is_zero3(p)]
-        with zero.GatheredParameters(partitioned, modifier_rank=0, enabled=bool(partitioned)):
+        with contextlib.ExitStack() as gathered:
+            for parameter in partitioned:  # one by one: of several, DeepSpeed waits for the last only, and gloo is not in order
+                gathered.enter_context(zero.GatheredParameters([parameter], modifier_rank=0))
             load(src=source, dst=self.engine.module)
         internals.refresh_masters(self.engine)
         for part in self.parts:

@@ -517,10 +517,9 @@ def _fp16(stage: int, seed: int) -> Any:
     return build(here(stage, "fp16"), seed=seed, fp16=scaling)
 
 
-@scenario(2)
-def fp16_and_its_loss_scaler(folder: Path) -> None:
+def _fp16_pairs(folder: Path, *pairs: tuple[int, int]) -> None:
     """The first steps overflow, so scale, iteration and skipped steps are no longer what they started as."""
-    for a, b in ((1, 3), (3, 2), (2, 0), (0, 1)):
+    for a, b in pairs:
         source, target = _fp16(a, 1), _fp16(b, 2)
         train(source, 12)
         assert source.skipped_steps < 11
@@ -533,8 +532,18 @@ def fp16_and_its_loss_scaler(folder: Path) -> None:
         common = [f for f in internals.SCALER_FIELDS if hasattr(scaler, f) and hasattr(fresh, f)]
         assert {f: getattr(scaler, f) for f in common} == {f: getattr(fresh, f) for f in common}
         assert target.skipped_steps == source.skipped_steps
+
+
+@scenario(2)
+def fp16_from_zero_1(folder: Path) -> None:
+    _fp16_pairs(folder, (1, 3))
+
+
+@scenario(2)
+def fp16_and_its_loss_scaler(folder: Path) -> None:
+    _fp16_pairs(folder, (3, 2), (2, 0), (0, 1))
     bf16 = build(here(1, "bf16"), seed=3)
-    bf16.load_checkpoint(str(folder / "13"))
+    bf16.load_checkpoint(str(folder / "32"))
     entry = next(e for e in bf16.checkpoint_engine.last_report.entries if e.name == "loss_scaler")
     assert (entry.outcome, entry.reason) == ("left out", "this job does not scale its loss (not fp16)")
     train(bf16, 1)

@@ -23,8 +23,10 @@ def consolidated(engine: Any, states: tuple[str, ...]) -> Truth:
     """
     truth: Truth = {}
     parameters = dict(engine.module.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=engine.zero_optimization_stage() == 3):
-        for name, p in parameters.items():
+    for name, p in parameters.items():
+        # One at a time: of several, DeepSpeed waits for the last all-gather only (comm/torch.py, all_gather_coalesced),
+        # and gloo may still be busy with the others.
+        with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
             truth[f"weight/{name}"] = p.detach().cpu().clone()
     for name, p in parameters.items():
         if p.requires_grad and p.numel() + getattr(p, "ds_numel", 0):
@@ -40,7 +42,7 @@ def consolidated(engine: Any, states: tuple[str, ...]) -> Truth:
 
 
 def _full(engine: Any, p: torch.nn.Parameter, key: str) -> torch.Tensor:
-    if engine.zero_optimization():
+    if hasattr(p, "ds_id") or hasattr(p, "_hp_mapping"):
         value = safe_get_full_fp32_param(p) if key == "master" else safe_get_full_optimizer_state(p, key)
     else:
         master = _plain_masters(engine)[p]
