@@ -76,7 +76,7 @@ def worker(args: argparse.Namespace) -> None:
         return time.perf_counter() - begin
 
     stock, ours = build(False), build(True)
-    mine = sum(p.numel() for p in ours.module.parameters()) * 12 // dist.get_world_size()
+    mine = sum(getattr(p, "ds_numel", p.numel()) for p in ours.module.parameters()) * 12 // dist.get_world_size()
     blob = os.urandom(1 << 20) * (mine >> 20)
     raw = folder / f"raw{dist.get_rank()}"
 
