@@ -7,10 +7,19 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unickpt.fragments import Box, contiguous_runs, find_overlap, flat_range, intersect_many, split_flat_range
+from unickpt.fragments import (
+    Box,
+    boxes_of_view,
+    contiguous_runs,
+    find_overlap,
+    flat_range,
+    intersect_many,
+    split_flat_range,
+)
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
@@ -120,3 +129,32 @@ def test_bad_arguments_are_refused() -> None:
         Box((-1,), (1,))
     with pytest.raises(ValueError, match="is not inside"):
         Box((0,), (3,)).within(Box((1,), (3,)))
+
+
+@st.composite
+def nested_views(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """A small storage, a view of it by slicing, splitting and permuting, and a range of the storage."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    storage = torch.arange(math.prod(shape) + 3)
+    view = storage[2 : 2 + math.prod(shape)].view(shape)
+    for dim, n in enumerate(shape):
+        start = draw(st.integers(0, n - 1))
+        view = view.narrow(dim, start, draw(st.integers(0, n - start)))
+    view = view.permute(draw(st.permutations(range(len(shape)))))
+    lo = draw(st.integers(0, len(storage)))
+    return storage, view, lo, draw(st.integers(lo, len(storage)))
+
+
+@given(nested_views())
+def test_range_of_a_strided_view(case: tuple[torch.Tensor, torch.Tensor, int, int]) -> None:
+    storage, view, lo, hi = case
+    seen = torch.zeros(view.shape, dtype=torch.int)
+    for box, at in boxes_of_view(view.shape, view.stride(), view.storage_offset(), lo, hi):
+        assert torch.equal(view[box.slices()], storage.as_strided(box.shape, view.stride(), at))
+        seen[box.slices()] += 1
+    assert torch.equal(seen, ((view >= lo) & (view < hi)).int())
+
+
+def test_interleaved_view_is_refused() -> None:
+    with pytest.raises(ValueError, match="not nested"):
+        boxes_of_view((2, 3), (2, 1), 0, 0, 6)

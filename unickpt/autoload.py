@@ -20,27 +20,47 @@ if TYPE_CHECKING:  # the real name would import typing
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-ADAPTERS = {"deepspeed.runtime.engine": "ds_unickpt"}
+# module of a framework -> what is called once it has been imported: ``module:function``
+DEEPSPEED = {"deepspeed.runtime.engine": "ds_unickpt:install"}
+MEGATRON = {
+    "megatron.core.dist_checkpointing.serialization": "megatron_unickpt.hooks:install_core",
+    "megatron.core.dist_checkpointing.strategies.async_utils": "megatron_unickpt.hooks:install_async",
+    "megatron.core.optimizer.optimizer": "megatron_unickpt.hooks:install_optimizer",
+    "megatron.core.optimizer.distrib_optimizer": "megatron_unickpt.hooks:install_distributed_optimizer",
+    "megatron.core.optimizer.layer_wise_optimizer": "megatron_unickpt.hooks:install_layer_wise_optimizer",
+    "megatron.training.arguments": "megatron_unickpt.hooks:install_arguments",
+    "megatron.training.checkpointing": "megatron_unickpt.hooks:install_training",
+}
+_watched: dict[str, str] = {}
 
 
 def arm() -> None:
-    """Wait for the frameworks of ``ADAPTERS``. Never raises."""
+    """Wait for all frameworks. Never raises."""
     try:
-        if os.environ.get("UNICKPT_AUTOLOAD", "1") == "0" or any(isinstance(f, _Finder) for f in sys.meta_path):
-            return
-        for module, adapter in ADAPTERS.items():
-            if module in sys.modules:
-                _install(adapter)
-        sys.meta_path.insert(0, _Finder())
+        if os.environ.get("UNICKPT_AUTOLOAD", "1") != "0":
+            watch(DEEPSPEED)
+            watch(MEGATRON)
     except Exception as err:
         _complain(err)
+
+
+def watch(modules: dict[str, str]) -> None:
+    """Call each function when its module is imported; at once, if it already is."""
+    for module, function in modules.items():
+        if _watched.get(module) == function:
+            continue
+        _watched[module] = function
+        if module in sys.modules:
+            _install(function)
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
 
 
 class _Finder:
     """Finds nothing itself: lets the other finders find a watched module and wraps its loader."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        adapter = ADAPTERS.get(fullname)
+        adapter = _watched.get(fullname)
         if adapter is None:
             return None
         for finder in sys.meta_path:
@@ -74,9 +94,11 @@ class _Loader:
         _install(self._adapter)
 
 
-def _install(adapter: str) -> None:
+def _install(function: str) -> None:
+    module, _, name = function.partition(":")
     try:
-        __import__(adapter)
+        __import__(module)
+        getattr(sys.modules[module], name)()
     except Exception as err:
         _complain(err)
 

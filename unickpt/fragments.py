@@ -148,6 +148,65 @@ def flat_range(box: Box, shape: Sequence[int]) -> tuple[int, int] | None:
     return (lo, lo + run)
 
 
+def boxes_of_view(shape: Sequence[int], strides: Sequence[int], offset: int, lo: int, hi: int) -> list[tuple[Box, int]]:
+    """The part of a strided view that lies in the flat range ``[lo, hi)`` of its storage, as boxes of the view.
+
+    What an optimizer holds is often a flat range of a parameter, while the checkpoint knows that
+    parameter by views of it (gate and up of a fused projection, the experts of a grouped one).
+    Where the strides are nested, the view's elements come in storage order once its dimensions are
+    sorted by stride, so a range of storage is one flat range of the view.
+
+    Args:
+        shape, strides, offset: the view, in elements of the storage.
+        lo, hi: range of the storage.
+
+    Returns:
+        ``(box, at)`` pairs: a box in the view's own coordinates, and the storage offset of its first
+        element; its other elements follow by ``strides``. Disjoint, and together all that the view
+        has in the range.
+
+    Raises:
+        ValueError: the view's dimensions are not nested (it overlaps or interleaves with itself).
+    """
+    ndim = len(shape)
+    if math.prod(shape) == 0 or lo >= hi:
+        return []
+    order = sorted(range(ndim), key=lambda d: (shape[d] > 1, -strides[d], d))
+    extent = [shape[d] for d in order]
+    stride = [strides[d] for d in order]
+    span = 1
+    for n, step in zip(reversed(extent), reversed(stride), strict=True):
+        if n > 1:
+            if step < span:
+                raise ValueError(f"a view of shape {tuple(shape)} with strides {tuple(strides)} is not nested")
+            span = step * (n - 1) + span
+    first = _count_below(extent, stride, lo - offset)
+    last = _count_below(extent, stride, hi - offset)
+    back = [order.index(d) for d in range(ndim)]
+    found = []
+    for box in split_flat_range(extent, first, last):
+        at = offset + sum(s * step for s, step in zip(box.start, stride, strict=True))
+        found.append((Box(tuple(box.start[b] for b in back), tuple(box.shape[b] for b in back)), at))
+    return found
+
+
+def _count_below(shape: Sequence[int], strides: Sequence[int], limit: int) -> int:
+    """How many elements of a nested view (largest stride first, offset 0) lie below a storage offset."""
+    if limit <= 0:
+        return 0
+    count = 0
+    for dim, (n, step) in enumerate(zip(shape, strides, strict=True)):
+        if n == 1:
+            continue
+        inner = math.prod(shape[dim + 1 :])
+        whole = (limit - 1) // step  # slabs that end before the limit; the next one may be cut
+        if whole >= n:
+            return count + n * inner
+        count += whole * inner
+        limit -= whole * step
+    return count + 1
+
+
 def contiguous_runs(box: Box, shape: Sequence[int]) -> tuple[Ints, int]:
     """The runs of consecutive elements that a box is in a row-major tensor of this shape.
 

@@ -3,7 +3,9 @@
 Each hook is a declared value: what it replaces, the versions and the very source it was written
 against, why it is there and when it can go. A version range alone is not a safe gate (DeepSpeed
 changed ``load_checkpoint`` ten times in 65 releases, some of them patch releases), so the source
-is fingerprinted as well. On an unknown one the framework keeps its own behaviour, and it is said once.
+is fingerprinted as well. Megatron-LM is a tree that its users edit; hooks on it only tell our calls
+from its own by their arguments, and check that these have the known names. On an unknown one the
+framework keeps its own behaviour, and it is said once.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Hook:
         module, attribute: dotted place of the function, e.g. ``Class.method``.
         wrapper: ``wrapper(wrapped, instance, args, kwargs)`` as wrapt calls it.
         versions: framework versions it was tested with.
-        fingerprints: accepted values of ``fingerprint`` of the wrapped function.
+        fingerprints: accepted values of ``fingerprint`` of the wrapped function; empty for a wrapper that
+            only looks at arguments and otherwise calls through, which needs no more than their names.
+        parameters: names of parameters that the wrapper relies on.
         why, upstream, until: for whoever maintains it.
     """
 
@@ -47,6 +51,7 @@ class Hook:
     why: str
     upstream: str
     until: str
+    parameters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +138,14 @@ def _check(hook: Hook, version: str) -> HookStatus:
         owner, attribute = _owner(hook)
         original = inspect.unwrap(getattr(owner, attribute))
         found = fingerprint(original)
+        absent = sorted(set(hook.parameters) - set(inspect.signature(original).parameters))
     except (AttributeError, ImportError, OSError, TypeError) as err:
         return HookStatus(hook, "refused", f"{hook.module}.{hook.attribute} cannot be examined ({err})", "")
     if not accepts(hook.versions, version):
         return HookStatus(hook, "refused", f"tested with {hook.versions}", found)
-    if found not in hook.fingerprints:
+    if absent:
+        return HookStatus(hook, "refused", f"{hook.attribute} has no parameter {absent[0]}", found)
+    if hook.fingerprints and found not in hook.fingerprints:
         return HookStatus(hook, "refused", f"the source of {hook.attribute} is unknown ({found})", found)
     return HookStatus(hook, "installed", "", found)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from unickpt.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, FileRecord, Mani
 from unickpt.planning import ReadPlan, Target, plan_reads
 from unickpt.storage import PosixStorage, read_into
 
+SHARED_PREFIX = "objects/shared/"  # objects that any rank may ask for by name
+SHARED_TENSORS_PREFIX = "objects/shared-tensors/"
 MAX_INDEX_BYTES = 1 << 32  # some 50 million fragments
 
 
@@ -128,9 +130,8 @@ class Checkpoint:
 
     def objects(self, *, allow_pickle: bool = False) -> objects_module.Decoded:
         """The job's non-tensor state."""
-        keys = [name for name, state in self.ids if name.startswith("objects/job/") and state == "object"]
-        tensors = {key: self.read_tensor(key, "object") for key in keys}
         where = str(self.storage.root / MANIFEST_FILE)
+        tensors = _Tensors(self, "objects/job")
         return objects_module.decode(self.manifest.objects, tensors=tensors, allow_pickle=allow_pickle, where=where)
 
     def rank_objects(self, rank: int, *, allow_pickle: bool = False) -> objects_module.Decoded:
@@ -138,15 +139,52 @@ class Checkpoint:
         prefix = f"objects/rank{rank:05d}"
         if (prefix, "object") not in self.ids:
             return objects_module.Decoded({})
-        where = f"{self.storage.root}: {prefix}"
-        text = bytes(self.read_tensor(prefix, "object").numpy())
+        return self._object_tensor(prefix, prefix, allow_pickle)
+
+    def shared_names(self) -> list[str]:
+        """Names of the objects that ``shared_object`` gives, sorted."""
+        return sorted(key.removeprefix(SHARED_PREFIX) for key, _ in self.ids if key.startswith(SHARED_PREFIX))
+
+    def shared_object(self, name: str, *, allow_pickle: bool = False) -> objects_module.Decoded:
+        """Non-tensor state that one rank stored under a name for all.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        if (f"{SHARED_PREFIX}{name}", "object") not in self.ids:
+            raise KeyError(name)
+        return self._object_tensor(f"{SHARED_PREFIX}{name}", f"{SHARED_TENSORS_PREFIX}{name}", allow_pickle)
+
+    def _object_tensor(self, key: str, prefix: str, allow_pickle: bool) -> objects_module.Decoded:
+        """An object outside the manifest: a tensor that holds its JSON, and the tensors ``prefix/N`` pulled out of it."""
+        where = f"{self.storage.root}: {key}"
+        text = bytes(self.read_tensor(key, "object").numpy())
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as err:
             raise FormatError(f"{where}: not JSON ({err})") from None
-        keys = [name for name, state in self.ids if name.startswith(prefix + "/") and state == "object"]
-        tensors = {key: self.read_tensor(key, "object") for key in keys}
-        return objects_module.decode(value, tensors=tensors, allow_pickle=allow_pickle, where=where)
+        return objects_module.decode(value, tensors=_Tensors(self, prefix), allow_pickle=allow_pickle, where=where)
+
+
+class _Tensors(Mapping[str, torch.Tensor]):
+    """The tensors that were pulled out of one object, read when they are asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
+        self._checkpoint, self._prefix = checkpoint, prefix
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if not key.startswith(f"{self._prefix}/"):
+            raise KeyError(key)
+        return self._checkpoint.read_tensor(key, "object")
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key.startswith(f"{self._prefix}/") and (key, "object") in self._checkpoint.ids
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, state in self._checkpoint.ids if name.startswith(f"{self._prefix}/") and state == "object")
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def read_manifest(storage: PosixStorage) -> Manifest:

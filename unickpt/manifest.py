@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -170,6 +170,33 @@ def from_bytes(data: bytes, *, where: str) -> Manifest:
     return _Reader(where).manifest(body)
 
 
+def optimizer_from_json(body: Any, *, where: str = "optimizer") -> OptimizerRecord:
+    """The record that ``asdict`` and JSON made of an ``OptimizerRecord``. Raises FormatError."""
+    return _Reader(where).optimizer(body)
+
+
+def merge_optimizers(first: OptimizerRecord | None, others: Sequence[OptimizerRecord]) -> OptimizerRecord | None:
+    """One record of what several ranks know: equal hyperparameters make one group, and a parameter stays in the first."""
+    records = [record for record in (first, *others) if record is not None]
+    if not records:
+        return None
+    return OptimizerRecord(
+        name=records[0].name,
+        groups=_merge_groups([group for record in records for group in record.groups]),
+        scalars=_merge_groups([group for record in records for group in record.scalars]),
+    )
+
+
+def _merge_groups(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ...]:
+    merged: dict[str, tuple[dict[str, JSONValue], list[str]]] = {}
+    seen: set[str] = set()
+    for group in groups:
+        names = merged.setdefault(json.dumps(group.hyperparameters, sort_keys=True), (group.hyperparameters, []))[1]
+        names += [name for name in group.parameters if name not in seen]
+        seen.update(group.parameters)
+    return tuple(ParameterGroup(values, tuple(names)) for values, names in merged.values())
+
+
 def check_path(path: str, *, where: str) -> str:
     """A relative path that stays inside its directory, or UnsafePathError."""
     unsafe = (
@@ -229,7 +256,7 @@ class _Reader:
             writer=self._writer(self._get(body, "writer", dict)),
             files=files,
             index=index,
-            optimizer=None if optimizer is None else self._optimizer(optimizer),
+            optimizer=None if optimizer is None else self.optimizer(optimizer),
             aliases=aliases,
             excluded=self._strings(body, "excluded"),
             objects=self._get(body, "objects", dict),
@@ -260,7 +287,7 @@ class _Reader:
             for entry in self._get(body, key, list)
         )
 
-    def _optimizer(self, body: Any) -> OptimizerRecord:
+    def optimizer(self, body: Any) -> OptimizerRecord:
         return OptimizerRecord(
             name=self._get(body, "name", str), groups=self._groups(body, "groups"), scalars=self._groups(body, "scalars")
         )

@@ -28,6 +28,7 @@ from unickpt.dtypes import itemsize_bytes, name_of
 from unickpt.errors import CoverageError, StorageError, UnickptError, UnsupportedLayoutError
 from unickpt.fragments import Box, split_flat_range
 from unickpt.index import FragmentRow, Index, TensorInfo
+from unickpt.loading import SHARED_PREFIX, SHARED_TENSORS_PREFIX
 from unickpt.manifest import MANIFEST_FILE, FileRecord, Manifest, OptimizerRecord, Writer
 from unickpt.safetensors_io import build_header
 from unickpt.storage import PosixStorage
@@ -69,6 +70,9 @@ class Contribution:
         shards: what this rank writes; together the ranks cover every stored tensor exactly once.
         tensors: tensors to list although this rank has no fragment of them (derived, empty).
         rank_objects: non-tensor state of this rank alone (such as RNG).
+        shared_objects: non-tensor state that any rank may ask for by its name; one rank brings each.
+        optimizer_part: groups and scalars of parameters that the coordinator does not hold (other
+            pipeline stages, other experts); merged into ``optimizer``.
         step, writer, optimizer, aliases, excluded, objects: of the job; the coordinator's count.
     """
 
@@ -77,6 +81,8 @@ class Contribution:
     writer: Writer
     tensors: list[TensorInfo] = field(default_factory=list)
     rank_objects: dict[str, Any] = field(default_factory=dict)
+    shared_objects: dict[str, Any] = field(default_factory=dict)
+    optimizer_part: OptimizerRecord | None = None
     optimizer: OptimizerRecord | None = None
     aliases: dict[str, str] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
@@ -193,7 +199,10 @@ def _try_write(
     try:
         contribution = contribute(announce)
         record = write_rank(storage, names.data, names.rows, contribution, meet.rank)
-        return contribution, {"outcome": "written", "file": asdict(record)}
+        message: Message = {"outcome": "written", "file": asdict(record)}
+        if meet.rank and contribution.optimizer_part is not None:
+            message["optimizer"] = asdict(contribution.optimizer_part)
+        return contribution, message
     except UnsupportedLayoutError as err:
         return None, {"outcome": "unsupported", "reason": str(err)}
     except Exception as err:
@@ -204,7 +213,11 @@ def _try_write(
 
 def write_rank(storage: PosixStorage, data_name: str, rows_name: str, contribution: Contribution, rank: int) -> FileRecord:
     """Write one rank's data file and, beside it, its rows of the index."""
-    shards = [*contribution.shards, *_object_shards(contribution.rank_objects, f"objects/rank{rank:05d}")]
+    shards = list(contribution.shards)
+    if contribution.rank_objects:
+        shards += _object_shards(contribution.rank_objects, f"objects/rank{rank:05d}", f"objects/rank{rank:05d}")
+    for name, value in contribution.shared_objects.items():
+        shards += _object_shards(value, f"{SHARED_PREFIX}{name}", f"{SHARED_TENSORS_PREFIX}{name}")
     if rank == 0:
         shards += _tensor_shards(_encode_objects(contribution.objects).tensors)
     shards.sort(key=lambda shard: -itemsize_bytes(shard.tensor.dtype))  # keeps every fragment aligned to its item size
@@ -250,13 +263,11 @@ def _encode_objects(values: dict[str, Any]) -> objects.Encoded:
     return encoded
 
 
-def _object_shards(values: dict[str, Any], prefix: str) -> list[Shard]:
-    """Per-rank objects: their JSON as a tensor of bytes, and the tensors that were in them."""
-    if not values:
-        return []
-    encoded = objects.encode(values, prefix=prefix)
+def _object_shards(value: Any, key: str, prefix: str) -> list[Shard]:
+    """An object outside the manifest: its JSON as a tensor of bytes, and the tensors that were in it."""
+    encoded = objects.encode(value, prefix=prefix)
     text = bytearray(json.dumps(encoded.value).encode())
-    return _tensor_shards({prefix: torch.frombuffer(text, dtype=torch.uint8), **encoded.tensors})
+    return _tensor_shards({key: torch.frombuffer(text, dtype=torch.uint8), **encoded.tensors})
 
 
 def _tensor_shards(tensors: dict[str, torch.Tensor]) -> list[Shard]:
@@ -287,6 +298,8 @@ def _conclude(
         return verdict
     try:
         files = [FileRecord(**message["file"]) for message in messages]
+        parts = [manifest_module.optimizer_from_json(m["optimizer"]) for m in messages if m.get("optimizer")]
+        contribution.optimizer = manifest_module.merge_optimizers(contribution.optimizer, parts)
         verdict["size_bytes"] = commit(storage, files, contribution, generation)
         verdict["committed"] = True
     except Exception as err:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from unickpt import hooks
-from unickpt.autoload import ADAPTERS
+from unickpt.autoload import DEEPSPEED, MEGATRON
 from unickpt.cli.output import Output
 from unickpt.hooks import HookStatus
 
@@ -27,7 +27,8 @@ _MARKDOWN_BEGINNING = """\
 What unickpt puts into the frameworks, and nothing else does. A hook is installed only where the
 framework's version is in the tested range *and* the function's source has a known fingerprint
 (12 hex digits of the SHA-256 of its source without comment lines, blank lines and indentation);
-otherwise the framework keeps its own behaviour and one warning says so.
+otherwise the framework keeps its own behaviour and one warning says so. A hook without fingerprints
+only looks at arguments and otherwise calls through; it checks that the arguments it needs exist.
 `unickpt hooks status` shows what holds for the installed versions.
 
 | hook | target | tested versions | known fingerprints | why | upstream | until |
@@ -58,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Print the table; 0 also where hooks are refused, because that is a state and no error."""
-    adapters = [_import(adapter, module.partition(".")[0]) for module, adapter in ADAPTERS.items()]
+    adapters = [_import("ds_unickpt", "deepspeed", DEEPSPEED), _import("megatron_unickpt", "megatron", MEGATRON)]
     found = sorted(hooks.status(), key=lambda status: status.hook.name)
     if args.json:
         documents = {"adapters": [asdict(adapter) for adapter in adapters], "hooks": [_document(status) for status in found]}
@@ -70,16 +71,27 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _import(adapter: str, framework: str) -> _Adapter:
+def _import(adapter: str, framework: str, modules: dict[str, str]) -> _Adapter:
     if find_spec(framework) is None:
         return _Adapter(adapter, framework, None, "not installed", "")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # frameworks greet; standard output is the table's
             import_module(adapter)
+            for module in modules:
+                if _exists(module):
+                    import_module(module)
     except Exception as err:  # whatever a broken installation raises is what the user needs to see
         return _Adapter(adapter, framework, None, "failed", f"{type(err).__name__}: {err}")
     version = getattr(sys.modules.get(framework), "__version__", None)
     return _Adapter(adapter, framework, None if version is None else str(version), "imported", "")
+
+
+def _exists(module: str) -> bool:
+    """Whether a framework has this module (a release may lack one; megatron-core's wheel has no training scripts)."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _target(status: HookStatus) -> str:

@@ -1,0 +1,128 @@
+"""Two functions for those who use megatron-core as a library: their own loops, Ray actors, notebooks.
+
+No global arguments, no forked process, nothing written by hand about the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel import random as tracker_module
+
+from megatron_unickpt import checkpointing, internals
+from megatron_unickpt.optimizer import METADATA
+from unickpt import rng
+
+_RNG = "unickpt_rng"
+
+
+def save(
+    directory: str | Path,
+    model: Any,
+    optimizer: Any = None,
+    *,
+    scheduler: Any = None,
+    iteration: int = 0,
+    extra: dict[str, Any] | None = None,
+    metadata: dict[str, Any] | None = None,
+    asynchronous: bool = False,
+) -> Any:
+    """Save a model and its optimizer. All ranks call it.
+
+    Args:
+        directory: of this checkpoint; it is made if it is not there.
+        model: a megatron-core module, wrapped (DDP, Float16Module) or not; or the list of a rank's model chunks.
+        optimizer: any of megatron-core's.
+        scheduler: anything with ``state_dict``.
+        iteration: kept with the checkpoint.
+        extra: further values, the same on all ranks (rank 0's are kept).
+        metadata: passed to the model's ``sharded_state_dict``.
+        asynchronous: return after a copy of this rank's part; see Returns.
+
+    Returns:
+        None; with ``asynchronous`` a ``PendingSave``: call its ``conclude()`` on every rank, at the latest
+        before the next save.
+
+    Raises:
+        SaveFailedError: on every rank, if any rank could not write.
+    """
+    state = _state(model, optimizer, scheduler, metadata, is_loading=False)
+    state |= {"iteration": iteration, "extra": extra or {}}
+    request = checkpointing.save(state, directory, content_metadata={**(metadata or {}), **METADATA}, asynchronous=asynchronous)
+    return request.async_fn.pending if asynchronous else None
+
+
+def load(
+    directory: str | Path,
+    model: Any,
+    optimizer: Any = None,
+    *,
+    scheduler: Any = None,
+    metadata: dict[str, Any] | None = None,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Load what ``save`` wrote, under any parallel shape and optimizer wrapper. All ranks call it.
+
+    Args:
+        directory, model, optimizer, scheduler, metadata: as for ``save``. Without ``optimizer`` its state is left out.
+        strict: passed to the modules' ``load_state_dict``.
+
+    Returns:
+        ``{"iteration": ..., "extra": ...}``.
+
+    Raises:
+        MegatronCheckpointError: the checkpoint is damaged or does not fit.
+    """
+    state = _state(model, optimizer, scheduler, metadata, is_loading=True)
+    here = ShardedObject(_RNG, None, *_position(), replica_id=0)
+    known = checkpointing.load_sharded_metadata(directory)
+    if here.unique_key not in known:
+        state.pop(_RNG)
+    loaded = checkpointing.load(state, directory)
+    for key, chunk in _chunks(model).items():
+        chunk.load_state_dict(loaded[key], strict=strict)
+    if optimizer is not None:
+        optimizer.load_state_dict(loaded["optimizer"])
+    if scheduler is not None and "scheduler" in loaded:
+        scheduler.load_state_dict(loaded["scheduler"])
+    if _RNG in loaded:
+        rng.restore(loaded[_RNG]["generators"])
+        tracker_module.get_cuda_rng_tracker().set_states(loaded[_RNG]["trackers"])
+    elif checkpointing.last_report is not None:
+        reason = "saved under other positions: seed with model_parallel_cuda_manual_seed"
+        checkpointing.last_report.add("rng", "object", "left out", reason)
+    return {"iteration": loaded.get("iteration", 0), "extra": loaded.get("extra", {})}
+
+
+def _chunks(model: Any) -> dict[str, Any]:
+    chunks = list(model) if isinstance(model, Sequence) else [model]
+    return {"model" if len(chunks) == 1 else f"model{at}": _unwrapped(chunk) for at, chunk in enumerate(chunks)}
+
+
+def _unwrapped(module: Any) -> Any:
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+def _state(model: Any, optimizer: Any, scheduler: Any, metadata: dict[str, Any] | None, *, is_loading: bool) -> dict[str, Any]:
+    given = metadata or {}
+    state: dict[str, Any] = {key: chunk.sharded_state_dict(metadata=dict(given)) for key, chunk in _chunks(model).items()}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata={**given, **METADATA})
+    if scheduler is not None:
+        state["scheduler"] = scheduler.state_dict()
+    generators = {"generators": rng.capture(), "trackers": tracker_module.get_cuda_rng_tracker().get_states()}
+    state[_RNG] = ShardedObject(_RNG, generators, *_position(), replica_id=0)
+    return state
+
+
+def _position() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Shape and offset of this rank's place: pipeline, tensor, data parallel."""
+    sizes, place = internals.topology(), internals.coordinates()
+    pipeline, tensor = sizes.get("pipeline", 1), sizes.get("tensor", 1)
+    shape = (pipeline, tensor, max(sizes["world_size"] // (pipeline * tensor), 1))
+    return shape, (place["pipeline"], place["tensor"], place["data"])

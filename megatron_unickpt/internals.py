@@ -1,0 +1,297 @@
+"""The one module that knows Megatron's private attributes. Everything that a new version can break is here.
+
+Read from megatron-core 0.12 to 0.16 and the development branch: ``optimizer/optimizer.py``,
+``optimizer/distrib_optimizer.py``, ``optimizer/layer_wise_optimizer.py``, ``parallel_state.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
+
+IDENTIFIER_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+# Keys of a torch parameter group that say how to compute, not what: they belong to the running job.
+SWITCHES = frozenset(
+    {"params", "foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay", *IDENTIFIER_KEYS}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A flat range of a local model parameter, and what this rank's optimizer holds for it.
+
+    Attributes:
+        parameter: the model's own (a tensor parallel shard, or whole).
+        lo, hi: elements of ``parameter``, flattened.
+        main: what the optimizer steps on, ``hi - lo`` elements.
+        states: elementwise optimizer states, each of ``hi - lo`` elements.
+        scalars: per-parameter states that are one number.
+        group: the inner optimizer's parameter group.
+        instance: None if every data parallel rank holds the same; otherwise the ranks hold different
+            ranges, and this is the number of the copy that this range belongs to.
+    """
+
+    parameter: torch.nn.Parameter
+    lo: int
+    hi: int
+    main: torch.Tensor
+    states: dict[str, torch.Tensor]
+    scalars: dict[str, Any]
+    group: dict[str, Any]
+    instance: int | None = None
+
+
+@dataclass(slots=True)
+class Leaf:
+    """One of the optimizers that step: a chained optimizer has several.
+
+    Attributes:
+        optimizer: Megatron's wrapper.
+        inner: the torch (or fused) optimizer inside of it.
+        held: what it holds on this rank.
+        elsewhere: parameters of this rank's model whose state other data parallel ranks hold.
+        instance: as in ``Held``, for ``elsewhere``.
+    """
+
+    optimizer: Any
+    inner: Any
+    held: list[Held] = field(default_factory=list)
+    elsewhere: list[torch.nn.Parameter] = field(default_factory=list)
+    instance: int | None = None
+
+
+def unsupported_reason(optimizer: Any) -> str:
+    """Why this optimizer's state cannot be described by parameter, or ''."""
+    for leaf in _wrappers(optimizer):
+        ddp = getattr(leaf, "ddp_config", None)
+        if getattr(ddp, "use_megatron_fsdp", False) or getattr(ddp, "use_custom_fsdp", False):
+            return "Megatron FSDP"
+        if type(getattr(leaf, "optimizer", None)).__name__ == "HybridDeviceOptimizer":
+            return "the CPU offloading optimizer (HybridDeviceOptimizer)"
+        if _keeps_remainders(leaf):
+            return "store_param_remainders (masters kept as 16-bit remainders)"
+        if not isinstance(leaf, (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)):
+            return f"the optimizer wrapper {type(leaf).__name__}"
+    return ""
+
+
+def _keeps_remainders(wrapper: Any) -> bool:
+    config = wrapper.config
+    return bool(
+        _precision_aware(wrapper) and getattr(config, "store_param_remainders", False) and getattr(config, "bf16", False)
+    )
+
+
+def _wrappers(optimizer: Any) -> Iterator[Any]:
+    if isinstance(optimizer, ChainedOptimizer):
+        for inner in optimizer.chained_optimizers:
+            yield from _wrappers(inner)
+    elif optimizer is not None:
+        yield optimizer
+
+
+def leaves(optimizer: Any, *, allocate: bool) -> list[Leaf]:
+    """What an optimizer holds on this rank, by model parameter.
+
+    Args:
+        optimizer: any of Megatron's wrappers, chained or not.
+        allocate: make the states that a fresh optimizer lacks, as Megatron does before it loads.
+    """
+    found = []
+    layerwise = _layerwise_lists(optimizer)
+    for wrapper in _wrappers(optimizer):
+        inner = wrapper.optimizer
+        if inner is None or getattr(wrapper, "is_stub_optimizer", False):
+            continue
+        if allocate and wrapper.init_state_fn is not None:
+            wrapper.init_state_fn(inner, wrapper.config)
+        leaf = Leaf(wrapper, inner)
+        if isinstance(wrapper, DistributedOptimizer):
+            _fill_distributed(leaf)
+        else:
+            _fill_plain(leaf, sharded=layerwise is not None)
+        found.append(leaf)
+    if layerwise is not None and found:
+        held = {id(h.parameter) for leaf in found for h in leaf.held}
+        found[0].elsewhere = [p for p in layerwise if id(p) not in held]
+        found[0].instance = 0
+    return found
+
+
+def _layerwise_lists(optimizer: Any) -> list[torch.nn.Parameter] | None:
+    """All parameters of a LayerWiseDistributedOptimizer that is in effect (each held by one rank), or None."""
+    if type(optimizer).__name__ != "LayerWiseDistributedOptimizer":
+        return None
+    lists = [*(getattr(optimizer, "dp_cp_params_list", None) or []), *(getattr(optimizer, "expt_dp_params_list", None) or [])]
+    return [p for some in lists for p in some] if lists else None
+
+
+def _fill_distributed(leaf: Leaf) -> None:
+    """``DistributedOptimizer``: this rank's range of every bucket (``gbuf_ranges``), as ranges of parameters."""
+    optimizer = leaf.optimizer
+    leaf.instance = int(getattr(optimizer, "distributed_optimizer_instance_id", 0))
+    ranges: dict[int, Any] = {}
+    for per_dtype in optimizer.gbuf_ranges:
+        for bucket in itertools.chain.from_iterable(per_dtype.values()):
+            ranges |= {id(parameter): found["param"] for parameter, found in bucket["param_map"].items()}
+    groups = optimizer.optimizer.param_groups
+    mains = optimizer.shard_float16_groups if _precision_aware(optimizer) else optimizer.shard_fp32_from_float16_groups
+    for models, shards in ((optimizer.model_float16_groups, mains), (optimizer.model_fp32_groups, optimizer.shard_fp32_groups)):
+        for group, parameters, held in zip(groups, models, shards, strict=True):
+            for parameter, shard in zip(parameters, held, strict=True):
+                part = ranges[id(parameter)]
+                main, states, scalars = _states_of(leaf, shard)
+                leaf.held.append(Held(parameter, part.start, part.end, main, states, scalars, group, leaf.instance))
+    here = {id(h.parameter) for h in leaf.held}
+    for buffer in optimizer.buffers:
+        leaf.elsewhere += [p for p in buffer.params if id(p) not in here]
+
+
+def _fill_plain(leaf: Leaf, *, sharded: bool) -> None:
+    """``Float16OptimizerWithFloat16Params`` and ``FP32Optimizer``: whole local parameters."""
+    optimizer = leaf.optimizer
+    model_of: dict[int, torch.nn.Parameter] = {}
+    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        for models, mains in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
+            model_of |= {id(main): model for model, main in zip(models, mains, strict=True)}
+    for group in leaf.inner.param_groups:
+        for stepped in group["params"]:
+            parameter = model_of.get(id(stepped), stepped)
+            main, states, scalars = _states_of(leaf, stepped)
+            leaf.held.append(Held(parameter, 0, parameter.numel(), main, states, scalars, group, 0 if sharded else None))
+
+
+def _precision_aware(optimizer: Any) -> bool:
+    """Whether TransformerEngine's FusedAdam holds the masters (``--use-precision-aware-optimizer``)."""
+    config = optimizer.config
+    for name in ("use_precision_aware_optimizer_no_fp8_or_ds_fp8", "use_precision_aware_optimizer"):
+        if hasattr(config, name):
+            return bool(getattr(config, name))
+    return False
+
+
+def _states_of(leaf: Leaf, stepped: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
+    state = leaf.inner.state.get(stepped, {})
+    main = stepped
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            if isinstance(value, (int, float, bool)):
+                scalars[key] = value
+        elif value.numel() == stepped.numel() and value.dim() == stepped.dim() and key != "step":
+            tensors[key] = leaf.inner.get_unscaled_state(stepped, key) if _precision_aware(leaf.optimizer) else value
+        elif value.numel() == 1:
+            scalars[key] = value
+    if "master_param" in tensors:
+        main = tensors.pop("master_param")
+    return main, tensors, scalars
+
+
+def write_back(leaf: Leaf, held: Held) -> None:
+    """After ``held``'s tensors were filled: into a precision-aware optimizer, which only gave copies of them."""
+    if not _precision_aware(leaf.optimizer) or not isinstance(leaf.optimizer, DistributedOptimizer):
+        return
+    for stepped in held.group["params"]:
+        if stepped.data_ptr() == held.parameter.view(-1)[held.lo :].data_ptr():
+            for key, value in {"master_param": held.main, **held.states}.items():
+                if key in leaf.inner.state.get(stepped, {}):
+                    leaf.inner.set_scaled_state(stepped, key, value)
+
+
+def steps_per_parameter(leaf: Leaf) -> bool:
+    """Whether the inner optimizer counts in each parameter's state (torch's do) and not in the group (fused ones)."""
+    return type(leaf.inner).__module__.startswith("torch.optim")
+
+
+def set_step(leaf: Leaf, held: Held, step: float) -> None:
+    """Give a parameter that torch's optimizer steps on its step count."""
+    for stepped in held.group["params"]:
+        state = leaf.inner.state.get(stepped)
+        if state and (stepped is held.main or stepped is held.parameter):
+            state["step"] = torch.tensor(float(step), dtype=torch.float32)
+
+
+def data_parallel_replicas(*, expert: bool) -> tuple[int, int]:
+    """``(position, count)`` of this rank among those that hold the same model weights; (0, 1) if unknown."""
+    if not parallel_state.is_initialized():
+        return 0, 1
+    try:
+        if expert:
+            return int(parallel_state.get_expert_data_parallel_rank()), int(
+                parallel_state.get_expert_data_parallel_world_size()
+            )
+        return (
+            int(parallel_state.get_data_parallel_rank(with_context_parallel=True)),
+            int(parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
+        )
+    except (AssertionError, AttributeError, TypeError):
+        return 0, 1
+
+
+def is_expert(parameter: Any, key: str) -> bool:
+    """Whether copies of this parameter are counted over the expert data parallel group.
+
+    ``allreduce`` is False for experts only where expert parallelism is on; the key tells always.
+    """
+    return not getattr(parameter, "allreduce", True) or ".experts." in key
+
+
+_SIZES = {
+    "tensor": "get_tensor_model_parallel_world_size",
+    "pipeline": "get_pipeline_model_parallel_world_size",
+    "virtual_pipeline": "get_virtual_pipeline_model_parallel_world_size",
+    "context": "get_context_parallel_world_size",
+    "expert": "get_expert_model_parallel_world_size",
+    "expert_tensor": "get_expert_tensor_parallel_world_size",
+    "data": "get_data_parallel_world_size",
+}
+
+
+def topology() -> dict[str, Any]:
+    """Parallel degrees of the running job, for the manifest."""
+    found: dict[str, Any] = {"world_size": torch.distributed.get_world_size()}
+    if parallel_state.is_initialized():
+        for name, getter in _SIZES.items():
+            try:
+                value = getattr(parallel_state, getter)()
+            except (AssertionError, AttributeError, TypeError):
+                continue
+            if value is not None:
+                found[name] = int(value)
+    return found
+
+
+def coordinates() -> dict[str, int]:
+    """This rank's place: pipeline, tensor, expert and data parallel (with context parallel) rank."""
+    if not parallel_state.is_initialized():
+        return {"pipeline": 0, "tensor": 0, "expert": 0, "data": torch.distributed.get_rank()}
+    return {
+        "pipeline": int(parallel_state.get_pipeline_model_parallel_rank()),
+        "tensor": int(parallel_state.get_tensor_model_parallel_rank()),
+        "expert": int(parallel_state.get_expert_model_parallel_rank()),
+        "data": int(parallel_state.get_data_parallel_rank(with_context_parallel=True)),
+    }
+
+
+def default_store() -> Any:
+    """The key-value store that set up the job's process groups."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def dequantized(data: torch.Tensor) -> torch.Tensor:
+    """An fp8 tensor of TransformerEngine in its high precision; any other tensor as it is."""
+    try:
+        from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+    except ImportError:
+        return data
+    return dequantize_fp8_tensor(data) if is_float8tensor(data) else data

@@ -1,0 +1,233 @@
+"""A checkpoint into a sharded state dict: every requested box from the fragments that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+from megatron_unickpt import capture, mapping
+from megatron_unickpt.mapping import MASTER, WEIGHT, Piece, StateTensor
+from megatron_unickpt.optimizer import OptimizerPart
+from unickpt.dtypes import name_of, torch_dtype
+from unickpt.errors import MismatchError
+from unickpt.fragments import Box
+from unickpt.index import TensorInfo
+from unickpt.loading import Checkpoint, Request
+from unickpt.report import LoadReport
+
+OBJECT = "object"
+
+
+def stored_tensors(checkpoint: Checkpoint) -> Iterable[TensorInfo]:
+    """What the checkpoint has besides objects."""
+    return (info for info in checkpoint.index.tensors if info.kind != OBJECT)
+
+
+def source_of(checkpoint: Checkpoint, name: str, state: str) -> TensorInfo | None:
+    """The tensor that serves a request: the one of that state, or weight and master for each other.
+
+    Weight and master of a parameter are one value in two precisions, and the fp32 optimizer keeps
+    one of them only.
+    """
+    found = checkpoint.info(name, state)
+    if found is None and state in (WEIGHT, MASTER):
+        found = checkpoint.info(name, WEIGHT if state == MASTER else MASTER)
+    if found is not None and found.derived_from is not None and state != WEIGHT:
+        found = checkpoint.info(name, found.derived_from)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A temporary that has to be copied into a tensor which cannot be filled in place."""
+
+    target: torch.Tensor
+    data: torch.Tensor
+
+
+@dataclass
+class Restore:
+    """One load on one rank.
+
+    Attributes:
+        checkpoint: opened.
+        report: of this rank's own tensors and objects.
+    """
+
+    checkpoint: Checkpoint
+    verify: bool = True
+    allow_pickle: bool = False
+    report: LoadReport = field(default_factory=LoadReport)
+
+    def __post_init__(self) -> None:
+        source = self.checkpoint.manifest.writer
+        self.report.source = (
+            f"{self.checkpoint.storage.root} (step {self.checkpoint.manifest.step}, {source.framework} "
+            f"{source.framework_version}, {capture.describe(source.topology)})"
+        )
+        self._stepped = any(info.kind == "optimizer" for info in self.checkpoint.index.tensors)
+        self._requests: list[Request] = []
+        self._overrides: list[Request] = []
+        self._copies: list[_Copy] = []
+        self._late: list[_Copy] = []
+
+    # ---------------------------------------------------------------- tensors
+
+    def tensors(self, items: Sequence[ShardedTensor]) -> None:
+        """Fill the data of every sharded tensor, in place; those without data get it.
+
+        Raises:
+            MismatchError: tensors that the checkpoint does not have, or has in another shape; all are listed.
+            CorruptCheckpointError, StorageError: damaged or unreadable.
+        """
+        missing: list[str] = []
+        shapes: list[str] = []
+        wanted: list[tuple[ShardedTensor, TensorInfo]] = []
+        for item in items:
+            name, state = mapping.tensor_of(item.key)
+            info = source_of(self.checkpoint, name, state)
+            if info is None and isinstance(item, StateTensor) and state != MASTER and not self._stepped:
+                item.data.zero_()
+                self.report.add(
+                    name, state, "left out", "the optimizer had not stepped when it was saved: zeros, as at its start"
+                )
+            elif info is None:
+                missing.append(item.key)
+            elif not _fits(item, info):
+                shapes.append(f"{item.key}: {info.shape} in the checkpoint, {tuple(item.global_shape)} in this job")
+            else:
+                wanted.append((item, info))
+        self._complain(missing, shapes)
+        for item, info in wanted:
+            self._request(item, info)
+        stats = self.checkpoint.read(self._requests, verify=self.verify)
+        late = self.checkpoint.read(self._overrides, verify=self.verify)
+        for copy in [*self._copies, *self._late]:
+            copy.target.copy_(copy.data)
+        self.report.bytes_read += stats.bytes_read + late.bytes_read
+        self.report.bytes_needed += stats.bytes_needed + late.bytes_needed
+
+    def _complain(self, missing: list[str], shapes: list[str]) -> None:
+        lines = []
+        for what, entries in (("not in the checkpoint", sorted(set(missing))), ("of another shape", sorted(set(shapes)))):
+            if entries:
+                shown = "; ".join(entries[:10]) + (f"; and {len(entries) - 10} more" if len(entries) > 10 else "")
+                lines.append(f"{what} ({len(entries)}): {shown}")
+        record = self.checkpoint.manifest.optimizer
+        states = sorted({info.state for info in self.checkpoint.index.tensors if info.kind == "optimizer"})
+        if lines and record is not None and any(key.startswith("optimizer.state.") for key in missing):
+            lines.append(f"It was saved with {record.name}, whose states are {', '.join(states) or 'none'}")
+        if lines:
+            raise MismatchError(f"{self.checkpoint.storage.root} does not fit this job: {'. '.join(lines)}. Nothing is loaded.")
+
+    def _request(self, item: ShardedTensor, info: TensorInfo) -> None:
+        item.init_data(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu")
+        if item.data.numel() == 0:
+            return
+        name, state = mapping.tensor_of(item.key)
+        stored = info if info.derived_from is None else self.checkpoint.info(name, info.derived_from)
+        assert stored is not None  # the index checks it
+        for piece in mapping.pieces_of(item, item.data.detach()):
+            box = piece.box.intersect(Box.whole(info.shape))
+            if box is None:
+                continue  # all of it is padding that the checkpoint does not have
+            part = Piece(box, piece.data[box.within(piece.box).slices()])
+            self._fill(self.checkpoint.ids[stored.key], part)
+            if info.derived_from is not None:
+                self._override(info, part)
+        self._account(name, state, item, info, stored)
+
+    def _fill(self, position: int, piece: Piece) -> None:
+        if piece.data.is_contiguous():
+            self._requests.append(Request(position, piece.box, piece.data.view(-1)))
+            return
+        flat = torch.empty(piece.box.numel, dtype=piece.data.dtype)
+        self._requests.append(Request(position, piece.box, flat))
+        self._copies.append(_Copy(piece.data, flat.view(piece.box.shape)))
+
+    def _override(self, info: TensorInfo, piece: Piece) -> None:
+        """Stored weights that are not the cast of their master go over the cast."""
+        index, position = self.checkpoint.index, self.checkpoint.ids[info.key]
+        for row in index.rows_of(position):
+            common = piece.box.intersect(index.box(row))
+            if common is not None:
+                data = torch.empty(common.numel, dtype=torch_dtype(info.dtype))
+                self._overrides.append(Request(position, common, data))
+                target = piece.data[common.within(piece.box).slices()]
+                self._late.append(_Copy(target, data.view(common.shape)))
+
+    def _account(self, name: str, state: str, item: ShardedTensor, info: TensorInfo, stored: TensorInfo) -> None:
+        dtype = name_of(item.data.dtype)
+        if info.shape != tuple(item.global_shape):
+            self.report.add(name, state, "restored", f"{info.shape} of {tuple(item.global_shape)}: the rest is padding")
+        elif info.dtype == dtype and info.state == state:
+            self.report.add(name, state, "restored")
+        else:
+            self.report.add(name, state, "cast", f"{stored.dtype} {stored.state} to {dtype} {state}")
+
+    # ---------------------------------------------------------------- objects
+
+    def common(self) -> Any:
+        """Megatron's common state dict; what could not be stored as plain values is reported."""
+        decoded = self.checkpoint.objects(allow_pickle=self.allow_pickle)
+        for line in decoded.left_out:
+            path, _, reason = line.partition(":")
+            self.report.add(path, OBJECT, "left out", reason.strip())
+        return decoded.value.get(capture.COMMON) or {}
+
+    def objects(self, items: Iterable[ShardedObject]) -> dict[str, Any]:
+        """unique key -> object.
+
+        Raises:
+            MismatchError: there is no such object.
+        """
+        found: dict[str, Any] = {}
+        for item in items:
+            try:
+                decoded = self.checkpoint.shared_object(item.unique_key, allow_pickle=self.allow_pickle)
+            except KeyError:
+                similar = [key for key in self.checkpoint.shared_names() if key.startswith(f"{item.key}/")]
+                have = f"it has {', '.join(similar[:4])}" if similar else "it has none of that name"
+                raise MismatchError(
+                    f"{self.checkpoint.storage.root}: no object {item.unique_key} ({have}): objects are kept per "
+                    "position and cannot be resharded"
+                ) from None
+            for line in decoded.left_out:
+                self.report.add(item.unique_key, OBJECT, "left out", line)
+            found[item.unique_key] = decoded.value
+            self.report.add(item.unique_key, OBJECT, "restored")
+        return found
+
+    def optimizers(self, parts: Iterable[OptimizerPart]) -> None:
+        """Tell the optimizers that were filled what the checkpoint says about hyperparameters."""
+        for part in parts:
+            part.record = self.checkpoint.manifest.optimizer
+            part.grad_scaler = self.checkpoint.objects(allow_pickle=self.allow_pickle).value.get("grad_scaler")
+            part.loaded = True
+            if part.record is None:
+                self.report.add("optimizer", OBJECT, "left out", "the checkpoint has no hyperparameters")
+            else:
+                self.report.add("optimizer", OBJECT, "restored", "hyperparameters and step, by parameter")
+
+
+def _fits(item: ShardedTensor, info: TensorInfo) -> bool:
+    if item.allow_shape_mismatch:
+        return len(info.shape) == len(item.global_shape)
+    return info.shape == tuple(item.global_shape)
+
+
+def unloaded(checkpoint: Checkpoint, requested: Mapping[int, bool] | set[int]) -> list[TensorInfo]:
+    """Tensors of the checkpoint that no rank asked for; weight and master of a parameter stand for each other."""
+    names = {checkpoint.index.tensors[i].name for i in requested if checkpoint.index.tensors[i].state in (WEIGHT, MASTER)}
+    left = []
+    for position, info in enumerate(checkpoint.index.tensors):
+        if info.kind == OBJECT or position in requested:
+            continue
+        if info.state in (WEIGHT, MASTER) and info.name in names:
+            continue
+        left.append(info)
+    return left

@@ -1,0 +1,109 @@
+"""Strategies for those who pass them to ``dist_checkpointing`` themselves, and for its registry.
+
+megatron-core up to 0.16 asks strategy objects and finds the one for a directory in a registry
+(``strategies/base.py``); the development branch has neither. The hooks on ``dist_checkpointing``
+recognise these objects (also inside of the fully parallel wrappers) and do the work in
+``checkpointing``, so that it is the same everywhere; called directly, they do the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_unickpt import checkpointing
+from megatron_unickpt.checkpointing import BACKEND, VERSION, MegatronCheckpointError
+
+try:
+    from megatron.core.dist_checkpointing.strategies.base import (
+        AsyncSaveShardedStrategy,
+        LoadCommonStrategy,
+        LoadShardedStrategy,
+        StrategyAction,
+        register_default_strategy,
+    )
+
+    HAS_REGISTRY = True
+except ImportError:  # the development branch
+    AsyncSaveShardedStrategy = LoadShardedStrategy = LoadCommonStrategy = object
+    HAS_REGISTRY = False
+
+
+class UnickptSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
+    """Saves as unickpt. ``share``: let data parallel ranks write what they hold alike in turns."""
+
+    def __init__(self, *, share: bool = True) -> None:
+        self.backend, self.version = BACKEND, VERSION
+        self.share = share
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_: Any) -> Any:
+        return checkpointing.save(sharded_state_dict, checkpoint_dir, asynchronous=True, share=self.share)
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        checkpointing.save(sharded_state_dict, checkpoint_dir, share=self.share)
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({BACKEND}, {VERSION})"
+
+
+class _Compatible:
+    """Checks that Megatron makes of a load strategy before it uses it."""
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        if loaded_backend != BACKEND:
+            raise MegatronCheckpointError(f"this strategy reads {BACKEND!r} checkpoints, and this one is {loaded_backend!r}")
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        if loaded_version > VERSION:
+            raise MegatronCheckpointError(
+                f"checkpoint of version {loaded_version}, this release reads {VERSION}; upgrade unickpt"
+            )
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+
+class UnickptLoadStrategy(_Compatible, LoadShardedStrategy):  # type: ignore[misc]
+    """Loads tensors and sharded objects of a unickpt checkpoint."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_: Any) -> Any:
+        return checkpointing.load_sharded(sharded_state_dict, checkpoint_dir)
+
+    def load_tensors_metadata(self, checkpoint_dir: str | Path) -> Any:
+        return checkpointing.load_tensors_metadata(checkpoint_dir)
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> Any:
+        return checkpointing.load_sharded_metadata(checkpoint_dir)
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+        checkpointing.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+
+class UnickptLoadCommonStrategy(_Compatible, LoadCommonStrategy):  # type: ignore[misc]
+    """Loads Megatron's common state."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> Any:
+        return checkpointing.load_common_state_dict(checkpoint_dir)
+
+    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str | Path) -> Any:
+        return checkpointing.load_sharded(sharded_objects_state_dict, checkpoint_dir)
+
+
+def unwrap(strategy: Any) -> Any:
+    """The strategy inside of Megatron's fully parallel wrappers."""
+    while hasattr(strategy, "base_strategy"):
+        strategy = strategy.base_strategy
+    return strategy
+
+
+def register() -> None:
+    """Put the strategies into megatron-core's registry, where it has one."""
+    if HAS_REGISTRY:
+        register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, UnickptSaveStrategy())
+        register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, UnickptLoadStrategy())
+        register_default_strategy(StrategyAction.LOAD_COMMON, BACKEND, VERSION, UnickptLoadCommonStrategy())

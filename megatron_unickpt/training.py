@@ -1,0 +1,389 @@
+"""The training scripts of Megatron-LM: ``--ckpt-format unickpt``, resume from whatever is in ``--load``.
+
+``megatron.training.checkpointing`` branches on the literal ``torch_dist`` in a dozen places. So the
+arguments say ``torch_dist`` (and ``unickpt``, which we look at) once they are parsed, and
+the strategy that those branches ask for is ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from megatron_unickpt import capture, checkpointing, internals, optimizer_hooks
+from megatron_unickpt.checkpointing import BACKEND, MegatronCheckpointError, SaveFailedError
+from megatron_unickpt.optimizer import METADATA
+from unickpt.errors import (
+    CorruptCheckpointError,
+    FormatError,
+    MismatchError,
+    NotACheckpointError,
+    StorageError,
+    UnickptError,
+)
+from unickpt.loading import Checkpoint, is_checkpoint, read_manifest
+from unickpt.storage import PosixStorage
+
+logger = logging.getLogger("unickpt")
+
+NATIVE_FORMAT = "torch_dist"
+TRACKER = "latest_checkpointed_iteration.txt"
+RNG = "rng_state"
+_DAMAGE = (CorruptCheckpointError, FormatError, NotACheckpointError, StorageError)
+
+# Arguments that make another model: they must be the same in the checkpoint and in the job.
+MODEL_ARGUMENTS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention", "num_query_groups",
+    "kv_channels", "position_embedding_type", "rotary_percent", "rotary_base", "rotary_interleaved", "add_position_embedding",
+    "max_position_embeddings", "untie_embeddings_and_output_weights", "normalization", "norm_epsilon", "swiglu",
+    "squared_relu", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "apply_layernorm_1p",
+    "apply_residual_connection_post_layernorm",
+    "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk",
+    "mtp_num_layers", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "is_hybrid_model", "hybrid_override_pattern", "spec",
+)  # fmt: skip
+PARALLEL_ARGUMENTS = (
+    "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "data_parallel_size",
+    "use_distributed_optimizer", "sequence_parallel", "params_dtype",
+)  # fmt: skip
+
+
+class _Mode:
+    """What the hooked functions are being called for. ``source``: the checkpoint being loaded, if it is ours."""
+
+    def __init__(self) -> None:
+        self.loading = False
+        self.source: Checkpoint | None = None
+
+
+_mode = _Mode()
+
+
+def active() -> bool:
+    """Whether this job asked for ``--ckpt-format unickpt``."""
+    module = sys.modules.get("megatron.training.global_vars")
+    args = getattr(module, "_GLOBAL_ARGS", None)
+    return bool(getattr(args, BACKEND, False))
+
+
+def _arguments() -> argparse.Namespace:
+    from megatron.training.global_vars import get_args
+
+    found: argparse.Namespace = get_args()
+    return found
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def add_arguments(wrapped: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """``add_megatron_arguments``: ``--ckpt-format`` takes one more value."""
+    result: argparse.ArgumentParser = wrapped(parser)
+    for action in result._actions:
+        if "--ckpt-format" in action.option_strings and action.choices is not None:
+            action.choices = [*dict.fromkeys([*action.choices, BACKEND])]
+            action.help = f"{action.help or ''} {BACKEND}: universal checkpoints, loadable under any parallel shape."
+    return result
+
+
+def parse_arguments(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``parse_args``: from here on, the scripts see the format whose branches they shall take."""
+    parsed = wrapped(*args, **kwargs)
+    wanted = getattr(parsed, "ckpt_format", None) == BACKEND
+    setattr(parsed, BACKEND, wanted)
+    if wanted:
+        parsed.ckpt_format = NATIVE_FORMAT
+    return parsed
+
+
+# ---------------------------------------------------------------- saving
+
+
+def sharding_metadata(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``_build_sharded_state_dict_metadata``: optimizers in model space, without a gather."""
+    metadata = wrapped(*args, **kwargs)
+    return {**metadata, **METADATA} if active() and not _mode.loading else metadata
+
+
+def default_save_strategy(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``get_default_save_sharded_strategy``, as the scripts call it."""
+    if not active():
+        return wrapped(*args, **kwargs)
+    from megatron_unickpt.strategies import UnickptSaveStrategy
+
+    return UnickptSaveStrategy()
+
+
+def save_checkpoint(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``save_checkpoint``: a checkpoint that cannot be written is a warning, and the tracker keeps naming the last good one."""
+    if not active():
+        return wrapped(*args, **kwargs)
+    with _optimizers_asked():
+        try:
+            return wrapped(*args, **kwargs)
+        except SaveFailedError as err:
+            if torch.distributed.get_rank() == 0:
+                logger.warning("unickpt: %s Training goes on; the next save tries again.", err)
+            torch.distributed.barrier()
+            return None
+
+
+@contextmanager
+def _optimizers_asked() -> Iterator[None]:
+    before = optimizer_hooks.asked_for_by_scripts
+    optimizer_hooks.asked_for_by_scripts = True
+    try:
+        yield
+    finally:
+        optimizer_hooks.asked_for_by_scripts = before
+
+
+def get_rng_state(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``get_rng_state``: one object per (pipeline, tensor, data parallel) position, whatever the expert parallel size.
+
+    Megatron keeps one per (pipeline, tensor) position, and with experts one per data parallel rank, so
+    that turning expert parallelism on or off leaves it looking for objects that are not there.
+    """
+    state = wrapped(*args, **kwargs)
+    ours = _mode.source is not None if _mode.loading else active()
+    if not ours or not isinstance(state, ShardedObject):
+        return state
+    place, sizes = internals.coordinates(), internals.topology()
+    count = sizes["world_size"] // (sizes.get("tensor", 1) * sizes.get("pipeline", 1))
+    position = place["data"]
+    if _mode.source is not None:
+        stored = _data_parallel(_mode.source.manifest.writer.topology)
+        count, position = stored, position % stored
+    return ShardedObject(
+        RNG, state.data, (sizes.get("pipeline", 1), sizes.get("tensor", 1), count),
+        (place["pipeline"], place["tensor"], position), replica_id=0,
+    )  # fmt: skip
+
+
+def _data_parallel(layout: Mapping[str, Any]) -> int:
+    return max(int(layout.get("world_size", 1)) // (int(layout.get("tensor", 1)) * int(layout.get("pipeline", 1))), 1)
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load_checkpoint(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``load_checkpoint``: recognises the format in the directory, and falls back to the newest whole checkpoint."""
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    bound.apply_defaults()
+    options = _arguments()
+    load_dir = getattr(options, bound.arguments["load_arg"], None)
+    if load_dir is None:
+        return _native(wrapped, args, kwargs)
+    meet = checkpointing.rendezvous()
+    meet.begin(f"choose/{load_dir}")
+    tried: list[int] = []
+    skipped: list[str] = []
+    while True:
+        choice = meet.broadcast("choice", _choose(options, str(load_dir), tried) if meet.rank == 0 else None)
+        if choice["iteration"] is None:
+            if tried:
+                raise MegatronCheckpointError(f"no whole checkpoint is left in {load_dir}: " + "; ".join(skipped))
+            return _native(wrapped, args, kwargs)
+        iteration = int(choice["iteration"])
+        tried.append(iteration)
+        for line in choice["notes"]:
+            if meet.rank == 0:
+                logger.warning("unickpt: %s", line)
+        try:
+            return _ours(wrapped, args, kwargs, options, Path(choice["directory"]), iteration, skipped)
+        except MegatronCheckpointError as err:
+            damaged = isinstance(err.__cause__, _DAMAGE) or any(kind.__name__ in str(err) for kind in _DAMAGE)
+            if not damaged or choice["explicit"]:
+                raise
+            skipped.append(f"iteration {iteration}: {err}")
+            if meet.rank == 0:
+                logger.warning(
+                    "unickpt: iteration %d in %s cannot be used: %s. Looking for an older one.", iteration, load_dir, err
+                )
+
+
+def _native(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    _mode.loading, _mode.source = True, None
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        _mode.loading = False
+
+
+def _choose(options: argparse.Namespace, load_dir: str, tried: list[int]) -> dict[str, Any]:
+    """On the coordinator: which iteration to load next, if it is one of ours. Reads manifests, never data."""
+    nothing: dict[str, Any] = {"iteration": None, "directory": "", "notes": [], "explicit": False}
+    folder = Path(load_dir)
+    explicit = getattr(options, "ckpt_step", None)
+    if explicit:
+        directory = folder / _name(int(explicit))
+        if tried or not is_checkpoint(directory):
+            return nothing
+        return {"iteration": int(explicit), "directory": str(directory), "notes": [], "explicit": True}
+    tracked, notes = _tracked(folder)
+    whole = _whole(folder)
+    if not tried and tracked is not None:
+        directory = folder / _name(tracked)
+        if is_checkpoint(directory) or not whole or any(directory.glob("*")):
+            ours = is_checkpoint(directory)
+            return {**nothing, "iteration": tracked if ours else None, "directory": str(directory)}
+        notes.append(f"{folder / TRACKER} names iteration {tracked}, which is not there")
+    if not tried and tracked is None and not notes:
+        return nothing  # no tracker file: Megatron starts from random weights, or exits if it was told to
+    older = [iteration for iteration in whole if iteration not in tried]
+    if not older:
+        return nothing
+    return {"iteration": older[0], "directory": str(folder / _name(older[0])), "notes": notes, "explicit": False}
+
+
+def _tracked(folder: Path) -> tuple[int | None, list[str]]:
+    """What the tracker file says: an iteration, or None with the reason unless there simply is no file."""
+    path = folder / TRACKER
+    if not path.is_file():
+        return None, []
+    text = path.read_text(errors="replace").strip()
+    if text.isdigit():
+        return int(text), []
+    if text == "release":
+        return None, []
+    return None, [f"{path} holds {text[:40]!r} instead of an iteration (was the job killed while it was written?)"]
+
+
+def _name(iteration: int) -> str:
+    return f"iter_{iteration:07d}"
+
+
+def _whole(folder: Path) -> list[int]:
+    """Iterations that have a sound manifest, newest first."""
+    found = []
+    for path in folder.glob("iter_*"):
+        if path.name[5:].isdigit() and is_checkpoint(path):
+            try:
+                read_manifest(PosixStorage(path))
+            except (UnickptError, OSError):
+                continue
+            found.append(int(path.name[5:]))
+    return sorted(found, reverse=True)
+
+
+def _ours(
+    wrapped: Callable[..., Any], args: Any, kwargs: Any, options: argparse.Namespace, directory: Path, iteration: int,
+    skipped: list[str],
+) -> Any:  # fmt: skip
+    """Load one of our checkpoints through Megatron's own function."""
+    try:
+        checkpoint = Checkpoint.open(directory)
+        stored = checkpointing.load_common_state_dict(directory).get("args")
+        finetune = bool(getattr(options, "finetune", False))
+        if stored is not None and not finetune:
+            compare_arguments(vars(stored), vars(options), where=str(directory))
+    except MegatronCheckpointError:
+        raise
+    except UnickptError as err:
+        raise MegatronCheckpointError(f"{type(err).__name__}: {err}") from err
+    same = _same_positions(checkpoint.manifest.writer.topology)
+    wanted = not (finetune or getattr(options, "no_load_rng", False) or getattr(stored, "no_save_rng", False))
+    changes = {"ckpt_format": NATIVE_FORMAT, "ckpt_step": iteration}
+    if wanted and not same:
+        changes["no_load_rng"] = True
+    _mode.loading, _mode.source = True, checkpoint
+    try:
+        with _changed(options, changes), _optimizers_asked():
+            result = wrapped(*args, **kwargs)
+    finally:
+        _mode.loading, _mode.source = False, None
+    if wanted and not same:
+        _reseed(options, iteration, checkpoint.manifest.writer.topology)
+    report = checkpointing.last_report
+    if report is not None:
+        report.skipped = list(skipped)
+    return result
+
+
+@contextmanager
+def _changed(options: argparse.Namespace, values: Mapping[str, Any]) -> Iterator[None]:
+    """Arguments with other values for the time of a call."""
+    before = {key: getattr(options, key, None) for key in values}
+    vars(options).update(values)
+    try:
+        yield
+    finally:
+        vars(options).update(before)
+
+
+def compare_arguments(stored: Mapping[str, Any], current: Mapping[str, Any], *, where: str) -> list[str]:
+    """The checkpoint's arguments against the job's.
+
+    Returns:
+        One line per argument of the parallel shape that differs; that is what loads are for.
+
+    Raises:
+        MismatchError: lists every argument that makes it another model.
+    """
+
+    def differing(names: tuple[str, ...]) -> list[str]:
+        return [
+            f"{name}: {stored[name]} in the checkpoint, {current[name]} in this job"
+            for name in names
+            if name in stored and name in current and not _alike(stored[name], current[name])
+        ]
+
+    wrong = differing(MODEL_ARGUMENTS)
+    if wrong:
+        raise MismatchError(
+            f"{where} was written by another model ({len(wrong)} arguments differ): {'; '.join(wrong)}. "
+            "Nothing is loaded; --use-checkpoint-args takes them from the checkpoint."
+        )
+    return differing(PARALLEL_ARGUMENTS)
+
+
+def _alike(stored: Any, current: Any) -> bool:
+    if isinstance(stored, (list, tuple)) and isinstance(current, (list, tuple)):
+        return list(stored) == list(current)
+    return bool(stored == current) or (isinstance(stored, str) and stored == str(current))
+
+
+def _same_positions(source: Mapping[str, Any]) -> bool:
+    """Whether every rank's generators have a counterpart: same pipeline, tensor and expert parallel sizes."""
+    now = internals.topology()
+    return all(int(source.get(key, 1)) == int(now.get(key, 1)) for key in ("pipeline", "tensor", "expert"))
+
+
+def _reseed(options: argparse.Namespace, iteration: int, source: Mapping[str, Any]) -> None:
+    """Seed the generators and trackers as Megatron does when a job starts, from the seed plus the iteration.
+
+    With the seed alone, dropout would repeat the masks of the first iterations.
+    """
+    from megatron.training import initialize
+
+    seed = int(getattr(options, "seed", 1234)) + iteration
+    accepted = inspect.signature(initialize._set_random_seed).parameters
+    given = {
+        "data_parallel_random_init": getattr(options, "data_parallel_random_init", False),
+        "te_rng_tracker": getattr(options, "te_rng_tracker", False),
+        "inference_rng_tracker": getattr(options, "inference_rng_tracker", False),
+        "use_cudagraphable_rng": bool(getattr(options, "enable_cuda_graph", False)),
+    }
+    initialize._set_random_seed(seed, **{key: value for key, value in given.items() if key in accepted})
+    reason = (
+        f"{capture.describe(source)} became {capture.describe(internals.topology())}: seeded with {seed} (seed + iteration)"
+    )
+    if checkpointing.last_report is not None:
+        checkpointing.last_report.add(RNG, "object", "re-seeded", reason)
+    if torch.distributed.get_rank() == 0:
+        logger.info("unickpt: random number generators re-seeded, %s", reason)
+
+
+__all__ = ["active", "compare_arguments", "load_checkpoint", "save_checkpoint"]

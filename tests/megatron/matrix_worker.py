@@ -1,0 +1,96 @@
+"""Under torchrun: save layouts of this world size, or load sources into them.
+
+matrix_worker save DIR          DIR/<layout>/, DIR/<layout>.truth, DIR/<layout>.json
+matrix_worker load DIR          DIR/results-w<world>.json
+DIR/pairs.json: [[source, target], ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tests.megatron.jobs import Job  # before anything of megatron
+
+import torch
+import torch.distributed as dist
+
+import megatron_unickpt
+from megatron_unickpt import checkpointing
+from tests.launch import leave
+
+from tests.megatron.layouts import Layout
+from tests.megatron.truth import close, consolidated, differences
+
+STEPS_BEFORE, STEPS_AFTER = 2, 2
+
+
+def save_one(folder: Path, layout: Layout) -> None:
+    job = Job(layout, seed=1, tied=not layout.moe)
+    before = job.train(STEPS_BEFORE)
+    megatron_unickpt.save(folder / layout.name, job.chunks, job.optimizer, iteration=job.step, extra={"note": layout.name})
+    truth = consolidated(job, folder / "scratch")
+    groups = job.hyperparameters()
+    after = job.train(STEPS_AFTER)
+    if dist.get_rank() == 0:
+        torch.save(truth, folder / f"{layout.name}.truth")
+        (folder / f"{layout.name}.json").write_text(json.dumps({"losses": before + after, "groups": groups}))
+
+
+def load_one(folder: Path, source: Layout, target: Layout, seed: int) -> dict[str, Any] | None:
+    """The result of one pair, on the first rank."""
+    job = Job(target, seed=seed, tied=not target.moe)
+    found = megatron_unickpt.load(folder / source.name, job.chunks, job.optimizer)
+    job.step = found["iteration"]
+    report = checkpointing.last_report
+    state = consolidated(job, folder / "scratch")
+    record = json.loads((folder / f"{source.name}.json").read_text())
+    problems = [] if found["extra"] == {"note": source.name} else [f"extra is {found['extra']}"]
+    problems += _group_differences(record["groups"], job.hyperparameters())
+    losses = job.train(STEPS_AFTER)
+    if state is None or report is None:
+        return None
+    problems += differences(torch.load(folder / f"{source.name}.truth"), state)
+    problems += [f"{e.name} ({e.state}): {e.outcome}, {e.reason}" for e in report.entries if _is_odd(e)]
+    return {"source": source.name, "target": target.name, "problems": problems, "losses": losses}
+
+
+def _is_odd(entry: Any) -> bool:
+    """A tensor that was left out although the two jobs have the same model."""
+    return entry.outcome == "left out" and entry.state != "object"
+
+
+def _group_differences(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str]:
+    """Steps, learning rates and weight decays, group by group of the same kind."""
+
+    def essence(groups: list[dict[str, Any]]) -> set[tuple[Any, ...]]:
+        return {(g["wd_mult"], g["lr_mult"], g["lr"], g["weight_decay"], tuple(g["betas"]), g.get("step")) for g in groups}
+
+    a, b = essence(expected), essence(found)
+    return [] if b <= a else [f"groups: {sorted(map(str, a))} expected, {sorted(map(str, b))} found"]
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    dist.init_process_group("gloo")
+    folder, world = Path(sys.argv[2]), dist.get_world_size()
+    named = json.loads((folder / "pairs.json").read_text())
+    pairs = [(Layout.parse(a), Layout.parse(b)) for a, b in named]
+    if sys.argv[1] == "save":
+        for layout in dict.fromkeys(a for a, _ in pairs if a.world == world):
+            save_one(folder, layout)
+    else:
+        mine = [pair for pair in pairs if pair[1].world == world]
+        results = [load_one(folder, *pair, seed) for seed, pair in enumerate(mine, start=20)]
+        if dist.get_rank() == 0:
+            (folder / f"results-w{world}.json").write_text(json.dumps(results))
+    dist.barrier()
+    close()
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Run the unmodified ``pretrain_gpt.py`` of ``$MEGATRON_LM`` on CPU and gloo, under torchrun.
+
+MEGATRON_LM=/path/to/Megatron-LM torchrun --nproc-per-node 4 -m tests.megatron.pretrain <arguments of Megatron>
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from tests.megatron import cpu
+
+# What every run on CPU needs; sizes that two cores train in seconds.
+ARGUMENTS = (
+    "--distributed-backend gloo --transformer-impl local --mock-data --tokenizer-type NullTokenizer --vocab-size 1023 "
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 8 --num-workers 0 --split 90,5,5 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 100 "
+    "--clip-grad 1.0 --hidden-dropout 0 --attention-dropout 0 --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
+    "--no-persist-layer-norm --no-rope-fusion --no-bias-dropout-fusion --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --eval-iters 0 --eval-interval 1000 --log-interval 1"
+)
+
+
+def main() -> None:
+    tree = os.environ["MEGATRON_LM"]
+    sys.path.insert(0, tree)
+    cpu.adapt_megatron()
+    sys.argv = [os.path.join(tree, "pretrain_gpt.py"), *ARGUMENTS.split(), *sys.argv[1:]]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""``pretrain_gpt.py`` with ``--ckpt-format unickpt``. Needs a Megatron-LM tree: ``MEGATRON_LM=/path/to/Megatron-LM``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launch import torchrun
+
+TREE = os.environ.get("MEGATRON_LM", "")
+pytestmark = pytest.mark.skipif(not TREE, reason="MEGATRON_LM names no Megatron-LM tree")
+
+LOSS = re.compile(r"iteration +(\d+)/.*lm loss: ([0-9.E+-]+)")
+
+
+def run(world: int, arguments: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
+    env = {"MEGATRON_LM": TREE, "GLOO_SOCKET_IFNAME": "lo"}
+    return torchrun(world, "tests.megatron.pretrain", *arguments.split(), env=env, timeout_s=300, check=check)
+
+
+def losses(output: str) -> dict[int, float]:
+    return {int(at): float(value) for at, value in LOSS.findall(output)}
+
+
+def common(directory: Path, upto: int) -> str:
+    return f"--save {directory} --load {directory} --save-interval 3 --train-iters {upto} --ckpt-format unickpt"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    where = tmp_path_factory.mktemp("whole")
+    return losses(run(2, f"{common(where, 9)} --bf16 --use-distributed-optimizer --tensor-model-parallel-size 2").stdout)
+
+
+def close(found: dict[int, float], expected: dict[int, float]) -> bool:
+    return bool(found) and all(abs(found[at] - expected[at]) < 0.02 for at in found)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three iterations under TP2, with the distributed optimizer."""
+    where = tmp_path_factory.mktemp("saved")
+    done = run(2, f"{common(where, 3)} --bf16 --use-distributed-optimizer --tensor-model-parallel-size 2")
+    assert (where / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert (where / "iter_0000003/manifest.json").is_file()
+    assert not list(where.rglob("*.pt")), done.stdout[-2000:]
+    return where
+
+
+def copied(saved: Path, target: Path) -> Path:
+    subprocess.run(["cp", "-r", str(saved), str(target)], check=True)
+    return target
+
+
+SHAPES = {
+    "same": (2, "--bf16 --use-distributed-optimizer --tensor-model-parallel-size 2"),
+    "pp2": (2, "--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2"),
+    "dp2_plain": (2, "--bf16"),
+    "one_dist": (1, "--bf16 --use-distributed-optimizer"),
+    "tp2pp2": (4, "--bf16 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer"),
+    "cp2": (2, "--bf16 --context-parallel-size 2 --use-distributed-optimizer"),
+    "fp32": (1, ""),
+    "parallel_save": (
+        2,
+        "--bf16 --use-distributed-optimizer --ckpt-fully-parallel-save --ckpt-fully-parallel-load --async-save",
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_resumes_under_another_shape(saved: Path, uninterrupted: dict[int, float], tmp_path: Path, shape: str) -> None:
+    where = copied(saved, tmp_path / "ck")
+    world, arguments = SHAPES[shape]
+    done = run(world, f"{common(where, 6)} {arguments}")
+    found = losses(done.stdout)
+    assert sorted(found) == [4, 5, 6], done.stdout[-3000:]
+    assert close(found, uninterrupted), (found, uninterrupted)
+    if shape == "same":
+        assert found == {at: uninterrupted[at] for at in found}
+    assert ("generators re-seeded" in done.stdout) == (shape not in ("same",)), done.stdout[-3000:]
+    assert (where / "latest_checkpointed_iteration.txt").read_text() == "6"
+
+
+def test_the_old_format_is_read_and_the_new_one_written(uninterrupted: dict[int, float], tmp_path: Path) -> None:
+    shape = "--bf16 --use-distributed-optimizer --tensor-model-parallel-size 2"
+    base = f"--save {tmp_path} --load {tmp_path} --save-interval 3"
+    run(2, f"{base} --train-iters 3 --ckpt-format torch_dist {shape}")
+    assert not (tmp_path / "iter_0000003/manifest.json").exists()
+    done = run(2, f"{base} --train-iters 6 --ckpt-format unickpt {shape}")
+    assert close(losses(done.stdout), uninterrupted)
+    assert (tmp_path / "iter_0000006/manifest.json").is_file()
+    back = run(1, f"{base} --train-iters 9 --ckpt-format torch_dist --bf16 --use-distributed-optimizer")
+    assert close(losses(back.stdout), uninterrupted)
+    assert (tmp_path / "iter_0000009/.metadata").is_file()
+
+
+def test_flags_mean_what_they_mean_in_megatron(saved: Path, tmp_path: Path) -> None:
+    where = copied(saved, tmp_path / "ck")
+    load = f"--load {where} --ckpt-format unickpt --bf16 --train-iters 5"
+    for flag in ("--no-load-optim", "--no-load-rng", "--finetune"):
+        done = run(1, f"{load} {flag}")
+        first = min(losses(done.stdout))
+        assert first == (1 if flag == "--finetune" else 4), done.stdout[-2000:]
+    tree = run(1, f"{load} --use-checkpoint-args --ckpt-step 3").stdout
+    assert min(losses(tree)) == 4
+    missing = run(
+        1, f"--load {tmp_path / 'nothing'} --ckpt-format unickpt --train-iters 1 --exit-on-missing-checkpoint", check=False
+    )
+    assert "exit-on-missing-checkpoint" in missing.stdout
+    assert not losses(missing.stdout)
+
+
+def test_another_model_is_refused_by_name(saved: Path, tmp_path: Path) -> None:
+    done = run(1, f"--load {saved} --ckpt-format unickpt --bf16 --train-iters 5 --ffn-hidden-size 512 --swiglu", check=False)
+    assert done.returncode != 0
+    assert "ffn_hidden_size: 256 in the checkpoint, 512 in this job" in done.stdout
+    assert "swiglu: False in the checkpoint, True in this job" in done.stdout
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_an_interrupted_one_never_seen(saved: Path, tmp_path: Path) -> None:
+    where = copied(saved, tmp_path / "ck")
+    run(1, f"{common(where, 6)} --bf16 --use-distributed-optimizer")
+    data = next((where / "iter_0000006/data").glob("*"))
+    data.write_bytes(data.read_bytes()[:-1] + b"\0\1"[-1:])
+    raw = bytearray(data.read_bytes())
+    raw[-20] ^= 1
+    data.write_bytes(bytes(raw))
+    (where / "iter_0000099/data").mkdir(parents=True)  # a save that was killed
+    done = run(1, f"--load {where} --ckpt-format unickpt --bf16 --use-distributed-optimizer --train-iters 4")
+    assert "iteration 6" in done.stdout
+    assert "cannot be used" in done.stdout
+    assert min(losses(done.stdout)) == 4
+    (where / "latest_checkpointed_iteration.txt").write_text("")
+    done = run(1, f"--load {where} --ckpt-format unickpt --bf16 --use-distributed-optimizer --train-iters 4")
+    assert min(losses(done.stdout)) == 4, done.stdout[-3000:]
+
+
+def test_a_full_disk_is_a_warning_and_training_goes_on(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(small)], check=False).returncode:
+        pytest.skip("no right to mount a small tmpfs")
+    try:
+        done = run(1, f"--save {small} --save-interval 2 --ckpt-format unickpt --bf16 --train-iters 4")
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=False)
+    assert sorted(losses(done.stdout)) == [1, 2, 3, 4]
+    assert "is NOT saved" in done.stdout
+    assert not (small / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_the_arguments_are_stored_readable(saved: Path) -> None:
+    manifest = json.loads((saved / "iter_0000003/manifest.json").read_text())
+    arguments = manifest["objects"]["common"]["args"]["$namespace"]
+    assert arguments["num_layers"] == 4
+    assert arguments["tensor_model_parallel_size"] == 2
+    assert manifest["step"] == 3

@@ -1,0 +1,79 @@
+"""A job's state through Megatron's own resharding format, ``torch_dist`` with fully reshardable optimizers."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tests.megatron.jobs import Job  # before anything of megatron
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+
+
+Truth = dict[str, torch.Tensor]
+_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)$")
+
+
+def consolidated(job: Job, folder: Path) -> Truth | None:
+    """Every weight, main parameter and moment in global coordinates; on the first rank. Collective.
+
+    Saved by Megatron's own ``torch_dist`` strategy from its own sharded state dicts, and read back whole.
+    Megatron names the main parameter ``param`` or ``fp32_param``, depending on the optimizer; the fp32
+    optimizer has none, its weights are.
+    """
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True, "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }  # fmt: skip
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    dist.barrier()
+    modules = job.modules
+    state: dict[str, Any] = {
+        "model" if len(modules) == 1 else f"model{at}": module.sharded_state_dict(metadata=metadata)
+        for at, module in enumerate(modules)
+    }
+    state["optimizer"] = job.optimizer.sharded_state_dict(state, metadata=metadata)
+    dist_checkpointing.save(state, str(folder), validate_access_integrity=False)
+    tensors = dist_checkpointing.load_plain_tensors(str(folder))
+    truth: Truth = {}
+    for key, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        match = _STATE.match(key)
+        if match is None:
+            truth[f"weight/{key}"] = tensor
+        else:
+            name = {"fp32_param": "master", "param": "master"}.get(match.group(1), match.group(1))
+            truth[f"{name}/{match.group(2)}"] = tensor
+    for key in [key for key in truth if key.startswith("weight/")]:
+        truth.setdefault(key.replace("weight/", "master/", 1), truth[key])
+    return truth if dist.get_rank() == 0 else None
+
+
+def differences(expected: Truth, found: Truth) -> list[str]:
+    """What is not equal, bit for bit. A weight of another dtype must be the cast of the master."""
+    problems = [f"{key}: only on one side" for key in sorted(expected.keys() ^ found.keys())]
+    for key in sorted(expected.keys() & found.keys()):
+        a, b = expected[key], found[key]
+        if a.dtype != b.dtype and key.startswith("weight/"):
+            a = expected[key.replace("weight/", "master/", 1)].to(b.dtype)
+        if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            problems.append(f"{key}: {a.dtype} {tuple(a.shape)} sum {a.double().sum():.9g} expected, "
+                            f"{b.dtype} {tuple(b.shape)} sum {b.double().sum():.9g} found")  # fmt: skip
+    return problems
+
+
+def close() -> None:
+    """End the manager process that ``torch_dist`` started; without this it outlives a worker that leaves at once."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    queue = getattr(filesystem_async, "_results_queue", None)
+    if queue is not None:
+        queue._manager.shutdown()
