@@ -62,7 +62,7 @@ def main() -> None:
         failure = None
         try:
             function(place)
-        except Exception:
+        except BaseException:  # torch's CheckpointException is no Exception
             failure = traceback.format_exc()
             print(f"rank {rank}: {name}\n{failure}", flush=True)
         found: list[str | None] = [None] * world

@@ -116,7 +116,7 @@ def every_strictness_means_what_it_means_in_megatron(folder: Path) -> None:
             wanted = {"a": halves("a", torch.zeros(4, 2)), "c": halves("c", torch.zeros(4, 2))}
             try:
                 result = dist_checkpointing.load(wanted, where, strict=mode)
-            except CheckpointingException:
+            except BaseException:  # torch_dist's errors are torch's, which are no Exception
                 result = "raised"
             state, *keys = result if isinstance(result, tuple) else (result,)
             if isinstance(state, dict):

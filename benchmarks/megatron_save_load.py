@@ -1,0 +1,212 @@
+"""Save, load and resharded load of this package beside megatron-core's ``torch_dist``, in one run, on CPU.
+
+    python benchmarks/megatron_save_load.py [--millions 50] [--rounds 5] [--layouts tp2 tp2dp2] [--out docs/performance.md]
+
+The same model and optimizer state (GPT, bf16, distributed optimizer) is saved and loaded, one after the
+other in every round: a raw write and fsync of the same bytes, ``torch_dist`` with ``dp_reshardable``
+and with ``fully_reshardable`` optimizer state (fully parallel, and without its validation, which is
+only for the first save), and unickpt. Then all are loaded under another shape, where the format can
+be. Medians with their spread, ratios within a round. Synchronous saving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from tests.launch import torchrun  # noqa: E402
+
+FORMATS = ("dp_reshardable", "fully_reshardable", "unickpt")
+TARGETS = {"tp2": "pp2", "tp2dp2": "pp2dp2", "dp4": "tp2dp2", "dp2": "tp2"}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--millions", type=int, default=50, help="parameters")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layouts", nargs="+", default=["tp2", "tp2dp2"], choices=sorted(TARGETS))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank: measure and, on the first, write the seconds of every round as JSON."""
+    import logging
+    import warnings
+
+    from tests.megatron.jobs import Job  # isort: skip  before anything of megatron
+
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.serialization import (
+        get_default_load_sharded_strategy,
+        get_default_save_sharded_strategy,
+    )
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelLoadStrategyWrapper,
+        FullyParallelSaveStrategyWrapper,
+    )
+
+    from megatron_unickpt.optimizer import METADATA
+    from tests.launch import leave
+    from tests.megatron.layouts import Layout
+    from tests.megatron.truth import close
+
+    warnings.filterwarnings("ignore")
+    logging.getLogger("unickpt").setLevel(logging.WARNING)
+    folder = Path(args.worker)
+    dist.init_process_group("gloo")
+    width = max(64, int((args.millions * 1e6 / 40) ** 0.5) // 32 * 32)
+
+    def metadata(kind: str) -> dict[str, Any]:
+        own = METADATA if kind == "unickpt" else {"distrib_optim_sharding_type": kind}
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return {**own, "chained_optim_avoid_prefix": True, "singleton_local_shards": False, "dp_cp_group": group}
+
+    def described(job: Job, kind: str, is_loading: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": job.modules[0].sharded_state_dict(metadata=metadata(kind))}
+        state["optimizer"] = job.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata(kind))
+        return state
+
+    def group() -> Any:
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+    def save(job: Job, kind: str, where: Path) -> None:
+        strategy = get_default_save_sharded_strategy("unickpt" if kind == "unickpt" else "torch_dist")
+        if kind != "unickpt":
+            strategy = FullyParallelSaveStrategyWrapper(strategy, group())
+        state = described(job, kind, False)
+        dist_checkpointing.save(state, str(where), strategy, validate_access_integrity=False)
+
+    def load(job: Job, kind: str, where: Path) -> None:
+        strategy = get_default_load_sharded_strategy(str(where))
+        if kind != "unickpt":
+            strategy = FullyParallelLoadStrategyWrapper(strategy, group())
+        together = kind == "unickpt"  # stock's validation is a metadata exchange; ours is how ranks agree on failure
+        state = described(job, kind, True)
+        loaded = dist_checkpointing.load(state, str(where), strategy, validate_access_integrity=together)
+        job.modules[0].load_state_dict(loaded["model"])
+        job.optimizer.load_state_dict(loaded["optimizer"])
+
+    def timed(action: Callable[[], Any]) -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        action()
+        dist.barrier()
+        return time.perf_counter() - begin
+
+    def fresh(where: Path) -> Path:
+        if dist.get_rank() == 0:
+            shutil.rmtree(where, ignore_errors=True)
+            where.mkdir(parents=True)
+        dist.barrier()
+        return where
+
+    result: dict[str, Any] = {}
+    for name in [n for n in args.layouts if Layout.parse(f"gpt-{n}-dist").world == dist.get_world_size()]:
+        job = Job(Layout.parse(f"gpt-{name}-dist"), width=width)
+        job.train(1)
+        mine = sum(h.numel() for g in job.optimizer.param_groups for h in g["params"]) * 12
+        blob = os.urandom(1 << 20) * (mine >> 20)
+        raw = folder / f"raw{dist.get_rank()}"
+
+        def raw_write(blob: bytes = blob, raw: Path = raw) -> None:
+            with raw.open("wb", buffering=0) as file:
+                file.write(blob)
+                os.fsync(file.fileno())
+
+        seconds: dict[str, list[float]] = {}
+        sizes: dict[str, list[int]] = {}
+        for number in range(args.rounds + 1):
+            found = {"raw write": timed(raw_write)}
+            for kind in FORMATS:
+                where = fresh(folder / kind)
+                found[f"{kind} save"] = timed(partial(save, job, kind, where))
+                files = [f.stat().st_size for f in where.rglob("*") if f.is_file()]
+                sizes[kind] = [sum(files), len(files)]
+            found["raw read"] = timed(raw.read_bytes)
+            for kind in FORMATS:
+                found[f"{kind} load"] = timed(partial(load, job, kind, folder / kind))
+            if number:  # the first round touches memory and disk, and starts helper processes, for the first time
+                for key, value in found.items():
+                    seconds.setdefault(key, []).append(value)
+        other = Job(Layout.parse(f"gpt-{TARGETS[name]}-dist"), width=width, seed=2)
+        for number in range(args.rounds + 1):
+            for kind in FORMATS[1:]:
+                value = timed(partial(load, other, kind, folder / kind))
+                if number:
+                    seconds.setdefault(f"{kind} load as {TARGETS[name]}", []).append(value)
+        result[name] = {"seconds": seconds, "sizes": sizes}
+        del job, other
+    if dist.get_rank() == 0:
+        (folder / f"result-w{dist.get_world_size()}.json").write_text(json.dumps(result))
+    dist.barrier()
+    close()
+    leave()
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """Medians, spreads and ratios to the stock mode that is fastest at it, as Markdown."""
+    seconds = result["seconds"]
+    rows = ["| | median s | min to max | against the fastest stock | against raw |", "|---|---|---|---|---|"]
+    for name, values in seconds.items():
+        kind = name.split()[1]
+        stock = [f"{k} {kind}" for k in FORMATS[:2]]
+        best = min(stock, key=lambda k: statistics.median(seconds[k])) if kind in ("save", "load") else name
+        raw = "raw write" if kind in ("save", "write") else "raw read"
+        rows.append(
+            f"| {name} | {statistics.median(values):.2f} | {min(values):.2f} to {max(values):.2f} | "
+            f"{ratio(values, seconds[best]) if kind in ('save', 'load') else '-'} | {ratio(values, seconds[raw])} |"
+        )
+    sizes = ", ".join(f"{kind} {size:,} in {files} files" for kind, (size, files) in result["sizes"].items())
+    return [*rows, "", f"Bytes on disk: {sizes}."]
+
+
+def ratio(values: list[float], others: list[float]) -> str:
+    """Median of the ratios within each round, with their spread."""
+    found = [a / b for a, b in zip(values, others, strict=True)]
+    return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+
+
+def main() -> None:
+    args = parse()
+    if args.worker:
+        worker(args)
+        return
+    options = [f"--millions={args.millions}", f"--rounds={args.rounds}", "--layouts", *args.layouts]
+    lines = [f"`python benchmarks/megatron_save_load.py {' '.join(options)}`", ""]
+    with tempfile.TemporaryDirectory() as folder:
+        results: dict[str, Any] = {}
+        for world in (2, 4):
+            torchrun(world, "benchmarks.megatron_save_load", *options, "--worker", folder, timeout_s=1500)
+            results |= json.loads((Path(folder) / f"result-w{world}.json").read_text())
+    from importlib.metadata import version
+
+    versions = f"Python {platform.python_version()}, torch {version('torch')}, megatron-core {version('megatron-core')}"
+    lines.append(f"GPT of {args.millions}M parameters, bf16, distributed optimizer; {os.cpu_count()} cores, {versions}.")
+    for name, result in results.items():
+        lines += ["", f"### {name}, then loaded as {TARGETS[name]}", "", *table(result)]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if args.out:
+        with args.out.open("a") as file:
+            file.write("\n" + text)
+
+
+if __name__ == "__main__":
+    main()
