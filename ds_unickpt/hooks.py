@@ -72,6 +72,8 @@ HOOKS = [
     ),
 ]
 
+DECLARED = HOOKS
+
 
 def install() -> bool:
     """Hook into the installed DeepSpeed; on a version that is not known, say so and leave it alone."""

@@ -130,7 +130,7 @@ def contribution(state: Any, common: Any, *, share: bool = True) -> Contribution
         shards=out.shards,
         tensors=list(dict.fromkeys(out.listed)),
         shared_objects={
-            f.item.unique_key: f.item.data
+            f.item.unique_key: mapping.plain_object(f.item.data)
             for f in found
             if isinstance(f.item, ShardedObject) and mapping.is_main(f.item.replica_id)
         },
@@ -188,20 +188,18 @@ def _step(common: Any) -> int:
 
 
 def readable(common: Any) -> Any:
-    """Megatron's common state with its arguments in plain values: what JSON can hold, enums by their name."""
+    """Megatron's common state with its arguments in plain values: what JSON can hold."""
     if not isinstance(common, dict) or not isinstance(common.get("args"), argparse.Namespace):
         return common
     return {**common, "args": argparse.Namespace(**dict(_plain_arguments(vars(common["args"]))))}
 
 
-_PLAIN = (bool, int, float, str, torch.dtype, type(None))
+_PLAIN = (bool, int, float, str, enum.Enum, torch.dtype, type(None))
 
 
 def _plain_arguments(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     for key, value in values.items():
-        if isinstance(value, enum.Enum):
-            yield key, f"{type(value).__name__}.{value.name}"
-        elif _is_plain(value):
+        if _is_plain(value):
             yield key, value
 
 

@@ -488,7 +488,8 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
         work = restore.Restore(Checkpoint.open(str(checkpoint_dir)))
         state = work.common()
     if isinstance(state, dict):
-        state[CONTENT_METADATA] = {**(state.get(CONTENT_METADATA) or {}), **METADATA}
+        if work.checkpoint.manifest.optimizer is not None:  # optimizers have described themselves our way
+            state[CONTENT_METADATA] = {**(state.get(CONTENT_METADATA) or {}), **METADATA}
         state.setdefault("optimizer", {})  # 0.12 looks into it
     return state
 

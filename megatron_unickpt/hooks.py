@@ -217,6 +217,11 @@ METADATA = [
 ]
 
 
+DECLARED = [
+    *CORE, *ASYNCHRONOUS, *OPTIMIZER, *DISTRIBUTED_OPTIMIZER, *LAYER_WISE_OPTIMIZER, *ARGUMENTS, *SCRIPTS, *METADATA,
+]  # fmt: skip
+
+
 def version() -> str:
     """Of the installed megatron-core; the training scripts come in the same tree."""
     from megatron.core.package_info import __version__
@@ -261,5 +266,4 @@ def install_training() -> bool:
 
 def uninstall() -> None:
     """Give Megatron its own functions back (in the modules that hold them; names imported elsewhere keep ours)."""
-    for group in (CORE, ASYNCHRONOUS, OPTIMIZER, DISTRIBUTED_OPTIMIZER, LAYER_WISE_OPTIMIZER, ARGUMENTS, SCRIPTS, METADATA):
-        hooks.uninstall(group)
+    hooks.uninstall(DECLARED)

@@ -8,6 +8,7 @@ wrapper writes and reads the same tensors.
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from unickpt.fragments import Box, split_flat_range
 
 WEIGHT, MASTER = "weight", "master"
 _OPTIMIZER_KEY = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)$")
+_BYTES_IO = "io.BytesIO"
 _MASTER_NAMES = {"fp32_param": MASTER, "param": MASTER}
 
 
@@ -143,3 +145,13 @@ def pieces_of(item: ShardedTensor, data: torch.Tensor) -> list[Piece]:
 def is_main(replica_id: int | tuple[int, ...]) -> bool:
     """Whether this copy is the one that is written (``mapping.is_main_replica``)."""
     return replica_id == 0 if isinstance(replica_id, int) else all(r == 0 for r in replica_id)
+
+
+def plain_object(value: Any) -> Any:
+    """A sharded object's data in plain values: TransformerEngine's extra states are ``BytesIO``, which would be opaque."""
+    return {_BYTES_IO: value.getvalue()} if type(value) is io.BytesIO else value
+
+
+def object_of(plain: Any) -> Any:
+    """Inverse of ``plain_object``."""
+    return io.BytesIO(plain[_BYTES_IO]) if isinstance(plain, dict) and plain.keys() == {_BYTES_IO} else plain

@@ -128,6 +128,8 @@ class Restore:
         item.init_data(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu")
         if item.data.numel() == 0:
             return
+        if item.allow_shape_mismatch and info.shape != tuple(item.global_shape):
+            item.data.detach().zero_()  # padding that the checkpoint does not have is zero, as torch_dist loads it
         name, state = mapping.tensor_of(item.key)
         stored = info if info.derived_from is None else self.checkpoint.info(name, info.derived_from)
         assert stored is not None  # the index checks it
@@ -198,7 +200,7 @@ class Restore:
                 ) from None
             for line in decoded.left_out:
                 self.report.add(item.unique_key, OBJECT, "left out", line)
-            found[item.unique_key] = decoded.value
+            found[item.unique_key] = mapping.object_of(decoded.value)
             self.report.add(item.unique_key, OBJECT, "restored")
         return found
 

@@ -78,9 +78,10 @@ def active() -> bool:
 
 
 def _arguments() -> argparse.Namespace:
-    from megatron.training.global_vars import get_args
+    """The arguments, from where the hooked functions themselves take them."""
+    from megatron.training import checkpointing as native
 
-    found: argparse.Namespace = get_args()
+    found: argparse.Namespace = native.get_args()
     return found
 
 
@@ -91,8 +92,8 @@ def add_arguments(wrapped: Callable[..., Any], parser: argparse.ArgumentParser) 
     """``add_megatron_arguments``: ``--ckpt-format`` takes one more value."""
     result: argparse.ArgumentParser = wrapped(parser)
     for action in result._actions:
-        if "--ckpt-format" in action.option_strings and action.choices is not None:
-            action.choices = [*dict.fromkeys([*action.choices, BACKEND])]
+        if "--ckpt-format" in action.option_strings and action.choices is not None and BACKEND not in action.choices:
+            action.choices = [*action.choices, BACKEND]
             action.help = f"{action.help or ''} {BACKEND}: universal checkpoints, loadable under any parallel shape."
     return result
 
@@ -191,16 +192,15 @@ def load_checkpoint(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     tried: list[int] = []
     skipped: list[str] = []
     while True:
-        choice = meet.broadcast("choice", _choose(options, str(load_dir), tried) if meet.rank == 0 else None)
+        choice = meet.broadcast("choice", _chosen(options, str(load_dir), tried) if meet.rank == 0 else None)
         if choice["iteration"] is None:
             if tried:
                 raise MegatronCheckpointError(f"no whole checkpoint is left in {load_dir}: " + "; ".join(skipped))
             return _native(wrapped, args, kwargs)
         iteration = int(choice["iteration"])
         tried.append(iteration)
-        for line in choice["notes"]:
-            if meet.rank == 0:
-                logger.warning("unickpt: %s", line)
+        if choice["notes"] and meet.rank == 0:
+            logger.warning("unickpt: %s. It now names iteration %d.", "; ".join(choice["notes"]), iteration)
         try:
             return _ours(wrapped, args, kwargs, options, Path(choice["directory"]), iteration, skipped)
         except MegatronCheckpointError as err:
@@ -220,6 +220,14 @@ def _native(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     finally:
         _mode.loading = False
+
+
+def _chosen(options: argparse.Namespace, load_dir: str, tried: list[int]) -> dict[str, Any]:
+    """``_choose``, and a tracker file that names what is not there put right: Megatron reads it, and would exit."""
+    choice = _choose(options, load_dir, tried)
+    if choice["notes"] and choice["iteration"] is not None:
+        PosixStorage(load_dir).write_atomic(TRACKER, str(choice["iteration"]).encode())
+    return choice
 
 
 def _choose(options: argparse.Namespace, load_dir: str, tried: list[int]) -> dict[str, Any]:
@@ -337,7 +345,11 @@ def compare_arguments(stored: Mapping[str, Any], current: Mapping[str, Any], *, 
         return [
             f"{name}: {stored[name]} in the checkpoint, {current[name]} in this job"
             for name in names
-            if name in stored and name in current and not _alike(stored[name], current[name])
+            if name in stored
+            and name in current
+            and not _alike(stored[name], current[name])
+            # without grouped queries Megatron sets their number when it builds the model, after this
+            and not (name == "num_query_groups" and not current.get("group_query_attention"))
         ]
 
     wrong = differing(MODEL_ARGUMENTS)

@@ -1,34 +1,73 @@
-"""The ready JSONs in ``configs/deepspeed`` are switched on, and each resumes what any other saved."""
+"""The ready JSONs in ``configs/deepspeed`` are switched on, and each resumes what any other saved.
+
+Megatron's parser takes the argument files in ``configs/megatron``, where ``MEGATRON_LM=/path/to/Megatron-LM`` names a tree.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from ds_unickpt.config import read_options
-from tests.config_worker import NAMES
-from tests.launch import REPO, torchrun
+from tests.launch import REPO, environment, torchrun
 
 CONFIGS = sorted((REPO / "configs" / "deepspeed").glob("*.json"))
+ARGUMENTS = sorted((REPO / "configs" / "megatron").glob("*.args"))
+MEGATRON = os.environ.get("MEGATRON_LM", "")
+PARSE = """
+import os, sys
+from tests.megatron import cpu
+sys.path.insert(0, os.environ["MEGATRON_LM"])
+from megatron.training.arguments import parse_args
+for path in sys.argv[1:]:
+    sys.argv = [path, *(word for line in open(path) if not line.startswith("#") for word in line.split())]
+    print(path, parse_args().unickpt)
+"""
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_key_is_there_and_right(path: Path) -> None:
+    from ds_unickpt.config import read_options
+
     options = read_options(json.loads(path.read_text()))
     assert options is not None
     assert options.enabled
 
 
 def test_every_json_but_those_for_hugging_face_is_tried() -> None:
+    from tests.config_worker import NAMES
+
     assert {path.stem for path in CONFIGS if not path.stem.startswith("hf_")} == set(NAMES)
 
 
 @pytest.mark.timeout(600)
 def test_every_json_resumes_what_every_other_saved(tmp_path: Path) -> None:
+    from tests.config_worker import NAMES
+
     torchrun(2, "tests.config_worker", "save", str(tmp_path))
     torchrun(1, "tests.config_worker", "load", str(tmp_path))
     results = json.loads((tmp_path / "results.json").read_text())
     assert len(results) == len(NAMES) ** 2
     assert {pair: problems for pair, problems in results.items() if problems} == {}
+
+
+@pytest.mark.parametrize("path", ARGUMENTS, ids=lambda path: path.stem)
+def test_an_argument_file_is_one_option_a_line_below_its_comment(path: Path) -> None:
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    assert all(line.startswith("--") and len(line.split()) <= 2 for line in lines), lines
+    assert "--ckpt-format unickpt" in lines
+    assert f"$(grep -v '^#' .../configs/megatron/{path.name})" in path.read_text()
+
+
+@pytest.mark.skipif(not MEGATRON, reason="MEGATRON_LM names no Megatron-LM tree")
+def test_megatron_knows_every_option_of_the_argument_files() -> None:
+    files = [str(path) for path in ARGUMENTS]
+    done = subprocess.run(
+        [sys.executable, "-c", PARSE, *files], env=environment(), cwd=REPO, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(f"{path} True" in done.stdout.splitlines() for path in files), done.stdout[-3000:]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
+import enum
 import json
 import os
 import pathlib
+import signal
+import sys
 import threading
 from typing import Any
 
@@ -123,3 +126,20 @@ def test_what_cannot_even_be_pickled_never_fails_a_save() -> None:
 def test_hostile_values_are_errors(value: Any, message: str) -> None:
     with pytest.raises(FormatError, match=message):
         objects.decode(value, tensors={}, where="here")
+
+
+class _Colour(enum.Enum):
+    RED = 1
+
+
+def test_enumerations_come_back_where_they_are_known_and_import_nothing() -> None:
+    encoded = objects.encode({"c": _Colour.RED, "l": [signal.SIGTERM]}, prefix="p")
+    assert encoded.opaque == []
+    assert objects.decode(encoded.value, tensors={}, where="x").value == {"c": _Colour.RED, "l": [signal.SIGTERM]}
+    for strange in (["nowhere_to_be_found", "C", "RED"], ["os", "system", "RED"], [__name__, "_Colour", "BLUE"]):
+        found = objects.decode({"$enum": strange}, tensors={}, where="x")
+        assert isinstance(found.value, objects.Opaque)
+        assert len(found.left_out) == 1
+    assert "nowhere_to_be_found" not in sys.modules
+    with pytest.raises(FormatError, match="malformed"):
+        objects.decode({"$enum": "RED"}, tensors={}, where="x")

@@ -1,8 +1,12 @@
-"""The patches apply, and do what the runtime hook does."""
+"""The patches apply, and do what the runtime hook does.
+
+Megatron-LM's are tried on the tree that ``MEGATRON_LM=/path/to/Megatron-LM`` names.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import REPO, environment
+from tests.launch import REPO, environment, torchrun
 
 PATCHES = sorted((REPO / "patches" / "deepspeed").glob("*.patch"))
+MEGATRON_PATCHES = sorted((REPO / "patches" / "megatron").glob("*.patch"))
+MEGATRON = os.environ.get("MEGATRON_LM", "")
 JOB = """
 import sys, torch, deepspeed
 config = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"torch_adam": True}}, "unickpt": {"enabled": True}}
@@ -27,6 +33,10 @@ engine.save_checkpoint(sys.argv[1], tag="x")
 def apply(patch: Path, tree: Path) -> None:
     done = subprocess.run(["patch", "-p1", "-s", "-i", str(patch)], cwd=tree, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def added_lines(patch: Path) -> int:
+    return sum(line.startswith("+") and not line.startswith("+++") for line in patch.read_text().splitlines())
 
 
 @pytest.mark.parametrize("patched", [True, False])
@@ -53,9 +63,48 @@ def test_a_patched_deepspeed_needs_no_hook_at_import(tmp_path: Path, patched: bo
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.stem)
 def test_every_patch_is_small_and_applies_to_the_tree_that_is_given(tmp_path: Path, patch: Path) -> None:
-    added = [line for line in patch.read_text().splitlines() if line.startswith("+") and not line.startswith("+++")]
-    assert 0 < len(added) < 10
+    assert 0 < added_lines(patch) < 10
     source = Path(os.environ.get("DEEPSPEED_TREES", "/nonexistent")) / patch.stem / "deepspeed"
     if source.is_dir():
         shutil.copytree(source, tmp_path / "deepspeed")
         apply(patch, tmp_path)
+
+
+@pytest.mark.parametrize("patch", MEGATRON_PATCHES, ids=lambda p: p.stem)
+def test_every_patch_of_megatron_is_small_and_applies_to_the_tree_that_is_given(tmp_path: Path, patch: Path) -> None:
+    assert 0 < added_lines(patch) < 12
+    source = Path(os.environ.get("MEGATRON_TREES", "/nonexistent")) / patch.stem / "megatron"
+    if source.is_dir():
+        shutil.copytree(source, tmp_path / "megatron")
+        apply(patch, tmp_path)
+
+
+def patch_of_megatron(tree: Path) -> Path:
+    """The one for the tree's version; skips for a version without one."""
+    text = (tree / "megatron/core/package_info.py").read_text()
+    numbers = [re.search(rf"^{part} = (\d+)", text, re.MULTILINE) for part in ("MAJOR", "MINOR", "PATCH")]
+    patch = REPO / "patches" / "megatron" / f"core_v{'.'.join(found[1] for found in numbers if found)}.patch"
+    if patch not in MEGATRON_PATCHES:
+        pytest.skip(f"no {patch.name}")
+    return patch
+
+
+@pytest.mark.skipif(not MEGATRON, reason="MEGATRON_LM names no Megatron-LM tree")
+@pytest.mark.parametrize("case", ["patched", "unpatched", "patched, unickpt not installed"])
+def test_a_patched_megatron_needs_no_hook_at_import(tmp_path: Path, case: str) -> None:
+    """The controls: an unpatched one does not know the format; a patched one alone knows that somebody is missing."""
+    tree, out = tmp_path / "tree", tmp_path / "out"
+    shutil.copytree(MEGATRON, tree, ignore=shutil.ignore_patterns("*.pyc", ".git", ".python-version", "docs", "tests"))
+    if case != "unpatched":
+        apply(patch_of_megatron(Path(MEGATRON)), tree)
+    env = {"MEGATRON_LM": str(tree), "UNICKPT_AUTOLOAD": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    if case.endswith("not installed"):
+        (tree / "megatron_unickpt.py").write_text("raise ImportError('not installed')")
+    arguments = f"--ckpt-format unickpt --bf16 --train-iters 2 --save {out} --save-interval 2"
+    arguments += " --vocab-size 4095"  # the mock data of versions before 0.16 has tokens up to 4094
+    done = torchrun(1, "tests.megatron.pretrain", *arguments.split(), env=env, check=False)
+    assert (done.returncode == 0) == (case == "patched"), done.stdout[-3000:]
+    assert (out / "iter_0000002/manifest.json").is_file() == (case == "patched")
+    assert not list(out.rglob("*.pt"))
+    assert ("invalid choice: 'unickpt'" in done.stdout) == (case == "unpatched"), done.stdout[-3000:]
+    assert ("--ckpt-format unickpt is not switched on" in done.stdout) == case.endswith("not installed"), done.stdout[-3000:]

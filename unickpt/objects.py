@@ -12,9 +12,11 @@ import argparse
 import base64
 import collections
 import datetime
+import enum
 import math
 import pathlib
 import pickle
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +90,8 @@ class _Encoder:
         if handler is not None:
             tag, plain = handler
             return {tag: self.encode(plain(value), path=path, depth=depth + 1)}
+        if isinstance(value, enum.Enum):
+            return {"$enum": [kind.__module__, kind.__qualname__, value.name]}
         if kind is np.ndarray and value.dtype.kind in "biuf":
             return {"$ndarray": self.encode(_array_as_tensor(value), path=path, depth=depth + 1)}
         if isinstance(value, np.generic):
@@ -214,6 +218,8 @@ class _Decoder:
         if tag == "$lost":
             self._out.left_out.append(f"{self._where()}: {body} (could not be pickled when it was saved)")
             return Opaque(str(body))
+        if tag == "$enum":
+            return self._enum(body)
         if tag == "$tensor":
             if not isinstance(body, str) or body not in self._tensors:
                 raise FormatError(f"{self._where()}: tensor {body!r} is not stored")
@@ -226,6 +232,19 @@ class _Decoder:
             return build(inner)
         except Exception as err:  # whatever torch, numpy or datetime say to a value that they cannot hold
             raise FormatError(f"{self._where()}: {tag} cannot hold {str(body)[:80]!r} ({err})") from None
+
+    def _enum(self, body: Any) -> Any:
+        """A member of an enumeration that this process has imported already; nothing is imported for it."""
+        if not (isinstance(body, list) and len(body) == 3 and all(isinstance(part, str) for part in body)):
+            raise FormatError(f"{self._where()}: malformed enumeration member {str(body)[:80]!r}")
+        module, path, name = body
+        found: Any = sys.modules.get(module)
+        for part in path.split("."):
+            found = getattr(found, "__dict__", {}).get(part)
+        if isinstance(found, enum.EnumMeta) and name in found.__members__:
+            return found.__members__[name]
+        self._out.left_out.append(f"{self._where()}: {path}.{name} (this job does not know {module}.{path})")
+        return Opaque(f"{module}.{path}")
 
     def _blob(self, body: Any) -> Any:
         if not isinstance(body, dict) or not isinstance(body.get("type"), str) or not isinstance(body.get("pickle"), str):

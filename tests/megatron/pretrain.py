@@ -13,7 +13,7 @@ from tests.megatron import cpu
 
 # What every run on CPU needs; sizes that two cores train in seconds.
 ARGUMENTS = (
-    "--distributed-backend gloo --transformer-impl local --mock-data --tokenizer-type NullTokenizer --vocab-size 1023 "
+    "--distributed-backend gloo --transformer-impl local --mock-data --tokenizer-type NullTokenizer --vocab-size 4095 "
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 1 --global-batch-size 8 --num-workers 0 --split 90,5,5 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 100 "
     "--clip-grad 1.0 --hidden-dropout 0 --attention-dropout 0 --no-masked-softmax-fusion --no-gradient-accumulation-fusion "

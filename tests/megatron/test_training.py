@@ -28,13 +28,27 @@ def losses(output: str) -> dict[int, float]:
 
 
 def common(directory: Path, upto: int) -> str:
-    return f"--save {directory} --load {directory} --save-interval 3 --train-iters {upto} --ckpt-format unickpt"
+    return f"--save {directory} --load {directory} --save-interval 3 {until(upto)} --ckpt-format unickpt"
+
+
+def until(iteration: int) -> str:
+    """Stop there; Megatron's scheduler wants to know the same end in every leg."""
+    return f"--train-iters 9 --exit-interval {iteration}"
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     where = tmp_path_factory.mktemp("whole")
     return losses(run(2, f"{common(where, 9)} --bf16 --use-distributed-optimizer --tensor-model-parallel-size 2").stdout)
+
+
+@pytest.fixture(scope="module")
+def resumed_by_megatron(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Iterations 4 to 6 after a resume under the same shape from Megatron's own format."""
+    where = tmp_path_factory.mktemp("stock")
+    base = f"--save {where} --load {where} --save-interval 3 --ckpt-format torch_dist --bf16 --use-distributed-optimizer"
+    run(2, f"{base} --tensor-model-parallel-size 2 {until(3)}")
+    return losses(run(2, f"{base} --tensor-model-parallel-size 2 {until(6)}").stdout)
 
 
 def close(found: dict[int, float], expected: dict[int, float]) -> bool:
@@ -73,15 +87,17 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_resumes_under_another_shape(saved: Path, uninterrupted: dict[int, float], tmp_path: Path, shape: str) -> None:
+def test_resumes_under_another_shape(
+    saved: Path, uninterrupted: dict[int, float], resumed_by_megatron: dict[int, float], tmp_path: Path, shape: str
+) -> None:
     where = copied(saved, tmp_path / "ck")
     world, arguments = SHAPES[shape]
     done = run(world, f"{common(where, 6)} {arguments}")
     found = losses(done.stdout)
     assert sorted(found) == [4, 5, 6], done.stdout[-3000:]
     assert close(found, uninterrupted), (found, uninterrupted)
-    if shape == "same":
-        assert found == {at: uninterrupted[at] for at in found}
+    if shape == "same":  # Megatron logs the second loss after a resume in its own way; so its own resume is the measure
+        assert found == resumed_by_megatron
     assert ("generators re-seeded" in done.stdout) == (shape not in ("same",)), done.stdout[-3000:]
     assert (where / "latest_checkpointed_iteration.txt").read_text() == "6"
 
@@ -89,19 +105,19 @@ def test_resumes_under_another_shape(saved: Path, uninterrupted: dict[int, float
 def test_the_old_format_is_read_and_the_new_one_written(uninterrupted: dict[int, float], tmp_path: Path) -> None:
     shape = "--bf16 --use-distributed-optimizer --tensor-model-parallel-size 2"
     base = f"--save {tmp_path} --load {tmp_path} --save-interval 3"
-    run(2, f"{base} --train-iters 3 --ckpt-format torch_dist {shape}")
+    run(2, f"{base} {until(3)} --ckpt-format torch_dist {shape}")
     assert not (tmp_path / "iter_0000003/manifest.json").exists()
-    done = run(2, f"{base} --train-iters 6 --ckpt-format unickpt {shape}")
+    done = run(2, f"{base} {until(6)} --ckpt-format unickpt {shape}")
     assert close(losses(done.stdout), uninterrupted)
     assert (tmp_path / "iter_0000006/manifest.json").is_file()
-    back = run(1, f"{base} --train-iters 9 --ckpt-format torch_dist --bf16 --use-distributed-optimizer")
+    back = run(1, f"{base} {until(9)} --ckpt-format torch_dist --bf16 --use-distributed-optimizer")
     assert close(losses(back.stdout), uninterrupted)
     assert (tmp_path / "iter_0000009/.metadata").is_file()
 
 
 def test_flags_mean_what_they_mean_in_megatron(saved: Path, tmp_path: Path) -> None:
     where = copied(saved, tmp_path / "ck")
-    load = f"--load {where} --ckpt-format unickpt --bf16 --train-iters 5"
+    load = f"--load {where} --ckpt-format unickpt --bf16 {until(5)}"
     for flag in ("--no-load-optim", "--no-load-rng", "--finetune"):
         done = run(1, f"{load} {flag}")
         first = min(losses(done.stdout))
@@ -109,14 +125,14 @@ def test_flags_mean_what_they_mean_in_megatron(saved: Path, tmp_path: Path) -> N
     tree = run(1, f"{load} --use-checkpoint-args --ckpt-step 3").stdout
     assert min(losses(tree)) == 4
     missing = run(
-        1, f"--load {tmp_path / 'nothing'} --ckpt-format unickpt --train-iters 1 --exit-on-missing-checkpoint", check=False
+        1, f"--load {tmp_path / 'nothing'} --ckpt-format unickpt {until(1)} --exit-on-missing-checkpoint", check=False
     )
     assert "exit-on-missing-checkpoint" in missing.stdout
     assert not losses(missing.stdout)
 
 
 def test_another_model_is_refused_by_name(saved: Path, tmp_path: Path) -> None:
-    done = run(1, f"--load {saved} --ckpt-format unickpt --bf16 --train-iters 5 --ffn-hidden-size 512 --swiglu", check=False)
+    done = run(1, f"--load {saved} --ckpt-format unickpt --bf16 {until(5)} --ffn-hidden-size 512 --swiglu", check=False)
     assert done.returncode != 0
     assert "ffn_hidden_size: 256 in the checkpoint, 512 in this job" in done.stdout
     assert "swiglu: False in the checkpoint, True in this job" in done.stdout
@@ -131,12 +147,12 @@ def test_a_damaged_checkpoint_is_passed_over_and_an_interrupted_one_never_seen(s
     raw[-20] ^= 1
     data.write_bytes(bytes(raw))
     (where / "iter_0000099/data").mkdir(parents=True)  # a save that was killed
-    done = run(1, f"--load {where} --ckpt-format unickpt --bf16 --use-distributed-optimizer --train-iters 4")
+    done = run(1, f"--load {where} --ckpt-format unickpt --bf16 --use-distributed-optimizer {until(4)}")
     assert "iteration 6" in done.stdout
     assert "cannot be used" in done.stdout
     assert min(losses(done.stdout)) == 4
     (where / "latest_checkpointed_iteration.txt").write_text("")
-    done = run(1, f"--load {where} --ckpt-format unickpt --bf16 --use-distributed-optimizer --train-iters 4")
+    done = run(1, f"--load {where} --ckpt-format unickpt --bf16 --use-distributed-optimizer {until(4)}")
     assert min(losses(done.stdout)) == 4, done.stdout[-3000:]
 
 
@@ -146,7 +162,7 @@ def test_a_full_disk_is_a_warning_and_training_goes_on(tmp_path: Path) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(small)], check=False).returncode:
         pytest.skip("no right to mount a small tmpfs")
     try:
-        done = run(1, f"--save {small} --save-interval 2 --ckpt-format unickpt --bf16 --train-iters 4")
+        done = run(1, f"--save {small} --save-interval 2 --ckpt-format unickpt --bf16 {until(4)}")
     finally:
         subprocess.run(["umount", "-l", str(small)], check=False)
     assert sorted(losses(done.stdout)) == [1, 2, 3, 4]

@@ -16,9 +16,10 @@ from typing import Any
 from unickpt import hooks
 from unickpt.autoload import DEEPSPEED, MEGATRON
 from unickpt.cli.output import Output
-from unickpt.hooks import HookStatus
+from unickpt.hooks import Hook, HookStatus
 
 JSON_SCHEMA = 1
+ADAPTERS = ("ds_unickpt", "megatron_unickpt")
 
 _MARKDOWN_BEGINNING = """\
 <!-- Generated, do not edit: unickpt hooks status --markdown > docs/hooks.md -->
@@ -59,13 +60,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Print the table; 0 also where hooks are refused, because that is a state and no error."""
+    if args.markdown:
+        out.text(_markdown([hook for adapter in ADAPTERS for hook in import_module(f"{adapter}.hooks").DECLARED]))
+        return 0
     adapters = [_import("ds_unickpt", "deepspeed", DEEPSPEED), _import("megatron_unickpt", "megatron", MEGATRON)]
     found = sorted(hooks.status(), key=lambda status: status.hook.name)
     if args.json:
         documents = {"adapters": [asdict(adapter) for adapter in adapters], "hooks": [_document(status) for status in found]}
         out.json({"schema": JSON_SCHEMA, **documents})
-    elif args.markdown:
-        out.text(_markdown(found))
     else:
         _show(out, adapters, found)
     return 0
@@ -126,13 +128,12 @@ def _show(out: Output, adapters: list[_Adapter], found: list[HookStatus]) -> Non
     out.table(f"hooks ({len(rows)})", ["name", "target", "tested versions", "fingerprint", "state"], rows)
 
 
-def _markdown(found: list[HookStatus]) -> str:
-    """Depends on the declarations alone, not on the versions installed where it is made."""
+def _markdown(declared: list[Hook]) -> str:
+    """Depends on the declarations alone, not on what is installed where it is made."""
     lines = [_MARKDOWN_BEGINNING]
-    for status in found:
-        hook = status.hook
-        code = [hook.name, _target(status), str(hook.versions), *sorted(hook.fingerprints)]
+    for hook in sorted(declared, key=lambda hook: hook.name):
+        code = [hook.name, f"{hook.module}.{hook.attribute}", str(hook.versions), *sorted(hook.fingerprints)]
         name, target, versions, *fingerprints = (f"`{text}`" for text in code)
-        cells = [name, target, versions, ", ".join(fingerprints), hook.why, f"<{hook.upstream}>", hook.until]
+        cells = [name, target, versions, ", ".join(fingerprints) or "-", hook.why, f"<{hook.upstream}>", hook.until]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)

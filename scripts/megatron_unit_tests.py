@@ -1,0 +1,197 @@
+"""Run Megatron's own unit tests of dist_checkpointing, stock and with unickpt: ``docs/megatron-unit-tests.md``.
+
+    MEGATRON_LM=/path/to/Megatron-LM python scripts/megatron_unit_tests.py [--files test_torch_dist.py ...]
+        [--folder DIR] [--limit 300] [--out docs/megatron-unit-tests.md]
+
+CPU and gloo, through ``tests/megatron/unit_plugin.py``. First as they are, without our hooks; then those that pass once
+more, with unickpt for whoever saves with torch_dist or names no strategy. Each file is a job of its own with a time limit;
+a test passes if it passes on all ranks. Results stay in the folder, and files that are there are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from tests.launch import environment, free_port  # noqa: E402
+
+FOLDER = "tests/unit_tests/dist_checkpointing"
+WORLD = 8  # what the tests are written for: most begin with TP2 PP4
+TWO_RANKS = ("test_mapping.py", "test_safe_globals.py")
+# Why a test that passes stock does not with unickpt
+_FILES = "looks into torch_dist's own files (`.metadata`, `__0_0.distcp`)"
+REASONS = {
+    "test_torch_dist.py::TestCachedMetadata::test_cached_metadata": _FILES,
+    "test_torch_dist.py::TestCPUTensors::test_cpu_tensors_dont_take_too_much_space": _FILES,
+    "test_async_save.py::TestAsyncSave::test_errors_are_reported": (
+        "breaks torch_dist's writer and waits for its exception; unickpt does not use that writer, and the save succeeds"
+    ),
+    "test_serialization.py::TestSerialization::test_multi_process_save_log_difference": (
+        "wants a warning when ranks differ in their common state; unickpt keeps rank 0's, as Megatron does, with no word"
+    ),
+    "test_serialization.py::TestNonStrictLoad::test_unexpected_keys_handling_during_validation": (
+        "wants torch's own CheckpointException for a missing tensor; unickpt raises Megatron's CheckpointingException"
+    ),
+    "test_serialization.py::TestNonStrictLoad::test_exact_load_handling": (
+        "wants an empty log; unickpt writes a line (INFO) for each save, and a report for each load"
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--files", nargs="+", help=f"of {FOLDER} (default: all)")
+    parser.add_argument("--folder", type=Path, help="where to work and keep results (default: a temporary folder)")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one file")
+    parser.add_argument("--out", type=Path, default=REPO / "docs" / "megatron-unit-tests.md")
+    args = parser.parse_args()
+    tree = Path(os.environ["MEGATRON_LM"]).resolve()
+    files = args.files or sorted(str(p.relative_to(tree / FOLDER)) for p in (tree / FOLDER).rglob("test_*.py"))
+    rows = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for file in files:
+            place = (args.folder or Path(temporary)).resolve() / file.removesuffix(".py").replace("/", "-")
+            stock = examine(tree, file, place / "stock", args.limit)
+            passing = [name for name, found in stock.items() if found["outcome"] == "passed"]
+            ours = examine(tree, file, place / "unickpt", args.limit, passing) if passing else {}
+            rows[file] = (stock, ours)
+            print(file, counts(stock), counts(ours), flush=True)
+            for name in passing:
+                if ours[name]["outcome"] != "passed":
+                    print("   ", name, ours[name]["outcome"], ours[name]["reason"].splitlines()[:1], flush=True)
+            args.out.write_text(page(rows, args.limit))
+
+
+def examine(tree: Path, file: str, place: Path, limit: float, only: list[str] | None = None) -> dict[str, dict[str, Any]]:
+    """What came of each of a file's tests; ``only``: with unickpt, and these alone."""
+    kept = place / "results.json"
+    if not kept.exists():
+        place.mkdir(parents=True, exist_ok=True)
+        for old in place.glob("rank*.jsonl"):
+            old.unlink()
+        world = 2 if file in TWO_RANKS else WORLD
+        ended = run(tree, file, place, limit, world, only)
+        kept.write_text(json.dumps(merged(place, world, ended), indent=1))
+    found: dict[str, dict[str, Any]] = json.loads(kept.read_text())
+    return found
+
+
+def run(tree: Path, file: str, place: Path, limit: float, world: int, only: list[str] | None) -> bool:
+    """One file under torchrun, its output in ``log``; whether it ended within the limit."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-addr", "127.0.0.1",
+        "--master-port", str(free_port()), "-m", "pytest", "-p", "tests.megatron.unit_plugin", "-p", "no:cacheprovider",
+        "-c", os.devnull, "--rootdir", str(tree), "-q", "--tb=short", "-W", "ignore", str(tree / FOLDER / file),
+    ]  # fmt: skip
+    extra = {"MEGATRON_LM": str(tree), "UNICKPT_UNIT_REPORT": str(place), "PYTEST_DEBUG_TEMPROOT": str(place)}
+    if only is None:
+        extra["UNICKPT_AUTOLOAD"] = "0"  # without our hooks
+    else:
+        extra |= {"UNICKPT_UNIT_REPLACES": "1", "UNICKPT_UNIT_ONLY": "\n".join(f"{FOLDER}/{name}" for name in only)}
+    with (place / "log").open("w") as log:
+        job = subprocess.Popen(
+            command, cwd=REPO, env=environment(**extra), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            job.wait(limit)
+            return True
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            end_all(place)
+            job.wait()
+
+
+def end_all(place: Path) -> None:
+    """Kill what is left of a job: its ranks have sessions of their own, and torch_dist's managers outlive them."""
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("UNICKPT_UNIT_REPORT") == str(place):
+                process.kill()
+        except psutil.Error:
+            continue
+    time.sleep(0.5)
+
+
+def merged(place: Path, world: int, ended: bool) -> dict[str, dict[str, Any]]:
+    """Test by name: its outcome on all ranks, why, and how often it saved through unickpt."""
+    found: dict[str, dict[str, Any]] = {}
+    for rank in range(world):
+        path = place / f"rank{rank}.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        for name in next((line["tests"] for line in lines if line["event"] == "collected"), []):
+            found.setdefault(name, {"ranks": []})
+        for line in lines:
+            if line["event"] == "end":
+                found[line["test"]]["ranks"].append({**line, "rank": rank})
+            elif line["event"] == "begin":
+                found[line["test"]]["begun"] = True
+    return {name.removeprefix(f"{FOLDER}/"): together(test, world, ended) for name, test in found.items()}
+
+
+def together(test: dict[str, Any], world: int, ended: bool) -> dict[str, Any]:
+    ranks = test["ranks"]
+    bad = next((r for r in ranks if r["outcome"] == "failed"), None)
+    if bad is not None:
+        outcome, reason = "failed", f"rank {bad['rank']}: {bad['reason']}"
+    elif len(ranks) < world:
+        outcome = ("died" if ended else "timed out") if test.get("begun") else "not reached"
+        reason = outcome
+    else:
+        odd = next((r for r in ranks if r["outcome"] != "passed"), ranks[0])
+        outcome, reason = odd["outcome"], odd["reason"]
+    return {"outcome": outcome, "reason": reason, "saves": max((r["saves"] for r in ranks), default=0)}
+
+
+def counts(found: dict[str, dict[str, Any]]) -> dict[str, int]:
+    outcomes = [test["outcome"] for test in found.values()]
+    return {outcome: outcomes.count(outcome) for outcome in dict.fromkeys(outcomes)}
+
+
+def page(rows: dict[str, Any], limit: float) -> str:
+    """The document."""
+    lines = [
+        "# Megatron's own unit tests", "",
+        "`MEGATRON_LM=/path/to/Megatron-LM python scripts/megatron_unit_tests.py`", "",
+        f"megatron-core {installed_version('megatron-core')}, torch {installed_version('torch')}, "
+        f"Python {platform.python_version()}, CPU and gloo, {WORLD} ranks ({', '.join(TWO_RANKS)}: 2).", "",
+        f"`{FOLDER}` of Megatron-LM, unchanged. Stock: without our hooks. With unickpt: those that pass stock once more, with",
+        "unickpt for whoever saves with torch_dist or names no strategy (also inside of the fully parallel wrappers).",
+        f"A test passes if it passes on all ranks; each file has {limit:.0f} seconds.", "",
+        "| file | tests | pass stock | other stock | of those that pass, with unickpt | of these, save through unickpt |",
+        "|---" * 6 + "|",
+    ]  # fmt: skip
+    differences, sums = [], [0, 0, 0, 0]
+    for file, (stock, ours) in rows.items():
+        other = ", ".join(f"{n} {outcome}" for outcome, n in counts(stock).items() if outcome != "passed")
+        passing = [name for name, test in ours.items() if test["outcome"] == "passed"]
+        numbers = [len(stock), counts(stock).get("passed", 0), len(passing), sum(ours[name]["saves"] > 0 for name in passing)]
+        sums = [a + b for a, b in zip(sums, numbers, strict=True)]
+        lines.append(f"| {file} | {numbers[0]} | {numbers[1]} | {other or '-'} | {numbers[2]} | {numbers[3]} |")
+        differences += [(name, test) for name, test in ours.items() if test["outcome"] != "passed"]
+    lines += [f"| all | {sums[0]} | {sums[1]} | | {sums[2]} | {sums[3]} |", "", "## Pass stock, and not with unickpt", ""]
+    for name, test in differences:
+        first = (test["reason"].splitlines() or [test["outcome"]])[0].replace("`", "'")
+        shown = re.sub(r"/\S*/(?=tmp_dist_ckpt)", "", first)[:200]
+        lines.append(f"- `{name}`: {REASONS.get(name.partition('[')[0], 'reason not known')} ({test['outcome']}: `{shown}`)")
+    return "\n".join(lines + ([] if differences else ["None."])) + "\n"
+
+
+if __name__ == "__main__":
+    main()
