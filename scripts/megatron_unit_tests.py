@@ -74,7 +74,7 @@ def main() -> None:
             for name in passing:
                 if ours[name]["outcome"] != "passed":
                     print("   ", name, ours[name]["outcome"], ours[name]["reason"].splitlines()[:1], flush=True)
-            args.out.write_text(page(rows, args.limit))
+            args.out.write_text(page(rows, args.limit, args.files))
 
 
 def examine(tree: Path, file: str, place: Path, limit: float, only: list[str] | None = None) -> dict[str, dict[str, Any]]:
@@ -164,11 +164,12 @@ def counts(found: dict[str, dict[str, Any]]) -> dict[str, int]:
     return {outcome: outcomes.count(outcome) for outcome in dict.fromkeys(outcomes)}
 
 
-def page(rows: dict[str, Any], limit: float) -> str:
+def page(rows: dict[str, Any], limit: float, files: list[str] | None) -> str:
     """The document."""
+    only = f" --files {' '.join(files)}" if files else ""
     lines = [
         "# Megatron's own unit tests", "",
-        "`MEGATRON_LM=/path/to/Megatron-LM python scripts/megatron_unit_tests.py`", "",
+        f"`MEGATRON_LM=/path/to/Megatron-LM python scripts/megatron_unit_tests.py{only}`", "",
         f"megatron-core {installed_version('megatron-core')}, torch {installed_version('torch')}, "
         f"Python {platform.python_version()}, CPU and gloo, {WORLD} ranks ({', '.join(TWO_RANKS)}: 2).", "",
         f"`{FOLDER}` of Megatron-LM, unchanged. Stock: without our hooks. With unickpt: those that pass stock once more, with",
