@@ -166,10 +166,13 @@ def get_rng_state(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     if _mode.source is not None:
         stored = _data_parallel(_mode.source.manifest.writer.topology)
         count, position = stored, position % stored
-    return ShardedObject(
+    ours_state = ShardedObject(
         RNG, state.data, (sizes.get("pipeline", 1), sizes.get("tensor", 1), count),
         (place["pipeline"], place["tensor"], position), replica_id=0,
     )  # fmt: skip
+    if _mode.source is not None and ours_state.unique_key not in _mode.source.shared_names():
+        return state  # saved through the strategy alone, with Megatron's own positions
+    return ours_state
 
 
 def _data_parallel(layout: Mapping[str, Any]) -> int:
@@ -301,7 +304,8 @@ def _ours(
         raise
     except UnickptError as err:
         raise MegatronCheckpointError(f"{type(err).__name__}: {err}") from err
-    same = _same_positions(checkpoint.manifest.writer.topology)
+    kept = any(name.startswith(f"{RNG}/") for name in checkpoint.shared_names())
+    same = kept and _same_positions(checkpoint.manifest.writer.topology)
     wanted = not (finetune or getattr(options, "no_load_rng", False) or getattr(stored, "no_save_rng", False))
     changes = {"ckpt_format": NATIVE_FORMAT, "ckpt_step": iteration}
     if wanted and not same:

@@ -158,7 +158,7 @@ def prepended_axes_replicas_uneven_shards_and_padding(folder: Path) -> None:
     assert torch.equal(loaded["layers"], layers)
     assert torch.equal(loaded["uneven"], uneven)
     assert torch.equal(loaded["same"], torch.full((3,), 5.0))
-    assert loaded["padded"][:, 0].tolist() == [1.0] * 4 + [2.0] * 4 + [-1.0] * 2
+    assert loaded["padded"][:, 0].tolist() == [1.0] * 4 + [2.0] * 4 + [0.0] * 2
 
 
 @scenario(2)

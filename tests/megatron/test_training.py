@@ -52,7 +52,8 @@ def resumed_by_megatron(tmp_path_factory: pytest.TempPathFactory) -> dict[int, f
 
 
 def close(found: dict[int, float], expected: dict[int, float]) -> bool:
-    return bool(found) and all(abs(found[at] - expected[at]) < 0.02 for at in found)
+    """Losses of a resume against an uninterrupted run, but for the second one: that Megatron logs in its own way."""
+    return bool(found) and all(abs(found[at] - expected[at]) < 0.01 for at in found if at != min(found) + 1)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_resumes_under_another_shape(
     found = losses(done.stdout)
     assert sorted(found) == [4, 5, 6], done.stdout[-3000:]
     assert close(found, uninterrupted), (found, uninterrupted)
-    if shape == "same":  # Megatron logs the second loss after a resume in its own way; so its own resume is the measure
+    if shape == "same":
         assert found == resumed_by_megatron
     assert ("generators re-seeded" in done.stdout) == (shape not in ("same",)), done.stdout[-3000:]
     assert (where / "latest_checkpointed_iteration.txt").read_text() == "6"
