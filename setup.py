@@ -35,7 +35,7 @@ setup(
         "deepspeed": ["deepspeed>=0.17,<0.20"],
         "megatron": ["megatron-core>=0.12"],
         "hf": ["transformers>=4.50", "accelerate>=1.6", "peft>=0.15", "trl>=0.17", "datasets"],
-        "demo": ["matplotlib>=3.7"],
+        "demo": ["matplotlib>=3.7", "psutil"],
         "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff", "mypy", "import-linter", "psutil"],
     },
     entry_points={

@@ -7,6 +7,7 @@ them look at their arguments, do our work where it is asked for, and otherwise c
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,8 @@ def _save(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -
     from megatron_unickpt import checkpointing, strategies
 
     inner = strategies.unwrap(strategy)
-    if strategy == (checkpointing.BACKEND, checkpointing.VERSION):
+    scripts = sys.modules.get("megatron_unickpt.training")
+    if strategy == (checkpointing.BACKEND, checkpointing.VERSION) or (scripts is not None and scripts.saving()):
         inner = strategies.UnickptSaveStrategy()
     if not isinstance(inner, strategies.UnickptSaveStrategy):
         return wrapped(*args, **kwargs)
@@ -206,10 +208,6 @@ SCRIPTS = [
     _script("checkpointing", "save_checkpoint", "save_checkpoint", ("iteration",), "a failed save must not end training"),
     _script("checkpointing", "load_checkpoint", "load_checkpoint", ("load_arg",), "formats by directory; damaged ones; RNG"),
     _script("checkpointing", "get_rng_state", "get_rng_state", ("ckpt_format",), "states of all data parallel ranks"),
-    _script(
-        "checkpointing", "get_default_save_sharded_strategy", "default_save_strategy", ("backend",),
-        "the scripts ask for torch_dist's",
-    ),
 ]  # fmt: skip
 # Since 0.13; before, the sharding type is an argument of the optimizer's sharded_state_dict.
 METADATA = [

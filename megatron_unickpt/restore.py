@@ -198,10 +198,11 @@ class Restore:
                     f"{self.checkpoint.storage.root}: no object {item.unique_key} ({have}): objects are kept per "
                     "position and cannot be resharded"
                 ) from None
-            for line in decoded.left_out:
-                self.report.add(item.unique_key, OBJECT, "left out", line)
             found[item.unique_key] = mapping.object_of(decoded.value)
-            self.report.add(item.unique_key, OBJECT, "restored")
+            if decoded.left_out:
+                self.report.add(item.unique_key, OBJECT, "left out", "; ".join(decoded.left_out))
+            else:
+                self.report.add(item.unique_key, OBJECT, "restored")
         return found
 
     def optimizers(self, parts: Iterable[OptimizerPart]) -> None:

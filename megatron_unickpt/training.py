@@ -2,7 +2,7 @@
 
 ``megatron.training.checkpointing`` branches on the literal ``torch_dist`` in a dozen places. So the
 arguments say ``torch_dist`` (and ``unickpt``, which we look at) once they are parsed, and
-the strategy that those branches ask for is ours.
+whatever strategy those branches choose stands for ours while they save.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class _Mode:
     """What the hooked functions are being called for. ``source``: the checkpoint being loaded, if it is ours."""
 
     def __init__(self) -> None:
+        self.saving = False
         self.loading = False
         self.source: Checkpoint | None = None
 
@@ -117,19 +118,16 @@ def sharding_metadata(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return {**metadata, **METADATA} if active() and not _mode.loading else metadata
 
 
-def default_save_strategy(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``get_default_save_sharded_strategy``, as the scripts call it."""
-    if not active():
-        return wrapped(*args, **kwargs)
-    from megatron_unickpt.strategies import UnickptSaveStrategy
-
-    return UnickptSaveStrategy()
+def saving() -> bool:
+    """Whether the scripts are just saving, and in our format: then every strategy that they choose stands for ours."""
+    return _mode.saving
 
 
 def save_checkpoint(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``save_checkpoint``: a checkpoint that cannot be written is a warning, and the tracker keeps naming the last good one."""
     if not active():
         return wrapped(*args, **kwargs)
+    _mode.saving = True
     with _optimizers_asked():
         try:
             return wrapped(*args, **kwargs)
@@ -138,6 +136,8 @@ def save_checkpoint(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
                 logger.warning("unickpt: %s Training goes on; the next save tries again.", err)
             torch.distributed.barrier()
             return None
+        finally:
+            _mode.saving = False
 
 
 @contextmanager

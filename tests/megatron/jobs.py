@@ -47,9 +47,12 @@ def leave_groups() -> None:
 class Job:
     """One running model: ``chunks`` (a rank's pipeline chunks), ``optimizer``, and the next ``step``."""
 
-    def __init__(self, layout: Layout, *, seed: int = 1, tied: bool = True, vocabulary: int = 96, width: int = 32) -> None:
+    def __init__(
+        self, layout: Layout, *, seed: int = 1, tied: bool = True, vocabulary: int = 96, width: int = 32, length: int = LENGTH,
+        batch: int = BATCH,
+    ) -> None:  # fmt: skip
         self.layout, self.step = layout, 0
-        self.vocabulary = vocabulary
+        self.vocabulary, self.length, self.batch = vocabulary, length, batch
         leave_groups()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
@@ -112,7 +115,8 @@ class Job:
         experts = 4 if self.layout.moe else None
         spec = get_gpt_layer_local_spec(**accepted(get_gpt_layer_local_spec, num_experts=experts, moe_grouped_gemm=False))
         model = GPTModel(
-            self.config, spec, vocab_size=self.vocabulary, max_sequence_length=LENGTH, pre_process=first, post_process=last,
+            self.config, spec, vocab_size=self.vocabulary, max_sequence_length=self.length,
+            pre_process=first, post_process=last,
             position_embedding_type="rope", share_embeddings_and_output_weights=tied,
             **accepted(GPTModel.__init__, **stage),
         )  # fmt: skip
@@ -120,15 +124,19 @@ class Job:
 
     # ---------------------------------------------------------------- training
 
-    def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        """This rank's micro batches of one row of the global batch of a step, which depends on the step alone."""
+    def rows(self) -> torch.Tensor:
+        """The global batch of this step, int64 ``[batch, length + 1]``; it depends on the step alone."""
         generator = torch.Generator().manual_seed(1000 + self.step)
-        rows = torch.randint(0, 96, (BATCH, LENGTH + 1), generator=generator)
+        return torch.randint(0, 96, (self.batch, self.length + 1), generator=generator)
+
+    def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        """This rank's micro batches, of one row each."""
+        rows, n = self.rows(), self.length
         dp, rank = self.layout.dp, parallel_state.get_data_parallel_rank()
-        for row in rows[rank * BATCH // dp : (rank + 1) * BATCH // dp]:
+        for row in rows[rank * self.batch // dp : (rank + 1) * self.batch // dp]:
             tokens, labels = row[None, :-1], row[None, 1:]
-            positions = torch.arange(LENGTH)[None]
-            mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
+            positions = torch.arange(n)[None]
+            mask = torch.triu(torch.ones(n, n, dtype=torch.bool), 1)[None, None]
             yield {
                 "tokens": self._part(tokens, 1), "labels": self._part(labels, 1), "positions": self._part(positions, 1),
                 "mask": self._part(mask, 2),
@@ -163,8 +171,8 @@ class Job:
                 forward_step_func=self._forward,
                 data_iterator=[self._batches() for _ in self.chunks] if len(self.chunks) > 1 else self._batches(),
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-                num_microbatches=BATCH // self.layout.dp,
-                seq_length=LENGTH,
+                num_microbatches=self.batch // self.layout.dp,
+                seq_length=self.length,
                 micro_batch_size=1,
                 forward_only=False,
             )

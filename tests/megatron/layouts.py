@@ -77,8 +77,8 @@ def _values(layout: Layout) -> set[tuple[str, object]]:
     return {(field.name, getattr(layout, field.name)) for field in fields(layout)}
 
 
-def _covered(source: Layout, target: Layout) -> set[tuple[object, object]]:
-    return set(itertools.product(_values(source), _values(target)))
+def _covered(source: Layout, target: Layout) -> set[tuple[object, object, object]]:
+    return {(source.moe, a, b) for a, b in itertools.product(_values(source), _values(target))}
 
 
 def pairs(*, full: bool = False) -> list[tuple[Layout, Layout]]:

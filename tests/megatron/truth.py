@@ -18,7 +18,7 @@ Truth = dict[str, torch.Tensor]
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)$")
 
 
-def consolidated(job: Job, folder: Path) -> Truth | None:
+def consolidated(job: Job, folder: Path, *, optimizer: bool = True) -> Truth | None:
     """Every weight, main parameter and moment in global coordinates; on the first rank. Collective.
 
     Saved by Megatron's own ``torch_dist`` strategy from its own sharded state dicts, and read back whole.
@@ -39,7 +39,8 @@ def consolidated(job: Job, folder: Path) -> Truth | None:
         "model" if len(modules) == 1 else f"model{at}": module.sharded_state_dict(metadata=metadata)
         for at, module in enumerate(modules)
     }
-    state["optimizer"] = job.optimizer.sharded_state_dict(state, metadata=metadata)
+    if optimizer:
+        state["optimizer"] = job.optimizer.sharded_state_dict(state, metadata=metadata)
     dist_checkpointing.save(state, str(folder), validate_access_integrity=False)
     tensors = dist_checkpointing.load_plain_tensors(str(folder))
     truth: Truth = {}
