@@ -377,7 +377,12 @@ def hooks_in_a_process() -> tuple[str, str]:
 def test_hooks_status_of_an_installed_framework(hooks_in_a_process: tuple[str, str]) -> None:
     document = json.loads(hooks_in_a_process[0])  # whatever the framework says on import does not get in between
     assert document["adapters"][0]["state"] == "imported"
-    assert [hook["name"] for hook in document["hooks"]] == ["deepspeed.configure", "deepspeed.load", "deepspeed.save"]
+    names = [hook["name"] for hook in document["hooks"]]
+    assert [name for name in names if name.startswith("deepspeed.")] == [
+        "deepspeed.configure",
+        "deepspeed.load",
+        "deepspeed.save",
+    ]
     for hook in document["hooks"]:
         assert (hook["state"] == "installed") == (hook["fingerprint"] in hook["known_fingerprints"])
 

@@ -144,7 +144,7 @@ def test_the_document_names_every_dtype_with_its_size() -> None:
 
 
 def test_the_document_names_every_tag_of_the_object_codec() -> None:
-    known = set(objects._DECODERS) | {"$tensor", "$opaque", "$lost"}
+    known = set(objects._DECODERS) | {"$tensor", "$enum", "$opaque", "$lost"}
     assert set(first_cells(section(8))) == known
     assert {tag for tag, _ in objects._ENCODERS.values()} < known
 
