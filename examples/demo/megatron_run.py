@@ -47,7 +47,7 @@ def main() -> int:
     exact, before, legs = True, None, []
     for at, (layout, label) in enumerate(CHAIN):
         options = ["--save-to", OUT / f"checkpoint{at}"]
-        options += ["--start", OUT / "start"] if not at else ["--resume-from", OUT / f"checkpoint{at - 1}"]
+        options += ["--untrained", OUT / "start"] if not at else ["--resume-from", OUT / f"checkpoint{at - 1}"]
         seen = run(f"leg{at}", layout, seed=at + 1, until=(at + 1) * steps, options=options)
         if before is not None:
             exact &= tell_hand_over(f"{CHAIN[at - 1][1]} -> {label}", before, seen)

@@ -41,15 +41,15 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("unickpt").setLevel(logging.WARNING)
     dist.init_process_group("gloo")
-    job = TextJob(Layout.parse(args.layout), seed=args.seed, vocabulary=256, width=WIDTH, length=LENGTH, batch=BATCH)
+    job = TextJob(Layout.parse(args.layout), seed=args.seed, vocabulary=256, width=WIDTH, length=LENGTH, batch=BATCH, lr=1e-3)
     seen = {}
     if args.resume_from:
         seen["before_load"] = digests(job, args.out, optimizer=False)
         found = megatron_unickpt.load(args.resume_from, job.chunks, job.optimizer)
         job.step = found["iteration"]
         seen["after_load"] = digests(job, args.out)
-    if args.start:
-        megatron_unickpt.save(args.start, job.chunks, job.optimizer, iteration=0)
+    if args.untrained:
+        megatron_unickpt.save(args.untrained, job.chunks, job.optimizer, iteration=0)
     first = job.step
     losses = job.train(args.until - job.step)
     seen["at_end"] = digests(job, args.out)
@@ -78,7 +78,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--until", type=int, required=True)
-    parser.add_argument("--start", type=Path, help="save the untrained model here")
+    parser.add_argument("--untrained", type=Path, help="save the untrained model here")
     parser.add_argument("--resume-from", type=Path)
     parser.add_argument("--save-to", type=Path)
     return parser.parse_args()

@@ -49,7 +49,7 @@ class Job:
 
     def __init__(
         self, layout: Layout, *, seed: int = 1, tied: bool = True, vocabulary: int = 96, width: int = 32, length: int = LENGTH,
-        batch: int = BATCH,
+        batch: int = BATCH, lr: float = 1e-2,
     ) -> None:  # fmt: skip
         self.layout, self.step = layout, 0
         self.vocabulary, self.length, self.batch = vocabulary, length, batch
@@ -73,7 +73,7 @@ class Job:
         low = layout.optimizer != "fp32"
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam", lr=1e-2, weight_decay=0.1, clip_grad=1.0, bf16=low,
+                optimizer="adam", lr=lr, weight_decay=0.1, clip_grad=1.0, bf16=low,
                 params_dtype=torch.bfloat16 if low else torch.float32, use_distributed_optimizer=layout.optimizer == "dist",
             ),
             self.chunks,
