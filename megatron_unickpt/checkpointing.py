@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import core as native_core
 from megatron.core.dist_checkpointing import validation
 from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.mapping import (
@@ -127,8 +126,7 @@ def save(
     common = mapping.common(sharded_state_dict)
     if content_metadata is not None:
         common[CONTENT_METADATA] = {k: v for k, v in content_metadata.items() if k != "dp_cp_group"}
-    meet = rendezvous()
-    meet.begin(f"save/{directory}")
+    meet = rendezvous().apart(f"save/{directory}")  # an earlier save may still be going on in its thread
     if not asynchronous:
         pending = PendingSave(directory, lambda: capture.contribution(sharded_state_dict, common, share=share), meet)
         pending.run()
@@ -183,7 +181,7 @@ class PendingSave:
                 meet=self.meet,
             )
             if self.result.committed and self.meet.rank == 0:
-                _mark(self.directory)
+                mark(self.directory)
         except Exception as err:
             self.error = err
         self._contribute = _nothing
@@ -243,8 +241,10 @@ def _nothing() -> Contribution:
     raise AssertionError("a save runs once")
 
 
-def _mark(directory: str) -> None:
+def mark(directory: str) -> None:
     """Megatron's own mark of a distributed checkpoint, so that its tools know whose it is. The manifest is what counts."""
+    if os.path.isfile(os.path.join(directory, CONFIG_FILE)):
+        return
     text = json.dumps(
         {
             "sharded_backend": BACKEND, "sharded_backend_version": VERSION,
@@ -340,12 +340,12 @@ def load(
     failure: Exception | None = None
     work: restore.Restore | None = None
     state: Any = None
+    handling = validation.parse_strict_flag(strict)
     with _in_megatrons_terms():
         checkpoint = _open_together(checkpoint_dir, validate_access_integrity)
-        handling = validation.parse_strict_flag(strict)
-        if handling != validation.StrictHandling.ASSUME_OK_UNEXPECTED:
-            wanted, missing, unexpected = _strictly(checkpoint, wanted, handling, validate_access_integrity)
         try:
+            if handling != validation.StrictHandling.ASSUME_OK_UNEXPECTED:  # may raise on some ranks only
+                wanted, missing, unexpected = _strictly(checkpoint, wanted, handling, validate_access_integrity)
             work = restore.Restore(checkpoint, verify=verify, allow_pickle=allow_pickle)
             state = _fill(work, wanted, parts)
         except Exception as err:
@@ -527,11 +527,6 @@ def load_sharded_metadata(checkpoint_dir: str | Path) -> dict[str, Any]:
         return _sharded_metadata(Checkpoint.open(str(checkpoint_dir)))
 
 
-def is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
-    """As megatron-core's ``check_is_distributed_checkpoint``; true of a unickpt checkpoint without Megatron's mark as well."""
-    return recognises(checkpoint_dir) or native_core.maybe_load_config(str(checkpoint_dir)) is not None
-
-
 def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     """Remove all tensors whose key begins with a prefix: from the index, at once or not at all.
 
@@ -545,6 +540,6 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
 
 
 __all__ = [
-    "CoordinationError", "MegatronCheckpointError", "SaveFailedError", "is_distributed_checkpoint", "load",
+    "CoordinationError", "MegatronCheckpointError", "SaveFailedError", "load",
     "load_common_state_dict", "load_sharded_metadata", "load_tensors_metadata", "recognises", "remove_sharded_tensors", "save",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ whatever strategy those branches choose stands for ours while they save.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import logging
 import sys
@@ -230,6 +231,9 @@ def _chosen(options: argparse.Namespace, load_dir: str, tried: list[int]) -> dic
     choice = _choose(options, load_dir, tried)
     if choice["notes"] and choice["iteration"] is not None:
         PosixStorage(load_dir).write_atomic(TRACKER, str(choice["iteration"]).encode())
+    if choice["iteration"] is not None:
+        with contextlib.suppress(OSError):  # a job that was killed right after the commit, or a read-only directory
+            checkpointing.mark(choice["directory"])
     return choice
 
 

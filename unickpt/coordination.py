@@ -62,6 +62,17 @@ class Rendezvous:
         self._begun[name] = self._begun.get(name, 0) + 1
         self._session, self._round = f"{name}/{self._begun[name]}", 0
 
+    def apart(self, name: str) -> Rendezvous:
+        """A rendezvous of its own for work that may overlap with other work, such as a save in a thread.
+
+        Ranks that called this for the same name as often meet in it.
+        """
+        self._begun[name] = self._begun.get(name, 0) + 1
+        return Rendezvous(
+            self._store, rank=self.rank, world=self.world, prefix=f"{self._prefix}/{name}/{self._begun[name]}",
+            timeout_s=self.timeout_s, notice_s=self.notice_s,
+        )  # fmt: skip
+
     def gather(self, topic: str, message: Message) -> list[Message] | None:
         """Send a message to the coordinator; there, returns all ranks' messages, elsewhere None."""
         base = self._next(topic)

@@ -222,6 +222,31 @@ def asynchronous_saves_go_through_megatrons_queue_and_fork_nothing(folder: Path)
 
 
 @scenario(2)
+def two_asynchronous_saves_at_a_time_and_a_load_beside_them(folder: Path) -> None:
+    queue, places = AsyncCallsQueue(), [made(folder / str(at)) for at in range(3)]
+    dist_checkpointing.save({"a": halves("a", torch.full((4, 2), 2.0))}, places[2], strategy())
+    for at, where in enumerate(places[:2]):
+        state = {"a": halves("a", torch.full((4000, 500), float(at)))}
+        queue.schedule_async_request(dist_checkpointing.save(state, where, strategy(), async_sharded_save=True))
+    loaded = dist_checkpointing.load({"a": halves("a", torch.zeros(4, 2))}, places[2])
+    assert loaded["a"].unique().tolist() == [2.0]
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
+    for at, where in enumerate(places[:2]):
+        assert dist_checkpointing.load({"a": halves("a", torch.zeros(4000, 500))}, where)["a"].unique().tolist() == [float(at)]
+
+
+@scenario(2)
+def a_key_that_one_rank_alone_lacks_ends_the_load_on_all_of_them(folder: Path) -> None:
+    where = made(folder / "ck")
+    dist_checkpointing.save({"a": halves("a", torch.ones(4, 2))}, where, strategy())
+    wanted: dict[str, Any] = {"a": halves("a", torch.zeros(4, 2))}
+    if dist.get_rank() == 1:
+        wanted["b"] = ShardedTensor.from_rank_offsets("b", torch.zeros(2))
+    with pytest.raises(CheckpointingException):
+        dist_checkpointing.load(wanted, where, strict="raise_unexpected")
+
+
+@scenario(2)
 def an_asynchronous_save_that_fails_is_a_warning_and_nothing_is_finalized(folder: Path) -> None:
     where, finalized = made(folder / "ck"), []
     if dist.get_rank() == 1:
