@@ -24,6 +24,7 @@ from unickpt.errors import (
     UnickptError,
 )
 from unickpt.loading import Checkpoint, is_checkpoint, read_manifest
+from unickpt.logs import make_visible
 from unickpt.manifest import MANIFEST_FILE
 from unickpt.report import LoadReport
 from unickpt.saving import LATEST_FILE, SaveResult, save
@@ -98,7 +99,7 @@ def adopt(engine: Any) -> None:
     options = read_options(internals.config_of(engine))
     if options is None or not options.enabled:
         return
-    _make_visible()
+    make_visible()
     world = int(engine.world_size)
     meet = Rendezvous(
         internals.default_store() if world > 1 else None,
@@ -108,16 +109,6 @@ def adopt(engine: Any) -> None:
         timeout_s=options.timeout_seconds,
     )
     engine.checkpoint_engine = UnickptCheckpointEngine(engine.checkpoint_engine, options, meet)
-
-
-def _make_visible() -> None:
-    """Give our logger a handler if the user has configured none: a load report that no one sees is none."""
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s"))
-        logger.addHandler(handler)
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
 
 
 def _ours(engine: Any) -> UnickptCheckpointEngine | None:

@@ -12,7 +12,8 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import random as tracker_module
 
-from megatron_unickpt import checkpointing, internals
+from megatron_unickpt import internals, loading, saving
+from megatron_unickpt import metadata as metadata_module
 from megatron_unickpt.optimizer import METADATA
 from unickpt import rng
 
@@ -51,7 +52,7 @@ def save(
     """
     state = _state(model, optimizer, scheduler, metadata, is_loading=False)
     state |= {"iteration": iteration, "extra": extra or {}}
-    request = checkpointing.save(state, directory, content_metadata={**(metadata or {}), **METADATA}, asynchronous=asynchronous)
+    request = saving.save(state, directory, content_metadata={**(metadata or {}), **METADATA}, asynchronous=asynchronous)
     return request.async_fn.pending if asynchronous else None
 
 
@@ -78,10 +79,10 @@ def load(
     """
     state = _state(model, optimizer, scheduler, metadata, is_loading=True)
     here = ShardedObject(_RNG, None, *_position(), replica_id=0)
-    known = checkpointing.load_sharded_metadata(directory)
+    known = metadata_module.load_sharded_metadata(directory)
     if here.unique_key not in known:
         state.pop(_RNG)
-    loaded = checkpointing.load(state, directory)
+    loaded = loading.load(state, directory)
     for key, chunk in _chunks(model).items():
         chunk.load_state_dict(loaded[key], strict=strict)
     if optimizer is not None:
@@ -91,9 +92,9 @@ def load(
     if _RNG in loaded:
         rng.restore(loaded[_RNG]["generators"])
         tracker_module.get_cuda_rng_tracker().set_states(loaded[_RNG]["trackers"])
-    elif checkpointing.last_report is not None:
+    elif loading.last_report is not None:
         reason = "saved under other positions: seed with model_parallel_cuda_manual_seed"
-        checkpointing.last_report.add("rng", "object", "left out", reason)
+        loading.last_report.add("rng", "object", "left out", reason)
     return {"iteration": loaded.get("iteration", 0), "extra": loaded.get("extra", {})}
 
 

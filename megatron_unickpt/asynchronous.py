@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.strategies import async_utils
 
-from megatron_unickpt.checkpointing import Background, PendingSave
+from megatron_unickpt import internals
+from megatron_unickpt.saving import Background, PendingSave
 
 
 class ThreadCaller(async_utils.AsyncCaller):  # type: ignore[misc]
@@ -48,7 +49,4 @@ def schedule(wrapped: Callable[..., Any], queue: Any, async_request: Any) -> Any
     """``AsyncCallsQueue.schedule_async_request``: ours get a caller of their own."""
     if not isinstance(async_request.async_fn, Background):
         return wrapped(async_request)
-    queue.call_idx += 1
-    caller = ThreadCaller(async_request.async_fn.pending)
-    queue.async_calls.append(async_utils._ActiveAsyncRequest(queue.call_idx, caller, async_request.freeze()))
-    return queue.call_idx
+    return internals.enqueue(queue, ThreadCaller(async_request.async_fn.pending), async_request)

@@ -37,30 +37,32 @@ def _arguments(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> dict[str,
 def _save(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
     given = _arguments(wrapped, args, kwargs)
     strategy = given["sharded_strategy"]
-    from megatron_unickpt import checkpointing, strategies
+    from megatron_unickpt import job, saving, strategies
 
     inner = strategies.unwrap(strategy)
     scripts = sys.modules.get("megatron_unickpt.training")
-    if strategy == (checkpointing.BACKEND, checkpointing.VERSION) or (scripts is not None and scripts.saving()):
+    if strategy == (job.BACKEND, job.VERSION) or (scripts is not None and scripts.saving()):
         inner = strategies.UnickptSaveStrategy()
     if not isinstance(inner, strategies.UnickptSaveStrategy):
         return wrapped(*args, **kwargs)
-    return checkpointing.save(
+    return saving.save(
         given["sharded_state_dict"],
         given["checkpoint_dir"],
         content_metadata=given.get("content_metadata"),
         asynchronous=given["async_sharded_save"],
+        validate_access_integrity=given["validate_access_integrity"],
+        preprocess_common=given.get("preprocess_common_before_consistancy_check"),
         share=inner.share,
     )
 
 
 def _load(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import checkpointing
+    from megatron_unickpt import job, loading
 
     given = _arguments(wrapped, args, kwargs)
-    if not checkpointing.recognises(given["checkpoint_dir"]):
+    if not job.recognises(given["checkpoint_dir"]):
         return wrapped(*args, **kwargs)
-    return checkpointing.load(
+    return loading.load(
         given["sharded_state_dict"],
         given["checkpoint_dir"],
         validate_access_integrity=given["validate_access_integrity"],
@@ -72,29 +74,29 @@ def _by_directory(name: str) -> Callable[..., Any]:
     """A function whose first argument is the directory: ours if that is a unickpt checkpoint."""
 
     def wrapper(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-        from megatron_unickpt import checkpointing
+        from megatron_unickpt import job, metadata
 
         given = _arguments(wrapped, args, kwargs)
-        if not checkpointing.recognises(given["checkpoint_dir"]):
+        if not job.recognises(given["checkpoint_dir"]):
             return wrapped(*args, **kwargs)
-        own = getattr(checkpointing, name)
+        own = getattr(metadata, name)
         return own(given["checkpoint_dir"], *([given["key_prefix"]] if "key_prefix" in given else []))
 
     return wrapper
 
 
 def _default_save(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import checkpointing, strategies
+    from megatron_unickpt import job, strategies
 
-    if _arguments(wrapped, args, kwargs)["backend"] == checkpointing.BACKEND:
+    if _arguments(wrapped, args, kwargs)["backend"] == job.BACKEND:
         return strategies.UnickptSaveStrategy()
     return wrapped(*args, **kwargs)
 
 
 def _default_load(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import checkpointing, strategies
+    from megatron_unickpt import job, strategies
 
-    if checkpointing.recognises(_arguments(wrapped, args, kwargs)["checkpoint_dir"]):
+    if job.recognises(_arguments(wrapped, args, kwargs)["checkpoint_dir"]):
         return strategies.UnickptLoadStrategy()
     return wrapped(*args, **kwargs)
 
@@ -110,7 +112,8 @@ def _core(attribute: str, wrapper: Callable[..., Any], parameters: tuple[str, ..
 _DIRECTORY = "the development branch finds a directory's strategy in no registry"
 CORE = [
     _core(
-        "save", _save, ("sharded_state_dict", "checkpoint_dir", "sharded_strategy", "async_sharded_save"),
+        "save", _save,
+        ("sharded_state_dict", "checkpoint_dir", "sharded_strategy", "validate_access_integrity", "async_sharded_save"),
         "save takes no strategy for the common state: it would be pickled",
     ),
     _core("load", _load, ("sharded_state_dict", "checkpoint_dir", "validate_access_integrity", "strict"), _DIRECTORY),

@@ -6,13 +6,16 @@ Read from megatron-core 0.12 to 0.16 and the development branch: ``optimizer/opt
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import validation
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
@@ -295,3 +298,38 @@ def dequantized(data: torch.Tensor) -> torch.Tensor:
     except ImportError:
         return data
     return dequantize_fp8_tensor(data) if is_float8tensor(data) else data
+
+
+def enqueue(queue: Any, caller: Any, request: Any) -> int:
+    """Put a request with a caller of its own into an ``AsyncCallsQueue``; returns the index of the call."""
+    from megatron.core.dist_checkpointing.strategies import async_utils
+
+    queue.call_idx += 1
+    queue.async_calls.append(async_utils._ActiveAsyncRequest(queue.call_idx, caller, request.freeze()))
+    return int(queue.call_idx)
+
+
+def compare_common_state(common: Any) -> None:
+    """Warn on every rank whose common state is not that of rank 0, as Megatron does. A collective."""
+    compare = getattr(validation, "_validate_common_state_dict", None)
+    if compare is not None:
+        compare(common)
+
+
+def global_arguments() -> Any:
+    """The arguments of Megatron's training scripts; None before they are set, or without the scripts."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+
+
+def seed_scripts(options: Any, seed: int) -> None:
+    """Seed generators and trackers as the training scripts do when a job starts."""
+    from megatron.training import initialize
+
+    accepted = inspect.signature(initialize._set_random_seed).parameters
+    given = {
+        "data_parallel_random_init": getattr(options, "data_parallel_random_init", False),
+        "te_rng_tracker": getattr(options, "te_rng_tracker", False),
+        "inference_rng_tracker": getattr(options, "inference_rng_tracker", False),
+        "use_cudagraphable_rng": bool(getattr(options, "enable_cuda_graph", False)),
+    }
+    initialize._set_random_seed(seed, **{key: value for key, value in given.items() if key in accepted})

@@ -3,7 +3,7 @@
 megatron-core up to 0.16 asks strategy objects and finds the one for a directory in a registry
 (``strategies/base.py``); the development branch has neither. The hooks on ``dist_checkpointing``
 recognise these objects (also inside of the fully parallel wrappers) and do the work in
-``checkpointing``, so that it is the same everywhere; called directly, they do the same.
+``saving``, ``loading`` and ``metadata``, so that it is the same everywhere; called directly, they do the same.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_unickpt import checkpointing
-from megatron_unickpt.checkpointing import BACKEND, VERSION, MegatronCheckpointError
+from megatron_unickpt import loading, metadata, saving
+from megatron_unickpt.job import BACKEND, VERSION, MegatronCheckpointError
 
 try:
     from megatron.core.dist_checkpointing.strategies.base import (
@@ -41,10 +41,10 @@ class UnickptSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         return True
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_: Any) -> Any:
-        return checkpointing.save(sharded_state_dict, checkpoint_dir, asynchronous=True, share=self.share)
+        return saving.save(sharded_state_dict, checkpoint_dir, asynchronous=True, share=self.share)
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        checkpointing.save(sharded_state_dict, checkpoint_dir, share=self.share)
+        saving.save(sharded_state_dict, checkpoint_dir, share=self.share)
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({BACKEND}, {VERSION})"
@@ -72,26 +72,26 @@ class UnickptLoadStrategy(_Compatible, LoadShardedStrategy):  # type: ignore[mis
     """Loads tensors and sharded objects of a unickpt checkpoint."""
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_: Any) -> Any:
-        return checkpointing.load_sharded(sharded_state_dict, checkpoint_dir)
+        return loading.load_sharded(sharded_state_dict, checkpoint_dir)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> Any:
-        return checkpointing.load_tensors_metadata(checkpoint_dir)
+        return metadata.load_tensors_metadata(checkpoint_dir)
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> Any:
-        return checkpointing.load_sharded_metadata(checkpoint_dir)
+        return metadata.load_sharded_metadata(checkpoint_dir)
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        checkpointing.remove_sharded_tensors(checkpoint_dir, key_prefix)
+        metadata.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
 class UnickptLoadCommonStrategy(_Compatible, LoadCommonStrategy):  # type: ignore[misc]
     """Loads Megatron's common state."""
 
     def load_common(self, checkpoint_dir: str | Path) -> Any:
-        return checkpointing.load_common_state_dict(checkpoint_dir)
+        return metadata.load_common_state_dict(checkpoint_dir)
 
     def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        return checkpointing.load_sharded(sharded_objects_state_dict, checkpoint_dir)
+        return loading.load_sharded(sharded_objects_state_dict, checkpoint_dir)
 
 
 def unwrap(strategy: Any) -> Any:

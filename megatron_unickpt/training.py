@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_unickpt import capture, checkpointing, internals, optimizer_hooks
-from megatron_unickpt.checkpointing import BACKEND, MegatronCheckpointError, SaveFailedError
+from megatron_unickpt import capture, internals, job, loading, metadata, optimizer_hooks
+from megatron_unickpt.job import BACKEND, MegatronCheckpointError, SaveFailedError
 from megatron_unickpt.optimizer import METADATA
 from unickpt.errors import (
     CorruptCheckpointError,
@@ -74,9 +73,7 @@ _mode = _Mode()
 
 def active() -> bool:
     """Whether this job asked for ``--ckpt-format unickpt``."""
-    module = sys.modules.get("megatron.training.global_vars")
-    args = getattr(module, "_GLOBAL_ARGS", None)
-    return bool(getattr(args, BACKEND, False))
+    return bool(getattr(internals.global_arguments(), BACKEND, False))
 
 
 def _arguments() -> argparse.Namespace:
@@ -115,8 +112,8 @@ def parse_arguments(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 def sharding_metadata(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``_build_sharded_state_dict_metadata``: optimizers in model space, without a gather."""
-    metadata = wrapped(*args, **kwargs)
-    return {**metadata, **METADATA} if active() and not _mode.loading else metadata
+    native = wrapped(*args, **kwargs)
+    return {**native, **METADATA} if active() and not _mode.loading else native
 
 
 def saving() -> bool:
@@ -191,7 +188,7 @@ def load_checkpoint(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     load_dir = getattr(options, bound.arguments["load_arg"], None)
     if load_dir is None:
         return _native(wrapped, args, kwargs)
-    meet = checkpointing.rendezvous()
+    meet = job.rendezvous()
     meet.begin(f"choose/{load_dir}")
     tried: list[int] = []
     skipped: list[str] = []
@@ -233,7 +230,7 @@ def _chosen(options: argparse.Namespace, load_dir: str, tried: list[int]) -> dic
         PosixStorage(load_dir).write_atomic(TRACKER, str(choice["iteration"]).encode())
     if choice["iteration"] is not None:
         with contextlib.suppress(OSError):  # a job that was killed right after the commit, or a read-only directory
-            checkpointing.mark(choice["directory"])
+            job.mark(choice["directory"])
     return choice
 
 
@@ -300,7 +297,7 @@ def _ours(
     """Load one of our checkpoints through Megatron's own function."""
     try:
         checkpoint = Checkpoint.open(directory)
-        stored = checkpointing.load_common_state_dict(directory).get("args")
+        stored = metadata.load_common_state_dict(directory).get("args")
         finetune = bool(getattr(options, "finetune", False))
         if stored is not None and not finetune:
             compare_arguments(vars(stored), vars(options), where=str(directory))
@@ -322,7 +319,7 @@ def _ours(
         _mode.loading, _mode.source = False, None
     if wanted and not same:
         _reseed(options, iteration, checkpoint.manifest.writer.topology)
-    report = checkpointing.last_report
+    report = loading.last_report
     if report is not None:
         report.skipped = list(skipped)
     return result
@@ -386,22 +383,13 @@ def _reseed(options: argparse.Namespace, iteration: int, source: Mapping[str, An
 
     With the seed alone, dropout would repeat the masks of the first iterations.
     """
-    from megatron.training import initialize
-
     seed = int(getattr(options, "seed", 1234)) + iteration
-    accepted = inspect.signature(initialize._set_random_seed).parameters
-    given = {
-        "data_parallel_random_init": getattr(options, "data_parallel_random_init", False),
-        "te_rng_tracker": getattr(options, "te_rng_tracker", False),
-        "inference_rng_tracker": getattr(options, "inference_rng_tracker", False),
-        "use_cudagraphable_rng": bool(getattr(options, "enable_cuda_graph", False)),
-    }
-    initialize._set_random_seed(seed, **{key: value for key, value in given.items() if key in accepted})
+    internals.seed_scripts(options, seed)
     reason = (
         f"{capture.describe(source)} became {capture.describe(internals.topology())}: seeded with {seed} (seed + iteration)"
     )
-    if checkpointing.last_report is not None:
-        checkpointing.last_report.add(RNG, "object", "re-seeded", reason)
+    if loading.last_report is not None:
+        loading.last_report.add(RNG, "object", "re-seeded", reason)
     if torch.distributed.get_rank() == 0:
         logger.info("unickpt: random number generators re-seeded, %s", reason)
 

@@ -116,6 +116,7 @@ def save(
     save_latest: bool,
     meet: Rendezvous,
     announce: Message | None = None,
+    on_commit: Callable[[], None] | None = None,
 ) -> SaveResult:
     """Save one checkpoint. Every rank calls this; nothing that goes wrong on one is raised.
 
@@ -125,6 +126,7 @@ def save(
         save_latest: whether ``<save_dir>/latest`` shall name it.
         meet: message exchange of the job's ranks.
         announce: on the coordinator, a message that all ranks receive before they contribute.
+        on_commit: on the coordinator, called when the checkpoint exists and before any rank returns.
 
     Returns:
         The outcome, agreed by all ranks. If it is not committed, this save's files are removed and
@@ -143,6 +145,8 @@ def save(
     conclusion = None
     if messages is not None:
         conclusion = _conclude(storage, messages, contribution, save_dir, tag, save_latest, generation)
+        if conclusion["committed"] and on_commit is not None:
+            _notify(on_commit, storage)
     verdict = meet.broadcast("verdict", conclusion, notice=False)
     if not verdict["committed"]:
         storage.delete(names.data)
@@ -154,6 +158,13 @@ def save(
         size_bytes=verdict["size_bytes"],
         seconds=time.monotonic() - begin,
     )
+
+
+def _notify(on_commit: Callable[[], None], storage: PosixStorage) -> None:
+    try:
+        on_commit()
+    except Exception as err:  # the checkpoint is there, whatever was to be told about it
+        logger.warning("unickpt: %s is saved, but what should follow failed (%s: %s)", storage, type(err).__name__, err)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_unickpt
-from megatron_unickpt import checkpointing
+from megatron_unickpt import loading
 from tests.launch import leave
 
 from tests.megatron.layouts import Layout
@@ -45,7 +45,7 @@ def load_one(folder: Path, source: Layout, target: Layout, seed: int) -> dict[st
     job = Job(target, seed=seed, tied=not target.moe)
     found = megatron_unickpt.load(folder / source.name, job.chunks, job.optimizer)
     job.step = found["iteration"]
-    report = checkpointing.last_report
+    report = loading.last_report
     state = consolidated(job, folder / "scratch")
     record = json.loads((folder / f"{source.name}.json").read_text())
     problems = [] if found["extra"] == {"note": source.name} else [f"extra is {found['extra']}"]

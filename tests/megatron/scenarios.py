@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 
 import megatron_unickpt
-from megatron_unickpt import checkpointing
+from megatron_unickpt import job, loading, saving
 from megatron_unickpt.optimizer import METADATA
 
 from tests.megatron.layouts import Layout
@@ -101,6 +101,27 @@ def every_function_of_dist_checkpointing_works_on_a_directory(folder: Path) -> N
     assert set(dist_checkpointing.load_tensors_metadata(where)) == {"a"}
     assert torch.equal(dist_checkpointing.load_plain_tensors(where)["a"], whole)
     assert isinstance(get_default_load_sharded_strategy(where), megatron_unickpt.UnickptLoadStrategy)
+
+
+@scenario(2)
+def a_rank_whose_common_state_differs_says_so(folder: Path) -> None:
+    rank = dist.get_rank()
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    megatrons = logging.getLogger("megatron.core.dist_checkpointing.validation")
+    megatrons.addHandler(handler)
+    try:
+        state = {"a": halves("a", torch.arange(8.0)), "rank": rank, "iteration": 3}
+        dist_checkpointing.save(state, made(folder / "differs"), strategy())
+        assert any("('rank',)" in line for line in heard) == (rank == 1), heard
+        heard.clear()
+        same = {"preprocess_common_before_consistancy_check": lambda common: {"iteration": common["iteration"]}}
+        dist_checkpointing.save(state, made(folder / "allowed"), strategy(), **same)
+        assert not heard
+        assert dist_checkpointing.load_common_state_dict(str(folder / "allowed"))["rank"] == 0
+    finally:
+        megatrons.removeHandler(handler)
 
 
 @scenario(2)
@@ -260,7 +281,7 @@ def an_asynchronous_save_that_fails_is_a_warning_and_nothing_is_finalized(folder
     queue.maybe_finalize_async_calls(blocking=True)
     assert finalized == []
     assert not check_is_distributed_checkpoint(where)
-    assert not checkpointing.recognises(where)
+    assert not job.recognises(where)
 
 
 @scenario(2)
@@ -298,7 +319,7 @@ def nothing_is_gathered_and_every_byte_is_written_once(folder: Path) -> None:
         job.train(1)
         megatron_unickpt.save(folder / optimizer, job.chunks, job.optimizer)
         count = sum(p.numel() for module in job.modules for p in module.parameters())
-        size = checkpointing.last_save.size_bytes
+        size = saving.last_save.size_bytes
         assert 12 * count <= size < 12.6 * count + 60_000, (optimizer, size / count)
         sizes = [f.size_bytes for f in Checkpoint.open(folder / optimizer).manifest.files if f.path.startswith("data/")]
         assert max(sizes) < 1.1 * min(sizes), (optimizer, sizes)
@@ -358,7 +379,7 @@ def generators_and_trackers_continue_under_the_same_positions(folder: Path) -> N
     assert draw() == expected
     other = Job(Layout(dp=2), seed=5)
     megatron_unickpt.load(folder / "ck", other.chunks, other.optimizer)
-    entry = next(e for e in checkpointing.last_report.entries if e.name == "rng")
+    entry = next(e for e in loading.last_report.entries if e.name == "rng")
     assert entry.outcome == "left out"
 
 
@@ -445,9 +466,9 @@ def holes_and_overlaps_are_not_committed(folder: Path) -> None:
         where = made(folder / name)
         part = torch.ones(2 if name == "overlap" or rank == 0 else 1)
         state = {"a": ShardedTensor("a", part, part.dtype, part.shape, (3 if name == "overlap" else 4,), (offset,), None)}
-        with pytest.raises(checkpointing.SaveFailedError, match="a"):
+        with pytest.raises(job.SaveFailedError, match="a"):
             dist_checkpointing.save(state, where, strategy())
-        assert not checkpointing.recognises(where)
+        assert not job.recognises(where)
 
 
 @scenario(2)
@@ -478,7 +499,7 @@ def the_log_says_what_became_of_everything(folder: Path) -> None:
         assert "TP2 PP1 DP1 on 2 ranks" in text.replace(" ETP2", "")
         assert "into TP1 PP1 DP2 on 2 ranks" in text
         assert "unaccounted: 0" in text
-        json.dumps(checkpointing.last_report.to_json())
+        json.dumps(loading.last_report.to_json())
 
 
 @scenario(2)

@@ -76,9 +76,9 @@ def replaced(strategy: Any) -> Any:
 
 
 def _replace() -> None:
-    from megatron_unickpt import checkpointing, training
+    from megatron_unickpt import job, saving, training
 
-    native, own, meet = serialization.save, checkpointing.save, checkpointing.rendezvous
+    native, own, meet = serialization.save, saving.save, job.rendezvous
 
     def save(sharded_state_dict: Any, checkpoint_dir: Any, sharded_strategy: Any = None, *args: Any, **kwargs: Any) -> Any:
         return native(sharded_state_dict, checkpoint_dir, replaced(sharded_strategy), *args, **kwargs)
@@ -89,9 +89,9 @@ def _replace() -> None:
         return own(*args, **kwargs)
 
     serialization.save = dist_checkpointing.save = save
-    checkpointing.save = counted
+    saving.save = counted
     training.active = lambda: True  # the scripts act as with --ckpt-format unickpt
-    checkpointing.rendezvous = lambda: meet(timeout_s=GROUP_TIMEOUT.total_seconds())
+    job.rendezvous = lambda: meet(timeout_s=GROUP_TIMEOUT.total_seconds())
 
 
 if os.environ.get("UNICKPT_UNIT_REPLACES") == "1":

@@ -1,0 +1,77 @@
+"""What saving, loading and looking share: the job's rendezvous, Megatron's terms for errors, the mark on a directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import CheckpointingException
+
+from megatron_unickpt import internals
+from unickpt.coordination import Rendezvous
+from unickpt.errors import UnickptError
+from unickpt.loading import is_checkpoint
+
+BACKEND, VERSION = "unickpt", 1
+CONTENT_METADATA = "content_metadata"  # key in Megatron's common state dict
+CONFIG_FILE = "metadata.json"  # by which Megatron knows that a directory is a distributed checkpoint
+
+_meeting: tuple[Any, Rendezvous] | None = None
+
+
+class MegatronCheckpointError(CheckpointingException, UnickptError):  # type: ignore[misc]
+    """An error of unickpt that is one of Megatron's too."""
+
+
+class SaveFailedError(MegatronCheckpointError):
+    """A checkpoint was not saved; every rank raises it, and nothing that was saved before is touched."""
+
+
+@contextmanager
+def in_megatrons_terms() -> Iterator[None]:
+    """Errors of unickpt that leave this block are Megatron's too."""
+    try:
+        yield
+    except UnickptError as err:
+        if isinstance(err, CheckpointingException):
+            raise
+        raise MegatronCheckpointError(f"{type(err).__name__}: {err}") from err
+
+
+def rendezvous(*, timeout_s: float = 1800.0) -> Rendezvous:
+    """The message exchange of the job's ranks; anew if the default process group is another one."""
+    global _meeting
+    world = torch.distributed.get_world_size()
+    store = internals.default_store() if world > 1 else None
+    if _meeting is None or _meeting[0] is not store or _meeting[1].world != world:
+        meet = Rendezvous(store, rank=torch.distributed.get_rank(), world=world, prefix="unickpt/megatron", timeout_s=timeout_s)
+        _meeting = (store, meet)
+    return _meeting[1]
+
+
+def recognises(checkpoint_dir: str | Path | None) -> bool:
+    """Whether a directory holds a unickpt checkpoint."""
+    return checkpoint_dir is not None and is_checkpoint(str(checkpoint_dir))
+
+
+def mark(directory: str) -> None:
+    """Megatron's own mark of a distributed checkpoint, so that its tools know whose it is. The manifest is what counts."""
+    if os.path.isfile(os.path.join(directory, CONFIG_FILE)):
+        return
+    text = json.dumps(
+        {
+            "sharded_backend": BACKEND, "sharded_backend_version": VERSION,
+            "common_backend": BACKEND, "common_backend_version": VERSION,
+        }
+    )  # fmt: skip
+    temporary = os.path.join(directory, f".{CONFIG_FILE}.tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, os.path.join(directory, CONFIG_FILE))

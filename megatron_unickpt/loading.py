@@ -1,0 +1,206 @@
+"""``dist_checkpointing.load`` from unickpt directories.
+
+Same arguments and results as megatron-core's own function (``dist_checkpointing/serialization.py``),
+which the hooks send here when the directory is ours.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing import validation
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+
+from megatron_unickpt import capture, internals, job, mapping, metadata, restore
+from megatron_unickpt.job import MegatronCheckpointError, in_megatrons_terms
+from megatron_unickpt.optimizer import OptimizerPart
+from unickpt.loading import Checkpoint
+from unickpt.logs import make_visible
+from unickpt.report import LoadReport
+
+logger = logging.getLogger("unickpt")
+
+last_report: LoadReport | None = None
+
+
+def load(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str | Path,
+    *,
+    validate_access_integrity: bool = True,
+    strict: Any = validation.StrictHandling.ASSUME_OK_UNEXPECTED,
+    allow_pickle: bool = False,
+    verify: bool = True,
+) -> Any:
+    """Load into a sharded state dict, written under any parallel shape and optimizer.
+
+    Args:
+        sharded_state_dict: what this rank wants; tensors that it brings are filled in place.
+        checkpoint_dir: of a unickpt checkpoint.
+        validate_access_integrity: all ranks call this together; they then agree on failure, and on what
+            nobody asked for. (Megatron's check that shards do not overlap is made when saving.)
+        strict: Megatron's ``StrictHandling`` or its value.
+        allow_pickle: unpickle what the checkpoint holds as opaque blobs. Only for one you wrote yourself.
+        verify: check every fragment that is read against its checksum.
+
+    Returns:
+        The state dict; with ``return_all`` and ``return_unexpected`` also missing and unexpected keys.
+
+    Raises:
+        MegatronCheckpointError: the checkpoint is damaged or does not fit; which tensor, what was found.
+    """
+    make_visible()
+    begin = time.monotonic()
+    _dequantize(sharded_state_dict)
+    wanted, local, factories = load_preprocess(sharded_state_dict)
+    parts = [leaf for leaf in mapping.walk(local) if isinstance(leaf, OptimizerPart)]
+    wanted, _ = extract_sharded_base(wanted)
+    missing: set[str] = set()
+    unexpected: set[str] = set()
+    failure: Exception | None = None
+    work: restore.Restore | None = None
+    state: Any = None
+    handling = validation.parse_strict_flag(strict)
+    with in_megatrons_terms():
+        checkpoint = _open_together(checkpoint_dir, validate_access_integrity)
+        try:
+            if handling != validation.StrictHandling.ASSUME_OK_UNEXPECTED:  # may raise on some ranks only
+                wanted, missing, unexpected = _strictly(checkpoint, wanted, handling, validate_access_integrity)
+            work = restore.Restore(checkpoint, verify=verify, allow_pickle=allow_pickle)
+            state = _fill(work, wanted, parts)
+        except Exception as err:
+            failure = err
+        if validate_access_integrity:
+            _agree(checkpoint, failure)
+        if failure is not None:
+            raise failure
+        assert work is not None
+        _account(work, wanted, validate_access_integrity, time.monotonic() - begin)
+    merge(state, local)
+    state = apply_factory_merges(state, factories)
+    if validation.StrictHandling.requires_returning_mismatch_keys(handling):
+        return state, missing, unexpected
+    return state
+
+
+def load_sharded(wanted: Any, checkpoint_dir: str | Path) -> Any:
+    """Fill a tree of sharded tensors and objects, without any communication: what a load strategy does."""
+    with in_megatrons_terms():
+        work = restore.Restore(Checkpoint.open(str(checkpoint_dir)))
+        return _fill_sharded(work, wanted)
+
+
+def _dequantize(state: Any) -> None:
+    for leaf in mapping.walk(state):
+        if isinstance(leaf, ShardedTensor) and leaf.data is not None:
+            leaf.data = internals.dequantized(leaf.data)
+
+
+def _open_together(checkpoint_dir: str | Path, together: bool) -> Checkpoint:
+    """Open on every rank; if one cannot, none goes on."""
+    checkpoint, failure = None, None
+    try:
+        checkpoint = Checkpoint.open(str(checkpoint_dir))
+    except Exception as err:
+        failure = err
+    if together:
+        meet = job.rendezvous()
+        meet.begin(f"load/{checkpoint_dir}")
+        reasons = meet.agree("open", None if failure is None else f"{type(failure).__name__}: {failure}")
+        if reasons and failure is None:
+            rank, reason = min(reasons.items())
+            failure = MegatronCheckpointError(f"{checkpoint_dir}: rank {rank} could not open it: {reason}")
+    if failure is not None:
+        raise failure
+    assert checkpoint is not None
+    return checkpoint
+
+
+def _agree(checkpoint: Checkpoint, failure: Exception | None) -> None:
+    reasons = job.rendezvous().agree("read", None if failure is None else f"{type(failure).__name__}: {failure}")
+    if reasons and failure is None:
+        rank, reason = min(reasons.items())
+        raise MegatronCheckpointError(f"{checkpoint.storage.root}: rank {rank} could not load it: {reason}")
+
+
+def _fill(work: restore.Restore, wanted: Any, parts: list[OptimizerPart]) -> Any:
+    """The state dict that Megatron expects: common state, with tensors and objects in their places."""
+    state = work.common()
+    merge(state, _fill_sharded(work, wanted))
+    work.optimizers(parts)
+    return state
+
+
+def _fill_sharded(work: restore.Restore, wanted: Any) -> Any:
+    leaves = list(mapping.walk(wanted))
+    values = work.objects(leaf for leaf in leaves if isinstance(leaf, ShardedObject))
+    work.tensors([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
+    return _mapped(wanted, lambda item: values[item.unique_key] if isinstance(item, ShardedObject) else item.data)
+
+
+def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, dict):
+        return {key: _mapped(value, function) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_mapped(value, function) for value in tree]
+    return function(tree)
+
+
+def _strictly(checkpoint: Checkpoint, wanted: Any, handling: Any, together: bool) -> tuple[Any, set[str], set[str]]:
+    """Megatron's own handling of keys that only one side has, on keys that mean the same here and there."""
+    local, everyone = None, None
+    if together or validation.StrictHandling.requires_global_app_metadata(handling):
+        local, everyone = validation.determine_global_metadata(wanted)
+    requested = {item.key for rank in everyone for item in rank} if everyone else {i.key for i in mapping.walk(wanted)}
+    known = {item.key: item for item in metadata.of_checkpoint(checkpoint).values()}
+    for key in requested - known.keys():
+        name, state = mapping.tensor_of(key)
+        info = restore.source_of(checkpoint, name, state)
+        if info is not None:  # the same value under another key
+            known[key] = metadata.without_data(key, info)
+            known.pop(mapping.key_of(*info.key), None) if mapping.key_of(*info.key) not in requested else None
+    for key in list(known):
+        name, state = mapping.tensor_of(key)
+        twin = mapping.WEIGHT if state == mapping.MASTER else mapping.MASTER
+        if state in (mapping.WEIGHT, mapping.MASTER) and key not in requested and mapping.key_of(name, twin) in requested:
+            known.pop(key)
+    result: tuple[Any, set[str], set[str]] = validation.validate_integrity_and_strict_load(
+        wanted, handling, False, local, everyone, known
+    )
+    return result
+
+
+def _account(work: restore.Restore, wanted: Any, together: bool, seconds: float) -> None:
+    """What no rank asked for goes into the report; the first rank prints it."""
+    global last_report
+    checkpoint, report = work.checkpoint, work.report
+    report.target = capture.describe(internals.topology())
+    report.seconds = seconds
+    used = set()
+    for leaf in mapping.walk(wanted):
+        if isinstance(leaf, ShardedTensor):
+            info = restore.source_of(checkpoint, *mapping.tensor_of(leaf.key))
+            if info is not None:
+                used.add(checkpoint.ids[info.key])
+    if together:
+        meet = job.rendezvous()
+        mask = sum(1 << position for position in used)
+        masks = meet.gather("requested", {"tensors": f"{mask:x}"})
+        if masks is not None:
+            everything = 0
+            for message in masks:
+                everything |= int(message["tensors"], 16)
+            used = {position for position in range(len(checkpoint.index.tensors)) if everything >> position & 1}
+        if meet.rank == 0:
+            for info in restore.unloaded(checkpoint, used):
+                report.add(info.name, info.state, "left out", "no rank of this job asked for it")
+            for line in report.lines():
+                logger.info("unickpt: %s", line)
+    last_report = report
