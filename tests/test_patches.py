@@ -5,6 +5,7 @@ Megatron-LM's are tried on the tree that ``MEGATRON_LM=/path/to/Megatron-LM`` na
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,11 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_unickpt.hooks import DECLARED
 from tests.launch import REPO, environment, torchrun
 
 PATCHES = sorted((REPO / "patches" / "deepspeed").glob("*.patch"))
 MEGATRON_PATCHES = sorted((REPO / "patches" / "megatron").glob("*.patch"))
 MEGATRON = os.environ.get("MEGATRON_LM", "")
+LOSS = re.compile(r"iteration +(\d+)/.*lm loss: ([0-9.E+-]+)")
 JOB = """
 import sys, torch, deepspeed
 config = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"torch_adam": True}}, "unickpt": {"enabled": True}}
@@ -72,7 +75,9 @@ def test_every_patch_is_small_and_applies_to_the_tree_that_is_given(tmp_path: Pa
 
 @pytest.mark.parametrize("patch", MEGATRON_PATCHES, ids=lambda p: p.stem)
 def test_every_patch_of_megatron_is_small_and_applies_to_the_tree_that_is_given(tmp_path: Path, patch: Path) -> None:
-    assert 0 < added_lines(patch) < 12
+    assert 0 < added_lines(patch) < 60
+    hooks = {line.split('"')[1] for line in patch.read_text().splitlines() if line.startswith("+") and "@unickpt(" in line}
+    assert hooks <= {hook.name for hook in DECLARED}
     source = Path(os.environ.get("MEGATRON_TREES", "/nonexistent")) / patch.stem / "megatron"
     if source.is_dir():
         shutil.copytree(source, tmp_path / "megatron")
@@ -89,22 +94,49 @@ def patch_of_megatron(tree: Path) -> Path:
     return patch
 
 
-@pytest.mark.skipif(not MEGATRON, reason="MEGATRON_LM names no Megatron-LM tree")
-@pytest.mark.parametrize("case", ["patched", "unpatched", "patched, unickpt not installed"])
-def test_a_patched_megatron_needs_no_hook_at_import(tmp_path: Path, case: str) -> None:
-    """The controls: an unpatched one does not know the format; a patched one alone knows that somebody is missing."""
-    tree, out = tmp_path / "tree", tmp_path / "out"
+def megatron_tree(tmp_path: Path, *, patched: bool) -> Path:
+    """A copy of the tree that is given."""
+    tree = tmp_path / "tree"
     shutil.copytree(MEGATRON, tree, ignore=shutil.ignore_patterns("*.pyc", ".git", ".python-version", "docs", "tests"))
-    if case != "unpatched":
+    if patched:
         apply(patch_of_megatron(Path(MEGATRON)), tree)
-    env = {"MEGATRON_LM": str(tree), "UNICKPT_AUTOLOAD": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    if case.endswith("not installed"):
-        (tree / "megatron_unickpt.py").write_text("raise ImportError('not installed')")
-    arguments = f"--ckpt-format unickpt --bf16 --train-iters 2 --save {out} --save-interval 2"
+    return tree
+
+
+def pretrain(world: int, tree: Path, arguments: str, **env: str) -> str:
+    """Output of ``pretrain_gpt.py`` of a tree."""
     arguments += " --vocab-size 4095"  # the mock data of versions before 0.16 has tokens up to 4094
-    done = torchrun(1, "tests.megatron.pretrain", *arguments.split(), env=env, check=False)
-    assert (done.returncode == 0) == (case == "patched"), done.stdout[-3000:]
-    assert (out / "iter_0000002/manifest.json").is_file() == (case == "patched")
-    assert not list(out.rglob("*.pt"))
-    assert ("invalid choice: 'unickpt'" in done.stdout) == (case == "unpatched"), done.stdout[-3000:]
-    assert ("--ckpt-format unickpt is not switched on" in done.stdout) == case.endswith("not installed"), done.stdout[-3000:]
+    env = {"MEGATRON_LM": str(tree), "GLOO_SOCKET_IFNAME": "lo", **env}
+    return torchrun(world, "tests.megatron.pretrain", *arguments.split(), env=env, check=False).stdout
+
+
+@pytest.mark.skipif(not MEGATRON, reason="MEGATRON_LM names no Megatron-LM tree")
+def test_a_patched_megatron_does_in_its_source_what_the_hooks_do(tmp_path: Path) -> None:
+    tree = megatron_tree(tmp_path, patched=True)
+    seen = {}
+    for name, where, autoload in (("patched", tree, "0"), ("hooked", Path(MEGATRON), "1")):
+        out = tmp_path / name
+        base = f"--ckpt-format unickpt --bf16 --train-iters 4 --save {out} --load {out} --save-interval 2"
+        first = pretrain(2, where, f"{base} --exit-interval 2 --use-distributed-optimizer", UNICKPT_AUTOLOAD=autoload)
+        manifest = json.loads((out / "iter_0000002/manifest.json").read_text())
+        second = pretrain(2, where, f"{base} --pipeline-model-parallel-size 2 --async-save", UNICKPT_AUTOLOAD=autoload)
+        assert (out / "iter_0000004/manifest.json").is_file(), second[-3000:]
+        assert not list(out.rglob("*.pt"))
+        assert "generators re-seeded" in second
+        seen[name] = (LOSS.findall(first), LOSS.findall(second), manifest["files"], manifest["optimizer"])
+    assert len(seen["hooked"][0]) == len(seen["hooked"][1]) == 2
+    assert seen["patched"] == seen["hooked"]
+
+
+@pytest.mark.skipif(not MEGATRON, reason="MEGATRON_LM names no Megatron-LM tree")
+@pytest.mark.parametrize("case", ["unpatched", "patched, unickpt not installed"])
+def test_without_patch_or_package_megatron_does_not_know_the_format(tmp_path: Path, case: str) -> None:
+    tree = megatron_tree(tmp_path, patched=case != "unpatched")
+    if case != "unpatched":
+        (tree / "unickpt").mkdir()
+        (tree / "unickpt/__init__.py").write_text("raise ImportError('not installed')")
+    env = {"UNICKPT_AUTOLOAD": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    refused = pretrain(1, tree, f"--ckpt-format unickpt --bf16 --train-iters 2 --save {tmp_path / 'out'}", **env)
+    assert "invalid choice: 'unickpt'" in refused, refused[-3000:]
+    stock = pretrain(1, tree, f"--bf16 --train-iters 2 --save-interval 2 --save {tmp_path / 'out'}", **env)
+    assert (tmp_path / "out/iter_0000002/.metadata").is_file(), stock[-3000:]

@@ -65,7 +65,29 @@ class HookStatus:
 
 
 _installed: dict[str, tuple[Any, str, Any]] = {}
+_in_source: set[str] = set()
 _status: dict[str, HookStatus] = {}
+
+
+def in_source(adapter: str, name: str) -> Callable[[Callable[..., Any]], Any]:
+    """The decorator that a patched framework puts on the function of a hook: nothing is wrapped at run time then.
+
+    Args:
+        adapter: module with the list ``DECLARED``; imported at the first call, when the framework is complete.
+        name: of a hook in it.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        import wrapt
+
+        def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+            declared: list[Hook] = import_module(adapter).DECLARED
+            return next(hook for hook in declared if hook.name == name).wrapper(wrapped, instance, args, kwargs)
+
+        _in_source.add(name)
+        return wrapt.FunctionWrapper(function, wrapper)
+
+    return decorate
 
 
 def fingerprint(function: Callable[..., Any]) -> str:
@@ -151,11 +173,14 @@ def _check(hook: Hook, version: str) -> HookStatus:
 
 
 def _wrap(check: HookStatus) -> None:
-    import wrapt  # 60 ms to import: only when there is a framework to hook into
-
     hook = check.hook
     if hook.name in _installed:
         return
+    if hook.name in _in_source:
+        _status[hook.name] = HookStatus(hook, "installed", "by the framework's own source", check.fingerprint)
+        return
+    import wrapt  # 60 ms to import: only when there is a framework to hook into
+
     owner, attribute = _owner(hook)
     original = owner.__dict__[attribute]
     _installed[hook.name] = (owner, attribute, original)
