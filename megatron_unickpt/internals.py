@@ -113,8 +113,8 @@ def leaves(optimizer: Any, *, allocate: bool) -> list[Leaf]:
         inner = wrapper.optimizer
         if inner is None or getattr(wrapper, "is_stub_optimizer", False):
             continue
-        if allocate and wrapper.init_state_fn is not None:
-            wrapper.init_state_fn(inner, wrapper.config)
+        if allocate:
+            _allocate(wrapper)
         leaf = Leaf(wrapper, inner)
         if isinstance(wrapper, DistributedOptimizer):
             _fill_distributed(leaf)
@@ -126,6 +126,28 @@ def leaves(optimizer: Any, *, allocate: bool) -> list[Leaf]:
         found[0].elsewhere = [p for p in layerwise if id(p) not in held]
         found[0].instance = 0
     return found
+
+
+def _allocate(wrapper: Any) -> None:
+    """By Megatron's own function, or, where it has none (SGD; wrappers made by hand), as torch's optimizers begin."""
+    if wrapper.init_state_fn is not None:
+        wrapper.init_state_fn(wrapper.optimizer, wrapper.config)
+        return
+    for group in wrapper.optimizer.param_groups:
+        names: tuple[str, ...] = ()
+        if isinstance(wrapper.optimizer, torch.optim.SGD) and group["momentum"]:
+            names = ("momentum_buffer",)
+        elif isinstance(wrapper.optimizer, (torch.optim.Adam, torch.optim.AdamW)) or _is_fused_adam(wrapper.optimizer):
+            names = ("exp_avg", "exp_avg_sq")
+        for stepped in group["params"]:
+            state = wrapper.optimizer.state[stepped]
+            if names and not state:
+                state.update({name: torch.zeros_like(stepped.data) for name in names})
+
+
+def _is_fused_adam(optimizer: Any) -> bool:
+    """TransformerEngine's or Apex's."""
+    return any(kind.__name__ == "FusedAdam" for kind in type(optimizer).__mro__)
 
 
 def _layerwise_lists(optimizer: Any) -> list[torch.nn.Parameter] | None:

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron_unickpt import capture, internals, job, mapping, metadata, restore
 from megatron_unickpt.job import MegatronCheckpointError, in_megatrons_terms
 from megatron_unickpt.optimizer import OptimizerPart
+from unickpt.index import TensorInfo
 from unickpt.loading import Checkpoint
 from unickpt.logs import make_visible
 from unickpt.report import LoadReport
@@ -82,7 +83,7 @@ def load(
         if failure is not None:
             raise failure
         assert work is not None
-        _account(work, wanted, validate_access_integrity, time.monotonic() - begin)
+        _account(work, wanted, validate_access_integrity, time.monotonic() - begin, with_optimizer=bool(parts))
     merge(state, local)
     state = apply_factory_merges(state, factories)
     if validation.StrictHandling.requires_returning_mismatch_keys(handling):
@@ -177,7 +178,16 @@ def _strictly(checkpoint: Checkpoint, wanted: Any, handling: Any, together: bool
     return result
 
 
-def _account(work: restore.Restore, wanted: Any, together: bool, seconds: float) -> None:
+def _warn_of_lost_states(left: list[TensorInfo], with_optimizer: bool) -> None:
+    lost = sorted({info.state for info in left if info.kind == "optimizer"})
+    if lost and with_optimizer:
+        logger.warning(
+            "unickpt: the checkpoint has %s, which this job's optimizer does not keep, or had not allocated when it was "
+            "asked: they are left out, and begin anew", ", ".join(lost),
+        )  # fmt: skip
+
+
+def _account(work: restore.Restore, wanted: Any, together: bool, seconds: float, *, with_optimizer: bool) -> None:
     """What no rank asked for goes into the report; the first rank prints it."""
     global last_report
     checkpoint, report = work.checkpoint, work.report
@@ -199,8 +209,10 @@ def _account(work: restore.Restore, wanted: Any, together: bool, seconds: float)
                 everything |= int(message["tensors"], 16)
             used = {position for position in range(len(checkpoint.index.tensors)) if everything >> position & 1}
         if meet.rank == 0:
-            for info in restore.unloaded(checkpoint, used):
+            left = restore.unloaded(checkpoint, used)
+            for info in left:
                 report.add(info.name, info.state, "left out", "no rank of this job asked for it")
+            _warn_of_lost_states(left, with_optimizer)
             for line in report.lines():
                 logger.info("unickpt: %s", line)
     last_report = report

@@ -18,7 +18,7 @@ cpu.adapt_megatron()
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -49,10 +49,10 @@ class Job:
 
     def __init__(
         self, layout: Layout, *, seed: int = 1, tied: bool = True, vocabulary: int = 96, width: int = 32, length: int = LENGTH,
-        batch: int = BATCH, lr: float = 1e-2,
+        batch: int = BATCH, lr: float = 1e-2, predictions: int = 0,
     ) -> None:  # fmt: skip
         self.layout, self.step = layout, 0
-        self.vocabulary, self.length, self.batch = vocabulary, length, batch
+        self.vocabulary, self.length, self.batch, self.predictions = vocabulary, length, batch, predictions
         leave_groups()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
@@ -71,15 +71,25 @@ class Job:
         )  # fmt: skip
         self.chunks = [DistributedDataParallel(self.config, ddp, chunk) for chunk in self.chunks]
         low = layout.optimizer != "fp32"
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam", lr=lr, weight_decay=0.1, clip_grad=1.0, bf16=low,
-                params_dtype=torch.bfloat16 if low else torch.float32, use_distributed_optimizer=layout.optimizer == "dist",
-            ),
-            self.chunks,
+        options = OptimizerConfig(
+            optimizer="adam", lr=lr, weight_decay=0.1, clip_grad=1.0, bf16=low and layout.optimizer != "layers",
+            params_dtype=torch.bfloat16 if low else torch.float32, use_distributed_optimizer=layout.optimizer == "dist",
         )  # fmt: skip
+        self.optimizer = get_megatron_optimizer(options, self.chunks)
+        if layout.optimizer == "layers":
+            self.optimizer = self._layer_wise(options)
         for chunk in self.chunks:
             chunk.broadcast_params()
+
+    def _layer_wise(self, options: OptimizerConfig) -> Any:
+        """Whole parameters dealt out to the data parallel ranks: what Muon runs on."""
+        from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        options.bf16 = True
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return LayerWiseDistributedOptimizer(list(chained), options, groups)
 
     def _config(self, width: int) -> TransformerConfig:
         layout = self.layout
@@ -102,7 +112,7 @@ class Job:
             finalize_model_grads_func=finalize_model_grads, attention_softmax_in_fp32=True,
             # with two stages the interleaved schedule needs its transfers one by one
             overlap_p2p_comm=layout.vpp > 1, batch_p2p_comm=layout.vpp == 1,
-            **({"add_bias_linear": True} | moe),
+            **({"add_bias_linear": True} | moe | ({"mtp_num_layers": self.predictions} if self.predictions else {})),
         )  # fmt: skip
 
     def _chunk(self, at: int, tied: bool) -> Any:
@@ -114,6 +124,8 @@ class Job:
         last = parallel_state.is_pipeline_last_stage(**accepted(parallel_state.is_pipeline_last_stage, **options))
         experts = 4 if self.layout.moe else None
         spec = get_gpt_layer_local_spec(**accepted(get_gpt_layer_local_spec, num_experts=experts, moe_grouped_gemm=False))
+        if self.predictions:
+            stage["mtp_block_spec"] = get_gpt_mtp_block_spec(self.config, spec, use_transformer_engine=False) if last else None
         model = GPTModel(
             self.config, spec, vocab_size=self.vocabulary, max_sequence_length=self.length,
             pre_process=first, post_process=last,

@@ -396,6 +396,36 @@ def padded_vocabularies_of_different_sizes(folder: Path) -> None:
     large.train(1)
 
 
+def _handed_over(folder: Path, source: Layout, target: Layout, **options: Any) -> None:
+    """Every state of one job in another, by Megatron's own sharded state dicts; and both go on alike."""
+    job = Job(source, **options)
+    job.train(2)
+    expected = consolidated(job, folder / "expected")
+    megatron_unickpt.save(folder / "ck", job.chunks, job.optimizer, iteration=2)
+    loss = job.train(1)[0]
+    job = Job(target, seed=5, **options)
+    megatron_unickpt.load(folder / "ck", job.chunks, job.optimizer)
+    job.step = 2
+    found = consolidated(job, folder / "found")
+    if expected is not None and found is not None:
+        assert not differences(expected, found), differences(expected, found)[:5]
+    assert abs(loss - job.train(1)[0]) < 2e-3
+
+
+@scenario(2)
+def layers_that_predict_several_tokens(folder: Path) -> None:
+    _handed_over(folder, Layout(tp=2), Layout(dp=2, optimizer="plain"), predictions=1)
+
+
+@scenario(2)
+def whole_parameters_dealt_out_to_ranks_and_flat_ranges(folder: Path) -> None:
+    """The layer-wise optimizer, and back. Both have bf16 weights and fp32 masters."""
+    _handed_over(folder / "1", Layout(dp=2, optimizer="layers"), Layout(tp=2))
+    _handed_over(folder / "2", Layout(dp=2), Layout(dp=2, optimizer="layers"))
+    experts = Layout(dp=2, ep=2, moe=True, optimizer="layers")
+    _handed_over(folder / "3", experts, Layout(pp=2, moe=True, optimizer="plain"))
+
+
 # ---------------------------------------------------------------- what goes wrong
 
 
