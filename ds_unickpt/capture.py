@@ -14,6 +14,7 @@ from ds_unickpt import internals
 from ds_unickpt.config import Options
 from ds_unickpt.internals import Partition, Piece
 from unickpt import __version__, objects, rng
+from unickpt.contribution import Contribution, Shard, shards_of_flat_range
 from unickpt.coordination import Message
 from unickpt.dtypes import name_of
 from unickpt.errors import UnsupportedLayoutError
@@ -21,7 +22,6 @@ from unickpt.fragments import Box
 from unickpt.index import TensorInfo
 from unickpt.manifest import OptimizerRecord, ParameterGroup, Writer
 from unickpt.planning import share_of_replicas
-from unickpt.saving import Contribution, Shard, shards_of_flat_range
 
 # Switches of the implementation and DeepSpeed's own bookkeeping: never carried from job to job.
 NOT_HYPERPARAMETERS = frozenset(

@@ -6,11 +6,14 @@ A mistake here is an error at ``deepspeed.initialize``, never an option that is 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from unickpt.errors import ConfigError
+from unickpt.reading import VERIFY
+from unickpt.saving import ON_BUSY, SaveOptions
 
 KEY = "unickpt"
 
@@ -24,12 +27,31 @@ class Options:
     """What a user may write under ``"unickpt"``; defaults are what most runs want."""
 
     enabled: bool = _option(False, "switch universal checkpoints on")
-    verify: str = _option("always", "check every fragment that is read against its checksum", ("always", "off"))
+    verify: str = _option(
+        "always", "check what is read against its checksum; sampled: rarely what is wanted in part only", VERIFY
+    )
     restore_rng: bool = _option(True, "restore the python, numpy and torch generators of every rank")
     non_persistent_buffers: bool = _option(False, "also save and restore buffers registered with persistent=False")
     allow_pickle: bool = _option(False, "load opaque objects, which runs code from the checkpoint; only for your own ones")
     fall_back: bool = _option(True, "with no tag given, resume from the newest whole checkpoint if the latest is damaged")
+    async_save: bool = _option(True, "return from a save after one copy in memory, and write behind training")
+    on_busy: str = _option("wait", "a save that begins while the last one is still being written", ON_BUSY)
+    staging_gigabytes: float = _option(math.inf, "host memory for that copy, per rank; what exceeds it is written at once")
+    write_megabytes_per_second: float = _option(math.inf, "bandwidth of writing, per rank")
+    grace_seconds: float = _option(25.0, "how long SIGTERM waits for a save that was begun")
     timeout_seconds: float = _option(1800.0, "how long a rank waits for the others before it gives up a save or load")
+
+
+def save_options(options: Options) -> SaveOptions:
+    """What the options say about saving."""
+    staging, bandwidth = options.staging_gigabytes * 1e9, options.write_megabytes_per_second * 1e6
+    return SaveOptions(
+        asynchronous=options.async_save,
+        on_busy=options.on_busy,
+        staging_bytes=None if math.isinf(staging) else int(staging),
+        bandwidth_bytes_per_s=None if math.isinf(bandwidth) else bandwidth,
+        grace_s=options.grace_seconds,
+    )
 
 
 def read_options(config: Mapping[str, Any]) -> Options | None:

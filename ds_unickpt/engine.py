@@ -12,8 +12,10 @@ from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from ds_unickpt import capture, internals, restore
-from ds_unickpt.config import Options, read_options
+from ds_unickpt import capture, huggingface, internals, restore
+from ds_unickpt.config import Options, read_options, save_options
+from unickpt import interruption
+from unickpt.commit import LATEST_FILE
 from unickpt.coordination import Rendezvous
 from unickpt.errors import (
     CoordinationError,
@@ -27,7 +29,7 @@ from unickpt.loading import Checkpoint, is_checkpoint, read_manifest
 from unickpt.logs import make_visible
 from unickpt.manifest import MANIFEST_FILE
 from unickpt.report import LoadReport
-from unickpt.saving import LATEST_FILE, SaveResult, save
+from unickpt.saving import PendingSave, Request, Saver, SaveResult
 from unickpt.storage import PosixStorage
 
 logger = logging.getLogger("unickpt")
@@ -45,7 +47,9 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     Attributes:
         native: the wrapped engine.
         options: of the ``unickpt`` key.
-        last_save, last_report: how the last universal save and load went.
+        saver: makes the universal saves.
+        last_save, last_report: how the last universal save that is over, and the last load, went.
+        unsupported: why universal saves are not possible, if a save has found out.
     """
 
     def __init__(self, native: Any, options: Options, meet: Rendezvous) -> None:
@@ -53,6 +57,8 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.name = "unickpt"
         self.last_save: SaveResult | None = None
         self.last_report: LoadReport | None = None
+        self.saver = Saver(save_options(options))
+        self.unsupported = ""
         self.warned: set[str] = set()
 
     def create(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,8 +134,9 @@ def save_checkpoint(
     """``DeepSpeedEngine.save_checkpoint``: same arguments, same meaning.
 
     Returns:
-        True once the checkpoint is committed (or DeepSpeed's own save has returned True), False if
-        it could not be written; training goes on and what was saved before is intact.
+        True once the save has begun (``async_save``), else once the checkpoint is committed (or
+        DeepSpeed's own save has returned True); False if it is known that it could not be written, or
+        was skipped. Training goes on, and what was saved before is intact.
     """
     client_state = {} if client_state is None else client_state
     ours = _ours(engine)
@@ -144,12 +151,14 @@ def save_checkpoint(
     if not save_dir:
         raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    reason = internals.unsupported_reason(engine)
+    reason = internals.unsupported_reason(engine) or ours.unsupported
     if not reason:
-        result = _save(ours, engine, str(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
-        if result is None or not result.unsupported:
-            return result is not None and result.committed
-        reason = result.unsupported
+        save = _save(ours, engine, str(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
+        if save is None or not save.done:
+            return save is not None
+        if save.result is None or not save.result.unsupported:
+            return save.committed
+        reason = save.result.unsupported
     ours.warn_once(
         f"not supported yet: {reason}. This job is saved by DeepSpeed's own checkpoint engine, as without the "
         '"unickpt" key; it can be resumed under the same layout only.'
@@ -165,37 +174,50 @@ def _save(
     client_state: dict[str, Any],
     save_latest: bool,
     exclude_frozen: bool,
-) -> SaveResult | None:
+) -> PendingSave | None:
     internals.validate_tag(engine, tag)
-    ours.meet.begin(f"save/{tag}")
+    meet = ours.meet.apart(f"save/{tag}")
+    request = Request(
+        lambda announced: capture.contribution(
+            engine, ours.options, client_state=client_state, exclude_frozen=exclude_frozen, announced=announced
+        ),
+        save_dir=save_dir,
+        tag=tag,
+        save_latest=save_latest,
+        announce=capture.announcement(client_state) if meet.rank == 0 else None,
+        on_end=lambda save: _ended(ours, save),
+    )
+    at_once = huggingface.touches_checkpoints(save_dir)
+    if at_once and ours.options.async_save:
+        ours.warn_once(f"saves wait until they are written: {at_once}")
     try:
-        result = save(
-            lambda announced: capture.contribution(
-                engine, ours.options, client_state=client_state, exclude_frozen=exclude_frozen, announced=announced
-            ),
-            save_dir=save_dir,
-            tag=tag,
-            save_latest=save_latest,
-            meet=ours.meet,
-            announce=capture.announcement(client_state) if ours.meet.rank == 0 else None,
-        )
+        return ours.saver.save(request, meet, asynchronous=False if at_once else None)
     except CoordinationError as err:
         logger.error("unickpt: %s/%s is not saved: %s", save_dir, tag, err)
         return None
+
+
+def _ended(ours: UnickptCheckpointEngine, save: PendingSave) -> None:
+    """In the thread that ended the save."""
+    result, directory = save.result, save.directory
+    if result is None:
+        logger.error("unickpt: %s is not saved: %s", directory, save.error)
+        return
     ours.last_save = result
-    if ours.meet.rank == 0:
-        _tell_saved(result, save_dir, tag)
-    return result
-
-
-def _tell_saved(result: SaveResult, save_dir: str, tag: str) -> None:
+    ours.unsupported = result.unsupported
+    if ours.meet.rank:
+        return
     if result.committed:
-        logger.info("unickpt: saved %s/%s: %s bytes in %.2f s", save_dir, tag, f"{result.size_bytes:,}", result.seconds)
-    elif not result.unsupported:
-        causes = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(result.failures.items())[:8])
+        logger.info(
+            "unickpt: saved %s: %s bytes in %.2f s, training stood still for %.2f s",
+            directory, f"{result.size_bytes:,}", result.seconds, result.stall_s,
+        )  # fmt: skip
+    elif result.unsupported:
+        logger.warning("unickpt: %s is NOT saved: not supported: %s", directory, result.unsupported)
+    else:
         logger.warning(
-            "unickpt: %s/%s is NOT saved and its files are removed (%s). Training goes on; checkpoints saved before "
-            "are untouched. Look at the storage: the next save tries again.", save_dir, tag, causes,
+            "unickpt: %s is NOT saved and its files are removed (%s). Training goes on; checkpoints saved before "
+            "are untouched. Look at the storage: the next save tries again.", directory, save.cause(),
         )  # fmt: skip
 
 
@@ -241,6 +263,7 @@ def load_checkpoint(
 
     if ours is None:
         return run_native(tag)
+    interruption.finish_all()
     ours.meet.begin("load")
     skipped: list[str] = []
     tried: list[str] = []

@@ -24,7 +24,8 @@ from unickpt.dtypes import name_of, torch_dtype
 from unickpt.errors import MismatchError
 from unickpt.fragments import split_flat_range
 from unickpt.index import TensorInfo
-from unickpt.loading import Checkpoint, Request
+from unickpt.loading import Checkpoint
+from unickpt.reading import Request
 from unickpt.report import LoadReport
 
 logger = logging.getLogger("unickpt")
@@ -202,7 +203,7 @@ class Restore:
             for part in self.parts:
                 self._request_states(part, kinds)
         self._account_states()
-        stats = self.checkpoint.read(self._requests, verify=self.options.verify == "always")
+        stats = self.checkpoint.read(self._requests, verify=self.options.verify)
         self.report.bytes_read, self.report.bytes_needed = stats.bytes_read, stats.bytes_needed
         for copy in self._copies:
             copy.target.detach().copy_(copy.flat.view(copy.target.shape))

@@ -44,7 +44,7 @@ def save(
         asynchronous: return after a copy of this rank's part; see Returns.
 
     Returns:
-        None; with ``asynchronous`` a ``PendingSave``: call its ``conclude()`` on every rank, at the latest
+        None; with ``asynchronous`` a ``MegatronSave``: call its ``conclude()`` on every rank, at the latest
         before the next save.
 
     Raises:

@@ -12,13 +12,13 @@ import torch
 from megatron.core.dist_checkpointing.strategies import async_utils
 
 from megatron_unickpt import internals
-from megatron_unickpt.saving import Background, PendingSave
+from megatron_unickpt.saving import Background, MegatronSave
 
 
 class ThreadCaller(async_utils.AsyncCaller):  # type: ignore[misc]
     """An ``AsyncCaller`` whose call already runs."""
 
-    def __init__(self, pending: PendingSave) -> None:
+    def __init__(self, pending: MegatronSave) -> None:
         self._pending = pending
 
     def schedule_async_call(self, async_req: Any, *_: Any, **__: Any) -> None:

@@ -17,12 +17,12 @@ from megatron_unickpt import internals, mapping, optimizer
 from megatron_unickpt.mapping import MASTER, WEIGHT, Found, Piece, StateTensor
 from megatron_unickpt.optimizer import OptimizerPart
 from unickpt import __version__
+from unickpt.contribution import Contribution, Shard
 from unickpt.dtypes import name_of
 from unickpt.fragments import Box, split_flat_range
 from unickpt.index import TensorInfo
 from unickpt.manifest import Writer
 from unickpt.planning import share_of_replicas
-from unickpt.saving import Contribution, Shard
 
 COMMON = "common"  # name of Megatron's common state dict among the job's objects
 

@@ -16,12 +16,14 @@ from megatron_unickpt import internals
 from unickpt.coordination import Rendezvous
 from unickpt.errors import UnickptError
 from unickpt.loading import is_checkpoint
+from unickpt.saving import SaveOptions, Saver
 
 BACKEND, VERSION = "unickpt", 1
 CONTENT_METADATA = "content_metadata"  # key in Megatron's common state dict
 CONFIG_FILE = "metadata.json"  # by which Megatron knows that a directory is a distributed checkpoint
 
 _meeting: tuple[Any, Rendezvous] | None = None
+_saver: Saver | None = None
 
 
 class MegatronCheckpointError(CheckpointingException, UnickptError):  # type: ignore[misc]
@@ -52,6 +54,16 @@ def rendezvous(*, timeout_s: float = 1800.0) -> Rendezvous:
         meet = Rendezvous(store, rank=torch.distributed.get_rank(), world=world, prefix="unickpt/megatron", timeout_s=timeout_s)
         _meeting = (store, meet)
     return _meeting[1]
+
+
+def saver(options: SaveOptions | None = None) -> Saver:
+    """The one saver of this process: its staging memory is kept between saves. Other options take effect with none pending."""
+    global _saver
+    if _saver is None or (options is not None and options != _saver.options):
+        if _saver is not None:
+            _saver.finish()
+        _saver = Saver(options)
+    return _saver
 
 
 def recognises(checkpoint_dir: str | Path | None) -> bool:

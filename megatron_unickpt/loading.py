@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron_unickpt import capture, internals, job, mapping, metadata, restore
 from megatron_unickpt.job import MegatronCheckpointError, in_megatrons_terms
 from megatron_unickpt.optimizer import OptimizerPart
+from unickpt import interruption
 from unickpt.index import TensorInfo
 from unickpt.loading import Checkpoint
 from unickpt.logs import make_visible
@@ -38,18 +39,19 @@ def load(
     validate_access_integrity: bool = True,
     strict: Any = validation.StrictHandling.ASSUME_OK_UNEXPECTED,
     allow_pickle: bool = False,
-    verify: bool = True,
+    verify: str = "always",
 ) -> Any:
     """Load into a sharded state dict, written under any parallel shape and optimizer.
 
     Args:
         sharded_state_dict: what this rank wants; tensors that it brings are filled in place.
         checkpoint_dir: of a unickpt checkpoint.
-        validate_access_integrity: all ranks call this together; they then agree on failure, and on what
-            nobody asked for. (Megatron's check that shards do not overlap is made when saving.)
+        validate_access_integrity: the ranks also agree before they read, and find out what nobody asked
+            for. (Megatron's check that shards do not overlap is made when saving.) All ranks call this
+            together in any case, as with Megatron's own strategies, and leave it together.
         strict: Megatron's ``StrictHandling`` or its value.
         allow_pickle: unpickle what the checkpoint holds as opaque blobs. Only for one you wrote yourself.
-        verify: check every fragment that is read against its checksum.
+        verify: ``always``, ``sampled`` or ``off``: what is read against its checksum.
 
     Returns:
         The state dict; with ``return_all`` and ``return_unexpected`` also missing and unexpected keys.
@@ -69,6 +71,7 @@ def load(
     work: restore.Restore | None = None
     state: Any = None
     handling = validation.parse_strict_flag(strict)
+    interruption.finish_all()
     with in_megatrons_terms():
         checkpoint = _open_together(checkpoint_dir, validate_access_integrity)
         try:
@@ -78,8 +81,7 @@ def load(
             state = _fill(work, wanted, parts)
         except Exception as err:
             failure = err
-        if validate_access_integrity:
-            _agree(checkpoint, failure)
+        _agree(checkpoint, failure)
         if failure is not None:
             raise failure
         assert work is not None

@@ -16,7 +16,8 @@ from unickpt.dtypes import name_of, torch_dtype
 from unickpt.errors import MismatchError
 from unickpt.fragments import Box
 from unickpt.index import TensorInfo
-from unickpt.loading import Checkpoint, Request
+from unickpt.loading import Checkpoint
+from unickpt.reading import Request
 from unickpt.report import LoadReport
 
 OBJECT = "object"
@@ -59,7 +60,7 @@ class Restore:
     """
 
     checkpoint: Checkpoint
-    verify: bool = True
+    verify: str = "always"
     allow_pickle: bool = False
     report: LoadReport = field(default_factory=LoadReport)
 

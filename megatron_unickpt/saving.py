@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,8 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from megatron_unickpt import capture, internals, job, mapping
 from megatron_unickpt.job import CONTENT_METADATA, SaveFailedError
-from unickpt import saving
-from unickpt.coordination import Rendezvous
 from unickpt.logs import make_visible
-from unickpt.saving import Contribution, SaveResult, Shard
+from unickpt.saving import PendingSave, Request, SaveResult
 
 logger = logging.getLogger("unickpt")
 
@@ -64,124 +60,67 @@ def save(
         common[CONTENT_METADATA] = {k: v for k, v in content_metadata.items() if k != "dp_cp_group"}
     if validate_access_integrity:
         internals.compare_common_state(preprocess_common(common) if preprocess_common is not None else common)
-    meet = job.rendezvous().apart(f"save/{directory}")  # an earlier save may still be going on in its thread
+    request = Request(
+        lambda _: capture.contribution(sharded_state_dict, common, share=share),
+        save_dir=os.path.dirname(directory),
+        tag=os.path.basename(directory),
+        on_commit=lambda: job.mark(directory),
+        on_end=_ended,
+    )
+    meet = job.rendezvous().apart(f"save/{directory}")  # an earlier save may still be going on
+    with job.in_megatrons_terms():
+        pending = MegatronSave(job.saver().save(request, meet, asynchronous=asynchronous))
     if not asynchronous:
-        pending = PendingSave(directory, lambda: capture.contribution(sharded_state_dict, common, share=share), meet)
-        pending.run()
         pending.conclude()
         return None
-    begin = time.monotonic()
-    part, failure = None, None
-    try:
-        part = _staged(capture.contribution(sharded_state_dict, common, share=share))
-    except Exception as err:  # told to all ranks by the background part
-        failure = err
-    stall = time.monotonic() - begin
-    pending = PendingSave(directory, lambda: _given(part, failure), meet, stall_s=stall)
-    pending.start()
     return AsyncRequest(Background(pending), (), _Finalizers(pending))
 
 
-def _given(part: Contribution | None, failure: Exception | None) -> Contribution:
-    if failure is not None:
-        raise failure
-    assert part is not None
-    return part
+def _ended(save: PendingSave) -> None:
+    global last_save
+    last_save = result = save.result
+    if result is not None and result.committed and save.rank == 0:
+        logger.info(
+            "unickpt: saved %s: %s bytes in %.2f s, training stood still for %.2f s",
+            save.directory, f"{result.size_bytes:,}", result.seconds, result.stall_s,
+        )  # fmt: skip
 
 
-def _staged(part: Contribution) -> Contribution:
-    """A contribution whose data no longer change with training."""
-    part.shards = [Shard(s.tensor, s.box, s.data.detach().to("cpu", copy=True)) for s in part.shards]
-    return part
+class MegatronSave:
+    """One save of this rank, which may still be going on. Call ``conclude`` on every rank."""
 
-
-class PendingSave:
-    """One save of this rank, run here or in a thread. Attributes: ``result`` once it is done."""
-
-    def __init__(
-        self, directory: str, contribute: Callable[[], Contribution], meet: Rendezvous, *, stall_s: float | None = None
-    ) -> None:
-        self.directory, self.meet, self.stall_s = directory, meet, stall_s
-        self.result: SaveResult | None = None
-        self.error: Exception | None = None
-        self._contribute = contribute
-        self._thread: threading.Thread | None = None
-        self._concluded = False
-
-    def run(self) -> None:
-        """Write, agree, commit. Never raises: ``conclude`` does."""
-        try:
-            self.result = saving.save(
-                lambda _: self._contribute(),
-                save_dir=os.path.dirname(self.directory),
-                tag=os.path.basename(self.directory),
-                save_latest=False,
-                meet=self.meet,
-                on_commit=lambda: job.mark(self.directory),
-            )
-        except Exception as err:
-            self.error = err
-        self._contribute = _nothing
-
-    def start(self) -> None:
-        """Run in a thread."""
-        self._thread = threading.Thread(target=self.run, name="unickpt-save", daemon=False)
-        self._thread.start()
+    def __init__(self, pending: PendingSave) -> None:
+        self.pending = pending
 
     @property
     def done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
+        return self.pending.done
 
     @property
     def committed(self) -> bool:
-        return self.result is not None and self.result.committed
+        return self.pending.committed
 
     def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+        self.pending.wait()
 
     def conclude(self) -> None:
-        """Wait, and say how it went, once.
+        """Wait, and say how it went.
 
         Raises:
             SaveFailedError: there is no checkpoint.
         """
-        global last_save
         self.wait()
-        if self._concluded:
-            return
-        self._concluded = True
-        last_save = self.result
-        if self.committed:
-            assert self.result is not None
-            if self.meet.rank == 0:
-                stall = "" if self.stall_s is None else f", training stood still for {self.stall_s:.2f} s"
-                logger.info(
-                    "unickpt: saved %s: %s bytes in %.2f s%s",
-                    self.directory, f"{self.result.size_bytes:,}", self.result.seconds, stall,
-                )  # fmt: skip
-            return
-        raise SaveFailedError(
-            f"{self.directory} is NOT saved and its files are removed ({self._cause()}). Checkpoints saved before are intact."
-        )
-
-    def _cause(self) -> str:
-        if self.error is not None:
-            return f"{type(self.error).__name__}: {self.error}"
-        assert self.result is not None
-        if self.result.unsupported:
-            return f"not supported: {self.result.unsupported}"
-        return "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(self.result.failures.items())[:8])
-
-
-def _nothing() -> Contribution:
-    raise AssertionError("a save runs once")
+        if not self.committed:
+            raise SaveFailedError(
+                f"{self.pending.directory} is NOT saved and its files are removed ({self.pending.cause()}). "
+                "Checkpoints saved before are intact."
+            )
 
 
 class Background:
     """Stands as ``async_fn`` of an ``AsyncRequest`` whose work already goes on in a thread of this process."""
 
-    def __init__(self, pending: PendingSave) -> None:
+    def __init__(self, pending: MegatronSave) -> None:
         self.pending = pending
         self._process = os.getpid()
 
@@ -204,7 +143,7 @@ def _noop() -> None:
 class _Finalizers(list[Callable[[], Any]]):
     """Megatron's finalize functions; those added behind ours run only if there is a checkpoint."""
 
-    def __init__(self, pending: PendingSave) -> None:
+    def __init__(self, pending: MegatronSave) -> None:
         super().__init__([self._conclude])
         self._pending = pending
 
@@ -212,7 +151,7 @@ class _Finalizers(list[Callable[[], Any]]):
         try:
             self._pending.conclude()
         except SaveFailedError as err:
-            if self._pending.meet.rank == 0:
+            if self._pending.pending.rank == 0:
                 logger.warning("unickpt: %s Training goes on; the next save tries again.", err)
 
     def append(self, function: Callable[[], Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from dataclasses import fields
@@ -18,7 +19,8 @@ def options_table() -> str:
     rows = []
     for option in fields(Options):
         choices = f" ({', '.join(json.dumps(c) for c in option.metadata['choices'])})" if option.metadata["choices"] else ""
-        rows.append(f"| `{option.name}` | `{json.dumps(option.default)}` | {option.metadata['doc']}{choices} |")
+        default = "no limit" if option.default == math.inf else f"`{json.dumps(option.default)}`"
+        rows.append(f"| `{option.name}` | {default} | {option.metadata['doc']}{choices} |")
     return "\n".join(rows)
 
 

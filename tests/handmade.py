@@ -16,12 +16,15 @@ import numpy as np
 import torch
 import xxhash
 
+from unickpt.commit import commit
+from unickpt.contribution import Contribution, Shard, prepare, shards_of_flat_range
 from unickpt.coordination import Rendezvous
 from unickpt.fragments import Box
 from unickpt.index import TensorInfo
 from unickpt.manifest import OptimizerRecord, ParameterGroup, Writer
-from unickpt.saving import Contribution, Shard, commit, save, shards_of_flat_range, write_rank
+from unickpt.saving import save
 from unickpt.storage import PosixStorage
+from unickpt.writing import write_rank
 
 WRITER = Writer("handmade", "1.2.3", "0.1.0", torch.__version__, "huggingface", {"world_size": 2, "zero_stage": 1})
 
@@ -110,11 +113,15 @@ def save_ranks(directory: Path, world: int) -> Path:
     storage = PosixStorage(directory)
     records = [
         write_rank(
-            storage, f"data/rank{rank:05d}.safetensors", f"rows/rank{rank:05d}.safetensors", contribution(rank, world), rank
+            storage,
+            f"data/rank{rank:05d}.safetensors",
+            f"rows/rank{rank:05d}.safetensors",
+            prepare(contribution(rank, world), rank),
+            rank,
         )
         for rank in range(world)
     ]
-    commit(storage, records, contribution(0, world), generation=0)
+    commit(storage, records, prepare(contribution(0, world), 0), generation=0)
     return directory
 
 

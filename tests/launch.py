@@ -67,6 +67,8 @@ def leave() -> None:
     ("terminate called without an active exception"), so that about one in four busy jobs would end with
     an error after everything had gone well; it needs neither DeepSpeed nor unickpt.
     """
+    if "unickpt.interruption" in sys.modules:
+        sys.modules["unickpt.interruption"].finish_all()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -21,10 +21,10 @@ from unickpt.cli import main as main_module
 from unickpt.cli.main import main
 from unickpt.cli.output import human_bytes, one_line
 from unickpt.cli.rendering import render
+from unickpt.contribution import Shard
 from unickpt.errors import StorageError
 from unickpt.fragments import Box
 from unickpt.index import TensorInfo
-from unickpt.saving import Shard
 from unickpt.storage import PosixStorage
 
 REPOSITORY = Path(__file__).parent.parent

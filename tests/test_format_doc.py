@@ -13,11 +13,11 @@ import torch
 from tests import handmade
 from unickpt import dtypes, manifest, objects
 from unickpt import index as index_module
+from unickpt.contribution import Shard
 from unickpt.fragments import Box
 from unickpt.index import TensorInfo
 from unickpt.loading import Checkpoint
 from unickpt.safetensors_io import MAX_HEADER_BYTES
-from unickpt.saving import Shard
 
 DOCUMENT = (Path(__file__).parent.parent / "docs/format.md").read_text()
 

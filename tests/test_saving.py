@@ -15,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from unickpt.contribution import Contribution, shards_of_flat_range
 from unickpt.coordination import Rendezvous
 from unickpt.errors import CoordinationError, UnickptError
 from unickpt.index import TensorInfo
 from unickpt.loading import Checkpoint
 from unickpt.manifest import Writer
-from unickpt.saving import Contribution, SaveResult, save, shards_of_flat_range
+from unickpt.saving import SaveResult, save
 from unickpt.verification import verify
 
 WORLD = 3
@@ -119,7 +120,7 @@ def test_the_failure_of_one_rank_is_known_on_all_and_leaves_nothing(tmp_path: Pa
     assert_holds(tmp_path, "a", 1)
 
 
-@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("call", ["writev", "fsync", "replace"])
 def test_an_error_at_any_system_call_leaves_the_old_checkpoint_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:

@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from unickpt.contribution import Contribution, shards_of_flat_range
 from unickpt.coordination import Rendezvous
 from unickpt.editing import remove_tensors
 from unickpt.errors import CoverageError
 from unickpt.index import TensorInfo
 from unickpt.loading import Checkpoint
 from unickpt.manifest import OptimizerRecord, ParameterGroup, Writer
-from unickpt.saving import Contribution, save, shards_of_flat_range
+from unickpt.saving import save
 from unickpt.verification import verify
 
 WORLD = 3

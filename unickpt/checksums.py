@@ -27,6 +27,19 @@ def digest(data: Buffer) -> str:
     return PREFIX + xxhash.xxh3_128_hexdigest(data)
 
 
+class RunningChecksum:
+    """``fragment_checksum`` of bytes that arrive in pieces."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+
+    def update(self, data: Buffer) -> None:
+        self._state.update(data)
+
+    def value(self) -> int:
+        return self._state.intdigest()
+
+
 class RunningDigest:
     """xxh3_128 of bytes that arrive in pieces."""
 

@@ -52,6 +52,7 @@ class Rendezvous:
         self._session = "0"
         self._begun: dict[str, int] = {}
         self._spent: list[str] = []
+        self._longest_pause_s = min(_LONGEST_PAUSE_S, 0.001 * world)  # the coordinator's store answers all of them
 
     def begin(self, name: str) -> None:
         """Open a session: ranks meet in it only with ranks that began the same one as often.
@@ -113,6 +114,22 @@ class Rendezvous:
             verdict = {str(rank): m["failure"] for rank, m in enumerate(messages) if m["failure"] is not None}
         return {int(rank): reason for rank, reason in self.broadcast(f"{topic}-verdict", verdict, notice=False).items()}
 
+    def part(self, timeout_s: float = 10.0) -> None:
+        """The end of a rendezvous of its own: the coordinator, who may hold the store, stays until all have heard it."""
+        if self._store is None:
+            return
+        base = self._next("part")
+        if self.rank:
+            self._put(f"{base}/{self.rank}", {})
+            return
+        keys = [f"{base}/{rank}" for rank in range(1, self.world)]
+        end = time.monotonic() + timeout_s
+        while not self._present(keys) and time.monotonic() < end:
+            time.sleep(self._longest_pause_s)
+        for key in [*keys, *self._spent]:
+            self._delete(key)
+        self._spent.clear()
+
     def _next(self, topic: str) -> str:
         self._round += 1
         return f"{self._prefix}/{self._session}/{self._round}/{topic}"
@@ -133,6 +150,9 @@ class Rendezvous:
         if len(self._spent) > 4:
             old = self._spent.pop(0)
             self._call(lambda store: store.delete_key(old))
+
+    def _delete(self, key: str) -> None:
+        self._call(lambda store: store.delete_key(key))
 
     def _call(self, use: Callable[[Store], Any]) -> Any:
         assert self._store is not None
@@ -159,7 +179,7 @@ class Rendezvous:
                     "unickpt: rank %d has waited %.0f s at %r for rank %s", self.rank, waited, topic, self._missing(keys)
                 )
             time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+            pause = min(pause * 1.5, self._longest_pause_s)
 
     def _present(self, keys: list[str]) -> bool:
         return bool(self._call(lambda store: store.check(keys)))

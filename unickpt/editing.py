@@ -11,11 +11,11 @@ import numpy as np
 from unickpt import index as index_module
 from unickpt import manifest as manifest_module
 from unickpt.checksums import digest
+from unickpt.commit import index_name
 from unickpt.errors import CoverageError
 from unickpt.index import Index
 from unickpt.loading import read_index, read_manifest
 from unickpt.manifest import MANIFEST_FILE, FileRecord
-from unickpt.saving import index_name
 from unickpt.storage import PosixStorage
 
 
@@ -44,7 +44,7 @@ def remove_tensors(directory: str | Path, unwanted: Callable[[str, str], bool]) 
     generation = manifest.generation + 1
     table, name = index_module.to_bytes(smaller), index_name(generation)
     with storage.create(name) as sink:
-        sink.write(memoryview(table))
+        sink.write([memoryview(table)])
     header_bytes = 8 + int.from_bytes(table[:8], "little")
     record = FileRecord(name, len(table), digest(table), header_bytes, digest(table[:header_bytes]))
     files = (*(f for f in manifest.files if f.path != manifest.index), record)

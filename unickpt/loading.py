@@ -19,43 +19,19 @@ import torch
 from unickpt import index as index_module
 from unickpt import manifest as manifest_module
 from unickpt import objects as objects_module
-from unickpt.checksums import digest, fragment_checksum
+from unickpt.checksums import digest
 from unickpt.dtypes import torch_dtype
 from unickpt.errors import CorruptCheckpointError, CoverageError, FormatError, NotACheckpointError
-from unickpt.fragments import Box, flat_range
+from unickpt.fragments import Box
 from unickpt.index import Index, TensorInfo
 from unickpt.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, FileRecord, Manifest
-from unickpt.planning import ReadPlan, Target, plan_reads
-from unickpt.storage import PosixStorage, read_into
+from unickpt.planning import Target, plan_reads
+from unickpt.reading import ReadStats, Request, execute, files_of
+from unickpt.storage import PosixStorage
 
 SHARED_PREFIX = "objects/shared/"  # objects that any rank may ask for by name
 SHARED_TENSORS_PREFIX = "objects/shared-tensors/"
 MAX_INDEX_BYTES = 1 << 32  # some 50 million fragments
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A region wanted, and where its elements go.
-
-    Attributes:
-        tensor_id: position in the index.
-        box: the region; not empty.
-        out: 1-D contiguous tensor of ``box.numel`` elements, any device and dtype; a stored dtype
-            that differs is cast.
-    """
-
-    tensor_id: int
-    box: Box
-    out: torch.Tensor
-
-
-@dataclass(slots=True)
-class ReadStats:
-    """What a read cost: bytes taken from storage, bytes that the requests needed."""
-
-    bytes_read: int = 0
-    bytes_needed: int = 0
-    seconds: float = 0.0
 
 
 def is_checkpoint(directory: str | Path) -> bool:
@@ -92,14 +68,13 @@ class Checkpoint:
         at = self.ids.get((name, state))
         return None if at is None else self.index.tensors[at]
 
-    def read(self, requests: Sequence[Request], *, verify: bool = True) -> ReadStats:
+    def read(self, requests: Sequence[Request], *, verify: str = "always") -> ReadStats:
         """Fill every request's ``out``.
 
         Args:
             requests: regions of stored tensors; for derived tensors only the overriding fragments
                 are copied and the rest of ``out`` is left as it is.
-            verify: check every fragment that is used against its checksum. A fragment of which only
-                a part is wanted is then read whole.
+            verify: ``always``, ``sampled`` or ``off``, see ``reading.execute``.
 
         Raises:
             CorruptCheckpointError: a checksum does not match; names file, tensor and box.
@@ -108,11 +83,13 @@ class Checkpoint:
         begin = time.monotonic()
         partial = frozenset(r.tensor_id for r in requests if self.index.tensors[r.tensor_id].derived_from is not None)
         plan = plan_reads(self.index, [Target(r.tensor_id, r.box) for r in requests], allow_partial=partial)
-        stats = _execute(self, plan, requests, verify)
+        for name in files_of(self.index, plan):
+            check_header(self.storage, self.manifest.file(name))
+        stats = execute(self.storage, self.index, plan, requests, verify=verify)
         stats.seconds = time.monotonic() - begin
         return stats
 
-    def read_tensor(self, name: str, state: str, *, verify: bool = True) -> torch.Tensor:
+    def read_tensor(self, name: str, state: str, *, verify: str = "always") -> torch.Tensor:
         """One whole tensor in its own dtype, on the CPU; a derived one is cast from what it derives from.
 
         Raises:
@@ -262,104 +239,3 @@ def check_header(storage: PosixStorage, record: FileRecord) -> None:
         raise CorruptCheckpointError(
             f"{storage.root / record.path}: the safetensors header differs from the one that was written; the file is damaged"
         )
-
-
-def _execute(checkpoint: Checkpoint, plan: ReadPlan, requests: Sequence[Request], verify: bool) -> ReadStats:
-    index = checkpoint.index
-    stats = ReadStats()
-    fragment_bytes = index.size_bytes()
-    at = 0
-    while at < len(plan.fragment):
-        file_id = int(index.file[plan.fragment[at]])
-        name = index.files[file_id]
-        check_header(checkpoint.storage, checkpoint.manifest.file(name))
-        with checkpoint.storage.reader(name) as descriptor:
-            while at < len(plan.fragment) and int(index.file[plan.fragment[at]]) == file_id:
-                row = int(plan.fragment[at])
-                end = at
-                while end < len(plan.fragment) and int(plan.fragment[end]) == row:
-                    end += 1
-                uses = [_use(plan, k, requests) for k in range(at, end)]
-                source = _Source(checkpoint, descriptor, row, int(fragment_bytes[row]), verify)
-                stats.bytes_read += _deliver(source, uses)
-                stats.bytes_needed += sum(use.region.numel for use in uses) * source.itemsize
-                at = end
-    return stats
-
-
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """One request's share of one fragment: the common region in the tensor's coordinates."""
-
-    region: Box
-    request: Request
-
-
-def _use(plan: ReadPlan, at: int, requests: Sequence[Request]) -> _Use:
-    request = requests[int(plan.target[at])]
-    ndim = request.box.ndim
-    return _Use(Box(tuple(plan.start[at, :ndim].tolist()), tuple(plan.shape[at, :ndim].tolist())), request)
-
-
-class _Source:
-    """One fragment of one open file."""
-
-    def __init__(self, checkpoint: Checkpoint, descriptor: int, row: int, size_bytes: int, verify: bool) -> None:
-        index = checkpoint.index
-        self.info = index.tensors[int(index.tensor[row])]
-        self.dtype = torch_dtype(self.info.dtype)
-        self.itemsize = self.dtype.itemsize
-        self.box = index.box(row)
-        self.size_bytes = size_bytes
-        self.verify = verify
-        self._path = checkpoint.storage.root / index.files[int(index.file[row])]
-        self._descriptor = descriptor
-        self._offset = int(index.offset_bytes[row])
-        self._checksum = int(index.checksum[row])
-
-    def read_into(self, buffer: torch.Tensor, first: int = 0) -> int:
-        """Fill a contiguous CPU tensor from element ``first`` of the fragment; returns bytes read."""
-        view = memoryview(buffer.view(torch.uint8).numpy().data)
-        read_into(self._descriptor, view, self._offset + first * self.itemsize, where=str(self._path))
-        if self.verify and fragment_checksum(view) != self._checksum:
-            raise CorruptCheckpointError(
-                f"{self._path}: checksum of {self.info.name} ({self.info.state}) {self.box} differs from the one "
-                f"written: the file is damaged at bytes {self._offset:,} to {self._offset + self.size_bytes:,}. "
-                "Resume from an older checkpoint."
-            )
-        return len(view)
-
-
-def _deliver(source: _Source, uses: Sequence[_Use]) -> int:
-    """Bring one fragment to its users; returns bytes read."""
-    if len(uses) == 1 and uses[0].region == source.box:
-        out = _direct(source, uses[0])
-        if out is not None:
-            return source.read_into(out)
-    first, last = 0, source.box.numel
-    if not source.verify:
-        ranges = [flat_range(use.region.within(source.box), source.box.shape) for use in uses]
-        if all(r is not None for r in ranges):
-            first = min(r[0] for r in ranges if r is not None)
-            last = max(r[1] for r in ranges if r is not None)
-    buffer = torch.empty(last - first, dtype=source.dtype)
-    count = source.read_into(buffer, first)
-    for use in uses:
-        inner = use.region.within(source.box)
-        if (first, last) == (0, source.box.numel):
-            piece = buffer.view(source.box.shape)[inner.slices()]
-        else:
-            lo, hi = flat_range(inner, source.box.shape) or (0, 0)
-            piece = buffer[lo - first : hi - first].view(inner.shape)
-        place = use.region.within(use.request.box)
-        use.request.out.view(use.request.box.shape)[place.slices()].copy_(piece)
-    return count
-
-
-def _direct(source: _Source, use: _Use) -> torch.Tensor | None:
-    """The part of ``out`` that the whole fragment fills byte for byte, if there is such a part."""
-    out = use.request.out
-    if out.dtype != source.dtype or out.device.type != "cpu":
-        return None
-    place = flat_range(use.region.within(use.request.box), use.request.box.shape)
-    return None if place is None else out.detach()[place[0] : place[1]]

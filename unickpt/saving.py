@@ -1,92 +1,60 @@
-"""Saving: every rank writes what it holds, one coordinator commits.
+"""Saving: every rank copies what it holds and returns; writing, agreement and commit go on behind training.
 
-    contribute -> write data + rows -> report -> merge -> index -> manifest -> latest
+    contribute -> copy          in training's thread
+    write data + rows -> report -> merge -> index -> manifest -> latest     in the saver's thread
 
-Until the manifest is renamed into place the checkpoint does not exist; afterwards it is whole.
-Data is never gathered: the coordinator sees only the other ranks' fragment tables. The steps are
-separate functions, so that they can run behind training later without changing the format.
+One coordinator commits. Data is never gathered: it sees only the other ranks' fragment tables. A
+save that waits for all of that is the same path, without the copy.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
+import contextlib
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
 
-import torch
-
-from unickpt import index as index_module
+from unickpt import commit as commit_module
+from unickpt import interruption, staging
 from unickpt import manifest as manifest_module
-from unickpt import objects
-from unickpt.checksums import RunningDigest, digest, fragment_checksum
+from unickpt.commit import LATEST_FILE, Names
+from unickpt.contribution import Contribution, Prepared, Shard, prepare
 from unickpt.coordination import Message, Rendezvous
-from unickpt.dtypes import itemsize_bytes, name_of
-from unickpt.errors import CoverageError, StorageError, UnickptError, UnsupportedLayoutError
-from unickpt.fragments import Box, split_flat_range
-from unickpt.index import FragmentRow, Index, TensorInfo
-from unickpt.loading import SHARED_PREFIX, SHARED_TENSORS_PREFIX
-from unickpt.manifest import MANIFEST_FILE, FileRecord, Manifest, OptimizerRecord, Writer
-from unickpt.safetensors_io import build_header
+from unickpt.errors import CoordinationError, StorageError, UnsupportedLayoutError
+from unickpt.manifest import FileRecord
+from unickpt.staging import StagingBuffer, StagingPool
 from unickpt.storage import PosixStorage
+from unickpt.writing import DataFile, Pace, write_rows
 
 logger = logging.getLogger("unickpt")
 
-DATA_FOLDER = "data"
-ROWS_FOLDER = "rows"
-LATEST_FILE = "latest"
+ON_BUSY = ("wait", "skip", "queue")
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """A box of a global tensor and its elements on this rank.
-
-    ``data`` holds ``box.numel`` elements whose row-major order is the box's; any device, any strides.
-    """
-
-    tensor: TensorInfo
-    box: Box
-    data: torch.Tensor
-
-
-def shards_of_flat_range(tensor: TensorInfo, lo: int, hi: int, data: torch.Tensor) -> list[Shard]:
-    """Shards for the flat range ``[lo, hi)`` of a tensor, from its ``hi - lo`` elements in a 1-D tensor."""
-    shards = []
-    at = 0
-    for box in split_flat_range(tensor.shape, lo, hi):
-        shards.append(Shard(tensor, box, data.narrow(0, at, box.numel)))
-        at += box.numel
-    return shards
-
-
-@dataclass
-class Contribution:
-    """What one rank brings to a checkpoint.
+class SaveOptions:
+    """How saves are made.
 
     Attributes:
-        shards: what this rank writes; together the ranks cover every stored tensor exactly once.
-        tensors: tensors to list although this rank has no fragment of them (derived, empty).
-        rank_objects: non-tensor state of this rank alone (such as RNG).
-        shared_objects: non-tensor state that any rank may ask for by its name; one rank brings each.
-        optimizer_part: groups and scalars of parameters that the coordinator does not hold (other
-            pipeline stages, other experts); merged into ``optimizer``.
-        step, writer, optimizer, aliases, excluded, objects: of the job; the coordinator's count.
+        asynchronous: return after the copy.
+        on_busy: what a save does that begins while one is still being written: ``wait`` for it,
+            ``skip`` itself, or ``queue`` behind it with a second copy, if the budget has room for one.
+        staging_bytes: host memory for copies, at most; what a state has beyond it is written before
+            the save returns. None: as much as the state needs.
+        bandwidth_bytes_per_s: of writing, per rank. None: no limit.
+        grace_s: how long SIGTERM waits for a save that was begun; an ordinary end of the process lets this
+            rank write its file first, and waits that long for the other ranks.
     """
 
-    shards: list[Shard]
-    step: int
-    writer: Writer
-    tensors: list[TensorInfo] = field(default_factory=list)
-    rank_objects: dict[str, Any] = field(default_factory=dict)
-    shared_objects: dict[str, Any] = field(default_factory=dict)
-    optimizer_part: OptimizerRecord | None = None
-    optimizer: OptimizerRecord | None = None
-    aliases: dict[str, str] = field(default_factory=dict)
-    excluded: tuple[str, ...] = ()
-    objects: dict[str, Any] = field(default_factory=dict)
+    asynchronous: bool = True
+    on_busy: str = "wait"
+    staging_bytes: int | None = None
+    bandwidth_bytes_per_s: float | None = None
+    grace_s: float = 25.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +64,407 @@ class SaveResult:
     Attributes:
         committed: the checkpoint exists.
         unsupported: reason why the layout cannot be described, if that is why there is none.
+        skipped: another save was still being written, and ``on_busy`` is ``skip``.
         failures: rank -> reason, if that is why there is none.
         size_bytes: bytes of all files (0 unless committed).
-        seconds: wall time on this rank.
+        seconds: wall time on this rank, from the call to the commit.
+        stall_s: of these, how long this rank's training stood still.
     """
 
     committed: bool
     unsupported: str = ""
+    skipped: bool = False
     failures: dict[int, str] = field(default_factory=dict)
     size_bytes: int = 0
     seconds: float = 0.0
+    stall_s: float = 0.0
+
+
+@dataclass
+class Request:
+    """A save that is asked for.
+
+    Attributes:
+        contribute: gives this rank's part; receives the coordinator's announcement.
+        save_dir, tag: the checkpoint is ``<save_dir>/<tag>``.
+        save_latest: whether ``<save_dir>/latest`` shall name it.
+        announce: on the coordinator, a message that all ranks receive before they contribute.
+        on_commit: on the coordinator, called when the checkpoint exists and before any rank learns of it.
+        on_end: on every rank, called when ``result`` or ``error`` is known, in the thread that knows it.
+    """
+
+    contribute: Callable[[Message], Contribution]
+    save_dir: str
+    tag: str
+    save_latest: bool = False
+    announce: Message | None = None
+    on_commit: Callable[[], None] | None = None
+    on_end: Callable[[PendingSave], None] | None = None
+
+    @property
+    def directory(self) -> str:
+        return os.path.abspath(f"{self.save_dir}/{self.tag}")
+
+
+class PendingSave:
+    """One save of this rank, which may still be going on.
+
+    Attributes:
+        directory: of the checkpoint.
+        rank: this one.
+        stall_s: how long the call took.
+        result: None until it is known.
+        error: the ranks could not agree (one of them is gone, or did not come in time).
+    """
+
+    def __init__(self, directory: str, rank: int) -> None:
+        self.directory, self.rank = directory, rank
+        self.stall_s = 0.0
+        self.result: SaveResult | None = None
+        self.error: CoordinationError | None = None
+        self.written = threading.Event()  # this rank has done its part
+        self._over = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        return self._over.is_set()
+
+    @property
+    def committed(self) -> bool:
+        return self.result is not None and self.result.committed
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it is over, after waiting for it."""
+        return self._over.wait(timeout_s)
+
+    def cause(self) -> str:
+        """Why there is no checkpoint."""
+        if self.error is not None:
+            return f"{type(self.error).__name__}: {self.error}"
+        if self.result is None:
+            return "it is still being written"
+        if self.result.unsupported:
+            return f"not supported: {self.result.unsupported}"
+        if self.result.skipped:
+            return "the save before it was still being written"
+        return "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(self.result.failures.items())[:8])
+
+    def end(
+        self,
+        result: SaveResult | None,
+        error: CoordinationError | None = None,
+        tell: Callable[[PendingSave], None] | None = None,
+    ) -> None:
+        """Called once, by the saver."""
+        self.result, self.error = result, error
+        self.written.set()
+        if tell is not None:
+            with contextlib.suppress(Exception):  # it has nothing to decide
+                tell(self)
+        self._over.set()
+
+
+@dataclass
+class _Part:
+    """This rank's part of one save: what it was asked to write, or why it could not."""
+
+    prepared: Prepared | None = None
+    message: Message | None = None  # of a failure
+    written: _Begun | None = None
+    shards: list[Shard] = field(default_factory=list)  # that are still to be written
+    ready: Callable[[], None] = staging.nothing_to_wait_for
+    buffer: StagingBuffer | None = None
+
+
+@dataclass
+class _Begun:
+    """A data file that is open, with what did not fit into the staging budget written already."""
+
+    stack: contextlib.ExitStack
+    file: DataFile
+
+    def abandon(self) -> None:
+        with contextlib.suppress(Exception):
+            self.stack.close()
+
+
+class Saver:
+    """The saves of one job on one rank, one after the other.
+
+    Every rank makes the same calls. Nothing that goes wrong while saving is raised, but
+    CoordinationError where the ranks do not come together at all.
+    """
+
+    def __init__(self, options: SaveOptions | None = None) -> None:
+        self.options = options or SaveOptions()
+        self._pool = StagingPool(self.options.staging_bytes, buffers=2 if self.options.on_busy == "queue" else 1)
+        self._pending: list[PendingSave] = []
+        self._threads: list[threading.Thread] = []
+        self._proven = False  # a save was committed: the layout can be described on every rank
+        interruption.guard(self)
+
+    @property
+    def pending(self) -> list[PendingSave]:
+        """Saves that are not over, the oldest first."""
+        self._pending = [save for save in self._pending if not save.done]
+        return list(self._pending)
+
+    def finish(self, timeout_s: float | None = None) -> bool:
+        """Wait for everything that was begun; whether it is over."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        return all(save.wait(None if end is None else max(end - time.monotonic(), 0.0)) for save in self.pending)
+
+    def leave(self, timeout_s: float) -> bool:
+        """As ``finish``, for the end of the process: the threads themselves have to be gone, or they are torn apart."""
+        end = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(end - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def save(self, request: Request, meet: Rendezvous, *, asynchronous: bool | None = None) -> PendingSave:
+        """Save one checkpoint. Every rank calls this.
+
+        Args:
+            request: what to save, and where.
+            meet: message exchange of the ranks, for this save alone (``Rendezvous.apart``).
+            asynchronous: as in the options, which it overrides.
+
+        Returns:
+            The save: over, or going on in a thread. If it is not committed in the end, its files are removed and
+            what was committed before, under this tag or another, is untouched.
+
+        Raises:
+            CoordinationError: a rank did not arrive in time.
+        """
+        begin = time.monotonic()
+        behind = self.options.asynchronous if asynchronous is None else asynchronous
+        save = PendingSave(request.directory, meet.rank)
+        busy = self.pending
+        if busy and (self.options.on_busy == "wait" or not behind or any(s.directory == save.directory for s in busy)):
+            _wait_for(busy[-1], meet.rank)
+            busy = []
+        storage = PosixStorage(save.directory)
+        opening = meet.broadcast("save", self._opening(storage, request, busy=bool(busy)) if meet.rank == 0 else None)
+        if opening["skip"]:
+            save.end(SaveResult(committed=False, skipped=True))
+            if meet.rank == 0:
+                logger.warning(
+                    "unickpt: %s is skipped: the save before it is still being written (on_busy is 'skip')", save.directory
+                )
+            return save
+        names = Names(meet.rank, opening["generation"])
+        part = self._part(request, storage, names, opening["announce"], meet, behind=behind)
+        unsupported = "" if self._proven else self._agreed_on_layout(part, meet)
+        if unsupported:
+            self.concluded(part, committed=False)
+            storage.delete(names.data)
+            save.end(SaveResult(committed=False, unsupported=unsupported, seconds=time.monotonic() - begin))
+            return save
+        work = _Work(self, save, request, storage, names, part, meet, begin, after=busy[-1] if busy else None)
+        self._pending.append(save)
+        if behind:
+            save.stall_s = time.monotonic() - begin
+            thread = threading.Thread(target=work.run, name="unickpt-save", daemon=True)
+            self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+            thread.start()
+        else:
+            work.run()
+            save.stall_s = time.monotonic() - begin
+            if save.error is not None:
+                raise save.error
+        return save
+
+    def _opening(self, storage: PosixStorage, request: Request, *, busy: bool) -> Message:
+        skip = busy and self.options.on_busy == "skip"
+        generation = 0 if skip else commit_module.next_generation(storage)
+        return {"skip": skip, "generation": generation, "announce": request.announce or {}}
+
+    def _part(
+        self, request: Request, storage: PosixStorage, names: Names, announce: Message, meet: Rendezvous, *, behind: bool
+    ) -> _Part:
+        part = _Part()
+        try:
+            part.prepared = prepare(request.contribute(announce), meet.rank)
+            part.shards = part.prepared.shards
+            if behind:
+                self._stage(part, storage, names, meet.rank)
+        except UnsupportedLayoutError as err:
+            part.message = {"outcome": "unsupported", "reason": str(err)}
+        except Exception as err:
+            part.message = _failure(err, meet.rank, storage)
+        return part
+
+    def _stage(self, part: _Part, storage: PosixStorage, names: Names, rank: int) -> None:
+        """Copy this rank's shards; those beyond the budget are written at once, from where they are."""
+        assert part.prepared is not None
+        part.buffer = self._pool.acquire(staging.size_of(part.shards))
+        first = staging.first_that_fits(part.shards, part.buffer.capacity_bytes)
+        if first:
+            stack = contextlib.ExitStack()
+            with contextlib.ExitStack() as undo:
+                undo.push(stack)
+                sink = stack.enter_context(storage.create(names.data))
+                file = DataFile(sink, part.shards, rank=rank, step=part.prepared.step, pace=self.pace())
+                file.write(part.shards[:first])
+                undo.pop_all()
+            part.written = _Begun(stack, file)
+        part.shards, part.ready = part.buffer.fill(part.shards[first:])
+
+    def pace(self) -> Pace:
+        return Pace(self.options.bandwidth_bytes_per_s)
+
+    @staticmethod
+    def _agreed_on_layout(part: _Part, meet: Rendezvous) -> str:
+        """Until a save was committed, the ranks say at once whether they can describe what they hold."""
+        message = part.message or {}
+        reasons = meet.agree("layout", message["reason"] if message.get("outcome") == "unsupported" else None)
+        return min(reasons.items())[1] if reasons else ""
+
+    def concluded(self, part: _Part, *, committed: bool) -> None:
+        """The part is no longer needed."""
+        self._proven = self._proven or committed
+        if part.written is not None:
+            part.written.abandon()
+            part.written = None
+        if part.buffer is not None:
+            self._pool.release(part.buffer)
+            part.buffer = None
+
+
+@dataclass
+class _Work:
+    """What is done behind training for one save."""
+
+    saver: Saver
+    save: PendingSave
+    request: Request
+    storage: PosixStorage
+    names: Names
+    part: _Part
+    meet: Rendezvous
+    begin: float
+    after: PendingSave | None
+
+    def run(self) -> None:
+        """Write, agree, commit. Raises nothing."""
+        result, error = None, None
+        try:
+            if self.after is not None:  # the same order on all ranks: each waits for the others within a save
+                self.after.wait()
+            message = self._write()
+            self.save.written.set()
+            result = self._agree(message)
+        except CoordinationError as err:
+            error = err
+        except Exception as err:  # nothing of ours may end a training process
+            logger.exception("unickpt: rank %d: %s", self.meet.rank, self.save.directory)
+            error = CoordinationError(f"{type(err).__name__}: {err}")
+        self.saver.concluded(self.part, committed=result is not None and result.committed)
+        self.save.end(result, error, self.request.on_end)
+        with contextlib.suppress(CoordinationError):
+            self.meet.part()
+
+    def _write(self) -> Message:
+        part = self.part
+        if part.message is not None:
+            return part.message
+        assert part.prepared is not None
+        try:
+            part.ready()
+            record = self._written(part.prepared)
+            message: Message = {"outcome": "written", "file": asdict(record)}
+            if self.meet.rank and part.prepared.optimizer_part is not None:
+                message["optimizer"] = asdict(part.prepared.optimizer_part)
+            return message
+        except Exception as err:
+            return _failure(err, self.meet.rank, self.storage)
+
+    def _written(self, prepared: Prepared) -> FileRecord:
+        if self.part.written is None:
+            with self.storage.create(self.names.data) as sink:
+                file = DataFile(
+                    sink, prepared.shards, rank=self.meet.rank, step=prepared.step, pace=self.saver.pace()
+                )  # fmt: skip
+                file.write(self.part.shards)
+        else:
+            begun, self.part.written = self.part.written, None
+            file = begun.file
+            with begun.stack:
+                file.write(self.part.shards)
+        write_rows(self.storage, self.names.rows, file.rows, self.names.data, prepared.tensors)
+        return file.record(self.names.data)
+
+    def _agree(self, message: Message) -> SaveResult:
+        messages = self.meet.gather("written", message)
+        conclusion = None
+        if messages is not None:
+            conclusion = self._conclude(messages)
+            if conclusion["committed"] and self.request.on_commit is not None:
+                _notify(self.request.on_commit, self.storage)
+        verdict = self.meet.broadcast("verdict", conclusion, notice=False)
+        if not verdict["committed"]:
+            self.storage.delete(self.names.data)
+            self.storage.delete(self.names.rows)
+        return SaveResult(
+            committed=verdict["committed"],
+            unsupported=verdict["unsupported"],
+            failures={int(rank): reason for rank, reason in verdict["failures"].items()},
+            size_bytes=verdict["size_bytes"],
+            seconds=time.monotonic() - self.begin,
+            stall_s=self.save.stall_s or time.monotonic() - self.begin,
+        )
+
+    def _conclude(self, messages: list[Message]) -> Message:
+        """On the coordinator: commit if every rank has written, otherwise say why not."""
+        verdict: Message = {"committed": False, "unsupported": "", "failures": {}, "size_bytes": 0}
+        for rank, message in enumerate(messages):
+            if message["outcome"] == "unsupported":
+                verdict["unsupported"] = message["reason"]
+            elif message["outcome"] == "failed":
+                verdict["failures"][str(rank)] = message["reason"]
+        part = self.part.prepared
+        if verdict["unsupported"] or verdict["failures"] or part is None:
+            return verdict
+        try:
+            files = [FileRecord(**message["file"]) for message in messages]
+            parts = [manifest_module.optimizer_from_json(m["optimizer"]) for m in messages if m.get("optimizer")]
+            part.optimizer = manifest_module.merge_optimizers(part.optimizer, parts)
+            verdict["size_bytes"] = commit_module.commit(self.storage, files, part, self.names.generation)
+            verdict["committed"] = True
+        except Exception as err:
+            logger.exception("unickpt: the coordinator could not commit %s", self.storage)
+            verdict["failures"]["0"] = f"{type(err).__name__}: {err}"
+            return verdict
+        if self.request.save_latest:
+            try:
+                PosixStorage(self.request.save_dir).write_atomic(LATEST_FILE, self.request.tag.encode())
+            except StorageError as err:
+                logger.warning("unickpt: %s is saved, but 'latest' could not be updated: %s", self.save.directory, err)
+        return verdict
+
+
+def _failure(err: Exception, rank: int, storage: PosixStorage) -> Message:
+    if not isinstance(err, StorageError):
+        logger.error("unickpt: rank %d could not write its part of %s", rank, storage, exc_info=err)
+    return {"outcome": "failed", "reason": f"{type(err).__name__}: {err}"}
+
+
+def _wait_for(save: PendingSave, rank: int) -> None:
+    begin = time.monotonic()
+    save.wait()
+    waited = time.monotonic() - begin
+    if rank == 0 and waited > 0.05:
+        logger.warning(
+            "unickpt: training waited %.1f s for the save of %s to be written: saves come faster than the storage takes them",
+            waited, Path(save.directory).name,
+        )  # fmt: skip
+
+
+def _notify(on_commit: Callable[[], None], storage: PosixStorage) -> None:
+    try:
+        on_commit()
+    except Exception as err:  # the checkpoint is there, whatever was to be told about it
+        logger.warning("unickpt: %s is saved, but what should follow failed (%s: %s)", storage, type(err).__name__, err)
 
 
 def save(
@@ -116,269 +475,13 @@ def save(
     save_latest: bool,
     meet: Rendezvous,
     announce: Message | None = None,
-    on_commit: Callable[[], None] | None = None,
 ) -> SaveResult:
-    """Save one checkpoint. Every rank calls this; nothing that goes wrong on one is raised.
-
-    Args:
-        contribute: gives this rank's part; receives the coordinator's announcement.
-        save_dir, tag: the checkpoint is ``<save_dir>/<tag>``.
-        save_latest: whether ``<save_dir>/latest`` shall name it.
-        meet: message exchange of the job's ranks.
-        announce: on the coordinator, a message that all ranks receive before they contribute.
-        on_commit: on the coordinator, called when the checkpoint exists and before any rank returns.
-
-    Returns:
-        The outcome, agreed by all ranks. If it is not committed, this save's files are removed and
-        what was committed before, under this tag or another, is untouched.
+    """Save one checkpoint and wait until it exists: ``Saver.save`` for those who save once.
 
     Raises:
         CoordinationError: a rank did not arrive in time.
     """
-    begin = time.monotonic()
-    storage = PosixStorage(f"{save_dir}/{tag}")
-    opening = meet.broadcast("save", _opening(storage, announce) if meet.rank == 0 else None)
-    generation = opening["generation"]
-    names = _Names(meet.rank, generation)
-    contribution, message = _try_write(storage, names, contribute, opening["announce"], meet)
-    messages = meet.gather("written", message)
-    conclusion = None
-    if messages is not None:
-        conclusion = _conclude(storage, messages, contribution, save_dir, tag, save_latest, generation)
-        if conclusion["committed"] and on_commit is not None:
-            _notify(on_commit, storage)
-    verdict = meet.broadcast("verdict", conclusion, notice=False)
-    if not verdict["committed"]:
-        storage.delete(names.data)
-        storage.delete(names.rows)
-    return SaveResult(
-        committed=verdict["committed"],
-        unsupported=verdict["unsupported"],
-        failures={int(rank): reason for rank, reason in verdict["failures"].items()},
-        size_bytes=verdict["size_bytes"],
-        seconds=time.monotonic() - begin,
-    )
-
-
-def _notify(on_commit: Callable[[], None], storage: PosixStorage) -> None:
-    try:
-        on_commit()
-    except Exception as err:  # the checkpoint is there, whatever was to be told about it
-        logger.warning("unickpt: %s is saved, but what should follow failed (%s: %s)", storage, type(err).__name__, err)
-
-
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """File names of one rank in one generation; a re-save never touches the files it replaces."""
-
-    rank: int
-    generation: int
-
-    @property
-    def _stem(self) -> str:
-        return f"rank{self.rank:05d}" + (f".{self.generation}" if self.generation else "")
-
-    @property
-    def data(self) -> str:
-        return f"{DATA_FOLDER}/{self._stem}.safetensors"
-
-    @property
-    def rows(self) -> str:
-        return f"{ROWS_FOLDER}/{self._stem}.safetensors"
-
-
-def index_name(generation: int) -> str:
-    """File name of the index of one generation."""
-    return f"index.{generation}.safetensors" if generation else "index.safetensors"
-
-
-def _opening(storage: PosixStorage, announce: Message | None) -> Message:
-    """The next generation under this tag: files of a checkpoint that is already there are left alone."""
-    generation = 0
-    try:
-        if storage.size_bytes(MANIFEST_FILE) is not None:
-            old = storage.root / MANIFEST_FILE
-            generation = manifest_module.from_bytes(old.read_bytes(), where=str(old)).generation + 1
-    except (UnickptError, OSError):
-        generation = time.time_ns()  # an unreadable manifest: take a number that nothing can have used
-    return {"generation": generation, "announce": announce or {}}
-
-
-def _try_write(
-    storage: PosixStorage, names: _Names, contribute: Callable[[Message], Contribution], announce: Message, meet: Rendezvous
-) -> tuple[Contribution | None, Message]:
-    try:
-        contribution = contribute(announce)
-        record = write_rank(storage, names.data, names.rows, contribution, meet.rank)
-        message: Message = {"outcome": "written", "file": asdict(record)}
-        if meet.rank and contribution.optimizer_part is not None:
-            message["optimizer"] = asdict(contribution.optimizer_part)
-        return contribution, message
-    except UnsupportedLayoutError as err:
-        return None, {"outcome": "unsupported", "reason": str(err)}
-    except Exception as err:
-        if not isinstance(err, StorageError):
-            logger.exception("unickpt: rank %d could not write its part of %s", meet.rank, storage)
-        return None, {"outcome": "failed", "reason": f"{type(err).__name__}: {err}"}
-
-
-def write_rank(storage: PosixStorage, data_name: str, rows_name: str, contribution: Contribution, rank: int) -> FileRecord:
-    """Write one rank's data file and, beside it, its rows of the index."""
-    shards = list(contribution.shards)
-    if contribution.rank_objects:
-        shards += _object_shards(contribution.rank_objects, f"objects/rank{rank:05d}", f"objects/rank{rank:05d}")
-    for name, value in contribution.shared_objects.items():
-        shards += _object_shards(value, f"{SHARED_PREFIX}{name}", f"{SHARED_TENSORS_PREFIX}{name}")
-    if rank == 0:
-        shards += _tensor_shards(_encode_objects(contribution.objects).tensors)
-    shards.sort(key=lambda shard: -itemsize_bytes(shard.tensor.dtype))  # keeps every fragment aligned to its item size
-    head, header = build_header(
-        ((fragment_key(s.tensor, s.box), s.tensor.dtype, s.box.shape) for s in shards),
-        {"format": "unickpt-data", "rank": str(rank), "step": str(contribution.step)},
-    )
-    rows: list[FragmentRow] = []
-    whole = RunningDigest()
-    with storage.create(data_name) as sink:
-        whole.update(head)
-        sink.write(memoryview(head))
-        for shard, slot in zip(shards, header.slots, strict=True):
-            data = host_bytes(shard.data)
-            if len(data) != slot.end_byte - slot.begin_byte:
-                raise CoverageError(f"{slot.name}: {len(data)} bytes where its box has {slot.end_byte - slot.begin_byte}")
-            whole.update(data)
-            rows.append(FragmentRow(shard.tensor, shard.box, header.header_bytes + slot.begin_byte, fragment_checksum(data)))
-            sink.write(data)
-    part = index_module.build(rows, file=data_name, tensors=contribution.tensors)
-    with storage.create(rows_name) as sink:
-        sink.write(memoryview(index_module.to_bytes(part)))
-    size = header.header_bytes + (header.slots[-1].end_byte if header.slots else 0)
-    return FileRecord(data_name, size, whole.value(), header.header_bytes, digest(head))
-
-
-def host_bytes(data: torch.Tensor) -> memoryview:
-    """The elements' bytes in row-major order; a view of the tensor where it is dense and on the CPU."""
-    dense = data.detach().reshape(-1).to("cpu").contiguous()
-    return memoryview(dense.view(torch.uint8).numpy().data) if dense.numel() else memoryview(b"")
-
-
-def fragment_key(tensor: TensorInfo, box: Box) -> str:
-    """The key of a fragment in its data file: ``name:state``, with its box unless it is all of the tensor."""
-    key = f"{tensor.name}:{tensor.state}"
-    return key if box == Box.whole(tensor.shape) else f"{key}{box}"
-
-
-def _encode_objects(values: dict[str, Any]) -> objects.Encoded:
-    encoded = objects.encode(values, prefix="objects/job")
-    if encoded.opaque:
-        logger.warning("unickpt: stored as opaque blobs, which only load with allow_pickle: %s", "; ".join(encoded.opaque[:8]))
-    return encoded
-
-
-def _object_shards(value: Any, key: str, prefix: str) -> list[Shard]:
-    """An object outside the manifest: its JSON as a tensor of bytes, and the tensors that were in it."""
-    encoded = objects.encode(value, prefix=prefix)
-    text = bytearray(json.dumps(encoded.value).encode())
-    return _tensor_shards({key: torch.frombuffer(text, dtype=torch.uint8), **encoded.tensors})
-
-
-def _tensor_shards(tensors: dict[str, torch.Tensor]) -> list[Shard]:
-    shards = []
-    for key, tensor in tensors.items():
-        info = TensorInfo(key, "object", name_of(tensor.dtype), tuple(tensor.shape), "object")
-        shards += shards_of_flat_range(info, 0, info.numel, tensor.reshape(-1))
-    return shards
-
-
-def _conclude(
-    storage: PosixStorage,
-    messages: list[Message],
-    contribution: Contribution | None,
-    save_dir: str,
-    tag: str,
-    save_latest: bool,
-    generation: int,
-) -> Message:
-    """On the coordinator: commit if every rank has written, otherwise say why not."""
-    verdict: Message = {"committed": False, "unsupported": "", "failures": {}, "size_bytes": 0}
-    for rank, message in enumerate(messages):
-        if message["outcome"] == "unsupported":
-            verdict["unsupported"] = message["reason"]
-        elif message["outcome"] == "failed":
-            verdict["failures"][str(rank)] = message["reason"]
-    if verdict["unsupported"] or verdict["failures"] or contribution is None:
-        return verdict
-    try:
-        files = [FileRecord(**message["file"]) for message in messages]
-        parts = [manifest_module.optimizer_from_json(m["optimizer"]) for m in messages if m.get("optimizer")]
-        contribution.optimizer = manifest_module.merge_optimizers(contribution.optimizer, parts)
-        verdict["size_bytes"] = commit(storage, files, contribution, generation)
-        verdict["committed"] = True
-    except Exception as err:
-        logger.exception("unickpt: the coordinator could not commit %s", storage)
-        verdict["failures"]["0"] = f"{type(err).__name__}: {err}"
-        return verdict
-    if save_latest:
-        try:
-            PosixStorage(save_dir).write_atomic(LATEST_FILE, tag.encode())
-        except StorageError as err:
-            logger.warning("unickpt: %s/%s is saved, but 'latest' could not be updated: %s", save_dir, tag, err)
-    return verdict
-
-
-def commit(storage: PosixStorage, files: list[FileRecord], contribution: Contribution, generation: int) -> int:
-    """Merge the ranks' rows, check that they make whole tensors, and write index and manifest.
-
-    Returns:
-        Bytes of all files of the checkpoint but the manifest.
-
-    Raises:
-        CoverageError: the ranks' fragments have holes or overlap; nothing is committed.
-        StorageError: a rank's file cannot be seen from here, or the storage fails.
-    """
-    parts = [_read_rows(storage, record, _Names(rank, generation)) for rank, record in enumerate(files)]
-    merged = index_module.merge(parts)
-    index_module.check_coverage(merged)
-    table = index_module.to_bytes(merged)
-    name = index_name(generation)
-    with storage.create(name) as sink:
-        sink.write(memoryview(table))
-    header_bytes = 8 + int.from_bytes(table[:8], "little")
-    files = [*files, FileRecord(name, len(table), digest(table), header_bytes, digest(table[:header_bytes]))]
-    manifest = Manifest(
-        step=contribution.step,
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        writer=contribution.writer,
-        files=tuple(files),
-        index=name,
-        optimizer=contribution.optimizer,
-        aliases=contribution.aliases,
-        excluded=contribution.excluded,
-        objects=_encode_objects(contribution.objects).value,
-        generation=generation,
-    )
-    storage.write_atomic(MANIFEST_FILE, manifest_module.to_bytes(manifest))
-    _clean(storage, keep={record.path for record in files})
-    return sum(record.size_bytes for record in files)
-
-
-def _read_rows(storage: PosixStorage, record: FileRecord, names: _Names) -> Index:
-    size = storage.size_bytes(record.path)
-    if size != record.size_bytes:
-        found = "is not there" if size is None else f"has {size:,} bytes"
-        raise StorageError(
-            f"{storage.root / record.path}: rank {names.rank} wrote {record.size_bytes:,} bytes, but seen from the "
-            f"coordinator the file {found}. The checkpoint directory has to be on storage that all hosts share."
-        )
-    rows = storage.root / names.rows
-    return index_module.from_bytes(storage.read(names.rows, 0, storage.size_bytes(names.rows) or 0), where=str(rows))
-
-
-def _clean(storage: PosixStorage, keep: set[str]) -> None:
-    """Remove the rows, and the files of the generation that this one replaced."""
-    storage.delete_folder(ROWS_FOLDER)
-    for name in storage.names(DATA_FOLDER):
-        if name not in keep:
-            storage.delete(name)
-    for path in storage.root.glob("index*.safetensors"):
-        if path.name not in keep:
-            storage.delete(path.name)
+    request = Request(contribute, save_dir, tag, save_latest, announce)
+    result = Saver(SaveOptions(asynchronous=False)).save(request, meet).result
+    assert result is not None  # or the call has raised
+    return result

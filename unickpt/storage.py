@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +19,18 @@ from unickpt.errors import StorageError, UnsafePathError
 class Sink(Protocol):
     """A file being written front to back."""
 
-    def write(self, data: memoryview) -> None: ...
+    def write(self, parts: Sequence[memoryview]) -> None:
+        """Append all parts, in as few calls as the system allows."""
+
+
+class Reader(Protocol):
+    """A file being read. ``path`` names it in messages."""
+
+    @property
+    def path(self) -> str: ...
+
+    def read_into(self, parts: Sequence[memoryview], offset_bytes: int) -> None:
+        """Fill the parts, one after the other, from a position of the file, or raise StorageError."""
 
 
 class PosixStorage:
@@ -53,13 +64,13 @@ class PosixStorage:
     def read(self, name: str, offset_bytes: int, size_bytes: int) -> bytes:
         """Exactly ``size_bytes`` bytes, or StorageError."""
         buffer = bytearray(size_bytes)
-        with self.reader(name) as descriptor:
-            read_into(descriptor, memoryview(buffer), offset_bytes, where=str(self.path(name)))
+        with self.reader(name) as reader:
+            reader.read_into([memoryview(buffer)], offset_bytes)
         return bytes(buffer)
 
     @contextlib.contextmanager
-    def reader(self, name: str) -> Iterator[int]:
-        """A file descriptor for positioned reads."""
+    def reader(self, name: str) -> Iterator[Reader]:
+        """A file for positioned reads, from any thread."""
         path = self.path(name)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe shall not make us wait
@@ -68,7 +79,7 @@ class PosixStorage:
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise StorageError(f"{path}: not a regular file")
-            yield descriptor
+            yield _DescriptorReader(descriptor, str(path))
         finally:
             os.close(descriptor)
 
@@ -92,7 +103,7 @@ class PosixStorage:
         """Replace a file as a whole: a reader sees the old bytes or the new ones, also after a crash."""
         temporary = f"{name}.tmp"
         with self.create(temporary) as sink:
-            sink.write(memoryview(data))
+            sink.write([memoryview(data)])
         path = self.path(name)
         try:
             os.replace(self.path(temporary), path)
@@ -122,22 +133,36 @@ class _DescriptorSink:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
-    def write(self, data: memoryview) -> None:
-        while len(data):
-            data = data[os.write(self._descriptor, data) :]
+    def write(self, parts: Sequence[memoryview]) -> None:
+        left = [part for part in parts if len(part)]
+        while left:
+            written = os.writev(self._descriptor, left)
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = left[0][written:]
 
 
-def read_into(descriptor: int, buffer: memoryview, offset_bytes: int, *, where: str) -> None:
-    """Fill the buffer from a position of a file, or raise StorageError naming it."""
-    done = 0
-    while done < len(buffer):
-        try:
-            got = os.preadv(descriptor, [buffer[done:]], offset_bytes + done)
-        except OSError as err:
-            raise StorageError(f"{where}: cannot be read at byte {offset_bytes + done} ({err.strerror or err})") from err
-        if not got:
-            raise StorageError(f"{where}: ends at byte {offset_bytes + done}, {len(buffer) - done} bytes too early")
-        done += got
+class _DescriptorReader:
+    def __init__(self, descriptor: int, path: str) -> None:
+        self._descriptor, self.path = descriptor, path
+
+    def read_into(self, parts: Sequence[memoryview], offset_bytes: int) -> None:
+        left = [part for part in parts if len(part)]
+        at = offset_bytes
+        while left:
+            try:
+                got = os.preadv(self._descriptor, left, at)
+            except OSError as err:
+                raise StorageError(f"{self.path}: cannot be read at byte {at} ({err.strerror or err})") from err
+            if not got:
+                short = sum(map(len, left))
+                raise StorageError(f"{self.path}: ends at byte {at}, {short} bytes too early")
+            at += got
+            while left and got >= len(left[0]):
+                got -= len(left.pop(0))
+            if got:
+                left[0] = left[0][got:]
 
 
 def _sync_directory(path: Path) -> None:

@@ -15,8 +15,8 @@ from unickpt.index import Index
 from unickpt.loading import read_index, read_manifest
 from unickpt.manifest import FileRecord
 from unickpt.safetensors_io import parse_header
-from unickpt.saving import fragment_key
-from unickpt.storage import PosixStorage, read_into
+from unickpt.storage import PosixStorage
+from unickpt.writing import fragment_key
 
 _CHUNK_BYTES = 1 << 24
 
@@ -79,10 +79,10 @@ def _file_problems(storage: PosixStorage, record: FileRecord, index: Index | Non
     if size != record.size_bytes:
         return [f"{path}: {'missing' if size is None else f'{size:,} bytes'}, expected {record.size_bytes:,} bytes"]
     whole = RunningDigest()
-    with storage.reader(record.path) as descriptor:
+    with storage.reader(record.path) as reader:
         for at in range(0, size, _CHUNK_BYTES):
             buffer = bytearray(min(_CHUNK_BYTES, size - at))
-            read_into(descriptor, memoryview(buffer), at, where=str(path))
+            reader.read_into([memoryview(buffer)], at)
             whole.update(buffer)
     problems = []
     if index is not None:

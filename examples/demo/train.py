@@ -6,6 +6,7 @@ Started by ``run.py`` under torchrun, once per process group.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import sys
@@ -69,6 +70,7 @@ def leave() -> NoReturn:
     thread, but DeepSpeed keeps references to the group.
     """
     torch.distributed.barrier()
+    atexit._run_exitfuncs()  # what an ordinary exit does: a checkpoint that is still being written is finished
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

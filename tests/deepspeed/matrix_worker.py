@@ -26,7 +26,7 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 def save_all(folder: Path) -> None:
     for layout in layouts(dist.get_world_size()):
-        engine = build(layout, seed=1)
+        engine = build(layout, seed=1, unickpt={"enabled": True})
         before = train(engine, STEPS_BEFORE)
         assert engine.save_checkpoint(str(folder / layout.name), client_state={"note": layout.name}) is True
         truth = consolidated(engine, STATES)

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,27 @@ def a_save_gathers_nothing(folder: Path) -> None:
         assert kinds <= {"all_reduce"}, kinds
         assert len(during) <= 2, during
         assert received <= 40, received
+
+
+@scenario(2)
+def a_save_goes_on_behind_training_and_holds_what_was_there_when_it_was_called(folder: Path) -> None:
+    slow = {"enabled": True, "write_megabytes_per_second": 0.02}
+    for stage in (0, 1, 2, 3):
+        source = build(here(stage), seed=1, unickpt=slow)
+        train(source, 2)
+        truth = consolidated(source, ADAM)
+        begin = time.monotonic()
+        assert source.save_checkpoint(str(folder / str(stage)), client_state={"at": stage}) is True
+        assert time.monotonic() - begin < 1.0
+        assert source.checkpoint_engine.saver.pending
+        assert not (folder / str(stage) / "latest").exists()
+        train(source, 2)
+        target = build(here((stage + 1) % 4), seed=2)
+        _, client_state = target.load_checkpoint(str(folder / str(stage)))  # waits for it
+        assert client_state["at"] == stage
+        assert not differences(truth, consolidated(target, ADAM))
+        assert source.checkpoint_engine.last_save.committed
+        assert source.checkpoint_engine.last_save.stall_s < 0.5 * source.checkpoint_engine.last_save.seconds
 
 
 class Large(torch.nn.Module):
@@ -278,7 +300,12 @@ def a_damaged_latest_gives_way_to_the_newest_whole_checkpoint(folder: Path) -> N
 
 @scenario(2)
 def a_save_that_only_one_rank_calls_names_the_others(folder: Path) -> None:
-    engine = build(here(1), seed=1, unickpt={"enabled": True, "timeout_seconds": 2}, checkpoint={"tag_validation": "Ignore"})
+    engine = build(
+        here(1),
+        seed=1,
+        unickpt={"enabled": True, "timeout_seconds": 2, "async_save": False},
+        checkpoint={"tag_validation": "Ignore"},
+    )
     engine.checkpoint_engine.meet.notice_s = 1.0
     train(engine, 1)
     if dist.get_rank() == 0:

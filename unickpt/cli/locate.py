@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from unickpt.commit import DATA_FOLDER, LATEST_FILE, ROWS_FOLDER
 from unickpt.errors import FormatError, NotACheckpointError, StorageError, UnickptError
 from unickpt.loading import Checkpoint, is_checkpoint, read_manifest
 from unickpt.manifest import check_path
-from unickpt.saving import DATA_FOLDER, LATEST_FILE, ROWS_FOLDER
 from unickpt.storage import PosixStorage
 
 _MAX_LATEST_BYTES = 4096

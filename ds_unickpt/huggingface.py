@@ -1,0 +1,40 @@
+"""What Hugging Face's Trainer does with a checkpoint directory right after it was saved."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+_DEPTH = 40  # frames from a save up to Trainer's loop, callbacks of other libraries included
+
+
+def touches_checkpoints(save_dir: str) -> str:
+    """Why a save must be over before it returns, or ''.
+
+    Trainer deletes older checkpoints as soon as the save has returned (``save_total_limit``,
+    ``Trainer._rotate_checkpoints``), which is only safe if this one exists by then; some versions
+    save into ``tmp-checkpoint-...`` and rename it.
+    """
+    if "transformers.trainer" not in sys.modules:
+        return ""
+    if any(part.startswith("tmp-checkpoint-") for part in os.path.normpath(save_dir).split(os.sep)):
+        return "Trainer renames the directory when the save returns"
+    trainer = _trainer()
+    if trainer is not None and getattr(trainer.args, "save_total_limit", None) is not None:
+        return "Trainer deletes older checkpoints when the save returns (save_total_limit)"
+    return ""
+
+
+def _trainer() -> Any:
+    """The Trainer that called us, if one did."""
+    kind = sys.modules["transformers.trainer"].Trainer
+    frame = sys._getframe(1)
+    for _ in range(_DEPTH):
+        found = frame.f_locals.get("self")
+        if isinstance(found, kind):
+            return found
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None

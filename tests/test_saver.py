@@ -1,0 +1,260 @@
+"""Saves that go on behind training: what was copied is what is written, memory stays in its budget, and the end is clean."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launch import environment
+from tests.test_saving import WORLD, WRITER, assert_holds, on_all_ranks, part
+from unickpt import staging
+from unickpt.contribution import Contribution, Shard, shards_of_flat_range
+from unickpt.coordination import Rendezvous
+from unickpt.errors import UnsupportedLayoutError
+from unickpt.index import TensorInfo
+from unickpt.loading import Checkpoint, is_checkpoint
+from unickpt.saving import PendingSave, Request, SaveOptions, Saver
+from unickpt.verification import verify
+
+MIB = 1 << 20
+
+
+def alone() -> Rendezvous:
+    return Rendezvous(None, rank=0, world=1, prefix="t")
+
+
+def large(count: int = 8, mib: int = 1) -> list[Shard]:
+    """Tensors of float32 counting up, ``mib`` MiB each."""
+    infos = [TensorInfo(f"t{at}", "master", "F32", (mib * MIB // 4,), "parameter") for at in range(count)]
+    return [s for at, i in enumerate(infos) for s in shards_of_flat_range(i, 0, i.numel, torch.full(i.shape, float(at)))]
+
+
+def request(folder: Path, tag: str, shards: list[Shard], **more: Any) -> Request:
+    writer = type(WRITER)("test", "1", "0", torch.__version__, "none", {"world_size": 1})
+    return Request(lambda _: Contribution(shards, 3, writer, rank_objects={"r": 1}), str(folder), tag, True, **more)
+
+
+def assert_counts(directory: Path, count: int = 8) -> None:
+    assert verify(directory).problems == ()
+    checkpoint = Checkpoint.open(directory)
+    for at in range(count):
+        assert set(checkpoint.read_tensor(f"t{at}", "master").tolist()) == {float(at)}
+
+
+def test_training_goes_on_while_what_it_had_is_written(tmp_path: Path) -> None:
+    saver = Saver(SaveOptions(bandwidth_bytes_per_s=20 * MIB))
+    shards = large()
+    save = saver.save(request(tmp_path, "a", shards), alone())
+    assert not save.done
+    for shard in shards:
+        shard.data.fill_(-1.0)
+    assert save.wait(30)
+    assert save.committed
+    assert save.result is not None
+    assert save.stall_s < 0.2 < save.result.seconds
+    assert_counts(tmp_path / "a")
+
+
+def test_staging_memory_is_kept_between_saves(tmp_path: Path) -> None:
+    saver = Saver()
+    seen = set()
+    for tag in "abc":
+        saver.save(request(tmp_path, tag, large()), alone()).wait()
+        seen.add(saver._pool._held[0].buffer.tensor.data_ptr())
+    assert len(seen) == 1
+    assert 8 * MIB <= saver._pool.capacity_bytes < 9 * MIB
+
+
+@pytest.mark.parametrize("budget", [3 * MIB, 3 * MIB + 5, 100])
+def test_a_state_larger_than_the_budget_is_saved_within_it(tmp_path: Path, budget: int) -> None:
+    saver = Saver(SaveOptions(staging_bytes=budget, bandwidth_bytes_per_s=20 * MIB))
+    shards = large()
+    save = saver.save(request(tmp_path, "a", shards), alone())
+    for shard in shards:
+        shard.data.fill_(-1.0)
+    assert save.wait(30)
+    assert save.committed, save.cause()
+    assert saver._pool.capacity_bytes <= budget
+    assert_counts(tmp_path / "a")
+
+
+def test_shards_of_any_strides_and_types_are_copied_in_their_order() -> None:
+    base = torch.arange(24, dtype=torch.int64).view(4, 6)
+    tensors = [base.t(), base[::2, 1:4], torch.tensor([True, False]), torch.zeros(0), torch.tensor([1.5], dtype=torch.bfloat16)]
+    infos = [TensorInfo(f"x{at}", "s", "F32", tuple(t.shape), "parameter") for at, t in enumerate(tensors)]
+    from unickpt.fragments import Box
+
+    shards = [Shard(info, Box.whole(info.shape), t) for info, t in zip(infos, tensors, strict=True)]
+    buffer = staging.StagingBuffer(staging.size_of(shards))
+    copies, ready = buffer.fill(shards)
+    ready()
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert torch.equal(copy.data, tensor)
+        assert copy.data.numel() == 0 or copy.data.untyped_storage().data_ptr() == buffer.tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("size", range(0, 60, 7))
+def test_what_is_left_for_the_buffer_fits_into_it(size: int) -> None:
+    shards = [
+        Shard(TensorInfo(f"x{at}", "s", "F32", (n,), "parameter"), None, torch.zeros(n, dtype=kind))  # type: ignore[arg-type]
+        for at, (n, kind) in enumerate([(3, torch.float64), (2, torch.float32), (5, torch.int16), (3, torch.uint8)])
+    ]
+    first = staging.first_that_fits(shards, size)
+    assert staging.size_of(shards[first:]) <= size
+    assert (first == 0) == (staging.size_of(shards) <= size)
+
+
+def begun(policy: str, folder: Path) -> tuple[Saver, list[PendingSave], list[int]]:
+    """Three saves in a row, and how many were under way after each call."""
+    saver = Saver(SaveOptions(on_busy=policy, bandwidth_bytes_per_s=8 * MIB))
+    saves, under_way = [], []
+    for tag in "abc":
+        saves.append(saver.save(request(folder, tag, large()), alone()))
+        under_way.append(len(saver.pending))
+    assert saver.finish(60)
+    return saver, saves, under_way
+
+
+def test_a_save_that_finds_another_one_waits_for_it(tmp_path: Path) -> None:
+    _, saves, under_way = begun("wait", tmp_path)
+    assert [save.committed for save in saves] == [True] * 3
+    assert under_way == [1, 1, 1]
+    assert saves[1].stall_s > 0.5
+
+
+def test_a_save_that_finds_another_one_skips_itself(tmp_path: Path) -> None:
+    _, saves, under_way = begun("skip", tmp_path)
+    assert [save.committed for save in saves] == [True, False, False]
+    assert under_way == [1, 1, 1]
+    assert saves[1].result is not None
+    assert saves[1].result.skipped
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_save_that_finds_another_one_queues_with_a_second_copy(tmp_path: Path) -> None:
+    saver, saves, under_way = begun("queue", tmp_path)
+    assert [save.committed for save in saves] == [True] * 3
+    assert under_way == [1, 2, 2]  # the third had to wait for the first
+    assert saver._pool.capacity_bytes < 17 * MIB
+    assert (tmp_path / "latest").read_text() == "c"
+    for tag in "abc":
+        assert_counts(tmp_path / tag)
+
+
+def test_many_saves_of_many_ranks_in_a_queue_keep_their_order(tmp_path: Path) -> None:
+    def run(meet: Rendezvous) -> list[bool]:
+        saver = Saver(SaveOptions(on_busy="queue"))
+        saves = []
+        for step in range(12):
+            # two directories only: a save never meets a running one of its own directory
+            wanted = Request(lambda _, step=step: part(step, meet.rank), str(tmp_path), f"t{step % 2}", True)
+            saves.append(saver.save(wanted, meet.apart("save")))
+        saver.finish()
+        return [save.committed for save in saves]
+
+    assert on_all_ranks(run) == [[True] * 12] * WORLD
+    assert_holds(tmp_path, "t0", 10)
+    assert_holds(tmp_path, "t1", 11)
+
+
+def test_an_error_behind_training_is_told_and_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = Saver()
+    assert saver.save(request(tmp_path, "a", large()), alone()).wait()
+
+    def broken(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "writev", broken)
+    told = []
+    save = saver.save(request(tmp_path, "a", large(), on_end=told.append), alone())
+    assert save.wait(30)
+    assert not save.committed
+    assert "No space left" in save.cause()
+    assert told == [save]
+    monkeypatch.undo()
+    assert_counts(tmp_path / "a")
+    assert saver.save(request(tmp_path, "b", large()), alone()).wait()
+    assert_counts(tmp_path / "b")
+
+
+def test_a_layout_that_one_rank_cannot_describe_is_known_at_once_on_all(tmp_path: Path) -> None:
+    def run(meet: Rendezvous) -> PendingSave:
+        def contribute(_: Any) -> Contribution:
+            if meet.rank == 1:
+                raise UnsupportedLayoutError("a strange optimizer")
+            return part(1, meet.rank)
+
+        return Saver().save(Request(contribute, str(tmp_path), "a"), meet.apart("save"))
+
+    for save in on_all_ranks(run):
+        assert save.done
+        assert save.result.unsupported == "a strange optimizer"
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+JOB = """
+import sys, time, os
+from pathlib import Path
+from tests.test_saver import *
+saver = Saver(SaveOptions(bandwidth_bytes_per_s=4 * MIB, grace_s=float(sys.argv[3])))
+save = saver.save(request(Path(sys.argv[1]), "a", large()), alone())
+print("begun", flush=True)
+if sys.argv[2] == "raise":
+    raise RuntimeError("training failed")
+if sys.argv[2] == "wait":
+    time.sleep(60)
+if sys.argv[2] == "stuck":  # in C++, as in a collective whose peer is gone: Python's own handlers do not run there
+    import datetime
+    torch.distributed.HashStore().wait(["never"], datetime.timedelta(seconds=60))
+"""
+
+
+def job(folder: Path, what: str, *, grace: float = 30.0) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", JOB, str(folder), what, str(grace)], env=environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    return process
+
+
+@pytest.mark.parametrize("what", ["end", "raise"])
+def test_the_end_of_a_process_waits_for_the_save(tmp_path: Path, what: str) -> None:
+    process = job(tmp_path, what)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == (1 if what == "raise" else 0), errors
+    assert ("training failed" in errors) == (what == "raise")
+    assert_counts(tmp_path / "a")
+
+
+@pytest.mark.parametrize("what", ["wait", "stuck"])
+def test_sigterm_lets_the_save_end_and_then_has_its_effect(tmp_path: Path, what: str) -> None:
+    process = job(tmp_path, what)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
+    assert "SIGTERM; finishing the save" in errors
+    assert_counts(tmp_path / "a")
+
+
+def test_a_save_that_outlasts_the_grace_is_absent(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    process = job(tmp_path, "wait", grace=0.3)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - begin < 30
+    assert process.returncode == -signal.SIGTERM
+    assert "abandoned" in errors
+    assert not is_checkpoint(tmp_path / "a")
+    assert not (tmp_path / "latest").exists()

@@ -1,0 +1,127 @@
+"""What one rank brings to a checkpoint, before and after it is put in the order of its file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from unickpt import objects
+from unickpt.dtypes import itemsize_bytes, name_of
+from unickpt.fragments import Box, split_flat_range
+from unickpt.index import TensorInfo
+from unickpt.loading import SHARED_PREFIX, SHARED_TENSORS_PREFIX
+from unickpt.manifest import OptimizerRecord, Writer
+
+logger = logging.getLogger("unickpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A box of a global tensor and its elements on this rank.
+
+    ``data`` holds ``box.numel`` elements whose row-major order is the box's; any device, any strides.
+    """
+
+    tensor: TensorInfo
+    box: Box
+    data: torch.Tensor
+
+    @property
+    def size_bytes(self) -> int:
+        return self.box.numel * itemsize_bytes(self.tensor.dtype)
+
+
+def shards_of_flat_range(tensor: TensorInfo, lo: int, hi: int, data: torch.Tensor) -> list[Shard]:
+    """Shards for the flat range ``[lo, hi)`` of a tensor, from its ``hi - lo`` elements in a 1-D tensor."""
+    shards = []
+    at = 0
+    for box in split_flat_range(tensor.shape, lo, hi):
+        shards.append(Shard(tensor, box, data.narrow(0, at, box.numel)))
+        at += box.numel
+    return shards
+
+
+@dataclass
+class Contribution:
+    """What one rank brings to a checkpoint.
+
+    Attributes:
+        shards: what this rank writes; together the ranks cover every stored tensor exactly once.
+        tensors: tensors to list although this rank has no fragment of them (derived, empty).
+        rank_objects: non-tensor state of this rank alone (such as RNG).
+        shared_objects: non-tensor state that any rank may ask for by its name; one rank brings each.
+        optimizer_part: groups and scalars of parameters that the coordinator does not hold (other
+            pipeline stages, other experts); merged into ``optimizer``.
+        step, writer, optimizer, aliases, excluded, objects: of the job; the coordinator's count.
+    """
+
+    shards: list[Shard]
+    step: int
+    writer: Writer
+    tensors: list[TensorInfo] = field(default_factory=list)
+    rank_objects: dict[str, Any] = field(default_factory=dict)
+    shared_objects: dict[str, Any] = field(default_factory=dict)
+    optimizer_part: OptimizerRecord | None = None
+    optimizer: OptimizerRecord | None = None
+    aliases: dict[str, str] = field(default_factory=dict)
+    excluded: tuple[str, ...] = ()
+    objects: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Prepared:
+    """A contribution in the order of its file, its objects encoded: only tensors' data can still change with training.
+
+    Attributes:
+        shards: everything that goes into this rank's data file, objects included.
+        tensors, step, writer, optimizer, optimizer_part, aliases, excluded: as in ``Contribution``.
+        objects: the job's objects as the manifest holds them.
+    """
+
+    shards: list[Shard]
+    tensors: list[TensorInfo]
+    step: int
+    writer: Writer
+    optimizer: OptimizerRecord | None
+    optimizer_part: OptimizerRecord | None
+    aliases: dict[str, str]
+    excluded: tuple[str, ...]
+    objects: Any
+
+
+def prepare(contribution: Contribution, rank: int) -> Prepared:
+    """Encode the objects and put everything into the order of the file."""
+    job = objects.encode(contribution.objects, prefix="objects/job")
+    if job.opaque:
+        logger.warning("unickpt: stored as opaque blobs, which only load with allow_pickle: %s", "; ".join(job.opaque[:8]))
+    shards = list(contribution.shards)
+    if contribution.rank_objects:
+        shards += _object_shards(contribution.rank_objects, f"objects/rank{rank:05d}", f"objects/rank{rank:05d}")
+    for name, value in contribution.shared_objects.items():
+        shards += _object_shards(value, f"{SHARED_PREFIX}{name}", f"{SHARED_TENSORS_PREFIX}{name}")
+    if rank == 0:
+        shards += _tensor_shards(job.tensors)
+    shards.sort(key=lambda shard: -itemsize_bytes(shard.tensor.dtype))  # keeps every fragment aligned to its item size
+    return Prepared(
+        shards, contribution.tensors, contribution.step, contribution.writer, contribution.optimizer,
+        contribution.optimizer_part, contribution.aliases, contribution.excluded, job.value,
+    )  # fmt: skip
+
+
+def _object_shards(value: Any, key: str, prefix: str) -> list[Shard]:
+    """An object outside the manifest: its JSON as a tensor of bytes, and the tensors that were in it."""
+    encoded = objects.encode(value, prefix=prefix)
+    text = bytearray(json.dumps(encoded.value).encode())
+    return _tensor_shards({key: torch.frombuffer(text, dtype=torch.uint8), **encoded.tensors})
+
+
+def _tensor_shards(tensors: dict[str, torch.Tensor]) -> list[Shard]:
+    shards = []
+    for key, tensor in tensors.items():
+        info = TensorInfo(key, "object", name_of(tensor.dtype), tuple(tensor.shape), "object")
+        shards += shards_of_flat_range(info, 0, info.numel, tensor.reshape(-1))
+    return shards

@@ -1,0 +1,102 @@
+"""The end of a process while a save is being written: it is finished, within a grace, or abandoned.
+
+Abandoned means absent: without its manifest a checkpoint does not exist, and the one before is intact.
+
+An ordinary exit and an uncaught exception run ``atexit``. SIGTERM (preemption) would end the process
+at once; where nobody else handles it, a thread of ours hears of it, waits for the save, and then
+lets it have its effect. Python runs signal handlers in the main thread, which may be deep in a
+collective; so the thread listens at ``signal.set_wakeup_fd`` instead, which is written to at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unickpt.saving import Saver
+
+logger = logging.getLogger("unickpt")
+
+WRITING_S = 600.0  # what an ordinary end grants to writing itself: longer, and the storage does not work
+
+_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+_lock = threading.Lock()
+_installed = False
+
+
+def guard(saver: Saver) -> None:
+    """From now on, the end of this process waits for what this saver has begun."""
+    global _installed
+    with _lock:
+        _savers.add(saver)
+        if not _installed:
+            _installed = True
+            atexit.register(finish_all)
+            _listen()
+
+
+def finish_all() -> None:
+    """Wait for every save that this process has begun: before reading a checkpoint, or before leaving by ``os._exit``.
+
+    The end of the process does it by itself. Waits ``WRITING_S`` for this rank's writing and then the saver's grace
+    for other ranks.
+    """
+    end = time.monotonic() + WRITING_S
+    for saver in list(_savers):
+        for save in saver.pending:
+            save.written.wait(max(end - time.monotonic(), 0.0))
+    _finish("")
+
+
+def _finish(why: str) -> None:
+    """Wait for all savers, each within its grace."""
+    begin = time.monotonic()
+    for saver in list(_savers):
+        pending = saver.pending
+        if pending and why:
+            logger.warning("unickpt: %s; finishing the save of %s first", why, pending[-1].directory)
+        if not saver.leave(max(saver.options.grace_s - (time.monotonic() - begin), 0.0)) and pending:
+            logger.error(
+                "unickpt: the save of %s is abandoned after %.0f s: it does not exist, and checkpoints before it are intact",
+                pending[-1].directory, saver.options.grace_s,
+            )  # fmt: skip
+
+
+def _listen() -> None:
+    """Hear of SIGTERM, if nobody else does."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    receiving, sending = socket.socketpair()
+    sending.setblocking(False)
+    before = signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)
+    if before != -1:  # somebody else listens, such as asyncio
+        signal.set_wakeup_fd(before)
+        return
+    signal.signal(signal.SIGTERM, _heard)
+    threading.Thread(target=_terminate, args=(receiving, sending, os.getpid()), name="unickpt-sigterm", daemon=True).start()
+
+
+def _heard(*_: object) -> None:
+    """Only so that the signal does not end the process by itself."""
+
+
+def _terminate(receiving: socket.socket, sending: socket.socket, process: int) -> None:
+    while True:
+        received = receiving.recv(64)
+        if not received:
+            return
+        if signal.SIGTERM in received and signal.getsignal(signal.SIGTERM) is _heard and os.getpid() == process:
+            _finish("SIGTERM")
+            sending.close()
+            ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # Python's own function works in the main thread only
+            os.kill(process, signal.SIGTERM)
+            return

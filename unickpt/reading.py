@@ -1,0 +1,293 @@
+"""Carrying out a read plan: in parallel, every byte at most once, straight into place where it can be.
+
+A fragment that is wanted whole, in its own dtype and in one piece is read where it belongs. Any
+other goes through a scratch buffer of a few MiB per thread, block by block, however large it is.
+The checksum of a fragment runs along with its blocks, while they are in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import torch
+
+from unickpt.checksums import RunningChecksum, fragment_checksum
+from unickpt.dtypes import torch_dtype
+from unickpt.errors import CorruptCheckpointError
+from unickpt.fragments import Box, flat_range, split_flat_range
+from unickpt.index import Index, TensorInfo
+from unickpt.planning import ReadPlan
+from unickpt.storage import PosixStorage, Reader
+
+VERIFY = ("always", "sampled", "off")
+THREADS = max(2, min(8, os.cpu_count() or 2))
+_BLOCK_BYTES = 4 << 20  # of a thread's scratch, and between two updates of a checksum
+_BATCH_BYTES, _BATCH_PARTS = 16 << 20, 256  # of neighbouring fragments in one system call
+_OPEN_FILES = 64
+_SAMPLE = 16  # with "sampled", of the fragments that are wanted in part, one in so many is read whole
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A region wanted, and where its elements go.
+
+    Attributes:
+        tensor_id: position in the index.
+        box: the region; not empty.
+        out: 1-D contiguous tensor of ``box.numel`` elements, any device and dtype; a stored dtype
+            that differs is cast.
+    """
+
+    tensor_id: int
+    box: Box
+    out: torch.Tensor
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """What a read cost: bytes taken from storage, bytes that the requests needed."""
+
+    bytes_read: int = 0
+    bytes_needed: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """One request's share of one fragment: the common region in the tensor's coordinates."""
+
+    region: Box
+    request: Request
+
+
+@dataclass(slots=True)
+class _Fragment:
+    """One fragment of a file, and who wants what of it."""
+
+    info: TensorInfo
+    box: Box
+    offset: int
+    size_bytes: int
+    checksum: int
+    uses: list[_Use] = field(default_factory=list)
+    direct: torch.Tensor | None = None  # where all of it goes byte for byte, if there is such a place
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size_bytes
+
+
+def execute(
+    storage: PosixStorage, index: Index, plan: ReadPlan, requests: Sequence[Request], *, verify: str = "always"
+) -> ReadStats:
+    """Fill every request's ``out`` by its plan.
+
+    Args:
+        storage: of the checkpoint; headers have been checked.
+        index, plan, requests: the plan's targets are the requests.
+        verify: ``always`` reads every fragment that is used as a whole, and checks it; ``sampled`` leaves that
+            out for most of those that are wanted in part; ``off`` checks nothing.
+
+    Raises:
+        CorruptCheckpointError: a checksum does not match; names file, tensor and box.
+        StorageError: a file cannot be read.
+    """
+    stats = ReadStats()
+    names = list(_by_file(index, plan, requests))
+    with ThreadPoolExecutor(THREADS, "unickpt-read") as pool:
+        for at in range(0, len(names), _OPEN_FILES):
+            with contextlib.ExitStack() as files:
+                futures = []
+                for name, fragments in names[at : at + _OPEN_FILES]:
+                    reader = files.enter_context(storage.reader(name))
+                    futures += [pool.submit(_read, reader, batch, verify) for batch in _batches(fragments)]
+                for read, needed in _results(futures):
+                    stats.bytes_read += read
+                    stats.bytes_needed += needed
+    return stats
+
+
+def _results(futures: list[Future[tuple[int, int]]]) -> Iterator[tuple[int, int]]:
+    """Of all, or the first error once no thread works any more."""
+    wait(futures, return_when=FIRST_EXCEPTION)
+    for future in futures:
+        future.cancel()
+    wait(futures)
+    for future in futures:
+        if not future.cancelled():
+            future.result()
+    for future in futures:
+        yield future.result()
+
+
+def _by_file(index: Index, plan: ReadPlan, requests: Sequence[Request]) -> Iterator[tuple[str, list[_Fragment]]]:
+    """File by file, its fragments in their order; a fragment of several uses comes once."""
+    sizes = index.size_bytes()
+    rows, targets = plan.fragment.tolist(), plan.target.tolist()
+    starts, shapes = plan.start.tolist(), plan.shape.tolist()
+    file, last, fragments = -1, -1, list[_Fragment]()
+    for at, row in enumerate(rows):
+        if int(index.file[row]) != file:
+            if fragments:
+                yield index.files[file], fragments
+            file, fragments = int(index.file[row]), []
+        if row != last:
+            last = row
+            fragments.append(
+                _Fragment(
+                    index.tensors[int(index.tensor[row])],
+                    index.box(row),
+                    int(index.offset_bytes[row]),
+                    int(sizes[row]),
+                    int(index.checksum[row]),
+                )
+            )
+        request = requests[targets[at]]
+        ndim = request.box.ndim
+        fragments[-1].uses.append(_Use(Box(tuple(starts[at][:ndim]), tuple(shapes[at][:ndim])), request))
+    if fragments:
+        yield index.files[file], fragments
+
+
+def _batches(fragments: Iterable[_Fragment]) -> Iterator[list[_Fragment]]:
+    """Neighbours in the file that go straight into place share one system call; all others are read alone."""
+    batch: list[_Fragment] = []
+    size = 0
+    for fragment in fragments:
+        fragment.direct = _place(fragment)
+        joins = (
+            batch
+            and fragment.direct is not None
+            and batch[-1].direct is not None
+            and batch[-1].end == fragment.offset
+            and size + fragment.size_bytes <= _BATCH_BYTES
+            and len(batch) < _BATCH_PARTS
+        )
+        if batch and not joins:
+            yield batch
+            batch, size = [], 0
+        batch.append(fragment)
+        size += fragment.size_bytes
+    if batch:
+        yield batch
+
+
+def _place(fragment: _Fragment) -> torch.Tensor | None:
+    """The part of ``out`` that the whole fragment fills byte for byte, if there is such a part."""
+    use = fragment.uses[0]
+    out = use.request.out
+    if len(fragment.uses) > 1 or use.region != fragment.box:
+        return None
+    if out.dtype != torch_dtype(fragment.info.dtype) or out.device.type != "cpu":
+        return None
+    place = flat_range(use.region.within(use.request.box), use.request.box.shape)
+    return None if place is None else out.detach()[place[0] : place[1]]
+
+
+def _read(reader: Reader, batch: list[_Fragment], verify: str) -> tuple[int, int]:
+    """Bytes read and needed."""
+    needed = sum(use.region.numel * torch_dtype(f.info.dtype).itemsize for f in batch for use in f.uses)
+    if len(batch) > 1:
+        views = [_bytes_of(f.direct) for f in batch if f.direct is not None]
+        reader.read_into(views, batch[0].offset)
+        if verify != "off":
+            for fragment, view in zip(batch, views, strict=True):
+                _check(fragment, fragment_checksum(view), reader)
+        return sum(map(len, views)), needed
+    fragment = batch[0]
+    if fragment.direct is not None:
+        _read_in_place(reader, fragment, fragment.direct, verify)
+        return fragment.size_bytes, needed
+    whole = verify == "always" or (verify == "sampled" and fragment.checksum % _SAMPLE == 0)
+    return _read_through_scratch(reader, fragment, whole=whole), needed
+
+
+def _read_in_place(reader: Reader, fragment: _Fragment, out: torch.Tensor, verify: str) -> None:
+    view = _bytes_of(out)
+    running = RunningChecksum()
+    for at in range(0, len(view), _BLOCK_BYTES):
+        block = view[at : at + _BLOCK_BYTES]
+        reader.read_into([block], fragment.offset + at)
+        if verify != "off":
+            running.update(block)
+    if verify != "off":
+        _check(fragment, running.value(), reader)
+
+
+def _read_through_scratch(reader: Reader, fragment: _Fragment, *, whole: bool) -> int:
+    """Block by block; with ``whole`` all of them and their checksum, else those that somebody wants. Returns bytes read."""
+    dtype = torch_dtype(fragment.info.dtype)
+    count = fragment.box.numel
+    step = max(_BLOCK_BYTES // dtype.itemsize, 1)
+    scratch = torch.empty(min(step, count), dtype=dtype)
+    running = RunningChecksum()
+    wanted = [(use, use.region.within(fragment.box)) for use in fragment.uses]
+    read = 0
+    for lo, hi in _ranges(wanted, fragment.box.shape, count, step, whole=whole):
+        block = scratch[: hi - lo]
+        view = _bytes_of(block)
+        reader.read_into([view], fragment.offset + lo * dtype.itemsize)
+        read += len(view)
+        if whole:
+            running.update(view)
+        at = 0
+        for box in split_flat_range(fragment.box.shape, lo, hi):
+            piece = block[at : at + box.numel].view(box.shape)
+            at += box.numel
+            for use, inner in wanted:
+                _deliver(use, inner, box, piece)
+    if whole:
+        _check(fragment, running.value(), reader)
+    return read
+
+
+def _ranges(
+    wanted: list[tuple[_Use, Box]], shape: tuple[int, ...], count: int, step: int, *, whole: bool
+) -> Iterator[tuple[int, int]]:
+    """Flat element ranges of a fragment to read, at most ``step`` elements each."""
+    first, last = 0, count
+    if not whole:  # from the first element that is wanted to the last
+        first = min(_flat(inner.start, shape) for _, inner in wanted)
+        last = max(_flat(tuple(stop - 1 for stop in inner.stop), shape) + 1 for _, inner in wanted)
+    for lo in range(first, last, step):
+        yield lo, min(lo + step, last)
+
+
+def _flat(position: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    at = 0
+    for coordinate, extent in zip(position, shape, strict=True):
+        at = at * extent + coordinate
+    return at
+
+
+def _deliver(use: _Use, inner: Box, box: Box, piece: torch.Tensor) -> None:
+    """Copy what a use wants of a box of the fragment; all in the fragment's coordinates."""
+    common = inner.intersect(box)
+    if common is None:
+        return
+    shift = [use.region.start[d] - inner.start[d] for d in range(inner.ndim)]
+    place = Box(tuple(c + s for c, s in zip(common.start, shift, strict=True)), common.shape).within(use.request.box)
+    use.request.out.view(use.request.box.shape)[place.slices()].copy_(piece[common.within(box).slices()])
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().view(torch.uint8).numpy().data)
+
+
+def _check(fragment: _Fragment, checksum: int, reader: Reader) -> None:
+    if checksum != fragment.checksum:
+        raise CorruptCheckpointError(
+            f"{reader.path}: checksum of {fragment.info.name} ({fragment.info.state}) {fragment.box} differs from the one "
+            f"written: the file is damaged at bytes {fragment.offset:,} to {fragment.end:,}. "
+            "Resume from an older checkpoint."
+        )
+
+
+def files_of(index: Index, plan: ReadPlan) -> list[str]:
+    """Names of the files that a plan reads."""
+    used: Mapping[int, None] = dict.fromkeys(index.file[plan.fragment].tolist())
+    return [index.files[file] for file in used]
