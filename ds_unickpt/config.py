@@ -13,6 +13,7 @@ from typing import Any
 
 from unickpt.errors import ConfigError
 from unickpt.reading import VERIFY
+from unickpt.retention import Retention
 from unickpt.saving import ON_BUSY, SaveOptions
 
 KEY = "unickpt"
@@ -38,6 +39,8 @@ class Options:
     on_busy: str = _option("wait", "a save that begins while the last one is still being written", ON_BUSY)
     staging_gigabytes: float = _option(math.inf, "host memory for that copy, per rank; what exceeds it is written at once")
     write_megabytes_per_second: float = _option(math.inf, "bandwidth of writing, per rank")
+    keep_last: int = _option(0, "after a save, remove all but so many of the newest checkpoints in its folder; 0 keeps all")
+    keep_every: int = _option(0, "of these, keep those whose step is a multiple of this")
     grace_seconds: float = _option(25.0, "how long SIGTERM waits for a save that was begun")
     timeout_seconds: float = _option(1800.0, "how long a rank waits for the others before it gives up a save or load")
 
@@ -51,6 +54,7 @@ def save_options(options: Options) -> SaveOptions:
         staging_bytes=None if math.isinf(staging) else int(staging),
         bandwidth_bytes_per_s=None if math.isinf(bandwidth) else bandwidth,
         grace_s=options.grace_seconds,
+        retention=Retention(options.keep_last, options.keep_every),
     )
 
 
@@ -85,8 +89,10 @@ def _checked(name: str, value: Any, kind: type[Any], choices: tuple[str, ...]) -
             raise ConfigError(f"{where} must be a positive number, not {value!r}")
         return float(value)
     if type(value) is not kind:
-        named = {bool: "true or false", str: "a string", float: "a number"}[kind]
+        named = {bool: "true or false", str: "a string", float: "a number", int: "a whole number"}[kind]
         raise ConfigError(f"{where} must be {named}, not {value!r} ({type(value).__name__})")
+    if kind is int and value < 0:
+        raise ConfigError(f"{where} must not be negative, not {value!r}")
     if choices and value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.0)
         raise ConfigError(f'{where} must be one of {", ".join(choices)}, not {value!r}; did you mean "{near[0]}"?')

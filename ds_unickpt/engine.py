@@ -25,12 +25,12 @@ from unickpt.errors import (
     StorageError,
     UnickptError,
 )
-from unickpt.loading import Checkpoint, is_checkpoint, read_manifest
+from unickpt.loading import Checkpoint, is_checkpoint
 from unickpt.logs import make_visible
 from unickpt.manifest import MANIFEST_FILE
 from unickpt.report import LoadReport
+from unickpt.retention import whole
 from unickpt.saving import PendingSave, Request, Saver, SaveResult
-from unickpt.storage import PosixStorage
 
 logger = logging.getLogger("unickpt")
 
@@ -309,11 +309,11 @@ def _choose(load_dir: str, tag: Any, tried: list[str]) -> dict[str, Any]:
     """On the coordinator: which checkpoint to load next. Reads manifests, never data."""
     folder = Path(load_dir)
     if tag is None and not (folder / LATEST_FILE).is_file():
-        return {"tag": None, "universal": False, "present": [name for _, name in _whole(folder)]}
+        return {"tag": None, "universal": False, "present": [name for _, name in whole(folder)]}
     first = str(tag) if tag is not None else (folder / LATEST_FILE).read_text().strip()
     if not tried:
         return {"tag": first, "universal": not _is_native(folder / first), "present": []}
-    older = [name for _, name in _whole(folder) if name not in tried]
+    older = [name for _, name in whole(folder) if name not in tried]
     return {"tag": older[0] if older else None, "universal": True, "present": []}
 
 
@@ -323,18 +323,6 @@ def _is_native(directory: Path) -> bool:
     if not native or not is_checkpoint(directory):
         return bool(native)
     return max(native) > (directory / MANIFEST_FILE).stat().st_mtime_ns
-
-
-def _whole(folder: Path) -> list[tuple[int, str]]:
-    """(step, tag) of every directory with a sound manifest, newest first."""
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else []:
-        if (path / MANIFEST_FILE).is_file():
-            try:
-                found.append((read_manifest(PosixStorage(path)).step, path.name))
-            except (UnickptError, OSError):
-                continue
-    return sorted(found, reverse=True)
 
 
 def _load(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def save(
         lambda _: capture.contribution(sharded_state_dict, common, share=share),
         save_dir=os.path.dirname(directory),
         tag=os.path.basename(directory),
-        on_commit=lambda: job.mark(directory),
+        on_commit=_committed(directory),
         on_end=_ended,
     )
     meet = job.rendezvous().apart(f"save/{directory}")  # an earlier save may still be going on
@@ -74,6 +75,19 @@ def save(
         pending.conclude()
         return None
     return AsyncRequest(Background(pending), (), _Finalizers(pending))
+
+
+def _committed(directory: str) -> Callable[[], None]:
+    """What follows on a commit; the training scripts have a tracker file."""
+    scripts = sys.modules.get("megatron_unickpt.training")
+    tracked = scripts is not None and scripts.saving()
+
+    def follow() -> None:
+        job.mark(directory)
+        if tracked and scripts is not None:
+            scripts.track(directory)
+
+    return follow
 
 
 def _ended(save: PendingSave) -> None:

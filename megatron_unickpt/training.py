@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,8 @@ from unickpt.errors import (
     UnickptError,
 )
 from unickpt.loading import Checkpoint, is_checkpoint, read_manifest
+from unickpt.retention import Retention
+from unickpt.saving import ON_BUSY, SaveOptions
 from unickpt.storage import PosixStorage
 
 logger = logging.getLogger("unickpt")
@@ -94,7 +97,40 @@ def add_arguments(wrapped: Callable[..., Any], parser: argparse.ArgumentParser) 
         if "--ckpt-format" in action.option_strings and action.choices is not None and BACKEND not in action.choices:
             action.choices = [*action.choices, BACKEND]
             action.help = f"{action.help or ''} {BACKEND}: universal checkpoints, loadable under any parallel shape."
+    add = result.add_argument_group(BACKEND, "with --ckpt-format unickpt").add_argument
+    add("--unickpt-sync-save", action="store_true", help="wait until a checkpoint is written (default: behind training)")
+    add("--unickpt-on-busy", choices=ON_BUSY, default="wait", help="a save that begins while one is still being written")
+    add("--unickpt-staging-gigabytes", type=float, help="host memory for a save's copy, per rank (default: no limit)")
+    add("--unickpt-write-megabytes-per-second", type=float, help="bandwidth of writing, per rank (default: no limit)")
+    add("--unickpt-keep-last", type=int, default=0, help="after a save, remove all but so many of the newest; 0 keeps all")
+    add("--unickpt-keep-every", type=int, default=0, help="of these, keep those whose iteration is a multiple of this")
+    add("--unickpt-grace-seconds", type=float, default=25.0, help="how long SIGTERM waits for a save that was begun")
     return result
+
+
+def _save_options(options: argparse.Namespace) -> SaveOptions:
+    staging, bandwidth = options.unickpt_staging_gigabytes, options.unickpt_write_megabytes_per_second
+    return SaveOptions(
+        asynchronous=not options.unickpt_sync_save,
+        on_busy=options.unickpt_on_busy,
+        staging_bytes=None if staging is None else int(staging * 1e9),
+        bandwidth_bytes_per_s=None if bandwidth is None else bandwidth * 1e6,
+        grace_s=options.unickpt_grace_seconds,
+        retention=Retention(options.unickpt_keep_last, options.unickpt_keep_every),
+    )
+
+
+def _go_behind_training(options: argparse.Namespace) -> None:
+    """Saves are asynchronous unless the user does not want it; Megatron's own flag decides how it finalizes them.
+
+    Set at the first save, because the checks of the arguments turn it off where Megatron's own worker
+    process is not asked for, which we do not use. Megatron's local checkpoints keep its own way.
+    """
+    if getattr(options, "non_persistent_ckpt_type", None) == "local":
+        return
+    options.async_save = not options.unickpt_sync_save
+    if hasattr(options, "async_strategy"):
+        options.async_strategy = "mcore"
 
 
 def parse_arguments(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -121,10 +157,24 @@ def saving() -> bool:
     return _mode.saving
 
 
+def track(directory: str) -> None:
+    """On the coordinator, once a checkpoint of the scripts exists: Megatron's tracker file names it.
+
+    Megatron writes it too, when it finalizes the save; a job that is preempted before that shall not
+    lose a checkpoint that is whole.
+    """
+    folder, name = os.path.split(directory)
+    if name.startswith("iter_") and name[5:].isdigit():
+        PosixStorage(folder).write_atomic(TRACKER, str(int(name[5:])).encode())
+
+
 def save_checkpoint(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``save_checkpoint``: a checkpoint that cannot be written is a warning, and the tracker keeps naming the last good one."""
     if not active():
         return wrapped(*args, **kwargs)
+    options = _arguments()
+    job.saver(_save_options(options))
+    _go_behind_training(options)
     _mode.saving = True
     with _optimizers_asked():
         try:

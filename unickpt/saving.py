@@ -19,13 +19,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from unickpt import commit as commit_module
-from unickpt import interruption, staging
+from unickpt import interruption, retention, staging
 from unickpt import manifest as manifest_module
 from unickpt.commit import LATEST_FILE, Names
 from unickpt.contribution import Contribution, Prepared, Shard, prepare
 from unickpt.coordination import Message, Rendezvous
 from unickpt.errors import CoordinationError, StorageError, UnsupportedLayoutError
 from unickpt.manifest import FileRecord
+from unickpt.retention import Retention
 from unickpt.staging import StagingBuffer, StagingPool
 from unickpt.storage import PosixStorage
 from unickpt.writing import DataFile, Pace, write_rows
@@ -48,6 +49,7 @@ class SaveOptions:
         bandwidth_bytes_per_s: of writing, per rank. None: no limit.
         grace_s: how long SIGTERM waits for a save that was begun; an ordinary end of the process lets this
             rank write its file first, and waits that long for the other ranks.
+        retention: which checkpoints stay in ``save_dir`` once this one is committed.
     """
 
     asynchronous: bool = True
@@ -55,6 +57,7 @@ class SaveOptions:
     staging_bytes: int | None = None
     bandwidth_bytes_per_s: float | None = None
     grace_s: float = 25.0
+    retention: Retention = field(default_factory=Retention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,6 +405,9 @@ class _Work:
             if conclusion["committed"] and self.request.on_commit is not None:
                 _notify(self.request.on_commit, self.storage)
         verdict = self.meet.broadcast("verdict", conclusion, notice=False)
+        if self.meet.rank == 0 and verdict["committed"]:
+            with contextlib.suppress(OSError):
+                retention.apply(self.request.save_dir, self.saver.options.retention, just_saved=self.request.tag)
         if not verdict["committed"]:
             self.storage.delete(self.names.data)
             self.storage.delete(self.names.rows)
