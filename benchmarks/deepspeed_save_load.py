@@ -1,12 +1,17 @@
-"""Save and load of this package beside DeepSpeed's own and the physical limit, in one run.
+"""Saves and loads under DeepSpeed: this package, DeepSpeed's own, torch.distributed.checkpoint, and the physical limits.
 
     python benchmarks/deepspeed_save_load.py [--ranks 2] [--millions 50] [--rounds 5] [--stage 1] [--out docs/performance.md]
 
-Every round measures, one after the other on the same state: a raw write and fsync of the same
-bytes, DeepSpeed's own save, this package's save; a raw read, DeepSpeed's own load, this package's
-load under the same layout. Figures are medians with their spread, and ratios within a round, so
-that a slow minute of the machine hits both sides. Synchronous saving: making it asynchronous is
-later work.
+Every round measures, one after the other on the same state:
+
+- one warm copy in memory, and a raw write with fsync, of each rank's bytes;
+- DeepSpeed's own save; torch.distributed.checkpoint's save and async_save (DCP, of each rank's own tensors);
+- this package: how long the call takes (the stall), and how long it takes until the checkpoint is committed;
+- a raw read, the loads of all three, under the same layout;
+- training steps of DeepSpeed's, alone and while this package and DCP write behind them.
+
+Seconds of the slowest rank; medians with their spread; ratios within a round, so that a slow minute of the machine
+hits all of them. The first round is not counted: it touches memory and disk for the first time.
 """
 
 from __future__ import annotations
@@ -14,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -28,7 +32,24 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
-WHAT = ("raw write", "DeepSpeed save", "unickpt save", "raw read", "DeepSpeed load", "unickpt load")
+sys.path.insert(0, str(REPO))
+
+from benchmarks.measure import machine, size_of, slowest, table  # noqa: E402
+
+AGAINST = {
+    "raw write": ("raw write", ""),
+    "DeepSpeed save": ("raw write", ""),
+    "DCP save": ("raw write", "DeepSpeed save"),
+    "DCP async_save, stall": ("memory copy", "DeepSpeed save"),
+    "DCP async_save, written": ("raw write", "DeepSpeed save"),
+    "unickpt stall": ("memory copy", "DeepSpeed save"),
+    "unickpt committed": ("raw write", "DeepSpeed save"),
+    "DeepSpeed load": ("raw read", ""),
+    "DCP load": ("raw read", "DeepSpeed load"),
+    "unickpt load": ("raw read", "DeepSpeed load"),
+    "step beside unickpt": ("step alone", "step beside DCP"),
+    "step beside DCP": ("step alone", ""),
+}
 
 
 def parse() -> argparse.Namespace:
@@ -44,93 +65,116 @@ def parse() -> argparse.Namespace:
 
 def worker(args: argparse.Namespace) -> None:
     """One rank: measure and, on the first, write the seconds of every round as JSON."""
+    import logging
+
     import deepspeed
     import torch
+    import torch.distributed.checkpoint as dcp
     from deepspeed import comm as dist
 
     warnings.filterwarnings("ignore")
+    logging.getLogger("unickpt").setLevel(logging.WARNING)
     folder = Path(args.worker)
     deepspeed.init_distributed("gloo", verbose=False)
+    rank, world = dist.get_rank(), dist.get_world_size()
 
     def build(universal: bool) -> Any:
         torch.manual_seed(1)
         width = 1024
         layers = [torch.nn.Linear(width, width) for _ in range(max(1, args.millions * 1_000_000 // width**2))]
         config = {
-            "train_batch_size": dist.get_world_size(),
+            "train_batch_size": world,
             "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
             "zero_optimization": {"stage": args.stage},
             "unickpt": {"enabled": universal},
         }
         model = torch.nn.Sequential(*layers)
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-        engine.backward(engine(torch.rand(1, width)).mean())
-        engine.step()
+        step(engine)
         return engine
 
-    def timed(action: Callable[[], Any]) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        action()
-        dist.barrier()
-        return time.perf_counter() - begin
+    def step(engine: Any) -> None:
+        engine.backward(engine(torch.rand(1, 1024)).mean())
+        engine.step()
 
     stock, ours = build(False), build(True)
-    mine = sum(getattr(p, "ds_numel", p.numel()) for p in ours.module.parameters()) * 12 // dist.get_world_size()
-    blob = os.urandom(1 << 20) * (mine >> 20)
-    raw = folder / f"raw{dist.get_rank()}"
+    mine = sum(getattr(p, "ds_numel", p.numel()) for p in ours.module.parameters()) * 12 // world
+    # what DCP saves: as many tensors as a rank holds, of the same sizes and in all as many bytes
+    count = max(1, args.millions * 1_000_000 // 1024**2)
+    tensors = {f"rank{rank}.{at}": torch.rand(mine // 4 // count) for at in range(count)}
+    source, target = torch.rand(mine // 4), torch.zeros(mine // 4)
+    blob = memoryview(source.numpy()).cast("B")
+    raw = folder / f"raw{rank}"
+    buffer = bytearray(mine // 4 * 4)
 
     def raw_write() -> None:
         with raw.open("wb", buffering=0) as file:
             file.write(blob)
             os.fsync(file.fileno())
 
-    seconds: dict[str, list[float]] = {name: [] for name in WHAT}
+    def raw_read() -> None:
+        with raw.open("rb", buffering=0) as file:
+            file.readinto(buffer)
+
+    def steps(until: Callable[[], bool], at_least: int = 4) -> float:
+        """Median seconds of a training step, on this rank, while something else goes on."""
+        found = []
+        flag = torch.zeros(1)
+        while True:
+            begin = time.perf_counter()
+            step(stock)
+            found.append(time.perf_counter() - begin)
+            flag.fill_(float(until() and len(found) >= at_least))
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+            if flag.item():
+                return statistics.median(found)
+
+    seconds: dict[str, list[float]] = {}
+    sizes: dict[str, int] = {}
     for number in range(args.rounds + 1):
-        theirs, own = folder / f"stock{number}", folder / f"unickpt{number}"
-        found = [
-            timed(raw_write),
-            timed(partial(stock.save_checkpoint, str(theirs))),
-            timed(partial(ours.save_checkpoint, str(own))),
-            timed(raw.read_bytes),
-            timed(partial(stock.load_checkpoint, str(theirs))),
-            timed(partial(ours.load_checkpoint, str(own))),
-        ]
-        if number:  # the first round touches memory and disk for the first time
-            for name, value in zip(WHAT, found, strict=True):
-                seconds[name].append(value)
-        sizes = [sum(f.stat().st_size for f in place.rglob("*") if f.is_file()) for place in (theirs, own)]
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(theirs)
-            shutil.rmtree(own)
-        dist.barrier()
-    if dist.get_rank() == 0:
-        result = {"seconds": seconds, "bytes": {"DeepSpeed": sizes[0], "unickpt": sizes[1]}}
-        (folder / "result.json").write_text(json.dumps(result))
-
-
-def table(result: dict[str, Any]) -> str:
-    """Medians, spreads and the ratios that matter, as Markdown."""
-    seconds = result["seconds"]
-    against = {"save": ("raw write", "DeepSpeed save"), "load": ("raw read", "DeepSpeed load")}
-    rows = ["| | median s | min to max | against raw | against DeepSpeed |", "|---|---|---|---|---|"]
-    for name in WHAT:
-        kind = "save" if name in WHAT[:3] else "load"
-        cells = [ratio(seconds[name], seconds[other]) if name != other else "1" for other in against[kind]]
-        values = seconds[name]
-        rows.append(
-            f"| {name} | {statistics.median(values):.2f} | {min(values):.2f} to {max(values):.2f} | {' | '.join(cells)} |"
+        theirs, own, plain, behind = (folder / f"{name}{number}" for name in ("stock", "unickpt", "dcp", "dcp_async"))
+        pending: list[Any] = []
+        found = {
+            "memory copy": slowest(lambda: target.copy_(source)),
+            "raw write": slowest(raw_write),
+            "DeepSpeed save": slowest(partial(stock.save_checkpoint, str(theirs))),
+            "DCP save": slowest(lambda place=plain: dcp.save(dict(tensors), checkpoint_id=str(place))),
+        }
+        began = time.perf_counter()
+        found["DCP async_save, stall"] = slowest(
+            lambda place=behind, into=pending: into.append(dcp.async_save(dict(tensors), checkpoint_id=str(place)))
         )
-    sizes = result["bytes"]
-    rows += ["", f"Bytes on disk: DeepSpeed {sizes['DeepSpeed']:,}, unickpt {sizes['unickpt']:,}."]
-    return "\n".join(rows)
-
-
-def ratio(values: list[float], others: list[float]) -> str:
-    """Median of the ratios within each round, with their spread."""
-    found = [a / b for a, b in zip(values, others, strict=True)]
-    return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+        found["step beside DCP"] = steps(pending[0].done)
+        pending[0].result()
+        found["DCP async_save, written"] = time.perf_counter() - began
+        found["step alone"] = steps(lambda: True, 8)
+        ours.save_checkpoint(str(own), tag="alone")
+        ours.checkpoint_engine.saver.finish()
+        began = time.perf_counter()
+        found["unickpt stall"] = slowest(partial(ours.save_checkpoint, str(own), tag="quiet"))
+        ours.checkpoint_engine.saver.finish()
+        dist.barrier()
+        found["unickpt committed"] = time.perf_counter() - began
+        save = partial(ours.save_checkpoint, str(own), tag="busy")
+        save()
+        found["step beside unickpt"] = steps(lambda: not ours.checkpoint_engine.saver.pending)
+        ours.checkpoint_engine.saver.finish()
+        dist.barrier()
+        found["raw read"] = slowest(raw_read)
+        found["DeepSpeed load"] = slowest(partial(stock.load_checkpoint, str(theirs)))
+        found["DCP load"] = slowest(lambda place=plain: dcp.load(dict(tensors), checkpoint_id=str(place)))
+        found["unickpt load"] = slowest(partial(ours.load_checkpoint, str(own), tag="quiet"))
+        if number:
+            for name, value in found.items():
+                seconds.setdefault(name, []).append(value)
+        sizes = {"DeepSpeed": size_of(theirs), "DCP": size_of(plain), "unickpt": size_of(own / "quiet")}
+        dist.barrier()
+        if rank == 0:
+            for place in (theirs, own, plain, behind):
+                shutil.rmtree(place)
+        dist.barrier()
+    if rank == 0:
+        (folder / "result.json").write_text(json.dumps({"seconds": seconds, "bytes": sizes, "mine": mine}))
 
 
 def main() -> None:
@@ -139,7 +183,6 @@ def main() -> None:
         worker(args)
         return
     import deepspeed
-    import torch
 
     with tempfile.TemporaryDirectory() as folder:
         options = [f"--{k}={getattr(args, k)}" for k in ("ranks", "millions", "rounds", "stage")]
@@ -148,11 +191,14 @@ def main() -> None:
         subprocess.run([*command, *options, "--worker", folder], check=True, env=env, cwd=REPO, stdout=subprocess.DEVNULL)
         result = json.loads((Path(folder) / "result.json").read_text())
     heading = (
-        f"{args.millions}M parameters, fp32 with Adam, ZeRO-{args.stage} on {args.ranks} ranks, {args.rounds} rounds; "
-        f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"DeepSpeed {deepspeed.__version__}."
+        f"{args.millions}M parameters, fp32 with Adam, ZeRO-{args.stage} on {args.ranks} ranks, "
+        f"{result['mine']:,} bytes each, {args.rounds} rounds; {machine()}, DeepSpeed {deepspeed.__version__}."
     )
-    text = f"`python benchmarks/deepspeed_save_load.py {' '.join(options)}`\n\n{heading}\n\n{table(result)}\n"
+    order = [*dict.fromkeys(["memory copy", *AGAINST, "raw read", "step alone"])]
+    seconds = {name: result["seconds"][name] for name in order}
+    sizes = ", ".join(f"{name} {size:,}" for name, size in result["bytes"].items())
+    text = f"`python benchmarks/deepspeed_save_load.py {' '.join(options)}`\n\n{heading}\n\n"
+    text += table(seconds, AGAINST, ["against the physical limit", "against the peer"]) + f"\n\nBytes on disk: {sizes}.\n"
     print(text)
     if args.out:
         with args.out.open("a") as file:

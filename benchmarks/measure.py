@@ -1,0 +1,63 @@
+"""What the benchmarks share: rounds, ratios within a round, tables."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Seconds = Mapping[str, Sequence[float]]  # what was measured -> seconds of every round
+
+
+def slowest(action: Callable[[], Any]) -> float:
+    """Seconds of an action that all ranks begin together, on the rank that takes longest."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    begin = time.perf_counter()
+    action()
+    taken = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return float(taken.item())
+
+
+def ratio(values: Sequence[float], others: Sequence[float]) -> str:
+    """Median of the ratios within each round, with their spread."""
+    found = [a / b for a, b in zip(values, others, strict=True)]
+    digits = 2 if statistics.median(found) >= 0.1 else 4
+    return f"{statistics.median(found):.{digits}f} ({min(found):.{digits}f} to {max(found):.{digits}f})"
+
+
+def table(seconds: Seconds, against: Mapping[str, Sequence[str]], columns: Sequence[str]) -> str:
+    """Medians, spreads, and ratios to the named others, as Markdown.
+
+    Args:
+        seconds: of every round.
+        against: row -> what it is compared with, one per column; a row that is missing is not compared.
+        columns: titles of the comparisons.
+    """
+    lines = [f"| | median s | min to max | {' | '.join(columns)} |", "|---" * (3 + len(columns)) + "|"]
+    for name, values in seconds.items():
+        others = against.get(name, ())
+        cells = [ratio(values, seconds[other]) if other else "-" for other in others]
+        cells += ["-"] * (len(columns) - len(cells))
+        low, high = min(values), max(values)
+        lines.append(f"| {name} | {statistics.median(values):.3f} | {low:.3f} to {high:.3f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    """For the heading of a table."""
+    import torch
+
+    return f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
