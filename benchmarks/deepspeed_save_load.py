@@ -34,7 +34,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from benchmarks.measure import machine, size_of, slowest, table  # noqa: E402
+from benchmarks.measure import machine, settle, size_of, slowest, table  # noqa: E402
 
 AGAINST = {
     "raw write": ("raw write", ""),
@@ -140,6 +140,7 @@ def worker(args: argparse.Namespace) -> None:
             "DeepSpeed save": slowest(partial(stock.save_checkpoint, str(theirs))),
             "DCP save": slowest(lambda place=plain: dcp.save(dict(tensors), checkpoint_id=str(place))),
         }
+        settle()
         began = time.perf_counter()
         found["DCP async_save, stall"] = slowest(
             lambda place=behind, into=pending: into.append(dcp.async_save(dict(tensors), checkpoint_id=str(place)))
@@ -150,12 +151,14 @@ def worker(args: argparse.Namespace) -> None:
         found["step alone"] = steps(lambda: True, 8)
         ours.save_checkpoint(str(own), tag="alone")
         ours.checkpoint_engine.saver.finish()
+        settle()
         began = time.perf_counter()
         found["unickpt stall"] = slowest(partial(ours.save_checkpoint, str(own), tag="quiet"))
         ours.checkpoint_engine.saver.finish()
         dist.barrier()
         found["unickpt committed"] = time.perf_counter() - began
         save = partial(ours.save_checkpoint, str(own), tag="busy")
+        settle()
         save()
         found["step beside unickpt"] = steps(lambda: not ours.checkpoint_engine.saver.pending)
         ours.checkpoint_engine.saver.finish()

@@ -13,12 +13,22 @@ from typing import Any
 Seconds = Mapping[str, Sequence[float]]  # what was measured -> seconds of every round
 
 
+def settle() -> None:
+    """What was written before is on the disk, so that nobody pays for what another has left. Collective."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.sync()
+    dist.barrier()
+
+
 def slowest(action: Callable[[], Any]) -> float:
     """Seconds of an action that all ranks begin together, on the rank that takes longest."""
     import torch
     import torch.distributed as dist
 
-    dist.barrier()
+    settle()
     begin = time.perf_counter()
     action()
     taken = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)

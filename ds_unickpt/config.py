@@ -39,6 +39,7 @@ class Options:
     on_busy: str = _option("wait", "a save that begins while the last one is still being written", ON_BUSY)
     staging_gigabytes: float = _option(math.inf, "host memory for that copy, per rank; what exceeds it is written at once")
     write_megabytes_per_second: float = _option(math.inf, "bandwidth of writing, per rank")
+    direct_io: bool = _option(True, "write data past the page cache, where the file system takes it")
     keep_last: int = _option(0, "after a save, remove all but so many of the newest checkpoints in its folder; 0 keeps all")
     keep_every: int = _option(0, "of these, keep those whose step is a multiple of this")
     grace_seconds: float = _option(25.0, "how long SIGTERM waits for a save that was begun")
@@ -53,6 +54,7 @@ def save_options(options: Options) -> SaveOptions:
         on_busy=options.on_busy,
         staging_bytes=None if math.isinf(staging) else int(staging),
         bandwidth_bytes_per_s=None if math.isinf(bandwidth) else bandwidth,
+        direct_io=options.direct_io,
         grace_s=options.grace_seconds,
         retention=Retention(options.keep_last, options.keep_every),
     )

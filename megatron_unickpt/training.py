@@ -102,6 +102,7 @@ def add_arguments(wrapped: Callable[..., Any], parser: argparse.ArgumentParser) 
     add("--unickpt-on-busy", choices=ON_BUSY, default="wait", help="a save that begins while one is still being written")
     add("--unickpt-staging-gigabytes", type=float, help="host memory for a save's copy, per rank (default: no limit)")
     add("--unickpt-write-megabytes-per-second", type=float, help="bandwidth of writing, per rank (default: no limit)")
+    add("--unickpt-no-direct-io", action="store_true", help="write data through the page cache")
     add("--unickpt-keep-last", type=int, default=0, help="after a save, remove all but so many of the newest; 0 keeps all")
     add("--unickpt-keep-every", type=int, default=0, help="of these, keep those whose iteration is a multiple of this")
     add("--unickpt-grace-seconds", type=float, default=25.0, help="how long SIGTERM waits for a save that was begun")
@@ -115,6 +116,7 @@ def _save_options(options: argparse.Namespace) -> SaveOptions:
         on_busy=options.unickpt_on_busy,
         staging_bytes=None if staging is None else int(staging * 1e9),
         bandwidth_bytes_per_s=None if bandwidth is None else bandwidth * 1e6,
+        direct_io=not options.unickpt_no_direct_io,
         grace_s=options.unickpt_grace_seconds,
         retention=Retention(options.unickpt_keep_last, options.unickpt_keep_every),
     )

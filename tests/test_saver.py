@@ -174,7 +174,7 @@ def test_an_error_behind_training_is_told_and_leaves_the_old_checkpoint(
     def broken(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "writev", broken)
+    monkeypatch.setattr(os, "pwrite", broken)
     told = []
     save = saver.save(request(tmp_path, "a", large(), on_end=told.append), alone())
     assert save.wait(30)

@@ -120,7 +120,7 @@ def test_the_failure_of_one_rank_is_known_on_all_and_leaves_nothing(tmp_path: Pa
     assert_holds(tmp_path, "a", 1)
 
 
-@pytest.mark.parametrize("call", ["writev", "fsync", "replace"])
+@pytest.mark.parametrize("call", ["writev", "pwrite", "fsync", "replace"])
 def test_an_error_at_any_system_call_leaves_the_old_checkpoint_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:

@@ -50,15 +50,18 @@ class Header:
     header_bytes: int  # length prefix and JSON together: where the data begins
 
 
-def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
+def build_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str], *, alignment: int = 8
+) -> tuple[bytes, Header]:
     """Lay out tensors back to back and encode the header.
 
     Args:
         tensors: ``(name, dtype, shape)`` in the order in which their bytes will be written.
         metadata: strings for ``__metadata__``.
+        alignment: the data begin at a multiple of this.
 
     Returns:
-        The header's bytes (padded with spaces to a multiple of 8) and its parsed form.
+        The header's bytes (padded with spaces) and its parsed form.
     """
     slots: list[TensorSlot] = []
     at = 0
@@ -76,7 +79,7 @@ def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: 
             "data_offsets": [slot.begin_byte, slot.end_byte],
         }
     text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % alignment)
     if len(text) > MAX_HEADER_BYTES:
         raise FormatError(f"safetensors header of {len(text)} bytes is over the format's {MAX_HEADER_BYTES}")
     return len(text).to_bytes(8, "little") + text, Header(tuple(slots), dict(metadata), 8 + len(text))

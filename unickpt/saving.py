@@ -24,6 +24,7 @@ from unickpt import manifest as manifest_module
 from unickpt.commit import LATEST_FILE, Names
 from unickpt.contribution import Contribution, Prepared, Shard, prepare
 from unickpt.coordination import Message, Rendezvous
+from unickpt.direct_io import BLOCK_BYTES
 from unickpt.errors import CoordinationError, StorageError, UnsupportedLayoutError
 from unickpt.manifest import FileRecord
 from unickpt.retention import Retention
@@ -47,6 +48,7 @@ class SaveOptions:
         staging_bytes: host memory for copies, at most; what a state has beyond it is written before
             the save returns. None: as much as the state needs.
         bandwidth_bytes_per_s: of writing, per rank. None: no limit.
+        direct_io: write data files past the page cache, where the file system takes it.
         grace_s: how long SIGTERM waits for a save that was begun; an ordinary end of the process lets this
             rank write its file first, and waits that long for the other ranks.
         retention: which checkpoints stay in ``save_dir`` once this one is committed.
@@ -56,6 +58,7 @@ class SaveOptions:
     on_busy: str = "wait"
     staging_bytes: int | None = None
     bandwidth_bytes_per_s: float | None = None
+    direct_io: bool = True
     grace_s: float = 25.0
     retention: Retention = field(default_factory=Retention)
 
@@ -306,12 +309,13 @@ class Saver:
             stack = contextlib.ExitStack()
             with contextlib.ExitStack() as undo:
                 undo.push(stack)
-                sink = stack.enter_context(storage.create(names.data))
+                sink = stack.enter_context(storage.create(names.data, direct=self.options.direct_io))
                 file = DataFile(sink, part.shards, rank=rank, step=part.prepared.step, pace=self.pace())
                 file.write(part.shards[:first])
                 undo.pop_all()
             part.written = _Begun(stack, file)
-        part.shards, part.ready = part.buffer.fill(part.shards[first:])
+        lead = part.written.file.next_byte % BLOCK_BYTES if part.written is not None else 0
+        part.shards, part.ready = part.buffer.fill(part.shards[first:], lead_bytes=lead)
 
     def pace(self) -> Pace:
         return Pace(self.options.bandwidth_bytes_per_s)
@@ -384,7 +388,7 @@ class _Work:
 
     def _written(self, prepared: Prepared) -> FileRecord:
         if self.part.written is None:
-            with self.storage.create(self.names.data) as sink:
+            with self.storage.create(self.names.data, direct=self.saver.options.direct_io) as sink:
                 file = DataFile(
                     sink, prepared.shards, rank=self.meet.rank, step=prepared.step, pace=self.saver.pace()
                 )  # fmt: skip

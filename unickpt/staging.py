@@ -16,29 +16,28 @@ from dataclasses import dataclass, replace
 import torch
 
 from unickpt.contribution import Shard
+from unickpt.direct_io import BLOCK_BYTES
 
 
 class StagingBuffer:
     """One region of host memory. ``tensor``: uint8 ``[capacity]``."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.tensor = _allocated(capacity_bytes)
+        self.capacity_bytes = capacity_bytes
+        self.tensor = _allocated(capacity_bytes + BLOCK_BYTES)  # room for a lead
 
-    @property
-    def capacity_bytes(self) -> int:
-        return self.tensor.numel()
-
-    def fill(self, shards: Sequence[Shard]) -> tuple[list[Shard], Callable[[], None]]:
+    def fill(self, shards: Sequence[Shard], *, lead_bytes: int = 0) -> tuple[list[Shard], Callable[[], None]]:
         """Copy the shards' data to the front of the buffer, one after the other.
 
         Args:
             shards: in the order of the file; together they fit.
+            lead_bytes: where the first one begins, so that memory and file are in step block by block.
 
         Returns:
             The same shards with data in the buffer, and a function that waits until it is there.
         """
         targets, sources, staged = [], [], []
-        at = 0
+        at = lead_bytes
         for shard in shards:
             at = -(-at // shard.data.element_size()) * shard.data.element_size()
             end = at + shard.data.numel() * shard.data.element_size()

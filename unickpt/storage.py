@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from unickpt import direct_io
+from unickpt.direct_io import DirectSink
 from unickpt.errors import StorageError, UnsafePathError
 
 
@@ -84,14 +86,24 @@ class PosixStorage:
             os.close(descriptor)
 
     @contextlib.contextmanager
-    def create(self, name: str) -> Iterator[Sink]:
-        """A new file, made durable (fsync of file and directory) when the block ends without error."""
+    def create(self, name: str, *, direct: bool = False) -> Iterator[Sink]:
+        """A new file, made durable (fsync of file and directory) when the block ends without error.
+
+        Args:
+            name: relative path.
+            direct: write past the page cache, where the file system takes it.
+        """
         path = self.path(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            descriptor, past_cache = _opened(path, direct=direct)
             try:
-                yield _DescriptorSink(descriptor)
+                if past_cache:
+                    sink = DirectSink(descriptor)
+                    yield sink
+                    sink.finish()
+                else:
+                    yield _DescriptorSink(descriptor)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -127,6 +139,15 @@ class PosixStorage:
             self.delete(name)
         with contextlib.suppress(OSError):
             self.path(folder).rmdir()
+
+
+def _opened(path: Path, *, direct: bool) -> tuple[int, bool]:
+    """A descriptor for writing a new file, and whether it goes past the page cache."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    if direct and direct_io.FLAG:
+        with contextlib.suppress(OSError):  # this file system does not take it; a true error comes again below
+            return os.open(path, flags | direct_io.FLAG, 0o644), True
+    return os.open(path, flags, 0o644), False
 
 
 class _DescriptorSink:

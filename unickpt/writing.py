@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import torch
 from unickpt import index as index_module
 from unickpt.checksums import RunningDigest, digest, fragment_checksum
 from unickpt.contribution import Prepared, Shard
+from unickpt.direct_io import BLOCK_BYTES, address_of
 from unickpt.errors import CoverageError
 from unickpt.fragments import Box
 from unickpt.index import FragmentRow, TensorInfo
@@ -55,6 +57,7 @@ class DataFile:
         self._head, self._header = build_header(
             ((fragment_key(s.tensor, s.box), s.tensor.dtype, s.box.shape) for s in shards),
             {"format": "unickpt-data", "rank": str(rank), "step": str(step)},
+            alignment=BLOCK_BYTES,
         )
         self._sink, self._pace = sink, pace
         self._whole = RunningDigest()
@@ -63,8 +66,17 @@ class DataFile:
         self._batch_bytes = 0
         self._put(memoryview(self._head))
 
+    @property
+    def next_byte(self) -> int:
+        """Position in the file of the next shard's data."""
+        done = len(self.rows)
+        slots = self._header.slots
+        return self._header.header_bytes + (slots[done - 1].end_byte if done else 0)
+
     def write(self, shards: Sequence[Shard]) -> None:
-        """Append the next shards; all have been handed to the system when this returns.
+        """Append the next shards; all have been handed to the sink when this returns.
+
+        Shards that lie in memory as they shall lie in the file are handed over as one.
 
         Raises:
             CoverageError: a shard's data are not as long as its box.
@@ -82,8 +94,10 @@ class DataFile:
         self._flush()
 
     def _put(self, data: memoryview) -> None:
+        if not len(data):
+            return
         self._whole.update(data)
-        self._batch.append(data)
+        self._batch = _joined(self._batch, data)
         self._batch_bytes += len(data)
         if self._batch_bytes >= self._pace.batch_bytes or len(self._batch) >= _BATCH_PARTS:
             self._flush()
@@ -102,15 +116,33 @@ class DataFile:
 
 
 def write_rank(
-    storage: PosixStorage, data_name: str, rows_name: str, part: Prepared, rank: int, *, pace: Pace | None = None
+    storage: PosixStorage,
+    data_name: str,
+    rows_name: str,
+    part: Prepared,
+    rank: int,
+    *,
+    pace: Pace | None = None,
+    direct: bool = False,
 ) -> FileRecord:
     """Write one rank's data file and, beside it, its rows of the index."""
-    with storage.create(data_name) as sink:
+    with storage.create(data_name, direct=direct) as sink:
         file = DataFile(sink, part.shards, rank=rank, step=part.step, pace=pace or Pace(None))
         file.write(part.shards)
         record = file.record(data_name)
     write_rows(storage, rows_name, file.rows, data_name, part.tensors)
     return record
+
+
+def _joined(batch: list[memoryview], data: memoryview) -> list[memoryview]:
+    """The batch with more data; data that follow the last part in memory become one part with it."""
+    if batch:
+        begin, length = address_of(batch[-1]), len(batch[-1])
+        if begin + length == address_of(data):
+            both = (ctypes.c_ubyte * (length + len(data))).from_address(begin)
+            both._parts = (batch[-1], data)  # type: ignore[attr-defined]  # that memory stays theirs
+            return [*batch[:-1], memoryview(both).cast("B")]
+    return [*batch, data]
 
 
 def write_rows(

@@ -1,0 +1,102 @@
+"""Writing past the page cache.
+
+A new file written through the cache first takes fresh pages for all of its bytes, and the processor
+zeroes and fills them: where this was written 0.3 GB/s and a whole core, against 1.8 GB/s and one per
+cent of a core with ``O_DIRECT`` (docs/performance.md). The system wants addresses, lengths and file
+positions that are multiples of a block; what is not goes through a small buffer that is.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+BLOCK_BYTES = 4096
+_BOUNCE_BYTES = 4 << 20
+_CALL_BYTES = 16 << 20
+FLAG: int = getattr(os, "O_DIRECT", 0)
+
+
+def address_of(part: memoryview) -> int:
+    """Where its first byte lies in memory."""
+    return int(np.frombuffer(part, np.uint8).ctypes.data) if len(part) else 0
+
+
+class DirectSink:
+    """A file written front to back through a descriptor that was opened with ``O_DIRECT``.
+
+    What is given block-aligned is written from where it is; the rest is copied once. Where the file
+    system refuses after all, it goes on through the cache.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._bounce = mmap.mmap(-1, _BOUNCE_BYTES)
+        self._view = memoryview(self._bounce)
+        self._filled = 0  # bytes that wait in the bounce buffer
+        self._at = 0  # bytes of the file that are written; a multiple of the block while direct
+        self._direct = True
+
+    def write(self, parts: Sequence[memoryview]) -> None:
+        for part in parts:
+            left = part
+            while len(left):
+                left = left[self._take(left) :]
+
+    def _take(self, part: memoryview) -> int:
+        """Write or keep the beginning of a part; returns how much."""
+        to_block = -self._filled % BLOCK_BYTES
+        aligned = (address_of(part) + to_block) % BLOCK_BYTES == 0
+        if aligned and len(part) >= to_block + BLOCK_BYTES:
+            self._keep(part[:to_block])
+            self._flush()
+            count = (len(part) - to_block) // BLOCK_BYTES * BLOCK_BYTES
+            self._put(part[to_block : to_block + count])
+            return to_block + count
+        count = min(len(part), _BOUNCE_BYTES - self._filled)
+        self._keep(part[:count])
+        if self._filled == _BOUNCE_BYTES:
+            self._flush()
+        return count
+
+    def _keep(self, part: memoryview) -> None:
+        self._view[self._filled : self._filled + len(part)] = part
+        self._filled += len(part)
+
+    def _flush(self) -> None:
+        self._put(self._view[: self._filled])
+        self._filled = 0
+
+    def _put(self, part: memoryview) -> None:
+        while len(part):
+            try:
+                written = os.pwrite(self._descriptor, part[:_CALL_BYTES], self._at)
+            except OSError as err:
+                if err.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._go_through_cache()
+                continue
+            self._at += written
+            part = part[written:]
+            if self._direct and written % BLOCK_BYTES:
+                self._go_through_cache()  # a short write: the next one would not be aligned
+
+    def _go_through_cache(self) -> None:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~FLAG)
+        self._direct = False
+
+    def finish(self) -> None:
+        """Write what is left, and give the file its true length."""
+        size = self._at + self._filled
+        if self._filled:
+            padded = -(-self._filled // BLOCK_BYTES) * BLOCK_BYTES
+            self._view[self._filled : padded] = bytes(padded - self._filled)
+            self._put(self._view[:padded])
+            os.ftruncate(self._descriptor, size)
+        self._filled = 0
