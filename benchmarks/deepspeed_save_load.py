@@ -7,7 +7,7 @@ Every round measures, one after the other on the same state:
 - one warm copy in memory, and a raw write with fsync, of each rank's bytes;
 - DeepSpeed's own save; torch.distributed.checkpoint's save and async_save (DCP, of each rank's own tensors);
 - this package: how long the call takes (the stall), and how long it takes until the checkpoint is committed;
-- a raw read, the loads of all three, under the same layout;
+- a raw read, the loads of all three, under the same layout, from the page cache and (where it may be dropped) without;
 - training steps of DeepSpeed's, alone and while this package and DCP write behind them.
 
 Seconds of the slowest rank; medians with their spread; ratios within a round, so that a slow minute of the machine
@@ -34,7 +34,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from benchmarks.measure import machine, settle, size_of, slowest, table  # noqa: E402
+from benchmarks.measure import cold, machine, settle, size_of, slowest, table, warm  # noqa: E402
 
 AGAINST = {
     "raw write": ("raw write", ""),
@@ -47,6 +47,9 @@ AGAINST = {
     "DeepSpeed load": ("raw read", ""),
     "DCP load": ("raw read", "DeepSpeed load"),
     "unickpt load": ("raw read", "DeepSpeed load"),
+    "DeepSpeed load, uncached": ("raw read, uncached", ""),
+    "DCP load, uncached": ("raw read, uncached", "DeepSpeed load, uncached"),
+    "unickpt load, uncached": ("raw read, uncached", "DeepSpeed load, uncached"),
     "step beside unickpt": ("step alone", "step beside DCP"),
     "step beside DCP": ("step alone", ""),
 }
@@ -163,10 +166,17 @@ def worker(args: argparse.Namespace) -> None:
         found["step beside unickpt"] = steps(lambda: not ours.checkpoint_engine.saver.pending)
         ours.checkpoint_engine.saver.finish()
         dist.barrier()
-        found["raw read"] = slowest(raw_read)
-        found["DeepSpeed load"] = slowest(partial(stock.load_checkpoint, str(theirs)))
-        found["DCP load"] = slowest(lambda place=plain: dcp.load(dict(tensors), checkpoint_id=str(place)))
-        found["unickpt load"] = slowest(partial(ours.load_checkpoint, str(own), tag="quiet"))
+        loads = {
+            "raw read": (raw, raw_read),
+            "DeepSpeed load": (theirs, partial(stock.load_checkpoint, str(theirs))),
+            "DCP load": (plain, partial(dcp.load, dict(tensors), checkpoint_id=str(plain))),
+            "unickpt load": (own, partial(ours.load_checkpoint, str(own), tag="quiet")),
+        }
+        for name, (place, load) in loads.items():
+            warm(place)
+            found[name] = slowest(load)
+            if cold():
+                found[f"{name}, uncached"] = slowest(load)
         if number:
             for name, value in found.items():
                 seconds.setdefault(name, []).append(value)
@@ -197,8 +207,8 @@ def main() -> None:
         f"{args.millions}M parameters, fp32 with Adam, ZeRO-{args.stage} on {args.ranks} ranks, "
         f"{result['mine']:,} bytes each, {args.rounds} rounds; {machine()}, DeepSpeed {deepspeed.__version__}."
     )
-    order = [*dict.fromkeys(["memory copy", *AGAINST, "raw read", "step alone"])]
-    seconds = {name: result["seconds"][name] for name in order}
+    order = dict.fromkeys(["memory copy", "raw write", "raw read", "raw read, uncached", *AGAINST, "step alone"])
+    seconds = {name: result["seconds"][name] for name in order if name in result["seconds"]}
     sizes = ", ".join(f"{name} {size:,}" for name, size in result["bytes"].items())
     text = f"`python benchmarks/deepspeed_save_load.py {' '.join(options)}`\n\n{heading}\n\n"
     text += table(seconds, AGAINST, ["against the physical limit", "against the peer"]) + f"\n\nBytes on disk: {sizes}.\n"

@@ -23,6 +23,37 @@ def settle() -> None:
     dist.barrier()
 
 
+def warm(*folders: Path) -> None:
+    """All files are in the page cache. Collective."""
+    import torch.distributed as dist
+
+    settle()
+    if dist.get_rank() == 0:
+        for folder in folders:
+            for file in [folder, *folder.rglob("*")]:
+                if file.is_file():
+                    with file.open("rb", buffering=0) as source:
+                        while source.read(16 << 20):
+                            pass
+    dist.barrier()
+
+
+def cold() -> bool:
+    """Nothing is in the page cache; False where the system does not allow it. Collective."""
+    import torch.distributed as dist
+
+    settle()
+    allowed = True
+    if dist.get_rank() == 0:
+        try:
+            Path("/proc/sys/vm/drop_caches").write_text("3")
+        except OSError:
+            allowed = False
+    found = [allowed]
+    dist.broadcast_object_list(found, 0)
+    return found[0]
+
+
 def slowest(action: Callable[[], Any]) -> float:
     """Seconds of an action that all ranks begin together, on the rank that takes longest."""
     import torch

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from unickpt import direct_io
 from unickpt.direct_io import BLOCK_BYTES
+from unickpt.errors import StorageError
 from unickpt.storage import PosixStorage
 from unickpt.writing import _joined
 
@@ -82,7 +83,22 @@ def test_a_full_disk_is_an_error_and_not_a_fallback(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    from unickpt.errors import StorageError
-
     with pytest.raises(StorageError, match="No space left"), PosixStorage(tmp_path).create("x", direct=True) as sink:
         sink.write([memoryview(bytes(10_000))])
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_reads_of_any_place_and_length(tmp_path: Path, cached: bool) -> None:
+    data = torch.randint(0, 256, (3_000_003,), dtype=torch.uint8).numpy()
+    storage = PosixStorage(tmp_path)
+    with storage.create("x", direct=True) as sink:
+        sink.write([memoryview(data)])
+    if cached:
+        assert (tmp_path / "x").read_bytes() == data.tobytes()
+    for begin, size in ((0, 3_000_003), (1, 400_000), (4096, 262_144), (4095, 262_146), (2_700_000, 300_003), (5, 10)):
+        buffer = bytearray(size)
+        with storage.reader("x") as reader:
+            reader.read_into([memoryview(buffer)[: size // 3], memoryview(buffer)[size // 3 :]], begin)
+        assert buffer == data[begin : begin + size].tobytes()
+    with storage.reader("x") as reader, pytest.raises(StorageError, match="too early"):
+        reader.read_into([memoryview(bytearray(500_000))], 2_600_000)

@@ -24,7 +24,7 @@ from unickpt.planning import ReadPlan
 from unickpt.storage import PosixStorage, Reader
 
 VERIFY = ("always", "sampled", "off")
-THREADS = max(2, min(8, os.cpu_count() or 2))
+THREADS = max(4, min(8, os.cpu_count() or 4))
 _BLOCK_BYTES = 4 << 20  # of a thread's scratch, and between two updates of a checksum
 _BATCH_BYTES, _BATCH_PARTS = 16 << 20, 256  # of neighbouring fragments in one system call
 _OPEN_FILES = 64

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Protocol
 
 from unickpt import direct_io
-from unickpt.direct_io import DirectSink
+from unickpt.direct_io import DirectReader, DirectSink
 from unickpt.errors import StorageError, UnsafePathError
+
+_DIRECT_BYTES = 256 << 10  # smaller reads leave to the cache what is around them
 
 
 class Sink(Protocol):
@@ -81,7 +83,12 @@ class PosixStorage:
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise StorageError(f"{path}: not a regular file")
-            yield _DescriptorReader(descriptor, str(path))
+            past_cache = _opened_past_cache(path)
+            try:
+                yield _DescriptorReader(descriptor, past_cache, str(path))
+            finally:
+                if past_cache is not None:
+                    os.close(past_cache)
         finally:
             os.close(descriptor)
 
@@ -164,16 +171,26 @@ class _DescriptorSink:
                 left[0] = left[0][written:]
 
 
+def _opened_past_cache(path: Path) -> int | None:
+    if not direct_io.FLAG:
+        return None
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | direct_io.FLAG)
+    except OSError:  # this file system does not take it
+        return None
+
+
 class _DescriptorReader:
-    def __init__(self, descriptor: int, path: str) -> None:
+    def __init__(self, descriptor: int, past_cache: int | None, path: str) -> None:
         self._descriptor, self.path = descriptor, path
+        self._direct = None if past_cache is None else DirectReader(descriptor, past_cache)
 
     def read_into(self, parts: Sequence[memoryview], offset_bytes: int) -> None:
         left = [part for part in parts if len(part)]
         at = offset_bytes
         while left:
             try:
-                got = os.preadv(self._descriptor, left, at)
+                got = self._some(left, at)
             except OSError as err:
                 raise StorageError(f"{self.path}: cannot be read at byte {at} ({err.strerror or err})") from err
             if not got:
@@ -184,6 +201,13 @@ class _DescriptorReader:
                 got -= len(left.pop(0))
             if got:
                 left[0] = left[0][got:]
+
+    def _some(self, parts: list[memoryview], at: int) -> int:
+        """Bytes read: large parts one by one and past the cache where they are not in it."""
+        if self._direct is None or len(parts[0]) < _DIRECT_BYTES:
+            small = next((n for n, part in enumerate(parts) if self._direct is not None and len(part) >= _DIRECT_BYTES), None)
+            return os.preadv(self._descriptor, parts[:small], at)
+        return self._direct.read(parts[0], at)
 
 
 def _sync_directory(path: Path) -> None:
