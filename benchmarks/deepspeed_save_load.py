@@ -101,6 +101,7 @@ def worker(args: argparse.Namespace) -> None:
         engine.step()
 
     stock, ours = build(False), build(True)
+    apart = torch.distributed.new_group(backend="gloo")  # DCP's thread communicates; among training's collectives it can hang
     mine = sum(getattr(p, "ds_numel", p.numel()) for p in ours.module.parameters()) * 12 // world
     # what DCP saves: as many tensors as a rank holds, of the same sizes and in all as many bytes
     count = max(1, args.millions * 1_000_000 // 1024**2)
@@ -146,7 +147,9 @@ def worker(args: argparse.Namespace) -> None:
         settle()
         began = time.perf_counter()
         found["DCP async_save, stall"] = slowest(
-            lambda place=behind, into=pending: into.append(dcp.async_save(dict(tensors), checkpoint_id=str(place)))
+            lambda place=behind, into=pending: into.append(
+                dcp.async_save(dict(tensors), checkpoint_id=str(place), process_group=apart)
+            )
         )
         found["step beside DCP"] = steps(pending[0].done)
         pending[0].result()
