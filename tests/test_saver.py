@@ -18,7 +18,7 @@ from tests.test_saving import WORLD, WRITER, assert_holds, on_all_ranks, part
 from unickpt import staging
 from unickpt.contribution import Contribution, Shard, shards_of_flat_range
 from unickpt.coordination import Rendezvous
-from unickpt.errors import UnsupportedLayoutError
+from unickpt.errors import CoordinationError, UnsupportedLayoutError
 from unickpt.index import TensorInfo
 from unickpt.loading import Checkpoint, is_checkpoint
 from unickpt.saving import PendingSave, Request, SaveOptions, Saver
@@ -200,6 +200,47 @@ def test_a_layout_that_one_rank_cannot_describe_is_known_at_once_on_all(tmp_path
         assert save.done
         assert save.result.unsupported == "a strange optimizer"
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+def test_a_save_for_which_a_rank_did_not_come_does_not_hold_up_the_next(tmp_path: Path) -> None:
+    store = torch.distributed.HashStore()
+    saver = Saver()
+    for _ in range(2):  # the second would wait for the first one's memory
+        lonely = Rendezvous(store, rank=0, world=2, prefix=f"t{_}", timeout_s=0.3)
+        with pytest.raises(CoordinationError, match="rank 1"):
+            saver.save(request(tmp_path, "a", large()), lonely)
+    assert saver.save(request(tmp_path, "b", large()), alone()).wait(30)
+    assert_counts(tmp_path / "b")
+
+
+def test_a_forked_child_neither_waits_nor_is_heard(tmp_path: Path) -> None:
+    """A data loader's worker that is terminated must not terminate the training."""
+    code = """
+import multiprocessing, signal, sys, time
+from tests.test_saver import *
+saver = Saver(SaveOptions(bandwidth_bytes_per_s=4 * MIB))
+save = saver.save(request(Path(sys.argv[1]), "a", large()), alone())
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+child.start()
+time.sleep(0.5)
+child.terminate()
+child.join(10)
+assert child.exitcode == -signal.SIGTERM, child.exitcode
+pid = os.fork()
+if pid == 0:
+    sys.exit(7)  # runs atexit
+begin = time.monotonic()
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+assert time.monotonic() - begin < 5
+assert save.wait(60) and save.committed
+time.sleep(1)
+print("alive")
+os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "alive\n", (done.returncode, done.stderr[-2000:])
 
 
 JOB = """

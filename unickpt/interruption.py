@@ -41,7 +41,16 @@ def guard(saver: Saver) -> None:
         if not _installed:
             _installed = True
             atexit.register(finish_all)
+            os.register_at_fork(after_in_child=_forget)
             _listen()
+
+
+def _forget() -> None:
+    """In a forked child, such as a data loader's worker: the saves and the signals are its parent's."""
+    _savers.clear()
+    if signal.getsignal(signal.SIGTERM) is _heard:
+        signal.set_wakeup_fd(-1)  # it leads to the parent's thread
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def finish_all() -> None:

@@ -260,7 +260,12 @@ class Saver:
             return save
         names = Names(meet.rank, opening["generation"])
         part = self._part(request, storage, names, opening["announce"], meet, behind=behind)
-        unsupported = "" if self._proven else self._agreed_on_layout(part, meet)
+        try:
+            unsupported = "" if self._proven else self._agreed_on_layout(part, meet)
+        except CoordinationError:
+            self.concluded(part, committed=False)
+            storage.delete(names.data)
+            raise
         if unsupported:
             self.concluded(part, committed=False)
             storage.delete(names.data)
