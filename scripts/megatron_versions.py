@@ -1,6 +1,7 @@
 """Try several Megatron-LM trees and write what each shows: ``docs/megatron-versions.md``.
 
-    MEGATRON_TREES=/folder python scripts/megatron_versions.py [--tags core_v0.16.1 ...] [--folder DIR] [--out FILE]
+    MEGATRON_TREES=/folder python scripts/megatron_versions.py [--tags core_v0.16.1 ...] [--scripts "pp2 or old_format"]
+        [--folder DIR] [--out FILE]
 
 The folder holds unpacked trees, ``<tag>/megatron/...``. Each is put first on the PYTHONPATH of the test workers;
 everything else comes from the environment that runs this script. What fails is named with the last line of its error.
@@ -43,6 +44,7 @@ COLUMNS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tags", nargs="+", default=list(TAGS))
+    parser.add_argument("--scripts", default="pp2 or old_format", help="which tests of test_training.py, as for pytest -k")
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     parser.add_argument("--out", type=Path, default=REPO / "docs" / "megatron-versions.md")
     args = parser.parse_args()
@@ -51,12 +53,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.folder or Path(temporary)).resolve()
         for tag in args.tags:
-            rows[tag] = examine(trees, tag, args.tags[0], folder)
+            rows[tag] = examine(trees, tag, args.tags[0], folder, args.scripts)
             print(tag, rows[tag], flush=True)
-            args.out.write_text(page(rows, args.tags[0]))
+            args.out.write_text(page(rows, args.tags[0], args.scripts))
 
 
-def examine(trees: Path, tag: str, newest: str, folder: Path) -> dict[str, str]:
+def examine(trees: Path, tag: str, newest: str, folder: Path, chosen: str) -> dict[str, str]:
     """Every cell of a tree's row."""
     place = folder / tag
     place.mkdir(parents=True, exist_ok=True)
@@ -69,7 +71,7 @@ def examine(trees: Path, tag: str, newest: str, folder: Path) -> dict[str, str]:
     if tag != newest:
         row["from"] = attempt(place / "from.log", lambda: matrix(place / "from", pairs, others, env))
         row["into"] = attempt(place / "into.log", lambda: matrix(place / "into", pairs, env, others))
-    row["scripts"] = attempt(place / "scripts.log", lambda: scripts(trees / tag, place))
+    row["scripts"] = attempt(place / "scripts.log", lambda: scripts(trees / tag, place, chosen))
     return row
 
 
@@ -126,9 +128,20 @@ def matrix(folder: Path, pairs: Any, saving: dict[str, str], loading: dict[str, 
     return summary(count, failed)
 
 
-def scripts(tree: Path, place: Path) -> str:
+def scripts(tree: Path, place: Path, chosen: str) -> str:
     """``tests/megatron/test_training.py`` on this tree."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rf", "tests/megatron/test_training.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-rf",
+        "tests/megatron/test_training.py",
+        "-k",
+        chosen,
+    ]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, env=environment(MEGATRON_LM=str(tree)))
     (place / "scripts.out").write_text(done.stdout)
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
@@ -136,7 +149,7 @@ def scripts(tree: Path, place: Path) -> str:
     return summary(counts.get("passed", 0) + len(failed), failed)
 
 
-def page(rows: dict[str, dict[str, str]], newest: str) -> str:
+def page(rows: dict[str, dict[str, str]], newest: str, chosen: str) -> str:
     """The document."""
     titles = [title.format(newest=newest) for title in COLUMNS.values()]
     lines = [
@@ -146,7 +159,7 @@ def page(rows: dict[str, dict[str, str]], newest: str) -> str:
         "Hooks: the version that they see, and their state. Scenarios: `tests/megatron/scenarios.py`. Pairs of layouts:",
         "saved under one, loaded under another, every weight, main parameter, moment, step and hyperparameter bit-equal, then",
         "trained on; within this version, from checkpoints that the newest wrote, and from this version's into the newest.",
-        "`pretrain_gpt.py`: `tests/megatron/test_training.py`.", "",
+        f"`pretrain_gpt.py`: `tests/megatron/test_training.py`, those of `-k \"{chosen}\"`.", "",
         f"| tree | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|",
     ]  # fmt: skip
     for tag, row in rows.items():
