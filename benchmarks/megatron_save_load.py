@@ -6,7 +6,8 @@ The same model and optimizer state (GPT, bf16, distributed optimizer) is saved a
 other in every round: a raw write and fsync of the same bytes, ``torch_dist`` with ``dp_reshardable``
 and with ``fully_reshardable`` optimizer state (fully parallel, and without its validation, which is
 only for the first save), and unickpt. Then all are loaded under another shape, where the format can
-be. Medians with their spread, ratios within a round. Synchronous saving.
+be. Loads are from the page cache, and once more without it, where it may be dropped. Seconds of the
+slowest rank; medians with their spread, ratios within a round. Saves wait until they are written.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+from benchmarks.measure import cold, ratio, slowest, warm  # noqa: E402
 from tests.launch import torchrun  # noqa: E402
 
 FORMATS = ("dp_reshardable", "fully_reshardable", "unickpt")
@@ -103,13 +103,6 @@ def worker(args: argparse.Namespace) -> None:
         job.modules[0].load_state_dict(loaded["model"])
         job.optimizer.load_state_dict(loaded["optimizer"])
 
-    def timed(action: Callable[[], Any]) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        action()
-        dist.barrier()
-        return time.perf_counter() - begin
-
     def fresh(where: Path) -> Path:
         if dist.get_rank() == 0:
             shutil.rmtree(where, ignore_errors=True)
@@ -133,22 +126,28 @@ def worker(args: argparse.Namespace) -> None:
         seconds: dict[str, list[float]] = {}
         sizes: dict[str, list[int]] = {}
         for number in range(args.rounds + 1):
-            found = {"raw write": timed(raw_write)}
+            found = {"raw write": slowest(raw_write)}
             for kind in FORMATS:
                 where = fresh(folder / kind)
-                found[f"{kind} save"] = timed(partial(save, job, kind, where))
+                found[f"{kind} save"] = slowest(partial(save, job, kind, where))
                 files = [f.stat().st_size for f in where.rglob("*") if f.is_file()]
                 sizes[kind] = [sum(files), len(files)]
-            found["raw read"] = timed(raw.read_bytes)
+            warm(raw)
+            raw.read_bytes()  # each rank its own
+            found["raw read"] = slowest(raw.read_bytes)
             for kind in FORMATS:
-                found[f"{kind} load"] = timed(partial(load, job, kind, folder / kind))
+                warm(folder / kind)
+                found[f"{kind} load"] = slowest(partial(load, job, kind, folder / kind))
+                if cold():
+                    found[f"{kind} load, uncached"] = slowest(partial(load, job, kind, folder / kind))
             if number:  # the first round touches memory and disk, and starts helper processes, for the first time
                 for key, value in found.items():
                     seconds.setdefault(key, []).append(value)
         other = Job(Layout.parse(f"gpt-{TARGETS[name]}-dist"), width=width, seed=2)
         for number in range(args.rounds + 1):
             for kind in FORMATS[1:]:
-                value = timed(partial(load, other, kind, folder / kind))
+                warm(folder / kind)
+                value = slowest(partial(load, other, kind, folder / kind))
                 if number:
                     seconds.setdefault(f"{kind} load as {TARGETS[name]}", []).append(value)
         result[name] = {"seconds": seconds, "sizes": sizes}
@@ -165,22 +164,17 @@ def table(result: dict[str, Any]) -> list[str]:
     seconds = result["seconds"]
     rows = ["| | median s | min to max | against the fastest stock | against raw |", "|---|---|---|---|---|"]
     for name, values in seconds.items():
-        kind = name.split()[1]
-        stock = [f"{k} {kind}" for k in FORMATS[:2]]
+        kind = name.split()[1].rstrip(",")
+        how = ", uncached" if name.endswith("uncached") else ""
+        stock = [f"{k} {kind}{how}" for k in FORMATS[:2]]
         best = min(stock, key=lambda k: statistics.median(seconds[k])) if kind in ("save", "load") else name
-        raw = "raw write" if kind in ("save", "write") else "raw read"
-        rows.append(
-            f"| {name} | {statistics.median(values):.2f} | {min(values):.2f} to {max(values):.2f} | "
-            f"{ratio(values, seconds[best]) if kind in ('save', 'load') else '-'} | {ratio(values, seconds[raw])} |"
-        )
+        raw = "" if how else "raw write" if kind in ("save", "write") else "raw read"
+        to_stock = ratio(values, seconds[best]) if kind in ("save", "load") else "-"
+        to_raw = ratio(values, seconds[raw]) if raw else "-"
+        low, high = min(values), max(values)
+        rows.append(f"| {name} | {statistics.median(values):.2f} | {low:.2f} to {high:.2f} | {to_stock} | {to_raw} |")
     sizes = ", ".join(f"{kind} {size:,} in {files} files" for kind, (size, files) in result["sizes"].items())
     return [*rows, "", f"Bytes on disk: {sizes}."]
-
-
-def ratio(values: list[float], others: list[float]) -> str:
-    """Median of the ratios within each round, with their spread."""
-    found = [a / b for a, b in zip(values, others, strict=True)]
-    return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
 
 
 def main() -> None:
