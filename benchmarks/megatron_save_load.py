@@ -138,6 +138,7 @@ def worker(args: argparse.Namespace) -> None:
             for kind in FORMATS:
                 warm(folder / kind)
                 found[f"{kind} load"] = slowest(partial(load, job, kind, folder / kind))
+            for kind in FORMATS:  # afterwards: what is dropped is also the programs' own code
                 if cold():
                     found[f"{kind} load, uncached"] = slowest(partial(load, job, kind, folder / kind))
             if number:  # the first round touches memory and disk, and starts helper processes, for the first time
