@@ -1,0 +1,51 @@
+"""What the page cache costs a new file: writes through it and past it, seconds and processor seconds.
+
+python benchmarks/direct_io.py [--folder DIR] [--mib 300] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from benchmarks.measure import machine  # noqa: E402
+from unickpt.staging import StagingBuffer  # noqa: E402
+from unickpt.storage import PosixStorage  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--folder", default=None, help="on the file system to try (default: the temporary one)")
+    parser.add_argument("--mib", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    data = memoryview(StagingBuffer(args.mib << 20).tensor.numpy())[: args.mib << 20]
+    found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        storage = PosixStorage(folder)
+        for number in range(args.rounds):
+            for direct in (False, True):
+                os.sync()
+                begin, processor = time.perf_counter(), time.process_time()
+                with storage.create(f"{number}{direct}", direct=direct) as sink:
+                    sink.write([data])
+                found[direct].append((time.perf_counter() - begin, time.process_time() - processor))
+    print(f"{args.mib} MiB into a new file, with fsync, {args.rounds} rounds; {machine()}.\n")
+    print("| | median s | GB/s | processor s |\n|---|---|---|---|")
+    for direct, pairs in found.items():
+        seconds, processor = (statistics.median(values) for values in zip(*pairs, strict=True))
+        rate = len(data) / seconds / 1e9
+        print(f"| {'past the cache' if direct else 'through the cache'} | {seconds:.3f} | {rate:.2f} | {processor:.3f} |")
+    print(f"\n{Path(args.folder or tempfile.gettempdir())}")
+
+
+if __name__ == "__main__":
+    main()
