@@ -16,7 +16,7 @@ from ds_unickpt.internals import Partition, Piece
 from unickpt import __version__, objects, rng
 from unickpt.contribution import Contribution, Shard, shards_of_flat_range
 from unickpt.coordination import Message
-from unickpt.dtypes import name_of
+from unickpt.dtypes import is_cast_of, name_of
 from unickpt.errors import UnsupportedLayoutError
 from unickpt.fragments import Box
 from unickpt.index import TensorInfo
@@ -262,7 +262,7 @@ def _override(out: _Tensors, part: Partition, piece: Piece, info: TensorInfo, ma
         return
     length = piece.hi - piece.lo
     weight = part.weight.detach().reshape(-1).narrow(0, piece.at, length)
-    if torch.equal(weight, master.narrow(0, piece.at, length).to(weight.device, weight.dtype)):
+    if is_cast_of(weight, master.narrow(0, piece.at, length)):
         return
     if part.replicated:
         out.replicated(info, weight)
