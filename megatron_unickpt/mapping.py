@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import (
+    CheckpointingException,
     LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,
@@ -55,6 +56,13 @@ class StateTensor(ShardedTensor):  # type: ignore[misc]
     """
 
     replicated: bool = False
+
+    def validate_metadata_integrity(self) -> None:
+        """A box may lie anywhere. Before 0.15 Megatron wants offsets to be multiples of the local shape."""
+        if len(self.global_shape) != len(self.global_offset) or len(self.local_shape) + self.prepend_axis_num != len(
+            self.global_shape
+        ):
+            raise CheckpointingException(f"{self.key}: box {self.global_offset} {self.local_shape} in {self.global_shape}")
 
 
 @dataclass(frozen=True, slots=True)
