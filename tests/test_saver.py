@@ -165,6 +165,19 @@ def test_many_saves_of_many_ranks_in_a_queue_keep_their_order(tmp_path: Path) ->
     assert_holds(tmp_path, "t1", 11)
 
 
+def test_ranks_that_have_not_heard_of_the_last_commit_follow_the_coordinator(tmp_path: Path) -> None:
+    """It is the first to know that a save was committed, and then no longer asks whether the layout is supported."""
+
+    def run(meet: Rendezvous) -> bool:
+        saver = Saver()
+        saver._proven = meet.rank == 0
+        save = saver.save(Request(lambda _: part(1, meet.rank), str(tmp_path), "a", True), meet.apart("save"))
+        return save.wait(20) and save.committed
+
+    assert on_all_ranks(run, timeout_s=5.0) == [True] * WORLD
+    assert_holds(tmp_path, "a", 1)
+
+
 def test_an_error_behind_training_is_told_and_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -261,7 +261,7 @@ class Saver:
         names = Names(meet.rank, opening["generation"])
         part = self._part(request, storage, names, opening["announce"], meet, behind=behind)
         try:
-            unsupported = "" if self._proven else self._agreed_on_layout(part, meet)
+            unsupported = self._agreed_on_layout(part, meet) if opening["agree"] else ""
         except CoordinationError:
             self.concluded(part, committed=False)
             storage.delete(names.data)
@@ -288,7 +288,8 @@ class Saver:
     def _opening(self, storage: PosixStorage, request: Request, *, busy: bool) -> Message:
         skip = busy and self.options.on_busy == "skip"
         generation = 0 if skip else commit_module.next_generation(storage)
-        return {"skip": skip, "generation": generation, "announce": request.announce or {}}
+        # ranks hear of a commit one after the other: whether it is still to be agreed is the coordinator's word
+        return {"skip": skip, "generation": generation, "agree": not self._proven, "announce": request.announce or {}}
 
     def _part(
         self, request: Request, storage: PosixStorage, names: Names, announce: Message, meet: Rendezvous, *, behind: bool
