@@ -67,8 +67,19 @@ def saver(options: SaveOptions | None = None) -> Saver:
 
 
 def recognises(checkpoint_dir: str | Path | None) -> bool:
-    """Whether a directory holds a unickpt checkpoint."""
-    return checkpoint_dir is not None and is_checkpoint(str(checkpoint_dir))
+    """Whether a directory holds a unickpt checkpoint, or bears the mark of one whose manifest is gone.
+
+    The latter is ours to refuse: Megatron would say that it knows no strategy for it.
+    """
+    return checkpoint_dir is not None and (is_checkpoint(str(checkpoint_dir)) or _marked(Path(checkpoint_dir)))
+
+
+def _marked(directory: Path) -> bool:
+    try:
+        found = json.loads((directory / CONFIG_FILE).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("sharded_backend") == BACKEND
 
 
 def mark(directory: str) -> None:

@@ -2,7 +2,7 @@
 
 Nothing of Megatron is edited. Torch's entry points that would touch a CUDA device are redirected to
 the CPU; process groups, collectives, sharding, buckets, schedules, optimizers and checkpoint code
-are the real ones. ``adapt_megatron`` fills four gaps that CUDA or TransformerEngine would fill.
+are the real ones. ``adapt_megatron`` fills six gaps that CUDA or TransformerEngine would fill.
 
 What this cannot show: streams and their overlap, pinned memory, NCCL, fused kernels, fp8, and
 TransformerEngine's modules and precision-aware optimizer.
@@ -344,7 +344,26 @@ def _quieten() -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda r: "CPU RNG state changed" not in r.getMessage())
 
 
+def _accept_older_releases() -> None:
+    """What Megatron before 0.15 expects of the torch and numpy of its time."""
+    import numpy as np
+    from torch.distributed.checkpoint import filesystem
+
+    if not hasattr(np, "product"):
+        np.product = np.prod  # type: ignore[attr-defined]
+    write = filesystem._write_item
+
+    @functools.wraps(write)
+    def write_item(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 5:
+            kwargs.setdefault("serialization_format", filesystem.SerializationFormat.TORCH_SAVE)
+        return write(*args, **kwargs)
+
+    filesystem._write_item = write_item
+
+
 _quieten()
+_accept_older_releases()
 _redirect_cuda()
 _redirect_tensors()
 _redirect_collectives()
@@ -375,6 +394,8 @@ def adapt_megatron() -> None:
 
     - ``legacy.fused_kernels.load`` compiles CUDA kernels: skipped;
     - ``moe_utils.te_general_gemm`` is missing where TransformerEngine is (a NameError in 0.16): None;
+    - ``inference_layers`` (development branch) has two classes that are none without TransformerEngine: empty ones;
+    - ``fp8_utils`` (0.12) wants TransformerEngine even for an empty list of fp8 parameters: nothing is done for it;
     - ``WrappedTorchNorm`` refuses sequence parallelism: allowed, its parameters tagged as FusedLayerNorm's are;
     - ``DotProductAttention`` refuses context parallelism: keys and values are gathered over the group.
     """
@@ -387,6 +408,18 @@ def adapt_megatron() -> None:
 
         if not hasattr(moe_utils, "te_general_gemm"):
             moe_utils.te_general_gemm = None
+    with contextlib.suppress(ImportError):
+        from megatron.core.tensor_parallel import inference_layers
+
+        for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
+            if not isinstance(getattr(inference_layers, name, None), type):
+                setattr(inference_layers, name, type(name, (), {}))
+    with contextlib.suppress(ImportError):
+        from megatron.core import fp8_utils
+
+        for name in ("_quantize_param_shard_impl", "_correct_amax_history_if_needed_impl"):
+            if hasattr(fp8_utils, name):
+                setattr(fp8_utils, name, _noop())
     from megatron.core import parallel_state
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.dot_product_attention import DotProductAttention

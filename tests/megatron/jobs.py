@@ -89,6 +89,8 @@ class Job:
         options.bf16 = True
         groups = ProcessGroupCollection.use_mpu_process_groups()
         chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        if "model_chunks" in inspect.signature(LayerWiseDistributedOptimizer).parameters:  # since 0.17 it does the wrapping
+            chained = [each.optimizer for each in chained]
         return LayerWiseDistributedOptimizer(list(chained), options, groups)
 
     def _config(self, width: int) -> TransformerConfig:
@@ -100,6 +102,7 @@ class Job:
                 "num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall", "moe_ffn_hidden_size": 32,
                 "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "add_bias_linear": False,
             }  # fmt: skip
+        ahead = {"mtp_num_layers": self.predictions, "mtp_loss_scaling_factor": 0.1} if self.predictions else {}
         return TransformerConfig(
             num_layers=LAYERS, hidden_size=width, num_attention_heads=4, num_query_groups=4, ffn_hidden_size=2 * width,
             gated_linear_unit=True, activation_func=torch.nn.functional.silu, hidden_dropout=0.0, attention_dropout=0.0,
@@ -112,7 +115,7 @@ class Job:
             finalize_model_grads_func=finalize_model_grads, attention_softmax_in_fp32=True,
             # with two stages the interleaved schedule needs its transfers one by one
             overlap_p2p_comm=layout.vpp > 1, batch_p2p_comm=layout.vpp == 1,
-            **({"add_bias_linear": True} | moe | ({"mtp_num_layers": self.predictions} if self.predictions else {})),
+            **({"add_bias_linear": True} | moe | ahead),
         )  # fmt: skip
 
     def _chunk(self, at: int, tied: bool) -> Any:

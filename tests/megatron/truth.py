@@ -20,6 +20,11 @@ Truth = dict[str, torch.Tensor]
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)$")
 
 
+def optimizers_take_metadata() -> bool:
+    """Since 0.13; before, the distributed optimizer alone has an argument for its format."""
+    return "metadata" in inspect.signature(distrib_optimizer.DistributedOptimizer.sharded_state_dict).parameters
+
+
 def consolidated(job: Job, folder: Path, *, optimizer: bool = True) -> Truth | None:
     """Every weight, main parameter and moment in global coordinates; on the first rank. Collective.
 
@@ -44,7 +49,11 @@ def consolidated(job: Job, folder: Path, *, optimizer: bool = True) -> Truth | N
         for at, module in enumerate(modules)
     }
     if optimizer:
-        state["optimizer"] = job.optimizer.sharded_state_dict(state, metadata=metadata)
+        if optimizers_take_metadata():
+            asked: dict[str, Any] = {"metadata": metadata}
+        else:
+            asked = {"sharding_type": sharding} if job.layout.optimizer == "dist" else {}
+        state["optimizer"] = job.optimizer.sharded_state_dict(state, **asked)
     dist_checkpointing.save(state, str(folder), validate_access_integrity=False)
     tensors = dist_checkpointing.load_plain_tensors(str(folder))
     truth: Truth = {}
