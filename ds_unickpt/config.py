@@ -31,6 +31,7 @@ class Options:
     verify: str = _option(
         "always", "check what is read against its checksum; sampled: rarely what is wanted in part only", VERIFY
     )
+    read_once_per_host: bool = _option(True, "what several ranks of a host need is read by one and handed over in memory")
     restore_rng: bool = _option(True, "restore the python, numpy and torch generators of every rank")
     non_persistent_buffers: bool = _option(False, "also save and restore buffers registered with persistent=False")
     allow_pickle: bool = _option(False, "load opaque objects, which runs code from the checkpoint; only for your own ones")

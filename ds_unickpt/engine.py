@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -15,6 +16,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from ds_unickpt import capture, huggingface, internals, restore
 from ds_unickpt.config import Options, read_options, save_options
 from unickpt import interruption
+from unickpt import neighbours as neighbours_module
 from unickpt.commit import LATEST_FILE
 from unickpt.coordination import Rendezvous
 from unickpt.errors import (
@@ -25,9 +27,10 @@ from unickpt.errors import (
     StorageError,
     UnickptError,
 )
-from unickpt.loading import Checkpoint, is_checkpoint
+from unickpt.loading import Checkpoint, Planned, is_checkpoint
 from unickpt.logs import make_visible
 from unickpt.manifest import MANIFEST_FILE
+from unickpt.neighbours import reason_of
 from unickpt.report import LoadReport
 from unickpt.retention import whole
 from unickpt.saving import PendingSave, Request, Saver, SaveResult
@@ -332,16 +335,34 @@ def _load(
     directory = Path(load_dir) / tag
     failure: Exception | None = None
     loading: restore.Restore | None = None
+    planned: Planned | None = None
     try:
         checkpoint = Checkpoint.open(directory)
         loading = restore.Restore(engine, checkpoint, ours.options, wanted)
         internals.before_restore(engine)
-        loading.read()
+        planned = loading.plan()
     except Exception as err:
         failure = err
-    reasons = ours.meet.agree("read", None if failure is None else f"{type(failure).__name__}: {failure}")
+    reasons, neighbours = neighbours_module.meet(
+        ours.meet,
+        planned.rows if planned is not None else None,
+        reason_of(failure),
+        wanted_bytes=planned.size_bytes if planned is not None else 0,
+        share=ours.options.read_once_per_host,
+    )
+    if not reasons:
+        assert loading is not None
+        assert planned is not None
+        try:
+            with neighbours or contextlib.nullcontext():
+                loading.read(planned, neighbours)
+        except Exception as err:
+            failure = err
+        reasons = ours.meet.agree("read", reason_of(failure))
     if reasons:
-        _raise_agreed(directory, failure, reasons)
+        _raise_agreed(directory, None if reason_of(failure) is None else failure, reasons)
+    if failure is not None:  # a neighbour did not come, and does not know of a failure
+        raise failure
     assert loading is not None
     client_state = loading.finish()
     report = loading.report

@@ -1,8 +1,8 @@
 """A checkpoint into a DeepSpeed engine, whatever wrote it.
 
-Two steps, so that all ranks can agree between them: ``read`` matches names, checks shapes and
-fills masters, optimizer states, frozen parameters and buffers, without any collective; ``finish``
-derives the weights, sets hyperparameters and non-tensor state, and completes the report.
+Three steps, so that all ranks can agree between them: ``plan`` matches names and checks shapes;
+``read`` fills masters, optimizer states, frozen parameters and buffers; ``finish`` derives the
+weights, sets hyperparameters and non-tensor state, and completes the report.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from unickpt.dtypes import name_of, torch_dtype
 from unickpt.errors import MismatchError
 from unickpt.fragments import split_flat_range
 from unickpt.index import TensorInfo
-from unickpt.loading import Checkpoint
+from unickpt.loading import Checkpoint, Planned
+from unickpt.neighbours import Neighbours
 from unickpt.reading import Request
 from unickpt.report import LoadReport
 
@@ -190,8 +191,8 @@ class Restore:
 
     # ---------------------------------------------------------------- tensors
 
-    def read(self) -> None:
-        """Fill everything that is read from storage. No collective, no effect on other ranks."""
+    def plan(self) -> Planned:
+        """Match, check, and ask for everything that is to be read from storage. No collective, no effect on other ranks."""
         if self.wanted.optimizer:
             self._check_optimizer()
         if self.wanted.custom_load_fn is None:
@@ -203,7 +204,11 @@ class Restore:
             for part in self.parts:
                 self._request_states(part, kinds)
         self._account_states()
-        stats = self.checkpoint.read(self._requests, verify=self.options.verify)
+        return self.checkpoint.plan(self._requests)
+
+    def read(self, planned: Planned, neighbours: Neighbours | None) -> None:
+        """Fill all of that; what neighbours on this host want, too, is read once for all of them."""
+        stats = self.checkpoint.fill(planned, verify=self.options.verify, neighbours=neighbours)
         self.report.bytes_read, self.report.bytes_needed = stats.bytes_read, stats.bytes_needed
         for copy in self._copies:
             copy.target.detach().copy_(copy.flat.view(copy.target.shape))

@@ -6,6 +6,7 @@ which the hooks send here when the directory is ours.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from unickpt import interruption
 from unickpt.index import TensorInfo
 from unickpt.loading import Checkpoint
 from unickpt.logs import make_visible
+from unickpt.neighbours import Neighbours, meet, reason_of
 from unickpt.report import LoadReport
 
 logger = logging.getLogger("unickpt")
@@ -39,7 +41,8 @@ def load(
     validate_access_integrity: bool = True,
     strict: Any = validation.StrictHandling.ASSUME_OK_UNEXPECTED,
     allow_pickle: bool = False,
-    verify: str = "always",
+    verify: str | None = None,
+    read_once_per_host: bool | None = None,
 ) -> Any:
     """Load into a sharded state dict, written under any parallel shape and optimizer.
 
@@ -51,7 +54,9 @@ def load(
             together in any case, as with Megatron's own strategies, and leave it together.
         strict: Megatron's ``StrictHandling`` or its value.
         allow_pickle: unpickle what the checkpoint holds as opaque blobs. Only for one you wrote yourself.
-        verify: ``always``, ``sampled`` or ``off``: what is read against its checksum.
+        verify: ``always``, ``sampled`` or ``off``: what is read against its checksum. None: ``--unickpt-verify``, or always.
+        read_once_per_host: what several ranks of a host want is read by one, and handed over in shared memory.
+            None: unless ``--unickpt-no-read-once`` was given.
 
     Returns:
         The state dict; with ``return_all`` and ``return_unexpected`` also missing and unexpected keys.
@@ -68,24 +73,37 @@ def load(
     missing: set[str] = set()
     unexpected: set[str] = set()
     failure: Exception | None = None
-    work: restore.Restore | None = None
     state: Any = None
     handling = validation.parse_strict_flag(strict)
+    arguments = internals.global_arguments()
+    verify = verify or str(getattr(arguments, "unickpt_verify", "always"))
+    if read_once_per_host is None:
+        read_once_per_host = not getattr(arguments, "unickpt_no_read_once", False)
     interruption.finish_all()
     with in_megatrons_terms():
         checkpoint = _open_together(checkpoint_dir, validate_access_integrity)
+        filling: _Filling | None = None
         try:
             if handling != validation.StrictHandling.ASSUME_OK_UNEXPECTED:  # may raise on some ranks only
                 wanted, missing, unexpected = _strictly(checkpoint, wanted, handling, validate_access_integrity)
-            work = restore.Restore(checkpoint, verify=verify, allow_pickle=allow_pickle)
-            state = _fill(work, wanted, parts)
+            filling = _Filling(restore.Restore(checkpoint, verify=verify, allow_pickle=allow_pickle), wanted)
+            state = filling.work.common()
         except Exception as err:
             failure = err
-        _agree(checkpoint, failure)
-        if failure is not None:
-            raise failure
-        assert work is not None
-        _account(work, wanted, validate_access_integrity, time.monotonic() - begin, with_optimizer=bool(parts))
+        reasons, neighbours = _meet(filling, failure, read_once_per_host)
+        if not reasons:
+            assert filling is not None
+            try:
+                with neighbours or contextlib.nullcontext():
+                    filling.read(neighbours)
+            except Exception as err:
+                failure = err
+            reasons = job.rendezvous().agree("read", reason_of(failure))
+        _raise_agreed(checkpoint, failure, reasons)
+        assert filling is not None
+        merge(state, filling.tree())
+        filling.work.optimizers(parts)
+        _account(filling.work, wanted, validate_access_integrity, time.monotonic() - begin, with_optimizer=bool(parts))
     merge(state, local)
     state = apply_factory_merges(state, factories)
     if validation.StrictHandling.requires_returning_mismatch_keys(handling):
@@ -96,8 +114,9 @@ def load(
 def load_sharded(wanted: Any, checkpoint_dir: str | Path) -> Any:
     """Fill a tree of sharded tensors and objects, without any communication: what a load strategy does."""
     with in_megatrons_terms():
-        work = restore.Restore(Checkpoint.open(str(checkpoint_dir)))
-        return _fill_sharded(work, wanted)
+        filling = _Filling(restore.Restore(Checkpoint.open(str(checkpoint_dir))), wanted)
+        filling.read()
+        return filling.tree()
 
 
 def _dequantize(state: Any) -> None:
@@ -126,26 +145,44 @@ def _open_together(checkpoint_dir: str | Path, together: bool) -> Checkpoint:
     return checkpoint
 
 
-def _agree(checkpoint: Checkpoint, failure: Exception | None) -> None:
-    reasons = job.rendezvous().agree("read", None if failure is None else f"{type(failure).__name__}: {failure}")
-    if reasons and failure is None:
+def _meet(filling: _Filling | None, failure: Exception | None, share: bool) -> tuple[dict[int, str], Neighbours | None]:
+    planned = None if filling is None else filling.planned
+    return meet(
+        job.rendezvous(),
+        None if planned is None else planned.rows,
+        reason_of(failure),
+        wanted_bytes=0 if planned is None else planned.size_bytes,
+        share=share,
+    )
+
+
+def _raise_agreed(checkpoint: Checkpoint, failure: Exception | None, reasons: dict[int, str]) -> None:
+    """If a rank failed, every rank raises, and names it."""
+    if reasons and reason_of(failure) is None:
         rank, reason = min(reasons.items())
         raise MegatronCheckpointError(f"{checkpoint.storage.root}: rank {rank} could not load it: {reason}")
+    if failure is not None:
+        raise failure
 
 
-def _fill(work: restore.Restore, wanted: Any, parts: list[OptimizerPart]) -> Any:
-    """The state dict that Megatron expects: common state, with tensors and objects in their places."""
-    state = work.common()
-    merge(state, _fill_sharded(work, wanted))
-    work.optimizers(parts)
-    return state
+class _Filling:
+    """A tree of sharded tensors and objects on its way; nothing is read but objects before ``read``."""
 
+    def __init__(self, work: restore.Restore, wanted: Any) -> None:
+        leaves = list(mapping.walk(wanted))
+        self.work, self._wanted = work, wanted
+        self._objects = work.objects(leaf for leaf in leaves if isinstance(leaf, ShardedObject))
+        self.planned = work.plan([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
 
-def _fill_sharded(work: restore.Restore, wanted: Any) -> Any:
-    leaves = list(mapping.walk(wanted))
-    values = work.objects(leaf for leaf in leaves if isinstance(leaf, ShardedObject))
-    work.tensors([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
-    return _mapped(wanted, lambda item: values[item.unique_key] if isinstance(item, ShardedObject) else item.data)
+    def read(self, neighbours: Neighbours | None = None) -> None:
+        """The tensors, in place."""
+        self.work.read(self.planned, neighbours)
+
+    def tree(self) -> Any:
+        """What was wanted, with data and objects in the places of sharded ones."""
+        return _mapped(
+            self._wanted, lambda item: self._objects[item.unique_key] if isinstance(item, ShardedObject) else item.data
+        )
 
 
 def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:

@@ -16,7 +16,8 @@ from unickpt.dtypes import name_of, torch_dtype
 from unickpt.errors import MismatchError
 from unickpt.fragments import Box
 from unickpt.index import TensorInfo
-from unickpt.loading import Checkpoint
+from unickpt.loading import Checkpoint, Planned
+from unickpt.neighbours import Neighbours
 from unickpt.reading import Request
 from unickpt.report import LoadReport
 
@@ -78,8 +79,8 @@ class Restore:
 
     # ---------------------------------------------------------------- tensors
 
-    def tensors(self, items: Sequence[ShardedTensor]) -> None:
-        """Fill the data of every sharded tensor, in place; those without data get it.
+    def plan(self, items: Sequence[ShardedTensor]) -> Planned:
+        """Ask for the data of every sharded tensor; those without data get some to be filled.
 
         Raises:
             MismatchError: tensors that the checkpoint does not have, or has in another shape; all are listed.
@@ -105,12 +106,19 @@ class Restore:
         self._complain(missing, shapes)
         for item, info in wanted:
             self._request(item, info)
-        stats = self.checkpoint.read(self._requests, verify=self.verify)
-        late = self.checkpoint.read(self._overrides, verify=self.verify)
+        return self.checkpoint.plan([*self._requests, *self._overrides])
+
+    def read(self, planned: Planned, neighbours: Neighbours | None = None) -> None:
+        """Fill all of that, in place; what neighbours on this host want, too, is read once for all of them.
+
+        Raises:
+            CorruptCheckpointError, StorageError: damaged or unreadable.
+        """
+        stats = self.checkpoint.fill(planned, verify=self.verify, neighbours=neighbours)
         for copy in [*self._copies, *self._late]:
             copy.target.copy_(copy.data)
-        self.report.bytes_read += stats.bytes_read + late.bytes_read
-        self.report.bytes_needed += stats.bytes_needed + late.bytes_needed
+        self.report.bytes_read += stats.bytes_read
+        self.report.bytes_needed += stats.bytes_needed
 
     def _complain(self, missing: list[str], shapes: list[str]) -> None:
         lines = []

@@ -32,6 +32,7 @@ from unickpt.errors import (
     UnickptError,
 )
 from unickpt.loading import Checkpoint, is_checkpoint, read_manifest
+from unickpt.reading import VERIFY
 from unickpt.retention import Retention
 from unickpt.saving import ON_BUSY, SaveOptions
 from unickpt.storage import PosixStorage
@@ -106,6 +107,10 @@ def add_arguments(wrapped: Callable[..., Any], parser: argparse.ArgumentParser) 
     add("--unickpt-keep-last", type=int, default=0, help="after a save, remove all but so many of the newest; 0 keeps all")
     add("--unickpt-keep-every", type=int, default=0, help="of these, keep those whose iteration is a multiple of this")
     add("--unickpt-grace-seconds", type=float, default=25.0, help="how long SIGTERM waits for a save that was begun")
+    add("--unickpt-verify", choices=VERIFY, default="always", help="check what is read against its checksum")
+    add(
+        "--unickpt-no-read-once", action="store_true", help="every rank reads all that it needs, also what its host's others do"
+    )
     return result
 
 

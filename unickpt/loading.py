@@ -16,16 +16,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from unickpt import handover
 from unickpt import index as index_module
 from unickpt import manifest as manifest_module
 from unickpt import objects as objects_module
 from unickpt.checksums import digest
 from unickpt.dtypes import torch_dtype
 from unickpt.errors import CorruptCheckpointError, CoverageError, FormatError, NotACheckpointError
-from unickpt.fragments import Box
+from unickpt.fragments import Box, Ints
 from unickpt.index import Index, TensorInfo
 from unickpt.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, FileRecord, Manifest
-from unickpt.planning import Target, plan_reads
+from unickpt.neighbours import Neighbours
+from unickpt.planning import ReadPlan, Target, plan_reads
 from unickpt.reading import ReadStats, Request, execute, files_of
 from unickpt.storage import PosixStorage
 
@@ -37,6 +39,20 @@ MAX_INDEX_BYTES = 1 << 32  # some 50 million fragments
 def is_checkpoint(directory: str | Path) -> bool:
     """Whether the directory holds a (possibly damaged) unickpt checkpoint."""
     return (Path(directory) / MANIFEST_FILE).is_file()
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Requests, the fragments that serve them, and the bytes of those fragments."""
+
+    requests: Sequence[Request]
+    plan: ReadPlan
+    size_bytes: int
+
+    @property
+    def rows(self) -> Ints:
+        """Of the index, sorted."""
+        return self.plan.rows()
 
 
 @dataclass(frozen=True)
@@ -80,12 +96,38 @@ class Checkpoint:
             CorruptCheckpointError: a checksum does not match; names file, tensor and box.
             StorageError: a file cannot be read.
         """
-        begin = time.monotonic()
+        return self.fill(self.plan(requests), verify=verify)
+
+    def plan(self, requests: Sequence[Request]) -> Planned:
+        """Which fragments the requests need; the headers of their files are checked.
+
+        Raises:
+            CoverageError: a request is not covered by fragments.
+            CorruptCheckpointError, StorageError: a header is damaged or cannot be read.
+        """
         partial = frozenset(r.tensor_id for r in requests if self.index.tensors[r.tensor_id].derived_from is not None)
         plan = plan_reads(self.index, [Target(r.tensor_id, r.box) for r in requests], allow_partial=partial)
         for name in files_of(self.index, plan):
             check_header(self.storage, self.manifest.file(name))
-        stats = execute(self.storage, self.index, plan, requests, verify=verify)
+        return Planned(requests, plan, int(self.index.size_bytes()[plan.rows()].sum()))
+
+    def fill(self, planned: Planned, *, verify: str = "always", neighbours: Neighbours | None = None) -> ReadStats:
+        """Fill every request's ``out``, as ``read`` does.
+
+        Args:
+            planned: what ``plan`` returned.
+            neighbours: ranks of this host that fill theirs at the same time: what several of them want is read once.
+
+        Raises:
+            NeighbourFailedError: a neighbour failed; its own error is the one to show.
+        """
+        begin = time.monotonic()
+        plan, stats = planned.plan, ReadStats()
+        if neighbours is not None:
+            stats, plan = handover.execute(self.storage, self.index, plan, planned.requests, neighbours, verify=verify)
+        rest = execute(self.storage, self.index, plan, planned.requests, verify=verify)
+        stats.bytes_read += rest.bytes_read
+        stats.bytes_needed += rest.bytes_needed
         stats.seconds = time.monotonic() - begin
         return stats
 

@@ -67,6 +67,15 @@ class ReadPlan:
     start: Ints
     shape: Ints
 
+    def rows(self) -> Ints:
+        """The rows of the index that it reads, sorted, each once."""
+        return np.unique(self.fragment)
+
+    def only(self, rows: Ints, *, without: bool = False) -> ReadPlan:
+        """The part of it that reads these rows of the index, or reads others."""
+        keep = np.isin(self.fragment, rows, invert=without)
+        return ReadPlan(self.fragment[keep], self.target[keep], self.start[keep], self.shape[keep])
+
 
 def plan_reads(index: Index, targets: Sequence[Target], *, allow_partial: frozenset[int] = frozenset()) -> ReadPlan:
     """Intersect the targets with the stored fragments.

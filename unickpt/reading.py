@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -23,11 +24,12 @@ from unickpt.index import Index, TensorInfo
 from unickpt.planning import ReadPlan
 from unickpt.storage import PosixStorage, Reader
 
+T = TypeVar("T")
 VERIFY = ("always", "sampled", "off")
 THREADS = max(4, min(8, os.cpu_count() or 4))
-_BLOCK_BYTES = 4 << 20  # of a thread's scratch, and between two updates of a checksum
+BLOCK_BYTES = 4 << 20  # of a thread's scratch, and between two updates of a checksum
 _BATCH_BYTES, _BATCH_PARTS = 16 << 20, 256  # of neighbouring fragments in one system call
-_OPEN_FILES = 64
+OPEN_FILES = 64
 _SAMPLE = 16  # with "sampled", of the fragments that are wanted in part, one in so many is read whole
 
 
@@ -57,7 +59,7 @@ class ReadStats:
 
 
 @dataclass(frozen=True, slots=True)
-class _Use:
+class Use:
     """One request's share of one fragment: the common region in the tensor's coordinates."""
 
     region: Box
@@ -65,15 +67,16 @@ class _Use:
 
 
 @dataclass(slots=True)
-class _Fragment:
+class Fragment:
     """One fragment of a file, and who wants what of it."""
 
+    row: int
     info: TensorInfo
     box: Box
     offset: int
     size_bytes: int
     checksum: int
-    uses: list[_Use] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
     direct: torch.Tensor | None = None  # where all of it goes byte for byte, if there is such a place
 
     @property
@@ -97,21 +100,21 @@ def execute(
         StorageError: a file cannot be read.
     """
     stats = ReadStats()
-    names = list(_by_file(index, plan, requests))
+    names = list(by_file(index, plan, requests))
     with ThreadPoolExecutor(THREADS, "unickpt-read") as pool:
-        for at in range(0, len(names), _OPEN_FILES):
+        for at in range(0, len(names), OPEN_FILES):
             with contextlib.ExitStack() as files:
                 futures = []
-                for name, fragments in names[at : at + _OPEN_FILES]:
+                for name, fragments in names[at : at + OPEN_FILES]:
                     reader = files.enter_context(storage.reader(name))
                     futures += [pool.submit(_read, reader, batch, verify) for batch in _batches(fragments)]
-                for read, needed in _results(futures):
+                for read, needed in results(futures):
                     stats.bytes_read += read
                     stats.bytes_needed += needed
     return stats
 
 
-def _results(futures: list[Future[tuple[int, int]]]) -> Iterator[tuple[int, int]]:
+def results(futures: list[Future[T]]) -> Iterator[T]:
     """Of all, or the first error once no thread works any more."""
     wait(futures, return_when=FIRST_EXCEPTION)
     for future in futures:
@@ -124,12 +127,12 @@ def _results(futures: list[Future[tuple[int, int]]]) -> Iterator[tuple[int, int]
         yield future.result()
 
 
-def _by_file(index: Index, plan: ReadPlan, requests: Sequence[Request]) -> Iterator[tuple[str, list[_Fragment]]]:
+def by_file(index: Index, plan: ReadPlan, requests: Sequence[Request]) -> Iterator[tuple[str, list[Fragment]]]:
     """File by file, its fragments in their order; a fragment of several uses comes once."""
     sizes = index.size_bytes()
     rows, targets = plan.fragment.tolist(), plan.target.tolist()
     starts, shapes = plan.start.tolist(), plan.shape.tolist()
-    file, last, fragments = -1, -1, list[_Fragment]()
+    file, last, fragments = -1, -1, list[Fragment]()
     for at, row in enumerate(rows):
         if int(index.file[row]) != file:
             if fragments:
@@ -138,7 +141,8 @@ def _by_file(index: Index, plan: ReadPlan, requests: Sequence[Request]) -> Itera
         if row != last:
             last = row
             fragments.append(
-                _Fragment(
+                Fragment(
+                    row,
                     index.tensors[int(index.tensor[row])],
                     index.box(row),
                     int(index.offset_bytes[row]),
@@ -148,14 +152,14 @@ def _by_file(index: Index, plan: ReadPlan, requests: Sequence[Request]) -> Itera
             )
         request = requests[targets[at]]
         ndim = request.box.ndim
-        fragments[-1].uses.append(_Use(Box(tuple(starts[at][:ndim]), tuple(shapes[at][:ndim])), request))
+        fragments[-1].uses.append(Use(Box(tuple(starts[at][:ndim]), tuple(shapes[at][:ndim])), request))
     if fragments:
         yield index.files[file], fragments
 
 
-def _batches(fragments: Iterable[_Fragment]) -> Iterator[list[_Fragment]]:
+def _batches(fragments: Iterable[Fragment]) -> Iterator[list[Fragment]]:
     """Neighbours in the file that go straight into place share one system call; all others are read alone."""
-    batch: list[_Fragment] = []
+    batch: list[Fragment] = []
     size = 0
     for fragment in fragments:
         fragment.direct = _place(fragment)
@@ -176,7 +180,7 @@ def _batches(fragments: Iterable[_Fragment]) -> Iterator[list[_Fragment]]:
         yield batch
 
 
-def _place(fragment: _Fragment) -> torch.Tensor | None:
+def _place(fragment: Fragment) -> torch.Tensor | None:
     """The part of ``out`` that the whole fragment fills byte for byte, if there is such a part."""
     use = fragment.uses[0]
     out = use.request.out
@@ -188,15 +192,15 @@ def _place(fragment: _Fragment) -> torch.Tensor | None:
     return None if place is None else out.detach()[place[0] : place[1]]
 
 
-def _read(reader: Reader, batch: list[_Fragment], verify: str) -> tuple[int, int]:
+def _read(reader: Reader, batch: list[Fragment], verify: str) -> tuple[int, int]:
     """Bytes read and needed."""
     needed = sum(use.region.numel * torch_dtype(f.info.dtype).itemsize for f in batch for use in f.uses)
     if len(batch) > 1:
-        views = [_bytes_of(f.direct) for f in batch if f.direct is not None]
+        views = [bytes_of(f.direct) for f in batch if f.direct is not None]
         reader.read_into(views, batch[0].offset)
         if verify != "off":
             for fragment, view in zip(batch, views, strict=True):
-                _check(fragment, fragment_checksum(view), reader)
+                check(fragment, fragment_checksum(view), reader.path)
         return sum(map(len, views)), needed
     fragment = batch[0]
     if fragment.direct is not None:
@@ -206,47 +210,42 @@ def _read(reader: Reader, batch: list[_Fragment], verify: str) -> tuple[int, int
     return _read_through_scratch(reader, fragment, whole=whole), needed
 
 
-def _read_in_place(reader: Reader, fragment: _Fragment, out: torch.Tensor, verify: str) -> None:
-    view = _bytes_of(out)
+def _read_in_place(reader: Reader, fragment: Fragment, out: torch.Tensor, verify: str) -> None:
+    view = bytes_of(out)
     running = RunningChecksum()
-    for at in range(0, len(view), _BLOCK_BYTES):
-        block = view[at : at + _BLOCK_BYTES]
+    for at in range(0, len(view), BLOCK_BYTES):
+        block = view[at : at + BLOCK_BYTES]
         reader.read_into([block], fragment.offset + at)
         if verify != "off":
             running.update(block)
     if verify != "off":
-        _check(fragment, running.value(), reader)
+        check(fragment, running.value(), reader.path)
 
 
-def _read_through_scratch(reader: Reader, fragment: _Fragment, *, whole: bool) -> int:
+def _read_through_scratch(reader: Reader, fragment: Fragment, *, whole: bool) -> int:
     """Block by block; with ``whole`` all of them and their checksum, else those that somebody wants. Returns bytes read."""
     dtype = torch_dtype(fragment.info.dtype)
     count = fragment.box.numel
-    step = max(_BLOCK_BYTES // dtype.itemsize, 1)
+    step = max(BLOCK_BYTES // dtype.itemsize, 1)
     scratch = torch.empty(min(step, count), dtype=dtype)
     running = RunningChecksum()
-    wanted = [(use, use.region.within(fragment.box)) for use in fragment.uses]
+    wanted = _wanted(fragment)
     read = 0
     for lo, hi in _ranges(wanted, fragment.box.shape, count, step, whole=whole):
         block = scratch[: hi - lo]
-        view = _bytes_of(block)
+        view = bytes_of(block)
         reader.read_into([view], fragment.offset + lo * dtype.itemsize)
         read += len(view)
         if whole:
             running.update(view)
-        at = 0
-        for box in split_flat_range(fragment.box.shape, lo, hi):
-            piece = block[at : at + box.numel].view(box.shape)
-            at += box.numel
-            for use, inner in wanted:
-                _deliver(use, inner, box, piece)
+        _deliver(wanted, fragment, lo, block)
     if whole:
-        _check(fragment, running.value(), reader)
+        check(fragment, running.value(), reader.path)
     return read
 
 
 def _ranges(
-    wanted: list[tuple[_Use, Box]], shape: tuple[int, ...], count: int, step: int, *, whole: bool
+    wanted: list[tuple[Use, Box]], shape: tuple[int, ...], count: int, step: int, *, whole: bool
 ) -> Iterator[tuple[int, int]]:
     """Flat element ranges of a fragment to read, at most ``step`` elements each."""
     first, last = 0, count
@@ -264,7 +263,26 @@ def _flat(position: tuple[int, ...], shape: tuple[int, ...]) -> int:
     return at
 
 
-def _deliver(use: _Use, inner: Box, box: Box, piece: torch.Tensor) -> None:
+def _wanted(fragment: Fragment) -> list[tuple[Use, Box]]:
+    """Every use, with its region in the fragment's coordinates."""
+    return [(use, use.region.within(fragment.box)) for use in fragment.uses]
+
+
+def deliver(fragment: Fragment, lo: int, block: torch.Tensor) -> None:
+    """Copy elements of a fragment, from its flat position ``lo`` on, to everyone who wants some of them."""
+    _deliver(_wanted(fragment), fragment, lo, block)
+
+
+def _deliver(wanted: list[tuple[Use, Box]], fragment: Fragment, lo: int, block: torch.Tensor) -> None:
+    at = 0
+    for box in split_flat_range(fragment.box.shape, lo, lo + block.numel()):
+        piece = block[at : at + box.numel].view(box.shape)
+        at += box.numel
+        for use, inner in wanted:
+            _copy(use, inner, box, piece)
+
+
+def _copy(use: Use, inner: Box, box: Box, piece: torch.Tensor) -> None:
     """Copy what a use wants of a box of the fragment; all in the fragment's coordinates."""
     common = inner.intersect(box)
     if common is None:
@@ -274,14 +292,15 @@ def _deliver(use: _Use, inner: Box, box: Box, piece: torch.Tensor) -> None:
     use.request.out.view(use.request.box.shape)[place.slices()].copy_(piece[common.within(box).slices()])
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().view(torch.uint8).numpy().data)
 
 
-def _check(fragment: _Fragment, checksum: int, reader: Reader) -> None:
+def check(fragment: Fragment, checksum: int, path: str) -> None:
+    """Raises CorruptCheckpointError if that is not the checksum of what was written."""
     if checksum != fragment.checksum:
         raise CorruptCheckpointError(
-            f"{reader.path}: checksum of {fragment.info.name} ({fragment.info.state}) {fragment.box} differs from the one "
+            f"{path}: checksum of {fragment.info.name} ({fragment.info.state}) {fragment.box} differs from the one "
             f"written: the file is damaged at bytes {fragment.offset:,} to {fragment.end:,}. "
             "Resume from an older checkpoint."
         )

@@ -1,0 +1,256 @@
+"""What several ranks of a host want is read from storage by one of them, and handed over in shared memory.
+
+ByteCheckpoint (section 4.3) and MegaScale (section 4.4) let one rank of a data parallel group read
+and broadcast over the network; ranks of one host need no network, and a job needs no group for it:
+whoever wants the same fragment shares it, whatever the layouts are.
+
+All ranks of a host make the same schedule from the rows that each wants. It has rounds; in each a
+rank reads its part into its slot of the memory, while all copy what they want of the round before.
+A fragment's checksum is taken once, by the rank that reads it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from unickpt.checksums import RunningChecksum
+from unickpt.dtypes import torch_dtype
+from unickpt.fragments import Ints
+from unickpt.index import Index
+from unickpt.neighbours import CONSUMED, READY, Neighbours
+from unickpt.planning import ReadPlan
+from unickpt.reading import BLOCK_BYTES, THREADS, Fragment, ReadStats, Request, by_file, check, deliver, results
+from unickpt.storage import PosixStorage
+
+_RUN_BYTES = 8 << 20  # neighbouring fragments that go to one reader
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes ``[lo, hi)`` of a fragment, at byte ``at`` of its reader's slot."""
+
+    row: int
+    lo: int
+    hi: int
+    at: int
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Who reads what, and when.
+
+    Attributes:
+        rows: int64, sorted: the rows of the index that are handed over.
+        rounds: for each round and each neighbour the blocks that it reads, in the order of the file.
+    """
+
+    rows: Ints
+    rounds: list[list[list[Block]]] = field(default_factory=list)
+
+
+def schedule(index: Index, wanted: Sequence[Ints], slot_bytes: int) -> Schedule:
+    """The same on every rank of a host.
+
+    Args:
+        index: of the checkpoint.
+        wanted: for every rank of the host the rows that it wants, sorted.
+        slot_bytes: what a rank can hand over in a round.
+    """
+    rows, count = np.unique(np.concatenate([np.asarray(r, np.int64) for r in wanted]), return_counts=True)
+    rows = rows[count > 1]
+    plan = Schedule(rows)
+    if not len(rows):
+        return plan
+    users = np.stack([np.isin(rows, each) for each in wanted])
+    sizes = index.size_bytes()[rows]
+    loads = [0] * len(wanted)
+    places = [_Place(slot_bytes) for _ in wanted]
+    for run in _runs(index, rows, users, sizes):
+        candidates = np.flatnonzero(users[:, run[0]]).tolist()
+        reader = min(candidates, key=lambda at: (loads[at], at))
+        loads[reader] += int(sizes[run].sum())
+        for at in run:
+            places[reader].add(int(rows[at]), int(sizes[at]), int(index.offset_bytes[rows[at]]))
+    for number in range(max(len(place.rounds) for place in places)):
+        plan.rounds.append([place.rounds[number] if number < len(place.rounds) else [] for place in places])
+    return plan
+
+
+def _runs(index: Index, rows: Ints, users: np.ndarray[tuple[int, int], np.dtype[np.bool_]], sizes: Ints) -> list[list[int]]:
+    """Positions in ``rows``, in the order of the files: neighbours with the same users, up to some MiB."""
+    order = np.lexsort((index.offset_bytes[rows], index.file[rows]))
+    file, begin = index.file[rows][order], index.offset_bytes[rows][order]
+    adjacent = (file[1:] == file[:-1]) & (begin[1:] == begin[:-1] + sizes[order][:-1])
+    adjacent &= (users[:, order][:, 1:] == users[:, order][:, :-1]).all(axis=0)
+    found: list[list[int]] = []
+    size = 0
+    for joins, at in zip([False, *adjacent.tolist()], order.tolist(), strict=True):
+        if not joins or size >= _RUN_BYTES:
+            found.append([])
+            size = 0
+        found[-1].append(at)
+        size += int(sizes[at])
+    return found
+
+
+class _Place:
+    """One reader's slot, filled round after round."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.rounds: list[list[Block]] = []
+        self._slot, self._at, self._end = slot_bytes, slot_bytes, -1
+
+    def add(self, row: int, size: int, offset: int) -> None:
+        lo = 0
+        while lo < size:
+            if offset + lo != self._end:  # not the file's next byte: a place of its own, as aligned as it is in the file
+                self._at += -self._at % _ALIGNMENT + (offset + lo) % _ALIGNMENT
+            if self._at + min(size - lo, self._slot // 2) > self._slot:
+                self.rounds.append([])
+                self._at = (offset + lo) % _ALIGNMENT
+            hi = min(size, lo + self._slot - self._at)
+            if hi < size:
+                hi -= (hi - lo) % _ALIGNMENT  # between two elements of any dtype
+            self.rounds[-1].append(Block(row, lo, hi, self._at))
+            self._at += hi - lo
+            self._end = offset + hi
+            lo = hi
+
+
+def execute(
+    storage: PosixStorage,
+    index: Index,
+    plan: ReadPlan,
+    requests: Sequence[Request],
+    neighbours: Neighbours,
+    *,
+    verify: str = "always",
+) -> tuple[ReadStats, ReadPlan]:
+    """Fill what this rank's plan wants of fragments that a neighbour wants, too.
+
+    Returns:
+        What that cost this rank, and the rest of its plan.
+
+    Raises:
+        CorruptCheckpointError, StorageError: of what this rank reads.
+        NeighbourFailedError: another rank's reading failed.
+    """
+    slot = len(neighbours.memory) // (2 * len(neighbours.ranks)) // _ALIGNMENT * _ALIGNMENT
+    agreed = schedule(index, neighbours.rows, slot)
+    mine = {f.row: f for _, fragments in by_file(index, plan.only(agreed.rows), requests) for f in fragments}
+    slots = [
+        [neighbours.memory[(2 * at + half) * slot : (2 * at + half + 1) * slot] for half in (0, 1)]
+        for at in range(len(neighbours.ranks))
+    ]
+    stats = ReadStats()
+    stop = threading.Event()
+    with ThreadPoolExecutor(THREADS, "unickpt-handover") as pool, ThreadPoolExecutor(1, "unickpt-rounds") as reader:
+        job = _Reading(storage, index, mine, verify, pool)
+
+        def read_all() -> None:
+            try:
+                for number, readers in enumerate(agreed.rounds):
+                    neighbours.wait(CONSUMED, number - 1)  # the round before the last has been copied by all
+                    if stop.is_set():
+                        return
+                    stats.bytes_read += job.read(readers[neighbours.me], slots[neighbours.me][number % 2])
+                    neighbours.tell(READY, number + 1)
+            except BaseException:
+                neighbours.fail()
+                raise
+
+        reading = reader.submit(read_all)
+        try:
+            for number, readers in enumerate(agreed.rounds):
+                neighbours.wait(READY, number + 1)
+                copies = [
+                    pool.submit(_hand_over, mine[block.row], block, slots[at][number % 2])
+                    for at, blocks in enumerate(readers)
+                    for block in blocks
+                    if block.row in mine
+                ]
+                for _ in results(copies):
+                    pass
+                neighbours.tell(CONSUMED, number + 1)
+        except BaseException:
+            stop.set()
+            neighbours.fail()
+            if reading.exception() is not None:  # the cause, if it is this rank's
+                reading.result()
+            raise
+        reading.result()
+        for views in slots:
+            for view in views:
+                view.release()
+    stats.bytes_needed = sum(use.region.numel * torch_dtype(f.info.dtype).itemsize for f in mine.values() for use in f.uses)
+    return stats, plan.only(agreed.rows, without=True)
+
+
+def _hand_over(fragment: Fragment, block: Block, slot: memoryview) -> None:
+    dtype = torch_dtype(fragment.info.dtype)
+    data = slot[block.at : block.at + block.hi - block.lo]
+    if block.at % dtype.itemsize:
+        data = memoryview(bytearray(data))
+    deliver(fragment, block.lo // dtype.itemsize, torch.frombuffer(data, dtype=dtype))
+
+
+class _Reading:
+    """This rank's part of the reading."""
+
+    def __init__(
+        self, storage: PosixStorage, index: Index, mine: dict[int, Fragment], verify: str, pool: ThreadPoolExecutor
+    ) -> None:
+        self._storage, self._index, self._mine, self._verify, self._pool = storage, index, mine, verify, pool
+        self._running: dict[int, RunningChecksum] = {}
+
+    def read(self, blocks: Sequence[Block], slot: memoryview) -> int:
+        """Blocks into the slot, checked; returns bytes."""
+        files: dict[int, list[Block]] = {}
+        for block in blocks:
+            files.setdefault(int(self._index.file[block.row]), []).append(block)
+        for file, of_file in files.items():
+            with self._storage.reader(self._index.files[file]) as reader:
+                parts = [
+                    self._pool.submit(reader.read_into, [slot[at : at + size]], offset)
+                    for at, size, offset in self._stretches(of_file)
+                ]
+                for _ in results(parts):
+                    pass
+                if self._verify != "off":
+                    checks = [self._pool.submit(self._verify_block, block, slot, reader.path) for block in of_file]
+                    for _ in results(checks):
+                        pass
+        return sum(block.hi - block.lo for block in blocks)
+
+    def _stretches(self, blocks: Sequence[Block]) -> list[tuple[int, int, int]]:
+        """(position in the slot, bytes, position in the file) of what is adjacent in both, in pieces for several threads."""
+        joined: list[tuple[int, int, int]] = []
+        for block in blocks:
+            offset, size = int(self._index.offset_bytes[block.row]) + block.lo, block.hi - block.lo
+            if joined and joined[-1][0] + joined[-1][1] == block.at and joined[-1][2] + joined[-1][1] == offset:
+                at, before, begin = joined.pop()
+                joined.append((at, before + size, begin))
+            else:
+                joined.append((block.at, size, offset))
+        return [
+            (at + shift, min(BLOCK_BYTES, size - shift), offset + shift)
+            for at, size, offset in joined
+            for shift in range(0, size, BLOCK_BYTES)
+        ]
+
+    def _verify_block(self, block: Block, slot: memoryview, path: str) -> None:
+        """A fragment's blocks come in its order: at most one of them in a round."""
+        fragment = self._mine[block.row]
+        running = self._running.pop(block.row, None) or RunningChecksum()
+        running.update(slot[block.at : block.at + block.hi - block.lo])
+        if block.hi == fragment.size_bytes:
+            check(fragment, running.value(), path)
+        else:
+            self._running[block.row] = running
