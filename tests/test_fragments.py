@@ -15,6 +15,7 @@ from unickpt.fragments import (
     Box,
     boxes_of_view,
     contiguous_runs,
+    cut,
     find_overlap,
     flat_range,
     intersect_many,
@@ -52,6 +53,18 @@ def test_every_split_of_a_flat_range_covers_it_once_in_order(case: tuple[tuple[i
         ends = flat_range(box, shape)
         assert ends is not None, f"{box} is not contiguous in {shape}"
         assert ends[1] - ends[0] == box.numel
+
+
+@given(shape_and_box(), st.integers(1, 50))
+def test_a_box_cut_to_a_limit_is_the_box_in_its_order(case: tuple[tuple[int, ...], Box], limit: int) -> None:
+    shape, box = case
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    pieces = cut(box, limit)
+    assert all(0 < piece.numel <= limit for piece in pieces)
+    assert (
+        np.concatenate([numbers[p.slices()].reshape(-1) for p in pieces]).tolist() == numbers[box.slices()].reshape(-1).tolist()
+    )
+    assert all(flat_range(p.within(box), box.shape) is not None for p in pieces)
 
 
 @given(SHAPES, st.integers(1, 7))

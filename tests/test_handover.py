@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.test_saving import WORLD, WRITER, on_all_ranks
-from unickpt import handover, neighbours
+from unickpt import contribution, handover, neighbours
 from unickpt.contribution import Contribution, shards_of_flat_range
 from unickpt.coordination import Rendezvous
 from unickpt.errors import CorruptCheckpointError
@@ -190,3 +190,15 @@ def test_a_schedule_reads_every_shared_byte_once_and_in_place(
                 end = block.at + block.hi - block.lo
             assert len({block.row for block in blocks}) == len(blocks)
     assert seen == {row: int(index.size_bytes()[row]) for row in plan.rows.tolist()}
+
+
+def test_a_part_of_a_large_shard_costs_little_more_than_the_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contribution, "FRAGMENT_BYTES", 4096)
+    directory = saved(tmp_path)
+    checkpoint = Checkpoint.open(directory)
+    info = INFOS[5]
+    out = torch.zeros(9_000)
+    box = Box((6_000,), (9_000,))
+    stats = checkpoint.read([Request(checkpoint.ids[info.key], box, out)])
+    assert torch.equal(out, whole(info)[box.slices()])
+    assert stats.bytes_needed <= stats.bytes_read < stats.bytes_needed + 2 * 4096

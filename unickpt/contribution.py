@@ -11,12 +11,14 @@ import torch
 
 from unickpt import objects
 from unickpt.dtypes import itemsize_bytes, name_of
-from unickpt.fragments import Box, split_flat_range
+from unickpt.fragments import Box, cut, split_flat_range
 from unickpt.index import TensorInfo
 from unickpt.loading import SHARED_PREFIX, SHARED_TENSORS_PREFIX
 from unickpt.manifest import OptimizerRecord, Writer
 
 logger = logging.getLogger("unickpt")
+
+FRAGMENT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +107,28 @@ def prepare(contribution: Contribution, rank: int) -> Prepared:
         shards += _object_shards(value, f"{SHARED_PREFIX}{name}", f"{SHARED_TENSORS_PREFIX}{name}")
     if rank == 0:
         shards += _tensor_shards(job.tensors)
+    shards = [piece for shard in shards for piece in _cut(shard)]
     shards.sort(key=lambda shard: -itemsize_bytes(shard.tensor.dtype))  # keeps every fragment aligned to its item size
     return Prepared(
         shards, contribution.tensors, contribution.step, contribution.writer, contribution.optimizer,
         contribution.optimizer_part, contribution.aliases, contribution.excluded, job.value,
     )  # fmt: skip
+
+
+def _cut(shard: Shard) -> list[Shard]:
+    """Shards of at most ``FRAGMENT_BYTES``: a load that wants a part of one reads, and checks, all of it."""
+    boxes = cut(shard.box, max(FRAGMENT_BYTES // itemsize_bytes(shard.tensor.dtype), 1))
+    if len(boxes) == 1:
+        return [shard]
+    if shard.data.is_contiguous():
+        flat, pieces, at = shard.data.detach().view(-1), [], 0
+        for box in boxes:
+            pieces.append(Shard(shard.tensor, box, flat.narrow(0, at, box.numel)))
+            at += box.numel
+        return pieces
+    if tuple(shard.data.shape) != shard.box.shape:
+        return [shard]
+    return [Shard(shard.tensor, box, shard.data.detach()[box.within(shard.box).slices()]) for box in boxes]
 
 
 def _object_shards(value: Any, key: str, prefix: str) -> list[Shard]:

@@ -108,6 +108,30 @@ def split_flat_range(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
     return list(_split(tuple(shape), lo, hi)) if lo < hi else []
 
 
+def cut(box: Box, limit: int) -> list[Box]:
+    """Cut a box into boxes of at most ``limit`` elements, in row-major order, each contiguous within it.
+
+    What is read of a fragment is checked as a whole, so that a small fragment costs a reader of a part little.
+
+    Args:
+        box: not empty.
+        limit: at least 1.
+    """
+    if box.numel <= limit:
+        return [box]
+    dim = next(d for d, extent in enumerate(box.shape) if extent > 1)
+    row = math.prod(box.shape[dim + 1 :])
+    step = max(limit // row, 1)
+    found = []
+    for lo in range(0, box.shape[dim], step):
+        extent = min(step, box.shape[dim] - lo)
+        part = Box(
+            (*box.start[:dim], box.start[dim] + lo, *box.start[dim + 1 :]), (*box.shape[:dim], extent, *box.shape[dim + 1 :])
+        )
+        found += cut(part, limit)
+    return found
+
+
 def _split(shape: tuple[int, ...], lo: int, hi: int) -> Iterator[Box]:
     """Boxes of the non-empty range; the recursion peels the leading dimension."""
     if not shape:
