@@ -1,14 +1,18 @@
 """Saves and loads under DeepSpeed: this package, DeepSpeed's own, torch.distributed.checkpoint, and the physical limits.
 
-    python benchmarks/deepspeed_save_load.py [--ranks 2] [--millions 50] [--rounds 5] [--stage 1] [--out docs/performance.md]
+    python benchmarks/deepspeed_save_load.py [--ranks 2] [--millions 50] [--rounds 5] [--stage 1] [--peers dcp universal]
+        [--out docs/performance.md]
 
-Every round measures, one after the other on the same state:
+Every round measures, one after the other on the same engine:
 
 - one warm copy in memory, and a raw write with fsync, of each rank's bytes;
-- DeepSpeed's own save; torch.distributed.checkpoint's save and async_save (DCP, of each rank's own tensors);
+- DeepSpeed's own save;
 - this package: how long the call takes (the stall), and how long it takes until the checkpoint is committed;
-- a raw read, the loads of all three, under the same layout, from the page cache and (where it may be dropped) without;
-- training steps of DeepSpeed's, alone and while this package and DCP write behind them.
+- a raw read, and the loads of all, from the page cache and (where it may be dropped) without;
+- training steps of DeepSpeed's, alone and while this package and DCP write behind them;
+- with ``dcp``: torch.distributed.checkpoint's save, async_save and load (of as many tensors as each rank holds, with as
+  many bytes), and its save in safetensors;
+- with ``universal``: DeepSpeed's ds_to_universal and its load_universal; and loads of this package as another ZeRO stage.
 
 Seconds of the slowest rank; medians with their spread; ratios within a round, so that a slow minute of the machine
 hits all of them. The first round is not counted: it touches memory and disk for the first time.
@@ -17,6 +21,7 @@ hits all of them. The first round is not counted: it touches memory and disk for
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -26,7 +31,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,12 +39,13 @@ from typing import Any
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from benchmarks.measure import cold, machine, settle, size_of, slowest, table, warm  # noqa: E402
+from benchmarks.measure import Peak, cold, machine, most, settle, size_of, slowest, table, warm  # noqa: E402
 
 AGAINST = {
     "raw write": ("raw write", ""),
     "DeepSpeed save": ("raw write", ""),
     "DCP save": ("raw write", "DeepSpeed save"),
+    "DCP save, safetensors": ("raw write", "DeepSpeed save"),
     "DCP async_save, stall": ("memory copy", "DeepSpeed save"),
     "DCP async_save, written": ("raw write", "DeepSpeed save"),
     "unickpt stall": ("memory copy", "DeepSpeed save"),
@@ -47,12 +53,18 @@ AGAINST = {
     "DeepSpeed load": ("raw read", ""),
     "DCP load": ("raw read", "DeepSpeed load"),
     "unickpt load": ("raw read", "DeepSpeed load"),
+    "unickpt load, its reading": ("raw read", "DeepSpeed load"),
+    "unickpt load as another stage": ("unickpt load", "ds_to_universal + load_universal"),
+    "unickpt load as another stage, its reading": ("unickpt load, its reading", "ds_to_universal + load_universal"),
     "DeepSpeed load, uncached": ("raw read, uncached", ""),
     "DCP load, uncached": ("raw read, uncached", "DeepSpeed load, uncached"),
     "unickpt load, uncached": ("raw read, uncached", "DeepSpeed load, uncached"),
+    "unickpt load, uncached, its reading": ("raw read, uncached", "DeepSpeed load, uncached"),
+    "ds_to_universal + load_universal": ("", "DeepSpeed load"),
     "step beside unickpt": ("step alone", "step beside DCP"),
     "step beside DCP": ("step alone", ""),
 }
+PEERS = ("dcp", "universal")
 
 
 def parse() -> argparse.Namespace:
@@ -61,9 +73,88 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--millions", type=int, default=50, help="parameters")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stage", type=int, default=1)
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path, help="the seconds of every round, for the picture")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+@contextlib.contextmanager
+def natively(engine: Any, *, universal: bool = False) -> Iterator[None]:
+    """DeepSpeed's own saves and loads, on an engine that has ours."""
+    ours = engine.checkpoint_engine
+    engine.checkpoint_engine = ours.native
+    engine._config.load_universal_checkpoint = universal
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = ours
+        engine._config.load_universal_checkpoint = False
+
+
+class Raw:
+    """As many bytes as a rank saves: in memory, to be copied, written and read."""
+
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        import torch
+
+        self.path = path
+        half = size_bytes // 8 * 4
+        self._source, self._target = torch.rand(half // 4), torch.zeros(half // 4)
+        self._views = [memoryview(t.numpy()).cast("B") for t in (self._source, self._target)]
+
+    def copy(self) -> None:
+        for _ in range(2):
+            self._target.copy_(self._source)
+
+    def write(self) -> None:
+        with self.path.open("wb", buffering=0) as file:
+            for view in self._views:
+                file.write(view)
+            os.fsync(file.fileno())
+
+    def read(self) -> None:
+        with self.path.open("rb", buffering=0) as file:
+            for view in self._views:
+                file.readinto(view)
+
+
+class Dcp:
+    """torch.distributed.checkpoint, of as many tensors as a rank holds, with as many bytes."""
+
+    def __init__(self, rank: int, count: int, size_bytes: int) -> None:
+        import torch
+        import torch.distributed.checkpoint as dcp
+
+        self._dcp = dcp
+        self._group = torch.distributed.new_group(backend="gloo")  # its thread communicates: in training's group it can hang
+        self._tensors = {f"rank{rank}.{at}": torch.rand(size_bytes // 4 // count) for at in range(count)}
+
+    def save(self, place: Path) -> None:
+        self._dcp.save(dict(self._tensors), checkpoint_id=str(place))
+
+    def save_safetensors(self, place: Path) -> None:
+        writer = self._dcp.HuggingFaceStorageWriter(str(place), save_distributed=True)
+        self._dcp.save(dict(self._tensors), storage_writer=writer)
+
+    def save_behind(self, place: Path) -> Any:
+        return self._dcp.async_save(dict(self._tensors), checkpoint_id=str(place), process_group=self._group)
+
+    def load(self, place: Path) -> None:
+        self._dcp.load(dict(self._tensors), checkpoint_id=str(place))
+
+
+def convert(place: Path) -> None:
+    """DeepSpeed's own offline conversion, on the first rank, as its documentation has it."""
+    import deepspeed
+
+    if deepspeed.comm.get_rank() == 0:
+        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(place / "stock" / "t")]
+        command += ["--output_folder", str(place / "universal" / "t"), "--inject_missing_state"]
+        command += ["--num_extract_workers", "2", "--num_merge_workers", "2"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    deepspeed.comm.barrier()
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -72,7 +163,6 @@ def worker(args: argparse.Namespace) -> None:
 
     import deepspeed
     import torch
-    import torch.distributed.checkpoint as dcp
     from deepspeed import comm as dist
 
     warnings.filterwarnings("ignore")
@@ -80,45 +170,31 @@ def worker(args: argparse.Namespace) -> None:
     folder = Path(args.worker)
     deepspeed.init_distributed("gloo", verbose=False)
     rank, world = dist.get_rank(), dist.get_world_size()
+    width = 1024
+    count = max(1, args.millions * 1_000_000 // width**2)
 
-    def build(universal: bool) -> Any:
+    def build(stage: int) -> Any:
         torch.manual_seed(1)
-        width = 1024
-        layers = [torch.nn.Linear(width, width) for _ in range(max(1, args.millions * 1_000_000 // width**2))]
         config = {
             "train_batch_size": world,
             "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
-            "zero_optimization": {"stage": args.stage},
-            "unickpt": {"enabled": universal},
+            "zero_optimization": {"stage": stage},
+            "unickpt": {"enabled": True},
         }
-        model = torch.nn.Sequential(*layers)
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(count)))
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         step(engine)
         return engine
 
     def step(engine: Any) -> None:
-        engine.backward(engine(torch.rand(1, 1024)).mean())
+        engine.backward(engine(torch.rand(1, width)).mean())
         engine.step()
 
-    stock, ours = build(False), build(True)
-    apart = torch.distributed.new_group(backend="gloo")  # DCP's thread communicates; among training's collectives it can hang
-    mine = sum(getattr(p, "ds_numel", p.numel()) for p in ours.module.parameters()) * 12 // world
-    # what DCP saves: as many tensors as a rank holds, of the same sizes and in all as many bytes
-    count = max(1, args.millions * 1_000_000 // 1024**2)
-    tensors = {f"rank{rank}.{at}": torch.rand(mine // 4 // count) for at in range(count)}
-    source, target = torch.rand(mine // 4), torch.zeros(mine // 4)
-    blob = memoryview(source.numpy()).cast("B")
-    raw = folder / f"raw{rank}"
-    buffer = bytearray(mine // 4 * 4)
-
-    def raw_write() -> None:
-        with raw.open("wb", buffering=0) as file:
-            file.write(blob)
-            os.fsync(file.fileno())
-
-    def raw_read() -> None:
-        with raw.open("rb", buffering=0) as file:
-            file.readinto(buffer)
+    engine = build(args.stage)
+    other = build(3 if args.stage < 3 else 1) if "universal" in args.peers else None
+    mine = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()) * 12 // world
+    raw = Raw(folder / f"raw{rank}", mine)
+    dcp = Dcp(rank, count, mine) if "dcp" in args.peers else None
 
     def steps(until: Callable[[], bool], at_least: int = 4) -> float:
         """Median seconds of a training step, on this rank, while something else goes on."""
@@ -126,72 +202,103 @@ def worker(args: argparse.Namespace) -> None:
         flag = torch.zeros(1)
         while True:
             begin = time.perf_counter()
-            step(stock)
+            step(engine)
             found.append(time.perf_counter() - begin)
             flag.fill_(float(until() and len(found) >= at_least))
             dist.all_reduce(flag, op=dist.ReduceOp.MIN)
             if flag.item():
                 return statistics.median(found)
 
+    def native(action: str, place: Path, *, universal: bool = False, **more: Any) -> None:
+        with natively(engine, universal=universal):
+            getattr(engine, f"{action}_checkpoint")(str(place), **more)
+
+    def reading(loaded: Any) -> float:
+        seconds = torch.tensor([loaded.checkpoint_engine.last_report.read_seconds])
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return float(seconds.item())
+
+    def committed() -> None:
+        engine.checkpoint_engine.saver.finish()
+        dist.barrier()
+
     seconds: dict[str, list[float]] = {}
     sizes: dict[str, int] = {}
+    peaks: dict[str, int] = {}
     for number in range(args.rounds + 1):
-        theirs, own, plain, behind = (folder / f"{name}{number}" for name in ("stock", "unickpt", "dcp", "dcp_async"))
-        pending: list[Any] = []
-        found = {
-            "memory copy": slowest(lambda: target.copy_(source)),
-            "raw write": slowest(raw_write),
-            "DeepSpeed save": slowest(partial(stock.save_checkpoint, str(theirs))),
-            "DCP save": slowest(lambda place=plain: dcp.save(dict(tensors), checkpoint_id=str(place))),
-        }
-        settle()
-        began = time.perf_counter()
-        found["DCP async_save, stall"] = slowest(
-            lambda place=behind, into=pending: into.append(
-                dcp.async_save(dict(tensors), checkpoint_id=str(place), process_group=apart)
+        place = folder / str(number)
+        theirs, own, plain = (place / name for name in ("stock", "unickpt", "dcp"))
+        found = {"memory copy": slowest(raw.copy), "raw write": slowest(raw.write)}
+        with Peak() as peak:
+            found["DeepSpeed save"] = slowest(partial(native, "save", theirs, tag="t"))
+        peaks["DeepSpeed save"] = most(peak.bytes)
+        if dcp is not None:
+            found["DCP save"] = slowest(partial(dcp.save, plain))
+            found["DCP save, safetensors"] = slowest(partial(dcp.save_safetensors, place / "dcp_safetensors"))
+            settle()
+            pending: list[Any] = []
+            began = time.perf_counter()
+            found["DCP async_save, stall"] = slowest(
+                lambda d=dcp, at=place, to=pending: to.append(d.save_behind(at / "behind"))
             )
-        )
-        found["step beside DCP"] = steps(pending[0].done)
-        pending[0].result()
-        found["DCP async_save, written"] = time.perf_counter() - began
+            found["step beside DCP"] = steps(pending[0].done)
+            pending[0].result()
+            found["DCP async_save, written"] = time.perf_counter() - began
         found["step alone"] = steps(lambda: True, 8)
-        ours.save_checkpoint(str(own), tag="alone")
-        ours.checkpoint_engine.saver.finish()
+        with Peak() as peak:
+            engine.save_checkpoint(str(own), tag="alone")
+            committed()
+        peaks["unickpt, first save" if number == 0 else "unickpt save"] = most(peak.bytes)
         settle()
         began = time.perf_counter()
-        found["unickpt stall"] = slowest(partial(ours.save_checkpoint, str(own), tag="quiet"))
-        ours.checkpoint_engine.saver.finish()
-        dist.barrier()
+        found["unickpt stall"] = slowest(partial(engine.save_checkpoint, str(own), tag="quiet"))
+        committed()
         found["unickpt committed"] = time.perf_counter() - began
-        save = partial(ours.save_checkpoint, str(own), tag="busy")
         settle()
-        save()
-        found["step beside unickpt"] = steps(lambda: not ours.checkpoint_engine.saver.pending)
-        ours.checkpoint_engine.saver.finish()
-        dist.barrier()
-        loads = {
-            "raw read": (raw, raw_read),
-            "DeepSpeed load": (theirs, partial(stock.load_checkpoint, str(theirs))),
-            "DCP load": (plain, partial(dcp.load, dict(tensors), checkpoint_id=str(plain))),
-            "unickpt load": (own, partial(ours.load_checkpoint, str(own), tag="quiet")),
+        engine.save_checkpoint(str(own), tag="busy")
+        found["step beside unickpt"] = steps(lambda: not engine.checkpoint_engine.saver.pending)
+        committed()
+        loads: dict[str, tuple[Path, Callable[[], Any]]] = {
+            "raw read": (raw.path, raw.read),
+            "DeepSpeed load": (theirs, partial(native, "load", theirs, tag="t")),
+            "unickpt load": (own, partial(engine.load_checkpoint, str(own), tag="quiet")),
         }
-        for name, (place, load) in loads.items():
-            warm(place)
-            found[name] = slowest(load)
+        if dcp is not None:
+            loads["DCP load"] = (plain, partial(dcp.load, plain))
+        for name, (files, load) in loads.items():
+            warm(files)
+            with Peak() as peak:
+                found[name] = slowest(load)
+            peaks[name] = most(peak.bytes)
+            if name == "unickpt load":
+                found[f"{name}, its reading"] = reading(engine)
+        if other is not None:
+            warm(own)
+            found["unickpt load as another stage"] = slowest(partial(other.load_checkpoint, str(own), tag="quiet"))
+            found["unickpt load as another stage, its reading"] = reading(other)
         for name, (_, load) in loads.items():  # afterwards: what is dropped is also the programs' own code
             if cold():
                 found[f"{name}, uncached"] = slowest(load)
+                if name == "unickpt load":
+                    found[f"{name}, uncached, its reading"] = reading(engine)
+        if other is not None:
+            began = time.perf_counter()
+            convert(place)
+            slowest(partial(native, "load", place / "universal", universal=True, tag=None))
+            found["ds_to_universal + load_universal"] = time.perf_counter() - began
         if number:
             for name, value in found.items():
                 seconds.setdefault(name, []).append(value)
-        sizes = {"DeepSpeed": size_of(theirs), "DCP": size_of(plain), "unickpt": size_of(own / "quiet")}
+        sizes = {"DeepSpeed": size_of(theirs / "t"), "unickpt": size_of(own / "quiet")}
+        sizes |= {"DCP": size_of(plain)} if dcp is not None else {}
         dist.barrier()
         if rank == 0:
-            for place in (theirs, own, plain, behind):
-                shutil.rmtree(place)
+            shutil.rmtree(place)
         dist.barrier()
     if rank == 0:
-        (folder / "result.json").write_text(json.dumps({"seconds": seconds, "bytes": sizes, "mine": mine}))
+        (folder / "result.json").write_text(json.dumps({"seconds": seconds, "bytes": sizes, "mine": mine, "peaks": peaks}))
+    dist.barrier()
+    os._exit(0)  # gloo can abort while the interpreter shuts down
 
 
 def main() -> None:
@@ -202,9 +309,9 @@ def main() -> None:
     import deepspeed
 
     with tempfile.TemporaryDirectory() as folder:
-        options = [f"--{k}={getattr(args, k)}" for k in ("ranks", "millions", "rounds", "stage")]
+        options = [f"--{k}={getattr(args, k)}" for k in ("ranks", "millions", "rounds", "stage")] + ["--peers", *args.peers]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks), __file__]
-        env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
         subprocess.run([*command, *options, "--worker", folder], check=True, env=env, cwd=REPO, stdout=subprocess.DEVNULL)
         result = json.loads((Path(folder) / "result.json").read_text())
     heading = (
@@ -213,13 +320,19 @@ def main() -> None:
     )
     order = dict.fromkeys(["memory copy", "raw write", "raw read", "raw read, uncached", *AGAINST, "step alone"])
     seconds = {name: result["seconds"][name] for name in order if name in result["seconds"]}
+    against = {name: [other if other in seconds else "" for other in others] for name, others in AGAINST.items()}
     sizes = ", ".join(f"{name} {size:,}" for name, size in result["bytes"].items())
+    peaks = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in result["peaks"].items() if name != "raw read")
     text = f"`python benchmarks/deepspeed_save_load.py {' '.join(options)}`\n\n{heading}\n\n"
-    text += table(seconds, AGAINST, ["against the physical limit", "against the peer"]) + f"\n\nBytes on disk: {sizes}.\n"
+    text += table(seconds, against, ["against the physical limit", "against the peer"])
+    text += f"\n\nBytes on disk: {sizes}. Memory of a rank above what it had, at its peak, in MB: {peaks}.\n"
     print(text)
     if args.out:
         with args.out.open("a") as file:
             file.write("\n" + text)
+    if args.json:
+        title = f"DeepSpeed ZeRO-{args.stage}, {args.millions}M, {args.ranks} ranks"
+        args.json.write_text(json.dumps([{"title": title, "seconds": result["seconds"]}]))
 
 
 if __name__ == "__main__":

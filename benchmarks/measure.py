@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import statistics
@@ -65,6 +66,40 @@ def slowest(action: Callable[[], Any]) -> float:
     taken = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return float(taken.item())
+
+
+class Peak:
+    """Memory of this process while a block runs: ``bytes`` is the most that it had above what it began with.
+
+    Resident memory, by the kernel's own high-water mark; zero where it cannot be reset.
+    """
+
+    def __enter__(self) -> Peak:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        self._begin = _status("VmRSS")
+        self.bytes = 0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bytes = max(_status("VmHWM") - self._begin, 0)
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def most(value: int) -> int:
+    """The largest of all ranks. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    found = torch.tensor([value])
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return int(found.item())
 
 
 def ratio(values: Sequence[float], others: Sequence[float]) -> str:

@@ -7,7 +7,8 @@ other in every round: a raw write and fsync of the same bytes, ``torch_dist`` wi
 and with ``fully_reshardable`` optimizer state (fully parallel, and without its validation, which is
 only for the first save), and unickpt. Then all are loaded under another shape, where the format can
 be. Loads are from the page cache, and once more without it, where it may be dropped. Seconds of the
-slowest rank; medians with their spread, ratios within a round. Saves wait until they are written.
+slowest rank; medians with their spread, ratios within a round. A save waits until it is written;
+an asynchronous one is given both times, that of the call and until it is written.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layouts", nargs="+", default=["tp2", "tp2dp2"], choices=sorted(TARGETS))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path, help="the seconds of every round, for the picture")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -51,12 +54,14 @@ def worker(args: argparse.Namespace) -> None:
 
     from tests.megatron.jobs import Job  # isort: skip  before anything of megatron
 
+    import torch
     import torch.distributed as dist
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.serialization import (
         get_default_load_sharded_strategy,
         get_default_save_sharded_strategy,
     )
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
     from megatron.core.dist_checkpointing.strategies.fully_parallel import (
         FullyParallelLoadStrategyWrapper,
         FullyParallelSaveStrategyWrapper,
@@ -86,12 +91,27 @@ def worker(args: argparse.Namespace) -> None:
     def group() -> Any:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
-    def save(job: Job, kind: str, where: Path) -> None:
+    def save(job: Job, kind: str, where: Path, queue: AsyncCallsQueue | None = None) -> None:
+        """With a queue, as the training scripts save asynchronously: it is over when the queue has been finalized."""
         strategy = get_default_save_sharded_strategy("unickpt" if kind == "unickpt" else "torch_dist")
         if kind != "unickpt":
             strategy = FullyParallelSaveStrategyWrapper(strategy, group())
         state = described(job, kind, False)
-        dist_checkpointing.save(state, str(where), strategy, validate_access_integrity=False)
+        behind = queue is not None
+        request = dist_checkpointing.save(
+            state, str(where), strategy, validate_access_integrity=False, async_sharded_save=behind
+        )
+        if queue is not None:
+            queue.schedule_async_request(request)
+
+    def save_behind(job: Job, kind: str, where: Path) -> tuple[float, float]:
+        """Seconds that the call takes, and until the checkpoint is written."""
+        queue = AsyncCallsQueue()
+        began = time.perf_counter()
+        stall = slowest(partial(save, job, kind, where, queue))
+        queue.maybe_finalize_async_calls(blocking=True)
+        dist.barrier()
+        return stall, time.perf_counter() - began
 
     def load(job: Job, kind: str, where: Path) -> None:
         strategy = get_default_load_sharded_strategy(str(where))
@@ -115,10 +135,11 @@ def worker(args: argparse.Namespace) -> None:
         job = Job(Layout.parse(f"gpt-{name}-dist"), width=width)
         job.train(1)
         mine = sum(h.numel() for g in job.optimizer.param_groups for h in g["params"]) * 12
-        blob = os.urandom(1 << 20) * (mine >> 20)
+        blob = bytearray(os.urandom(1 << 20) * (mine >> 20))
+        copied = torch.zeros(len(blob), dtype=torch.uint8)
         raw = folder / f"raw{dist.get_rank()}"
 
-        def raw_write(blob: bytes = blob, raw: Path = raw) -> None:
+        def raw_write(blob: bytearray = blob, raw: Path = raw) -> None:
             with raw.open("wb", buffering=0) as file:
                 file.write(blob)
                 os.fsync(file.fileno())
@@ -126,12 +147,16 @@ def worker(args: argparse.Namespace) -> None:
         seconds: dict[str, list[float]] = {}
         sizes: dict[str, list[int]] = {}
         for number in range(args.rounds + 1):
-            found = {"raw write": slowest(raw_write)}
+            found = {"memory copy": slowest(partial(copied.copy_, torch.frombuffer(blob, dtype=torch.uint8)))}
+            found["raw write"] = slowest(raw_write)
             for kind in FORMATS:
                 where = fresh(folder / kind)
                 found[f"{kind} save"] = slowest(partial(save, job, kind, where))
                 files = [f.stat().st_size for f in where.rglob("*") if f.is_file()]
                 sizes[kind] = [sum(files), len(files)]
+                found[f"{kind} stall, asynchronous"], found[f"{kind} written, asynchronous"] = save_behind(
+                    job, kind, fresh(folder / f"{kind}.behind")
+                )
             warm(raw)
             raw.read_bytes()  # each rank its own
             found["raw read"] = slowest(raw.read_bytes)
@@ -166,11 +191,13 @@ def table(result: dict[str, Any]) -> list[str]:
     rows = ["| | median s | min to max | against the fastest stock | against raw |", "|---|---|---|---|---|"]
     for name, values in seconds.items():
         kind = name.split()[1].rstrip(",")
-        how = ", uncached" if name.endswith("uncached") else ""
+        how = next((f", {word}" for word in ("uncached", "asynchronous") if name.endswith(word)), "")
         stock = [f"{k} {kind}{how}" for k in FORMATS[:2]]
-        best = min(stock, key=lambda k: statistics.median(seconds[k])) if kind in ("save", "load") else name
-        raw = "" if how else "raw write" if kind in ("save", "write") else "raw read"
-        to_stock = ratio(values, seconds[best]) if kind in ("save", "load") else "-"
+        compared = kind in ("save", "load", "stall", "written")
+        best = min(stock, key=lambda k: statistics.median(seconds[k])) if compared else name
+        raw = {"save": "raw write", "write": "raw write", "written": "raw write", "stall": "memory copy"}.get(kind, "raw read")
+        raw = "" if how == ", uncached" or name == "memory copy" else raw
+        to_stock = ratio(values, seconds[best]) if compared else "-"
         to_raw = ratio(values, seconds[raw]) if raw else "-"
         low, high = min(values), max(values)
         rows.append(f"| {name} | {statistics.median(values):.2f} | {low:.2f} to {high:.2f} | {to_stock} | {to_raw} |")
@@ -201,6 +228,9 @@ def main() -> None:
     if args.out:
         with args.out.open("a") as file:
             file.write("\n" + text)
+    if args.json:
+        title = f"Megatron, {args.millions}M"
+        args.json.write_text(json.dumps([{"title": f"{title}, {n}", "seconds": r["seconds"]} for n, r in results.items()]))
 
 
 if __name__ == "__main__":

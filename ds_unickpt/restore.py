@@ -210,6 +210,7 @@ class Restore:
         """Fill all of that; what neighbours on this host want, too, is read once for all of them."""
         stats = self.checkpoint.fill(planned, verify=self.options.verify, neighbours=neighbours)
         self.report.bytes_read, self.report.bytes_needed = stats.bytes_read, stats.bytes_needed
+        self.report.read_seconds = stats.seconds
         for copy in self._copies:
             copy.target.detach().copy_(copy.flat.view(copy.target.shape))
         self._read_objects()

@@ -119,6 +119,7 @@ class Restore:
             copy.target.copy_(copy.data)
         self.report.bytes_read += stats.bytes_read
         self.report.bytes_needed += stats.bytes_needed
+        self.report.read_seconds += stats.seconds
 
     def _complain(self, missing: list[str], shapes: list[str]) -> None:
         lines = []

@@ -39,7 +39,7 @@ class LoadReport:
         source, target: one line each: what was read, into what.
         entries: every tensor and state of the checkpoint and of the job.
         bytes_read, bytes_needed: on this rank.
-        seconds: wall time on this rank.
+        seconds: wall time on this rank; ``read_seconds`` of it went into reading, with its checksums.
         skipped: newer checkpoints that were passed over, with the reason.
     """
 
@@ -49,6 +49,7 @@ class LoadReport:
     bytes_read: int = 0
     bytes_needed: int = 0
     seconds: float = 0.0
+    read_seconds: float = 0.0
     skipped: list[str] = field(default_factory=list)
 
     def add(self, name: str, state: str, outcome: Outcome, reason: str = "") -> None:
@@ -84,7 +85,7 @@ class LoadReport:
             out.append(f"  {outcome}: {', '.join(names)}{more}: {reason}")
         if len(reasons) > most:
             out.append(f"  and {len(reasons) - most} further reasons, in the report object")
-        out.append(f"  unaccounted: 0; {self.bytes_read:,} bytes read here in {self.seconds:.2f} s")
+        out.append(f"  unaccounted: 0; {self.bytes_read:,} bytes read here in {self.read_seconds:.2f} of {self.seconds:.2f} s")
         return out
 
     def _by_state(self) -> dict[str, Counter[str]]:
@@ -101,6 +102,7 @@ class LoadReport:
             "bytes_read": self.bytes_read,
             "bytes_needed": self.bytes_needed,
             "seconds": self.seconds,
+            "read_seconds": self.read_seconds,
             "skipped": self.skipped,
             "entries": [{"name": e.name, "state": e.state, "outcome": e.outcome, "reason": e.reason} for e in self.entries],
         }
