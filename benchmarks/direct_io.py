@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--folder", default=None, help="on the file system to try (default: the temporary one)")
     parser.add_argument("--mib", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     data = memoryview(StagingBuffer(args.mib << 20).tensor.numpy())[: args.mib << 20]
     found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
@@ -38,13 +39,20 @@ def main() -> None:
                 with storage.create(f"{number}{direct}", direct=direct) as sink:
                     sink.write([data])
                 found[direct].append((time.perf_counter() - begin, time.process_time() - processor))
-    print(f"{args.mib} MiB into a new file, with fsync, {args.rounds} rounds; {machine()}.\n")
-    print("| | median s | GB/s | processor s |\n|---|---|---|---|")
+    lines = [f"`python benchmarks/direct_io.py --mib={args.mib} --rounds={args.rounds}`", ""]
+    lines += [f"{args.mib} MiB into a new file, with fsync, {args.rounds} rounds; {machine()}.", ""]
+    lines += ["| | median s | GB/s | processor s |", "|---|---|---|---|"]
     for direct, pairs in found.items():
         seconds, processor = (statistics.median(values) for values in zip(*pairs, strict=True))
         rate = len(data) / seconds / 1e9
-        print(f"| {'past the cache' if direct else 'through the cache'} | {seconds:.3f} | {rate:.2f} | {processor:.3f} |")
-    print(f"\n{Path(args.folder or tempfile.gettempdir())}")
+        lines.append(
+            f"| {'past the cache' if direct else 'through the cache'} | {seconds:.3f} | {rate:.2f} | {processor:.3f} |"
+        )
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if args.out:
+        with args.out.open("a") as file:
+            file.write("\n" + text)
 
 
 if __name__ == "__main__":

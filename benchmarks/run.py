@@ -30,7 +30,8 @@ PARTS: dict[str, tuple[str, list[str]]] = {
     "deepspeed-50M-2": ("DeepSpeed, 50M, 2 ranks", ["deepspeed_save_load.py", "--ranks=2", "--millions=50"]),
     "deepspeed-50M-4": ("DeepSpeed, 50M, 4 ranks", ["deepspeed_save_load.py", "--ranks=4", "--millions=50", "--peers", "dcp"]),
     "deepspeed-50M-2-zero3": (
-        "DeepSpeed, 50M, 2 ranks, ZeRO-3", ["deepspeed_save_load.py", "--ranks=2", "--millions=50", "--stage=3", "--peers", "dcp"],
+        "DeepSpeed, 50M, 2 ranks, ZeRO-3",
+        ["deepspeed_save_load.py", "--ranks=2", "--millions=50", "--stage=3", "--peers", "dcp"],
     ),
     "deepspeed-350M-1": ("DeepSpeed, 350M, 1 rank", ["deepspeed_save_load.py", "--ranks=1", "--millions=350", "--peers"]),
     "deepspeed-350M-2": ("DeepSpeed, 350M, 2 ranks", ["deepspeed_save_load.py", "--ranks=2", "--millions=350", "--peers"]),
