@@ -131,7 +131,8 @@ def test_a_save_that_finds_another_one_waits_for_it(tmp_path: Path) -> None:
 
 
 def test_a_save_that_finds_another_one_skips_itself(tmp_path: Path) -> None:
-    _, saves, under_way = begun("skip", tmp_path)
+    saver, saves, under_way = begun("skip", tmp_path)
+    assert (saver.counts.committed, saver.counts.skipped, saver.counts.failed) == (1, 2, 0)
     assert [save.committed for save in saves] == [True, False, False]
     assert under_way == [1, 1, 1]
     assert saves[1].result is not None
@@ -194,6 +195,7 @@ def test_an_error_behind_training_is_told_and_leaves_the_old_checkpoint(
     assert not save.committed
     assert "No space left" in save.cause()
     assert told == [save]
+    assert (saver.counts.committed, saver.counts.failed) == (1, 1)
     monkeypatch.undo()
     assert_counts(tmp_path / "a")
     assert saver.save(request(tmp_path, "b", large()), alone()).wait()

@@ -87,6 +87,31 @@ class SaveResult:
 
 
 @dataclass
+class SaveCounts:
+    """What became of the saves of one rank, for its metrics; ``stall_s`` and ``size_bytes`` of the committed ones together."""
+
+    committed: int = 0
+    skipped: int = 0
+    unsupported: int = 0
+    failed: int = 0
+    stall_s: float = 0.0
+    size_bytes: int = 0
+
+    def add(self, result: SaveResult | None) -> None:
+        """Count a save that is over; None if the ranks could not agree."""
+        if result is not None and result.committed:
+            self.committed += 1
+            self.stall_s += result.stall_s
+            self.size_bytes += result.size_bytes
+        elif result is not None and result.skipped:
+            self.skipped += 1
+        elif result is not None and result.unsupported:
+            self.unsupported += 1
+        else:
+            self.failed += 1
+
+
+@dataclass
 class Request:
     """A save that is asked for.
 
@@ -123,8 +148,8 @@ class PendingSave:
         error: the ranks could not agree (one of them is gone, or did not come in time).
     """
 
-    def __init__(self, directory: str, rank: int) -> None:
-        self.directory, self.rank = directory, rank
+    def __init__(self, directory: str, rank: int, counts: SaveCounts) -> None:
+        self.directory, self.rank, self._counts = directory, rank, counts
         self.stall_s = 0.0
         self.result: SaveResult | None = None
         self.error: CoordinationError | None = None
@@ -163,6 +188,7 @@ class PendingSave:
     ) -> None:
         """Called once, by the saver."""
         self.result, self.error = result, error
+        self._counts.add(result)
         self.written.set()
         if tell is not None:
             with contextlib.suppress(Exception):  # it has nothing to decide
@@ -199,10 +225,14 @@ class Saver:
 
     Every rank makes the same calls. Nothing that goes wrong while saving is raised, but
     CoordinationError where the ranks do not come together at all.
+
+    Attributes:
+        counts: of the saves that are over.
     """
 
     def __init__(self, options: SaveOptions | None = None) -> None:
         self.options = options or SaveOptions()
+        self.counts = SaveCounts()
         self._pool = StagingPool(self.options.staging_bytes, buffers=2 if self.options.on_busy == "queue" else 1)
         self._pending: list[PendingSave] = []
         self._threads: list[threading.Thread] = []
@@ -244,7 +274,7 @@ class Saver:
         """
         begin = time.monotonic()
         behind = self.options.asynchronous if asynchronous is None else asynchronous
-        save = PendingSave(request.directory, meet.rank)
+        save = PendingSave(request.directory, meet.rank, self.counts)
         busy = self.pending
         if busy and (self.options.on_busy == "wait" or not behind or any(s.directory == save.directory for s in busy)):
             _wait_for(busy[-1], meet.rank)
