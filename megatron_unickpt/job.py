@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from unickpt.coordination import Rendezvous
 from unickpt.errors import UnickptError
 from unickpt.loading import is_checkpoint
 from unickpt.saving import SaveOptions, Saver
+from unickpt.storage import open_storage
 
 BACKEND, VERSION = "unickpt", 1
 CONTENT_METADATA = "content_metadata"  # key in Megatron's common state dict
@@ -73,7 +73,8 @@ def recognises(checkpoint_dir: str | Path | None) -> bool:
 
 def mark(directory: str) -> None:
     """Megatron's own mark of a distributed checkpoint, so that its tools know whose it is. The manifest is what counts."""
-    if os.path.isfile(os.path.join(directory, CONFIG_FILE)):
+    place = open_storage(directory)
+    if place.size_bytes(CONFIG_FILE) is not None:
         return
     text = json.dumps(
         {
@@ -81,9 +82,4 @@ def mark(directory: str) -> None:
             "common_backend": BACKEND, "common_backend_version": VERSION,
         }
     )  # fmt: skip
-    temporary = os.path.join(directory, f".{CONFIG_FILE}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, os.path.join(directory, CONFIG_FILE))
+    place.write_atomic(CONFIG_FILE, text.encode())

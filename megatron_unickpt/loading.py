@@ -130,7 +130,7 @@ def _agree(checkpoint: Checkpoint, failure: Exception | None) -> None:
     reasons = job.rendezvous().agree("read", None if failure is None else f"{type(failure).__name__}: {failure}")
     if reasons and failure is None:
         rank, reason = min(reasons.items())
-        raise MegatronCheckpointError(f"{checkpoint.storage.root}: rank {rank} could not load it: {reason}")
+        raise MegatronCheckpointError(f"{checkpoint.storage}: rank {rank} could not load it: {reason}")
 
 
 def _fill(work: restore.Restore, wanted: Any, parts: list[OptimizerPart]) -> Any:
