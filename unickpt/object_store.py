@@ -24,6 +24,7 @@ _BLOCK_BYTES = 16 << 20  # of one ranged read: a request costs some 30 ms before
 T = TypeVar("T")
 
 _filesystems: dict[tuple[str, int], Any] = {}
+_unfinished: dict[str, Any] = {}  # uploads that failed and could not be aborted, by URL
 _lock = threading.Lock()
 
 
@@ -46,9 +47,10 @@ def _filesystem(url: str) -> Any:
                 import fsspec
 
                 _filesystems[key] = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)[0]
-            except ModuleNotFoundError as err:
-                package = "unickpt[object-store]" if err.name == "fsspec" else err.name
-                raise StorageError(f"{url}: needs a package that is not there: pip install '{package}' ({err})") from err
+            except ImportError as err:
+                missing = next((e.name for e in (err.__cause__, err) if isinstance(e, ImportError) and e.name), "fsspec")
+                package = "unickpt[object-store]" if missing == "fsspec" else missing
+                raise StorageError(f"{url}: needs a package that is not installed: pip install '{package}'") from err
             except Exception as err:
                 raise StorageError(f"{url}: cannot be used ({_said(err)})") from err
         return _filesystems[key]
@@ -66,7 +68,6 @@ class FsspecStorage:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._unfinished: dict[str, Any] = {}  # uploads that could not be aborted when they failed
 
     def __str__(self) -> str:
         return self.url
@@ -156,26 +157,18 @@ class FsspecStorage:
             except Exception as err:
                 raise StorageError(f"{self.where(name)}: cannot be written ({_said(err)})") from err
         except BaseException:
-            self._unfinished[name] = file
-            self._abort(name)
+            with contextlib.suppress(AttributeError):
+                file.closed = True  # or its finalizer would complete the upload
+            _unfinished[self.where(name)] = file
+            _abort(self.where(name))
             raise
-
-    def _abort(self, name: str) -> None:
-        """Let the store forget the parts of an upload that failed; if it cannot be reached, ``delete`` tries again."""
-        file = self._unfinished.get(name)
-        if file is None:
-            return
-        with contextlib.suppress(AttributeError):
-            file.closed = True  # or its finalizer would complete the upload
-        with contextlib.suppress(Exception):
-            file.discard()
-            del self._unfinished[name]
+        for url in list(_unfinished):  # the store can be reached now
+            _abort(url)
 
     def write_atomic(self, name: str, data: bytes) -> None:
         self._ask(name, "written", lambda fs, path: fs.pipe_file(path, data))
 
     def delete(self, name: str) -> None:
-        self._abort(name)
         with contextlib.suppress(StorageError):
             self._ask(name, "deleted", lambda fs, path: fs.rm_file(path))
 
@@ -186,6 +179,15 @@ class FsspecStorage:
 
     def delete_if_empty(self, folder: str = "") -> None:
         """Folders are but parts of names."""
+
+
+def _abort(url: str) -> None:
+    """Let the store forget the parts of an upload that failed. If it cannot be reached, the next upload tries again."""
+    file = _unfinished.get(url)
+    with contextlib.suppress(Exception):
+        if file is not None:
+            file.discard()
+            _unfinished.pop(url, None)
 
 
 class _PartSink:
