@@ -158,8 +158,8 @@ def _check_places(parsed: argparse.Namespace) -> None:
         where = getattr(parsed, name, None)
         if where and is_url(where):
             raise ConfigError(
-                f"--{name} {where}: Megatron's scripts need a local directory there. Save into one, and let "
-                "--unickpt-upload-to URL copy the checkpoints behind training; to resume, copy one back (unickpt copy)."
+                f"--{name} {where}: Megatron's scripts need a directory there. Save into one, and let --unickpt-upload-to URL "
+                "copy the checkpoints behind training; to resume from a copy, fetch it with the store's own tool."
             )
     upload_to = getattr(parsed, "unickpt_upload_to", "")
     reason = usable(upload_to) if upload_to else ""

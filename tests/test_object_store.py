@@ -563,3 +563,15 @@ def test_deepspeed_saves_to_a_url_and_resumes_from_it(tmp_path: Path, bucket: Bu
     failures = json.loads((tmp_path / "w2.json").read_text())
     assert failures
     assert not any(failures.values()), failures
+
+
+# ---------------------------------------------------------------- Megatron
+
+
+def test_megatron_saves_to_a_url_uploads_and_resumes(tmp_path: Path, bucket: Bucket) -> None:
+    pytest.importorskip("megatron.core")
+    env = {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{bucket.port}", "UNICKPT_TEST_URL": bucket.url}
+    name = "a_url_is_a_directory_for_the_library_and_what_the_scripts_cannot_use_is_refused"
+    torchrun(2, "tests.megatron.scenario_worker", str(tmp_path), name, timeout_s=300, env=env)
+    assert json.loads((tmp_path / "w2.json").read_text()) == {name: {}}
+    assert bucket.get("megatron/library/metadata.json")
