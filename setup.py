@@ -35,8 +35,20 @@ setup(
         "deepspeed": ["deepspeed>=0.17,<0.20"],
         "megatron": ["megatron-core>=0.12"],
         "hf": ["transformers>=4.50", "accelerate>=1.6", "peft>=0.15", "trl>=0.17", "datasets"],
+        "object-store": ["fsspec>=2023.6"],  # and the store's own package: s3fs, gcsfs, adlfs
         "demo": ["matplotlib>=3.7", "psutil"],
-        "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff", "mypy", "import-linter", "psutil"],
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6.100",
+            "ruff",
+            "mypy",
+            "import-linter",
+            "psutil",
+            "fsspec",
+            "s3fs",
+            "moto[server]>=5",
+        ],
     },
     entry_points={
         "console_scripts": ["unickpt = unickpt.cli.main:main"],

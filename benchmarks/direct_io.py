@@ -17,8 +17,8 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from benchmarks.measure import machine  # noqa: E402
+from unickpt.posix import PosixStorage  # noqa: E402
 from unickpt.staging import StagingBuffer  # noqa: E402
-from unickpt.storage import PosixStorage  # noqa: E402
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ class Options:
     direct_io: bool = _option(True, "write data past the page cache, where the file system takes it")
     keep_last: int = _option(0, "after a save, remove all but so many of the newest checkpoints in its folder; 0 keeps all")
     keep_every: int = _option(0, "of these, keep those whose step is a multiple of this")
+    upload_to: str = _option("", "a URL (or path) where every checkpoint is copied to as well, behind training")
     grace_seconds: float = _option(25.0, "how long SIGTERM waits for a save that was begun")
     timeout_seconds: float = _option(1800.0, "how long a rank waits for the others before it gives up a save or load")
 
@@ -58,6 +59,7 @@ def save_options(options: Options) -> SaveOptions:
         direct_io=options.direct_io,
         grace_s=options.grace_seconds,
         retention=Retention(options.keep_last, options.keep_every),
+        upload_to=options.upload_to,
     )
 
 

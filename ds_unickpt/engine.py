@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
@@ -20,6 +18,7 @@ from unickpt import neighbours as neighbours_module
 from unickpt.commit import LATEST_FILE
 from unickpt.coordination import Rendezvous
 from unickpt.errors import (
+    ConfigError,
     CoordinationError,
     CorruptCheckpointError,
     FormatError,
@@ -34,6 +33,7 @@ from unickpt.neighbours import reason_of
 from unickpt.report import LoadReport
 from unickpt.retention import whole
 from unickpt.saving import PendingSave, Request, Saver, SaveResult
+from unickpt.storage import Storage, is_url, join, open_storage, read_text, usable
 
 logger = logging.getLogger("unickpt")
 
@@ -108,6 +108,9 @@ def adopt(engine: Any) -> None:
     options = read_options(internals.config_of(engine))
     if options is None or not options.enabled:
         return
+    reason = usable(options.upload_to) if options.upload_to else ""
+    if reason:
+        raise ConfigError(f'"unickpt.upload_to": {reason}')
     make_visible()
     world = int(engine.world_size)
     meet = Rendezvous(
@@ -162,6 +165,13 @@ def save_checkpoint(
         if save.result is None or not save.result.unsupported:
             return save.committed
         reason = save.result.unsupported
+    if is_url(save_dir):
+        if ours.meet.rank == 0:
+            logger.error(
+                "unickpt: %s/%s is NOT saved. Not supported yet: %s; and DeepSpeed itself cannot save to a URL, so give this "
+                "job a directory", save_dir, name, reason,
+            )  # fmt: skip
+        return False
     ours.warn_once(
         f"not supported yet: {reason}. This job is saved by DeepSpeed's own checkpoint engine, as without the "
         '"unickpt" key; it can be resumed under the same layout only.'
@@ -271,7 +281,9 @@ def load_checkpoint(
     skipped: list[str] = []
     tried: list[str] = []
     while True:
-        choice = ours.meet.broadcast("choice", _choose(str(load_dir), tag, tried) if ours.meet.rank == 0 else None)
+        choice = ours.meet.broadcast("choice", _chosen(str(load_dir), tag, tried) if ours.meet.rank == 0 else None)
+        if choice["error"]:
+            raise StorageError(f"{load_dir}: rank 0 cannot see what is there: {choice['error']}")
         if choice["tag"] is None:
             if tried:
                 raise CorruptCheckpointError(f"no whole checkpoint is left in {load_dir}: " + "; ".join(skipped))
@@ -280,6 +292,10 @@ def load_checkpoint(
                     "unickpt: %s has no 'latest' file, so nothing is loaded; whole checkpoints there: %s. "
                     "Pass one of them as tag to resume from it.", load_dir, ", ".join(choice["present"]),
                 )  # fmt: skip
+            if is_url(load_dir):
+                if ours.meet.rank == 0 and not choice["present"]:
+                    logger.warning("unickpt: %s has no 'latest' and no checkpoint, so nothing is loaded", load_dir)
+                return None, None
             return run_native(tag)
         if not choice["universal"]:
             return run_native(tag if not tried else choice["tag"])
@@ -308,31 +324,40 @@ class _DamagedError(Exception):
         self.cause = cause
 
 
+def _chosen(load_dir: str, tag: Any, tried: list[str]) -> dict[str, Any]:
+    """``_choose``, and if the storage does not answer, what it said: the other ranks wait for the coordinator's word."""
+    nothing: dict[str, Any] = {"tag": None, "universal": False, "present": [], "error": ""}
+    try:
+        return {**nothing, **_choose(load_dir, tag, tried)}
+    except (UnickptError, OSError) as err:
+        return {**nothing, "error": f"{type(err).__name__}: {err}"}
+
+
 def _choose(load_dir: str, tag: Any, tried: list[str]) -> dict[str, Any]:
     """On the coordinator: which checkpoint to load next. Reads manifests, never data."""
-    folder = Path(load_dir)
-    if tag is None and not (folder / LATEST_FILE).is_file():
-        return {"tag": None, "universal": False, "present": [name for _, name in whole(folder)]}
-    first = str(tag) if tag is not None else (folder / LATEST_FILE).read_text().strip()
+    folder = open_storage(load_dir)
+    first = str(tag) if tag is not None else read_text(folder, LATEST_FILE)
+    if first is None:
+        return {"present": [name for _, name in whole(load_dir)]}
     if not tried:
-        return {"tag": first, "universal": not _is_native(folder / first), "present": []}
-    older = [name for _, name in whole(folder) if name not in tried]
-    return {"tag": older[0] if older else None, "universal": True, "present": []}
+        return {"tag": first, "universal": not _is_native(folder.inside(first))}
+    older = [name for _, name in whole(load_dir) if name not in tried]
+    return {"tag": older[0] if older else None, "universal": True}
 
 
-def _is_native(directory: Path) -> bool:
+def _is_native(directory: Storage) -> bool:
     """Whether DeepSpeed's own files are what was saved last under this tag."""
-    native = [path.stat().st_mtime_ns for path in directory.glob("*.pt")]
-    if not native or not is_checkpoint(directory):
+    native = [directory.modified_ns(name) for name in directory.names() if name.endswith(".pt")]
+    if not native or not is_checkpoint(directory.where()):
         return bool(native)
-    return max(native) > (directory / MANIFEST_FILE).stat().st_mtime_ns
+    return max(native) > directory.modified_ns(MANIFEST_FILE)
 
 
 def _load(
     ours: UnickptCheckpointEngine, engine: Any, load_dir: str, tag: str, wanted: restore.Wanted, skipped: list[str]
 ) -> tuple[str, dict[str, Any]]:
     begin = time.monotonic()
-    directory = Path(load_dir) / tag
+    directory = join(load_dir, tag)
     failure: Exception | None = None
     loading: restore.Restore | None = None
     planned: Planned | None = None
@@ -372,10 +397,10 @@ def _load(
     if ours.meet.rank == 0:
         for line in report.lines():
             logger.info("unickpt: %s", line)
-    return os.path.join(load_dir, tag, MANIFEST_FILE), client_state
+    return join(directory, MANIFEST_FILE), client_state
 
 
-def _raise_agreed(directory: Path, failure: Exception | None, reasons: dict[int, str]) -> None:
+def _raise_agreed(directory: str, failure: Exception | None, reasons: dict[int, str]) -> None:
     """Every rank raises, and every rank's message names the rank whose failure it is."""
     kinds = {reason.split(":", 1)[0] for reason in reasons.values()}
     if failure is None:

@@ -88,7 +88,7 @@ class Restore:
         self.base = internals.base_optimizer(engine)
         source = checkpoint.manifest.writer
         self.report = LoadReport(
-            source=f"{checkpoint.storage.root} (step {checkpoint.manifest.step}, {source.framework} "
+            source=f"{checkpoint.storage} (step {checkpoint.manifest.step}, {source.framework} "
             f"{source.framework_version}, {capture.describe(source.topology)})",
             target=capture.describe(capture.topology(engine)),
         )
@@ -186,7 +186,7 @@ class Restore:
                 hint = " load_module_strict=False lets names differ, except of trained parameters"
                 hint += " (with load_optimizer_states=False, of those, too)."
             raise MismatchError(
-                f"{self.checkpoint.storage.root} does not fit this model: " + "; ".join(lines) + f".{hint} Nothing is loaded."
+                f"{self.checkpoint.storage} does not fit this model: " + "; ".join(lines) + f".{hint} Nothing is loaded."
             )
 
     # ---------------------------------------------------------------- tensors
@@ -336,11 +336,11 @@ class Restore:
         own = type(self.base).__name__
         hint = "load_optimizer_states=False loads the weights alone"
         if record is None:
-            raise MismatchError(f"{self.checkpoint.storage.root} holds no optimizer, this job has {own}; {hint}")
+            raise MismatchError(f"{self.checkpoint.storage} holds no optimizer, this job has {own}; {hint}")
         if family_of(record.name) != family_of(own):
             states = sorted({info.state for info in self.checkpoint.index.tensors if info.kind == "optimizer"})
             raise MismatchError(
-                f"{self.checkpoint.storage.root} was trained with {record.name} (states {', '.join(states) or 'none'}), "
+                f"{self.checkpoint.storage} was trained with {record.name} (states {', '.join(states) or 'none'}), "
                 f"this job uses {own}; its states cannot be made from those. {hint}."
             )
         trained = {name for group in record.groups for name in group.parameters}
@@ -352,7 +352,7 @@ class Restore:
         ]
         if untrained:
             raise MismatchError(
-                f"{self.checkpoint.storage.root}: {len(untrained)} parameters that this job trains were not trained there, so "
+                f"{self.checkpoint.storage}: {len(untrained)} parameters that this job trains were not trained there, so "
                 f"there is no optimizer state for them: {_some(untrained)}; {hint}"
             )
 
@@ -471,7 +471,7 @@ class Restore:
         assert self.base is not None
         record = self.checkpoint.manifest.optimizer
         assert record is not None
-        where = str(self.checkpoint.storage.root)
+        where = self.checkpoint.storage.where()
         of = {name: at for at, group in enumerate(record.groups) for name in group.parameters}
         values = [objects.decode(g.hyperparameters, tensors={}, where=where).value for g in record.groups]
         members: dict[int, tuple[Any, list[str]]] = {}

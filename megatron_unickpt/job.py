@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from unickpt.coordination import Rendezvous
 from unickpt.errors import UnickptError
 from unickpt.loading import is_checkpoint
 from unickpt.saving import SaveOptions, Saver
+from unickpt.storage import open_storage, read_text
 
 BACKEND, VERSION = "unickpt", 1
 CONTENT_METADATA = "content_metadata"  # key in Megatron's common state dict
@@ -71,20 +71,21 @@ def recognises(checkpoint_dir: str | Path | None) -> bool:
 
     The latter is ours to refuse: Megatron would say that it knows no strategy for it.
     """
-    return checkpoint_dir is not None and (is_checkpoint(str(checkpoint_dir)) or _marked(Path(checkpoint_dir)))
+    return checkpoint_dir is not None and (is_checkpoint(str(checkpoint_dir)) or _marked(str(checkpoint_dir)))
 
 
-def _marked(directory: Path) -> bool:
+def _marked(directory: str) -> bool:
     try:
-        found = json.loads((directory / CONFIG_FILE).read_text())
-    except (OSError, ValueError):
+        found = json.loads(read_text(open_storage(directory), CONFIG_FILE) or "null")
+    except (UnickptError, OSError, ValueError):
         return False
     return isinstance(found, dict) and found.get("sharded_backend") == BACKEND
 
 
 def mark(directory: str) -> None:
     """Megatron's own mark of a distributed checkpoint, so that its tools know whose it is. The manifest is what counts."""
-    if os.path.isfile(os.path.join(directory, CONFIG_FILE)):
+    place = open_storage(directory)
+    if place.size_bytes(CONFIG_FILE) is not None:
         return
     text = json.dumps(
         {
@@ -92,9 +93,4 @@ def mark(directory: str) -> None:
             "common_backend": BACKEND, "common_backend_version": VERSION,
         }
     )  # fmt: skip
-    temporary = os.path.join(directory, f".{CONFIG_FILE}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, os.path.join(directory, CONFIG_FILE))
+    place.write_atomic(CONFIG_FILE, text.encode())

@@ -160,7 +160,7 @@ def _raise_agreed(checkpoint: Checkpoint, failure: Exception | None, reasons: di
     """If a rank failed, every rank raises, and names it."""
     if reasons and reason_of(failure) is None:
         rank, reason = min(reasons.items())
-        raise MegatronCheckpointError(f"{checkpoint.storage.root}: rank {rank} could not load it: {reason}")
+        raise MegatronCheckpointError(f"{checkpoint.storage}: rank {rank} could not load it: {reason}")
     if failure is not None:
         raise failure
 

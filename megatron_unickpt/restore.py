@@ -68,7 +68,7 @@ class Restore:
     def __post_init__(self) -> None:
         source = self.checkpoint.manifest.writer
         self.report.source = (
-            f"{self.checkpoint.storage.root} (step {self.checkpoint.manifest.step}, {source.framework} "
+            f"{self.checkpoint.storage} (step {self.checkpoint.manifest.step}, {source.framework} "
             f"{source.framework_version}, {capture.describe(source.topology)})"
         )
         self._stepped = any(info.kind == "optimizer" for info in self.checkpoint.index.tensors)
@@ -132,7 +132,7 @@ class Restore:
         if lines and record is not None and any(key.startswith("optimizer.state.") for key in missing):
             lines.append(f"It was saved with {record.name}, whose states are {', '.join(states) or 'none'}")
         if lines:
-            raise MismatchError(f"{self.checkpoint.storage.root} does not fit this job: {'. '.join(lines)}. Nothing is loaded.")
+            raise MismatchError(f"{self.checkpoint.storage} does not fit this job: {'. '.join(lines)}. Nothing is loaded.")
 
     def _request(self, item: ShardedTensor, info: TensorInfo) -> None:
         item.init_data(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu")
@@ -205,7 +205,7 @@ class Restore:
                 similar = [key for key in self.checkpoint.shared_names() if key.startswith(f"{item.key}/")]
                 have = f"it has {', '.join(similar[:4])}" if similar else "it has none of that name"
                 raise MismatchError(
-                    f"{self.checkpoint.storage.root}: no object {item.unique_key} ({have}): objects are kept per "
+                    f"{self.checkpoint.storage}: no object {item.unique_key} ({have}): objects are kept per "
                     "position and cannot be resharded"
                 ) from None
             found[item.unique_key] = mapping.object_of(decoded.value)

@@ -20,6 +20,7 @@ from megatron_unickpt import capture, internals, job, mapping
 from megatron_unickpt.job import CONTENT_METADATA, SaveFailedError
 from unickpt.logs import make_visible
 from unickpt.saving import PendingSave, Request, SaveResult
+from unickpt.storage import absolute, split
 
 logger = logging.getLogger("unickpt")
 
@@ -40,7 +41,7 @@ def save(
 
     Args:
         sharded_state_dict: as for ``dist_checkpointing.save``. Not changed.
-        checkpoint_dir: the checkpoint; made if it is not there.
+        checkpoint_dir: the checkpoint, a path or a URL; made if it is not there.
         content_metadata: kept with it, given back by ``load_content_metadata``.
         asynchronous: copy this rank's part and return; the rest goes on behind training.
         share: spread weights that data parallel ranks hold alike over all of them.
@@ -55,7 +56,8 @@ def save(
         SaveFailedError: on every rank, if any rank could not write. Nothing is left behind.
     """
     make_visible()
-    directory = os.path.abspath(str(checkpoint_dir))
+    directory = absolute(str(checkpoint_dir))
+    save_dir, tag = split(directory)
     common = mapping.common(sharded_state_dict)
     if content_metadata is not None:
         common[CONTENT_METADATA] = {k: v for k, v in content_metadata.items() if k != "dp_cp_group"}
@@ -63,9 +65,9 @@ def save(
         internals.compare_common_state(preprocess_common(common) if preprocess_common is not None else common)
     request = Request(
         lambda _: capture.contribution(sharded_state_dict, common, share=share),
-        save_dir=os.path.dirname(directory),
-        tag=os.path.basename(directory),
-        on_commit=_committed(directory),
+        save_dir=save_dir,
+        tag=tag,
+        on_commit=_on_commit(),
         on_end=_ended,
     )
     meet = job.rendezvous().apart(f"save/{directory}")  # an earlier save may still be going on
@@ -77,12 +79,12 @@ def save(
     return AsyncRequest(Background(pending), (), _Finalizers(pending))
 
 
-def _committed(directory: str) -> Callable[[], None]:
-    """What follows on a commit; the training scripts have a tracker file."""
+def _on_commit() -> Callable[[str], None]:
+    """What follows on a commit, here and where a copy is uploaded to; the training scripts have a tracker file."""
     scripts = sys.modules.get("megatron_unickpt.training")
     tracked = scripts is not None and scripts.saving()
 
-    def follow() -> None:
+    def follow(directory: str) -> None:
         job.mark(directory)
         if tracked and scripts is not None:
             scripts.track(directory)

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import inspect
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from megatron_unickpt import capture, internals, job, loading, metadata, optimiz
 from megatron_unickpt.job import BACKEND, MegatronCheckpointError, SaveFailedError
 from megatron_unickpt.optimizer import METADATA
 from unickpt.errors import (
+    ConfigError,
     CorruptCheckpointError,
     FormatError,
     MismatchError,
@@ -35,7 +35,7 @@ from unickpt.loading import Checkpoint, is_checkpoint, read_manifest
 from unickpt.reading import VERIFY
 from unickpt.retention import Retention
 from unickpt.saving import ON_BUSY, SaveOptions
-from unickpt.storage import PosixStorage
+from unickpt.storage import is_url, open_storage, split, usable
 
 logger = logging.getLogger("unickpt")
 
@@ -106,6 +106,7 @@ def add_arguments(wrapped: Callable[..., Any], parser: argparse.ArgumentParser) 
     add("--unickpt-no-direct-io", action="store_true", help="write data through the page cache")
     add("--unickpt-keep-last", type=int, default=0, help="after a save, remove all but so many of the newest; 0 keeps all")
     add("--unickpt-keep-every", type=int, default=0, help="of these, keep those whose iteration is a multiple of this")
+    add("--unickpt-upload-to", default="", metavar="URL", help="copy every checkpoint there too, behind training")
     add("--unickpt-grace-seconds", type=float, default=25.0, help="how long SIGTERM waits for a save that was begun")
     add("--unickpt-verify", choices=VERIFY, default="always", help="check what is read against its checksum")
     add(
@@ -124,6 +125,7 @@ def _save_options(options: argparse.Namespace) -> SaveOptions:
         direct_io=not options.unickpt_no_direct_io,
         grace_s=options.unickpt_grace_seconds,
         retention=Retention(options.unickpt_keep_last, options.unickpt_keep_every),
+        upload_to=options.unickpt_upload_to,
     )
 
 
@@ -146,8 +148,28 @@ def parse_arguments(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     wanted = getattr(parsed, "ckpt_format", None) == BACKEND
     setattr(parsed, BACKEND, wanted)
     if wanted:
+        _check_places(parsed)
         parsed.ckpt_format = NATIVE_FORMAT
     return parsed
+
+
+def _check_places(parsed: argparse.Namespace) -> None:
+    """The scripts make directories and open files where ``--save`` and ``--load`` say, in the local file system.
+
+    Raises:
+        ConfigError: one of them is a URL, or uploads cannot work.
+    """
+    for name in ("save", "load"):
+        where = getattr(parsed, name, None)
+        if where and is_url(where):
+            raise ConfigError(
+                f"--{name} {where}: Megatron's scripts need a directory there. Save into one, and let --unickpt-upload-to URL "
+                "copy the checkpoints behind training; to resume from a copy, fetch it with the store's own tool."
+            )
+    upload_to = getattr(parsed, "unickpt_upload_to", "")
+    reason = usable(upload_to) if upload_to else ""
+    if reason:
+        raise ConfigError(f"--unickpt-upload-to: {reason}")
 
 
 # ---------------------------------------------------------------- saving
@@ -170,9 +192,9 @@ def track(directory: str) -> None:
     Megatron writes it too, when it finalizes the save; a job that is preempted before that shall not
     lose a checkpoint that is whole.
     """
-    folder, name = os.path.split(directory)
+    folder, name = split(directory)
     if name.startswith("iter_") and name[5:].isdigit():
-        PosixStorage(folder).write_atomic(TRACKER, str(int(name[5:])).encode())
+        open_storage(folder).write_atomic(TRACKER, str(int(name[5:])).encode())
 
 
 def save_checkpoint(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -284,7 +306,7 @@ def _chosen(options: argparse.Namespace, load_dir: str, tried: list[int]) -> dic
     """``_choose``, and a tracker file that names what is not there put right: Megatron reads it, and would exit."""
     choice = _choose(options, load_dir, tried)
     if choice["notes"] and choice["iteration"] is not None:
-        PosixStorage(load_dir).write_atomic(TRACKER, str(choice["iteration"]).encode())
+        open_storage(load_dir).write_atomic(TRACKER, str(choice["iteration"]).encode())
     if choice["iteration"] is not None:
         with contextlib.suppress(OSError):  # a job that was killed right after the commit, or a read-only directory
             job.mark(choice["directory"])
@@ -340,7 +362,7 @@ def _whole(folder: Path) -> list[int]:
     for path in folder.glob("iter_*"):
         if path.name[5:].isdigit() and is_checkpoint(path):
             try:
-                read_manifest(PosixStorage(path))
+                read_manifest(open_storage(path))
             except (UnickptError, OSError):
                 continue
             found.append(int(path.name[5:]))

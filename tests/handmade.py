@@ -22,8 +22,8 @@ from unickpt.coordination import Rendezvous
 from unickpt.fragments import Box
 from unickpt.index import TensorInfo
 from unickpt.manifest import OptimizerRecord, ParameterGroup, Writer
+from unickpt.posix import PosixStorage
 from unickpt.saving import save
-from unickpt.storage import PosixStorage
 from unickpt.writing import write_rank
 
 WRITER = Writer("handmade", "1.2.3", "0.1.0", torch.__version__, "huggingface", {"world_size": 2, "zero_stage": 1})

@@ -25,7 +25,7 @@ from unickpt.contribution import Shard
 from unickpt.errors import StorageError
 from unickpt.fragments import Box
 from unickpt.index import TensorInfo
-from unickpt.storage import PosixStorage
+from unickpt.posix import PosixStorage
 
 REPOSITORY = Path(__file__).parent.parent
 

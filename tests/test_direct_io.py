@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from unickpt import direct_io
 from unickpt.direct_io import BLOCK_BYTES
 from unickpt.errors import StorageError
-from unickpt.storage import PosixStorage
+from unickpt.posix import PosixStorage
 from unickpt.writing import _joined
 
 SIZES = st.lists(

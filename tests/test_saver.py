@@ -37,12 +37,12 @@ def large(count: int = 8, mib: int = 1) -> list[Shard]:
     return [s for at, i in enumerate(infos) for s in shards_of_flat_range(i, 0, i.numel, torch.full(i.shape, float(at)))]
 
 
-def request(folder: Path, tag: str, shards: list[Shard], **more: Any) -> Request:
+def request(folder: Path | str, tag: str, shards: list[Shard], **more: Any) -> Request:
     writer = type(WRITER)("test", "1", "0", torch.__version__, "none", {"world_size": 1})
     return Request(lambda _: Contribution(shards, 3, writer, rank_objects={"r": 1}), str(folder), tag, True, **more)
 
 
-def assert_counts(directory: Path, count: int = 8) -> None:
+def assert_counts(directory: Path | str, count: int = 8) -> None:
     assert verify(directory).problems == ()
     checkpoint = Checkpoint.open(directory)
     for at in range(count):

@@ -5,18 +5,20 @@ Until the manifest is renamed into place there is no checkpoint; afterwards it i
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fnmatch
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unickpt import index as index_module
 from unickpt import manifest as manifest_module
 from unickpt.checksums import digest
 from unickpt.contribution import Prepared
-from unickpt.errors import StorageError, UnickptError
+from unickpt.errors import StorageError, UncertainCommitError, UnickptError
 from unickpt.index import Index
 from unickpt.manifest import MANIFEST_FILE, FileRecord, Manifest
-from unickpt.storage import PosixStorage
+from unickpt.storage import Storage
 
 DATA_FOLDER = "data"
 ROWS_FOLDER = "rows"
@@ -48,19 +50,20 @@ def index_name(generation: int) -> str:
     return f"index.{generation}.safetensors" if generation else "index.safetensors"
 
 
-def next_generation(storage: PosixStorage) -> int:
+def next_generation(storage: Storage) -> int:
     """The number of a new save under this tag: files of a checkpoint that is already there are left alone."""
     generation = 0
     try:
-        if storage.size_bytes(MANIFEST_FILE) is not None:
-            old = storage.root / MANIFEST_FILE
-            generation = manifest_module.from_bytes(old.read_bytes(), where=str(old)).generation + 1
+        size = storage.size_bytes(MANIFEST_FILE)
+        if size is not None:
+            old = storage.read(MANIFEST_FILE, 0, size)
+            generation = manifest_module.from_bytes(old, where=storage.where(MANIFEST_FILE)).generation + 1
     except (UnickptError, OSError):
         generation = time.time_ns()  # an unreadable manifest: take a number that nothing can have used
     return generation
 
 
-def commit(storage: PosixStorage, files: list[FileRecord], part: Prepared, generation: int) -> int:
+def commit(storage: Storage, files: list[FileRecord], part: Prepared, generation: int) -> int:
     """Merge the ranks' rows, check that they make whole tensors, and write index and manifest.
 
     Returns:
@@ -68,52 +71,103 @@ def commit(storage: PosixStorage, files: list[FileRecord], part: Prepared, gener
 
     Raises:
         CoverageError: the ranks' fragments have holes or overlap; nothing is committed.
-        StorageError: a rank's file cannot be seen from here, or the storage fails.
+        StorageError: a rank's file cannot be seen from here, or the storage fails; nothing is committed.
+        UncertainCommitError: the storage failed so that nobody knows whether it is.
     """
     parts = [_read_rows(storage, record, Names(rank, generation)) for rank, record in enumerate(files)]
     merged = index_module.merge(parts)
     index_module.check_coverage(merged)
     table = index_module.to_bytes(merged)
-    name = index_name(generation)
-    with storage.create(name) as sink:
-        sink.write([memoryview(table)])
-    header_bytes = 8 + int.from_bytes(table[:8], "little")
-    files = [*files, FileRecord(name, len(table), digest(table), header_bytes, digest(table[:header_bytes]))]
+    record = index_record(table, generation)
     manifest = Manifest(
         step=part.step,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         writer=part.writer,
-        files=tuple(files),
-        index=name,
+        files=(*files, record),
+        index=record.path,
         optimizer=part.optimizer,
         aliases=part.aliases,
         excluded=part.excluded,
         objects=part.objects,
         generation=generation,
     )
-    storage.write_atomic(MANIFEST_FILE, manifest_module.to_bytes(manifest))
-    _clean(storage, keep={record.path for record in files})
-    return sum(record.size_bytes for record in files)
+    publish(storage, manifest, table)
+    return sum(record.size_bytes for record in manifest.files)
 
 
-def _read_rows(storage: PosixStorage, record: FileRecord, names: Names) -> Index:
+def index_record(table: bytes, generation: int) -> FileRecord:
+    """What the manifest says about an index."""
+    header_bytes = 8 + int.from_bytes(table[:8], "little")
+    return FileRecord(index_name(generation), len(table), digest(table), header_bytes, digest(table[:header_bytes]))
+
+
+def renumbered(manifest: Manifest, table: bytes, generation: int, *, where: str) -> tuple[Manifest, bytes]:
+    """The same checkpoint with file names of another generation.
+
+    Args:
+        manifest, table: of the checkpoint, the table as the bytes of its index.
+        generation: the new one.
+        where: names the index in messages.
+
+    Returns:
+        Manifest and index; the data files keep their bytes under the names of ``Names(rank, generation)``.
+    """
+    if generation == manifest.generation:
+        return manifest, table
+    data = [record for record in manifest.files if record.path != manifest.index]
+    names = {record.path: Names(rank, generation).data for rank, record in enumerate(data)}
+    index = index_module.from_bytes(table, where=where)
+    table = index_module.to_bytes(replace(index, files=tuple(names[path] for path in index.files)))
+    record = index_record(table, generation)
+    files = (*(replace(old, path=names[old.path]) for old in data), record)
+    return replace(manifest, files=files, index=record.path, generation=generation), table
+
+
+def publish(storage: Storage, manifest: Manifest, table: bytes) -> None:
+    """Write the index and then the manifest: now the checkpoint exists. Remove what it has replaced.
+
+    Raises:
+        StorageError: there is no such checkpoint.
+        UncertainCommitError: nobody knows whether there is.
+    """
+    with storage.create(manifest.index) as sink:
+        sink.write([memoryview(table)])
+    data = manifest_module.to_bytes(manifest)
+    try:
+        storage.write_atomic(MANIFEST_FILE, data)
+    except StorageError as err:
+        if not _holds(storage, data, err):
+            raise
+    with contextlib.suppress(UnickptError):  # the checkpoint is there; what is left over takes room, no more
+        _clean(storage, keep={record.path for record in manifest.files})
+
+
+def _holds(storage: Storage, data: bytes, failure: StorageError) -> bool:
+    """Whether a manifest whose writing has failed is there all the same: of a request, the answer may be what was lost."""
+    try:
+        return storage.size_bytes(MANIFEST_FILE) == len(data) and storage.read(MANIFEST_FILE, 0, len(data)) == data
+    except UnickptError as err:
+        raise UncertainCommitError(f"{failure}; whether it was written all the same cannot be seen ({err})") from failure
+
+
+def _read_rows(storage: Storage, record: FileRecord, names: Names) -> Index:
     size = storage.size_bytes(record.path)
     if size != record.size_bytes:
         found = "is not there" if size is None else f"has {size:,} bytes"
         raise StorageError(
-            f"{storage.root / record.path}: rank {names.rank} wrote {record.size_bytes:,} bytes, but seen from the "
+            f"{storage.where(record.path)}: rank {names.rank} wrote {record.size_bytes:,} bytes, but seen from the "
             f"coordinator the file {found}. The checkpoint directory has to be on storage that all hosts share."
         )
-    rows = storage.root / names.rows
-    return index_module.from_bytes(storage.read(names.rows, 0, storage.size_bytes(names.rows) or 0), where=str(rows))
+    rows = storage.read(names.rows, 0, storage.size_bytes(names.rows) or 0)
+    return index_module.from_bytes(rows, where=storage.where(names.rows))
 
 
-def _clean(storage: PosixStorage, keep: set[str]) -> None:
+def _clean(storage: Storage, keep: set[str]) -> None:
     """Remove the rows, and the files of the generation that this one replaced."""
     storage.delete_folder(ROWS_FOLDER)
     for name in storage.names(DATA_FOLDER):
         if name not in keep:
             storage.delete(name)
-    for path in storage.root.glob("index*.safetensors"):
-        if path.name not in keep:
-            storage.delete(path.name)
+    for name in fnmatch.filter(storage.names(), "index*.safetensors"):
+        if name not in keep:
+            storage.delete(name)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from unickpt import index as index_module
-from unickpt import manifest as manifest_module
-from unickpt.checksums import digest
-from unickpt.commit import index_name
+from unickpt.commit import index_record, publish
 from unickpt.errors import CoverageError
 from unickpt.index import Index
 from unickpt.loading import read_index, read_manifest
-from unickpt.manifest import MANIFEST_FILE, FileRecord
-from unickpt.storage import PosixStorage
+from unickpt.storage import open_storage
 
 
-def remove_tensors(directory: str | Path, unwanted: Callable[[str, str], bool]) -> list[str]:
+def remove_tensors(directory: str | os.PathLike[str], unwanted: Callable[[str, str], bool]) -> list[str]:
     """Take tensors out of a checkpoint. Their bytes stay in the data files; the checkpoint no longer has them.
 
     Args:
@@ -32,7 +29,7 @@ def remove_tensors(directory: str | Path, unwanted: Callable[[str, str], bool]) 
     Raises:
         CoverageError: a tensor that stays is derived from one that would go; nothing is changed.
     """
-    storage = PosixStorage(directory)
+    storage = open_storage(directory)
     manifest = read_manifest(storage)
     index = read_index(storage, manifest)
     keep = [info.kind == "object" or not unwanted(info.name, info.state) for info in index.tensors]
@@ -42,15 +39,10 @@ def remove_tensors(directory: str | Path, unwanted: Callable[[str, str], bool]) 
     smaller = _filtered(index, np.array(keep))
     index_module.check_complete(smaller)
     generation = manifest.generation + 1
-    table, name = index_module.to_bytes(smaller), index_name(generation)
-    with storage.create(name) as sink:
-        sink.write([memoryview(table)])
-    header_bytes = 8 + int.from_bytes(table[:8], "little")
-    record = FileRecord(name, len(table), digest(table), header_bytes, digest(table[:header_bytes]))
+    table = index_module.to_bytes(smaller)
+    record = index_record(table, generation)
     files = (*(f for f in manifest.files if f.path != manifest.index), record)
-    changed = replace(manifest, files=files, index=name, generation=generation)
-    storage.write_atomic(MANIFEST_FILE, manifest_module.to_bytes(changed))
-    storage.delete(manifest.index)
+    publish(storage, replace(manifest, files=files, index=record.path, generation=generation), table)
     return removed
 
 

@@ -57,3 +57,7 @@ class CoordinationError(UnickptError):
 
 class StorageError(UnickptError):
     """The storage refused an operation (full, gone, read-only)."""
+
+
+class UncertainCommitError(StorageError):
+    """The storage failed while a manifest was written, and whether it was written cannot be seen."""

@@ -25,8 +25,8 @@ from unickpt.fragments import Ints
 from unickpt.index import Index
 from unickpt.neighbours import CONSUMED, READY, Neighbours
 from unickpt.planning import ReadPlan
-from unickpt.reading import BLOCK_BYTES, THREADS, Fragment, ReadStats, Request, by_file, check, deliver, results
-from unickpt.storage import PosixStorage
+from unickpt.reading import THREADS, Fragment, ReadStats, Request, by_file, check, deliver, results
+from unickpt.storage import Storage
 
 _RUN_BYTES = 8 << 20  # neighbouring fragments that go to one reader
 _ALIGNMENT = 64
@@ -125,7 +125,7 @@ class _Place:
 
 
 def execute(
-    storage: PosixStorage,
+    storage: Storage,
     index: Index,
     plan: ReadPlan,
     requests: Sequence[Request],
@@ -205,7 +205,7 @@ class _Reading:
     """This rank's part of the reading."""
 
     def __init__(
-        self, storage: PosixStorage, index: Index, mine: dict[int, Fragment], verify: str, pool: ThreadPoolExecutor
+        self, storage: Storage, index: Index, mine: dict[int, Fragment], verify: str, pool: ThreadPoolExecutor
     ) -> None:
         self._storage, self._index, self._mine, self._verify, self._pool = storage, index, mine, verify, pool
         self._running: dict[int, RunningChecksum] = {}
@@ -219,7 +219,7 @@ class _Reading:
             with self._storage.reader(self._index.files[file]) as reader:
                 parts = [
                     self._pool.submit(reader.read_into, [slot[at : at + size]], offset)
-                    for at, size, offset in self._stretches(of_file)
+                    for at, size, offset in self._stretches(of_file, reader.block_bytes)
                 ]
                 for _ in results(parts):
                     pass
@@ -229,7 +229,7 @@ class _Reading:
                         pass
         return sum(block.hi - block.lo for block in blocks)
 
-    def _stretches(self, blocks: Sequence[Block]) -> list[tuple[int, int, int]]:
+    def _stretches(self, blocks: Sequence[Block], piece_bytes: int) -> list[tuple[int, int, int]]:
         """(position in the slot, bytes, position in the file) of what is adjacent in both, in pieces for several threads."""
         joined: list[tuple[int, int, int]] = []
         for block in blocks:
@@ -240,9 +240,9 @@ class _Reading:
             else:
                 joined.append((block.at, size, offset))
         return [
-            (at + shift, min(BLOCK_BYTES, size - shift), offset + shift)
+            (at + shift, min(piece_bytes, size - shift), offset + shift)
             for at, size, offset in joined
-            for shift in range(0, size, BLOCK_BYTES)
+            for shift in range(0, size, piece_bytes)
         ]
 
     def _verify_block(self, block: Block, slot: memoryview, path: str) -> None:

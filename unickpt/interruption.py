@@ -1,8 +1,9 @@
 """The end of a process while a save is being written: it is finished, within a grace, or abandoned.
 
 Abandoned means absent: without its manifest a checkpoint does not exist, and the one before is intact.
+The same goes for uploads, of which the local checkpoint is whole in any case.
 
-An ordinary exit and an uncaught exception run ``atexit``. SIGTERM (preemption) would end the process
+An ordinary exit and an uncaught exception run ``finish_all``. SIGTERM (preemption) would end the process
 at once; where nobody else handles it, a thread of ours hears of it, waits for the save, and then
 lets it have its effect. Python runs signal handlers in the main thread, which may be deep in a
 collective; so the thread listens at ``signal.set_wakeup_fd`` instead, which is written to at once.
@@ -40,9 +41,19 @@ def guard(saver: Saver) -> None:
         _savers.add(saver)
         if not _installed:
             _installed = True
-            atexit.register(finish_all)
+            _at_exit()
             os.register_at_fork(after_in_child=_forget)
             _listen()
+
+
+def _at_exit() -> None:
+    """Run ``finish_all`` before Python ends its thread pools; ``atexit`` comes after that, when no name can be looked up
+    any more (asyncio does it in a pool), and so no connection to an object store be made."""
+    register = getattr(threading, "_register_atexit", atexit.register)
+    try:
+        register(finish_all)
+    except RuntimeError:  # the process is ending already
+        atexit.register(finish_all)
 
 
 def _forget() -> None:
@@ -54,15 +65,21 @@ def _forget() -> None:
 
 
 def finish_all() -> None:
-    """Wait for every save that this process has begun: before reading a checkpoint, or before leaving by ``os._exit``.
+    """Wait for all that this process has begun: before reading a checkpoint, or before leaving by ``os._exit``.
 
-    The end of the process does it by itself. Waits ``WRITING_S`` for this rank's writing and then the saver's grace
-    for other ranks.
+    The end of the process does it by itself. Waits ``WRITING_S`` for this rank's writing (and again for its sending,
+    if there are uploads) and then the saver's grace for other ranks.
     """
     end = time.monotonic() + WRITING_S
     for saver in list(_savers):
         for save in saver.pending:
             save.written.wait(max(end - time.monotonic(), 0.0))
+            if saver.options.upload_to:
+                save.wait(saver.options.grace_s)  # then its upload is known
+    end = time.monotonic() + WRITING_S
+    for saver in list(_savers):
+        for upload in saver.uploads:
+            upload.sent.wait(max(end - time.monotonic(), 0.0))
     _finish("")
 
 
@@ -70,13 +87,22 @@ def _finish(why: str) -> None:
     """Wait for all savers, each within its grace."""
     begin = time.monotonic()
     for saver in list(_savers):
-        pending = saver.pending
-        if pending and why:
-            logger.warning("unickpt: %s; finishing the save of %s first", why, pending[-1].directory)
-        if not saver.leave(max(saver.options.grace_s - (time.monotonic() - begin), 0.0)) and pending:
+        if why:
+            for save in saver.pending[-1:]:
+                logger.warning("unickpt: %s; finishing the save of %s first", why, save.directory)
+            for upload in saver.uploads[-1:]:
+                logger.warning("unickpt: %s; finishing the upload of %s first", why, upload.source)
+        if saver.leave(max(saver.options.grace_s - (time.monotonic() - begin), 0.0)):
+            continue
+        for save in saver.pending[-1:]:
             logger.error(
                 "unickpt: the save of %s is abandoned after %.0f s: it does not exist, and checkpoints before it are intact",
-                pending[-1].directory, saver.options.grace_s,
+                save.directory, saver.options.grace_s,
+            )  # fmt: skip
+        for upload in saver.uploads[-1:]:
+            logger.error(
+                "unickpt: the upload of %s is abandoned after %.0f s: %s does not exist; the local checkpoint is whole",
+                upload.source, saver.options.grace_s, upload.target,
             )  # fmt: skip
 
 

@@ -8,10 +8,10 @@ is used. The first thing that is wrong ends the load with a message that names i
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,23 +22,30 @@ from unickpt import manifest as manifest_module
 from unickpt import objects as objects_module
 from unickpt.checksums import digest
 from unickpt.dtypes import torch_dtype
-from unickpt.errors import CorruptCheckpointError, CoverageError, FormatError, NotACheckpointError
+from unickpt.errors import CorruptCheckpointError, CoverageError, FormatError, NotACheckpointError, UnsafePathError
 from unickpt.fragments import Box, Ints
 from unickpt.index import Index, TensorInfo
 from unickpt.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, FileRecord, Manifest
 from unickpt.neighbours import Neighbours
 from unickpt.planning import ReadPlan, Target, plan_reads
 from unickpt.reading import ReadStats, Request, execute, files_of
-from unickpt.storage import PosixStorage
+from unickpt.storage import Storage, open_storage
 
 SHARED_PREFIX = "objects/shared/"  # objects that any rank may ask for by name
 SHARED_TENSORS_PREFIX = "objects/shared-tensors/"
 MAX_INDEX_BYTES = 1 << 32  # some 50 million fragments
 
 
-def is_checkpoint(directory: str | Path) -> bool:
-    """Whether the directory holds a (possibly damaged) unickpt checkpoint."""
-    return (Path(directory) / MANIFEST_FILE).is_file()
+def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
+    """Whether the directory (or URL) holds a (possibly damaged) unickpt checkpoint.
+
+    Raises:
+        StorageError: the storage does not say.
+    """
+    try:
+        return open_storage(directory).size_bytes(MANIFEST_FILE) is not None
+    except UnsafePathError:
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +66,24 @@ class Planned:
 class Checkpoint:
     """An opened checkpoint: sound manifest and index, all files present with the right size."""
 
-    storage: PosixStorage
+    storage: Storage
     manifest: Manifest
     index: Index
     ids: Mapping[tuple[str, str], int] = field(repr=False)
 
     @classmethod
-    def open(cls, directory: str | Path) -> Checkpoint:
+    def open(cls, directory: str | os.PathLike[str]) -> Checkpoint:
         """Open and validate.
+
+        Args:
+            directory: the checkpoint, ``<save_dir>/<tag>``; a path or a URL.
 
         Raises:
             NotACheckpointError: no manifest.
             NewerFormatError, UnsafePathError, FormatError: what the manifest or index says is wrong.
             CorruptCheckpointError: a file is missing, of another size, or not what was written.
         """
-        storage = PosixStorage(directory)
+        storage = open_storage(directory)
         manifest = read_manifest(storage)
         _check_files(storage, manifest)
         index = read_index(storage, manifest)
@@ -149,7 +159,7 @@ class Checkpoint:
 
     def objects(self, *, allow_pickle: bool = False) -> objects_module.Decoded:
         """The job's non-tensor state."""
-        where = str(self.storage.root / MANIFEST_FILE)
+        where = self.storage.where(MANIFEST_FILE)
         tensors = _Tensors(self, "objects/job")
         return objects_module.decode(self.manifest.objects, tensors=tensors, allow_pickle=allow_pickle, where=where)
 
@@ -176,7 +186,7 @@ class Checkpoint:
 
     def _object_tensor(self, key: str, prefix: str, allow_pickle: bool) -> objects_module.Decoded:
         """An object outside the manifest: a tensor that holds its JSON, and the tensors ``prefix/N`` pulled out of it."""
-        where = f"{self.storage.root}: {key}"
+        where = f"{self.storage}: {key}"
         text = bytes(self.read_tensor(key, "object").numpy())
         try:
             value = json.loads(text)
@@ -206,46 +216,46 @@ class _Tensors(Mapping[str, torch.Tensor]):
         return sum(1 for _ in self)
 
 
-def read_manifest(storage: PosixStorage) -> Manifest:
-    path = storage.root / MANIFEST_FILE
+def read_manifest(storage: Storage) -> Manifest:
+    path = storage.where(MANIFEST_FILE)
     size = storage.size_bytes(MANIFEST_FILE)
     if size is None:
         raise NotACheckpointError(
-            f"{storage.root}: no {MANIFEST_FILE}, so there is no checkpoint here: the save did not finish, "
+            f"{storage}: no {MANIFEST_FILE}, so there is no checkpoint here: the save did not finish, "
             "or the directory is not a unickpt checkpoint"
         )
     if size > MAX_MANIFEST_BYTES:
         raise FormatError(f"{path}: {size:,} bytes are too many for a manifest")
-    return manifest_module.from_bytes(storage.read(MANIFEST_FILE, 0, size), where=str(path))
+    return manifest_module.from_bytes(storage.read(MANIFEST_FILE, 0, size), where=path)
 
 
-def _check_files(storage: PosixStorage, manifest: Manifest) -> None:
+def _check_files(storage: Storage, manifest: Manifest) -> None:
     problems = []
-    for record in manifest.files:
-        size = storage.size_bytes(record.path)
+    sizes = storage.sizes_bytes([record.path for record in manifest.files])
+    for record, size in zip(manifest.files, sizes, strict=True):
         if size is None:
             problems.append(f"{record.path} is missing")
         elif size != record.size_bytes:
             problems.append(f"{record.path} has {size:,} bytes, expected {record.size_bytes:,}")
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise CorruptCheckpointError(f"{storage.root}: {shown}. Resume from an older checkpoint.")
+        raise CorruptCheckpointError(f"{storage}: {shown}. Resume from an older checkpoint.")
 
 
-def read_index(storage: PosixStorage, manifest: Manifest) -> Index:
+def read_index(storage: Storage, manifest: Manifest) -> Index:
     record = manifest.file(manifest.index)
-    path = storage.root / record.path
+    path = storage.where(record.path)
     if record.size_bytes > MAX_INDEX_BYTES:
         raise FormatError(f"{path}: {record.size_bytes:,} bytes are too many for an index")
     data = storage.read(record.path, 0, record.size_bytes)
     if digest(data) != record.checksum:
         raise CorruptCheckpointError(f"{path}: checksum differs from the manifest's; the index is damaged")
-    index = index_module.from_bytes(data, where=str(path))
+    index = index_module.from_bytes(data, where=path)
     try:
         index_module.check_complete(index)
     except CoverageError as err:
         raise FormatError(f"{path}: {err}") from None
-    _check_places(index, {r.path: r for r in manifest.files if r.path != manifest.index}, str(path))
+    _check_places(index, {r.path: r for r in manifest.files if r.path != manifest.index}, path)
     return index
 
 
@@ -275,9 +285,9 @@ def _check_places(index: Index, known: Mapping[str, FileRecord], where: str) -> 
         )
 
 
-def check_header(storage: PosixStorage, record: FileRecord) -> None:
+def check_header(storage: Storage, record: FileRecord) -> None:
     """Compare a data file's header with what was written. Raises CorruptCheckpointError."""
     if digest(storage.read(record.path, 0, record.header_bytes)) != record.header_checksum:
         raise CorruptCheckpointError(
-            f"{storage.root / record.path}: the safetensors header differs from the one that was written; the file is damaged"
+            f"{storage.where(record.path)}: the safetensors header differs from the one that was written; the file is damaged"
         )

@@ -22,12 +22,11 @@ from unickpt.errors import CorruptCheckpointError
 from unickpt.fragments import Box, flat_range, split_flat_range
 from unickpt.index import Index, TensorInfo
 from unickpt.planning import ReadPlan
-from unickpt.storage import PosixStorage, Reader
+from unickpt.storage import Reader, Storage
 
 T = TypeVar("T")
 VERIFY = ("always", "sampled", "off")
 THREADS = max(4, min(8, os.cpu_count() or 4))
-BLOCK_BYTES = 4 << 20  # of a thread's scratch, and between two updates of a checksum
 _BATCH_BYTES, _BATCH_PARTS = 16 << 20, 256  # of neighbouring fragments in one system call
 OPEN_FILES = 64
 _SAMPLE = 16  # with "sampled", of the fragments that are wanted in part, one in so many is read whole
@@ -85,7 +84,7 @@ class Fragment:
 
 
 def execute(
-    storage: PosixStorage, index: Index, plan: ReadPlan, requests: Sequence[Request], *, verify: str = "always"
+    storage: Storage, index: Index, plan: ReadPlan, requests: Sequence[Request], *, verify: str = "always"
 ) -> ReadStats:
     """Fill every request's ``out`` by its plan.
 
@@ -213,8 +212,8 @@ def _read(reader: Reader, batch: list[Fragment], verify: str) -> tuple[int, int]
 def _read_in_place(reader: Reader, fragment: Fragment, out: torch.Tensor, verify: str) -> None:
     view = bytes_of(out)
     running = RunningChecksum()
-    for at in range(0, len(view), BLOCK_BYTES):
-        block = view[at : at + BLOCK_BYTES]
+    for at in range(0, len(view), reader.block_bytes):
+        block = view[at : at + reader.block_bytes]
         reader.read_into([block], fragment.offset + at)
         if verify != "off":
             running.update(block)
@@ -226,7 +225,7 @@ def _read_through_scratch(reader: Reader, fragment: Fragment, *, whole: bool) ->
     """Block by block; with ``whole`` all of them and their checksum, else those that somebody wants. Returns bytes read."""
     dtype = torch_dtype(fragment.info.dtype)
     count = fragment.box.numel
-    step = max(BLOCK_BYTES // dtype.itemsize, 1)
+    step = max(reader.block_bytes // dtype.itemsize, 1)
     scratch = torch.empty(min(step, count), dtype=dtype)
     running = RunningChecksum()
     wanted = _wanted(fragment)

@@ -7,17 +7,18 @@ newest whole one or the one that ``latest`` names.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import logging
+import os
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from unickpt.commit import DATA_FOLDER, LATEST_FILE, ROWS_FOLDER
 from unickpt.errors import UnickptError
 from unickpt.loading import read_manifest
 from unickpt.manifest import MANIFEST_FILE
-from unickpt.storage import PosixStorage
+from unickpt.storage import Storage, open_storage, read_text
 
 logger = logging.getLogger("unickpt")
 
@@ -56,69 +57,78 @@ def superseded(found: Sequence[tuple[int, str]], policy: Retention, *, protected
     ]
 
 
-def whole(folder: str | Path) -> list[tuple[int, str]]:
-    """(step, name) of every directory in a folder that has a sound manifest, newest first."""
+def whole(folder: str | os.PathLike[str]) -> list[tuple[int, str]]:
+    """(step, name) of everything in a folder that has a sound manifest, newest first.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    place = open_storage(folder)
     found = []
-    for path in Path(folder).iterdir() if Path(folder).is_dir() else []:
-        if (path / MANIFEST_FILE).is_file():
-            with contextlib.suppress(UnickptError, OSError):
-                found.append((read_manifest(PosixStorage(path)).step, path.name))
+    for name in place.folders():
+        with contextlib.suppress(UnickptError):
+            found.append((read_manifest(place.inside(name)).step, name))
     return sorted(found, reverse=True)
 
 
-def apply(folder: str, policy: Retention, *, just_saved: str) -> list[str]:
+def apply(folder: str, policy: Retention, *, just_saved: str, busy: Collection[str] = ()) -> list[str]:
     """Remove what is superseded, and what saves that died have left. The coordinator calls this after a commit.
 
     Args:
         folder: of the checkpoints.
         policy: what stays.
         just_saved: name of the checkpoint that was committed.
+        busy: names of checkpoints that somebody is still working on.
 
     Returns:
         Names of what was removed.
+
+    Raises:
+        StorageError: the folder cannot be listed.
     """
     if policy.keep_last <= 0:
         return []
-    latest = Path(folder) / LATEST_FILE
-    protected = {just_saved}
-    with contextlib.suppress(OSError):
-        protected.add(latest.read_text().strip())
+    place = open_storage(folder)
+    protected = {just_saved, *busy, read_text(place, LATEST_FILE) or just_saved}
     gone = superseded(whole(folder), policy, protected=protected)
     for name in gone:
-        remove(Path(folder) / name)
-    left = [name for name in abandoned(folder) if name not in protected]
+        remove(place.inside(name))
+    left = [name for name in abandoned(place) if name not in protected]
     for name in left:
-        remove(Path(folder) / name)
+        remove(place.inside(name))
     if gone or left:
         logger.info("unickpt: removed %s from %s", ", ".join([*gone, *(f"{n} (abandoned)" for n in left)]), folder)
     return [*gone, *left]
 
 
-def abandoned(folder: str | Path) -> list[str]:
-    """Names of directories with parts of a save that never became a checkpoint, and that nobody writes any more."""
+def abandoned(place: Storage) -> list[str]:
+    """Names of folders with parts of a save that never became a checkpoint, and that nobody writes any more."""
+    limit_ns = time.time_ns() - int(ABANDONED_S * 1e9)
     found = []
-    for path in Path(folder).iterdir() if Path(folder).is_dir() else []:
-        ours = _own_files(path)
-        if ours and not (path / MANIFEST_FILE).exists():
-            with contextlib.suppress(OSError):
-                if max(file.stat().st_mtime for file in ours) < time.time() - ABANDONED_S:
-                    found.append(path.name)
-    return sorted(found)
+    for name in place.folders():
+        with contextlib.suppress(UnickptError):
+            inside = place.inside(name)
+            if inside.size_bytes(MANIFEST_FILE) is None:
+                ours = _own_files(inside)
+                if ours and max(map(inside.modified_ns, ours)) < limit_ns:
+                    found.append(name)
+    return found
 
 
-def remove(directory: Path) -> None:
+def remove(checkpoint: Storage) -> None:
     """Remove what unickpt wrote there: the manifest first, so that the rest is never taken for a checkpoint."""
-    with contextlib.suppress(OSError):
-        (directory / MANIFEST_FILE).unlink(missing_ok=True)
-    for file in _own_files(directory):
-        with contextlib.suppress(OSError):
-            file.unlink()
-    for inner in (directory / DATA_FOLDER, directory / ROWS_FOLDER, directory):
-        with contextlib.suppress(OSError):
-            inner.rmdir()  # stays if somebody else has files there
+    checkpoint.delete(MANIFEST_FILE)
+    with contextlib.suppress(UnickptError):
+        if checkpoint.size_bytes(MANIFEST_FILE) is not None:
+            return  # it could not be removed: then the rest has to stay, too
+        for name in _own_files(checkpoint):
+            checkpoint.delete(name)
+        for folder in (DATA_FOLDER, ROWS_FOLDER, ""):
+            checkpoint.delete_if_empty(folder)  # stays if somebody else has files there
 
 
-def _own_files(directory: Path) -> list[Path]:
+def _own_files(checkpoint: Storage) -> list[str]:
     inside = f"{DATA_FOLDER}/rank*.safetensors", f"{ROWS_FOLDER}/rank*.safetensors"
     patterns = (*inside, "index*.safetensors", f"{MANIFEST_FILE}.tmp", MARK_FILE)
-    return [file for pattern in patterns for file in directory.glob(pattern)]
+    names = [name for folder in (DATA_FOLDER, ROWS_FOLDER, "") for name in checkpoint.names(folder)]
+    return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]

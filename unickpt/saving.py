@@ -2,6 +2,7 @@
 
     contribute -> copy          in training's thread
     write data + rows -> report -> merge -> index -> manifest -> latest     in the saver's thread
+    send what was committed to another place, if asked for                  in the uploader's thread
 
 One coordinator commits. Data is never gathered: it sees only the other ranks' fragment tables. A
 save that waits for all of that is the same path, without the copy.
@@ -11,12 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from unickpt import commit as commit_module
 from unickpt import interruption, retention, staging
@@ -25,11 +24,12 @@ from unickpt.commit import LATEST_FILE, Names
 from unickpt.contribution import Contribution, Prepared, Shard, prepare
 from unickpt.coordination import Message, Rendezvous
 from unickpt.direct_io import BLOCK_BYTES
-from unickpt.errors import CoordinationError, StorageError, UnsupportedLayoutError
+from unickpt.errors import CoordinationError, StorageError, UncertainCommitError, UnickptError, UnsupportedLayoutError
 from unickpt.manifest import FileRecord
 from unickpt.retention import Retention
 from unickpt.staging import StagingBuffer, StagingPool
-from unickpt.storage import PosixStorage
+from unickpt.storage import Sink, Storage, absolute, join, open_storage, split
+from unickpt.uploading import Copy, PendingUpload, Uploader, tags_of
 from unickpt.writing import DataFile, Pace, write_rows
 
 logger = logging.getLogger("unickpt")
@@ -52,6 +52,7 @@ class SaveOptions:
         grace_s: how long SIGTERM waits for a save that was begun; an ordinary end of the process lets this
             rank write its file first, and waits that long for the other ranks.
         retention: which checkpoints stay in ``save_dir`` once this one is committed.
+        upload_to: a URL or path where every committed checkpoint is copied to, behind training; '' for none.
     """
 
     asynchronous: bool = True
@@ -61,6 +62,7 @@ class SaveOptions:
     direct_io: bool = True
     grace_s: float = 25.0
     retention: Retention = field(default_factory=Retention)
+    upload_to: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +119,11 @@ class Request:
 
     Attributes:
         contribute: gives this rank's part; receives the coordinator's announcement.
-        save_dir, tag: the checkpoint is ``<save_dir>/<tag>``.
+        save_dir, tag: the checkpoint is ``<save_dir>/<tag>``; a path or a URL.
         save_latest: whether ``<save_dir>/latest`` shall name it.
         announce: on the coordinator, a message that all ranks receive before they contribute.
-        on_commit: on the coordinator, called when the checkpoint exists and before any rank learns of it.
+        on_commit: on the coordinator, called with the checkpoint's directory when it exists and before any rank
+            learns of it; then again with the place of its copy, if it was uploaded.
         on_end: on every rank, called when ``result`` or ``error`` is known, in the thread that knows it.
     """
 
@@ -129,12 +132,12 @@ class Request:
     tag: str
     save_latest: bool = False
     announce: Message | None = None
-    on_commit: Callable[[], None] | None = None
+    on_commit: Callable[[str], None] | None = None
     on_end: Callable[[PendingSave], None] | None = None
 
     @property
     def directory(self) -> str:
-        return os.path.abspath(f"{self.save_dir}/{self.tag}")
+        return absolute(join(self.save_dir, self.tag))
 
 
 class PendingSave:
@@ -146,6 +149,7 @@ class PendingSave:
         stall_s: how long the call took.
         result: None until it is known.
         error: the ranks could not agree (one of them is gone, or did not come in time).
+        upload: of this checkpoint, if there is to be one; set before the save is over.
     """
 
     def __init__(self, directory: str, rank: int, counts: SaveCounts) -> None:
@@ -153,6 +157,7 @@ class PendingSave:
         self.stall_s = 0.0
         self.result: SaveResult | None = None
         self.error: CoordinationError | None = None
+        self.upload: PendingUpload | None = None
         self.written = threading.Event()  # this rank has done its part
         self._over = threading.Event()
 
@@ -236,6 +241,7 @@ class Saver:
         self._pool = StagingPool(self.options.staging_bytes, buffers=2 if self.options.on_busy == "queue" else 1)
         self._pending: list[PendingSave] = []
         self._threads: list[threading.Thread] = []
+        self._uploader = Uploader(self.pace)
         self._proven = False  # a save was committed: the layout can be described on every rank
         interruption.guard(self)
 
@@ -245,17 +251,29 @@ class Saver:
         self._pending = [save for save in self._pending if not save.done]
         return list(self._pending)
 
+    @property
+    def uploads(self) -> list[PendingUpload]:
+        """Uploads that are not over, the oldest first."""
+        return self._uploader.pending
+
     def finish(self, timeout_s: float | None = None) -> bool:
-        """Wait for everything that was begun; whether it is over."""
+        """Wait for everything that was begun, uploads included; whether it is over."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        return all(save.wait(None if end is None else max(end - time.monotonic(), 0.0)) for save in self.pending)
+
+        def left() -> float | None:
+            return None if end is None else max(end - time.monotonic(), 0.0)
+
+        return all(save.wait(left()) for save in self.pending) and all(upload.wait(left()) for upload in self.uploads)
 
     def leave(self, timeout_s: float) -> bool:
         """As ``finish``, for the end of the process: the threads themselves have to be gone, or they are torn apart."""
         end = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(end - time.monotonic(), 0.0))
-        return not any(thread.is_alive() for thread in self._threads)
+        uploading = self._uploader.threads  # after the saves, which begin uploads
+        for thread in uploading:
+            thread.join(max(end - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in [*self._threads, *uploading])
 
     def save(self, request: Request, meet: Rendezvous, *, asynchronous: bool | None = None) -> PendingSave:
         """Save one checkpoint. Every rank calls this.
@@ -279,7 +297,7 @@ class Saver:
         if busy and (self.options.on_busy == "wait" or not behind or any(s.directory == save.directory for s in busy)):
             _wait_for(busy[-1], meet.rank)
             busy = []
-        storage = PosixStorage(save.directory)
+        storage = open_storage(save.directory)
         opening = meet.broadcast("save", self._opening(storage, request, busy=bool(busy)) if meet.rank == 0 else None)
         if opening["skip"]:
             save.end(SaveResult(committed=False, skipped=True))
@@ -315,14 +333,14 @@ class Saver:
                 raise save.error
         return save
 
-    def _opening(self, storage: PosixStorage, request: Request, *, busy: bool) -> Message:
+    def _opening(self, storage: Storage, request: Request, *, busy: bool) -> Message:
         skip = busy and self.options.on_busy == "skip"
         generation = 0 if skip else commit_module.next_generation(storage)
         # ranks hear of a commit one after the other: whether it is still to be agreed is the coordinator's word
         return {"skip": skip, "generation": generation, "agree": not self._proven, "announce": request.announce or {}}
 
     def _part(
-        self, request: Request, storage: PosixStorage, names: Names, announce: Message, meet: Rendezvous, *, behind: bool
+        self, request: Request, storage: Storage, names: Names, announce: Message, meet: Rendezvous, *, behind: bool
     ) -> _Part:
         part = _Part()
         try:
@@ -336,7 +354,7 @@ class Saver:
             part.message = _failure(err, meet.rank, storage)
         return part
 
-    def _stage(self, part: _Part, storage: PosixStorage, names: Names, rank: int) -> None:
+    def _stage(self, part: _Part, storage: Storage, names: Names, rank: int) -> None:
         """Copy this rank's shards; those beyond the budget are written at once, from where they are."""
         assert part.prepared is not None
         part.buffer = self._pool.acquire(staging.size_of(part.shards))
@@ -345,13 +363,22 @@ class Saver:
             stack = contextlib.ExitStack()
             with contextlib.ExitStack() as undo:
                 undo.push(stack)
-                sink = stack.enter_context(storage.create(names.data, direct=self.options.direct_io))
+                sink = stack.enter_context(self.data_file(storage, names, part.prepared))
                 file = DataFile(sink, part.shards, rank=rank, step=part.prepared.step, pace=self.pace())
                 file.write(part.shards[:first])
                 undo.pop_all()
             part.written = _Begun(stack, file)
         lead = part.written.file.next_byte % BLOCK_BYTES if part.written is not None else 0
         part.shards, part.ready = part.buffer.fill(part.shards[first:], lead_bytes=lead)
+
+    def data_file(self, storage: Storage, names: Names, prepared: Prepared) -> contextlib.AbstractContextManager[Sink]:
+        """This rank's data file, to be written."""
+        size = sum(shard.size_bytes for shard in prepared.shards)
+        return storage.create(names.data, direct=self.options.direct_io, about_bytes=size)
+
+    def upload(self, copy: Copy) -> PendingUpload:
+        """Copy a checkpoint that was just committed to another place."""
+        return self._uploader.add(copy)
 
     def pace(self) -> Pace:
         return Pace(self.options.bandwidth_bytes_per_s)
@@ -381,12 +408,13 @@ class _Work:
     saver: Saver
     save: PendingSave
     request: Request
-    storage: PosixStorage
+    storage: Storage
     names: Names
     part: _Part
     meet: Rendezvous
     begin: float
     after: PendingSave | None
+    record: FileRecord | None = None  # of this rank's data file, once it is written
 
     def run(self) -> None:
         """Write, agree, commit. Raises nothing."""
@@ -402,7 +430,10 @@ class _Work:
         except Exception as err:  # nothing of ours may end a training process
             logger.exception("unickpt: rank %d: %s", self.meet.rank, self.save.directory)
             error = CoordinationError(f"{type(err).__name__}: {err}")
-        self.saver.concluded(self.part, committed=result is not None and result.committed)
+        committed = result is not None and result.committed
+        self.saver.concluded(self.part, committed=committed)
+        if committed:
+            self._upload()
         self.save.end(result, error, self.request.on_end)
         with contextlib.suppress(CoordinationError):
             self.meet.part()
@@ -414,8 +445,8 @@ class _Work:
         assert part.prepared is not None
         try:
             part.ready()
-            record = self._written(part.prepared)
-            message: Message = {"outcome": "written", "file": asdict(record)}
+            self.record = self._written(part.prepared)
+            message: Message = {"outcome": "written", "file": asdict(self.record)}
             if self.meet.rank and part.prepared.optimizer_part is not None:
                 message["optimizer"] = asdict(part.prepared.optimizer_part)
             return message
@@ -424,7 +455,7 @@ class _Work:
 
     def _written(self, prepared: Prepared) -> FileRecord:
         if self.part.written is None:
-            with self.storage.create(self.names.data, direct=self.saver.options.direct_io) as sink:
+            with self.saver.data_file(self.storage, self.names, prepared) as sink:
                 file = DataFile(
                     sink, prepared.shards, rank=self.meet.rank, step=prepared.step, pace=self.saver.pace()
                 )  # fmt: skip
@@ -443,12 +474,13 @@ class _Work:
         if messages is not None:
             conclusion = self._conclude(messages)
             if conclusion["committed"] and self.request.on_commit is not None:
-                _notify(self.request.on_commit, self.storage)
+                _notify(self.request.on_commit, self.save.directory)
         verdict = self.meet.broadcast("verdict", conclusion, notice=False)
         if self.meet.rank == 0 and verdict["committed"]:
-            with contextlib.suppress(OSError):
-                retention.apply(self.request.save_dir, self.saver.options.retention, just_saved=self.request.tag)
-        if not verdict["committed"]:
+            with contextlib.suppress(OSError, UnickptError):
+                busy = tags_of(self.saver.uploads, absolute(self.request.save_dir))
+                retention.apply(self.request.save_dir, self.saver.options.retention, just_saved=self.request.tag, busy=busy)
+        if not verdict["committed"] and not verdict["uncertain"]:
             self.storage.delete(self.names.data)
             self.storage.delete(self.names.rows)
         return SaveResult(
@@ -462,7 +494,7 @@ class _Work:
 
     def _conclude(self, messages: list[Message]) -> Message:
         """On the coordinator: commit if every rank has written, otherwise say why not."""
-        verdict: Message = {"committed": False, "unsupported": "", "failures": {}, "size_bytes": 0}
+        verdict: Message = {"committed": False, "uncertain": False, "unsupported": "", "failures": {}, "size_bytes": 0}
         for rank, message in enumerate(messages):
             if message["outcome"] == "unsupported":
                 verdict["unsupported"] = message["reason"]
@@ -478,18 +510,33 @@ class _Work:
             verdict["size_bytes"] = commit_module.commit(self.storage, files, part, self.names.generation)
             verdict["committed"] = True
         except Exception as err:
-            logger.exception("unickpt: the coordinator could not commit %s", self.storage)
+            if not isinstance(err, StorageError):
+                logger.exception("unickpt: the coordinator could not commit %s", self.storage)
+            verdict["uncertain"] = isinstance(err, UncertainCommitError)
             verdict["failures"]["0"] = f"{type(err).__name__}: {err}"
             return verdict
         if self.request.save_latest:
             try:
-                PosixStorage(self.request.save_dir).write_atomic(LATEST_FILE, self.request.tag.encode())
+                open_storage(self.request.save_dir).write_atomic(LATEST_FILE, self.request.tag.encode())
             except StorageError as err:
                 logger.warning("unickpt: %s is saved, but 'latest' could not be updated: %s", self.save.directory, err)
         return verdict
 
+    def _upload(self) -> None:
+        """Begin the copy of what was committed, if there is to be one."""
+        target = self.saver.options.upload_to
+        if not target:
+            return
+        assert self.record is not None  # or there was no commit
+        request, meet = self.request, self.meet.apart("upload")
+        copy = Copy(self.storage, target, request.tag, self.record, request.save_latest, meet, request.on_commit)
+        try:
+            self.save.upload = self.saver.upload(copy)
+        except Exception:  # the checkpoint is there
+            logger.exception("unickpt: rank %d cannot begin to upload %s", self.meet.rank, self.save.directory)
 
-def _failure(err: Exception, rank: int, storage: PosixStorage) -> Message:
+
+def _failure(err: Exception, rank: int, storage: Storage) -> Message:
     if not isinstance(err, StorageError):
         logger.error("unickpt: rank %d could not write its part of %s", rank, storage, exc_info=err)
     return {"outcome": "failed", "reason": f"{type(err).__name__}: {err}"}
@@ -502,15 +549,15 @@ def _wait_for(save: PendingSave, rank: int) -> None:
     if rank == 0 and waited > 0.05:
         logger.warning(
             "unickpt: training waited %.1f s for the save of %s to be written: saves come faster than the storage takes them",
-            waited, Path(save.directory).name,
+            waited, split(save.directory)[1],
         )  # fmt: skip
 
 
-def _notify(on_commit: Callable[[], None], storage: PosixStorage) -> None:
+def _notify(on_commit: Callable[[str], None], directory: str) -> None:
     try:
-        on_commit()
+        on_commit(directory)
     except Exception as err:  # the checkpoint is there, whatever was to be told about it
-        logger.warning("unickpt: %s is saved, but what should follow failed (%s: %s)", storage, type(err).__name__, err)
+        logger.warning("unickpt: %s is saved, but what should follow failed (%s: %s)", directory, type(err).__name__, err)
 
 
 def save(

@@ -1,220 +1,149 @@
-"""Storage on a POSIX directory.
+"""Where checkpoints lie: what the core needs of a place, and the way from a path or URL to one.
 
-Small on purpose: another backend (object stores come later) needs exactly these methods. Every
-failure becomes a ``StorageError`` that names the file and what the system said.
+A path is a directory (``posix.py``), a URL a folder in an object store (``object_store.py``).
+Every failure is a ``StorageError`` that names the file and what the system or the store said.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import stat
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
-from unickpt import direct_io
-from unickpt.direct_io import DirectReader, DirectSink
-from unickpt.errors import StorageError, UnsafePathError
+from unickpt.errors import StorageError
 
-_DIRECT_BYTES = 256 << 10  # smaller reads leave to the cache what is around them
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
+_BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
+_FILE_SCHEME = "file://"
+_MAX_TEXT_BYTES = 4096
 
 
 class Sink(Protocol):
     """A file being written front to back."""
 
     def write(self, parts: Sequence[memoryview]) -> None:
-        """Append all parts, in as few calls as the system allows."""
+        """Append all parts, in as few calls as the system allows. What they hold may change once this returns."""
 
 
 class Reader(Protocol):
-    """A file being read. ``path`` names it in messages."""
+    """A file being read, from any number of threads. ``path`` names it in messages."""
 
     @property
     def path(self) -> str: ...
+
+    @property
+    def block_bytes(self) -> int:
+        """How much is best read with one call."""
 
     def read_into(self, parts: Sequence[memoryview], offset_bytes: int) -> None:
         """Fill the parts, one after the other, from a position of the file, or raise StorageError."""
 
 
-class PosixStorage:
-    """Files below one directory, addressed by relative paths with ``/``."""
+class Storage(Protocol):
+    """Files below one place, addressed by relative names with ``/``. All methods but ``delete`` raise StorageError."""
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = Path(root)
+    def where(self, name: str = "") -> str:
+        """The path or URL of a file, or of the place itself: for messages, and for ``open_storage``."""
 
-    def __str__(self) -> str:
-        return str(self.root)
-
-    def path(self, name: str) -> Path:
-        """The absolute path of a file, refusing one that a symbolic link leads out of the root."""
-        path = self.root / name
-        try:
-            inside = path.resolve().is_relative_to(self.root.resolve())
-        except (OSError, RuntimeError, ValueError) as err:  # a link to itself, a name that no file can have
-            raise UnsafePathError(f"{path} leads nowhere ({err})") from None
-        if not inside:
-            raise UnsafePathError(f"{path} leads outside {self.root}")
-        return path
+    def inside(self, folder: str) -> Storage:
+        """A folder as a place of its own, whether it is there or not."""
 
     def size_bytes(self, name: str) -> int | None:
         """Size of a regular file, or None if there is none."""
-        path = self.path(name)
-        try:
-            return path.stat().st_size if path.is_file() else None
-        except OSError as err:
-            raise StorageError(f"{path}: cannot be examined ({err.strerror or err})") from err
+
+    def sizes_bytes(self, names: Sequence[str]) -> list[int | None]:
+        """``size_bytes`` of many, with as few requests as possible."""
+
+    def modified_ns(self, name: str) -> int:
+        """When a file was last written, in nanoseconds since the epoch; now, if that is not known."""
+
+    def names(self, folder: str = "") -> list[str]:
+        """Relative names of the files directly in a folder, sorted; empty if there is no such folder."""
+
+    def folders(self) -> list[str]:
+        """Names of the folders directly in this place, sorted."""
 
     def read(self, name: str, offset_bytes: int, size_bytes: int) -> bytes:
-        """Exactly ``size_bytes`` bytes, or StorageError."""
-        buffer = bytearray(size_bytes)
-        with self.reader(name) as reader:
-            reader.read_into([memoryview(buffer)], offset_bytes)
-        return bytes(buffer)
+        """Exactly ``size_bytes`` bytes."""
 
-    @contextlib.contextmanager
-    def reader(self, name: str) -> Iterator[Reader]:
+    def reader(self, name: str) -> AbstractContextManager[Reader]:
         """A file for positioned reads, from any thread."""
-        path = self.path(name)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe shall not make us wait
-        except OSError as err:
-            raise StorageError(f"{path}: cannot be opened ({err.strerror or err})") from err
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise StorageError(f"{path}: not a regular file")
-            past_cache = _opened_past_cache(path)
-            try:
-                yield _DescriptorReader(descriptor, past_cache, str(path))
-            finally:
-                if past_cache is not None:
-                    os.close(past_cache)
-        finally:
-            os.close(descriptor)
 
-    @contextlib.contextmanager
-    def create(self, name: str, *, direct: bool = False) -> Iterator[Sink]:
-        """A new file, made durable (fsync of file and directory) when the block ends without error.
+    def create(self, name: str, *, direct: bool = False, about_bytes: int = 0) -> AbstractContextManager[Sink]:
+        """A new file, durable when the block ends without error. With an error it is not there, or is not whole.
 
         Args:
-            name: relative path.
-            direct: write past the page cache, where the file system takes it.
+            name: relative name.
+            direct: write past the page cache, where there is one and the file system takes it.
+            about_bytes: how large it will be, as far as that is known.
         """
-        path = self.path(name)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, past_cache = _opened(path, direct=direct)
-            try:
-                if past_cache:
-                    sink = DirectSink(descriptor)
-                    yield sink
-                    sink.finish()
-                else:
-                    yield _DescriptorSink(descriptor)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            _sync_directory(path.parent)
-        except OSError as err:
-            raise StorageError(f"{path}: cannot be written ({err.strerror or err})") from err
 
     def write_atomic(self, name: str, data: bytes) -> None:
         """Replace a file as a whole: a reader sees the old bytes or the new ones, also after a crash."""
-        temporary = f"{name}.tmp"
-        with self.create(temporary) as sink:
-            sink.write([memoryview(data)])
-        path = self.path(name)
-        try:
-            os.replace(self.path(temporary), path)
-            _sync_directory(path.parent)
-        except OSError as err:
-            raise StorageError(f"{path}: cannot be replaced ({err.strerror or err})") from err
-
-    def names(self, folder: str) -> list[str]:
-        """Relative paths of the files directly in a folder; empty if there is no such folder."""
-        path = self.path(folder)
-        return sorted(f"{folder}/{entry.name}" for entry in path.iterdir() if entry.is_file()) if path.is_dir() else []
 
     def delete(self, name: str) -> None:
         """Remove a file if it is there; a failure to remove is not an error."""
-        with contextlib.suppress(OSError):
-            self.path(name).unlink(missing_ok=True)
 
     def delete_folder(self, folder: str) -> None:
         """Remove a folder and the files directly in it, as far as possible."""
-        for name in self.names(folder):
-            self.delete(name)
-        with contextlib.suppress(OSError):
-            self.path(folder).rmdir()
+
+    def delete_if_empty(self, folder: str = "") -> None:
+        """Remove a folder in which nothing is left; where folders are but parts of names there is nothing to do."""
 
 
-def _opened(path: Path, *, direct: bool) -> tuple[int, bool]:
-    """A descriptor for writing a new file, and whether it goes past the page cache."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    if direct and direct_io.FLAG:
-        with contextlib.suppress(OSError):  # this file system does not take it; a true error comes again below
-            return os.open(path, flags | direct_io.FLAG, 0o644), True
-    return os.open(path, flags, 0o644), False
+def open_storage(where: str | os.PathLike[str]) -> Storage:
+    """The place that a path or URL names. Nothing is looked at yet, nothing is made.
+
+    Raises:
+        StorageError: a ``pathlib.Path`` made of a URL, which has lost a slash.
+    """
+    text = os.fspath(where)
+    if is_url(text) and not text.startswith(_FILE_SCHEME):
+        from unickpt.object_store import FsspecStorage
+
+        return FsspecStorage(text)
+    from unickpt.posix import PosixStorage
+
+    if not isinstance(where, str) and _BROKEN_URL.match(text):
+        raise StorageError(f"{text}: a pathlib.Path cannot hold a URL (it joins the slashes); give it as a string")
+    return PosixStorage(text.removeprefix(_FILE_SCHEME))
 
 
-class _DescriptorSink:
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+def usable(where: str) -> str:
+    """Why a place cannot be used with what is installed here, or ''. Nothing is looked at there."""
+    if not is_url(where) or where.startswith(_FILE_SCHEME):
+        return ""
+    from unickpt import object_store
 
-    def write(self, parts: Sequence[memoryview]) -> None:
-        left = [part for part in parts if len(part)]
-        while left:
-            written = os.writev(self._descriptor, left)
-            while left and written >= len(left[0]):
-                written -= len(left.pop(0))
-            if written:
-                left[0] = left[0][written:]
+    return object_store.problem(where)
 
 
-def _opened_past_cache(path: Path) -> int | None:
-    if not direct_io.FLAG:
+def is_url(where: str | os.PathLike[str]) -> bool:
+    """Whether this names a place by ``scheme://``, and not a path."""
+    return _URL.match(os.fspath(where)) is not None
+
+
+def absolute(where: str) -> str:
+    """The same place whatever the working directory will be; a URL stays as it is."""
+    return where.rstrip("/") if is_url(where) else os.path.abspath(where)
+
+
+def join(where: str, name: str) -> str:
+    """A file or folder in a place."""
+    return f"{where.rstrip('/')}/{name}" if is_url(where) else os.path.join(where, name)
+
+
+def split(where: str) -> tuple[str, str]:
+    """The folder that something is in, and its name there."""
+    folder, _, name = where.rstrip("/").rpartition("/")
+    return folder, name
+
+
+def read_text(storage: Storage, name: str) -> str | None:
+    """A file of one short line (``latest`` and the like) without the white space around it, or None if there is none."""
+    size = storage.size_bytes(name)
+    if size is None:
         return None
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | direct_io.FLAG)
-    except OSError:  # this file system does not take it
-        return None
-
-
-class _DescriptorReader:
-    def __init__(self, descriptor: int, past_cache: int | None, path: str) -> None:
-        self._descriptor, self.path = descriptor, path
-        self._direct = None if past_cache is None else DirectReader(descriptor, past_cache)
-
-    def read_into(self, parts: Sequence[memoryview], offset_bytes: int) -> None:
-        left = [part for part in parts if len(part)]
-        at = offset_bytes
-        while left:
-            try:
-                got = self._some(left, at)
-            except OSError as err:
-                raise StorageError(f"{self.path}: cannot be read at byte {at} ({err.strerror or err})") from err
-            if not got:
-                short = sum(map(len, left))
-                raise StorageError(f"{self.path}: ends at byte {at}, {short} bytes too early")
-            at += got
-            while left and got >= len(left[0]):
-                got -= len(left.pop(0))
-            if got:
-                left[0] = left[0][got:]
-
-    def _some(self, parts: list[memoryview], at: int) -> int:
-        """Bytes read: large parts one by one and past the cache where they are not in it."""
-        if self._direct is None or len(parts[0]) < _DIRECT_BYTES:
-            small = next((n for n, part in enumerate(parts) if self._direct is not None and len(part) >= _DIRECT_BYTES), None)
-            return os.preadv(self._descriptor, parts[:small], at)
-        return self._direct.read(parts[0], at)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError:  # some network file systems cannot sync a directory; the rename itself has happened
-        pass
-    finally:
-        os.close(descriptor)
+    return storage.read(name, 0, min(size, _MAX_TEXT_BYTES)).decode(errors="replace").strip()

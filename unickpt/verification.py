@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from unickpt.index import Index
 from unickpt.loading import read_index, read_manifest
 from unickpt.manifest import FileRecord
 from unickpt.safetensors_io import parse_header
-from unickpt.storage import PosixStorage
+from unickpt.storage import Storage, open_storage
 from unickpt.writing import fragment_key
 
 _CHUNK_BYTES = 1 << 24
@@ -36,18 +36,18 @@ class Verification:
     size_bytes: int
 
 
-def verify(directory: str | Path, *, progress: Callable[[int], None] | None = None) -> Verification:
+def verify(directory: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> Verification:
     """Check a checkpoint completely.
 
     Args:
-        directory: the checkpoint, ``<save_dir>/<tag>``.
+        directory: the checkpoint, ``<save_dir>/<tag>``; a path or a URL.
         progress: called with the bytes of every file that is done.
 
     Raises:
         NotACheckpointError, NewerFormatError, UnsafePathError, FormatError: the manifest itself is
             missing or wrong, so there is nothing to verify against.
     """
-    storage = PosixStorage(directory)
+    storage = open_storage(directory)
     manifest = read_manifest(storage)
     problems: list[str] = []
     index: Index | None = None
@@ -73,8 +73,8 @@ def verify(directory: str | Path, *, progress: Callable[[int], None] | None = No
     )
 
 
-def _file_problems(storage: PosixStorage, record: FileRecord, index: Index | None) -> list[str]:
-    path = storage.root / record.path
+def _file_problems(storage: Storage, record: FileRecord, index: Index | None) -> list[str]:
+    path = storage.where(record.path)
     size = storage.size_bytes(record.path)
     if size != record.size_bytes:
         return [f"{path}: {'missing' if size is None else f'{size:,} bytes'}, expected {record.size_bytes:,} bytes"]
@@ -100,10 +100,10 @@ def _rows_of_file(index: Index, name: str) -> list[int]:
     return rows
 
 
-def _header_problems(storage: PosixStorage, record: FileRecord, index: Index) -> list[str]:
+def _header_problems(storage: Storage, record: FileRecord, index: Index) -> list[str]:
     """The file's own safetensors header against the index: any safetensors reader must see the same."""
-    path = storage.root / record.path
-    header = parse_header(storage.read(record.path, 0, record.header_bytes), file_bytes=record.size_bytes, where=str(path))
+    path = storage.where(record.path)
+    header = parse_header(storage.read(record.path, 0, record.header_bytes), file_bytes=record.size_bytes, where=path)
     slots = {header.header_bytes + slot.begin_byte: slot for slot in header.slots if slot.end_byte > slot.begin_byte}
     problems = []
     for row in _rows_of_file(index, record.path):
@@ -115,8 +115,8 @@ def _header_problems(storage: PosixStorage, record: FileRecord, index: Index) ->
     return problems
 
 
-def _damaged_fragments(storage: PosixStorage, record: FileRecord, index: Index) -> list[str]:
-    path = storage.root / record.path
+def _damaged_fragments(storage: Storage, record: FileRecord, index: Index) -> list[str]:
+    path = storage.where(record.path)
     sizes = index.size_bytes()
     problems = []
     for row in _rows_of_file(index, record.path):

@@ -17,7 +17,7 @@ from unickpt.fragments import Box
 from unickpt.index import FragmentRow, TensorInfo
 from unickpt.manifest import FileRecord
 from unickpt.safetensors_io import build_header
-from unickpt.storage import PosixStorage, Sink
+from unickpt.storage import Sink, Storage
 
 _BATCH_BYTES = 32 << 20
 _BATCH_PARTS = 512  # below IOV_MAX
@@ -116,7 +116,7 @@ class DataFile:
 
 
 def write_rank(
-    storage: PosixStorage,
+    storage: Storage,
     data_name: str,
     rows_name: str,
     part: Prepared,
@@ -126,7 +126,7 @@ def write_rank(
     direct: bool = False,
 ) -> FileRecord:
     """Write one rank's data file and, beside it, its rows of the index."""
-    with storage.create(data_name, direct=direct) as sink:
+    with storage.create(data_name, direct=direct, about_bytes=sum(shard.size_bytes for shard in part.shards)) as sink:
         file = DataFile(sink, part.shards, rank=rank, step=part.step, pace=pace or Pace(None))
         file.write(part.shards)
         record = file.record(data_name)
@@ -145,9 +145,7 @@ def _joined(batch: list[memoryview], data: memoryview) -> list[memoryview]:
     return [*batch, data]
 
 
-def write_rows(
-    storage: PosixStorage, rows_name: str, rows: list[FragmentRow], data_name: str, tensors: list[TensorInfo]
-) -> None:
+def write_rows(storage: Storage, rows_name: str, rows: list[FragmentRow], data_name: str, tensors: list[TensorInfo]) -> None:
     """A rank's rows of the index, for the coordinator."""
     part = index_module.build(rows, file=data_name, tensors=tensors)
     with storage.create(rows_name) as sink:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import inspect
 import json
@@ -39,7 +40,9 @@ from megatron_unickpt.optimizer import METADATA
 from tests.megatron.layouts import Layout
 from tests.megatron.scenario_worker import REGISTRY, scenario
 from tests.megatron.truth import consolidated, differences, optimizers_take_metadata
+from unickpt.errors import ConfigError
 from unickpt.loading import Checkpoint
+from unickpt.saving import SaveOptions
 
 __all__ = ["REGISTRY"]
 
@@ -117,6 +120,39 @@ def every_function_of_dist_checkpointing_works_on_a_directory(folder: Path) -> N
     assert set(dist_checkpointing.load_tensors_metadata(where)) == {"a"}
     assert torch.equal(dist_checkpointing.load_plain_tensors(where)["a"], whole)
     assert isinstance(get_default_load_sharded_strategy(where), megatron_unickpt.UnickptLoadStrategy)
+
+
+@scenario(2)
+def a_url_is_a_directory_for_the_library_and_what_the_scripts_cannot_use_is_refused(folder: Path) -> None:
+    """With a server, which ``tests/test_object_store.py`` has."""
+    if "UNICKPT_TEST_URL" not in os.environ:
+        return
+    os.chdir(folder)
+    url, rank = f"{os.environ['UNICKPT_TEST_URL']}/megatron", dist.get_rank()
+    source = Job(Layout(tp=2, dp=1), seed=1)
+    source.train(2)
+    truth = consolidated(source, folder / "truth")
+    megatron_unickpt.save(f"{url}/library", source.chunks, source.optimizer, iteration=2, extra={"seen": 5})
+    job.saver(SaveOptions(upload_to=url))
+    megatron_unickpt.save(folder / "iter_0000002", source.chunks, source.optimizer, iteration=2, extra={"seen": 5})
+    job.saver().finish()
+    dist.barrier()
+    for where in (f"{url}/library", f"{url}/iter_0000002"):
+        assert job.recognises(where)
+        assert dist_checkpointing.load_common_state_dict(where) is not None
+        target = Job(Layout(tp=1, dp=2), seed=2)
+        assert megatron_unickpt.load(where, target.chunks, target.optimizer)["extra"] == {"seen": 5}
+        found = consolidated(target, folder / "seen")
+        assert rank or not differences(truth, found)
+    assert [p.name for p in folder.iterdir() if p.name.startswith("s3")] == []
+    if rank == 0:
+        from megatron_unickpt import training
+
+        place = argparse.Namespace(save="s3://bucket/run", load=None, unickpt_upload_to="")
+        with pytest.raises(ConfigError, match="--save s3://bucket/run: Megatron's scripts need a directory"):
+            training._check_places(place)
+        with pytest.raises(ConfigError, match=r"--unickpt-upload-to: gs://bucket/run: needs a package.*gcsfs"):
+            training._check_places(argparse.Namespace(save="out", load="out", unickpt_upload_to="gs://bucket/run"))
 
 
 @scenario(2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from unickpt.cli import summary
@@ -18,7 +17,7 @@ from unickpt.fragments import Box
 from unickpt.index import Index
 from unickpt.loading import Checkpoint, read_index, read_manifest
 from unickpt.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest
-from unickpt.storage import PosixStorage
+from unickpt.storage import open_storage
 
 JSON_SCHEMA = 1
 _SHOWN_PARAMETERS = 40
@@ -28,7 +27,9 @@ _SHOWN_NAMES = 20
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a save directory (follows 'latest')")
+    parser.add_argument(
+        "directory", metavar="DIR", help="a checkpoint, or a save directory (follows 'latest'); a path or a URL"
+    )
     parser.add_argument("--all", action="store_true", help=f"list all parameters, not the first {_SHOWN_PARAMETERS} only")
     parser.add_argument("--grep", metavar="REGEX", help="only parameters whose name contains a match")
     parser.add_argument("--objects", action="store_true", help="show the non-tensor state in full")
@@ -42,23 +43,24 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.state is not None and args.tensor is None:
         raise ConfigError("--state belongs to --tensor NAME")
     pattern = _pattern(args.grep)
-    location = locate(args.directory)
+    directory = open_storage(args.directory).where()
+    location = locate(directory)
     tags = None if location.save_directory is None else list_tags(location.save_directory)
     if tags is not None and not args.json and args.tensor is None:
-        _show_tags(out, args.directory, tags)
+        _show_tags(out, directory, tags)
     if location.checkpoint is None:
         if args.json:
-            out.json(_document(args.directory, tags, None, None))
+            out.json(_document(directory, tags, None, None))
         return SOUND
     view = _View.read(location.checkpoint)
     if args.tensor is not None:
         found = summary.fragmented(view.index, args.tensor, args.state, aliases=view.manifest.aliases)
         if args.json:
-            out.json({"schema": JSON_SCHEMA, "directory": str(view.directory), "tensors": [asdict(t) for t in found]})
+            out.json({"schema": JSON_SCHEMA, "directory": view.directory, "tensors": [asdict(t) for t in found]})
         else:
             _show_fragments(out, found)
     elif args.json:
-        out.json(_document(args.directory, tags, view, pattern))
+        out.json(_document(directory, tags, view, pattern))
     else:
         _show(out, view, pattern, show_all=args.all, show_objects=args.objects)
     return DAMAGED if view.problem else SOUND
@@ -74,17 +76,17 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 class _View:
     """A checkpoint as far as it can be looked at: ``problem`` says what is wrong with its files, if anything."""
 
-    def __init__(self, directory: Path, manifest: Manifest, index: Index, problem: str) -> None:
+    def __init__(self, directory: str, manifest: Manifest, index: Index, problem: str) -> None:
         self.directory, self.manifest, self.index, self.problem = directory, manifest, index, problem
 
     @classmethod
-    def read(cls, directory: Path) -> _View:
+    def read(cls, directory: str) -> _View:
         """Raises UnickptError where manifest or index cannot be used; a damaged data file is only noted."""
         try:
             checkpoint = Checkpoint.open(directory)
             return cls(directory, checkpoint.manifest, checkpoint.index, "")
         except CorruptCheckpointError as err:
-            storage = PosixStorage(directory)
+            storage = open_storage(directory)
             manifest = read_manifest(storage)
             if storage.size_bytes(manifest.index) != manifest.file(manifest.index).size_bytes:
                 raise
@@ -94,26 +96,26 @@ class _View:
     def total_bytes(self) -> int:
         """Of all files, the manifest included."""
         listed = sum(record.size_bytes for record in self.manifest.files)
-        return listed + (PosixStorage(self.directory).size_bytes(MANIFEST_FILE) or 0)
+        return listed + (open_storage(self.directory).size_bytes(MANIFEST_FILE) or 0)
 
 
 # ---------------------------------------------------------------- JSON
 
 
-def _document(directory: Path, tags: list[Tag] | None, view: _View | None, pattern: re.Pattern[str] | None) -> dict[str, Any]:
+def _document(directory: str, tags: list[Tag] | None, view: _View | None, pattern: re.Pattern[str] | None) -> dict[str, Any]:
     save_directory = None
     if tags is not None:
         save_directory = {"latest": latest_tag(directory), "tags": [asdict(tag) for tag in tags]}
     checkpoint = None if view is None else _checkpoint_document(view, pattern)
     return {
-        "schema": JSON_SCHEMA, "directory": str(directory), "save_directory": save_directory, "checkpoint": checkpoint
+        "schema": JSON_SCHEMA, "directory": directory, "save_directory": save_directory, "checkpoint": checkpoint
     }  # fmt: skip
 
 
 def _checkpoint_document(view: _View, pattern: re.Pattern[str] | None) -> dict[str, Any]:
     manifest = view.manifest
     return {
-        "directory": str(view.directory),
+        "directory": view.directory,
         "problem": view.problem or None,
         "format_version": FORMAT_VERSION,
         "step": manifest.step,
@@ -140,7 +142,7 @@ def _matching(index: Index, pattern: re.Pattern[str] | None) -> tuple[summary.Pa
 # ---------------------------------------------------------------- text
 
 
-def _show_tags(out: Output, directory: Path, tags: list[Tag]) -> None:
+def _show_tags(out: Output, directory: str, tags: list[Tag]) -> None:
     latest = latest_tag(directory)
     out.line(f"save directory {directory}", style="bold")
     out.line(f"latest: {latest or '(no such file)'}")

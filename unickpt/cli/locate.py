@@ -1,32 +1,29 @@
-"""From what the user typed to a checkpoint: a checkpoint's own directory, or a save directory with ``latest``."""
+"""From what the user typed to a checkpoint: its own directory, or a save directory with ``latest``; paths or URLs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from unickpt.commit import DATA_FOLDER, LATEST_FILE, ROWS_FOLDER
-from unickpt.errors import FormatError, NotACheckpointError, StorageError, UnickptError
+from unickpt.errors import FormatError, NotACheckpointError, UnickptError
 from unickpt.loading import Checkpoint, is_checkpoint, read_manifest
 from unickpt.manifest import check_path
-from unickpt.storage import PosixStorage
+from unickpt.storage import Storage, open_storage
 
 _MAX_LATEST_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """What a directory is.
+    """What a directory, or a URL, is.
 
     Attributes:
         checkpoint: the checkpoint meant, or None for a save directory without ``latest``.
         save_directory: the directory as a save directory, or None if it is a checkpoint itself.
     """
 
-    checkpoint: Path | None
-    save_directory: Path | None
+    checkpoint: str | None
+    save_directory: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class Tag:
     problem: str
 
 
-def locate(directory: Path) -> Location:
+def locate(directory: str) -> Location:
     """What the directory is.
 
     Raises:
@@ -54,23 +51,24 @@ def locate(directory: Path) -> Location:
         UnsafePathError, FormatError: ``latest`` names something outside the directory.
         StorageError: the directory cannot be read.
     """
-    with _named_errors(directory):
-        if is_checkpoint(directory):
-            return Location(directory, None)
-        if not directory.is_dir():
-            raise NotACheckpointError(f"{directory}: there is no such directory")
-        latest = latest_tag(directory)
-        if latest is not None:
-            return Location(directory / latest, directory)
-        if any(is_checkpoint(path) for path in directory.iterdir()):
-            return Location(None, directory)
+    place = open_storage(directory)
+    if is_checkpoint(directory):
+        return Location(place.where(), None)
+    latest = latest_tag(directory)
+    if latest is not None:
+        return Location(place.where(latest), place.where())
+    folders = place.folders()
+    if any(is_checkpoint(place.where(name)) for name in folders):
+        return Location(None, place.where())
+    if not folders and not place.names():
+        raise NotACheckpointError(f"{place}: there is no such directory, or nothing in it")
     raise NotACheckpointError(
-        f"{directory}: neither a checkpoint (no manifest.json: the save did not finish, or unickpt did not write it) "
+        f"{place}: neither a checkpoint (no manifest.json: the save did not finish, or unickpt did not write it) "
         "nor a directory of checkpoints (no 'latest')"
     )
 
 
-def locate_checkpoint(directory: Path) -> Path:
+def locate_checkpoint(directory: str) -> str:
     """The one checkpoint that is meant. Raises as ``locate``, and NotACheckpointError where none is singled out."""
     location = locate(directory)
     if location.checkpoint is None:
@@ -79,49 +77,41 @@ def locate_checkpoint(directory: Path) -> Path:
     return location.checkpoint
 
 
-def latest_tag(save_directory: Path) -> str | None:
+def latest_tag(save_directory: str) -> str | None:
     """The tag that ``latest`` names, or None if there is no such file."""
-    path = save_directory / LATEST_FILE
-    with _named_errors(path):
-        if not path.is_file():
-            return None
-        with path.open("rb") as file:
-            data = file.read(_MAX_LATEST_BYTES + 1)
+    place = open_storage(save_directory)
+    size = place.size_bytes(LATEST_FILE)
+    if size is None:
+        return None
+    where = place.where(LATEST_FILE)
     try:
-        tag = data.decode("utf-8").strip()
+        tag = place.read(LATEST_FILE, 0, min(size, _MAX_LATEST_BYTES)).decode("utf-8").strip()
     except UnicodeDecodeError:
         tag = ""
-    if not tag or len(data) > _MAX_LATEST_BYTES:
-        raise FormatError(f"{path}: does not hold the name of a checkpoint")
-    return check_path(tag, where=str(path))
+    if not tag or size > _MAX_LATEST_BYTES:
+        raise FormatError(f"{where}: does not hold the name of a checkpoint")
+    return check_path(tag, where=where)
 
 
-def list_tags(save_directory: Path) -> list[Tag]:
+def list_tags(save_directory: str) -> list[Tag]:
     """Every finished or unfinished checkpoint of a save directory, by step; data files are not read."""
-    with _named_errors(save_directory):
-        tags = [_tag(path) for path in save_directory.iterdir() if is_checkpoint(path) or _is_unfinished(path)]
+    place = open_storage(save_directory)
+    inside = [(name, place.inside(name)) for name in place.folders()]
+    tags = [_tag(name, storage) for name, storage in inside if is_checkpoint(storage.where()) or _is_unfinished(storage)]
     return sorted(tags, key=lambda tag: (-1 if tag.step is None else tag.step, tag.tag))
 
 
-@contextmanager
-def _named_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as err:
-        raise StorageError(f"{path}: cannot be read ({err.strerror or err})") from err
+def _is_unfinished(storage: Storage) -> bool:
+    return not {DATA_FOLDER, ROWS_FOLDER}.isdisjoint(storage.folders())
 
 
-def _is_unfinished(path: Path) -> bool:
-    return (path / DATA_FOLDER).is_dir() or (path / ROWS_FOLDER).is_dir()
-
-
-def _tag(path: Path) -> Tag:
+def _tag(name: str, storage: Storage) -> Tag:
     step = None
     try:
-        step = read_manifest(PosixStorage(path)).step
-        Checkpoint.open(path)
+        step = read_manifest(storage).step
+        Checkpoint.open(storage.where())
     except NotACheckpointError:
-        return Tag(path.name, None, False, "the save did not finish")
+        return Tag(name, None, False, "the save did not finish")
     except UnickptError as err:
-        return Tag(path.name, step, False, str(err))
-    return Tag(path.name, step, True, "")
+        return Tag(name, step, False, str(err))
+    return Tag(name, step, True, "")

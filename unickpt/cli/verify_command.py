@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
@@ -17,7 +16,7 @@ from unickpt.cli.locate import locate_checkpoint
 from unickpt.cli.output import Output, human_bytes
 from unickpt.errors import FormatError, NewerFormatError
 from unickpt.loading import read_manifest
-from unickpt.storage import PosixStorage
+from unickpt.storage import open_storage
 from unickpt.verification import Verification, verify
 
 JSON_SCHEMA = 1
@@ -25,7 +24,9 @@ JSON_SCHEMA = 1
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a save directory (follows 'latest')")
+    parser.add_argument(
+        "directory", metavar="DIR", help="a checkpoint, or a save directory (follows 'latest'); a path or a URL"
+    )
     parser.add_argument("--json", action="store_true", help="the result as one JSON document")
 
 
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         out.json(
             {
                 "schema": JSON_SCHEMA,
-                "directory": str(directory),
+                "directory": directory,
                 "sound": not found.problems,
                 "problems": found.problems,
                 "files": found.files,
@@ -55,10 +56,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return DAMAGED if found.problems else SOUND
 
 
-def _verify(directory: Path) -> Verification:
+def _verify(directory: str) -> Verification:
     """A manifest that is there but wrong is a finding; only one of a later format cannot be judged."""
     try:
-        total = sum(record.size_bytes for record in read_manifest(PosixStorage(directory)).files)
+        total = sum(record.size_bytes for record in read_manifest(open_storage(directory)).files)
         with _progress(total) as advance:
             return verify(directory, progress=advance)
     except NewerFormatError:
@@ -91,7 +92,7 @@ def _progress(total_bytes: int) -> Iterator[_Advance]:
         yield _Advance(progress, total_bytes)
 
 
-def _conclude(out: Output, directory: Path, found: Verification, seconds: float) -> None:
+def _conclude(out: Output, directory: str, found: Verification, seconds: float) -> None:
     if found.problems:
         problems = "1 problem" if len(found.problems) == 1 else f"{len(found.problems):,} problems"
         out.line(f"damaged: {directory}: {problems}. Resume from another checkpoint.", style="bold red")

@@ -1,0 +1,225 @@
+"""Storage in a directory of a POSIX file system."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from unickpt import direct_io
+from unickpt.direct_io import DirectReader, DirectSink
+from unickpt.errors import StorageError, UnsafePathError
+from unickpt.storage import Reader, Sink
+
+_DIRECT_BYTES = 256 << 10  # smaller reads leave to the cache what is around them
+_BLOCK_BYTES = 4 << 20  # of one read: what a checksum runs over while it is in the processor's cache
+
+
+class PosixStorage:
+    """Files below one directory, addressed by relative paths with ``/``."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def where(self, name: str = "") -> str:
+        return str(self.root / name)
+
+    def inside(self, folder: str) -> PosixStorage:
+        return PosixStorage(self.root / folder)
+
+    def path(self, name: str) -> Path:
+        """The absolute path of a file, refusing one that a symbolic link leads out of the root."""
+        path = self.root / name
+        try:
+            inside = path.resolve().is_relative_to(self.root.resolve())
+        except (OSError, RuntimeError, ValueError) as err:  # a link to itself, a name that no file can have
+            raise UnsafePathError(f"{path} leads nowhere ({err})") from None
+        if not inside:
+            raise UnsafePathError(f"{path} leads outside {self.root}")
+        return path
+
+    def size_bytes(self, name: str) -> int | None:
+        """Size of a regular file, or None if there is none."""
+        path = self.path(name)
+        try:
+            return path.stat().st_size if path.is_file() else None
+        except OSError as err:
+            raise StorageError(f"{path}: cannot be examined ({err.strerror or err})") from err
+
+    def sizes_bytes(self, names: Sequence[str]) -> list[int | None]:
+        return [self.size_bytes(name) for name in names]
+
+    def modified_ns(self, name: str) -> int:
+        with contextlib.suppress(OSError):
+            return self.path(name).stat().st_mtime_ns
+        return time.time_ns()
+
+    def read(self, name: str, offset_bytes: int, size_bytes: int) -> bytes:
+        """Exactly ``size_bytes`` bytes, or StorageError."""
+        buffer = bytearray(size_bytes)
+        with self.reader(name) as reader:
+            reader.read_into([memoryview(buffer)], offset_bytes)
+        return bytes(buffer)
+
+    @contextlib.contextmanager
+    def reader(self, name: str) -> Iterator[Reader]:
+        """A file for positioned reads, from any thread."""
+        path = self.path(name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe shall not make us wait
+        except OSError as err:
+            raise StorageError(f"{path}: cannot be opened ({err.strerror or err})") from err
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise StorageError(f"{path}: not a regular file")
+            past_cache = _opened_past_cache(path)
+            try:
+                yield _DescriptorReader(descriptor, past_cache, str(path))
+            finally:
+                if past_cache is not None:
+                    os.close(past_cache)
+        finally:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def create(self, name: str, *, direct: bool = False, about_bytes: int = 0) -> Iterator[Sink]:  # noqa: ARG002
+        """A new file, made durable (fsync of file and directory) when the block ends without error."""
+        path = self.path(name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, past_cache = _opened(path, direct=direct)
+            try:
+                if past_cache:
+                    sink = DirectSink(descriptor)
+                    yield sink
+                    sink.finish()
+                else:
+                    yield _DescriptorSink(descriptor)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            _sync_directory(path.parent)
+        except OSError as err:
+            raise StorageError(f"{path}: cannot be written ({err.strerror or err})") from err
+
+    def write_atomic(self, name: str, data: bytes) -> None:
+        """Replace a file as a whole: a reader sees the old bytes or the new ones, also after a crash."""
+        temporary = f"{name}.tmp"
+        with self.create(temporary) as sink:
+            sink.write([memoryview(data)])
+        path = self.path(name)
+        try:
+            os.replace(self.path(temporary), path)
+            _sync_directory(path.parent)
+        except OSError as err:
+            raise StorageError(f"{path}: cannot be replaced ({err.strerror or err})") from err
+
+    def names(self, folder: str = "") -> list[str]:
+        prefix = f"{folder}/" if folder else ""
+        return [prefix + name for name in self._entries(folder, Path.is_file)]
+
+    def folders(self) -> list[str]:
+        return self._entries("", Path.is_dir)
+
+    def _entries(self, folder: str, wanted: Callable[[Path], bool]) -> list[str]:
+        path = self.path(folder)
+        try:
+            return sorted(entry.name for entry in path.iterdir() if wanted(entry)) if path.is_dir() else []
+        except OSError as err:
+            raise StorageError(f"{path}: cannot be listed ({err.strerror or err})") from err
+
+    def delete(self, name: str) -> None:
+        """Remove a file if it is there; a failure to remove is not an error."""
+        with contextlib.suppress(OSError, StorageError, UnsafePathError):
+            self.path(name).unlink(missing_ok=True)
+
+    def delete_folder(self, folder: str) -> None:
+        """Remove a folder and the files directly in it, as far as possible."""
+        with contextlib.suppress(StorageError, UnsafePathError):
+            for name in self.names(folder):
+                self.delete(name)
+        self.delete_if_empty(folder)
+
+    def delete_if_empty(self, folder: str = "") -> None:
+        with contextlib.suppress(OSError, UnsafePathError):
+            self.path(folder).rmdir()
+
+
+def _opened(path: Path, *, direct: bool) -> tuple[int, bool]:
+    """A descriptor for writing a new file, and whether it goes past the page cache."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    if direct and direct_io.FLAG:
+        with contextlib.suppress(OSError):  # this file system does not take it; a true error comes again below
+            return os.open(path, flags | direct_io.FLAG, 0o644), True
+    return os.open(path, flags, 0o644), False
+
+
+class _DescriptorSink:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, parts: Sequence[memoryview]) -> None:
+        left = [part for part in parts if len(part)]
+        while left:
+            written = os.writev(self._descriptor, left)
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = left[0][written:]
+
+
+def _opened_past_cache(path: Path) -> int | None:
+    if not direct_io.FLAG:
+        return None
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | direct_io.FLAG)
+    except OSError:  # this file system does not take it
+        return None
+
+
+class _DescriptorReader:
+    block_bytes = _BLOCK_BYTES
+
+    def __init__(self, descriptor: int, past_cache: int | None, path: str) -> None:
+        self._descriptor, self.path = descriptor, path
+        self._direct = None if past_cache is None else DirectReader(descriptor, past_cache)
+
+    def read_into(self, parts: Sequence[memoryview], offset_bytes: int) -> None:
+        left = [part for part in parts if len(part)]
+        at = offset_bytes
+        while left:
+            try:
+                got = self._some(left, at)
+            except OSError as err:
+                raise StorageError(f"{self.path}: cannot be read at byte {at} ({err.strerror or err})") from err
+            if not got:
+                short = sum(map(len, left))
+                raise StorageError(f"{self.path}: ends at byte {at}, {short} bytes too early")
+            at += got
+            while left and got >= len(left[0]):
+                got -= len(left.pop(0))
+            if got:
+                left[0] = left[0][got:]
+
+    def _some(self, parts: list[memoryview], at: int) -> int:
+        """Bytes read: large parts one by one and past the cache where they are not in it."""
+        if self._direct is None or len(parts[0]) < _DIRECT_BYTES:
+            small = next((n for n, part in enumerate(parts) if self._direct is not None and len(part) >= _DIRECT_BYTES), None)
+            return os.preadv(self._descriptor, parts[:small], at)
+        return self._direct.read(parts[0], at)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some network file systems cannot sync a directory; the rename itself has happened
+        pass
+    finally:
+        os.close(descriptor)
