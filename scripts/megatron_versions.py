@@ -5,6 +5,7 @@
 
 The folder holds unpacked trees, ``<tag>/megatron/...``. Each is put first on the PYTHONPATH of the test workers;
 everything else comes from the environment that runs this script. What fails is named with the last line of its error.
+With ``--folder`` rows are kept there: those of tags that are not asked for this time stay on the page.
 """
 
 from __future__ import annotations
@@ -41,19 +42,21 @@ COLUMNS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tags", nargs="+", default=list(TAGS))
+    parser.add_argument("--tags", nargs="+", default=list(TAGS), choices=TAGS)
     parser.add_argument("--scripts", default="pp2 or old_format", help="which tests of test_training.py, as for pytest -k")
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     parser.add_argument("--out", type=Path, default=REPO / "docs" / "megatron-versions.md")
     args = parser.parse_args()
     trees = Path(os.environ["MEGATRON_TREES"]).resolve()
-    rows: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.folder or Path(temporary)).resolve()
+        kept = folder / "rows.json"
+        rows: dict[str, dict[str, str]] = json.loads(kept.read_text()) if kept.is_file() else {}
         for tag in args.tags:
-            rows[tag] = examine(trees, tag, args.tags[0], folder, args.scripts)
+            rows[tag] = examine(trees, tag, TAGS[0], folder, args.scripts)
             print(tag, rows[tag], flush=True)
-            args.out.write_text(page(rows, args.tags[0], args.scripts))
+            kept.write_text(json.dumps(rows, indent=1))
+            args.out.write_text(page({t: rows[t] for t in TAGS if t in rows}, TAGS[0], args.scripts))
 
 
 def examine(trees: Path, tag: str, newest: str, folder: Path, chosen: str) -> dict[str, str]:

@@ -38,6 +38,9 @@ def accepted(function: Any, **values: Any) -> dict[str, Any]:
 def leave_groups() -> None:
     """End the last job's process groups. Megatron only forgets them, and their threads would add up to a slow machine."""
     parallel_state.destroy_model_parallel()
+    for name in ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS"):  # 0.12 does not forget these
+        if hasattr(parallel_state, name):
+            setattr(parallel_state, name, None)
     gc.collect()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
