@@ -213,9 +213,14 @@ def worker(args: argparse.Namespace) -> None:
         with natively(engine, universal=universal):
             getattr(engine, f"{action}_checkpoint")(str(place), **more)
 
-    def reading(loaded: Any) -> float:
-        seconds = torch.tensor([loaded.checkpoint_engine.last_report.read_seconds])
+    def reading(loaded: Any, what: str) -> float:
+        """Seconds of the slowest rank; and what all ranks read from storage, for what they need."""
+        report = loaded.checkpoint_engine.last_report
+        seconds = torch.tensor([report.read_seconds])
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        amounts = torch.tensor([report.bytes_read, report.bytes_needed])
+        dist.all_reduce(amounts)
+        read[what] = (int(amounts[0]), int(amounts[1]))
         return float(seconds.item())
 
     def committed() -> None:
@@ -225,6 +230,7 @@ def worker(args: argparse.Namespace) -> None:
     seconds: dict[str, list[float]] = {}
     sizes: dict[str, int] = {}
     peaks: dict[str, int] = {}
+    read: dict[str, tuple[int, int]] = {}
     for number in range(args.rounds + 1):
         place = folder / str(number)
         theirs, own, plain = (place / name for name in ("stock", "unickpt", "dcp"))
@@ -271,16 +277,16 @@ def worker(args: argparse.Namespace) -> None:
                 found[name] = slowest(load)
             peaks[name] = most(peak.bytes)
             if name == "unickpt load":
-                found[f"{name}, its reading"] = reading(engine)
+                found[f"{name}, its reading"] = reading(engine, "unickpt load")
         if other is not None:
             warm(own)
             found["unickpt load as another stage"] = slowest(partial(other.load_checkpoint, str(own), tag="quiet"))
-            found["unickpt load as another stage, its reading"] = reading(other)
+            found["unickpt load as another stage, its reading"] = reading(other, "as another stage")
         for name, (_, load) in loads.items():  # afterwards: what is dropped is also the programs' own code
             if cold():
                 found[f"{name}, uncached"] = slowest(load)
                 if name == "unickpt load":
-                    found[f"{name}, uncached, its reading"] = reading(engine)
+                    found[f"{name}, uncached, its reading"] = reading(engine, "unickpt load")
         if other is not None:
             began = time.perf_counter()
             convert(place)
@@ -296,7 +302,9 @@ def worker(args: argparse.Namespace) -> None:
             shutil.rmtree(place)
         dist.barrier()
     if rank == 0:
-        (folder / "result.json").write_text(json.dumps({"seconds": seconds, "bytes": sizes, "mine": mine, "peaks": peaks}))
+        (folder / "result.json").write_text(
+            json.dumps({"seconds": seconds, "bytes": sizes, "mine": mine, "peaks": peaks, "read": read})
+        )
     dist.barrier()
     os._exit(0)  # gloo can abort while the interpreter shuts down
 
@@ -325,7 +333,9 @@ def main() -> None:
     peaks = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in result["peaks"].items() if name != "raw read")
     text = f"`python benchmarks/deepspeed_save_load.py {' '.join(options)}`\n\n{heading}\n\n"
     text += table(seconds, against, ["against the physical limit", "against the peer"])
-    text += f"\n\nBytes on disk: {sizes}. Memory of a rank above what it had, at its peak, in MB: {peaks}.\n"
+    read = ", ".join(f"{name} {a:,} for {b:,} ({a / b:.3f})" for name, (a, b) in result["read"].items())
+    text += f"\n\nBytes on disk: {sizes}. Read from storage by all ranks for bytes that they need: {read}."
+    text += f" Memory of a rank above what it had, at its peak, in MB: {peaks}.\n"
     print(text)
     if args.out:
         with args.out.open("a") as file:

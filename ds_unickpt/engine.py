@@ -372,6 +372,7 @@ def _load(
         ours.meet,
         planned.rows if planned is not None else None,
         reason_of(failure),
+        identity=loading.checkpoint.identity if loading is not None else "",
         wanted_bytes=planned.size_bytes if planned is not None else 0,
         share=ours.options.read_once_per_host,
     )

@@ -151,6 +151,7 @@ def _meet(filling: _Filling | None, failure: Exception | None, share: bool) -> t
         job.rendezvous(),
         None if planned is None else planned.rows,
         reason_of(failure),
+        identity="" if filling is None else filling.work.checkpoint.identity,
         wanted_bytes=0 if planned is None else planned.size_bytes,
         share=share,
     )

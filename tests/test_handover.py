@@ -132,6 +132,17 @@ def test_a_rank_that_cannot_plan_keeps_the_others_from_reading(tmp_path: Path) -
     assert on_all_ranks(run) == [({1: "MismatchError: no"}, True)] * WORLD
 
 
+def test_ranks_that_opened_different_saves_under_one_name_do_not_load() -> None:
+    def run(rendezvous: Rendezvous) -> list[int]:
+        identity = "new" if rendezvous.rank == 2 else "old"
+        failures, near = meet(rendezvous, np.arange(3), None, identity=identity, wanted_bytes=10)
+        assert near is None
+        assert "index new, there old" in failures[2]
+        return list(failures)
+
+    assert on_all_ranks(run) == [[2]] * WORLD
+
+
 def test_without_room_in_shared_memory_every_rank_reads_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

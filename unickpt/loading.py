@@ -89,6 +89,11 @@ class Checkpoint:
         index = read_index(storage, manifest)
         return cls(storage, manifest, index, index.ids())
 
+    @property
+    def identity(self) -> str:
+        """The same for two openings of the same save, and for no others: the checksum of its index."""
+        return self.manifest.file(self.manifest.index).checksum
+
     def info(self, name: str, state: str) -> TensorInfo | None:
         """The tensor of that name and state, if it is stored or derived."""
         at = self.ids.get((name, state))

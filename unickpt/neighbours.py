@@ -108,7 +108,13 @@ class Neighbours:
 
 
 def meet(
-    rendezvous: Rendezvous, rows: Ints | None, failure: str | None, *, wanted_bytes: int, share: bool = True
+    rendezvous: Rendezvous,
+    rows: Ints | None,
+    failure: str | None,
+    *,
+    identity: str = "",
+    wanted_bytes: int,
+    share: bool = True,
 ) -> tuple[dict[int, str], Neighbours | None]:
     """All ranks agree that each has its plan, and those of one host open their shared memory. Every rank calls it.
 
@@ -116,6 +122,8 @@ def meet(
         rendezvous: of the whole job.
         rows: rows of the index that this rank wants, int64, sorted; None if it failed.
         failure: why it cannot go on, if it cannot.
+        identity: of what this rank opened; another one than the first rank's is a failure, since it may have been
+            saved again in between.
         wanted_bytes: of those rows: the shared memory need not be larger.
         share: False on any rank: nobody shares with it.
 
@@ -123,11 +131,11 @@ def meet(
         rank -> reason of all failures, and the neighbours if there are any and none failed.
     """
     host = _host() if share and rendezvous.world > 1 else ""
-    messages = rendezvous.gather("planned", {"failure": failure, "host": host})
+    messages = rendezvous.gather("planned", {"failure": failure, "host": host, "identity": identity})
     told: Message | None = None
     if messages is not None:
         told = {
-            "failures": {str(rank): m["failure"] for rank, m in enumerate(messages) if m["failure"] is not None},
+            "failures": _failures(messages),
             "hosts": _hosts([m["host"] for m in messages]),
             "token": uuid.uuid4().hex,
         }
@@ -146,6 +154,18 @@ def meet(
             logger.warning("unickpt: every rank reads all that it needs itself: rank %d cannot share memory (%s)", rank, reason)
         return {}, None
     return {}, Neighbours(folder, ranks, rendezvous.rank, timeout_s=rendezvous.timeout_s) if ranks else None
+
+
+def _failures(messages: list[Message]) -> Message:
+    found = {str(rank): m["failure"] for rank, m in enumerate(messages) if m["failure"] is not None}
+    for rank, message in enumerate(messages) if not found else ():
+        if message["identity"] != messages[0]["identity"]:
+            found[str(rank)] = (
+                "CoordinationError: the checkpoint that it opened is not the one that rank 0 opened "
+                f"(index {message['identity']}, there {messages[0]['identity']}): it was saved again meanwhile, or the "
+                "storage is not shared. Load again"
+            )
+    return found
 
 
 def _host() -> str:
