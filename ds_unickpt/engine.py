@@ -402,13 +402,17 @@ def _load(
 
 
 def _raise_agreed(directory: str, failure: Exception | None, reasons: dict[int, str]) -> None:
-    """Every rank raises, and every rank's message names the rank whose failure it is."""
+    """Every rank raises, and every rank's message names the rank whose failure it is.
+
+    A disk that cannot read a file will not read it tomorrow; a store that does not answer may. So the
+    latter is an error: training shall not lose what it has done since an older checkpoint.
+    """
     kinds = {reason.split(":", 1)[0] for reason in reasons.values()}
+    damage = {kind.__name__ for kind in _DAMAGE_KINDS if not (kind is StorageError and is_url(directory))}
     if failure is None:
         rank, reason = min(reasons.items())
         text = f"{directory}: rank {rank} could not load it: {reason}"
-        failure = CorruptCheckpointError(text) if kinds <= {k.__name__ for k in _DAMAGE_KINDS} else CoordinationError(text)
-    damaged = kinds <= {kind.__name__ for kind in _DAMAGE_KINDS}
-    if damaged and isinstance(failure, UnickptError):
+        failure = CorruptCheckpointError(text) if kinds <= damage else CoordinationError(text)
+    if kinds <= damage and isinstance(failure, UnickptError):
         raise _DamagedError(failure)
     raise failure

@@ -19,7 +19,7 @@ from unickpt.storage import Reader, Sink
 
 PART_BYTES = 32 << 20  # of a multipart upload: the store takes 5 MiB to 5 GiB, and a part is held twice while it is sent
 MAX_PARTS = 9_000  # the store takes 10,000
-_BLOCK_BYTES = 16 << 20  # of one ranged read: a request costs some 30 ms before its first byte comes
+_BLOCK_BYTES = 16 << 20  # of one ranged read: each request has to wait for its first byte
 
 T = TypeVar("T")
 
