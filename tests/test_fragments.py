@@ -105,7 +105,7 @@ def test_contiguous_runs_are_the_boxs_elements_in_order(case: tuple[tuple[int, .
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_overlaps_are_found_exactly_when_there_are_some(data: st.DataObject) -> None:
     shape, first = data.draw(shape_and_box(shape=data.draw(SHAPES.filter(lambda s: len(s) > 0))))
     boxes = [first, *(data.draw(shape_and_box(shape=shape))[1] for _ in range(data.draw(st.integers(0, 8))))]

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unickpt import index as index_module
+from tests.handmade import index_of
 from unickpt.errors import CoverageError
 from unickpt.fragments import Box, split_flat_range
-from unickpt.index import FragmentRow, TensorInfo
+from unickpt.index import FragmentRow, TensorInfo, check_coverage
 from unickpt.planning import Target, plan_reads, share_of_replicas
 
 TENSORS = st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 2, 4, 8])), max_size=8)
@@ -51,7 +51,7 @@ def test_a_plan_brings_every_wanted_element_from_where_it_lies(data: st.DataObje
         lo = data.draw(st.integers(0, total - 1))
         for box in split_flat_range(shape, lo, data.draw(st.integers(lo, total))):
             targets.append((info, box))
-    index = index_module.build(rows, file="data/x")
+    index = index_of(rows)
     ids = index.ids()
     wanted = [Target(ids[info.key], box) for info, box in targets]
     plan = plan_reads(index, wanted)
@@ -71,9 +71,9 @@ def test_a_plan_brings_every_wanted_element_from_where_it_lies(data: st.DataObje
 def test_a_hole_is_an_error_that_names_the_tensor() -> None:
     info = TensorInfo("model.w", "exp_avg", "F32", (4, 4), "optimizer")
     rows = [row for row in _rows(info, [0, 4, 12, 16]) if row.box.start != (1, 0)]
-    index = index_module.build(rows, file="data/x")
+    index = index_of(rows)
     with pytest.raises(CoverageError, match=r"model.w \(exp_avg\) region \[0:4,0:4\]: stored fragments cover 8 of 16"):
         plan_reads(index, [Target(0, Box.whole((4, 4)))])
     with pytest.raises(CoverageError, match=r"model.w \(exp_avg\) of shape \(4, 4\): fragments cover 8 of 16 elements"):
-        index_module.check_coverage(index)
+        check_coverage(index)
     assert len(plan_reads(index, [Target(0, Box.whole((4, 4)))], allow_partial=frozenset({0})).fragment) == 2

@@ -9,12 +9,12 @@ import datetime
 import time
 from dataclasses import dataclass
 
-from unickpt import index as index_module
+from unickpt import index_file, rows
 from unickpt import manifest as manifest_module
 from unickpt.checksums import digest
 from unickpt.contribution import Prepared
 from unickpt.errors import StorageError, UnickptError
-from unickpt.index import Index
+from unickpt.index import check_coverage
 from unickpt.manifest import MANIFEST_FILE, FileRecord, Manifest
 from unickpt.storage import PosixStorage
 
@@ -70,10 +70,11 @@ def commit(storage: PosixStorage, files: list[FileRecord], part: Prepared, gener
         CoverageError: the ranks' fragments have holes or overlap; nothing is committed.
         StorageError: a rank's file cannot be seen from here, or the storage fails.
     """
-    parts = [_read_rows(storage, record, Names(rank, generation)) for rank, record in enumerate(files)]
-    merged = index_module.merge(parts)
-    index_module.check_coverage(merged)
-    table = index_module.to_bytes(merged)
+    merged = rows.merge(
+        (record.path, _read_rows(storage, record, Names(rank, generation))) for rank, record in enumerate(files)
+    )
+    check_coverage(merged)
+    table = index_file.to_bytes(merged)
     name = index_name(generation)
     with storage.create(name) as sink:
         sink.write([memoryview(table)])
@@ -96,7 +97,7 @@ def commit(storage: PosixStorage, files: list[FileRecord], part: Prepared, gener
     return sum(record.size_bytes for record in files)
 
 
-def _read_rows(storage: PosixStorage, record: FileRecord, names: Names) -> Index:
+def _read_rows(storage: PosixStorage, record: FileRecord, names: Names) -> bytes:
     size = storage.size_bytes(record.path)
     if size != record.size_bytes:
         found = "is not there" if size is None else f"has {size:,} bytes"
@@ -104,8 +105,7 @@ def _read_rows(storage: PosixStorage, record: FileRecord, names: Names) -> Index
             f"{storage.root / record.path}: rank {names.rank} wrote {record.size_bytes:,} bytes, but seen from the "
             f"coordinator the file {found}. The checkpoint directory has to be on storage that all hosts share."
         )
-    rows = storage.root / names.rows
-    return index_module.from_bytes(storage.read(names.rows, 0, storage.size_bytes(names.rows) or 0), where=str(rows))
+    return storage.read(names.rows, 0, storage.size_bytes(names.rows) or 0)
 
 
 def _clean(storage: PosixStorage, keep: set[str]) -> None:

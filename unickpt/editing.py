@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from unickpt import index as index_module
+from unickpt import index_file
 from unickpt import manifest as manifest_module
 from unickpt.checksums import digest
 from unickpt.commit import index_name
 from unickpt.errors import CoverageError
-from unickpt.index import Index
+from unickpt.index import Index, check_complete
 from unickpt.loading import read_index, read_manifest
 from unickpt.manifest import MANIFEST_FILE, FileRecord
 from unickpt.storage import PosixStorage
@@ -40,9 +40,9 @@ def remove_tensors(directory: str | Path, unwanted: Callable[[str, str], bool]) 
     if not removed:
         return []
     smaller = _filtered(index, np.array(keep))
-    index_module.check_complete(smaller)
+    check_complete(smaller)
     generation = manifest.generation + 1
-    table, name = index_module.to_bytes(smaller), index_name(generation)
+    table, name = index_file.to_bytes(smaller), index_name(generation)
     with storage.create(name) as sink:
         sink.write([memoryview(table)])
     header_bytes = 8 + int.from_bytes(table[:8], "little")
@@ -57,9 +57,10 @@ def remove_tensors(directory: str | Path, unwanted: Callable[[str, str], bool]) 
 def _filtered(index: Index, keep: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Index:
     renumbered = np.cumsum(keep, dtype=np.int32) - np.int32(1)
     rows = keep[index.tensor] if len(index) else np.zeros(0, bool)
+    ids = index.ids()
     for info, kept in zip(index.tensors, keep, strict=True):
         if kept and info.derived_from is not None:
-            source = index.ids().get((info.name, info.derived_from))
+            source = ids.get((info.name, info.derived_from))
             if source is not None and not keep[source]:
                 raise CoverageError(
                     f"{info.name} ({info.state}) is derived from its {info.derived_from}, which cannot be removed"
