@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -32,15 +33,14 @@ def from_text(text: str | bytes, *, where: str) -> tuple[TensorInfo, ...]:
     if not isinstance(table, list):
         raise FormatError(f"{where}: the tensor table is not a list")
     tensors: list[TensorInfo] = []
-    sound: set[tuple[Any, ...]] = set()
     for entry in table:
         if not _is_entry(entry):
             raise FormatError(f"{where}: malformed tensor entry {str(entry)[:200]}")
         name, state, dtype, shape, kind, derived = entry
         info = TensorInfo(name, state, dtype, tuple(shape), kind, derived)
-        if (kind, dtype, info.shape) not in sound:
-            _check(info, where)
-            sound.add((kind, dtype, info.shape))
+        problem = _problem(kind, dtype, info.shape)
+        if problem:
+            raise FormatError(f"{where}: tensor {name!r} {problem}")
         tensors.append(info)
     if any(a.key >= b.key for a, b in itertools.pairwise(tensors)):
         raise FormatError(f"{where}: the tensor table is not sorted, or names a tensor twice")
@@ -55,11 +55,14 @@ def _is_entry(entry: Any) -> bool:
     return texts and type(shape) is list and all(type(n) is int for n in shape)
 
 
-def _check(info: TensorInfo, where: str) -> None:
-    if info.kind not in KINDS or len(info.shape) > MAX_NDIM or not all(0 <= n < 2**62 for n in info.shape):
-        raise FormatError(f"{where}: tensor {info.name!r} has kind {info.kind!r} and shape {list(info.shape)}")
-    if math.prod(info.shape) * itemsize_bytes(info.dtype) >= 2**62:
-        raise FormatError(f"{where}: tensor {info.name!r} of shape {list(info.shape)} is larger than any storage")
+@functools.lru_cache(1 << 12)  # tables have few kinds of tensors
+def _problem(kind: str, dtype: str, shape: tuple[int, ...]) -> str:
+    """What is wrong with a tensor, or nothing. Raises FormatError for an unknown dtype."""
+    if kind not in KINDS or len(shape) > MAX_NDIM or not all(0 <= n < 2**62 for n in shape):
+        return f"has kind {kind!r} and shape {list(shape)}"
+    if math.prod(shape) * itemsize_bytes(dtype) >= 2**62:
+        return f"of shape {list(shape)} is larger than any storage"
+    return ""
 
 
 @contextlib.contextmanager
