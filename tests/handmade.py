@@ -202,6 +202,12 @@ class IndexParts:
         self.files: list[Any] = json.loads(self.metadata["files"])
         self.tensors: list[Any] = json.loads(self.metadata["tensors"])
 
+    def add_tensor(self, *entry: Any) -> None:
+        """One more tensor behind all others, without fragments."""
+        self.tensors.append(list(entry))
+        for name in {"fragments", "same_boxes"} & set(self.columns):
+            self.columns[name] = np.append(self.columns[name], self.columns[name].dtype.type(0))
+
     def write(self) -> None:
         """Write it, signed."""
         self.metadata |= {"files": json.dumps(self.files), "tensors": json.dumps(self.tensors)}

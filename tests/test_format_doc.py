@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from tests import handmade
-from unickpt import dtypes, manifest, objects
+from unickpt import dtypes, index_file, manifest, objects
 from unickpt import index as index_module
-from unickpt import index_file
 from unickpt.contribution import Shard
 from unickpt.editing import remove_tensors
 from unickpt.fragments import Box

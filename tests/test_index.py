@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
 from tests.handmade import index_of
 from unickpt import index_file, rows
-from unickpt.errors import CoverageError
+from unickpt.errors import CoverageError, FormatError
 from unickpt.fragments import Box, split_flat_range
 from unickpt.index import FragmentRow, Index, TensorInfo, check_coverage
 
@@ -39,6 +39,7 @@ def parts(draw: st.DrawFn) -> tuple[list[TensorInfo], list[tuple[str, bytes]]]:
 
 
 @given(parts())
+@settings(deadline=None)
 def test_merged_parts_cover_everything_and_come_back_from_bytes(case: tuple[list[TensorInfo], list[tuple[str, bytes]]]) -> None:
     infos, found = case
     merged = rows.merge(found)
@@ -47,8 +48,73 @@ def test_merged_parts_cover_everything_and_come_back_from_bytes(case: tuple[list
     assert int(merged.numel().sum()) == sum(info.numel for info in infos)
     again = index_file.from_bytes(index_file.to_bytes(merged), where="here")
     assert (again.tensors, again.files) == (merged.tensors, merged.files)
-    for column in ("tensor", "file", "offset_bytes", "checksum", "start", "shape"):
+    for column in COLUMNS:
         assert (getattr(again, column) == getattr(merged, column)).all()
+        assert getattr(again, column).dtype == getattr(merged, column).dtype
+
+
+COLUMNS = ("tensor", "file", "offset_bytes", "checksum", "start", "shape")
+
+
+@given(parts())
+@settings(deadline=None)
+def test_an_index_has_every_row_that_a_rank_brought(case: tuple[list[TensorInfo], list[tuple[str, bytes]]]) -> None:
+    """Against one rank's rows at a time, in dictionaries."""
+    merged = rows.merge(case[1])
+    expected = set()
+    for file, data in case[1]:
+        one = rows.merge([(file, data)])
+        for row in range(len(one)):
+            expected.add((one.tensors[one.tensor[row]], file, int(one.offset_bytes[row]), int(one.checksum[row]), one.box(row)))
+    found = [
+        (merged.tensors[merged.tensor[row]], merged.files[merged.file[row]], int(merged.offset_bytes[row]),
+         int(merged.checksum[row]), merged.box(row))
+        for row in range(len(merged))
+    ]  # fmt: skip
+    assert set(found) == expected
+    assert len(found) == len(expected)
+    assert [(row[0].key, row[4].start) for row in found] == sorted((row[0].key, row[4].start) for row in found)
+
+
+def test_states_that_are_cut_alike_share_their_boxes() -> None:
+    """Their boxes are in the file once, unless one row differs."""
+    infos = [TensorInfo("w", state, "F32", (6, 4), "optimizer") for state in ("a", "b", "c")]
+    cuts = [(0, 7), (7, 24)]
+    sound = [
+        FragmentRow(info, box, 8 * at, at)
+        for info in infos
+        for at, cut in enumerate(cuts)
+        for box in split_flat_range((6, 4), *cut)
+    ]
+    index = index_of(sound)
+    assert index.same_boxes.tolist() == [False, True, True]
+    other = [row for row in sound if row.tensor.state != "b"]
+    other += [FragmentRow(infos[1], box, 0, 0) for cut in ((0, 8), (8, 24)) for box in split_flat_range((6, 4), *cut)]
+    assert index_of(other).same_boxes.tolist() == [False, False, False]
+    for one in (index, index_of(other)):
+        again = index_file.from_bytes(index_file.to_bytes(one), where="here")
+        assert all((getattr(again, column) == getattr(one, column)).all() for column in COLUMNS)
+    renamed = rows.merge([("a", rows.to_bytes(sound[:3])), ("b", rows.to_bytes(sound[3:]))])
+    assert renamed.same_boxes.tolist()[1] is False  # the same boxes, on other files
+
+
+def test_rows_that_are_damaged_are_refused() -> None:
+    info = TensorInfo("w", "weight", "F32", (4, 4), "parameter")
+    good = rows.to_bytes([FragmentRow(info, Box.whole((4, 4)), 0, 0)])
+    for bad, words in (
+        (good[:-1], "header describes"),
+        (good + b" ", "header describes"),
+        (b"", "too few"),
+        (good.replace(b"unickpt-rows", b"unickpt-rovs"), "not a rank's rows"),
+        (rows.pack(np.array([[1, 0, 0, 0, 0, 4, 4]]), [info], []), "names tensor 1, which is not in the table"),
+        (rows.pack(np.array([[0, 0, 0, 0, 0, 5, 4]]), [info], []), "leaves its tensor"),
+        (rows.pack(np.array([[0, -8, 0, 0, 0, 4, 4]]), [info], []), "negative byte offset"),
+        (rows.pack(np.array([[0, 0, 0, 0]]), [info], []), "rows have 4 columns"),
+    ):
+        with pytest.raises(FormatError, match=words):
+            rows.merge([("data/rank00000", bad)])
+    with pytest.raises(FormatError, match=r"ranks wrote to the same file: \['data/x'\]"):
+        rows.merge([("data/x", good), ("data/x", good)])
 
 
 def _box_rows(info: TensorInfo, *boxes: Box) -> Index:
