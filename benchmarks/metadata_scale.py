@@ -9,20 +9,35 @@ python benchmarks/metadata_scale.py [--cases dense-1 dense-3 moe-1] [--ranks 896
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import json
+import resource
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+from benchmarks.measure import machine  # noqa: E402
+from unickpt import index_file, rows  # noqa: E402
+from unickpt.checksums import digest  # noqa: E402
+from unickpt.commit import Names, read_rows  # noqa: E402
 from unickpt.fragments import Box, Ints  # noqa: E402
-from unickpt.index import Index, TensorInfo  # noqa: E402
-from unickpt.planning import Target  # noqa: E402
+from unickpt.index import Index, TensorInfo, check_complete, check_coverage  # noqa: E402
+from unickpt.loading import check_places  # noqa: E402
+from unickpt.manifest import FileRecord  # noqa: E402
+from unickpt.planning import Target, plan_reads  # noqa: E402
+from unickpt.storage import PosixStorage  # noqa: E402
 
 STATES = ("master", "exp_avg", "exp_avg_sq")  # in the order in which a rank writes them
 GENERATORS = (("/0", "U32", 625), ("/1", "U32", 624), ("", "U8", 600), ("/2", "U8", 5056), ("/3", "U8", 16))
@@ -347,23 +362,23 @@ def _rank_rows(
     state = np.empty(3 * boxes, np.int64)
     box[place], state[place] = np.arange(boxes)[None, :], np.arange(3)[:, None]
     extra = len(GENERATORS)
-    rows = np.zeros((3 * boxes + extra, 3 + 2 * ndim), np.int64)
-    rows[: 3 * boxes, 0] = ids[pieces.parameter[part][box] - first, state]
-    rows[3 * boxes :, 0] = len(table) + np.argsort(np.argsort([suffix for suffix, _, _ in GENERATORS]))
-    rows[: 3 * boxes, 3 : 3 + ndim] = start[box]
-    rows[:, 3 + ndim :] = 1
-    rows[: 3 * boxes, 3 + ndim :] = shape[box]
-    rows[3 * boxes :, 3 + ndim] = [length for _, _, length in GENERATORS]
+    numbers = np.zeros((3 * boxes + extra, 3 + 2 * ndim), np.int64)
+    numbers[: 3 * boxes, 0] = ids[pieces.parameter[part][box] - first, state]
+    numbers[3 * boxes :, 0] = len(table) + np.argsort(np.argsort([suffix for suffix, _, _ in GENERATORS]))
+    numbers[: 3 * boxes, 3 : 3 + ndim] = start[box]
+    numbers[:, 3 + ndim :] = 1
+    numbers[: 3 * boxes, 3 + ndim :] = shape[box]
+    numbers[3 * boxes :, 3 + ndim] = [length for _, _, length in GENERATORS]
     itemsize = np.full(3 * boxes + extra, 4, np.int64)
     itemsize[3 * boxes :] = [4 if dtype == "U32" else 1 for _, dtype, _ in GENERATORS]
-    size = rows[:, 3 + ndim :].prod(axis=1) * itemsize
+    size = numbers[:, 3 + ndim :].prod(axis=1) * itemsize
     header_bytes = -(-(200 + 130 * len(size)) // 4096) * 4096  # a data file's header, about
     end = header_bytes + np.cumsum(size)
-    rows[:, 1] = end - size
-    rows[:, 2] = random.integers(-(2**63), 2**63, len(size))
+    numbers[:, 1] = end - size
+    numbers[:, 2] = random.integers(-(2**63), 2**63, len(size))
     stem = f"objects/rank{rank:05d}"
     own = sorted((TensorInfo(f"{stem}{k}", "object", dtype, (n,), "object") for k, dtype, n in GENERATORS), key=lambda i: i.key)
-    return RankRows(table, tuple(own), rows, header_bytes, int(end[-1]))
+    return RankRows(table, tuple(own), numbers, header_bytes, int(end[-1]))
 
 
 def targets_of(model: Model, layout: Layout, rank: int, index: Index) -> list[Target]:
@@ -377,3 +392,203 @@ def targets_of(model: Model, layout: Layout, rank: int, index: Index) -> list[Ta
         box = Box(tuple(start[: len(parameter.shape)]), tuple(shape[: len(parameter.shape)]))
         found += [Target(ids[parameter.name, state], box) for state in STATES]
     return found
+
+
+# ---------------------------------------------------------------- measuring: every step in a process of its own
+
+CASES = {"dense-1": (llama_405b, 1, 1), "dense-3": (llama_405b, 3, 1), "moe-1": (moe_1t, 1, 16), "moe-3": (moe_1t, 3, 16)}
+Result = dict[str, Any]
+
+
+def layouts_of(case: str, world: int) -> tuple[Model, Layout, Layout]:
+    """The model, the layout that saves, and the one that loads: other degrees, and the other ZeRO stage."""
+    make, zero, ep = CASES[case]
+    return make(), Layout(world, tp=8, pp=16, zero=zero, ep=ep), Layout(world, tp=4, pp=8, zero=4 - zero, ep=max(ep // 2, 1))
+
+
+def generate(folder: Path, case: str, world: int) -> Result:
+    """All ranks' rows one after the other, and sizes of their data files."""
+    model, layout, _ = layouts_of(case, world)
+    lengths, sizes, headers = [], [], []
+    with (folder / "rows").open("wb") as out:
+        for found in rows_of_ranks(model, layout):
+            lengths.append(out.write(rows.pack(found.rows, found.tensors, found.own)))
+            sizes.append(found.size_bytes)
+            headers.append(found.header_bytes)
+    np.savez(folder / "files.npz", length=lengths, size=sizes, header=headers)
+    return {"rows_bytes": sum(lengths)}
+
+
+def names_of(count: int) -> list[str]:
+    return [Names(rank, 0).data for rank in range(count)]
+
+
+def timed(steps: Mapping[str, Callable[[Any], Any]], first: Any, rounds: int) -> Result:
+    """Seconds and processor seconds of steps that hand on what they make; of the quickest round."""
+    best: Result = {}
+    for _ in range(rounds):
+        value, found = first, {}
+        begin, processor = time.perf_counter(), time.process_time()
+        for name, step in steps.items():
+            at = time.perf_counter()
+            value = step(value)
+            found[name] = time.perf_counter() - at
+        found |= {"seconds": time.perf_counter() - begin, "processor": time.process_time() - processor}
+        if not best or found["seconds"] < best["seconds"]:
+            best = found
+    return {**best, "result": value}
+
+
+def merge(folder: Path, rounds: int) -> Result:
+    """What the coordinator does with the rows that it has read, up to the bytes of the index."""
+    data = (folder / "rows").read_bytes()
+    ends = np.cumsum([0, *np.load(folder / "files.npz")["length"].tolist()]).tolist()
+    parts = [(name, data[a:b]) for name, a, b in zip(names_of(len(ends) - 1), ends[:-1], ends[1:], strict=True)]
+    del data
+    before = peak_bytes()
+
+    def checked(index: Index) -> Index:
+        check_coverage(index)
+        return index
+
+    def signed(table: bytes) -> bytes:
+        digest(table)
+        return table
+
+    steps = {"merge": rows.merge, "coverage": checked, "to_bytes": index_file.to_bytes, "digest": signed}
+    found = timed(steps, parts, rounds)
+    table = found.pop("result")
+    (folder / "index").write_bytes(table)
+    return {**found, "index_bytes": len(table), "memory_bytes": peak_bytes() - before}
+
+
+def plan(folder: Path, case: str, world: int, rounds: int) -> Result:
+    """What one rank of another layout does from the bytes of the index to its plan, with all checks of a load."""
+    model, _, layout = layouts_of(case, world)
+    table = (folder / "index").read_bytes()
+    files = np.load(folder / "files.npz")
+    sizes, headers = files["size"].tolist(), files["header"].tolist()
+    records = {n: FileRecord(n, s, "", h, "") for n, s, h in zip(names_of(world), sizes, headers, strict=True)}
+    before = peak_bytes()
+
+    def opened(data: bytes) -> Index:
+        digest(data)
+        return index_file.from_bytes(data, where="index")
+
+    def checked(index: Index) -> Index:
+        check_complete(index)
+        check_places(index, records, "index")
+        return index
+
+    def planned(index: Index) -> tuple[Index, int, int]:
+        targets = targets_of(model, layout, world // 2 + 1, index)
+        return index, len(targets), len(plan_reads(index, targets).fragment)
+
+    found = timed({"from_bytes": opened, "checks": checked, "plan": planned}, table, rounds)
+    index, targets, reads = found.pop("result")
+    counts = {"fragments": len(index), "tensors": len(index.tensors), "targets": targets, "reads": reads}
+    return {**found, **counts, "memory_bytes": peak_bytes() - before}
+
+
+def files(folder: Path) -> Result:
+    """Reading the ranks' rows from the disk, as the coordinator does: sizes of the data files, then the rows."""
+    storage = PosixStorage(folder / "checkpoint")
+    sizes = np.load(folder / "files.npz")
+    for kind in ("data", "rows"):
+        (storage.root / kind).mkdir(parents=True)
+    with (folder / "rows").open("rb") as source:
+        for rank, length in enumerate(sizes["length"].tolist()):
+            storage.path(Names(rank, 0).rows).write_bytes(source.read(length))
+            storage.path(Names(rank, 0).data).touch()
+    records = [FileRecord(name, 0, "", 0, "") for name in names_of(len(sizes["length"]))]
+    begin = time.perf_counter()
+    count = sum(len(data) for _, data in read_rows(storage, records, 0))
+    return {"read_seconds": time.perf_counter() - begin, "read_bytes": count}
+
+
+def peak_bytes() -> int:
+    """Of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measured(case: str, world: int, rounds: int, *, with_files: bool) -> Result:
+    """All steps of a case, each in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        found: Result = {}
+        for step in ("generate", "merge", "plan", *(["files"] if with_files else [])):
+            command = [sys.executable, __file__, "--step", step, "--folder", folder, "--cases", case, "--ranks", str(world)]
+            done = subprocess.run([*command, "--rounds", str(rounds)], check=True, capture_output=True, text=True)
+            found[step] = json.loads(done.stdout)
+        return found
+
+
+def row_of(case: str, world: int, found: Result) -> str:
+    model, layout, other = layouts_of(case, world)
+    made, merged, planned = found["generate"], found["merge"], found["plan"]
+    cells = [
+        f"{model.title}, {layout}; loaded as {other}",
+        f"{world:,}",
+        f"{planned['fragments']:,}",
+        f"{merged['index_bytes'] / 1e6:.1f}",
+        f"{made['rows_bytes'] / 1e6:.0f}",
+        f"{merged['seconds']:.2f} ({merged['processor']:.2f})",
+        f"{merged['to_bytes']:.2f}",
+        f"{merged['memory_bytes'] / 1e6:.0f}",
+        f"{planned['seconds']:.2f} ({planned['processor']:.2f})",
+        f"{planned['from_bytes']:.2f}",
+        f"{planned['memory_bytes'] / 1e6:.0f}",
+    ]
+    if "files" in found:
+        cells.append(f"{found['files']['read_seconds']:.1f}")
+    return f"| {' | '.join(cells)} |"
+
+
+COLUMNS = [
+    "job", "ranks", "fragments", "index MB", "rows MB", "merge s (processor)", "of it to bytes", "merge MB",
+    "plan s (processor)", "of it from bytes", "plan MB", "reading rows s",
+]  # fmt: skip
+BEGIN, END = "<!-- metadata at scale: by the script -->", "<!-- end of metadata at scale -->"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["dense-1", "dense-3", "moe-1"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[8960, 100096], help="multiples of 256")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--files", action="store_true", help="read the rows from as many files, too")
+    parser.add_argument("--only", nargs="+", default=[], metavar="CASE:RANKS", help="these instead of all combinations")
+    parser.add_argument("--write", type=Path, help="document that has the markers to write between")
+    parser.add_argument("--step", choices=("generate", "merge", "plan", "files"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.step:
+        case, world = args.cases[0], args.ranks[0]
+        steps = {
+            "generate": lambda: generate(args.folder, case, world),
+            "merge": lambda: merge(args.folder, args.rounds),
+            "plan": lambda: plan(args.folder, case, world, args.rounds),
+            "files": lambda: files(args.folder),
+        }
+        print(json.dumps(steps[args.step]()))
+        return
+    pairs = [(case, int(world)) for case, world in (pair.split(":") for pair in args.only)]
+    columns = COLUMNS if args.files else COLUMNS[:-1]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for case, world in pairs or itertools.product(args.cases, args.ranks):
+        found = measured(case, world, args.rounds, with_files=args.files)
+        print(case, world, json.dumps(found), file=sys.stderr, flush=True)
+        lines.append(row_of(case, world, found))
+    shown = [argument for argument in sys.argv[1:] if not argument.startswith("--write")]
+    if args.write:
+        shown.remove(str(args.write))
+    command = " ".join(["python benchmarks/metadata_scale.py", *shown])
+    text = f"`{command}`\n\nBest of {args.rounds} rounds; {machine()}, numpy {np.__version__}.\n\n" + "\n".join(lines)
+    print(text)
+    if args.write:
+        old = args.write.read_text()
+        first, last = old.index(BEGIN) + len(BEGIN), old.index(END)
+        args.write.write_text(f"{old[:first]}\n\n{text}\n\n{old[last:]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import datetime
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from unickpt import index_file, rows
@@ -21,6 +23,7 @@ from unickpt.storage import PosixStorage
 DATA_FOLDER = "data"
 ROWS_FOLDER = "rows"
 LATEST_FILE = "latest"
+_READERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +73,7 @@ def commit(storage: PosixStorage, files: list[FileRecord], part: Prepared, gener
         CoverageError: the ranks' fragments have holes or overlap; nothing is committed.
         StorageError: a rank's file cannot be seen from here, or the storage fails.
     """
-    merged = rows.merge(
-        (record.path, _read_rows(storage, record, Names(rank, generation))) for rank, record in enumerate(files)
-    )
+    merged = rows.merge(read_rows(storage, files, generation))
     check_coverage(merged)
     table = index_file.to_bytes(merged)
     name = index_name(generation)
@@ -97,7 +98,18 @@ def commit(storage: PosixStorage, files: list[FileRecord], part: Prepared, gener
     return sum(record.size_bytes for record in files)
 
 
-def _read_rows(storage: PosixStorage, record: FileRecord, names: Names) -> bytes:
+def read_rows(storage: PosixStorage, files: Sequence[FileRecord], generation: int) -> Iterator[tuple[str, bytes]]:
+    """Every rank's data file and its rows, in the ranks' order; several ranks' at a time, as each is a wait for the storage.
+
+    Raises:
+        StorageError: a rank's file cannot be seen from here, or the storage fails.
+    """
+    with ThreadPoolExecutor(_READERS, "unickpt-rows") as pool:
+        found = pool.map(lambda rank: _rows_of(storage, files[rank], Names(rank, generation)), range(len(files)))
+        yield from zip((record.path for record in files), found, strict=True)
+
+
+def _rows_of(storage: PosixStorage, record: FileRecord, names: Names) -> bytes:
     size = storage.size_bytes(record.path)
     if size != record.size_bytes:
         found = "is not there" if size is None else f"has {size:,} bytes"

@@ -204,11 +204,11 @@ def read_index(storage: PosixStorage, manifest: Manifest) -> Index:
         index_module.check_complete(index)
     except CoverageError as err:
         raise FormatError(f"{path}: {err}") from None
-    _check_places(index, {r.path: r for r in manifest.files if r.path != manifest.index}, str(path))
+    check_places(index, {r.path: r for r in manifest.files if r.path != manifest.index}, str(path))
     return index
 
 
-def _check_places(index: Index, known: Mapping[str, FileRecord], where: str) -> None:
+def check_places(index: Index, known: Mapping[str, FileRecord], where: str) -> None:
     """Fragments lie in the data of files that the manifest lists, and no byte serves two of them.
 
     The last is what bounds memory: a few bytes cannot pose as the content of a huge tensor.
