@@ -7,7 +7,7 @@ with the package, so they are a second opinion on the format as well.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ import numpy as np
 import torch
 import xxhash
 
+from unickpt import rows as rows_module
 from unickpt.commit import commit
 from unickpt.contribution import Contribution, Shard, prepare, shards_of_flat_range
 from unickpt.coordination import Rendezvous
 from unickpt.fragments import Box
-from unickpt.index import TensorInfo
+from unickpt.index import FragmentRow, Index, TensorInfo
 from unickpt.manifest import OptimizerRecord, ParameterGroup, Writer
 from unickpt.posix import PosixStorage
 from unickpt.saving import save
@@ -193,7 +194,7 @@ class IndexParts:
         self.path = read_manifest(directory)["index"]
         header, data = split_safetensors((directory / self.path).read_bytes())
         self.metadata: dict[str, str] = header.pop("__metadata__")
-        kinds = {"I32": "<i4", "I64": "<i8", "U64": "<u8"}
+        kinds = {"I32": "<i4", "I64": "<i8", "U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8"}
         self.columns = {
             name: np.frombuffer(data[slice(*slot["data_offsets"])], kinds[slot["dtype"]]).reshape(slot["shape"]).copy()
             for name, slot in header.items()
@@ -201,10 +202,16 @@ class IndexParts:
         self.files: list[Any] = json.loads(self.metadata["files"])
         self.tensors: list[Any] = json.loads(self.metadata["tensors"])
 
+    def add_tensor(self, *entry: Any) -> None:
+        """One more tensor behind all others, without fragments."""
+        self.tensors.append(list(entry))
+        for name in {"fragments", "same_boxes"} & set(self.columns):
+            self.columns[name] = np.append(self.columns[name], self.columns[name].dtype.type(0))
+
     def write(self) -> None:
         """Write it, signed."""
         self.metadata |= {"files": json.dumps(self.files), "tensors": json.dumps(self.tensors)}
-        kinds = {"int32": "I32", "int64": "I64", "uint64": "U64"}
+        kinds = {"int32": "I32", "int64": "I64", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64"}
         header: dict[str, Any] = {"__metadata__": self.metadata}
         data = b""
         for name, column in sorted(self.columns.items(), key=lambda item: -item[1].itemsize):
@@ -213,6 +220,40 @@ class IndexParts:
             header[name] = {"dtype": kinds[str(column.dtype)], "shape": list(column.shape), "data_offsets": offsets}
             data += column.tobytes()
         replace_file(self.directory, self.path, join_safetensors(header, data))
+
+
+def to_version_1(directory: Path) -> Path:
+    """The same checkpoint as it was written before version 2: another index, and a manifest that says so."""
+    parts = IndexParts(directory)
+    old = parts.columns
+    ndim = sum(name.startswith("start.") for name in old)
+    rows: dict[str, list[Any]] = {name: [] for name in ("tensor", "file", "start", "shape")}
+    first = end = 0
+    for tensor, (count, same) in enumerate(zip(old["fragments"].tolist(), old["same_boxes"].tolist(), strict=True)):
+        if not same:
+            first, end = end, end + count
+        for box in range(first, first + count):
+            rows["tensor"].append(tensor)
+            rows["file"].append(old["file"][box])
+            for name in ("start", "shape"):
+                rows[name].append([old[f"{name}.{dim}"][box] for dim in range(ndim)])
+    parts.columns = {
+        "tensor": np.array(rows["tensor"], np.int32),
+        "file": np.array(rows["file"], np.int32),
+        "offset_bytes": old["offset_bytes"].astype(np.int64),
+        "checksum": old["checksum"],
+        "start": np.array(rows["start"], np.int64),
+        "shape": np.array(rows["shape"], np.int64),
+    }
+    parts.metadata["version"] = "1"
+    parts.write()
+    edit_manifest(directory, lambda body: body.update(version=1))
+    return directory
+
+
+def index_of(rows: Sequence[FragmentRow], *, file: str = "data/x", tensors: Sequence[TensorInfo] = ()) -> Index:
+    """The index of a single data file."""
+    return rows_module.merge([(file, rows_module.to_bytes(rows, tensors))])
 
 
 def as_record(tensor: TensorInfo) -> list[Any]:

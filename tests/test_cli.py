@@ -70,7 +70,7 @@ def test_inspect_json_accounts_for_everything_that_was_saved(ranks: Path, run_js
     assert code == 0
     assert document["save_directory"] is None
     found = document["checkpoint"]
-    assert (found["step"], found["generation"], found["format_version"], found["problem"]) == (3, 0, 1, None)
+    assert (found["step"], found["generation"], found["format_version"], found["problem"]) == (3, 0, 2, None)
     assert found["writer"]["topology"] == {"world_size": 2, "zero_stage": 1}
     on_disk = sum(path.stat().st_size for path in ranks.rglob("*") if path.is_file())
     assert found["total_bytes"] == on_disk
@@ -301,10 +301,10 @@ def test_verify_of_a_save_directory_follows_latest(checkpoint: Path, run_json: A
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_a_newer_format_version_is_named_and_not_judged(checkpoint: Path, command: str, run: Any, run_json: Any) -> None:
-    handmade.edit_manifest(checkpoint, lambda body: body.update(version=2))
+    handmade.edit_manifest(checkpoint, lambda body: body.update(version=3))
     code, out, err = run(command, checkpoint)
     assert (code, out) == (2, "")
-    assert "format version 2, this release reads up to 1; upgrade unickpt" in err
+    assert "format version 3, this release reads up to 2; upgrade unickpt" in err
     code, document = run_json(command, checkpoint)
     assert (code, document["error"]["type"]) == (2, "NewerFormatError")
 

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from tests import handmade
-from unickpt import dtypes, manifest, objects
+from unickpt import dtypes, index_file, manifest, objects
 from unickpt import index as index_module
 from unickpt.contribution import Shard
+from unickpt.editing import remove_tensors
 from unickpt.fragments import Box
 from unickpt.index import TensorInfo
 from unickpt.loading import Checkpoint
 from unickpt.safetensors_io import MAX_HEADER_BYTES
+from unickpt.verification import verify
 
 DOCUMENT = (Path(__file__).parent.parent / "docs/format.md").read_text()
 
@@ -56,6 +58,21 @@ def test_the_reader_of_the_document_reads_every_tensor(reader_class: Any, tmp_pa
         assert torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), (name, state)
     assert torch.equal(torch.from_numpy(reader.read("head.weight", "weight")), handmade.embed())
     assert torch.equal(torch.from_numpy(reader.read("layer.weight", "weight")).view(torch.bfloat16), handmade.weight())
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_checkpoint_of_version_1_reads_the_same(tmp_path: Path, world: int) -> None:
+    """The index made over as section 12 has it, by the tests' own code."""
+    new = handmade.save_ranks(tmp_path / "new", world)
+    old = handmade.to_version_1(handmade.save_ranks(tmp_path / "old", world))
+    assert (Checkpoint.open(new).manifest.version, Checkpoint.open(old).manifest.version) == (2, 1)
+    assert not verify(old).problems
+    for info in Checkpoint.open(new).index.tensors:
+        found, expected = (Checkpoint.open(at).read_tensor(info.name, info.state) for at in (old, new))
+        assert torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), info
+    remove_tensors(old, lambda _, state: state == "exp_avg")  # what is written anew is of the newest version
+    assert Checkpoint.open(old).manifest.version == 2
+    assert not verify(old).problems
 
 
 def test_the_cast_of_the_document_is_the_one_of_torch(reader_class: Any, tmp_path: Path) -> None:
@@ -125,10 +142,15 @@ def _escaped(character: str) -> str:
 
 def test_the_document_names_every_column_of_the_index(tmp_path: Path) -> None:
     parts = handmade.IndexParts(handmade.save_single(tmp_path))
-    assert set(first_cells(section(5))) == set(parts.columns)
+    ranges = {name for name in parts.columns if name.startswith(("start.", "shape."))}
+    assert ranges == {f"{part}.{dim}" for part in ("start", "shape") for dim in range(len(ranges) // 2)}
+    named = {"start.0", "start.", "shape.0", "shape."}
+    assert set(first_cells(section(5))) - named == set(parts.columns) - ranges
+    assert set(first_cells(section(12))) == set(handmade.IndexParts(handmade.to_version_1(parts.directory)).columns)
     assert all(f"`{key}`" in section(5) for key in parts.metadata)
     assert all(f"`{kind}`" in section(5) for kind in index_module.KINDS)
     assert f"at\n  most {index_module.MAX_NDIM}" in section(5)
+    assert f"2^{index_file.MAX_UNPACKED_BYTES.bit_length() - 1} bytes" in section(5)
     assert f"{MAX_HEADER_BYTES:,}" in section(2)
 
 

@@ -118,7 +118,7 @@ def test_contiguous_runs_are_the_boxs_elements_in_order(case: tuple[tuple[int, .
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_overlaps_are_found_exactly_when_there_are_some(data: st.DataObject) -> None:
     shape, first = data.draw(shape_and_box(shape=data.draw(SHAPES.filter(lambda s: len(s) > 0))))
     boxes = [first, *(data.draw(shape_and_box(shape=shape))[1] for _ in range(data.draw(st.integers(0, 8))))]
@@ -131,6 +131,52 @@ def test_overlaps_are_found_exactly_when_there_are_some(data: st.DataObject) -> 
     if clash is not None:
         assert clash[0] != clash[1]
         assert boxes[clash[0]].intersect(boxes[clash[1]]) is not None
+
+
+@st.composite
+def grouped_boxes(draw: st.DrawFn) -> tuple[list[int], list[Box]]:
+    """Boxes of several tensors, in any order: each tensor cut along a grid, flat ranges in its cells, and some strays."""
+    found: list[tuple[int, Box]] = []
+    for group in draw(st.lists(st.integers(0, 5), max_size=3, unique=True)):
+        shape = draw(st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(1, 3)))
+        dim = draw(st.integers(0, 2))
+        cut = draw(st.integers(0, shape[dim]))
+        for lo, hi in ((0, cut), (cut, shape[dim])):
+            cell = tuple(hi - lo if d == dim else n for d, n in enumerate(shape))
+            inner = draw(st.lists(st.integers(0, math.prod(cell)), max_size=4))
+            for a, b in itertools.pairwise(sorted({0, math.prod(cell), *inner})):
+                for box in split_flat_range(cell, a, b):
+                    found.append((group, Box(tuple(s + lo * (d == dim) for d, s in enumerate(box.start)), box.shape)))
+        found += [(group, draw(shape_and_box(shape=shape))[1]) for _ in range(draw(st.integers(0, 1)))]
+    found = draw(st.permutations(found))
+    return [group for group, _ in found], [box for _, box in found]
+
+
+@given(grouped_boxes(), st.sampled_from([0, 2**58]))
+@settings(max_examples=300, deadline=None)
+def test_overlaps_within_groups_are_those_of_all_pairs(case: tuple[list[int], list[Box]], shift: int) -> None:
+    """Also far from 0, where a group's number and a coordinate do not fit into one integer."""
+    groups, boxes = case
+    pairs = {
+        (a, b)
+        for a, b in itertools.combinations(range(len(boxes)), 2)
+        if groups[a] == groups[b] and boxes[a].intersect(boxes[b]) is not None
+    }
+    start, extent = (np.array([getattr(b, name) for b in boxes], np.int64).reshape(-1, 3) for name in ("start", "shape"))
+    clash = find_overlap(start + shift, extent, np.array(groups, np.int32), block=2)
+    assert (clash is None) == (not pairs)
+    assert clash is None or tuple(sorted(clash)) in pairs
+
+
+def test_boxes_that_no_cut_separates_are_compared_pair_by_pair() -> None:
+    """A pinwheel: four boxes around a middle one."""
+    boxes = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
+    start, extent = (np.array([getattr(b, name) for b in boxes], np.int64) for name in ("start", "shape"))
+    assert find_overlap(start, extent) is None
+    extent[4, 1] = 2
+    clash = find_overlap(start, extent)
+    assert clash is not None
+    assert set(clash) == {1, 4}
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from tests.test_saving import WORLD, WRITER, on_all_ranks
 from unickpt import contribution, handover, neighbours
+from unickpt import rows as rows_module
 from unickpt.contribution import Contribution, shards_of_flat_range
 from unickpt.coordination import Rendezvous
 from unickpt.errors import CorruptCheckpointError
 from unickpt.fragments import Box, split_flat_range
-from unickpt.index import FragmentRow, TensorInfo, build
+from unickpt.index import FragmentRow, TensorInfo
 from unickpt.loading import Checkpoint
 from unickpt.neighbours import NeighbourFailedError, meet
 from unickpt.reading import ReadStats, Request
@@ -183,7 +184,7 @@ def test_a_schedule_reads_every_shared_byte_once_and_in_place(
         info = TensorInfo(f"t{at:03d}", "master", "U8", (count,), "parameter")
         rows.append(FragmentRow(info, split_flat_range(info.shape, 0, count)[0], offset, 0))
         offset += count + (gap if gap > 100 else 0)
-    index = build(rows, file="data/rank00000.safetensors")
+    index = rows_module.merge([("data/rank00000.safetensors", rows_module.to_bytes(rows))])
     wanted = [np.array(sorted(rank), np.int64) for rank in ranks]
     plan = handover.schedule(index, wanted, slot)
     times = np.bincount(np.concatenate(wanted).astype(np.int64), minlength=len(rows))

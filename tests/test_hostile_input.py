@@ -59,6 +59,12 @@ def victim(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "victim"))
 
 
+@pytest.fixture
+def old_victim(victim: Path) -> Path:
+    """Of format version 1."""
+    return handmade.to_version_1(victim)
+
+
 @contextlib.contextmanager
 def limited_memory() -> Iterator[None]:
     """Address space for ALLOWANCE_BYTES more than there is now: numpy, torch and python all feel it."""
@@ -370,7 +376,7 @@ def _prefix(length: int, path: str = INDEX) -> Attack:
 
 def _twice(header: dict[str, Any]) -> bytes:
     text = json.dumps(header)[:-1]
-    return f'{text}, "file": {json.dumps(header["tensor"])}}}'.encode()
+    return f'{text}, "file": {json.dumps(header["offset_bytes"])}}}'.encode()
 
 
 def _rename(header: dict[str, Any]) -> None:
@@ -413,7 +419,7 @@ HEADER_ATTACKS: dict[str, Attack] = {
     "shape shorter": _slot(shape=[1]),
     "offsets huge": _slot(data_offsets=[0, 2**62]),
     "offsets negative": _slot(data_offsets=[-104, 0]),
-    "offsets overlap": _slot(data_offsets=[0, 104]),
+    "offsets overlap": _header(lambda header: header["offset_bytes"].update(data_offsets=[0, 26])),
     "offsets leave a hole": _slot(data_offsets=[1000, 1104]),
     "offsets reversed": _slot(data_offsets=[104, 0]),
     "offsets of one": _slot(data_offsets=[0]),
@@ -435,7 +441,7 @@ HEADER_REASONS: Reasons = {
     "index columns are": ["column missing", "column of another name"],
     "needs exactly dtype, shape and data_offsets": ["column a number", "column with a further member"],
     "unknown dtype": ["dtype unknown", "dtype a list"],
-    "expected U64 of 13 rows": ["dtype another"],
+    "column 'checksum' is F64": ["dtype another"],
     "has shape": [
         "shape of 10**6 dimensions", "shape negative", "shape of booleans", "shape of floats", "shape a number",
         "offsets negative", "offsets of one", "offsets of floats",
@@ -480,7 +486,7 @@ def _tensor(member: int, value: Any, name: str = "layer.weight", state: str = "m
 
 def _add_tensor(*members: Any) -> Attack:
     """One more tensor behind all others, without fragments."""
-    return _index(lambda parts: parts.tensors.append(["zz", *members]))
+    return _index(lambda parts: parts.add_tensor("zz", *members))
 
 
 def _overlap_and_hole(parts: IndexParts) -> None:
@@ -510,7 +516,7 @@ def _more_dimensions(parts: IndexParts) -> None:
         parts.columns[name] = np.pad(parts.columns[name], ((0, 0), (0, 40)), constant_values=fill)
 
 
-INDEX_ATTACKS: dict[str, Attack] = {
+COLUMN_ATTACKS_1: dict[str, Attack] = {  # on the columns of version 1
     "tensor number too high": _cell("tensor", 1000, -1),
     "tensor number negative": _cell("tensor", -1, 0),
     "file number too high": _cell("file", 2),
@@ -533,6 +539,123 @@ INDEX_ATTACKS: dict[str, Attack] = {
     "fragment missing": _index(_drop_row),
     "fragments in another order": _index(_reverse),
     "41 dimensions": _index(_more_dimensions),
+}
+
+
+def _rows_of(parts: IndexParts, name: str, state: str) -> tuple[slice, slice]:
+    """Fragments and boxes of a tensor, in an index of version 2."""
+    number = next(at for at, t in enumerate(parts.tensors) if t[:2] == [name, state])
+    counts, same = parts.columns["fragments"].astype(int), parts.columns["same_boxes"]
+    first, box = counts[:number].sum(), counts[:number][same[:number] == 0].sum()
+    return slice(first, first + counts[number]), slice(box, box + counts[number])
+
+
+def _box(column: str, value: int, name: str = "embed.weight", state: str = "weight") -> Attack:
+    """Another number in the second box of a tensor; the column becomes as wide as it can be."""
+
+    def edit(parts: IndexParts) -> None:
+        parts.columns[column] = parts.columns[column].astype(np.uint64)
+        parts.columns[column][_rows_of(parts, name, state)[1].start + 1] = value
+
+    return _index(edit)
+
+
+def _wide(column: str, value: int, at: Any = 0) -> Attack:
+    def edit(parts: IndexParts) -> None:
+        parts.columns[column] = parts.columns[column].astype(np.uint64)
+        parts.columns[column][at] = value
+
+    return _index(edit)
+
+
+def _retyped(column: str, dtype: str) -> Attack:
+    return _index(lambda parts: parts.columns.update({column: parts.columns[column].astype(dtype)}))
+
+
+def _shorter(column: str) -> Attack:
+    return _index(lambda parts: parts.columns.update({column: parts.columns[column][1:]}))
+
+
+def _overlap_and_hole_2(parts: IndexParts) -> None:
+    _, boxes = _rows_of(parts, "embed.weight", "weight")
+    parts.columns["start.0"][boxes.start + 1] = parts.columns["start.0"][boxes.start]
+
+
+def _reverse_2(parts: IndexParts) -> None:
+    _, boxes = _rows_of(parts, "embed.weight", "weight")
+    for column in (name for name in parts.columns if name.startswith(("start", "shape"))):
+        parts.columns[column][boxes] = parts.columns[column][boxes][::-1].copy()
+
+
+def _same_bytes_2(parts: IndexParts) -> None:
+    parts.columns["offset_bytes"][:] = parts.columns["offset_bytes"].min()
+
+
+def _many_fragments(parts: IndexParts) -> None:
+    """Few bytes that ask for much memory: fragments that are only counted."""
+    parts.columns["fragments"] = np.full(len(parts.tensors), 2**30, np.uint32)
+
+
+def _share(name: str, state: str) -> Attack:
+    def edit(parts: IndexParts) -> None:
+        number = next(at for at, t in enumerate(parts.tensors) if t[:2] == [name, state])
+        parts.columns["same_boxes"][number] = 1
+
+    return _index(edit)
+
+
+def _more_dimensions_2(parts: IndexParts) -> None:
+    for dim in range(2, 42):
+        for name, fill in (("start", 0), ("shape", 1)):
+            parts.columns[f"{name}.{dim}"] = np.full(len(parts.columns["file"]), fill, np.uint8)
+
+
+COLUMN_ATTACKS_2: dict[str, Attack] = {  # on the columns of version 2
+    "more fragments than there are": _wide("fragments", 1000),
+    "fragments that wrap": _wide("fragments", 2**64 - 1),
+    "fragments without end": _index(_many_fragments),
+    "fragments of a tensor fewer": _index(lambda parts: parts.columns["fragments"].__setitem__(0, 1)),
+    "fragments for one tensor too few": _shorter("fragments"),
+    "boxes of the tensor before the first": _wide("same_boxes", 1),
+    "boxes of a tensor of another shape": _share("layer.weight", "exp_avg"),
+    "same_boxes neither 0 nor 1": _wide("same_boxes", 2, 3),
+    "file number too high": _wide("file", 2),
+    "file number that wraps": _wide("file", 2**64 - 1),
+    "one file number too few": _shorter("file"),
+    "start outside": _box("start.0", 2**40),
+    "start that wraps": _box("start.0", 2**64 - 4),
+    "start and shape wrap": _box("start.0", 2**62 - 1),
+    "shape 0": _box("shape.0", 0),
+    "shape huge": _box("shape.0", 2**61),
+    "shape that wraps": _box("shape.0", 2**64 - 4),
+    "offset outside the file": _wide("offset_bytes", 2**40, 1),
+    "offset that wraps": _wide("offset_bytes", 2**64 - 8, 1),
+    "offset at 2**62": _wide("offset_bytes", 2**62 - 1, 1),
+    "offset in the header": _wide("offset_bytes", 0, 1),
+    "one offset too few": _shorter("offset_bytes"),
+    "offsets signed": _retyped("offset_bytes", "int64"),
+    "checksum wrong": _wide("checksum", 1, 1),
+    "checksums narrow": _retyped("checksum", "uint32"),
+    "boxes signed": _retyped("start.0", "int64"),
+    "boxes in two dimensions": _index(lambda parts: parts.columns.update(file=parts.columns["file"].reshape(-1, 1))),
+    "fragments on the same bytes": _index(_same_bytes_2),
+    "fragments overlap and leave a hole": _index(_overlap_and_hole_2),
+    "boxes in another order": _index(_reverse_2),
+    "41 dimensions": _index(_more_dimensions_2),
+    "starts without shapes": _index(lambda parts: parts.columns.pop("shape.1")),
+    "a dimension skipped": _index(lambda parts: parts.columns.update({"start.7": parts.columns.pop("start.1")})),
+    "own boxes, shape of more dimensions": _tensor(3, [1, 1, 8, 3], "embed.weight", "weight"),
+    "own boxes, shape smaller": _tensor(3, [4, 3], "embed.weight", "weight"),
+    "own boxes, shape larger": _tensor(3, [9, 3], "embed.weight", "weight"),
+    "version 3": _index(lambda parts: parts.metadata.update(version="3")),
+    "version 1": _index(lambda parts: parts.metadata.update(version="1")),
+    "more elements together than any storage": _index(lambda parts: [
+        parts.add_tensor("zz", f"weight{at}", "U8", [2**61], "buffer", None) for at in range(8)
+    ]),
+}  # fmt: skip
+
+
+TABLE_ATTACKS: dict[str, Attack] = {
     "file given twice": _index(lambda parts: parts.files.__setitem__(1, parts.files[0])),
     "file not in the manifest": _index(lambda parts: parts.files.__setitem__(1, "data/other")),
     "file outside": _index(lambda parts: parts.files.__setitem__(1, "../../etc/passwd")),
@@ -555,8 +678,9 @@ INDEX_ATTACKS: dict[str, Attack] = {
     "shape smaller": _tensor(3, [2, 6]),
     "shape larger": _tensor(3, [5, 6]),
     "1 PiB without fragments": _add_tensor("weight", "U8", [2**50], "parameter", None),
-    "1 PiB derived from what is stored": _index(lambda parts: parts.tensors.extend(
-        [["zz", "master", "U8", [0], "parameter", None], ["zz", "weight", "U8", [2**50], "parameter", "master"]]
+    "1 PiB derived from what is stored": _index(lambda parts: (
+        parts.add_tensor("zz", "master", "U8", [0], "parameter", None),
+        parts.add_tensor("zz", "weight", "U8", [2**50], "parameter", "master"),
     )),
     "derived from itself": _tensor(5, "weight", state="weight"),
     "stored state derived from itself": _tensor(5, "master"),
@@ -578,9 +702,9 @@ INDEX_REASONS: Reasons = {
     "of 'layer.weight' leaves its tensor of shape (2, 6)": ["shape smaller"],
     "negative byte offset": ["offset negative"],
     "overlaps another one or leaves the data": [
-        "offset outside the file", "offset in the header", "offset off by one", "fragments on the same bytes", "dtype another",
+        "offset outside the file", "offset that wraps", "offset in the header", "offset off by one",
+        "fragments on the same bytes", "dtype another",
     ],
-    "cannot be read at byte": ["offset that wraps"],
     "checksum of embed.weight (weight) [4:8,0:3] differs": ["checksum wrong"],
     "some of them twice": ["fragments overlap and leave a hole"],
     "cover 12 of 24 elements": ["fragment missing"],
@@ -593,11 +717,12 @@ INDEX_REASONS: Reasons = {
     "which is not one of the manifest's": ["file not in the manifest", "file outside", "file that is the index"],
     "must be a list of strings": ["files no strings"],
     "not sorted, or names a tensor twice": ["tensors reversed", "tensor twice"],
-    "malformed tensor entry": ["tensor entry too short", "tensor entry a number", "dtype a list"],
+    "malformed tensor entry": [
+        "tensor entry too short", "tensor entry a number", "dtype a list", "shape of booleans in the table",
+    ],
     "unknown dtype": ["dtype unknown"],
     "has kind": [
-        "kind unknown", "shape negative in the table", "shape of booleans in the table", "shape of 10**400",
-        "shape of 33 dimensions",
+        "kind unknown", "shape negative in the table", "shape of 10**400", "shape of 33 dimensions",
     ],
     "larger than any storage": ["shape of 2**60 x 2**60"],
     "have 2 dimensions, it has 4": ["shape of more dimensions than the fragments"],
@@ -609,12 +734,71 @@ INDEX_REASONS: Reasons = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", cases(INDEX_ATTACKS))
-def test_an_index_that_lies_is_refused(victim: Path, name: str) -> None:
-    INDEX_ATTACKS[name](victim)
-    found = refused(victim)
-    assert reason(INDEX_REASONS, name) in found[0]
+COLUMN_REASONS_2: Reasons = {
+    "column 'file' is uint8 (11,), expected": ["more fragments than there are", "fragments of a tensor fewer"],
+    "column 'fragments' has 18446744073709551615": ["fragments that wrap"],
+    "are too many for an index": ["fragments without end"],
+    "column 'fragments' is uint8 (10,), expected 11": ["fragments for one tensor too few"],
+    "cannot have the boxes of the tensor before it": [
+        "boxes of the tensor before the first", "boxes of a tensor of another shape",
+    ],
+    "column 'same_boxes' has 2": ["same_boxes neither 0 nor 1"],
+    "column 'file' has": ["file number too high", "file number that wraps"],
+    "column 'file' is uint8 (10,), expected 11": ["one file number too few"],
+    "fragment 1 of 'embed.weight' leaves its tensor of shape (8, 3)": [
+        "start outside", "start and shape wrap", "shape 0", "shape huge",
+    ],
+    "column 'start.0' has": ["start that wraps"],
+    "column 'shape.0' has": ["shape that wraps"],
+    "overlaps another one or leaves the data": [
+        "offset outside the file", "offset at 2**62", "offset in the header", "fragments on the same bytes",
+    ],
+    "column 'offset_bytes' has": ["offset that wraps"],
+    "column 'offset_bytes' is uint16 (12,), expected 13": ["one offset too few"],
+    "column 'offset_bytes' is int64": ["offsets signed"],
+    "column 'start.0' is int64": ["boxes signed"],
+    "column 'file' is uint8 (11, 1)": ["boxes in two dimensions"],
+    "checksum of embed.weight (weight) [4:8,0:3] differs": ["checksum wrong"],
+    "column 'checksum' is uint32": ["checksums narrow"],
+    "some of them twice": ["fragments overlap and leave a hole"],
+    "not sorted by tensor and start": ["boxes in another order"],
+    "more than 32": ["41 dimensions"],
+    "index columns are": ["starts without shapes", "a dimension skipped", "version 1"],
+    "have 2 dimensions, it has 4": ["own boxes, shape of more dimensions"],
+    "of 'embed.weight' leaves its tensor of shape (4, 3)": ["own boxes, shape smaller"],
+    "cover 24 of 27 elements": ["own boxes, shape larger"],
+    "upgrade unickpt": ["version 3"],
+    "than any storage can hold": ["more elements together than any storage"],
+}  # fmt: skip
+
+
+# of a tensor whose boxes are those of the one before it, so that another check comes first
+OF_SHARED_BOXES = {"shape of more dimensions than the fragments", "shape smaller", "shape larger"}
+
+
+def _must_be_refused(directory: Path, words: str) -> None:
+    found = refused(directory)
+    assert words in found[0], found
     assert len(found) >= 2, f"only one of loading and verification noticed: {found}"
+
+
+@pytest.mark.parametrize("name", cases(TABLE_ATTACKS))
+def test_a_table_that_lies_is_refused(victim: Path, name: str) -> None:
+    TABLE_ATTACKS[name](victim)
+    shared = name in OF_SHARED_BOXES
+    _must_be_refused(victim, "cannot have the boxes of the tensor before it" if shared else reason(INDEX_REASONS, name))
+
+
+@pytest.mark.parametrize("name", cases(COLUMN_ATTACKS_2))
+def test_columns_that_lie_are_refused(victim: Path, name: str) -> None:
+    COLUMN_ATTACKS_2[name](victim)
+    _must_be_refused(victim, reason(COLUMN_REASONS_2, name))
+
+
+@pytest.mark.parametrize("name", cases({**TABLE_ATTACKS, **COLUMN_ATTACKS_1}))
+def test_an_index_of_version_1_that_lies_is_refused(old_victim: Path, name: str) -> None:
+    {**TABLE_ATTACKS, **COLUMN_ATTACKS_1}[name](old_victim)
+    _must_be_refused(old_victim, reason(INDEX_REASONS, name))
 
 
 # ---------------------------------------------------------------- objects
@@ -705,10 +889,13 @@ def test_random_members_of_the_manifest(restored: Callable[[], Path], data: st.D
 
 
 @QUICK
-@given(column=st.sampled_from(["tensor", "file", "offset_bytes", "start", "shape", "checksum"]), data=st.data())
-def test_random_cells_of_the_index(restored: Callable[[], Path], column: str, data: st.DataObject) -> None:
-    victim = restored()
+@given(version=st.sampled_from([1, 2]), data=st.data())
+def test_random_cells_of_the_index(restored: Callable[[], Path], version: int, data: st.DataObject) -> None:
+    victim = restored() if version == 2 else handmade.to_version_1(restored())
     parts = IndexParts(victim)
+    column = data.draw(st.sampled_from(sorted(parts.columns)))
+    if version == 2 and data.draw(st.booleans()):
+        parts.columns[column] = parts.columns[column].astype(np.uint64)
     values = parts.columns[column].reshape(-1)
     limits = np.iinfo(values.dtype)
     nearby = st.integers(max(-3, int(limits.min)), 30)

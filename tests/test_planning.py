@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unickpt import index as index_module
+from tests.handmade import index_of
 from unickpt.errors import CoverageError
 from unickpt.fragments import Box, split_flat_range
-from unickpt.index import FragmentRow, TensorInfo
+from unickpt.index import FragmentRow, TensorInfo, check_coverage
 from unickpt.planning import Target, plan_reads, share_of_replicas
 
 TENSORS = st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 2, 4, 8])), max_size=8)
@@ -51,7 +51,7 @@ def test_a_plan_brings_every_wanted_element_from_where_it_lies(data: st.DataObje
         lo = data.draw(st.integers(0, total - 1))
         for box in split_flat_range(shape, lo, data.draw(st.integers(lo, total))):
             targets.append((info, box))
-    index = index_module.build(rows, file="data/x")
+    index = index_of(rows)
     ids = index.ids()
     wanted = [Target(ids[info.key], box) for info, box in targets]
     plan = plan_reads(index, wanted)
@@ -68,12 +68,44 @@ def test_a_plan_brings_every_wanted_element_from_where_it_lies(data: st.DataObje
         assert (count == expected).all()
 
 
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_plan_has_all_common_regions_and_no_other(data: st.DataObject) -> None:
+    """Against every target with every fragment: boxes of a grid, so that the ranges of places overlap widely."""
+    rows, targets = [], []
+    for number in range(data.draw(st.integers(1, 3))):
+        shape = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
+        info = TensorInfo(f"t{number}", "weight", "F32", shape, "parameter")
+        for cells in (rows, targets):
+            cuts = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
+            for (a, b), (c, d) in itertools.product(*map(itertools.pairwise, cuts)):
+                box = Box((a, c), (b - a, d - c))
+                cells.append(FragmentRow(info, box, 64 * len(cells), 0) if cells is rows else (info, box))
+    index = index_of(rows)
+    ids = index.ids()
+    wanted = [Target(ids[info.key], box) for info, box in data.draw(st.permutations(targets))]
+    plan = plan_reads(index, wanted)
+    expected = set()
+    for at, target in enumerate(wanted):
+        for row in index.rows_of(target.tensor_id):
+            common = target.box.intersect(index.box(row))
+            if common is not None:
+                expected.add((at, row, common.start, common.shape))
+    columns = (plan.target.tolist(), plan.fragment.tolist(), map(tuple, plan.start.tolist()), map(tuple, plan.shape.tolist()))
+    found = list(zip(*columns, strict=True))
+    assert set(found) == expected
+    assert len(found) == len(expected)
+    assert [int(index.offset_bytes[row]) for _, row, _, _ in found] == sorted(
+        int(index.offset_bytes[r]) for _, r, _, _ in found
+    )
+
+
 def test_a_hole_is_an_error_that_names_the_tensor() -> None:
     info = TensorInfo("model.w", "exp_avg", "F32", (4, 4), "optimizer")
     rows = [row for row in _rows(info, [0, 4, 12, 16]) if row.box.start != (1, 0)]
-    index = index_module.build(rows, file="data/x")
+    index = index_of(rows)
     with pytest.raises(CoverageError, match=r"model.w \(exp_avg\) region \[0:4,0:4\]: stored fragments cover 8 of 16"):
         plan_reads(index, [Target(0, Box.whole((4, 4)))])
     with pytest.raises(CoverageError, match=r"model.w \(exp_avg\) of shape \(4, 4\): fragments cover 8 of 16 elements"):
-        index_module.check_coverage(index)
+        check_coverage(index)
     assert len(plan_reads(index, [Target(0, Box.whole((4, 4)))], allow_partial=frozenset({0})).fragment) == 2

@@ -9,20 +9,23 @@ import contextlib
 import datetime
 import fnmatch
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from unickpt import index as index_module
+from unickpt import index_file, rows
 from unickpt import manifest as manifest_module
 from unickpt.checksums import digest
 from unickpt.contribution import Prepared
 from unickpt.errors import StorageError, UncertainCommitError, UnickptError
-from unickpt.index import Index
+from unickpt.index import check_coverage
 from unickpt.manifest import MANIFEST_FILE, FileRecord, Manifest
 from unickpt.storage import Storage
 
 DATA_FOLDER = "data"
 ROWS_FOLDER = "rows"
 LATEST_FILE = "latest"
+_READERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +77,9 @@ def commit(storage: Storage, files: list[FileRecord], part: Prepared, generation
         StorageError: a rank's file cannot be seen from here, or the storage fails; nothing is committed.
         UncertainCommitError: the storage failed so that nobody knows whether it is.
     """
-    parts = [_read_rows(storage, record, Names(rank, generation)) for rank, record in enumerate(files)]
-    merged = index_module.merge(parts)
-    index_module.check_coverage(merged)
-    table = index_module.to_bytes(merged)
+    merged = rows.merge(read_rows(storage, files, generation))
+    check_coverage(merged)
+    table = index_file.to_bytes(merged)
     record = index_record(table, generation)
     manifest = Manifest(
         step=part.step,
@@ -116,8 +118,8 @@ def renumbered(manifest: Manifest, table: bytes, generation: int, *, where: str)
         return manifest, table
     data = [record for record in manifest.files if record.path != manifest.index]
     names = {record.path: Names(rank, generation).data for rank, record in enumerate(data)}
-    index = index_module.from_bytes(table, where=where)
-    table = index_module.to_bytes(replace(index, files=tuple(names[path] for path in index.files)))
+    index = index_file.from_bytes(table, where=where)
+    table = index_file.to_bytes(replace(index, files=tuple(names[path] for path in index.files)))
     record = index_record(table, generation)
     files = (*(replace(old, path=names[old.path]) for old in data), record)
     return replace(manifest, files=files, index=record.path, generation=generation), table
@@ -150,7 +152,18 @@ def _holds(storage: Storage, data: bytes, failure: StorageError) -> bool:
         raise UncertainCommitError(f"{failure}; whether it was written all the same cannot be seen ({err})") from failure
 
 
-def _read_rows(storage: Storage, record: FileRecord, names: Names) -> Index:
+def read_rows(storage: Storage, files: Sequence[FileRecord], generation: int) -> Iterator[tuple[str, bytes]]:
+    """Every rank's data file and its rows, in the ranks' order; several ranks' at a time, as each is a wait for the storage.
+
+    Raises:
+        StorageError: a rank's file cannot be seen from here, or the storage fails.
+    """
+    with ThreadPoolExecutor(_READERS, "unickpt-rows") as pool:
+        found = pool.map(lambda rank: _rows_of(storage, files[rank], Names(rank, generation)), range(len(files)))
+        yield from zip((record.path for record in files), found, strict=True)
+
+
+def _rows_of(storage: Storage, record: FileRecord, names: Names) -> bytes:
     size = storage.size_bytes(record.path)
     if size != record.size_bytes:
         found = "is not there" if size is None else f"has {size:,} bytes"
@@ -158,8 +171,7 @@ def _read_rows(storage: Storage, record: FileRecord, names: Names) -> Index:
             f"{storage.where(record.path)}: rank {names.rank} wrote {record.size_bytes:,} bytes, but seen from the "
             f"coordinator the file {found}. The checkpoint directory has to be on storage that all hosts share."
         )
-    rows = storage.read(names.rows, 0, storage.size_bytes(names.rows) or 0)
-    return index_module.from_bytes(rows, where=storage.where(names.rows))
+    return storage.read(names.rows, 0, storage.size_bytes(names.rows) or 0)
 
 
 def _clean(storage: Storage, keep: set[str]) -> None:

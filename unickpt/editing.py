@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from unickpt import index as index_module
+from unickpt import index_file
 from unickpt.commit import index_record, publish
 from unickpt.errors import CoverageError
-from unickpt.index import Index
+from unickpt.index import Index, check_complete
 from unickpt.loading import read_index, read_manifest
 from unickpt.storage import open_storage
 
@@ -37,9 +37,9 @@ def remove_tensors(directory: str | os.PathLike[str], unwanted: Callable[[str, s
     if not removed:
         return []
     smaller = _filtered(index, np.array(keep))
-    index_module.check_complete(smaller)
+    check_complete(smaller)
     generation = manifest.generation + 1
-    table = index_module.to_bytes(smaller)
+    table = index_file.to_bytes(smaller)
     record = index_record(table, generation)
     files = (*(f for f in manifest.files if f.path != manifest.index), record)
     publish(storage, replace(manifest, files=files, index=record.path, generation=generation), table)
@@ -49,9 +49,10 @@ def remove_tensors(directory: str | os.PathLike[str], unwanted: Callable[[str, s
 def _filtered(index: Index, keep: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Index:
     renumbered = np.cumsum(keep, dtype=np.int32) - np.int32(1)
     rows = keep[index.tensor] if len(index) else np.zeros(0, bool)
+    ids = index.ids()
     for info, kept in zip(index.tensors, keep, strict=True):
         if kept and info.derived_from is not None:
-            source = index.ids().get((info.name, info.derived_from))
+            source = ids.get((info.name, info.derived_from))
             if source is not None and not keep[source]:
                 raise CoverageError(
                     f"{info.name} ({info.state}) is derived from its {info.derived_from}, which cannot be removed"

@@ -11,9 +11,11 @@ All offsets and sizes here are in elements, never in bytes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -270,23 +272,80 @@ def intersect_many(start_a: Ints, shape_a: Ints, start_b: Ints, shape_b: Ints) -
     return start, shape
 
 
-def find_overlap(start: Ints, shape: Ints, *, block: int = 2048) -> tuple[int, int] | None:
-    """Two boxes of one tensor that share an element, or None if the list is disjoint.
+def find_overlap(
+    start: Ints, shape: Ints, group: npt.NDArray[Any] | None = None, *, block: int = 2048
+) -> tuple[int, int] | None:
+    """Two boxes of one group that share an element, or None if every group is disjoint.
+
+    Sorted along one dimension, boxes fall apart into clusters wherever one begins after all before it
+    have ended; within the clusters the next dimension separates further, and so on in turns. Flat
+    ranges, grids, and flat ranges within the cells of a grid fall apart completely, in a few sorts over
+    all groups at once. Only what no cut through a whole cluster separates is compared pair by pair.
 
     Args:
-        start, shape: int64 ``[n, ndim]``, boxes of one tensor, in any order, none empty.
-        block: rows compared at a time; bounds memory to ``block * n * ndim`` words.
+        start, shape: int64 ``[n, ndim]``, boxes in any order, none empty.
+        group: int ``[n]``, >= 0; boxes are compared with those of their own group alone (those of one
+            tensor, say). None: they are all of one.
+        block: of the comparison pair by pair: rows at a time; bounds memory to ``block * n * ndim`` words.
 
     Returns:
-        Positions of two overlapping boxes in the given order. Sorting by the first dimension lets a
-        block stop at the first box that begins after the block ends, so disjoint slabs cost
-        ``n log n``.
+        Positions of two overlapping boxes in the given order.
     """
     count, ndim = start.shape
-    if count < 2:
-        return None
+    label: Ints = np.zeros(count, np.int64) if group is None else group.astype(np.int64)
     if ndim == 0:
-        return (0, 1)
+        start, shape, ndim = np.zeros((count, 1), np.int64), np.ones((count, 1), np.int64), 1
+    rows: Ints | slice = slice(None)
+    groups = quiet = dim = 0
+    while len(label) and quiet < ndim:
+        begin = start[rows, dim]
+        order, cluster = _clusters(label, begin, begin + shape[rows, dim])
+        quiet = 0 if int(cluster[-1]) + 1 > groups else quiet + 1
+        together = np.bincount(cluster)[cluster] > 1
+        kept = order[together]
+        rows = kept if isinstance(rows, slice) else rows[kept]
+        label = cluster[together]
+        groups = 1 + int(np.count_nonzero(np.diff(label)))
+        dim = (dim + 1) % ndim
+    if not len(label):
+        return None
+    rows = np.arange(count, dtype=np.int64)[rows]
+    for lo, hi in itertools.pairwise([0, *(np.flatnonzero(np.diff(label)) + 1).tolist(), len(label)]):
+        clash = _first_overlap(start[rows[lo:hi]], shape[rows[lo:hi]], block)
+        if clash is not None:
+            return (int(rows[lo + clash[0]]), int(rows[lo + clash[1]]))
+    return None
+
+
+def _clusters(label: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Intervals of every label, cut where one begins after all before it have ended.
+
+    Returns:
+        ``(order, cluster)``: positions sorted by label and begin, and for each the number of its cluster, ascending.
+    """
+    span = int(end.max())
+    if (int(label.max()) + 1) * span >= 2**62:  # the keys below would not fit: ranks instead of values
+        label = np.unique(label, return_inverse=True)[1]
+        values = np.unique(np.concatenate([begin, end]))
+        begin, end, span = np.searchsorted(values, begin), np.searchsorted(values, end), len(values)
+    key = label * span + begin  # in order of label, then of begin; no interval reaches into those of the next label
+    order = sorting(key)
+    key, reach = key[order], np.maximum.accumulate((label * span + end)[order])
+    cluster = np.zeros(len(key), np.int64)
+    np.cumsum(key[1:] >= reach[:-1], out=cluster[1:])
+    return order, cluster
+
+
+def sorting(key: Ints) -> Ints:
+    """The order that sorts a key; for one that is sorted already, without the work."""
+    if np.all(key[1:] >= key[:-1]):
+        return np.arange(len(key), dtype=np.int64)
+    return np.argsort(key)
+
+
+def _first_overlap(start: Ints, shape: Ints, block: int) -> tuple[int, int] | None:
+    """Two overlapping boxes of one list, by comparing every pair that the first dimension leaves open."""
+    count = len(start)
     order = np.lexsort(start.T[::-1])
     begin, end = start[order], (start + shape)[order]
     for lo in range(0, count, block):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from unickpt import handover
+from unickpt import handover, index_file
 from unickpt import index as index_module
 from unickpt import manifest as manifest_module
 from unickpt import objects as objects_module
@@ -24,7 +24,7 @@ from unickpt.checksums import digest
 from unickpt.dtypes import torch_dtype
 from unickpt.errors import CorruptCheckpointError, CoverageError, FormatError, NotACheckpointError, UnsafePathError
 from unickpt.fragments import Box, Ints
-from unickpt.index import Index, TensorInfo
+from unickpt.index import Index, TensorInfo, blocks
 from unickpt.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, FileRecord, Manifest
 from unickpt.neighbours import Neighbours
 from unickpt.planning import ReadPlan, Target, plan_reads
@@ -255,16 +255,16 @@ def read_index(storage: Storage, manifest: Manifest) -> Index:
     data = storage.read(record.path, 0, record.size_bytes)
     if digest(data) != record.checksum:
         raise CorruptCheckpointError(f"{path}: checksum differs from the manifest's; the index is damaged")
-    index = index_module.from_bytes(data, where=path)
+    index = index_file.from_bytes(data, where=path)
     try:
         index_module.check_complete(index)
     except CoverageError as err:
         raise FormatError(f"{path}: {err}") from None
-    _check_places(index, {r.path: r for r in manifest.files if r.path != manifest.index}, path)
+    check_places(index, {r.path: r for r in manifest.files if r.path != manifest.index}, path)
     return index
 
 
-def _check_places(index: Index, known: Mapping[str, FileRecord], where: str) -> None:
+def check_places(index: Index, known: Mapping[str, FileRecord], where: str) -> None:
     """Fragments lie in the data of files that the manifest lists, and no byte serves two of them.
 
     The last is what bounds memory: a few bytes cannot pose as the content of a huge tensor.
@@ -274,20 +274,34 @@ def _check_places(index: Index, known: Mapping[str, FileRecord], where: str) -> 
     unknown = [name for name in index.files if name not in known]
     if unknown:
         raise FormatError(f"{where}: names data file {unknown[0]!r}, which is not one of the manifest's")
-    sizes = index.size_bytes()
-    order = np.lexsort((index.offset_bytes, index.file))
-    file, begin = index.file[order], index.offset_bytes[order]
-    end = begin + sizes[order]
+    if sum(known[name].size_bytes for name in index.files) >= 2**62:
+        raise FormatError(f"{where}: the data files are larger together than any storage")
     header = np.array([known[name].header_bytes for name in index.files] or [0], np.int64)
     limit = np.array([known[name].size_bytes for name in index.files] or [0], np.int64)
-    wrong = (begin < header[file]) | (end > limit[file])
-    wrong[1:] |= (file[1:] == file[:-1]) & (begin[1:] < end[:-1])
-    if wrong.any():
-        row = int(np.flatnonzero(wrong)[0])
-        raise FormatError(
-            f"{where}: a fragment at bytes {int(begin[row]):,} to {int(end[row]):,} of {index.files[int(file[row])]} "
-            "overlaps another one or leaves the data of the file"
-        )
+    sizes = index.size_bytes()
+    first = np.cumsum(limit) - limit  # all files end to end
+    begin, end, wrong = np.empty(len(index), np.int64), np.empty(len(index), np.int64), np.zeros(len(index), bool)
+    for part in blocks(len(index)):
+        file, offset, size = index.file[part], index.offset_bytes[part], sizes[part]
+        wrong[part] = (offset < header[file]) | (size > limit[file] - offset)
+        begin[part] = first[file] + offset
+        end[part] = begin[part] + size
+    if not wrong.any():
+        # no two fragments share a byte if and only if, with the beginnings and the ends sorted each on their own, each
+        # ends before the next begins
+        begin.sort()
+        end.sort()
+        if np.all(begin[1:] >= end[:-1]):
+            return
+        order = np.lexsort((index.offset_bytes, index.file))
+        file, begin = index.file[order], index.offset_bytes[order]
+        wrong[order[1:]] = (file[1:] == file[:-1]) & (begin[1:] < (begin + sizes[order])[:-1])
+    row = int(np.argmax(wrong))
+    begin_byte = int(index.offset_bytes[row])
+    raise FormatError(
+        f"{where}: a fragment at bytes {begin_byte:,} to {begin_byte + int(sizes[row]):,} of "
+        f"{index.files[int(index.file[row])]} overlaps another one or leaves the data of the file"
+    )
 
 
 def check_header(storage: Storage, record: FileRecord) -> None:

@@ -19,7 +19,7 @@ from unickpt.errors import FormatError, NewerFormatError, UnsafePathError
 from unickpt.safetensors_io import MAX_HEADER_BYTES
 
 FORMAT_NAME = "unickpt"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 30
 
@@ -99,6 +99,7 @@ class Manifest:
         aliases: further names of tied parameters, to the name that is stored.
         excluded: parameters that the caller asked to leave out.
         objects: non-tensor state of the whole job, encoded by ``unickpt.objects``.
+        version: of the format that it was read in; what is written is of the newest.
     """
 
     step: int
@@ -111,6 +112,7 @@ class Manifest:
     excluded: tuple[str, ...] = ()
     objects: dict[str, JSONValue] = field(default_factory=dict)
     generation: int = 0
+    version: int = FORMAT_VERSION
 
     def file(self, path: str) -> FileRecord:
         """The record of one file. Raises FormatError if the manifest does not list it."""
@@ -122,7 +124,7 @@ class Manifest:
 
 def to_bytes(manifest: Manifest) -> bytes:
     """Serialise, with the checksum of everything else as the last member."""
-    body: dict[str, Any] = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **asdict(manifest)}
+    body: dict[str, Any] = {"format": FORMAT_NAME, **asdict(manifest), "version": FORMAT_VERSION}
     body["checksum"] = digest(_canonical(body))
     return json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False).encode()
 
@@ -261,6 +263,7 @@ class _Reader:
             excluded=self._strings(body, "excluded"),
             objects=self._get(body, "objects", dict),
             generation=self._count(body, "generation"),
+            version=self._count(body, "version"),
         )
 
     def _writer(self, body: dict[str, Any]) -> Writer:

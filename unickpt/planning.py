@@ -12,7 +12,7 @@ import numpy as np
 
 from unickpt.errors import CoverageError
 from unickpt.fragments import Box, Ints, find_overlap, intersect_many
-from unickpt.index import Index
+from unickpt.index import Index, volumes
 
 
 def share_of_replicas(sizes_bytes: Sequence[int], numels: Sequence[int], *, rank: int, world: int) -> list[tuple[int, int]]:
@@ -96,41 +96,49 @@ def plan_reads(index: Index, targets: Sequence[Target], *, allow_partial: frozen
     for at, target in enumerate(targets):
         start[at, : target.box.ndim] = target.box.start[:ndim]
         shape[at, : target.box.ndim] = target.box.shape[:ndim]
-    first = np.searchsorted(index.tensor, ids, side="left")
-    count = np.searchsorted(index.tensor, ids, side="right") - first
-    pair_target = np.repeat(np.arange(len(targets), dtype=np.int64), count)
-    within = np.arange(len(pair_target), dtype=np.int64) - np.repeat(np.cumsum(count) - count, count)
-    pair_fragment = np.repeat(first, count) + within
-    common_start, common_shape = intersect_many(
-        start[pair_target], shape[pair_target], index.start[pair_fragment], index.shape[pair_fragment]
-    )
+    aim, row = _near(index, ids, start, shape)
+    common_start, common_shape = intersect_many(start[aim], shape[aim], index.start[row], index.shape[row])
     keep = (common_shape > 0).all(axis=1)
-    pair_target, pair_fragment = pair_target[keep], pair_fragment[keep]
-    common_start, common_shape = common_start[keep], common_shape[keep]
-    _check_covered(index, targets, pair_target, common_start, common_shape, allow_partial)
-    order = np.lexsort([index.offset_bytes[pair_fragment], index.file[pair_fragment]])
-    return ReadPlan(pair_fragment[order], pair_target[order], common_start[order], common_shape[order])
+    aim, row, common_start, common_shape = aim[keep], row[keep], common_start[keep], common_shape[keep]
+    _check_covered(index, targets, ReadPlan(row, aim, common_start, common_shape), allow_partial)
+    order = np.lexsort((index.offset_bytes[row], index.file[row]))
+    return ReadPlan(row[order], aim[order], common_start[order], common_shape[order])
 
 
-def _check_covered(
-    index: Index,
-    targets: Sequence[Target],
-    pair_target: Ints,
-    common_start: Ints,
-    common_shape: Ints,
-    allow_partial: frozenset[int],
-) -> None:
-    order = np.argsort(pair_target, kind="stable")
-    bounds = np.searchsorted(pair_target[order], np.arange(len(targets) + 1))
+def _near(index: Index, ids: Ints, start: Ints, shape: Ints) -> tuple[Ints, Ints]:
+    """``(target, row)``: all pairs of a target and a fragment that may have elements in common.
+
+    A box lies between the places of its first and its last element on the index's line. The rows are sorted by the
+    first; how far all rows up to one reach is ascending as well; so a target's candidates are one range of rows.
+    """
+    wanted = np.unique(ids)
+    begin, end = np.searchsorted(index.tensor, wanted), np.searchsorted(index.tensor, wanted, side="right")
+    rows = _ranges(begin, end - begin)
+    tensor, row_start = index.tensor[rows], index.start[rows]
+    first = index.line.places(tensor, row_start)
+    reach = np.maximum.accumulate(index.line.places(tensor, row_start + index.shape[rows] - 1))
+    lo = np.searchsorted(reach, index.line.places(ids, start))
+    hi = np.searchsorted(first, index.line.places(ids, start + shape - 1), side="right")
+    count = np.maximum(hi - lo, 0)
+    return np.repeat(np.arange(len(ids), dtype=np.int64), count), rows[_ranges(lo, count)]
+
+
+def _ranges(first: Ints, count: Ints) -> Ints:
+    """``first[i], first[i] + 1, ...``, ``count[i]`` of them, one range after the other."""
+    ranges: Ints = np.arange(int(count.sum()), dtype=np.int64) + np.repeat(first - (np.cumsum(count) - count), count)
+    return ranges
+
+
+def _check_covered(index: Index, targets: Sequence[Target], plan: ReadPlan, allow_partial: frozenset[int]) -> None:
     covered = np.zeros(len(targets), np.int64)
-    np.add.at(covered, pair_target, common_shape.prod(axis=1, dtype=np.int64))
-    for at, target in enumerate(targets):
-        got, want = int(covered[at]), target.box.numel
-        rows = order[bounds[at] : bounds[at + 1]]
-        twice = len(rows) > 1 and find_overlap(common_start[rows], common_shape[rows]) is not None
-        if twice or got > want or (got < want and target.tensor_id not in allow_partial):
+    np.add.at(covered, plan.target, volumes(plan.shape))
+    clash = find_overlap(plan.start, plan.shape, plan.target)
+    twice = None if clash is None else int(plan.target[clash[0]])
+    for at, (target, got) in enumerate(zip(targets, covered.tolist(), strict=True)):
+        want = target.box.numel
+        if at == twice or got > want or (got < want and target.tensor_id not in allow_partial):
             info = index.tensors[target.tensor_id]
             raise CoverageError(
                 f"{info.name} ({info.state}) region {target.box}: stored fragments cover {got} of {want} elements"
-                + (", some of them twice" if twice else "")
+                + (", some of them twice" if at == twice else "")
             )

@@ -465,7 +465,7 @@ class _Work:
             file = begun.file
             with begun.stack:
                 file.write(self.part.shards)
-        write_rows(self.storage, self.names.rows, file.rows, self.names.data, prepared.tensors)
+        write_rows(self.storage, self.names.rows, file.rows, prepared.tensors)
         return file.record(self.names.data)
 
     def _agree(self, message: Message) -> SaveResult:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from unickpt import index as index_module
+from unickpt import rows as rows_module
 from unickpt.checksums import RunningDigest, digest, fragment_checksum
 from unickpt.contribution import Prepared, Shard
 from unickpt.direct_io import BLOCK_BYTES, address_of
@@ -130,7 +130,7 @@ def write_rank(
         file = DataFile(sink, part.shards, rank=rank, step=part.step, pace=pace or Pace(None))
         file.write(part.shards)
         record = file.record(data_name)
-    write_rows(storage, rows_name, file.rows, data_name, part.tensors)
+    write_rows(storage, rows_name, file.rows, part.tensors)
     return record
 
 
@@ -145,11 +145,10 @@ def _joined(batch: list[memoryview], data: memoryview) -> list[memoryview]:
     return [*batch, data]
 
 
-def write_rows(storage: Storage, rows_name: str, rows: list[FragmentRow], data_name: str, tensors: list[TensorInfo]) -> None:
+def write_rows(storage: Storage, rows_name: str, rows: list[FragmentRow], tensors: list[TensorInfo]) -> None:
     """A rank's rows of the index, for the coordinator."""
-    part = index_module.build(rows, file=data_name, tensors=tensors)
     with storage.create(rows_name) as sink:
-        sink.write([memoryview(index_module.to_bytes(part))])
+        sink.write([memoryview(rows_module.to_bytes(rows, tensors))])
 
 
 def host_bytes(data: torch.Tensor) -> memoryview:

@@ -16,7 +16,7 @@ from unickpt.errors import ConfigError, CorruptCheckpointError
 from unickpt.fragments import Box
 from unickpt.index import Index
 from unickpt.loading import Checkpoint, read_index, read_manifest
-from unickpt.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest
+from unickpt.manifest import MANIFEST_FILE, Manifest
 from unickpt.storage import open_storage
 
 JSON_SCHEMA = 1
@@ -117,7 +117,7 @@ def _checkpoint_document(view: _View, pattern: re.Pattern[str] | None) -> dict[s
     return {
         "directory": view.directory,
         "problem": view.problem or None,
-        "format_version": FORMAT_VERSION,
+        "format_version": manifest.version,
         "step": manifest.step,
         "created": manifest.created,
         "generation": manifest.generation,
@@ -173,7 +173,7 @@ def _show_heading(out: Output, view: _View) -> None:
     out.line(f"step {manifest.step}, created {manifest.created}{again}")
     out.line(
         f"written by {writer.framework} {writer.framework_version}, unickpt {writer.unickpt_version}, "
-        f"torch {writer.torch_version}; names: {writer.dialect}; format version {FORMAT_VERSION}"
+        f"torch {writer.torch_version}; names: {writer.dialect}; format version {view.manifest.version}"
     )
     out.line(f"topology: {render_settings(writer.topology)}")
     out.line(f"{len(manifest.files) + 1} files, {human_bytes(view.total_bytes)}")

@@ -1,0 +1,237 @@
+"""A rank's rows of the index, on their way to the coordinator, and the index that all of them make.
+
+A job has thousands of ranks, so nothing here may cost much per rank: rows are one block of numbers
+that is only ever concatenated; the table of tensors, which is the same text on all ranks that hold
+parts of the same tensors, is parsed once per text; and there is one sort, over all rows.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from unickpt import tensor_table
+from unickpt.errors import CoverageError, FormatError
+from unickpt.fragments import Ints, sorting
+from unickpt.index import MAX_NDIM, FragmentRow, Index, Line, TensorInfo, blocks, check_boxes
+from unickpt.safetensors_io import MAX_HEADER_BYTES, Header, build_header, header_bytes_of, parse_header
+
+_FIELDS = 3  # tensor, offset_bytes, checksum; then the starts, then the shapes
+_SLOTS = [("rows", "I64", 2), ("tensors", "U8", 1), ("own", "U8", 1)]  # name, dtype, dimensions; in this order
+
+
+def to_bytes(rows: Sequence[FragmentRow], tensors: Sequence[TensorInfo] = ()) -> bytes:
+    """What one rank has written.
+
+    Args:
+        rows: the fragments of its data file.
+        tensors: further tensors to list, such as derived or empty ones, that have no fragment.
+
+    Raises:
+        CoverageError: two of the tensors have the same name and state, but are not the same.
+    """
+    known = _Table()
+    for info in (*(row.tensor for row in rows), *tensors):
+        known.number(info)
+    infos = sorted(known.infos, key=lambda info: info.key)
+    shared, own = ([info for info in infos if (info.kind == "object") is kind] for kind in (False, True))
+    ids = {info.key: position for position, info in enumerate((*shared, *own))}
+    ndim = max((len(info.shape) for info in infos), default=0)
+    table = np.zeros((len(rows), _FIELDS + 2 * ndim), np.int64)
+    table[:, _FIELDS + ndim :] = 1
+    table[:, 0] = [ids[row.tensor.key] for row in rows]
+    table[:, 1] = [row.offset_bytes for row in rows]
+    table[:, 2] = np.array([row.checksum for row in rows], np.uint64).view(np.int64)
+    for at, row in enumerate(rows):
+        table[at, _FIELDS : _FIELDS + row.box.ndim] = row.box.start
+        table[at, _FIELDS + ndim : _FIELDS + ndim + row.box.ndim] = row.box.shape
+    return pack(table, shared, own)
+
+
+def pack(rows: Ints, shared: Sequence[TensorInfo], own: Sequence[TensorInfo]) -> bytes:
+    """Rows as a safetensors file.
+
+    Args:
+        rows: int64 ``[n, 3 + 2 * ndim]``: tensor (position in ``shared`` followed by ``own``), offset in the
+            data file, checksum (its 64 bits), start and shape of the box, padded like the index.
+        shared: tensors that other ranks list as well, sorted: all but objects. Compressed, as names repeat.
+        own: objects, sorted: each rank has some that no other has.
+    """
+    tables = (zlib.compress(tensor_table.to_text(shared).encode(), 1), tensor_table.to_text(own).encode())
+    slots = [("rows", "I64", rows.shape), *((n, "U8", (len(t),)) for n, t in zip(("tensors", "own"), tables, strict=True))]
+    head, _ = build_header(slots, {"format": "unickpt-rows"})
+    return b"".join((head, np.ascontiguousarray(rows).tobytes(), *tables))
+
+
+def merge(parts: Iterable[tuple[str, bytes]]) -> Index:
+    """The index that the ranks' rows make.
+
+    Args:
+        parts: of every rank the path of its data file, and its rows as ``to_bytes`` made them.
+
+    Raises:
+        FormatError: rows are malformed, their boxes leave their tensors, or two ranks name one file.
+        CoverageError: ranks disagree on a tensor.
+    """
+    reader = _Reader()
+    files, found = [], []
+    with tensor_table.collector_paused():
+        for name, data in parts:
+            files.append(name)
+            found.append(reader.rows(data, f"rows of {name}"))
+    if len(set(files)) != len(files):
+        raise FormatError(f"ranks wrote to the same file: {sorted({f for f in files if files.count(f) > 1})}")
+    file = np.repeat(np.arange(len(files), dtype=np.int32), [len(part) for part in found])
+    rows = _joined(found)
+    found.clear()
+    infos = reader.table.infos
+    order = sorted(range(len(infos)), key=lambda at: infos[at].key)
+    position = np.empty(len(infos), np.int32)
+    position[order] = np.arange(len(infos), dtype=np.int32)
+    tensors = tuple(infos[at] for at in order)
+    return _sorted(tensors, tuple(files), reader.tensors(file, rows[:, 0], position, files), file, rows)
+
+
+def _joined(parts: Sequence[Ints]) -> Ints:
+    """One table of all, with the dimensions of the widest."""
+    widest = max((part.shape[1] for part in parts), default=_FIELDS)
+    ndim = (widest - _FIELDS) // 2
+
+    def padded(part: Ints) -> Ints:
+        if part.shape[1] == widest:
+            return part
+        own = (part.shape[1] - _FIELDS) // 2
+        out = np.zeros((len(part), widest), np.int64)
+        out[:, : _FIELDS + own] = part[:, : _FIELDS + own]
+        out[:, _FIELDS + ndim :] = 1
+        out[:, _FIELDS + ndim : _FIELDS + ndim + own] = part[:, _FIELDS + own :]
+        return out
+
+    return np.concatenate([np.zeros((0, widest), np.int64), *map(padded, parts)])
+
+
+def _sorted(
+    tensors: tuple[TensorInfo, ...],
+    files: tuple[str, ...],
+    tensor: npt.NDArray[np.int32],
+    file: npt.NDArray[np.int32],
+    rows: Ints,
+) -> Index:
+    """The index of rows in any order, once they are found to be sound."""
+    count, ndim = len(rows), (rows.shape[1] - _FIELDS) // 2
+    line = Line.of(tensors, ndim)
+    order = sorting(line.places(tensor, rows[:, _FIELDS : _FIELDS + ndim]))
+    offset, checksum = np.empty(count, np.int64), np.empty(count, np.uint64)
+    boxes = np.empty((2 * ndim, count), np.int64)
+    for part in blocks(count):  # a row's numbers lie side by side: they are fetched from memory once
+        block = rows[order[part]]
+        offset[part], checksum[part] = block[:, 1], block[:, 2].view(np.uint64)
+        boxes[:, part] = block[:, _FIELDS:].T
+    index = Index(tensors, files, tensor[order], file[order], offset, checksum, boxes[:ndim].T, boxes[ndim:].T)
+    check_boxes(tensors, line, index.tensor, index.start, index.shape, "the ranks' rows")
+    if len(index) and index.offset_bytes.min() < 0:
+        raise FormatError("the ranks' rows: negative byte offset")
+    return index
+
+
+class _Table:
+    """Tensors in the order in which they turn up."""
+
+    def __init__(self) -> None:
+        self.infos: list[TensorInfo] = []
+        self._numbers: dict[tuple[str, str], int] = {}
+
+    def number(self, info: TensorInfo) -> int:
+        """Position in ``infos``, where it is put if it is new."""
+        at = self._numbers.setdefault(info.key, len(self.infos))
+        if at == len(self.infos):
+            self.infos.append(info)
+        elif self.infos[at] != info:
+            raise CoverageError(f"ranks disagree on tensor {info.name} ({info.state}): {self.infos[at]} and {info}")
+        return at
+
+
+class _Reader:
+    """Takes the ranks' rows apart; what many of them have in common is looked at once."""
+
+    def __init__(self) -> None:
+        self.table = _Table()
+        self._headers: dict[bytes, Header] = {}
+        self._known: dict[bytes, int] = {}  # text of a common table -> its position in ``_shared``
+        self._shared: list[list[int]] = []  # numbers of the tensors of each
+        self._which: list[int] = []  # of every rank: its common table, and the numbers of its own tensors
+        self._own: list[list[int]] = []
+
+    def rows(self, data: bytes, where: str) -> Ints:
+        """One rank's rows as they are, int64 ``[n, 3 + 2 * ndim]``."""
+        head = data[: header_bytes_of(data[:8], file_bytes=len(data), where=where)]
+        header = self._headers.get(head)
+        if header is None:
+            header = self._headers[head] = _header(data, where)
+        rows, tensors, own = header.slots
+        if header.header_bytes + own.end_byte != len(data):
+            raise FormatError(f"{where}: {len(data)} bytes, expected {header.header_bytes + own.end_byte}")
+        text = data[header.header_bytes + tensors.begin_byte : header.header_bytes + tensors.end_byte]
+        known = self._known.get(text)
+        if known is None:
+            known = self._known[text] = len(self._shared)
+            infos = tensor_table.from_text(_unpacked(text, where), where=where)
+            self._shared.append([self.table.number(info) for info in infos])
+        self._which.append(known)
+        infos = tensor_table.from_text(data[header.header_bytes + own.begin_byte :], where=where)
+        self._own.append([self.table.number(info) for info in infos])
+        return np.frombuffer(data, np.int64, rows.shape[0] * rows.shape[1], header.header_bytes).reshape(rows.shape)
+
+    def tensors(
+        self, part: npt.NDArray[np.int32], local: Ints, position: npt.NDArray[np.int32], files: Sequence[str]
+    ) -> npt.NDArray[np.int32]:
+        """Tensors of all rows, by the ranks that brought them and what these call them.
+
+        Args:
+            part, local: ``[n]``, the rank of every row, and what that calls its tensor.
+            position: of the tensors of ``table`` in the merged one.
+            files: of the ranks, for messages.
+        """
+        lengths = np.array([len(numbers) for numbers in self._shared] or [0], np.int64)
+        first = np.cumsum(lengths) - lengths
+        own_lengths = np.array([len(numbers) for numbers in self._own] or [0], np.int64)
+        own_first = lengths.sum() + np.cumsum(own_lengths) - own_lengths
+        which = np.array(self._which or [0], np.int64)
+        common, begin = lengths[which], first[which]  # of every rank
+        flat = position[np.array([n for numbers in (*self._shared, *self._own) for n in numbers], np.int64)]
+        known, shift = common + own_lengths, own_first - common
+        found = np.empty(len(local), np.int32)
+        for rows in blocks(len(local)):
+            here, at = part[rows], local[rows]
+            wrong = (at < 0) | (at >= known[here])
+            if wrong.any():
+                row = int(np.argmax(wrong))
+                raise FormatError(f"rows of {files[here[row]]}: a fragment names tensor {at[row]}, which is not in the table")
+            found[rows] = flat[at + np.where(at < common[here], begin[here], shift[here])]
+        return found
+
+
+def _header(data: bytes, where: str) -> Header:
+    header = parse_header(data, file_bytes=len(data), where=where)
+    slots = [(slot.name, slot.dtype, len(slot.shape)) for slot in header.slots]
+    if header.metadata.get("format") != "unickpt-rows" or slots != _SLOTS:
+        raise FormatError(f"{where}: not a rank's rows of an index")
+    fields = header.slots[0].shape[1]
+    if fields < _FIELDS or (fields - _FIELDS) % 2 or fields > _FIELDS + 2 * MAX_NDIM:
+        raise FormatError(f"{where}: rows have {fields} columns")
+    return header
+
+
+def _unpacked(data: bytes, where: str) -> bytes:
+    """A compressed table; never more than a header can hold."""
+    try:
+        unpacker = zlib.decompressobj()
+        text = unpacker.decompress(data, MAX_HEADER_BYTES)
+    except zlib.error as err:
+        raise FormatError(f"{where}: the tensor table cannot be unpacked ({err})") from None
+    if not unpacker.eof:
+        raise FormatError(f"{where}: the tensor table is incomplete")
+    return text

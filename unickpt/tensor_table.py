@@ -1,0 +1,87 @@
+"""The table of tensors as text: how the index and the ranks' rows name what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from unickpt.dtypes import itemsize_bytes
+from unickpt.errors import FormatError
+from unickpt.index import KINDS, MAX_NDIM, TensorInfo
+
+
+def to_text(tensors: Sequence[TensorInfo]) -> str:
+    """JSON of a sorted table."""
+    entries = [(t.name, t.state, t.dtype, t.shape, t.kind, t.derived_from) for t in tensors]
+    return json.dumps(entries, separators=(",", ":"), ensure_ascii=False)
+
+
+def from_text(text: str | bytes, *, where: str) -> tuple[TensorInfo, ...]:
+    """Parse and validate a table.
+
+    Raises:
+        FormatError: not JSON of this form, an unknown dtype or kind, a tensor larger than any storage,
+            not sorted by (name, state), or a tensor twice.
+    """
+    table = json_of(text, where=where)
+    if not isinstance(table, list):
+        raise FormatError(f"{where}: the tensor table is not a list")
+    tensors: list[TensorInfo] = []
+    for entry in table:
+        if not _is_entry(entry):
+            raise FormatError(f"{where}: malformed tensor entry {str(entry)[:200]}")
+        name, state, dtype, shape, kind, derived = entry
+        info = TensorInfo(name, state, dtype, tuple(shape), kind, derived)
+        problem = _problem(kind, dtype, info.shape)
+        if problem:
+            raise FormatError(f"{where}: tensor {name!r} {problem}")
+        tensors.append(info)
+    if any(a.key >= b.key for a, b in itertools.pairwise(tensors)):
+        raise FormatError(f"{where}: the tensor table is not sorted, or names a tensor twice")
+    return tuple(tensors)
+
+
+def _is_entry(entry: Any) -> bool:
+    if type(entry) is not list or len(entry) != 6:
+        return False
+    name, state, dtype, shape, kind, derived = entry
+    texts = type(name) is type(state) is type(dtype) is type(kind) is str and (derived is None or type(derived) is str)
+    return texts and type(shape) is list and all(type(n) is int for n in shape)
+
+
+@functools.lru_cache(1 << 12)  # tables have few kinds of tensors
+def _problem(kind: str, dtype: str, shape: tuple[int, ...]) -> str:
+    """What is wrong with a tensor, or nothing. Raises FormatError for an unknown dtype."""
+    if kind not in KINDS or len(shape) > MAX_NDIM or not all(0 <= n < 2**62 for n in shape):
+        return f"has kind {kind!r} and shape {list(shape)}"
+    if math.prod(shape) * itemsize_bytes(dtype) >= 2**62:
+        return f"of shape {list(shape)} is larger than any storage"
+    return ""
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Without the garbage collector: while a large table is made it would look through all of it again and again, and
+    find nothing; more than half of the time went there.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def json_of(text: str | bytes, *, where: str) -> Any:
+    """Parsed JSON, or FormatError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as err:
+        raise FormatError(f"{where}: index metadata is not JSON ({err})") from None
