@@ -15,7 +15,6 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from ds_unickpt import capture, huggingface, internals, restore
 from ds_unickpt.config import Options, read_options, save_options
 from unickpt import interruption
-from unickpt.commit import LATEST_FILE
 from unickpt.coordination import Rendezvous
 from unickpt.errors import (
     CoordinationError,
@@ -29,7 +28,7 @@ from unickpt.loading import Checkpoint, is_checkpoint
 from unickpt.logs import make_visible
 from unickpt.manifest import MANIFEST_FILE
 from unickpt.report import LoadReport
-from unickpt.retention import whole
+from unickpt.resuming import Candidates, whole
 from unickpt.saving import PendingSave, Request, Saver, SaveResult
 
 logger = logging.getLogger("unickpt")
@@ -267,10 +266,13 @@ def load_checkpoint(
     ours.meet.begin("load")
     skipped: list[str] = []
     tried: list[str] = []
+    candidates = Candidates(load_dir)
     while True:
-        choice = ours.meet.broadcast("choice", _choose(str(load_dir), tag, tried) if ours.meet.rank == 0 else None)
+        first = not tried
+        choice = ours.meet.broadcast("choice", _choose(candidates, load_dir, tag, first=first) if ours.meet.rank == 0 else None)
         if choice["tag"] is None:
-            if tried:
+            skipped += choice["notes"]
+            if skipped:
                 raise CorruptCheckpointError(f"no whole checkpoint is left in {load_dir}: " + "; ".join(skipped))
             if ours.meet.rank == 0 and choice["present"]:
                 logger.warning(
@@ -282,6 +284,7 @@ def load_checkpoint(
             return run_native(tag if not tried else choice["tag"])
         name = choice["tag"]
         tried.append(name)
+        skipped += choice["notes"]
         reason = internals.unsupported_reason(engine)
         if reason:
             raise UnickptError(
@@ -305,16 +308,17 @@ class _DamagedError(Exception):
         self.cause = cause
 
 
-def _choose(load_dir: str, tag: Any, tried: list[str]) -> dict[str, Any]:
+def _choose(candidates: Candidates, load_dir: str, tag: Any, *, first: bool) -> dict[str, Any]:
     """On the coordinator: which checkpoint to load next. Reads manifests, never data."""
     folder = Path(load_dir)
-    if tag is None and not (folder / LATEST_FILE).is_file():
-        return {"tag": None, "universal": False, "present": [name for _, name in whole(folder)]}
-    first = str(tag) if tag is not None else (folder / LATEST_FILE).read_text().strip()
-    if not tried:
-        return {"tag": first, "universal": not _is_native(folder / first), "present": []}
-    older = [name for _, name in whole(folder) if name not in tried]
-    return {"tag": older[0] if older else None, "universal": True, "present": []}
+    if tag is not None:
+        return {"tag": str(tag), "universal": not _is_native(folder / str(tag)), "present": [], "notes": []}
+    choice = candidates.next()
+    for note in choice.notes:
+        logger.warning("unickpt: %s. Looking for the newest whole checkpoint.", note)
+    present = [name for _, name in whole(folder)] if choice.tag is None else []
+    native = first and choice.tag is not None and _is_native(folder / choice.tag)
+    return {"tag": choice.tag, "universal": choice.tag is not None and not native, "present": present, "notes": [*choice.notes]}
 
 
 def _is_native(directory: Path) -> bool:

@@ -256,6 +256,29 @@ os._exit(0)
     assert done.stdout == "alive\n", (done.returncode, done.stderr[-2000:])
 
 
+def test_a_forked_child_that_saves_itself_is_heard(tmp_path: Path) -> None:
+    """As a launcher makes it that forks its ranks, after its own process has saved something."""
+    code = """
+import signal, sys
+from tests.test_saver import *
+saver = Saver()
+assert saver.save(request(Path(sys.argv[1]), "a", large(1)), alone()).wait(30)
+pid = os.fork()
+if pid == 0:
+    saver = Saver(SaveOptions(bandwidth_bytes_per_s=4 * MIB))
+    save = saver.save(request(Path(sys.argv[1]), "b", large()), alone())
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert_counts(tmp_path / "b")
+
+
 JOB = """
 import sys, time, os
 from pathlib import Path

@@ -5,7 +5,9 @@ Until the manifest is renamed into place there is no checkpoint; afterwards it i
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import logging
 import time
 from dataclasses import dataclass
 
@@ -13,14 +15,17 @@ from unickpt import index as index_module
 from unickpt import manifest as manifest_module
 from unickpt.checksums import digest
 from unickpt.contribution import Prepared
-from unickpt.errors import StorageError, UnickptError
+from unickpt.errors import CommitInDoubtError, StorageError, UnickptError
 from unickpt.index import Index
 from unickpt.manifest import MANIFEST_FILE, FileRecord, Manifest
 from unickpt.storage import PosixStorage
 
+logger = logging.getLogger("unickpt")
+
 DATA_FOLDER = "data"
 ROWS_FOLDER = "rows"
 LATEST_FILE = "latest"
+HOLD_FILE = "saving.lock"  # held by the coordinator while a save into this directory is under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,8 @@ def commit(storage: PosixStorage, files: list[FileRecord], part: Prepared, gener
 
     Raises:
         CoverageError: the ranks' fragments have holes or overlap; nothing is committed.
-        StorageError: a rank's file cannot be seen from here, or the storage fails.
+        CommitInDoubtError: the storage fails at the last step, and whether the checkpoint exists cannot be found out.
+        StorageError: a rank's file cannot be seen from here, or the storage fails; nothing is committed.
     """
     parts = [_read_rows(storage, record, Names(rank, generation)) for rank, record in enumerate(files)]
     merged = index_module.merge(parts)
@@ -91,9 +97,42 @@ def commit(storage: PosixStorage, files: list[FileRecord], part: Prepared, gener
         objects=part.objects,
         generation=generation,
     )
-    storage.write_atomic(MANIFEST_FILE, manifest_module.to_bytes(manifest))
-    _clean(storage, keep={record.path for record in files})
+    try:
+        durable = _put_in_place(storage, manifest_module.to_bytes(manifest))
+    except CommitInDoubtError:
+        raise
+    except BaseException:
+        storage.delete(name)
+        raise
+    if durable:
+        with contextlib.suppress(UnickptError, OSError):  # the checkpoint is there, whatever else is
+            _clean(storage, keep={record.path for record in files})
     return sum(record.size_bytes for record in files)
+
+
+def _put_in_place(storage: PosixStorage, data: bytes) -> bool:
+    """Make the manifest exist.
+
+    Returns:
+        Whether it will surely be there after a crash of the machine; if not, the old one may come back.
+
+    Raises:
+        CommitInDoubtError: whether it exists cannot be found out.
+        StorageError: it does not.
+    """
+    try:
+        storage.write_atomic(MANIFEST_FILE, data)
+    except StorageError as err:
+        try:
+            size = storage.size_bytes(MANIFEST_FILE)
+            in_place = size == len(data) and storage.read(MANIFEST_FILE, 0, size) == data
+        except (UnickptError, OSError) as other:
+            raise CommitInDoubtError(f"{err}; whether it was is not known ({other}), so the files of this save stay") from err
+        if not in_place:
+            raise
+        logger.warning("unickpt: %s is committed, but may not outlast a crash of the machine: %s", storage, err)
+        return False
+    return True
 
 
 def _read_rows(storage: PosixStorage, record: FileRecord, names: Names) -> Index:

@@ -57,3 +57,7 @@ class CoordinationError(UnickptError):
 
 class StorageError(UnickptError):
     """The storage refused an operation (full, gone, read-only)."""
+
+
+class CommitInDoubtError(StorageError):
+    """The storage failed at the commit itself and does not say whether the new manifest is in place: nothing may be removed."""

@@ -13,10 +13,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unickpt.commit import DATA_FOLDER, LATEST_FILE, ROWS_FOLDER
-from unickpt.errors import UnickptError
-from unickpt.loading import read_manifest
+from unickpt.commit import DATA_FOLDER, HOLD_FILE, ROWS_FOLDER
+from unickpt.errors import FormatError, UnickptError
 from unickpt.manifest import MANIFEST_FILE
+from unickpt.resuming import latest_tag, whole
 from unickpt.storage import PosixStorage
 
 logger = logging.getLogger("unickpt")
@@ -56,16 +56,6 @@ def superseded(found: Sequence[tuple[int, str]], policy: Retention, *, protected
     ]
 
 
-def whole(folder: str | Path) -> list[tuple[int, str]]:
-    """(step, name) of every directory in a folder that has a sound manifest, newest first."""
-    found = []
-    for path in Path(folder).iterdir() if Path(folder).is_dir() else []:
-        if (path / MANIFEST_FILE).is_file():
-            with contextlib.suppress(UnickptError, OSError):
-                found.append((read_manifest(PosixStorage(path)).step, path.name))
-    return sorted(found, reverse=True)
-
-
 def apply(folder: str, policy: Retention, *, just_saved: str) -> list[str]:
     """Remove what is superseded, and what saves that died have left. The coordinator calls this after a commit.
 
@@ -79,19 +69,32 @@ def apply(folder: str, policy: Retention, *, just_saved: str) -> list[str]:
     """
     if policy.keep_last <= 0:
         return []
-    latest = Path(folder) / LATEST_FILE
     protected = {just_saved}
-    with contextlib.suppress(OSError):
-        protected.add(latest.read_text().strip())
+    with contextlib.suppress(UnickptError):  # a damaged one names nothing
+        protected.add(latest_tag(folder) or just_saved)
     gone = superseded(whole(folder), policy, protected=protected)
-    for name in gone:
-        remove(Path(folder) / name)
-    left = [name for name in abandoned(folder) if name not in protected]
-    for name in left:
-        remove(Path(folder) / name)
+    gone = [name for name in gone if _remove_unless_in_use(folder, name)]
+    left = [name for name in abandoned(folder) if name not in protected and _remove_unless_in_use(folder, name)]
     if gone or left:
         logger.info("unickpt: removed %s from %s", ", ".join([*gone, *(f"{n} (abandoned)" for n in left)]), folder)
     return [*gone, *left]
+
+
+def _remove_unless_in_use(folder: str, name: str) -> bool:
+    """Remove a checkpoint, unless another job is saving into it, or has just made it the latest."""
+    with contextlib.suppress(UnickptError):
+        release = PosixStorage(Path(folder) / name).hold(HOLD_FILE)
+        if release is None:
+            return False
+        try:
+            with contextlib.suppress(FormatError):  # a damaged ``latest`` names nothing
+                if latest_tag(folder) == name:
+                    return False
+            remove(Path(folder) / name)
+            return True
+        finally:
+            release()
+    return False
 
 
 def abandoned(folder: str | Path) -> list[str]:
@@ -120,5 +123,5 @@ def remove(directory: Path) -> None:
 
 def _own_files(directory: Path) -> list[Path]:
     inside = f"{DATA_FOLDER}/rank*.safetensors", f"{ROWS_FOLDER}/rank*.safetensors"
-    patterns = (*inside, "index*.safetensors", f"{MANIFEST_FILE}.tmp", MARK_FILE)
+    patterns = (*inside, "index*.safetensors", f"{MANIFEST_FILE}.tmp", MARK_FILE, HOLD_FILE)
     return [file for pattern in patterns for file in directory.glob(pattern)]

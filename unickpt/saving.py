@@ -21,11 +21,11 @@ from pathlib import Path
 from unickpt import commit as commit_module
 from unickpt import interruption, retention, staging
 from unickpt import manifest as manifest_module
-from unickpt.commit import LATEST_FILE, Names
+from unickpt.commit import HOLD_FILE, LATEST_FILE, Names
 from unickpt.contribution import Contribution, Prepared, Shard, prepare
 from unickpt.coordination import Message, Rendezvous
 from unickpt.direct_io import BLOCK_BYTES
-from unickpt.errors import CoordinationError, StorageError, UnsupportedLayoutError
+from unickpt.errors import CommitInDoubtError, CoordinationError, StorageError, UnickptError, UnsupportedLayoutError
 from unickpt.manifest import FileRecord
 from unickpt.retention import Retention
 from unickpt.staging import StagingBuffer, StagingPool
@@ -207,6 +207,7 @@ class Saver:
         self._pending: list[PendingSave] = []
         self._threads: list[threading.Thread] = []
         self._proven = False  # a save was committed: the layout can be described on every rank
+        self._holds: dict[str, Callable[[], None]] = {}  # on the coordinator: directories that are being saved into
         interruption.guard(self)
 
     @property
@@ -247,10 +248,14 @@ class Saver:
         save = PendingSave(request.directory, meet.rank)
         busy = self.pending
         if busy and (self.options.on_busy == "wait" or not behind or any(s.directory == save.directory for s in busy)):
-            _wait_for(busy[-1], meet.rank)
+            _wait_for(busy[-1], meet)
             busy = []
         storage = PosixStorage(save.directory)
-        opening = meet.broadcast("save", self._opening(storage, request, busy=bool(busy)) if meet.rank == 0 else None)
+        try:
+            opening = meet.broadcast("save", self._opening(storage, request, busy=bool(busy)) if meet.rank == 0 else None)
+        except CoordinationError:
+            self._let_go(save.directory)
+            raise
         if opening["skip"]:
             save.end(SaveResult(committed=False, skipped=True))
             if meet.rank == 0:
@@ -258,17 +263,20 @@ class Saver:
                     "unickpt: %s is skipped: the save before it is still being written (on_busy is 'skip')", save.directory
                 )
             return save
+        if opening["held"]:
+            save.end(SaveResult(committed=False, failures={0: opening["held"]}), tell=request.on_end)
+            return save
         names = Names(meet.rank, opening["generation"])
         part = self._part(request, storage, names, opening["announce"], meet, behind=behind)
         try:
             unsupported = self._agreed_on_layout(part, meet) if opening["agree"] else ""
         except CoordinationError:
-            self.concluded(part, committed=False)
             storage.delete(names.data)
+            self.concluded(save, part, committed=False)
             raise
         if unsupported:
-            self.concluded(part, committed=False)
             storage.delete(names.data)
+            self.concluded(save, part, committed=False)
             save.end(SaveResult(committed=False, unsupported=unsupported, seconds=time.monotonic() - begin))
             return save
         work = _Work(self, save, request, storage, names, part, meet, begin, after=busy[-1] if busy else None)
@@ -286,10 +294,27 @@ class Saver:
         return save
 
     def _opening(self, storage: PosixStorage, request: Request, *, busy: bool) -> Message:
-        skip = busy and self.options.on_busy == "skip"
-        generation = 0 if skip else commit_module.next_generation(storage)
         # ranks hear of a commit one after the other: whether it is still to be agreed is the coordinator's word
-        return {"skip": skip, "generation": generation, "agree": not self._proven, "announce": request.announce or {}}
+        opening = {"skip": busy and self.options.on_busy == "skip", "held": "", "generation": 0, "agree": not self._proven}
+        opening["announce"] = request.announce or {}
+        if not opening["skip"]:
+            opening["held"] = self._hold(storage)
+            opening["generation"] = commit_module.next_generation(storage)
+        return opening
+
+    def _hold(self, storage: PosixStorage) -> str:
+        """Keep other jobs out of the directory; why not, if another one is in it."""
+        try:
+            release = storage.hold(HOLD_FILE)
+        except UnickptError:  # the save itself will say what is wrong with the directory
+            return ""
+        if release is None:
+            return (
+                f"StorageError: {storage.root / HOLD_FILE} is locked: another process is saving into this directory at this "
+                "moment. Two jobs need two directories (or one of them is a job that was meant to be over)."
+            )
+        self._holds[str(storage.root)] = release
+        return ""
 
     def _part(
         self, request: Request, storage: PosixStorage, names: Names, announce: Message, meet: Rendezvous, *, behind: bool
@@ -333,8 +358,8 @@ class Saver:
         reasons = meet.agree("layout", message["reason"] if message.get("outcome") == "unsupported" else None)
         return min(reasons.items())[1] if reasons else ""
 
-    def concluded(self, part: _Part, *, committed: bool) -> None:
-        """The part is no longer needed."""
+    def concluded(self, save: PendingSave, part: _Part, *, committed: bool) -> None:
+        """The part is no longer needed, and the directory free for others."""
         self._proven = self._proven or committed
         if part.written is not None:
             part.written.abandon()
@@ -342,6 +367,12 @@ class Saver:
         if part.buffer is not None:
             self._pool.release(part.buffer)
             part.buffer = None
+        self._let_go(save.directory)
+
+    def _let_go(self, directory: str) -> None:
+        release = self._holds.pop(directory, None)
+        if release is not None:
+            release()
 
 
 @dataclass
@@ -372,7 +403,7 @@ class _Work:
         except Exception as err:  # nothing of ours may end a training process
             logger.exception("unickpt: rank %d: %s", self.meet.rank, self.save.directory)
             error = CoordinationError(f"{type(err).__name__}: {err}")
-        self.saver.concluded(self.part, committed=result is not None and result.committed)
+        self.saver.concluded(self.save, self.part, committed=result is not None and result.committed)
         self.save.end(result, error, self.request.on_end)
         with contextlib.suppress(CoordinationError):
             self.meet.part()
@@ -416,9 +447,9 @@ class _Work:
                 _notify(self.request.on_commit, self.storage)
         verdict = self.meet.broadcast("verdict", conclusion, notice=False)
         if self.meet.rank == 0 and verdict["committed"]:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, UnickptError):
                 retention.apply(self.request.save_dir, self.saver.options.retention, just_saved=self.request.tag)
-        if not verdict["committed"]:
+        if not verdict["committed"] and not verdict["doubt"]:
             self.storage.delete(self.names.data)
             self.storage.delete(self.names.rows)
         return SaveResult(
@@ -432,7 +463,7 @@ class _Work:
 
     def _conclude(self, messages: list[Message]) -> Message:
         """On the coordinator: commit if every rank has written, otherwise say why not."""
-        verdict: Message = {"committed": False, "unsupported": "", "failures": {}, "size_bytes": 0}
+        verdict: Message = {"committed": False, "unsupported": "", "failures": {}, "size_bytes": 0, "doubt": False}
         for rank, message in enumerate(messages):
             if message["outcome"] == "unsupported":
                 verdict["unsupported"] = message["reason"]
@@ -450,11 +481,12 @@ class _Work:
         except Exception as err:
             logger.exception("unickpt: the coordinator could not commit %s", self.storage)
             verdict["failures"]["0"] = f"{type(err).__name__}: {err}"
+            verdict["doubt"] = isinstance(err, CommitInDoubtError)
             return verdict
         if self.request.save_latest:
             try:
                 PosixStorage(self.request.save_dir).write_atomic(LATEST_FILE, self.request.tag.encode())
-            except StorageError as err:
+            except (UnickptError, OSError) as err:
                 logger.warning("unickpt: %s is saved, but 'latest' could not be updated: %s", self.save.directory, err)
         return verdict
 
@@ -465,11 +497,17 @@ def _failure(err: Exception, rank: int, storage: PosixStorage) -> Message:
     return {"outcome": "failed", "reason": f"{type(err).__name__}: {err}"}
 
 
-def _wait_for(save: PendingSave, rank: int) -> None:
+def _wait_for(save: PendingSave, meet: Rendezvous) -> None:
     begin = time.monotonic()
-    save.wait()
+    if not save.wait(meet.notice_s):
+        logger.warning(
+            "unickpt: rank %d: training waits for the save of %s, which has not been written for %.0f s: the storage may be "
+            "stalled (on_busy 'skip' would go on without the next save)",
+            meet.rank, save.directory, meet.notice_s,
+        )  # fmt: skip
+        save.wait()
     waited = time.monotonic() - begin
-    if rank == 0 and waited > 0.05:
+    if meet.rank == 0 and waited > 0.05:
         logger.warning(
             "unickpt: training waited %.1f s for the save of %s to be written: saves come faster than the storage takes them",
             waited, Path(save.directory).name,

@@ -10,7 +10,7 @@ from typing import Any
 
 from unickpt.cli import summary
 from unickpt.cli.exit_codes import DAMAGED, SOUND
-from unickpt.cli.locate import Tag, latest_tag, list_tags, locate
+from unickpt.cli.locate import Tag, list_tags, locate
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.rendering import render, render_settings
 from unickpt.errors import ConfigError, CorruptCheckpointError
@@ -18,6 +18,7 @@ from unickpt.fragments import Box
 from unickpt.index import Index
 from unickpt.loading import Checkpoint, read_index, read_manifest
 from unickpt.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest
+from unickpt.resuming import latest_tag
 from unickpt.storage import PosixStorage
 
 JSON_SCHEMA = 1

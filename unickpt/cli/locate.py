@@ -7,13 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from unickpt.commit import DATA_FOLDER, LATEST_FILE, ROWS_FOLDER
-from unickpt.errors import FormatError, NotACheckpointError, StorageError, UnickptError
+from unickpt.commit import DATA_FOLDER, ROWS_FOLDER
+from unickpt.errors import NotACheckpointError, StorageError, UnickptError
 from unickpt.loading import Checkpoint, is_checkpoint, read_manifest
-from unickpt.manifest import check_path
+from unickpt.resuming import latest_tag
 from unickpt.storage import PosixStorage
-
-_MAX_LATEST_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +75,6 @@ def locate_checkpoint(directory: Path) -> Path:
         found = ", ".join(tag.tag for tag in list_tags(directory) if tag.whole) or "none is whole"
         raise NotACheckpointError(f"{directory}: has no 'latest' file; name one of the checkpoints there: {found}")
     return location.checkpoint
-
-
-def latest_tag(save_directory: Path) -> str | None:
-    """The tag that ``latest`` names, or None if there is no such file."""
-    path = save_directory / LATEST_FILE
-    with _named_errors(path):
-        if not path.is_file():
-            return None
-        with path.open("rb") as file:
-            data = file.read(_MAX_LATEST_BYTES + 1)
-    try:
-        tag = data.decode("utf-8").strip()
-    except UnicodeDecodeError:
-        tag = ""
-    if not tag or len(data) > _MAX_LATEST_BYTES:
-        raise FormatError(f"{path}: does not hold the name of a checkpoint")
-    return check_path(tag, where=str(path))
 
 
 def list_tags(save_directory: Path) -> list[Tag]:
