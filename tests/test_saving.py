@@ -167,6 +167,19 @@ def test_a_commit_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert_holds(tmp_path, "a", 1)
 
 
+def test_text_that_has_no_utf8_does_not_fail_a_save(tmp_path: Path) -> None:
+    """A file name that is no UTF-8, somewhere in the job's state, is a string with lone surrogates."""
+    odd = os.fsdecode(b"data-\xff.bin")
+
+    def change(found: Contribution, rank: int) -> None:
+        found.objects = {"file": odd}
+        found.rank_objects = {"file": odd}
+
+    assert all(result.committed for result in save_step(tmp_path, 1, "a", change))
+    checkpoint = Checkpoint.open(tmp_path / "a")
+    assert checkpoint.objects().value == checkpoint.rank_objects(2).value == {"file": odd}
+
+
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     def run(meet: Rendezvous) -> Any:
         if meet.rank == 1:
@@ -177,6 +190,18 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert isinstance(found[0], CoordinationError)
     assert "no word from rank 1" in str(found[0])
     assert not (tmp_path / "a" / "manifest.json").exists()
+
+
+def test_all_ranks_name_the_one_that_is_gone_not_the_coordinator_who_waits_for_it(tmp_path: Path) -> None:
+    def run(meet: Rendezvous) -> None:
+        if meet.rank < 2:
+            meet.agree("layout", None)
+
+    found = on_all_ranks(run, timeout_s=0.5)
+    assert found[2] is None
+    for error in found[:2]:
+        assert isinstance(error, CoordinationError)
+        assert "no word from rank 2" in str(error)
 
 
 def _save_for_ever(folder: Path) -> None:

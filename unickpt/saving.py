@@ -486,7 +486,7 @@ class _Work:
         if self.request.save_latest:
             try:
                 PosixStorage(self.request.save_dir).write_atomic(LATEST_FILE, self.request.tag.encode())
-            except (UnickptError, OSError) as err:
+            except Exception as err:  # the checkpoint is there, and all ranks wait to hear of it
                 logger.warning("unickpt: %s is saved, but 'latest' could not be updated: %s", self.save.directory, err)
         return verdict
 
