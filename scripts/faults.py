@@ -25,12 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from tests.faults import damaging, jobs, killing, refusing, stalling
+from tests.faults import damaging, deepspeed_kills, jobs, killing, refusing, stalling
 from tests.faults.tally import Tally
 
 Fault = Callable[[Path, int, int], list[Tally]]
 FAULTS: dict[str, tuple[Fault, int]] = {  # and how often where --count does not say
     "kill": (killing.at_random, 200),
+    "kill-deepspeed": (deepspeed_kills.at_random, 6),
     "kill-calls": (killing.at_every_call, 1000),
     "errors": (refusing.errors, 1000),
     "gone": (refusing.gone, 1000),
@@ -43,6 +44,7 @@ FAULTS: dict[str, tuple[Fault, int]] = {  # and how often where --count does not
     "truncation": (damaging.ends, 1000),
     "zeros": (damaging.pages, 500),
 }
+APART = ("kill-deepspeed",)  # takes minutes and needs DeepSpeed, so it is not among all
 HEAD = """# Reliability, counted
 
 Every row is made by the command above its table, on real processes and files, with the `Saver` of both adapters. The
@@ -104,7 +106,7 @@ def main() -> int:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     tallies: dict[str, list[Tally]] = {}
-    for name in FAULTS if options.fault == "all" else [options.fault]:
+    for name in [n for n in FAULTS if n not in APART] if options.fault == "all" else [options.fault]:
         fault, usual = FAULTS[name]
         count = counted(options.count, name, usual)
         folder = Path(tempfile.mkdtemp(prefix=f"unickpt-{name}-"))

@@ -248,7 +248,7 @@ class Saver:
         save = PendingSave(request.directory, meet.rank)
         busy = self.pending
         if busy and (self.options.on_busy == "wait" or not behind or any(s.directory == save.directory for s in busy)):
-            _wait_for(busy[-1], meet)
+            _wait_for(busy[-1], save.directory, meet)
             busy = []
         storage = PosixStorage(save.directory)
         try:
@@ -324,24 +324,28 @@ class Saver:
             part.prepared = prepare(request.contribute(announce), meet.rank)
             part.shards = part.prepared.shards
             if behind:
-                self._stage(part, storage, names, meet.rank)
+                self._stage(part, storage, names, meet)
         except UnsupportedLayoutError as err:
             part.message = {"outcome": "unsupported", "reason": str(err)}
         except Exception as err:
             part.message = _failure(err, meet.rank, storage)
         return part
 
-    def _stage(self, part: _Part, storage: PosixStorage, names: Names, rank: int) -> None:
+    def _stage(self, part: _Part, storage: PosixStorage, names: Names, meet: Rendezvous) -> None:
         """Copy this rank's shards; those beyond the budget are written at once, from where they are."""
         assert part.prepared is not None
-        part.buffer = self._pool.acquire(staging.size_of(part.shards))
+        part.buffer = self._pool.acquire(
+            staging.size_of(part.shards),
+            notice=lambda: _warn_of_waiting(str(storage), "the saves before it", meet),
+            notice_s=meet.notice_s,
+        )
         first = staging.first_that_fits(part.shards, part.buffer.capacity_bytes)
         if first:
             stack = contextlib.ExitStack()
             with contextlib.ExitStack() as undo:
                 undo.push(stack)
                 sink = stack.enter_context(storage.create(names.data, direct=self.options.direct_io))
-                file = DataFile(sink, part.shards, rank=rank, step=part.prepared.step, pace=self.pace())
+                file = DataFile(sink, part.shards, rank=meet.rank, step=part.prepared.step, pace=self.pace())
                 file.write(part.shards[:first])
                 undo.pop_all()
             part.written = _Begun(stack, file)
@@ -497,14 +501,10 @@ def _failure(err: Exception, rank: int, storage: PosixStorage) -> Message:
     return {"outcome": "failed", "reason": f"{type(err).__name__}: {err}"}
 
 
-def _wait_for(save: PendingSave, meet: Rendezvous) -> None:
+def _wait_for(save: PendingSave, directory: str, meet: Rendezvous) -> None:
     begin = time.monotonic()
     if not save.wait(meet.notice_s):
-        logger.warning(
-            "unickpt: rank %d: training waits for the save of %s, which has not been written for %.0f s: the storage may be "
-            "stalled (on_busy 'skip' would go on without the next save)",
-            meet.rank, save.directory, meet.notice_s,
-        )  # fmt: skip
+        _warn_of_waiting(directory, save.directory, meet)
         save.wait()
     waited = time.monotonic() - begin
     if meet.rank == 0 and waited > 0.05:
@@ -512,6 +512,14 @@ def _wait_for(save: PendingSave, meet: Rendezvous) -> None:
             "unickpt: training waited %.1f s for the save of %s to be written: saves come faster than the storage takes them",
             waited, Path(save.directory).name,
         )  # fmt: skip
+
+
+def _warn_of_waiting(directory: str, what: str, meet: Rendezvous) -> None:
+    logger.warning(
+        "unickpt: rank %d: training waits at the save of %s until %s is written, for %.0f s now: the storage may be stalled "
+        "(on_busy 'skip' would go on without a save)",
+        meet.rank, directory, what, meet.notice_s,
+    )  # fmt: skip
 
 
 def _notify(on_commit: Callable[[], None], storage: PosixStorage) -> None:

@@ -28,15 +28,34 @@ KINDS = {"SIGTERM": "the process ends by SIGTERM after its grace", "end": "the p
 
 
 class Stall:
-    """The first call of this name in another thread than training's does not return until the gate is opened."""
+    """Calls of this name in another thread than training's do not return until the gate is opened.
 
-    def __init__(self, name: str) -> None:
-        self.name, self.gate, self.met = name, threading.Event(), threading.Event()
+    Attributes:
+        gate: set it, and the disk answers.
+        met: a call has stalled.
+        told: a warning with the words given to ``open_when_told`` was heard.
+    """
+
+    def __init__(self, name: str = "pwrite") -> None:
+        self.name, self.gate, self.met, self.told = name, threading.Event(), threading.Event(), threading.Event()
 
     def __call__(self, call: Call) -> None:
         if call.name == self.name and not call.after and threading.current_thread() is not threading.main_thread():
             self.met.set()
             self.gate.wait()
+
+    def open_when_told(self, words: str) -> Stall:
+        """The disk answers once the package has said something: so a test knows that it was waiting."""
+
+        def emit(record: logging.LogRecord) -> None:
+            if words in record.getMessage():
+                self.told.set()
+                self.gate.set()
+
+        handler = logging.Handler()
+        handler.emit = emit  # type: ignore[method-assign]
+        logging.getLogger("unickpt").addHandler(handler)
+        return self
 
 
 def stalls(folder: Path, count: int, seed: int) -> list[Tally]:
@@ -112,21 +131,14 @@ def _begin_next(saver: Saver, folder: Path, what: str, first: PendingSave, stall
     meet = ranks.alone()
     meet.notice_s = 0.01
     wanted = ranks.request(folder, "step4", 4, meet)
-    if what == "wait":  # and says so while it waits
-        found: list[PendingSave] = []
+    if what == "wait":  # and says so while it waits, which opens the gate
         logging.disable(logging.NOTSET)
-        heard = threading.Event()
-        handler = logging.Handler()
-        handler.emit = lambda record: heard.set() if "training waits" in record.getMessage() else None  # type: ignore[method-assign]
-        logging.getLogger("unickpt").addHandler(handler)
         logging.getLogger("unickpt").propagate = False
-        training = threading.Thread(target=lambda: found.append(saver.save(wanted, meet)))
-        training.start()
-        assert heard.wait(ranks.HANG_S), "it waits and does not say so"
-        assert not found
-        stall.gate.set()
-        training.join(ranks.HANG_S)
-        return lambda: found[0]
+        stall.open_when_told("training waits")
+        save = saver.save(wanted, meet)
+        assert stall.told.is_set(), "it did not wait, or did not say so"
+        assert first.done
+        return lambda: save
     save = saver.save(wanted, meet)
     assert not first.done
     assert save.done == (what == "skip")
