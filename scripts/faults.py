@@ -119,7 +119,8 @@ def main() -> int:
         for tally in tallies[name]:
             print(json.dumps({**tally.to_json(), "how": "", "fault": tally.fault}, indent=1), flush=True)
         if options.out is not None:
-            command = f"python scripts/faults.py {name} --count {count} --seed {options.seed} --out {options.out}"
+            command = f"TMPDIR={os.environ['TMPDIR']} " if "TMPDIR" in os.environ else ""
+            command += f"python scripts/faults.py {name} --count {count} --seed {options.seed} --out {options.out}"
             put(options.out, name, section(name, command, table(tallies[name])))
     if options.json is not None:
         options.json.write_text(json.dumps({name: [tally.to_json() for tally in found] for name, found in tallies.items()}))

@@ -25,8 +25,8 @@ def at_random(folder: Path, count: int, seed: int) -> list[Tally]:
     """So many kills; each job resumes from what the one before has left, and compares all of it."""
     tally = Tally(
         "kill -9 of all ranks of a DeepSpeed job",
-        f"`torchrun` with {WORLD} ranks, `engine.save_checkpoint` at every step, ZeRO 1, 3, 0, 2 in turn; at each resume weights, "
-        "masters, moments, steps and hyperparameters are compared with those recorded at that step",
+        f"`torchrun` with {WORLD} ranks, `engine.save_checkpoint` at every step, ZeRO 1, 3, 0, 2 in turn; at each resume "
+        "weights, masters, moments, steps and hyperparameters are compared with those recorded at that step",
     )
     chance = random.Random(seed)
     known = begun = None
@@ -36,8 +36,8 @@ def at_random(folder: Path, count: int, seed: int) -> list[Tally]:
         (folder / "begun").unlink(missing_ok=True)
         job = _start(folder, STAGES[number % len(STAGES)], check=last)
         try:
-            _until(lambda: last or (folder / "begun").exists(), job)
             if not last:
+                _until((folder / "begun").exists, job)
                 first = int((folder / "begun").read_text())
                 since = time.monotonic()
                 _until(lambda: int((folder / "begun").read_text() or first) >= first + 2, job)  # noqa: B023
