@@ -270,6 +270,8 @@ def load_checkpoint(
     while True:
         first = not tried
         choice = ours.meet.broadcast("choice", _choose(candidates, load_dir, tag, first=first) if ours.meet.rank == 0 else None)
+        if first and choice["notes"] and not ours.options.fall_back:
+            raise CorruptCheckpointError("; ".join(choice["notes"]))
         if choice["tag"] is None:
             skipped += choice["notes"]
             if skipped:

@@ -295,7 +295,18 @@ def a_damaged_latest_gives_way_to_the_newest_whole_checkpoint(folder: Path) -> N
             assert any("global_step3 cannot be used" in line for line in log.lines), log.lines
     with pytest.raises(Exception, match=r"differs from the one|could not load it"):
         target.load_checkpoint(str(folder), tag="global_step3")
+    if dist.get_rank() == 0:
+        (folder / "latest").write_bytes(b"\xffglobal_step3")
+    dist.barrier()
+    path, _ = build(here(2), seed=2).load_checkpoint(str(folder))  # as every rank finds out, not only the first
+    assert path.endswith("global_step1/manifest.json"), path
     strict = build(here(1), seed=3, unickpt={"enabled": True, "fall_back": False})
+    with pytest.raises(Exception, match="does not hold the name of a checkpoint"):
+        strict.load_checkpoint(str(folder))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / "latest").write_text("global_step3")
+    dist.barrier()
     with pytest.raises(Exception, match=r"differs from the one|could not load it"):
         strict.load_checkpoint(str(folder))
 
