@@ -15,7 +15,6 @@ from ds_unickpt import capture, huggingface, internals, restore
 from ds_unickpt.config import Options, read_options, save_options
 from unickpt import interruption
 from unickpt import neighbours as neighbours_module
-from unickpt.commit import LATEST_FILE
 from unickpt.coordination import Rendezvous
 from unickpt.errors import (
     ConfigError,
@@ -31,9 +30,9 @@ from unickpt.logs import make_visible
 from unickpt.manifest import MANIFEST_FILE
 from unickpt.neighbours import reason_of
 from unickpt.report import LoadReport
-from unickpt.retention import whole
+from unickpt.resuming import Candidates, whole
 from unickpt.saving import PendingSave, Request, Saver, SaveResult
-from unickpt.storage import Storage, is_url, join, open_storage, read_text, usable
+from unickpt.storage import Storage, is_url, join, open_storage, usable
 
 logger = logging.getLogger("unickpt")
 
@@ -280,12 +279,17 @@ def load_checkpoint(
     ours.meet.begin("load")
     skipped: list[str] = []
     tried: list[str] = []
+    candidates = Candidates(load_dir)
     while True:
-        choice = ours.meet.broadcast("choice", _chosen(str(load_dir), tag, tried) if ours.meet.rank == 0 else None)
+        first = not tried
+        choice = ours.meet.broadcast("choice", _chosen(candidates, load_dir, tag, first=first) if ours.meet.rank == 0 else None)
         if choice["error"]:
             raise StorageError(f"{load_dir}: rank 0 cannot see what is there: {choice['error']}")
+        if first and choice["notes"] and not ours.options.fall_back:
+            raise CorruptCheckpointError("; ".join(choice["notes"]))
         if choice["tag"] is None:
-            if tried:
+            skipped += choice["notes"]
+            if skipped:
                 raise CorruptCheckpointError(f"no whole checkpoint is left in {load_dir}: " + "; ".join(skipped))
             if ours.meet.rank == 0 and choice["present"]:
                 logger.warning(
@@ -301,6 +305,7 @@ def load_checkpoint(
             return run_native(tag if not tried else choice["tag"])
         name = choice["tag"]
         tried.append(name)
+        skipped += choice["notes"]
         reason = internals.unsupported_reason(engine)
         if reason:
             raise UnickptError(
@@ -324,25 +329,27 @@ class _DamagedError(Exception):
         self.cause = cause
 
 
-def _chosen(load_dir: str, tag: Any, tried: list[str]) -> dict[str, Any]:
+def _chosen(candidates: Candidates, load_dir: str, tag: Any, *, first: bool) -> dict[str, Any]:
     """``_choose``, and if the storage does not answer, what it said: the other ranks wait for the coordinator's word."""
-    nothing: dict[str, Any] = {"tag": None, "universal": False, "present": [], "error": ""}
+    nothing: dict[str, Any] = {"tag": None, "universal": False, "present": [], "notes": [], "error": ""}
     try:
-        return {**nothing, **_choose(load_dir, tag, tried)}
+        return {**nothing, **_choose(candidates, load_dir, tag, first=first)}
     except (UnickptError, OSError) as err:
         return {**nothing, "error": f"{type(err).__name__}: {err}"}
 
 
-def _choose(load_dir: str, tag: Any, tried: list[str]) -> dict[str, Any]:
+def _choose(candidates: Candidates, load_dir: str, tag: Any, *, first: bool) -> dict[str, Any]:
     """On the coordinator: which checkpoint to load next. Reads manifests, never data."""
     folder = open_storage(load_dir)
-    first = str(tag) if tag is not None else read_text(folder, LATEST_FILE)
-    if first is None:
-        return {"present": [name for _, name in whole(load_dir)]}
-    if not tried:
-        return {"tag": first, "universal": not _is_native(folder.inside(first))}
-    older = [name for _, name in whole(load_dir) if name not in tried]
-    return {"tag": older[0] if older else None, "universal": True}
+    if tag is not None:
+        return {"tag": str(tag), "universal": not _is_native(folder.inside(str(tag)))}
+    choice = candidates.next()
+    for note in choice.notes:
+        logger.warning("unickpt: %s. Looking for the newest whole checkpoint.", note)
+    if choice.tag is None:
+        return {"present": [name for _, name in whole(load_dir)], "notes": [*choice.notes]}
+    native = first and _is_native(folder.inside(choice.tag))
+    return {"tag": choice.tag, "universal": not native, "notes": [*choice.notes]}
 
 
 def _is_native(directory: Storage) -> bool:

@@ -306,7 +306,8 @@ def _chosen(options: argparse.Namespace, load_dir: str, tried: list[int]) -> dic
     """``_choose``, and a tracker file that names what is not there put right: Megatron reads it, and would exit."""
     choice = _choose(options, load_dir, tried)
     if choice["notes"] and choice["iteration"] is not None:
-        open_storage(load_dir).write_atomic(TRACKER, str(choice["iteration"]).encode())
+        with contextlib.suppress(StorageError):  # a full disk or a read-only one: Megatron then says so itself
+            open_storage(load_dir).write_atomic(TRACKER, str(choice["iteration"]).encode())
     if choice["iteration"] is not None:
         with contextlib.suppress(OSError):  # a job that was killed right after the commit, or a read-only directory
             job.mark(choice["directory"])

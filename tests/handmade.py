@@ -148,9 +148,14 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 def write_manifest(directory: Path, body: dict[str, Any]) -> None:
     """Write a manifest with the checksum that its content asks for."""
+    (directory / "manifest.json").write_bytes(signed_manifest(body))
+
+
+def signed_manifest(body: dict[str, Any]) -> bytes:
+    """A manifest's bytes with the checksum that its content asks for."""
     rest = {key: value for key, value in body.items() if key != "checksum"}
     canonical = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
-    (directory / "manifest.json").write_text(json.dumps({**rest, "checksum": digest(canonical)}))
+    return json.dumps({**rest, "checksum": digest(canonical)}).encode()
 
 
 def edit_manifest(directory: Path, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -187,7 +192,7 @@ def replace_file(directory: Path, path: str, data: bytes, *, header_bytes: int |
 
 
 class IndexParts:
-    """The index taken apart: columns by name, files and tensors of its metadata. ``write`` puts it together again."""
+    """The index taken apart: columns by name, files and tensors of its metadata. ``to_bytes`` puts it together again."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -208,8 +213,8 @@ class IndexParts:
         for name in {"fragments", "same_boxes"} & set(self.columns):
             self.columns[name] = np.append(self.columns[name], self.columns[name].dtype.type(0))
 
-    def write(self) -> None:
-        """Write it, signed."""
+    def to_bytes(self) -> bytes:
+        """The file, whatever is in it."""
         self.metadata |= {"files": json.dumps(self.files), "tensors": json.dumps(self.tensors)}
         kinds = {"int32": "I32", "int64": "I64", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64"}
         header: dict[str, Any] = {"__metadata__": self.metadata}
@@ -219,7 +224,11 @@ class IndexParts:
             offsets = [len(data), end]
             header[name] = {"dtype": kinds[str(column.dtype)], "shape": list(column.shape), "data_offsets": offsets}
             data += column.tobytes()
-        replace_file(self.directory, self.path, join_safetensors(header, data))
+        return join_safetensors(header, data)
+
+    def write(self) -> None:
+        """Write it, signed."""
+        replace_file(self.directory, self.path, self.to_bytes())
 
 
 def to_version_1(directory: Path) -> Path:

@@ -10,19 +10,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests import handmade
+from tests.faults.mutation import Attacker, text_of
 from tests.handmade import IndexParts, edit_manifest, join_safetensors, replace_file, split_safetensors
+from tests.launch import REPO, environment
+from unickpt import manifest
 from unickpt.cli.main import main
 from unickpt.errors import FormatError, NotACheckpointError, UnickptError, UnsafePathError
 from unickpt.loading import Checkpoint
@@ -854,68 +858,72 @@ def test_no_pickle_of_a_checkpoint_is_ever_loaded(victim: Path, monkeypatch: pyt
     assert any(line.startswith("bomb: os.system") for line in decoded.left_out)
 
 
-# ---------------------------------------------------------------- by chance
+# ---------------------------------------------------------------- by chance: a few of what ``scripts/fuzz.py`` does
 
-QUICK = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
-
-JSON_KEYS = st.text(max_size=4) | st.sampled_from(["$tuple", "$tensor", "$dict"])
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.integers(-(2**65), 2**65) | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(JSON_KEYS, inner, max_size=2),
-    max_leaves=5,
-)
+INPUTS = {"a checkpoint's directory": 60}  # it is slower
 
 
-@pytest.fixture
-def restored(sound: Path, tmp_path: Path) -> Callable[[], Path]:
-    """A function that makes the victim whole again, for tests that attack many times."""
-
-    def restore() -> Path:
-        shutil.rmtree(tmp_path / "victim", ignore_errors=True)
-        return Path(shutil.copytree(sound, tmp_path / "victim"))
-
-    return restore
+@pytest.fixture(scope="module")
+def attacker(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> Attacker:
+    return Attacker(sound, tmp_path_factory.mktemp("attacked") / "global_step3")
 
 
-@QUICK
-@given(data=st.data())
-def test_random_members_of_the_manifest(restored: Callable[[], Path], data: st.DataObject) -> None:
-    victim = restored()
-    body = handmade.read_manifest(victim)
-    paths = [path for path in _paths(body) if path != ("checksum",)]
-    _put(body, data.draw(st.sampled_from(paths)), data.draw(JSON_VALUES))
-    handmade.write_manifest(victim, body)
-    refused(victim)
+@pytest.mark.parametrize("name", Attacker.NAMES)
+def test_mutations(attacker: Attacker, name: str) -> None:
+    target = attacker.targets[name]
+    for number in range(INPUTS.get(name, 300)):
+        made = target.make(random.Random(f"tests/{number}"))
+        with limited_memory(), contextlib.suppress(UnickptError):
+            target.use(made)
 
 
-@QUICK
-@given(version=st.sampled_from([1, 2]), data=st.data())
-def test_random_cells_of_the_index(restored: Callable[[], Path], version: int, data: st.DataObject) -> None:
-    victim = restored() if version == 2 else handmade.to_version_1(restored())
-    parts = IndexParts(victim)
-    column = data.draw(st.sampled_from(sorted(parts.columns)))
-    if version == 2 and data.draw(st.booleans()):
-        parts.columns[column] = parts.columns[column].astype(np.uint64)
-    values = parts.columns[column].reshape(-1)
-    limits = np.iinfo(values.dtype)
-    nearby = st.integers(max(-3, int(limits.min)), 30)
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(values) - 1))
-        values[at] = data.draw(nearby | st.integers(int(limits.min), int(limits.max)))
-    parts.write()
-    refused(victim)
+@pytest.mark.parametrize("version", [1, 2])
+def test_random_cells_of_the_index(sound: Path, tmp_path: Path, version: int) -> None:
+    victim = tmp_path / "victim"
+    for number in range(60):
+        chance = random.Random(f"cells/{version}/{number}")
+        shutil.rmtree(victim, ignore_errors=True)
+        shutil.copytree(sound, victim)
+        if version == 1:
+            handmade.to_version_1(victim)
+        parts = IndexParts(victim)
+        column = chance.choice(sorted(parts.columns))
+        if version == 2 and chance.random() < 0.5:
+            parts.columns[column] = parts.columns[column].astype(np.uint64)
+        values = parts.columns[column].reshape(-1)
+        limits = np.iinfo(values.dtype)
+        for _ in range(chance.randint(1, 4)):
+            small = chance.randint(max(-3, int(limits.min)), 30)
+            values[chance.randrange(len(values))] = chance.choice([small, chance.randint(int(limits.min), int(limits.max))])
+        parts.write()
+        refused(victim)
 
 
-@QUICK
-@given(name=st.sampled_from([INDEX, DATA, "manifest.json"]), data=st.data())
-def test_random_bytes_of_a_vouched_file(restored: Callable[[], Path], name: str, data: st.DataObject) -> None:
-    victim = restored()
-    content = bytearray((victim / name).read_bytes())
-    at = data.draw(st.integers(0, len(content) - 1))
-    removed, added = data.draw(st.integers(0, 12)), data.draw(st.binary(max_size=12))
-    content[at : at + removed] = added
-    if name == "manifest.json":
-        (victim / name).write_bytes(content)
+def test_what_is_nested_at_the_limit_of_the_reader_is_refused_too(attacker: Attacker) -> None:
+    """There is one depth, and it depends on the caller's, that can be read but not written for the checksum."""
+    rest = {key: value for key, value in attacker.body.items() if key != "checksum"}
+    for depth in range(800, 1001):
+        text = text_of({**rest, "objects": {"deep": f"NEST:{depth}:0"}})
+        signed = text[:-1] + f',"checksum":"{handmade.digest(text)}"'.encode() + b"}"
+        with contextlib.suppress(UnickptError):
+            manifest.from_bytes(signed, where="deep")
+
+
+def test_no_name_of_a_dtype_makes_torch_import_its_parts() -> None:
+    code = """
+import sys, torch
+from unickpt.objects import decode
+for name in ("torch._dynamo", "torch.onnx", "torch._inductor"):
+    sys.modules.pop(name, None)
+    try:
+        decode({"$dtype": name}, tensors={}, where="t")
+    except Exception as err:
+        assert "is no dtype" in str(err), err
     else:
-        replace_file(victim, name, bytes(content))
-    refused(victim)
+        raise AssertionError(name)
+    assert name not in sys.modules, name
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), cwd=REPO, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.faults.calls import Call, watched
 from unickpt.contribution import Contribution, shards_of_flat_range
 from unickpt.coordination import Rendezvous
 from unickpt.errors import CoordinationError, UnickptError
@@ -120,32 +121,63 @@ def test_the_failure_of_one_rank_is_known_on_all_and_leaves_nothing(tmp_path: Pa
     assert_holds(tmp_path, "a", 1)
 
 
-@pytest.mark.parametrize("call", ["writev", "pwrite", "fsync", "replace"])
-def test_an_error_at_any_system_call_leaves_the_old_checkpoint_or_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    real = getattr(os, call)
+class AfterTheRename:
+    """From the moment on at which the manifest is in its place, these calls fail."""
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.renamed, self.hits = names, False, 0
+
+    def __call__(self, call: Call) -> None:
+        if self.renamed and call.name in self.names:
+            self.hits += 1
+            raise OSError(5, "Input/output error")
+        if call.name == "replace" and call.after and call.path.endswith("manifest.json"):
+            self.renamed = True
+            if "replace" in self.names:  # it was done, and is reported as failed
+                raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("names", [["fsync"], ["open"], ["listdir"], ["scandir"], ["stat"], ["unlink", "rmdir"], ["replace"]])
+def test_what_fails_after_the_commit_does_not_undo_it(tmp_path: Path, names: list[str]) -> None:
     save_step(tmp_path, 1, "a")
-    for number in range(40):
-        left = [number]
+    act = AfterTheRename(*names)
+    with watched(tmp_path, act):
+        results = save_step(tmp_path, 2, "a")
+    assert act.renamed
+    for result in results:  # where not even the manifest can be read back, all files stay, and the reason says so
+        assert result.committed or "whether it was is not known" in result.failures[0]
+    assert_holds(tmp_path, "a", 2)
+    assert all(result.committed for result in save_step(tmp_path, 3, "a"))
+    assert_holds(tmp_path, "a", 3)
+    assert len(list((tmp_path / "a" / "data").iterdir())) == WORLD
 
-        def broken(*args: Any, left: list[int] = left) -> Any:
-            left[0] -= 1
-            if left[0] == -1:
-                raise OSError(28, "No space left on device")
-            return real(*args)
 
-        monkeypatch.setattr(os, call, broken)
-        results = save_step(tmp_path, 2 + number, "a")
-        monkeypatch.setattr(os, call, real)
-        assert len({result.committed for result in results}) == 1
-        step = Checkpoint.open(tmp_path / "a").manifest.step
-        assert_holds(tmp_path, "a", step)
-        if results[0].committed:
-            assert step == 2 + number
-        if left[0] >= 0:
-            return  # the save has fewer such calls
-    raise AssertionError(f"more than 40 calls of os.{call}")
+def test_a_commit_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    save_step(tmp_path, 1, "a")
+    before = sorted(p for p in tmp_path.rglob("*") if p.is_file())
+
+    def refuse(call: Call) -> None:
+        if call.name == "replace" and call.path.endswith("manifest.json"):
+            raise OSError(28, "No space left on device")
+
+    with watched(tmp_path, refuse):
+        results = save_step(tmp_path, 2, "a")
+    assert all("No space left" in result.failures[0] for result in results)
+    assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == before
+    assert_holds(tmp_path, "a", 1)
+
+
+def test_text_that_has_no_utf8_does_not_fail_a_save(tmp_path: Path) -> None:
+    """A file name that is no UTF-8, somewhere in the job's state, is a string with lone surrogates."""
+    odd = os.fsdecode(b"data-\xff.bin")
+
+    def change(found: Contribution, rank: int) -> None:
+        found.objects = {"file": odd}
+        found.rank_objects = {"file": odd}
+
+    assert all(result.committed for result in save_step(tmp_path, 1, "a", change))
+    checkpoint = Checkpoint.open(tmp_path / "a")
+    assert checkpoint.objects().value == checkpoint.rank_objects(2).value == {"file": odd}
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
@@ -158,6 +190,18 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert isinstance(found[0], CoordinationError)
     assert "no word from rank 1" in str(found[0])
     assert not (tmp_path / "a" / "manifest.json").exists()
+
+
+def test_all_ranks_name_the_one_that_is_gone_not_the_coordinator_who_waits_for_it(tmp_path: Path) -> None:
+    def run(meet: Rendezvous) -> None:
+        if meet.rank < 2:
+            meet.agree("layout", None)
+
+    found = on_all_ranks(run, timeout_s=0.5)
+    assert found[2] is None
+    for error in found[:2]:
+        assert isinstance(error, CoordinationError)
+        assert "no word from rank 2" in str(error)
 
 
 def _save_for_ever(folder: Path) -> None:

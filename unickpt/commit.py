@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fnmatch
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +23,13 @@ from unickpt.index import check_coverage
 from unickpt.manifest import MANIFEST_FILE, FileRecord, Manifest
 from unickpt.storage import Storage
 
+logger = logging.getLogger("unickpt")
+
 DATA_FOLDER = "data"
 ROWS_FOLDER = "rows"
 LATEST_FILE = "latest"
 _READERS = 8
+HOLD_FILE = "saving.lock"  # held by the coordinator while a save into this directory is under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,22 +138,46 @@ def publish(storage: Storage, manifest: Manifest, table: bytes) -> None:
     """
     with storage.create(manifest.index) as sink:
         sink.write([memoryview(table)])
-    data = manifest_module.to_bytes(manifest)
+    try:
+        durable = _put_in_place(storage, manifest_module.to_bytes(manifest))
+    except UncertainCommitError:
+        raise
+    except BaseException:
+        storage.delete(manifest.index)
+        raise
+    if durable:
+        with contextlib.suppress(UnickptError, OSError):  # the checkpoint is there; what is left over takes room, no more
+            _clean(storage, keep={record.path for record in manifest.files})
+
+
+def _put_in_place(storage: Storage, data: bytes) -> bool:
+    """Make the manifest exist.
+
+    Returns:
+        Whether it will surely be there after a crash of the machine; if not, the old one may come back.
+
+    Raises:
+        UncertainCommitError: whether it exists cannot be found out.
+        StorageError: it does not.
+    """
     try:
         storage.write_atomic(MANIFEST_FILE, data)
     except StorageError as err:
         if not _holds(storage, data, err):
             raise
-    with contextlib.suppress(UnickptError):  # the checkpoint is there; what is left over takes room, no more
-        _clean(storage, keep={record.path for record in manifest.files})
+        logger.warning("unickpt: %s is committed, but may not outlast a crash of the machine: %s", storage, err)
+        return False
+    return True
 
 
 def _holds(storage: Storage, data: bytes, failure: StorageError) -> bool:
     """Whether a manifest whose writing has failed is there all the same: of a request, the answer may be what was lost."""
     try:
         return storage.size_bytes(MANIFEST_FILE) == len(data) and storage.read(MANIFEST_FILE, 0, len(data)) == data
-    except UnickptError as err:
-        raise UncertainCommitError(f"{failure}; whether it was written all the same cannot be seen ({err})") from failure
+    except (UnickptError, OSError) as err:
+        raise UncertainCommitError(
+            f"{failure}; whether it was written all the same cannot be seen ({err}), so the files of this save stay"
+        ) from failure
 
 
 def read_rows(storage: Storage, files: Sequence[FileRecord], generation: int) -> Iterator[tuple[str, bytes]]:

@@ -20,6 +20,7 @@ logger = logging.getLogger("unickpt")
 Message = dict[str, Any]  # JSON-able
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
+_COORDINATOR_LATER_S = 30.0  # the coordinator waits for the rank that is gone as long as the others wait for the coordinator
 
 
 class Store(Protocol):
@@ -169,10 +170,8 @@ class Rendezvous:
         while not self._present(list(keys.values())):
             waited = time.monotonic() - begin
             if waited >= self.timeout_s:
-                raise CoordinationError(
-                    f"rank {self.rank} gave up after {waited:.0f} s at {topic!r}: no word from rank {self._missing(keys)}. "
-                    "Every rank has to make the call; look at what the named ranks are doing."
-                )
+                self._give_up(topic, keys, waited)
+                continue
             if not noticed and waited >= self.notice_s:
                 noticed = True
                 logger.warning(
@@ -180,6 +179,28 @@ class Rendezvous:
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, self._longest_pause_s)
+
+    def _give_up(self, topic: str, keys: dict[int, str], waited_s: float) -> None:
+        """Raise, but where it is the coordinator that is awaited, first hear whom it may itself be missing.
+
+        Returns only if what was awaited has come after all.
+        """
+        said = f"{self._prefix}/{self._session}/given-up"
+        if self.rank:
+            end = time.monotonic() + min(self.timeout_s, _COORDINATOR_LATER_S)
+            while time.monotonic() < end:
+                if self._present(list(keys.values())):
+                    return
+                if self._present([said]):
+                    raise CoordinationError(f"rank {self.rank} heard: {self._take(said, delete=False)['reason']}")
+                time.sleep(self._longest_pause_s)
+        reason = (
+            f"rank {self.rank} gave up after {waited_s:.0f} s at {topic!r}: no word from rank {self._missing(keys)}. "
+            "Every rank has to make the call; look at what the named ranks are doing."
+        )
+        if self.rank == 0:
+            self._put(said, {"reason": reason})
+        raise CoordinationError(reason)
 
     def _present(self, keys: list[str]) -> bool:
         return bool(self._call(lambda store: store.check(keys)))

@@ -32,17 +32,20 @@ WRITING_S = 600.0  # what an ordinary end grants to writing itself: longer, and 
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()
 _lock = threading.Lock()
 _installed = False
+_listening = False
 
 
 def guard(saver: Saver) -> None:
     """From now on, the end of this process waits for what this saver has begun."""
-    global _installed
+    global _installed, _listening
     with _lock:
         _savers.add(saver)
         if not _installed:
             _installed = True
             _at_exit()
             os.register_at_fork(after_in_child=_forget)
+        if not _listening:
+            _listening = True
             _listen()
 
 
@@ -57,7 +60,9 @@ def _at_exit() -> None:
 
 
 def _forget() -> None:
-    """In a forked child, such as a data loader's worker: the saves and the signals are its parent's."""
+    """In a forked child, such as a data loader's worker: the saves and the signals are its parent's; it may begin its own."""
+    global _listening, _lock
+    _lock, _listening = threading.Lock(), False
     _savers.clear()
     if signal.getsignal(signal.SIGTERM) is _heard:
         signal.set_wakeup_fd(-1)  # it leads to the parent's thread

@@ -123,10 +123,14 @@ class Manifest:
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """Serialise, with the checksum of everything else as the last member."""
-    body: dict[str, Any] = {"format": FORMAT_NAME, **asdict(manifest), "version": FORMAT_VERSION}
-    body["checksum"] = digest(_canonical(body))
-    return json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False).encode()
+    """Serialise, with the checksum of everything else as the last member. Raises FormatError for what is nested too deeply."""
+    try:
+        body: dict[str, Any] = {"format": FORMAT_NAME, **asdict(manifest), "version": FORMAT_VERSION}
+        body["checksum"] = digest(_canonical(body))
+        text = json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise FormatError("the manifest is nested too deeply to be written") from None
+    return text.encode("utf-8", "backslashreplace")  # a lone surrogate (from a file name that is no UTF-8) as JSON's escape
 
 
 def _no_constant(name: str) -> None:
@@ -165,7 +169,7 @@ def from_bytes(data: bytes, *, where: str) -> Manifest:
         )
     try:
         expected = digest(_canonical(body))
-    except ValueError as err:  # a number so large that it became infinite
+    except (ValueError, RecursionError) as err:  # a number that became infinite; nested as deeply as can just be read
         raise FormatError(f"{where}: {err}") from None
     if body.get("checksum") != expected:
         raise FormatError(f"{where}: its checksum does not match its content; the file is damaged")

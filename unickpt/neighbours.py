@@ -161,7 +161,7 @@ def _failures(messages: list[Message]) -> Message:
     for rank, message in enumerate(messages) if not found else ():
         if message["identity"] != messages[0]["identity"]:
             found[str(rank)] = (
-                "CoordinationError: the checkpoint that it opened is not the one that rank 0 opened "
+                "CorruptCheckpointError: the checkpoint that it opened is not the one that rank 0 opened "
                 f"(index {message['identity']}, there {messages[0]['identity']}): it was saved again meanwhile, or the "
                 "storage is not shared. Load again"
             )

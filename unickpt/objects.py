@@ -256,7 +256,7 @@ class _Decoder:
 
 
 def _torch_named(text: str) -> torch.dtype:
-    dtype = getattr(torch, text.removeprefix("torch."), None)
+    dtype = vars(torch).get(text.removeprefix("torch."))  # not getattr: torch imports some of its parts when asked for them
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{text!r} is no dtype")
     return dtype

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import stat
 import time
@@ -14,6 +16,7 @@ from unickpt.direct_io import DirectReader, DirectSink
 from unickpt.errors import StorageError, UnsafePathError
 from unickpt.storage import Reader, Sink
 
+_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno.EACCES, errno.EPERM}
 _DIRECT_BYTES = 256 << 10  # smaller reads leave to the cache what is around them
 _BLOCK_BYTES = 4 << 20  # of one read: what a checksum runs over while it is in the processor's cache
 
@@ -82,34 +85,41 @@ class PosixStorage:
             try:
                 yield _DescriptorReader(descriptor, past_cache, str(path))
             finally:
-                if past_cache is not None:
-                    os.close(past_cache)
+                _close(past_cache)
         finally:
-            os.close(descriptor)
+            _close(descriptor)
 
     @contextlib.contextmanager
     def create(self, name: str, *, direct: bool = False, about_bytes: int = 0) -> Iterator[Sink]:  # noqa: ARG002
-        """A new file, made durable (fsync of file and directory) when the block ends without error."""
+        """A new file, made durable (fsync of file and directory) when the block ends without error; otherwise it is gone.
+
+        Whatever has the name is unlinked first: a rank of a job that was killed may still be writing to it, and
+        it may be linked from elsewhere.
+
+        Args:
+            name: relative path.
+            direct: write past the page cache, where the file system takes it.
+        """
         path = self.path(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, past_cache = _opened(path, direct=direct)
+            path.unlink(missing_ok=True)
             try:
-                if past_cache:
-                    sink = DirectSink(descriptor)
+                with _new_file(path, direct=direct) as sink:
                     yield sink
-                    sink.finish()
-                else:
-                    yield _DescriptorSink(descriptor)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            _sync_directory(path.parent)
+                _sync_directory(path.parent)
+            except BaseException:  # what is half written only takes space
+                self.delete(name)
+                raise
         except OSError as err:
             raise StorageError(f"{path}: cannot be written ({err.strerror or err})") from err
 
     def write_atomic(self, name: str, data: bytes) -> None:
-        """Replace a file as a whole: a reader sees the old bytes or the new ones, also after a crash."""
+        """Replace a file as a whole: a reader sees the old bytes or the new ones, also after a crash.
+
+        Raises:
+            StorageError: as a rule the old bytes are there; if the last step failed, the new ones may be.
+        """
         temporary = f"{name}.tmp"
         with self.create(temporary) as sink:
             sink.write([memoryview(data)])
@@ -118,6 +128,7 @@ class PosixStorage:
             os.replace(self.path(temporary), path)
             _sync_directory(path.parent)
         except OSError as err:
+            self.delete(temporary)
             raise StorageError(f"{path}: cannot be replaced ({err.strerror or err})") from err
 
     def names(self, folder: str = "") -> list[str]:
@@ -150,6 +161,63 @@ class PosixStorage:
         with contextlib.suppress(OSError, UnsafePathError):
             self.path(folder).rmdir()
 
+    def hold(self, name: str) -> Callable[[], None] | None:
+        """Keep other processes from holding the same name until the result is called, or this process is gone.
+
+        Returns:
+            None if another process holds it. Where the file system has no locks, nobody is kept out.
+        """
+        path = self.path(name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+                if not _locked(descriptor):
+                    os.close(descriptor)
+                    return None
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                        break
+                os.close(descriptor)  # whoever held it has just removed it
+        except OSError:
+            return lambda: None
+
+        def release() -> None:
+            self.delete(name)
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # said, for a forked child has the descriptor too
+                os.close(descriptor)
+
+        return release
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether the lock is ours. Raises OSError where there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        os.close(descriptor)
+        raise
+    return True
+
+
+@contextlib.contextmanager
+def _new_file(path: Path, *, direct: bool) -> Iterator[Sink]:
+    """Open, write, sync, close. Raises OSError."""
+    descriptor, past_cache = _opened(path, direct=direct)
+    try:
+        if past_cache:
+            sink = DirectSink(descriptor)
+            yield sink
+            sink.finish()
+        else:
+            yield _DescriptorSink(descriptor)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
 
 def _opened(path: Path, *, direct: bool) -> tuple[int, bool]:
     """A descriptor for writing a new file, and whether it goes past the page cache."""
@@ -172,6 +240,13 @@ class _DescriptorSink:
                 written -= len(left.pop(0))
             if written:
                 left[0] = left[0][written:]
+
+
+def _close(descriptor: int | None) -> None:
+    """Of a file that was read: what has been read is right, whatever the system says now."""
+    if descriptor is not None:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def _opened_past_cache(path: Path) -> int | None:
@@ -216,10 +291,13 @@ class _DescriptorReader:
 
 
 def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    """Make the directory's entries durable, where the file system can do that."""
     try:
-        os.fsync(descriptor)
-    except OSError:  # some network file systems cannot sync a directory; the rename itself has happened
-        pass
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as err:
+        if err.errno not in _NO_DIRECTORY_SYNC:
+            raise

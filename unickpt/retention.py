@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import logging
-import os
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from unickpt.commit import DATA_FOLDER, LATEST_FILE, ROWS_FOLDER
-from unickpt.errors import UnickptError
-from unickpt.loading import read_manifest
+from unickpt.commit import DATA_FOLDER, HOLD_FILE, ROWS_FOLDER
+from unickpt.errors import FormatError, UnickptError
 from unickpt.manifest import MANIFEST_FILE
-from unickpt.storage import Storage, open_storage, read_text
+from unickpt.resuming import latest_tag, whole
+from unickpt.storage import Storage, open_storage
 
 logger = logging.getLogger("unickpt")
 
@@ -57,20 +56,6 @@ def superseded(found: Sequence[tuple[int, str]], policy: Retention, *, protected
     ]
 
 
-def whole(folder: str | os.PathLike[str]) -> list[tuple[int, str]]:
-    """(step, name) of everything in a folder that has a sound manifest, newest first.
-
-    Raises:
-        StorageError: the folder cannot be listed.
-    """
-    place = open_storage(folder)
-    found = []
-    for name in place.folders():
-        with contextlib.suppress(UnickptError):
-            found.append((read_manifest(place.inside(name)).step, name))
-    return sorted(found, reverse=True)
-
-
 def apply(folder: str, policy: Retention, *, just_saved: str, busy: Collection[str] = ()) -> list[str]:
     """Remove what is superseded, and what saves that died have left. The coordinator calls this after a commit.
 
@@ -89,16 +74,34 @@ def apply(folder: str, policy: Retention, *, just_saved: str, busy: Collection[s
     if policy.keep_last <= 0:
         return []
     place = open_storage(folder)
-    protected = {just_saved, *busy, read_text(place, LATEST_FILE) or just_saved}
-    gone = superseded(whole(folder), policy, protected=protected)
-    for name in gone:
-        remove(place.inside(name))
-    left = [name for name in abandoned(place) if name not in protected]
-    for name in left:
-        remove(place.inside(name))
+    protected = {just_saved, *busy}
+    with contextlib.suppress(FormatError):  # a damaged ``latest`` names nothing
+        protected.add(latest_tag(folder) or just_saved)
+    old = superseded(whole(folder), policy, protected=protected)
+    gone = [name for name in old if _remove_unless_in_use(folder, place.inside(name), name)]
+    dead = [name for name in abandoned(place) if name not in protected]
+    left = [name for name in dead if _remove_unless_in_use(folder, place.inside(name), name)]
     if gone or left:
         logger.info("unickpt: removed %s from %s", ", ".join([*gone, *(f"{n} (abandoned)" for n in left)]), folder)
     return [*gone, *left]
+
+
+def _remove_unless_in_use(folder: str, checkpoint: Storage, name: str) -> bool:
+    """Remove a checkpoint, unless another job is saving into it, or has just made it the latest."""
+    with contextlib.suppress(UnickptError):
+        release = checkpoint.hold(HOLD_FILE)
+        if release is None:
+            return False
+        try:
+            with contextlib.suppress(FormatError):
+                if latest_tag(folder) == name:
+                    return False
+            remove(checkpoint)
+            return True
+        finally:
+            release()
+            checkpoint.delete_if_empty()
+    return False
 
 
 def abandoned(place: Storage) -> list[str]:
@@ -129,6 +132,6 @@ def remove(checkpoint: Storage) -> None:
 
 def _own_files(checkpoint: Storage) -> list[str]:
     inside = f"{DATA_FOLDER}/rank*.safetensors", f"{ROWS_FOLDER}/rank*.safetensors"
-    patterns = (*inside, "index*.safetensors", f"{MANIFEST_FILE}.tmp", MARK_FILE)
+    patterns = (*inside, "index*.safetensors", f"{MANIFEST_FILE}.tmp", MARK_FILE, HOLD_FILE)
     names = [name for folder in (DATA_FOLDER, ROWS_FOLDER, "") for name in checkpoint.names(folder)]
     return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]

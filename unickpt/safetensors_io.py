@@ -78,7 +78,7 @@ def build_header(
             "shape": list(slot.shape),
             "data_offsets": [slot.begin_byte, slot.end_byte],
         }
-    text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "backslashreplace")
     text += b" " * (-(8 + len(text)) % alignment)
     if len(text) > MAX_HEADER_BYTES:
         raise FormatError(f"safetensors header of {len(text)} bytes is over the format's {MAX_HEADER_BYTES}")

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from unickpt import commit as commit_module
 from unickpt import interruption, retention, staging
 from unickpt import manifest as manifest_module
-from unickpt.commit import LATEST_FILE, Names
+from unickpt.commit import HOLD_FILE, LATEST_FILE, Names
 from unickpt.contribution import Contribution, Prepared, Shard, prepare
 from unickpt.coordination import Message, Rendezvous
 from unickpt.direct_io import BLOCK_BYTES
@@ -243,6 +243,7 @@ class Saver:
         self._threads: list[threading.Thread] = []
         self._uploader = Uploader(self.pace)
         self._proven = False  # a save was committed: the layout can be described on every rank
+        self._holds: dict[str, Callable[[], None]] = {}  # on the coordinator: directories that are being saved into
         interruption.guard(self)
 
     @property
@@ -295,10 +296,14 @@ class Saver:
         save = PendingSave(request.directory, meet.rank, self.counts)
         busy = self.pending
         if busy and (self.options.on_busy == "wait" or not behind or any(s.directory == save.directory for s in busy)):
-            _wait_for(busy[-1], meet.rank)
+            _wait_for(busy[-1], save.directory, meet)
             busy = []
         storage = open_storage(save.directory)
-        opening = meet.broadcast("save", self._opening(storage, request, busy=bool(busy)) if meet.rank == 0 else None)
+        try:
+            opening = meet.broadcast("save", self._opening(storage, request, busy=bool(busy)) if meet.rank == 0 else None)
+        except CoordinationError:
+            self._let_go(save.directory)
+            raise
         if opening["skip"]:
             save.end(SaveResult(committed=False, skipped=True))
             if meet.rank == 0:
@@ -306,17 +311,20 @@ class Saver:
                     "unickpt: %s is skipped: the save before it is still being written (on_busy is 'skip')", save.directory
                 )
             return save
+        if opening["held"]:
+            save.end(SaveResult(committed=False, failures={0: opening["held"]}), tell=request.on_end)
+            return save
         names = Names(meet.rank, opening["generation"])
         part = self._part(request, storage, names, opening["announce"], meet, behind=behind)
         try:
             unsupported = self._agreed_on_layout(part, meet) if opening["agree"] else ""
         except CoordinationError:
-            self.concluded(part, committed=False)
             storage.delete(names.data)
+            self.concluded(save, part, committed=False)
             raise
         if unsupported:
-            self.concluded(part, committed=False)
             storage.delete(names.data)
+            self.concluded(save, part, committed=False)
             save.end(SaveResult(committed=False, unsupported=unsupported, seconds=time.monotonic() - begin))
             return save
         work = _Work(self, save, request, storage, names, part, meet, begin, after=busy[-1] if busy else None)
@@ -334,10 +342,27 @@ class Saver:
         return save
 
     def _opening(self, storage: Storage, request: Request, *, busy: bool) -> Message:
-        skip = busy and self.options.on_busy == "skip"
-        generation = 0 if skip else commit_module.next_generation(storage)
         # ranks hear of a commit one after the other: whether it is still to be agreed is the coordinator's word
-        return {"skip": skip, "generation": generation, "agree": not self._proven, "announce": request.announce or {}}
+        opening = {"skip": busy and self.options.on_busy == "skip", "held": "", "generation": 0, "agree": not self._proven}
+        opening["announce"] = request.announce or {}
+        if not opening["skip"]:
+            opening["held"] = self._hold(storage)
+            opening["generation"] = commit_module.next_generation(storage)
+        return opening
+
+    def _hold(self, storage: Storage) -> str:
+        """Keep other jobs out of the directory; why not, if another one is in it."""
+        try:
+            release = storage.hold(HOLD_FILE)
+        except UnickptError:  # the save itself will say what is wrong with the directory
+            return ""
+        if release is None:
+            return (
+                f"StorageError: {storage.where(HOLD_FILE)} is locked: another process is saving into this directory at this "
+                "moment. Two jobs need two directories (or one of them is a job that was meant to be over)."
+            )
+        self._holds[storage.where()] = release
+        return ""
 
     def _part(
         self, request: Request, storage: Storage, names: Names, announce: Message, meet: Rendezvous, *, behind: bool
@@ -347,24 +372,28 @@ class Saver:
             part.prepared = prepare(request.contribute(announce), meet.rank)
             part.shards = part.prepared.shards
             if behind:
-                self._stage(part, storage, names, meet.rank)
+                self._stage(part, storage, names, meet)
         except UnsupportedLayoutError as err:
             part.message = {"outcome": "unsupported", "reason": str(err)}
         except Exception as err:
             part.message = _failure(err, meet.rank, storage)
         return part
 
-    def _stage(self, part: _Part, storage: Storage, names: Names, rank: int) -> None:
+    def _stage(self, part: _Part, storage: Storage, names: Names, meet: Rendezvous) -> None:
         """Copy this rank's shards; those beyond the budget are written at once, from where they are."""
         assert part.prepared is not None
-        part.buffer = self._pool.acquire(staging.size_of(part.shards))
+        part.buffer = self._pool.acquire(
+            staging.size_of(part.shards),
+            notice=lambda: _warn_of_waiting(str(storage), "the saves before it", meet),
+            notice_s=meet.notice_s,
+        )
         first = staging.first_that_fits(part.shards, part.buffer.capacity_bytes)
         if first:
             stack = contextlib.ExitStack()
             with contextlib.ExitStack() as undo:
                 undo.push(stack)
                 sink = stack.enter_context(self.data_file(storage, names, part.prepared))
-                file = DataFile(sink, part.shards, rank=rank, step=part.prepared.step, pace=self.pace())
+                file = DataFile(sink, part.shards, rank=meet.rank, step=part.prepared.step, pace=self.pace())
                 file.write(part.shards[:first])
                 undo.pop_all()
             part.written = _Begun(stack, file)
@@ -390,8 +419,8 @@ class Saver:
         reasons = meet.agree("layout", message["reason"] if message.get("outcome") == "unsupported" else None)
         return min(reasons.items())[1] if reasons else ""
 
-    def concluded(self, part: _Part, *, committed: bool) -> None:
-        """The part is no longer needed."""
+    def concluded(self, save: PendingSave, part: _Part, *, committed: bool) -> None:
+        """The part is no longer needed, and the directory free for others."""
         self._proven = self._proven or committed
         if part.written is not None:
             part.written.abandon()
@@ -399,6 +428,12 @@ class Saver:
         if part.buffer is not None:
             self._pool.release(part.buffer)
             part.buffer = None
+        self._let_go(save.directory)
+
+    def _let_go(self, directory: str) -> None:
+        release = self._holds.pop(directory, None)
+        if release is not None:
+            release()
 
 
 @dataclass
@@ -431,7 +466,7 @@ class _Work:
             logger.exception("unickpt: rank %d: %s", self.meet.rank, self.save.directory)
             error = CoordinationError(f"{type(err).__name__}: {err}")
         committed = result is not None and result.committed
-        self.saver.concluded(self.part, committed=committed)
+        self.saver.concluded(self.save, self.part, committed=committed)
         if committed:
             self._upload()
         self.save.end(result, error, self.request.on_end)
@@ -518,7 +553,7 @@ class _Work:
         if self.request.save_latest:
             try:
                 open_storage(self.request.save_dir).write_atomic(LATEST_FILE, self.request.tag.encode())
-            except StorageError as err:
+            except Exception as err:  # the checkpoint is there, and all ranks wait to hear of it
                 logger.warning("unickpt: %s is saved, but 'latest' could not be updated: %s", self.save.directory, err)
         return verdict
 
@@ -542,15 +577,25 @@ def _failure(err: Exception, rank: int, storage: Storage) -> Message:
     return {"outcome": "failed", "reason": f"{type(err).__name__}: {err}"}
 
 
-def _wait_for(save: PendingSave, rank: int) -> None:
+def _wait_for(save: PendingSave, directory: str, meet: Rendezvous) -> None:
     begin = time.monotonic()
-    save.wait()
+    if not save.wait(meet.notice_s):
+        _warn_of_waiting(directory, save.directory, meet)
+        save.wait()
     waited = time.monotonic() - begin
-    if rank == 0 and waited > 0.05:
+    if meet.rank == 0 and waited > 0.05:
         logger.warning(
             "unickpt: training waited %.1f s for the save of %s to be written: saves come faster than the storage takes them",
             waited, split(save.directory)[1],
         )  # fmt: skip
+
+
+def _warn_of_waiting(directory: str, what: str, meet: Rendezvous) -> None:
+    logger.warning(
+        "unickpt: rank %d: training waits at the save of %s until %s is written, for %.0f s now: the storage may be stalled "
+        "(on_busy 'skip' would go on without a save)",
+        meet.rank, directory, what, meet.notice_s,
+    )  # fmt: skip
 
 
 def _notify(on_commit: Callable[[str], None], directory: str) -> None:

@@ -128,8 +128,13 @@ class StagingPool:
         """Of all buffers together."""
         return sum(held.buffer.capacity_bytes for held in self._held)
 
-    def acquire(self, size_bytes: int) -> StagingBuffer:
-        """A buffer of at least that size, or of the whole budget if that is less; waits until one is free."""
+    def acquire(self, size_bytes: int, *, notice: Callable[[], None] | None = None, notice_s: float = 20.0) -> StagingBuffer:
+        """A buffer of at least that size, or of the whole budget if that is less; waits until one is free.
+
+        Args:
+            size_bytes: of the state.
+            notice: called once if it has waited for ``notice_s``.
+        """
         wanted = size_bytes if self.budget_bytes is None else min(size_bytes, self.budget_bytes)
         with self._freed:
             while True:
@@ -137,7 +142,9 @@ class StagingPool:
                 if found is not None:
                     found.busy = True
                     return found.buffer
-                self._freed.wait()
+                if not self._freed.wait(notice_s) and notice is not None:
+                    notice()
+                    notice = None
 
     def release(self, buffer: StagingBuffer) -> None:
         with self._freed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -91,6 +91,13 @@ class Storage(Protocol):
 
     def delete_if_empty(self, folder: str = "") -> None:
         """Remove a folder in which nothing is left; where folders are but parts of names there is nothing to do."""
+
+    def hold(self, name: str) -> Callable[[], None] | None:
+        """Keep other processes from holding the same name until the result is called, or this process is gone.
+
+        Returns:
+            None if another process holds it. Where there are no locks, nobody is kept out.
+        """
 
 
 def open_storage(where: str | os.PathLike[str]) -> Storage:

@@ -9,7 +9,7 @@ from typing import Any
 
 from unickpt.cli import summary
 from unickpt.cli.exit_codes import DAMAGED, SOUND
-from unickpt.cli.locate import Tag, latest_tag, list_tags, locate
+from unickpt.cli.locate import Tag, list_tags, locate
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.rendering import render, render_settings
 from unickpt.errors import ConfigError, CorruptCheckpointError
@@ -17,6 +17,7 @@ from unickpt.fragments import Box
 from unickpt.index import Index
 from unickpt.loading import Checkpoint, read_index, read_manifest
 from unickpt.manifest import MANIFEST_FILE, Manifest
+from unickpt.resuming import latest_tag
 from unickpt.storage import open_storage
 
 JSON_SCHEMA = 1

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unickpt.commit import DATA_FOLDER, LATEST_FILE, ROWS_FOLDER
-from unickpt.errors import FormatError, NotACheckpointError, UnickptError
+from unickpt.commit import DATA_FOLDER, ROWS_FOLDER
+from unickpt.errors import NotACheckpointError, UnickptError
 from unickpt.loading import Checkpoint, is_checkpoint, read_manifest
-from unickpt.manifest import check_path
+from unickpt.resuming import latest_tag
 from unickpt.storage import Storage, open_storage
-
-_MAX_LATEST_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +73,6 @@ def locate_checkpoint(directory: str) -> str:
         found = ", ".join(tag.tag for tag in list_tags(directory) if tag.whole) or "none is whole"
         raise NotACheckpointError(f"{directory}: has no 'latest' file; name one of the checkpoints there: {found}")
     return location.checkpoint
-
-
-def latest_tag(save_directory: str) -> str | None:
-    """The tag that ``latest`` names, or None if there is no such file."""
-    place = open_storage(save_directory)
-    size = place.size_bytes(LATEST_FILE)
-    if size is None:
-        return None
-    where = place.where(LATEST_FILE)
-    try:
-        tag = place.read(LATEST_FILE, 0, min(size, _MAX_LATEST_BYTES)).decode("utf-8").strip()
-    except UnicodeDecodeError:
-        tag = ""
-    if not tag or size > _MAX_LATEST_BYTES:
-        raise FormatError(f"{where}: does not hold the name of a checkpoint")
-    return check_path(tag, where=where)
 
 
 def list_tags(save_directory: str) -> list[Tag]:

@@ -1,0 +1,70 @@
+"""What came of one kind of fault, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tests.faults.state import Resumed
+
+NEWEST = "the save itself is whole, and is what is resumed"
+PREVIOUS = "the save is absent, the one before is resumed"
+UNNAMED = "the save is whole, `latest` could not be written, the one before is resumed"
+
+
+@dataclass
+class Tally:
+    """Outcomes of one fault.
+
+    Attributes:
+        fault, how: what it is, and how it is made.
+        outcomes: kind -> how often.
+        wrong: resumes that gave other bits than those of their step. Must stay empty.
+        deaths: trainings that a save ended, or that hung. Must stay empty.
+        lost: a checkpoint that was committed could no longer be resumed. Must stay empty.
+        notes: what else is to be told, such as where the faults hit.
+    """
+
+    fault: str
+    how: str
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    deaths: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return self.outcomes.total()
+
+    @property
+    def bad(self) -> list[str]:
+        return [*self.wrong, *self.deaths, *self.lost]
+
+    def judge(self, found: Resumed, *, at_least: int | None, newest: int | None, where: str) -> None:
+        """Count one resume.
+
+        Args:
+            found: by ``state.resume``.
+            at_least: step of the last checkpoint that was known to be committed.
+            newest: step of the save that the fault met.
+            where: names the case.
+        """
+        if found.wrong:
+            self.wrong.append(f"{where}: {found}")
+        if at_least is not None and (found.step is None or found.step < at_least):
+            self.lost.append(f"{where}: at least step {at_least} was committed, {found}")
+        if found.step is None:
+            self.outcomes["nothing was saved yet, nothing is resumed"] += 1
+        else:
+            self.outcomes[NEWEST if found.step == newest else PREVIOUS] += 1
+
+    def to_json(self) -> dict[str, object]:
+        return {"fault": self.fault, "how": self.how, "count": self.count, "outcomes": dict(self.outcomes), "wrong": self.wrong,
+                "deaths": self.deaths, "lost": self.lost, "notes": self.notes}  # fmt: skip
+
+
+def spread(places: Counter[str], limit: int = 14) -> str:
+    """Where the faults hit, the most frequent first."""
+    shown = ", ".join(f"{place} {count}" for place, count in places.most_common(limit))
+    return shown + (f", {len(places) - limit} more places" if len(places) > limit else "")

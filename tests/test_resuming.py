@@ -1,0 +1,148 @@
+"""Which checkpoint a job resumes from, whatever has become of ``latest`` and of what it names."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.test_saver import alone, large, request
+from unickpt import retention
+from unickpt.commit import HOLD_FILE
+from unickpt.errors import FormatError, UnickptError
+from unickpt.posix import PosixStorage
+from unickpt.resuming import Candidates, latest_tag
+from unickpt.retention import Retention
+from unickpt.saving import SaveOptions, Saver
+
+
+def saved(folder: Path, *tags: str) -> None:
+    """Checkpoints of steps 1, 2, ..."""
+    for step, tag in enumerate(tags, 1):
+        wanted = request(folder, tag, large(1))
+        part = wanted.contribute({})
+        part.step = step
+        wanted.contribute = lambda _, part=part: part
+        assert Saver(SaveOptions(asynchronous=False)).save(wanted, alone()).committed
+
+
+def order(candidates: Candidates) -> list[str | None]:
+    """Everything that is tried if all of it is damaged."""
+    found: list[str | None] = []
+    while not found or found[-1] is not None:
+        found.append(candidates.next().tag)
+    return found
+
+
+def test_the_latest_comes_first_and_then_the_newest(tmp_path: Path) -> None:
+    saved(tmp_path, "a", "b", "c")
+    (tmp_path / "latest").write_text("b\n")
+    assert order(Candidates(tmp_path)) == ["b", "c", "a", None]
+
+
+def test_without_latest_a_job_is_new(tmp_path: Path) -> None:
+    assert order(Candidates(tmp_path / "nowhere")) == [None]
+    saved(tmp_path, "a")
+    (tmp_path / "latest").unlink()
+    assert Candidates(tmp_path).next().tag is None
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe", b"a\0b", b"../b", b"/etc", b"x" * 5000, b"b/../.."])
+def test_a_latest_that_names_nothing_gives_way_to_the_newest(tmp_path: Path, content: bytes) -> None:
+    saved(tmp_path, "a", "b")
+    (tmp_path / "latest").write_bytes(content)
+    with pytest.raises(FormatError, match="latest"):
+        latest_tag(tmp_path)
+    candidates = Candidates(tmp_path)
+    choice = candidates.next()
+    assert choice.tag == "b"
+    assert "latest" in choice.notes[0]
+    assert order(candidates) == ["a", None]
+
+
+def test_a_latest_that_is_a_folder_gives_way_too(tmp_path: Path) -> None:
+    saved(tmp_path, "a")
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    assert Candidates(tmp_path).next().tag is None  # as without one: it is no file
+
+
+def test_a_checkpoint_that_was_saved_again_while_it_was_read_is_tried_again(tmp_path: Path) -> None:
+    saved(tmp_path, "old", "best")
+    candidates = Candidates(tmp_path)
+    assert candidates.next().tag == "best"
+    saved(tmp_path, "best")
+    choice = candidates.next()
+    assert choice.tag == "best"
+    assert "saved again" in choice.notes[0]
+    assert candidates.next().tag == "old"
+
+
+def test_a_damaged_latest_does_not_stop_a_save_that_keeps_few(tmp_path: Path) -> None:
+    saved(tmp_path, "a", "b", "c")
+    (tmp_path / "latest").write_bytes(b"\xff\xff")
+    assert retention.apply(str(tmp_path), Retention(keep_last=1), just_saved="c") == ["b", "a"]
+
+
+def test_what_another_job_is_saving_or_has_just_named_is_not_removed(tmp_path: Path) -> None:
+    saved(tmp_path, "a", "b", "c")
+    release = PosixStorage(tmp_path / "a").hold(HOLD_FILE)
+    assert release is not None
+    assert retention.apply(str(tmp_path), Retention(keep_last=1), just_saved="c") == ["b"]
+    release()
+    (tmp_path / "latest").write_text("a")
+    assert retention.apply(str(tmp_path), Retention(keep_last=1), just_saved="c") == []
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["data", "index.safetensors", "manifest.json"]
+
+
+def test_a_save_into_a_directory_that_another_one_saves_into_says_so(tmp_path: Path) -> None:
+    release = PosixStorage(tmp_path / "a").hold(HOLD_FILE)
+    assert release is not None
+    told = []
+    save = Saver().save(request(tmp_path, "a", large(1), on_end=told.append), alone())
+    assert save.done
+    assert not save.committed
+    assert "another process is saving into this directory" in save.cause()
+    assert told == [save]
+    release()
+    assert Saver(SaveOptions(asynchronous=False)).save(request(tmp_path, "a", large(1)), alone()).committed
+    assert not (tmp_path / "a" / HOLD_FILE).exists()
+
+
+def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path)
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: (storage.hold("l"), os.kill(os.getpid(), signal.SIGKILL))
+    )
+    child.start()
+    child.join()
+    assert (tmp_path / "l").exists()
+    release = storage.hold("l")
+    assert release is not None
+    assert storage.hold("l") is None
+    release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_linked_from_elsewhere_is_not_written_through(tmp_path: Path) -> None:
+    """A backup by hard links, or a rank of a dead job that still has the file open."""
+    saved(tmp_path, "a")
+    data = tmp_path / "a" / "data" / "rank00000.safetensors"
+    os.link(data, tmp_path / "backup")
+    before = data.read_bytes()
+    (tmp_path / "a" / "manifest.json").unlink()  # so that the same names are used again
+    assert Saver(SaveOptions(asynchronous=False)).save(request(tmp_path, "a", large(3)), alone()).committed
+    assert (tmp_path / "backup").read_bytes() == before
+    shutil.rmtree(tmp_path / "a")
+
+
+def test_no_candidate_raises_for_a_folder_that_cannot_be_listed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    try:
+        assert Candidates(tmp_path / "file").next().tag is None
+    except UnickptError:
+        pytest.fail("raised")

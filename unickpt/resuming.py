@@ -1,0 +1,120 @@
+"""Which checkpoint of a folder a job resumes from: the one that ``latest`` names, or the newest whole one before it.
+
+Reads manifests, never data: whether a checkpoint can be used is known once it is read, so the
+caller asks again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+
+from unickpt.commit import LATEST_FILE
+from unickpt.errors import FormatError, StorageError, UnickptError
+from unickpt.loading import read_manifest
+from unickpt.manifest import MANIFEST_FILE, check_path
+from unickpt.storage import join, open_storage
+
+_MAX_LATEST_BYTES = 4096
+_AGAIN = 20  # times that one being saved again and again is tried again
+
+Identity = tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to try next.
+
+    Attributes:
+        tag: None if there is nothing, or nothing more.
+        notes: what is wrong with the folder itself, for the log.
+    """
+
+    tag: str | None
+    notes: tuple[str, ...] = ()
+
+
+def latest_tag(folder: str | os.PathLike[str]) -> str | None:
+    """The tag that ``latest`` names, or None if there is no such file.
+
+    Raises:
+        FormatError: it holds no plain name of a directory inside.
+        StorageError: it cannot be read.
+    """
+    place = open_storage(folder)
+    size = place.size_bytes(LATEST_FILE)
+    if size is None:
+        return None
+    where = place.where(LATEST_FILE)
+    try:
+        tag = place.read(LATEST_FILE, 0, min(size, _MAX_LATEST_BYTES)).decode("utf-8").strip()
+    except UnicodeDecodeError:
+        tag = ""
+    if not tag or size > _MAX_LATEST_BYTES:
+        raise FormatError(f"{where}: does not hold the name of a checkpoint")
+    return check_path(tag, where=where)
+
+
+def whole(folder: str | os.PathLike[str]) -> list[tuple[int, str]]:
+    """(step, name) of everything in a folder that has a sound manifest, newest first.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    place = open_storage(folder)
+    found = []
+    for name in place.folders():
+        with contextlib.suppress(UnickptError):
+            found.append((read_manifest(place.inside(name)).step, name))
+    return sorted(found, reverse=True)
+
+
+class Candidates:
+    """The checkpoints of a folder in the order in which a job tries them; ask again if one turned out to be damaged.
+
+    First what ``latest`` names; no tag if there is no ``latest`` (the job is new). If ``latest`` cannot be
+    used, or what it names could not, the newest whole one that was not tried. One that was saved again while it
+    was being read comes again: its old files are gone, and its new ones have not been looked at.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = os.fspath(folder)
+        self._tried: list[str] = []
+        self._offered: tuple[str, Identity] | None = None
+        self._again = 0
+
+    def next(self) -> Choice:
+        """What to try now."""
+        choice = self._next()
+        if choice.tag is not None:
+            self._offered = (choice.tag, identity(join(self._folder, choice.tag)))
+            if choice.tag not in self._tried:
+                self._tried.append(choice.tag)
+        return choice
+
+    def _next(self) -> Choice:
+        notes = []
+        if self._offered is None:
+            try:
+                return Choice(latest_tag(self._folder))
+            except StorageError:
+                raise  # a storage that does not answer is no reason to resume from an older checkpoint
+            except UnickptError as err:
+                notes.append(str(err))
+        else:
+            tag, before = self._offered
+            if identity(join(self._folder, tag)) not in (before, None) and self._again < _AGAIN:
+                self._again += 1
+                return Choice(tag, (f"{join(self._folder, tag)} was saved again while it was being read",))
+        older = [name for _, name in whole(self._folder) if name not in self._tried]
+        return Choice(older[0] if older else None, tuple(notes))
+
+
+def identity(directory: str) -> Identity:
+    """Something that changes when a checkpoint is saved again; None if there is none."""
+    storage = open_storage(directory)
+    with contextlib.suppress(UnickptError):
+        size = storage.size_bytes(MANIFEST_FILE)
+        return None if size is None else (size, storage.modified_ns(MANIFEST_FILE))
+    return None
