@@ -410,9 +410,12 @@ def generate(folder: Path, case: str, world: int) -> Result:
     """All ranks' rows one after the other, and sizes of their data files."""
     model, layout, _ = layouts_of(case, world)
     lengths, sizes, headers = [], [], []
+    tensors, table = None, b""
     with (folder / "rows").open("wb") as out:
         for found in rows_of_ranks(model, layout):
-            lengths.append(out.write(rows.pack(found.rows, found.tensors, found.own)))
+            if found.tensors is not tensors:  # another stage
+                tensors, table = found.tensors, rows.packed_table(found.tensors)
+            lengths.append(out.write(rows.pack(found.rows, table, found.own)))
             sizes.append(found.size_bytes)
             headers.append(found.header_bytes)
     np.savez(folder / "files.npz", length=lengths, size=sizes, header=headers)

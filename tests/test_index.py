@@ -106,10 +106,13 @@ def test_rows_that_are_damaged_are_refused() -> None:
         (good + b" ", "header describes"),
         (b"", "too few"),
         (good.replace(b"unickpt-rows", b"unickpt-rovs"), "not a rank's rows"),
-        (rows.pack(np.array([[1, 0, 0, 0, 0, 4, 4]]), [info], []), "names tensor 1, which is not in the table"),
-        (rows.pack(np.array([[0, 0, 0, 0, 0, 5, 4]]), [info], []), "leaves its tensor"),
-        (rows.pack(np.array([[0, -8, 0, 0, 0, 4, 4]]), [info], []), "negative byte offset"),
-        (rows.pack(np.array([[0, 0, 0, 0]]), [info], []), "rows have 4 columns"),
+        (
+            rows.pack(np.array([[1, 0, 0, 0, 0, 4, 4]]), rows.packed_table([info]), []),
+            "names tensor 1, which is not in the table",
+        ),
+        (rows.pack(np.array([[0, 0, 0, 0, 0, 5, 4]]), rows.packed_table([info]), []), "leaves its tensor"),
+        (rows.pack(np.array([[0, -8, 0, 0, 0, 4, 4]]), rows.packed_table([info]), []), "negative byte offset"),
+        (rows.pack(np.array([[0, 0, 0, 0]]), rows.packed_table([info]), []), "rows have 4 columns"),
     ):
         with pytest.raises(FormatError, match=words):
             rows.merge([("data/rank00000", bad)])

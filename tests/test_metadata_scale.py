@@ -53,7 +53,7 @@ def test_many_ranges_are_split_like_one(data: st.DataObject) -> None:
 
 def merged(layout: Layout) -> Index:
     return rows.merge(
-        (f"data/rank{rank:05d}", rows.pack(found.rows, found.tensors, found.own))
+        (f"data/rank{rank:05d}", rows.pack(found.rows, rows.packed_table(found.tensors), found.own))
         for rank, found in enumerate(metadata_scale.rows_of_ranks(TINY, layout))
     )
 

@@ -48,19 +48,24 @@ def to_bytes(rows: Sequence[FragmentRow], tensors: Sequence[TensorInfo] = ()) ->
     for at, row in enumerate(rows):
         table[at, _FIELDS : _FIELDS + row.box.ndim] = row.box.start
         table[at, _FIELDS + ndim : _FIELDS + ndim + row.box.ndim] = row.box.shape
-    return pack(table, shared, own)
+    return pack(table, packed_table(shared), own)
 
 
-def pack(rows: Ints, shared: Sequence[TensorInfo], own: Sequence[TensorInfo]) -> bytes:
+def packed_table(tensors: Sequence[TensorInfo]) -> bytes:
+    """A sorted table of tensors, compressed, as names repeat."""
+    return zlib.compress(tensor_table.to_text(tensors).encode(), 1)
+
+
+def pack(rows: Ints, shared: bytes, own: Sequence[TensorInfo]) -> bytes:
     """Rows as a safetensors file.
 
     Args:
         rows: int64 ``[n, 3 + 2 * ndim]``: tensor (position in ``shared`` followed by ``own``), offset in the
             data file, checksum (its 64 bits), start and shape of the box, padded like the index.
-        shared: tensors that other ranks list as well, sorted: all but objects. Compressed, as names repeat.
+        shared: packed table of the tensors that other ranks list as well: all but objects.
         own: objects, sorted: each rank has some that no other has.
     """
-    tables = (zlib.compress(tensor_table.to_text(shared).encode(), 1), tensor_table.to_text(own).encode())
+    tables = (shared, tensor_table.to_text(own).encode())
     slots = [("rows", "I64", rows.shape), *((n, "U8", (len(t),)) for n, t in zip(("tensors", "own"), tables, strict=True))]
     head, _ = build_header(slots, {"format": "unickpt-rows"})
     return b"".join((head, np.ascontiguousarray(rows).tobytes(), *tables))
