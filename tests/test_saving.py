@@ -145,7 +145,7 @@ def test_what_fails_after_the_commit_does_not_undo_it(tmp_path: Path, names: lis
         results = save_step(tmp_path, 2, "a")
     assert act.renamed
     for result in results:  # where not even the manifest can be read back, all files stay, and the reason says so
-        assert result.committed or "whether it was is not known" in result.failures[0]
+        assert result.committed or "whether it was written all the same cannot be seen" in result.failures[0]
     assert_holds(tmp_path, "a", 2)
     assert all(result.committed for result in save_step(tmp_path, 3, "a"))
     assert_holds(tmp_path, "a", 3)
