@@ -204,26 +204,31 @@ def test_all_ranks_name_the_one_that_is_gone_not_the_coordinator_who_waits_for_i
         assert "no word from rank 2" in str(error)
 
 
-def _save_for_ever(folder: Path) -> None:
+def _save_for_ever(folder: Path, said: int) -> None:
     meet = Rendezvous(None, rank=0, world=1, prefix="t")
     for step in range(1, 10**6):
         tag = "same" if step % 2 else f"step{step % 3}"
         save(lambda _, step=step: part(step, 0, 1), save_dir=str(folder), tag=tag, save_latest=True, meet=meet)
+        os.write(said, b".")
 
 
 def test_a_kill_at_any_instant_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
     """kill -9 of a process that does nothing but save, under new and old tags."""
     chance = random.Random(7)
-    seen = kills = 0
-    while seen < 60:  # whole checkpoints met; on a busy machine many children die before their first
-        kills += 1
-        assert kills < 500, "the child never finishes a save"
+    seen = 0
+    for _ in range(20):
+        heard, said = os.pipe()
         child = os.fork()
         if child == 0:
-            _save_for_ever(tmp_path)
-        time.sleep(chance.uniform(0.0, 0.06))
+            _save_for_ever(tmp_path, said)
+        os.read(heard, 1)
+        begin = time.monotonic()
+        os.read(heard, 1)
+        time.sleep(chance.uniform(0.0, time.monotonic() - begin))  # somewhere in the next save, however fast this machine is
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(heard)
+        os.close(said)
         for directory in (p for p in tmp_path.iterdir() if p.is_dir()):
             if (directory / "manifest.json").exists():
                 assert verify(directory).problems == ()
@@ -237,3 +242,4 @@ def test_a_kill_at_any_instant_leaves_only_whole_checkpoints(tmp_path: Path) -> 
         latest = tmp_path / "latest"
         if latest.exists():
             assert (tmp_path / latest.read_text() / "manifest.json").exists()
+    assert seen >= 20

@@ -129,7 +129,7 @@ def at_random(folder: Path, count: int, seed: int) -> list[Tally]:
         tally.judge(found, at_least=known or None, newest=begun, where=f"job {number}, {what}")
         last = found.step or 0
     for tally, what in ((one, "one"), (every, "all")):
-        tally.notes.append(f"instants: {spread(places[what])}")
+        tally.notes.append(f"the last thing done before it: {spread(places[what])}")
     one.notes.append(f"what the other ranks said: {spread(words)}")
     every.notes.append(f"checkpoints committed by all these jobs: {committed:,}")
     return [one, every]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import random
@@ -148,8 +149,11 @@ def _begin_next(saver: Saver, folder: Path, what: str, first: PendingSave, stall
 
 def terminations(folder: Path, count: int, seed: int) -> list[Tally]:
     """SIGTERM at every call of a save, and while it copies."""
-    tally = Tally("SIGTERM during a save", "while the state is copied, and at calls of the save, evenly spread; the grace is "
-                  "long enough; the process must end by SIGTERM")  # fmt: skip
+    tally = Tally(
+        "SIGTERM during a save",
+        "while the state is copied, and at calls of the save, evenly spread; the grace is long enough, so what had begun "
+        "behind training must be committed; the process must end by SIGTERM",
+    )
     base = ranks.sound(folder / "base")
     chance = random.Random(seed)
     calls: list[Call] = []
@@ -170,7 +174,8 @@ def terminations(folder: Path, count: int, seed: int) -> list[Tally]:
         where = f"call {number}"
         if status != -signal.SIGTERM:
             tally.deaths.append(f"{where}: ended with {status}")
-        tally.judge(resume(work), at_least=2 if number < 0 else 3, newest=3, where=where)
+        begun = json.loads(word.read_text())  # else the call had not returned to training yet, and promises nothing
+        tally.judge(resume(work), at_least=3 if begun else 2, newest=3, where=where)
     tally.notes.append(f"instants: {spread(places)}")
     return [tally]
 
@@ -181,7 +186,7 @@ def _terminated(folder: Path, number: int, word: Path) -> None:
 
     def tell(call: Call) -> None:
         if (call.number, call.after) == (number, False):
-            ranks.told(word, call.place)
+            ranks.told(word, threading.current_thread() is not threading.main_thread())
             time.sleep(0.03)  # the signal comes while this call is being made
 
     wanted = ranks.request(folder, "best", 3, meet)
@@ -189,7 +194,7 @@ def _terminated(folder: Path, number: int, word: Path) -> None:
         contribute = wanted.contribute
 
         def slow(announced: dict[str, object]) -> Contribution:
-            ranks.told(word, "copying")
+            ranks.told(word, False)
             time.sleep(ranks.HANG_S)
             return contribute(announced)
 
