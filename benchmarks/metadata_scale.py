@@ -29,7 +29,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from benchmarks.measure import machine  # noqa: E402
-from unickpt import index_file, rows  # noqa: E402
+from unickpt import contribution, index_file, rows  # noqa: E402
 from unickpt.checksums import digest  # noqa: E402
 from unickpt.commit import Names, read_rows  # noqa: E402
 from unickpt.fragments import Box, Ints  # noqa: E402
@@ -333,7 +333,7 @@ def rows_of_ranks(model: Model, layout: Layout, *, seed: int = 0) -> Iterator[Ra
         position = {info.key: at for at, info in enumerate(tensors)}
         ids = np.array([[position[model.parameters[at].name, state] for state in STATES] for at in numbers], np.int64)
         table = tuple(tensors)
-        pieces = pieces_of_stage(model, layout, stage)
+        pieces = _cut(pieces_of_stage(model, layout, stage), contribution.FRAGMENT_BYTES // 4)
         ends = np.searchsorted(pieces.rank, np.arange(layout.per_stage + 1)).tolist()
         for rank in range(layout.per_stage):
             part = slice(ends[rank], ends[rank + 1])
@@ -347,6 +347,27 @@ def infos_of(parameter: Parameter) -> list[TensorInfo]:
         for state in STATES
     ]
     return [*infos, TensorInfo(parameter.name, "weight", "BF16", parameter.shape, "parameter", derived_from="master")]
+
+
+def _cut(pieces: Pieces, limit: int) -> Pieces:
+    """Boxes of more than ``limit`` elements in pieces, as ``fragments.cut`` makes them: along the first dimension that is
+    longer than 1, where its rows are not larger than that."""
+    numel = pieces.shape.prod(axis=1)
+    every = np.arange(len(numel))
+    dim = np.argmax(pieces.shape > 1, axis=1)
+    extent = pieces.shape[every, dim]
+    row = numel // extent
+    assert row.max(initial=0) <= limit
+    step = np.maximum(limit // row, 1)
+    count = np.where(numel > limit, -(-extent // step), 1)
+    origin = np.repeat(every, count)
+    number = np.arange(len(origin)) - np.repeat(np.cumsum(count) - count, count)
+    start, shape = pieces.start[origin], pieces.shape[origin]
+    at, along = np.arange(len(origin)), dim[origin]
+    begin = number * step[origin]
+    start[at, along] += begin
+    shape[at, along] = np.where(count[origin] > 1, np.minimum(step[origin], extent[origin] - begin), extent[origin])
+    return Pieces(pieces.rank[origin], pieces.run[origin], pieces.parameter[origin], start, shape)
 
 
 def _rank_rows(

@@ -3,8 +3,8 @@ does nothing else.
 
     python benchmarks/run.py [--rounds 5] [--only deepspeed-50M-2 ...] [--list]
 
-What is above the mark in the document is written by hand; everything below is replaced. A part that is not run this time
-keeps what it had.
+What is above the mark in the document is written by hand (and by ``metadata_scale.py``); everything below is replaced. A
+part that is not run this time keeps what it had.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ PARTS: dict[str, tuple[str, list[str]]] = {
     "deepspeed-350M-1": ("DeepSpeed, 350M, 1 rank", ["deepspeed_save_load.py", "--ranks=1", "--millions=350", "--peers"]),
     "deepspeed-350M-2": ("DeepSpeed, 350M, 2 ranks", ["deepspeed_save_load.py", "--ranks=2", "--millions=350", "--peers"]),
     "megatron-50M": ("Megatron, 50M", ["megatron_save_load.py", "--millions=50", "--layouts", "tp2", "tp2dp2"]),
-    "metadata": ("Metadata at scale", ["metadata_scale.py"]),
 }  # fmt: skip
 SHOWN = (
     ("training stands still", {
@@ -91,7 +90,7 @@ def measured(command: list[str], rounds: int) -> tuple[str, list[Any]]:
     with tempfile.TemporaryDirectory() as folder:
         out, seconds = Path(folder) / "out.md", Path(folder) / "seconds.json"
         script, *options = command
-        options += [] if script == "metadata_scale.py" else [f"--rounds={rounds}"]
+        options.append(f"--rounds={rounds}")
         options += ["--json", str(seconds)] if script.endswith("save_load.py") else []
         subprocess.run([sys.executable, str(REPO / "benchmarks" / script), *options, "--out", str(out)], check=True, cwd=REPO)
         return out.read_text(), json.loads(seconds.read_text()) if seconds.is_file() else []

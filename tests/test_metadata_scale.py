@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from benchmarks import metadata_scale
 from benchmarks.metadata_scale import GENERATORS, STATES, Layout, Model, Parameter
-from unickpt import rows
+from unickpt import contribution, rows
 from unickpt.contribution import shards_of_flat_range
-from unickpt.fragments import Box, split_flat_range
+from unickpt.fragments import Box, cut, split_flat_range
 from unickpt.index import FragmentRow, Index, TensorInfo, check_coverage
 from unickpt.planning import plan_reads
 
@@ -58,9 +58,13 @@ def merged(layout: Layout) -> Index:
     )
 
 
+@pytest.mark.parametrize("limit", [13, 4096])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_rank_has_the_rows_that_the_real_code_gives_it(layout: Layout) -> None:
+def test_every_rank_has_the_rows_that_the_real_code_gives_it(
+    layout: Layout, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same rows through ``shards_of_flat_range`` and the loops of an adapter, rank by rank."""
+    monkeypatch.setattr(contribution, "FRAGMENT_BYTES", 4 * limit)
     index = merged(layout)
     check_coverage(index)
     parts = []
@@ -72,9 +76,10 @@ def test_every_rank_has_the_rows_that_the_real_code_gives_it(layout: Layout) -> 
                 info = next(i for i in metadata_scale.infos_of(parameter) if i.state == state)
                 local = TensorInfo("local", state, "F32", block.shape, "parameter")
                 for shard in shards_of_flat_range(local, lo, hi, torch.zeros(hi - lo)):
-                    start = tuple(a + b for a, b in zip(block.start, shard.box.start, strict=True))
-                    fragments.append(FragmentRow(info, Box(start, shard.box.shape), offset, 0))
-                    offset += shard.size_bytes
+                    for box in cut(shard.box, limit):
+                        start = tuple(a + b for a, b in zip(block.start, box.start, strict=True))
+                        fragments.append(FragmentRow(info, Box(start, box.shape), offset, 0))
+                        offset += 4 * box.numel
         for suffix, dtype, length in GENERATORS:
             info = TensorInfo(f"objects/rank{rank:05d}{suffix}", "object", dtype, (length,), "object")
             fragments.append(FragmentRow(info, Box.whole(info.shape), offset, 0))
@@ -120,7 +125,7 @@ def _held_by(layout: Layout, rank: int) -> list[tuple[Parameter, Box, int, int]]
     return found
 
 
-@pytest.mark.parametrize(("old", "new"), itertools.product(LAYOUTS[2:4], LAYOUTS[-2:]), ids=str)
+@pytest.mark.parametrize(("old", "new"), [*itertools.product(LAYOUTS[2:4], LAYOUTS[-2:])], ids=str)
 def test_ranks_of_another_layout_find_all_that_they_load(old: Layout, new: Layout) -> None:
     index = merged(old)
     total = 0

@@ -18,7 +18,7 @@ from unickpt.manifest import OptimizerRecord, Writer
 
 logger = logging.getLogger("unickpt")
 
-FRAGMENT_BYTES = 4 << 20
+FRAGMENT_BYTES = 16 << 20  # smaller ones would cost a job of thousands of ranks millions of rows
 
 
 @dataclass(frozen=True, slots=True)
