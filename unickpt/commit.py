@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from unickpt import index_file, rows
@@ -23,7 +22,6 @@ from unickpt.storage import PosixStorage
 DATA_FOLDER = "data"
 ROWS_FOLDER = "rows"
 LATEST_FILE = "latest"
-_READERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +97,16 @@ def commit(storage: PosixStorage, files: list[FileRecord], part: Prepared, gener
 
 
 def read_rows(storage: PosixStorage, files: Sequence[FileRecord], generation: int) -> Iterator[tuple[str, bytes]]:
-    """Every rank's data file and its rows, in the ranks' order; several ranks' at a time, as each is a wait for the storage.
+    """Every rank's data file and its rows, in the ranks' order.
+
+    One by one: a pool of threads cannot begin anything once the interpreter is ending, and a save that was begun has to
+    be finished then as well.
 
     Raises:
         StorageError: a rank's file cannot be seen from here, or the storage fails.
     """
-    with ThreadPoolExecutor(_READERS, "unickpt-rows") as pool:
-        found = pool.map(lambda rank: _rows_of(storage, files[rank], Names(rank, generation)), range(len(files)))
-        yield from zip((record.path for record in files), found, strict=True)
+    for rank, record in enumerate(files):
+        yield record.path, _rows_of(storage, record, Names(rank, generation))
 
 
 def _rows_of(storage: PosixStorage, record: FileRecord, names: Names) -> bytes:
