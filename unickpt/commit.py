@@ -10,7 +10,7 @@ import datetime
 import fnmatch
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -186,8 +186,15 @@ def read_rows(storage: Storage, files: Sequence[FileRecord], generation: int) ->
     Raises:
         StorageError: a rank's file cannot be seen from here, or the storage fails.
     """
+
+    def one(rank: int) -> bytes:
+        return _rows_of(storage, files[rank], Names(rank, generation))
+
     with ThreadPoolExecutor(_READERS, "unickpt-rows") as pool:
-        found = pool.map(lambda rank: _rows_of(storage, files[rank], Names(rank, generation)), range(len(files)))
+        try:
+            found: Iterable[bytes] = pool.map(one, range(len(files)))
+        except RuntimeError:  # the interpreter is ending and begins no more threads; this save has to finish all the same
+            found = map(one, range(len(files)))
         yield from zip((record.path for record in files), found, strict=True)
 
 
