@@ -152,7 +152,7 @@ def grouped_boxes(draw: st.DrawFn) -> tuple[list[int], list[Box]]:
     return [group for group, _ in found], [box for _, box in found]
 
 
-@given(grouped_boxes(), st.sampled_from([0, 2**58]))
+@given(grouped_boxes(), st.sampled_from([0, 2**61]))
 @settings(max_examples=300, deadline=None)
 def test_overlaps_within_groups_are_those_of_all_pairs(case: tuple[list[int], list[Box]], shift: int) -> None:
     """Also far from 0, where a group's number and a coordinate do not fit into one integer."""
