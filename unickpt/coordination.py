@@ -103,6 +103,17 @@ class Rendezvous:
         self._await(topic, {0: f"{base}/all"}, notice=notice)
         return self._take(f"{base}/all", delete=False)
 
+    def scatter(self, topic: str, messages: list[Message] | None, *, notice: bool = True) -> Message:
+        """One message of the coordinator's for each rank, where a broadcast of all of them would be too much."""
+        base = self._next(topic)
+        if self._store is None or self.rank == 0:
+            assert messages is not None
+            for rank in range(1, self.world):
+                self._put(f"{base}/{rank}", messages[rank])
+            return messages[0]
+        self._await(topic, {0: f"{base}/{self.rank}"}, notice=notice)
+        return self._take(f"{base}/{self.rank}")
+
     def agree(self, topic: str, failure: str | None) -> dict[int, str]:
         """Every rank says whether it failed; every rank learns who did.
 

@@ -132,18 +132,12 @@ def meet(
     """
     host = _host() if share and rendezvous.world > 1 else ""
     messages = rendezvous.gather("planned", {"failure": failure, "host": host, "identity": identity})
-    told: Message | None = None
-    if messages is not None:
-        told = {
-            "failures": _failures(messages),
-            "hosts": _hosts([m["host"] for m in messages]),
-            "token": uuid.uuid4().hex,
-        }
-    verdict = rendezvous.broadcast("planned-verdict", told, notice=False)
+    verdicts = None if messages is None else _verdicts(messages)
+    verdict = rendezvous.scatter("planned-verdict", verdicts, notice=False)
     failures = {int(rank): reason for rank, reason in verdict["failures"].items()}
-    if failures or not verdict["hosts"]:
+    if failures or not verdict["shared"]:
         return failures, None
-    ranks: list[int] = next((ranks for ranks in verdict["hosts"] if rendezvous.rank in ranks), [])
+    ranks: list[int] = verdict["ranks"]
     folder = FOLDER / f"{_PREFIX}{verdict['token']}-{min(ranks, default=0)}"
     problem = _prepare(folder, ranks, rendezvous.rank, rows, wanted_bytes) if ranks else None
     problems = rendezvous.agree("neighbours", problem)
@@ -154,6 +148,14 @@ def meet(
             logger.warning("unickpt: every rank reads all that it needs itself: rank %d cannot share memory (%s)", rank, reason)
         return {}, None
     return {}, Neighbours(folder, ranks, rendezvous.rank, timeout_s=rendezvous.timeout_s) if ranks else None
+
+
+def _verdicts(messages: list[Message]) -> list[Message]:
+    """For each rank: all failures, whether any ranks share, and if it is one of them, with whom."""
+    failures, hosts = _failures(messages), _hosts([m["host"] for m in messages])
+    own: dict[int, list[int]] = {rank: ranks for ranks in hosts for rank in ranks}
+    common = {"failures": failures, "shared": bool(hosts), "token": uuid.uuid4().hex}
+    return [{**common, "ranks": own.get(rank, [])} for rank in range(len(messages))]
 
 
 def _failures(messages: list[Message]) -> Message:
