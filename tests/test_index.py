@@ -94,6 +94,8 @@ def test_states_that_are_cut_alike_share_their_boxes() -> None:
     for one in (index, index_of(other)):
         again = index_file.from_bytes(index_file.to_bytes(one), where="here")
         assert all((getattr(again, column) == getattr(one, column)).all() for column in COLUMNS)
+    apart = [FragmentRow(info, Box((at, 0), (1, 4)), 16 * at, 0) for at, info in enumerate(infos)]
+    assert not index_of(apart).same_boxes.any()
     renamed = rows.merge([("a", rows.to_bytes(sound[:3])), ("b", rows.to_bytes(sound[3:]))])
     assert renamed.same_boxes.tolist()[1] is False  # the same boxes, on other files
 
