@@ -1,7 +1,7 @@
 """What several ranks of a host want is read from storage by one of them, and handed over in shared memory.
 
-ByteCheckpoint (section 4.3) and MegaScale (section 4.4) let one rank of a data parallel group read
-and broadcast over the network; ranks of one host need no network, and a job needs no group for it:
+ByteCheckpoint (arXiv 2407.20143) and MegaScale (arXiv 2402.15627) let one rank of a data parallel group
+read and send to the others over the network; ranks of one host need no network, and a job needs no group for it:
 whoever wants the same fragment shares it, whatever the layouts are.
 
 All ranks of a host make the same schedule from the rows that each wants. It has rounds; in each a
