@@ -76,7 +76,7 @@ def no_manifest(folder: Path) -> None:
 def manifest_of_a_newer_format(folder: Path) -> None:
     fails(
         folder,
-        "format version 99, this release reads up to 1; upgrade unickpt",
+        "format version 99, this release reads up to 2; upgrade unickpt",
         lambda d: rewrite(d, lambda m: m.update(version=99)),
     )
 
