@@ -103,25 +103,31 @@ def hooks(env: dict[str, str]) -> str:
 
 
 def scenarios(place: Path, env: dict[str, str]) -> str:
-    """Each in a job of its own: an older version's error on one rank must not take the next ones with it."""
+    """All in one job; if that breaks down, each in a job of its own, so that one error does not take the others with it."""
     from tests.megatron.scenario_worker import declared
 
     names = [name for name, worlds in declared().items() if 2 in worlds]
-    failed: dict[str, str] = {}
-    absent = 0
-    for name in names:
-        try:
-            torchrun(2, "tests.megatron.scenario_worker", str(place), name, env=env, timeout_s=150)
-        except AssertionError as err:
-            failed[name] = last_error(str(err))
-            (place / f"{name}.log").write_text(str(err))
-            continue
-        texts = json.loads((place / "w2.json").read_text()).get(name)
-        absent += texts is None
-        if texts:
-            failed[name] = next(iter(texts.values())).strip().splitlines()[-1][:160]
-            (place / f"{name}.log").write_text("\n".join(texts.values()))
-    return summary(len(names) - absent, failed)
+    try:
+        outcome = run_scenarios(place, [], env)
+    except AssertionError as err:
+        (place / "scenarios.log").write_text(str(err))
+        outcome = {}
+        for name in names:
+            try:
+                outcome |= run_scenarios(place, [name], env)
+            except AssertionError as alone:
+                outcome[name] = {"0": str(alone)}
+    failed = {name: last_error(next(iter(texts.values()))) for name, texts in outcome.items() if texts}
+    for name in failed:
+        (place / f"{name}.log").write_text("\n".join(outcome[name].values()))
+    return summary(len(outcome), failed)
+
+
+def run_scenarios(place: Path, names: list[str], env: dict[str, str]) -> dict[str, dict[str, str]]:
+    """scenario -> rank -> failure, without scenarios that do not apply to the version."""
+    torchrun(2, "tests.megatron.scenario_worker", str(place), *names, env=env, timeout_s=150 if names else 600)
+    found: dict[str, dict[str, str]] = json.loads((place / "w2.json").read_text())
+    return found
 
 
 def summary(count: int, failed: dict[str, str]) -> str:
