@@ -12,6 +12,7 @@ collective; so the thread listens at ``signal.set_wakeup_fd`` instead, which is 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import logging
 import os
@@ -51,12 +52,11 @@ def guard(saver: Saver) -> None:
 
 def _at_exit() -> None:
     """Run ``finish_all`` before Python ends its thread pools; ``atexit`` comes after that, when no name can be looked up
-    any more (asyncio does it in a pool), and so no connection to an object store be made."""
-    register = getattr(threading, "_register_atexit", atexit.register)
-    try:
-        register(finish_all)
-    except RuntimeError:  # the process is ending already
-        atexit.register(finish_all)
+    any more (asyncio does it in a pool), and so no connection to an object store be made. And by ``atexit`` as well, for
+    programs that run its functions by themselves and then leave."""
+    atexit.register(finish_all)
+    with contextlib.suppress(AttributeError, RuntimeError):  # not in this Python; the process is ending already
+        threading._register_atexit(finish_all)  # type: ignore[attr-defined]
 
 
 def _forget() -> None:
