@@ -19,7 +19,6 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,10 +29,9 @@ import torch
 
 from scripts.faults import put, section
 from tests import handmade
-from tests.faults.mutation import Attacker, Target, kind_of
+from tests.faults.mutation import ALLOWANCE_BYTES, Attacker, Target, kind_of, limited_memory
 from unickpt.errors import UnickptError
 
-ALLOWANCE_BYTES = 384 << 20  # of address space, over what the process has
 LIMIT_S = 1.0  # of processor time for one input
 SHARES = {"a checkpoint's directory": 0.01}  # of all inputs; it is slower. The rest is shared by the others
 
@@ -48,17 +46,6 @@ class Found:
     slowest_s: float = 0.0
     total_s: float = 0.0
     broken: list[str] = field(default_factory=list)
-
-
-@contextlib.contextmanager
-def limited_memory() -> Iterator[None]:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + ALLOWANCE_BYTES, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def too_long(*_: object) -> None:

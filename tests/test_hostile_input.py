@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import random
-import resource
 import shutil
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import numpy as np
 import pytest
 
 from tests import handmade
-from tests.faults.mutation import Attacker, text_of
+from tests.faults.mutation import Attacker, limited_memory, load_everything, text_of
 from tests.handmade import IndexParts, edit_manifest, join_safetensors, replace_file, split_safetensors
 from tests.launch import REPO, environment
 from unickpt import manifest
@@ -32,7 +31,6 @@ from unickpt.errors import FormatError, NotACheckpointError, UnickptError, Unsaf
 from unickpt.loading import Checkpoint
 from unickpt.verification import verify
 
-ALLOWANCE_BYTES = 384 << 20  # over what the process has; a lie about sizes asks for gigabytes
 INDEX = "index.safetensors"
 DATA = "data/rank00000.safetensors"
 
@@ -69,34 +67,12 @@ def old_victim(victim: Path) -> Path:
     return handmade.to_version_1(victim)
 
 
-@contextlib.contextmanager
-def limited_memory() -> Iterator[None]:
-    """Address space for ALLOWANCE_BYTES more than there is now: numpy, torch and python all feel it."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + ALLOWANCE_BYTES, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def use(directory: Path) -> None:
-    """Everything that loading does with a checkpoint."""
-    checkpoint = Checkpoint.open(directory)
-    for info in checkpoint.index.tensors:
-        checkpoint.read_tensor(info.name, info.state)
-    checkpoint.objects()
-    for rank in range(3):
-        checkpoint.rank_objects(rank)
-
-
 def refused(directory: Path) -> list[str]:
     """Load, verify and inspect it; what each of the first two had against it. Nothing but UnickptError may come out."""
     found = []
     with limited_memory():
         try:
-            use(directory)
+            load_everything(directory)
         except UnickptError as err:
             found.append(f"{type(err).__name__}: {err}")
         try:
@@ -151,7 +127,7 @@ def test_no_member_of_the_manifest_is_taken_on_trust(victim: Path) -> None:
             _put(body, path, value)
             handmade.write_manifest(victim, body)
             with contextlib.suppress(UnickptError):
-                use(victim)
+                load_everything(victim)
             with contextlib.suppress(UnickptError):
                 verify(victim)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import random
 import re
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from unickpt.index import check_coverage
 from unickpt.loading import Checkpoint
 from unickpt.safetensors_io import parse_header
 from unickpt.verification import verify
+
+ALLOWANCE_BYTES = 384 << 20  # of address space over what the process has; a lie about sizes asks for gigabytes
 
 NUMBERS = [
     -(2**63), -1, 0, 1, 2, 3, 7, 8, 31, 32, 33, 64, 65, 255, 2**15, 2**31 - 1, 2**31, 2**32, 2**40, 2**53, 2**60, 2**61,
@@ -324,7 +328,7 @@ class Attacker:
 def use(directory: Path) -> None:
     """Everything that loading and verifying do with a checkpoint; both are done before the first refusal is raised."""
     refused: list[UnickptError] = []
-    for way in (verify, _load):
+    for way in (verify, load_everything):
         try:
             way(directory)
         except UnickptError as err:
@@ -333,10 +337,23 @@ def use(directory: Path) -> None:
         raise refused[0]
 
 
-def _load(directory: Path) -> None:
+def load_everything(directory: Path) -> None:
+    """All that loading does with a checkpoint."""
     checkpoint = Checkpoint.open(directory)
     for info in checkpoint.index.tensors:
         checkpoint.read_tensor(info.name, info.state)
     checkpoint.objects()
     for rank in range(3):
         checkpoint.rank_objects(rank)
+
+
+@contextlib.contextmanager
+def limited_memory() -> Iterator[None]:
+    """Address space for ALLOWANCE_BYTES more than there is now: numpy, torch and python all feel it."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + ALLOWANCE_BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
