@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from unickpt.errors import StorageError
-from unickpt.storage import Reader, Sink
+from unickpt.storage import Reader, Sink, Storage
 
 PART_BYTES = 32 << 20  # of a multipart upload: the store takes 5 MiB to 5 GiB, and a part is held twice while it is sent
 MAX_PARTS = 9_000  # the store takes 10,000
@@ -63,7 +63,7 @@ def _said(err: BaseException) -> str:
     return f"{kind}: {text}" if text else kind
 
 
-class FsspecStorage:
+class FsspecStorage(Storage):
     """Objects whose names begin with a URL. Making one touches nothing; what is wrong shows when it is used."""
 
     def __init__(self, url: str) -> None:
@@ -127,12 +127,6 @@ class FsspecStorage:
 
         nothing: list[tuple[str, dict[str, Any]]] = []
         return self._ask(folder, "listed", listed, missing=nothing)
-
-    def read(self, name: str, offset_bytes: int, size_bytes: int) -> bytes:
-        buffer = bytearray(size_bytes)
-        with self.reader(name) as reader:
-            reader.read_into([memoryview(buffer)], offset_bytes)
-        return bytes(buffer)
 
     @contextlib.contextmanager
     def reader(self, name: str) -> Iterator[Reader]:

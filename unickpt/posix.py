@@ -14,14 +14,14 @@ from pathlib import Path
 from unickpt import direct_io
 from unickpt.direct_io import DirectReader, DirectSink
 from unickpt.errors import StorageError, UnsafePathError
-from unickpt.storage import Reader, Sink
+from unickpt.storage import Reader, Sink, Storage
 
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno.EACCES, errno.EPERM}
 _DIRECT_BYTES = 256 << 10  # smaller reads leave to the cache what is around them
 _BLOCK_BYTES = 4 << 20  # of one read: what a checksum runs over while it is in the processor's cache
 
 
-class PosixStorage:
+class PosixStorage(Storage):
     """Files below one directory, addressed by relative paths with ``/``."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -62,13 +62,6 @@ class PosixStorage:
         with contextlib.suppress(OSError):
             return self.path(name).stat().st_mtime_ns
         return time.time_ns()
-
-    def read(self, name: str, offset_bytes: int, size_bytes: int) -> bytes:
-        """Exactly ``size_bytes`` bytes, or StorageError."""
-        buffer = bytearray(size_bytes)
-        with self.reader(name) as reader:
-            reader.read_into([memoryview(buffer)], offset_bytes)
-        return bytes(buffer)
 
     @contextlib.contextmanager
     def reader(self, name: str) -> Iterator[Reader]:

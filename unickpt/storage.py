@@ -67,6 +67,10 @@ class Storage(Protocol):
 
     def read(self, name: str, offset_bytes: int, size_bytes: int) -> bytes:
         """Exactly ``size_bytes`` bytes."""
+        buffer = bytearray(size_bytes)
+        with self.reader(name) as reader:
+            reader.read_into([memoryview(buffer)], offset_bytes)
+        return bytes(buffer)
 
     def reader(self, name: str) -> AbstractContextManager[Reader]:
         """A file for positioned reads, from any thread."""
