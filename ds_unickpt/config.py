@@ -14,7 +14,7 @@ from typing import Any
 from unickpt.errors import ConfigError
 from unickpt.reading import VERIFY
 from unickpt.retention import Retention
-from unickpt.saving import ON_BUSY, SaveOptions
+from unickpt.saves import ON_BUSY, SaveOptions
 
 KEY = "unickpt"
 

@@ -31,7 +31,8 @@ from unickpt.manifest import MANIFEST_FILE
 from unickpt.neighbours import reason_of
 from unickpt.report import LoadReport
 from unickpt.resuming import Candidates, whole
-from unickpt.saving import PendingSave, Request, Saver, SaveResult
+from unickpt.saves import PendingSave, Request, SaveResult
+from unickpt.saving import Saver
 from unickpt.storage import Storage, is_url, join, open_storage, usable
 
 logger = logging.getLogger("unickpt")

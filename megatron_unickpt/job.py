@@ -15,7 +15,8 @@ from megatron_unickpt import internals
 from unickpt.coordination import Rendezvous
 from unickpt.errors import UnickptError
 from unickpt.loading import is_checkpoint
-from unickpt.saving import SaveOptions, Saver
+from unickpt.saves import SaveOptions
+from unickpt.saving import Saver
 from unickpt.storage import open_storage, read_text
 
 BACKEND, VERSION = "unickpt", 1

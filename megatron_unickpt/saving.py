@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron_unickpt import capture, internals, job, mapping
 from megatron_unickpt.job import CONTENT_METADATA, SaveFailedError
 from unickpt.logs import make_visible
-from unickpt.saving import PendingSave, Request, SaveResult
+from unickpt.saves import PendingSave, Request, SaveResult
 from unickpt.storage import absolute, split
 
 logger = logging.getLogger("unickpt")

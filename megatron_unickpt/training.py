@@ -34,7 +34,7 @@ from unickpt.errors import (
 from unickpt.loading import Checkpoint, is_checkpoint, read_manifest
 from unickpt.reading import VERIFY
 from unickpt.retention import Retention
-from unickpt.saving import ON_BUSY, SaveOptions
+from unickpt.saves import ON_BUSY, SaveOptions
 from unickpt.storage import is_url, open_storage, split, usable
 
 logger = logging.getLogger("unickpt")

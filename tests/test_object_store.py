@@ -33,7 +33,8 @@ from unickpt.fragments import Box
 from unickpt.loading import Checkpoint, is_checkpoint
 from unickpt.reading import Request as Read
 from unickpt.retention import Retention, whole
-from unickpt.saving import PendingSave, Request, SaveOptions, Saver, SaveResult, save
+from unickpt.saves import PendingSave, Request, SaveOptions, SaveResult
+from unickpt.saving import Saver, save
 from unickpt.storage import absolute, join, open_storage, split
 from unickpt.verification import verify
 

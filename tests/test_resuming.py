@@ -17,7 +17,8 @@ from unickpt.errors import FormatError, UnickptError
 from unickpt.posix import PosixStorage
 from unickpt.resuming import Candidates, latest_tag
 from unickpt.retention import Retention
-from unickpt.saving import SaveOptions, Saver
+from unickpt.saves import SaveOptions
+from unickpt.saving import Saver
 
 
 def saved(folder: Path, *tags: str) -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.test_saver import alone, assert_counts, large, request
 from unickpt import retention
 from unickpt.retention import Retention, superseded
-from unickpt.saving import SaveOptions, Saver
+from unickpt.saves import SaveOptions
+from unickpt.saving import Saver
 
 
 @given(st.lists(st.integers(0, 50), unique=True, max_size=12), st.integers(0, 5), st.integers(0, 7), st.integers(0, 50))

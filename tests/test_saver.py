@@ -24,7 +24,8 @@ from unickpt.coordination import Rendezvous
 from unickpt.errors import CoordinationError, UnsupportedLayoutError
 from unickpt.index import TensorInfo
 from unickpt.loading import Checkpoint, is_checkpoint
-from unickpt.saving import PendingSave, Request, SaveOptions, Saver
+from unickpt.saves import PendingSave, Request, SaveOptions
+from unickpt.saving import Saver
 from unickpt.verification import verify
 
 MIB = 1 << 20

@@ -22,7 +22,8 @@ from unickpt.errors import CoordinationError, UnickptError
 from unickpt.index import TensorInfo
 from unickpt.loading import Checkpoint
 from unickpt.manifest import Writer
-from unickpt.saving import SaveResult, save
+from unickpt.saves import SaveResult
+from unickpt.saving import save
 from unickpt.verification import verify
 
 WORLD = 3

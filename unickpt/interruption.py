@@ -84,7 +84,7 @@ def finish_all() -> None:
     end = time.monotonic() + WRITING_S
     for saver in list(_savers):
         for upload in saver.uploads:
-            upload.sent.wait(max(end - time.monotonic(), 0.0))
+            upload.written.wait(max(end - time.monotonic(), 0.0))
     _finish("")
 
 

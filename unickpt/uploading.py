@@ -23,6 +23,7 @@ from unickpt.commit import LATEST_FILE, Names
 from unickpt.coordination import Message, Rendezvous
 from unickpt.errors import CoordinationError, CorruptCheckpointError, StorageError, UncertainCommitError
 from unickpt.manifest import MANIFEST_FILE, FileRecord, Manifest
+from unickpt.pending import Pending
 from unickpt.storage import Reader, Storage, join, open_storage, split
 from unickpt.writing import Pace
 
@@ -50,40 +51,21 @@ class UploadResult:
     seconds: float = 0.0
 
 
-class PendingUpload:
+class PendingUpload(Pending[UploadResult]):
     """One upload of this rank.
 
     Attributes:
         source: the directory of the checkpoint.
         target: where its copy goes.
-        sent: this rank's file is there, or never will be.
-        result: None until it is known.
-        error: the ranks could not agree.
     """
 
     def __init__(self, source: str, target: str) -> None:
+        super().__init__()
         self.source, self.target = source, target
-        self.sent = threading.Event()
-        self.result: UploadResult | None = None
-        self.error: str = ""
-        self._over = threading.Event()
 
-    @property
-    def done(self) -> bool:
-        return self._over.is_set()
-
-    @property
-    def committed(self) -> bool:
-        return self.result is not None and self.result.committed
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it is over, after waiting for it."""
-        return self._over.wait(timeout_s)
-
-    def end(self, result: UploadResult | None, error: str = "") -> None:
+    def end(self, result: UploadResult | None, error: CoordinationError | None = None) -> None:
         """Called once, by the uploader."""
-        self.result, self.error = result, error
-        self.sent.set()
+        self._known(result, error)
         self._over.set()
 
 
@@ -193,14 +175,14 @@ class _Upload:
         """Send, agree, commit. Raises nothing."""
         begin = time.monotonic()
         meet = self.copy.meet
-        result, error = None, ""
+        result, error = None, None
         try:
             result = self._agreed(begin)
         except CoordinationError as err:
-            error = str(err)
+            error = err
         except Exception as err:  # nothing of ours may end a training process
             logger.exception("unickpt: rank %d: upload of %s", meet.rank, self.pending.source)
-            error = f"{type(err).__name__}: {err}"
+            error = CoordinationError(f"{type(err).__name__}: {err}")
         with contextlib.suppress(Exception):
             self._files.close()
         if meet.rank == 0:
@@ -217,7 +199,7 @@ class _Upload:
         generation = opening["generation"]
         name = Names(meet.rank, generation).data
         messages = meet.gather("sent", {"failure": self._send(name)})
-        self.pending.sent.set()
+        self.pending.written.set()
         verdict = meet.broadcast("verdict", None if messages is None else self._conclude(messages, generation), notice=False)
         if not verdict["committed"] and not verdict["uncertain"]:
             self._target.delete(name)
@@ -295,7 +277,7 @@ class _Upload:
                 "unickpt: %s is uploaded, but what should follow failed (%s: %s)", self.pending.target, type(err).__name__, err
             )
 
-    def _tell(self, result: UploadResult | None, error: str) -> None:
+    def _tell(self, result: UploadResult | None, error: CoordinationError | None) -> None:
         pending = self.pending
         if result is not None and result.committed:
             logger.info(
@@ -309,7 +291,8 @@ class _Upload:
             )
         else:
             failures = {} if result is None else result.failures
-            cause = error or "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(failures.items())[:8])
+            reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(failures.items())[:8])
+            cause = reasons if error is None else str(error)
             logger.warning(
                 "unickpt: %s is NOT uploaded to %s (%s). The local checkpoint is whole; the next save is uploaded again.",
                 pending.source, pending.target, cause,

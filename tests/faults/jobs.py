@@ -12,7 +12,8 @@ from tests.faults.ranks import KEEP
 from tests.faults.state import JOBS, resume
 from tests.faults.tally import Tally, spread
 from unickpt.retention import Retention
-from unickpt.saving import SaveOptions, Saver
+from unickpt.saves import SaveOptions
+from unickpt.saving import Saver
 
 SAVES = 12  # of each job, in one race
 

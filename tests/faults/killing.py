@@ -19,7 +19,8 @@ from tests.faults.state import copied, resume
 from tests.faults.tally import Tally, spread
 from unickpt.coordination import Rendezvous
 from unickpt.errors import CoordinationError
-from unickpt.saving import PendingSave, SaveOptions, Saver
+from unickpt.saves import PendingSave, SaveOptions
+from unickpt.saving import Saver
 
 WORLD = 3
 _PLACE = 48

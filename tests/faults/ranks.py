@@ -24,7 +24,8 @@ from tests.faults.state import contribution
 from tests.test_saving import on_all_ranks
 from unickpt.coordination import Rendezvous
 from unickpt.retention import Retention
-from unickpt.saving import Request, SaveOptions, Saver, SaveResult
+from unickpt.saves import Request, SaveOptions, SaveResult
+from unickpt.saving import Saver
 
 ROWS = 300
 KEEP = Retention(keep_last=2)

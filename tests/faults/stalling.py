@@ -21,7 +21,8 @@ from tests.faults.state import copied, resume
 from tests.faults.tally import Tally, spread
 from unickpt import interruption
 from unickpt.contribution import Contribution
-from unickpt.saving import PendingSave, Request, SaveOptions, Saver
+from unickpt.saves import PendingSave, Request, SaveOptions
+from unickpt.saving import Saver
 
 STALLS = ("pwrite", "fsync", "replace", "open", "close", "unlink")  # the calls that do not return
 

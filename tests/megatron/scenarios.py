@@ -42,7 +42,7 @@ from tests.megatron.scenario_worker import REGISTRY, scenario
 from tests.megatron.truth import consolidated, differences, optimizers_take_metadata
 from unickpt.errors import ConfigError
 from unickpt.loading import Checkpoint
-from unickpt.saving import SaveOptions
+from unickpt.saves import SaveOptions
 
 __all__ = ["REGISTRY"]
 
