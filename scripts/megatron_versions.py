@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
@@ -156,18 +156,22 @@ def matrix(folder: Path, pairs: Any, saving: dict[str, str], loading: dict[str, 
 
 def scripts(tree: Path, place: Path, chosen: str) -> str:
     """``tests/megatron/test_training.py`` on this tree."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rf", "tests/megatron/test_training.py"]
-    command += ["-k", chosen]
+    records = place / "scripts.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/megatron/test_training.py"]
+    command += ["-k", chosen, f"--junitxml={records}"]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, env=environment(MEGATRON_LM=str(tree)))
     (place / "scripts.out").write_text(done.stdout)
-    return outcome(done.stdout)
+    return outcome(records)
 
 
-def outcome(output: str) -> str:
-    """How many passed, from pytest's line of dots (the project's own options leave the summary out)."""
-    dots = "".join(re.findall(r"^([.FEsx]+) ", output, re.MULTILINE))
-    failed = dict(re.findall(r"^(?:FAILED|ERROR) \S+::(\S+) - (.{0,160})", output, re.MULTILINE))
-    return summary(len(dots) - dots.count("s"), failed)
+def outcome(records: Path) -> str:
+    """How many passed, from pytest's own records."""
+    count, failed = 0, {}
+    for case in ElementTree.parse(records).iter("testcase"):
+        count += case.find("skipped") is None
+        for problem in [*case.iter("failure"), *case.iter("error")]:
+            failed[case.attrib["name"]] = problem.attrib.get("message", "")[:160]
+    return summary(count, failed)
 
 
 def page(rows: dict[str, dict[str, str]], newest: str, chosen: str) -> str:

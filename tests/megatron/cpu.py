@@ -2,7 +2,7 @@
 
 Nothing of Megatron is edited. Torch's entry points that would touch a CUDA device are redirected to
 the CPU; process groups, collectives, sharding, buckets, schedules, optimizers and checkpoint code
-are the real ones. ``adapt_megatron`` fills six gaps that CUDA or TransformerEngine would fill.
+are the real ones. ``adapt_megatron`` fills seven gaps that CUDA or TransformerEngine would fill.
 
 What this cannot show: streams and their overlap, pinned memory, NCCL, fused kernels, fp8, and
 TransformerEngine's modules and precision-aware optimizer.
@@ -14,6 +14,7 @@ import collections
 import contextlib
 import copy
 import functools
+import importlib.util
 import logging
 import os
 import sys
@@ -395,6 +396,7 @@ def adapt_megatron() -> None:
     - ``legacy.fused_kernels.load`` compiles CUDA kernels: skipped;
     - ``moe_utils.te_general_gemm`` is missing where TransformerEngine is (a NameError in 0.16): None;
     - ``inference_layers`` (development branch) has two classes that are none without TransformerEngine: empty ones;
+    - ``utils.get_te_version`` (0.12) imports TransformerEngine to learn its version: 0;
     - ``fp8_utils`` (0.12) wants TransformerEngine even for an empty list of fp8 parameters: nothing is done for it;
     - ``WrappedTorchNorm`` refuses sequence parallelism: allowed, its parameters tagged as FusedLayerNorm's are;
     - ``DotProductAttention`` refuses context parallelism: keys and values are gathered over the group.
@@ -420,7 +422,10 @@ def adapt_megatron() -> None:
         for name in ("_quantize_param_shard_impl", "_correct_amax_history_if_needed_impl"):
             if hasattr(fp8_utils, name):
                 setattr(fp8_utils, name, _noop())
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state, utils
+
+    if not hasattr(utils, "HAVE_TE") and importlib.util.find_spec("transformer_engine") is None:
+        utils._te_version = utils.PkgVersion("0")
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
