@@ -6,8 +6,8 @@ MEGATRON_LM=/path/to/Megatron-LM torchrun --nproc-per-node 4 -m tests.megatron.p
 from __future__ import annotations
 
 import os
-import runpy
 import sys
+from pathlib import Path
 
 from tests.megatron import cpu
 
@@ -27,7 +27,8 @@ def main() -> None:
     sys.path.insert(0, tree)
     cpu.adapt_megatron()
     sys.argv = [os.path.join(tree, "pretrain_gpt.py"), *ARGUMENTS.split(), *sys.argv[1:]]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    # in this module and not in one of its own: processes that Megatron spawns import the main module, and need the harness
+    exec(compile(Path(sys.argv[0]).read_text(), sys.argv[0], "exec"), globals())
 
 
 if __name__ == "__main__":
