@@ -44,7 +44,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tags", nargs="+", default=list(TAGS), choices=TAGS)
     parser.add_argument("--scripts", default="pp2 or old_format", help="which tests of test_training.py, as for pytest -k")
-    parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
+    parser.add_argument("--columns", nargs="+", default=list(COLUMNS), choices=COLUMNS, help="the others stay as they were")
+    parser.add_argument("--folder", type=Path, help="where to work and keep rows (default: a temporary folder)")
     parser.add_argument("--out", type=Path, default=REPO / "docs" / "megatron-versions.md")
     args = parser.parse_args()
     trees = Path(os.environ["MEGATRON_TREES"]).resolve()
@@ -53,26 +54,28 @@ def main() -> None:
         kept = folder / "rows.json"
         rows: dict[str, dict[str, str]] = json.loads(kept.read_text()) if kept.is_file() else {}
         for tag in args.tags:
-            rows[tag] = examine(trees, tag, TAGS[0], folder, args.scripts)
+            rows[tag] = rows.get(tag, {}) | examine(trees, tag, TAGS[0], folder, args.scripts, args.columns)
             print(tag, rows[tag], flush=True)
             kept.write_text(json.dumps(rows, indent=1))
             args.out.write_text(page({t: rows[t] for t in TAGS if t in rows}, TAGS[0], args.scripts))
 
 
-def examine(trees: Path, tag: str, newest: str, folder: Path, chosen: str) -> dict[str, str]:
-    """Every cell of a tree's row."""
+def examine(trees: Path, tag: str, newest: str, folder: Path, chosen: str, columns: list[str]) -> dict[str, str]:
+    """Cells of a tree's row."""
     place = folder / tag
     place.mkdir(parents=True, exist_ok=True)
     env = {"PYTHONPATH": f"{REPO}{os.pathsep}{trees / tag}", "GLOO_SOCKET_IFNAME": "lo"}
     others = {**env, "PYTHONPATH": f"{REPO}{os.pathsep}{trees / newest}"}
-    row = {"hooks": hooks(env)}
-    row["scenarios"] = attempt(place / "scenarios.log", lambda: scenarios(place, env))
-    row["own"] = attempt(place / "own.log", lambda: matrix(place / "own", PAIRS, env, env))
-    if tag != newest:
-        row["from"] = attempt(place / "from.log", lambda: matrix(place / "from", PAIRS, others, env))
-        row["into"] = attempt(place / "into.log", lambda: matrix(place / "into", PAIRS, env, others))
-    row["scripts"] = attempt(place / "scripts.log", lambda: scripts(trees / tag, place, chosen))
-    return row
+    checks: dict[str, Callable[[], str]] = {
+        "hooks": lambda: hooks(env),
+        "scenarios": lambda: scenarios(place, env),
+        "own": lambda: matrix(place / "own", PAIRS, env, env),
+        "from": lambda: matrix(place / "from", PAIRS, others, env),
+        "into": lambda: matrix(place / "into", PAIRS, env, others),
+        "scripts": lambda: scripts(trees / tag, place, chosen),
+    }
+    wanted = [column for column in columns if tag != newest or column not in ("from", "into")]
+    return {column: attempt(place / f"{column}.log", checks[column]) for column in wanted}
 
 
 def attempt(log: Path, check: Callable[[], str]) -> str:
