@@ -16,7 +16,7 @@ from ds_unickpt.internals import Partition, Piece
 from unickpt import __version__, objects, rng
 from unickpt.contribution import Contribution, Shard, shards_of_flat_range
 from unickpt.coordination import Message
-from unickpt.dtypes import is_cast_of, name_of
+from unickpt.dtypes import name_of
 from unickpt.errors import UnsupportedLayoutError
 from unickpt.fragments import Box
 from unickpt.index import TensorInfo
@@ -128,6 +128,9 @@ def _nature(key: str, value: Any, master: torch.Tensor) -> str:
     raise UnsupportedLayoutError(f"optimizer state {key!r} is a {type(value).__name__}")
 
 
+_Replica = tuple[TensorInfo, torch.Tensor, "torch.Tensor | None"]  # the last one: as ``Shard.unless``
+
+
 @dataclass
 class _Tensors:
     """Collects what this rank writes: its own pieces at once, replicas when all are known."""
@@ -136,24 +139,32 @@ class _Tensors:
     world: int
     shards: list[Shard] = field(default_factory=list)
     listed: list[TensorInfo] = field(default_factory=list)
-    replicas: list[tuple[TensorInfo, torch.Tensor]] = field(default_factory=list)
+    replicas: list[_Replica] = field(default_factory=list)
 
-    def own(self, info: TensorInfo, lo: int, hi: int, flat: torch.Tensor) -> None:
+    def own(self, info: TensorInfo, lo: int, hi: int, flat: torch.Tensor, unless: torch.Tensor | None = None) -> None:
         self.listed.append(info)
-        self.shards += shards_of_flat_range(info, lo, hi, flat)
+        self.shards += shards_of_flat_range(info, lo, hi, flat, unless)
 
-    def replicated(self, info: TensorInfo, data: torch.Tensor) -> None:
+    def replicated(self, info: TensorInfo, data: torch.Tensor, unless: torch.Tensor | None = None) -> None:
         self.listed.append(info)
-        self.replicas.append((info, data))
+        self.replicas.append((info, data, unless))
 
     def share(self) -> None:
-        """Take this rank's part of the replicas: equal bytes on every rank, by arithmetic."""
-        self.replicas.sort(key=lambda replica: replica[0].key)
-        infos = [info for info, _ in self.replicas]
+        """Take this rank's part of the replicas: equal bytes on every rank, by arithmetic.
+
+        Those with a condition apart: as a rule none of them is written.
+        """
+        self._share([replica for replica in self.replicas if replica[2] is None])
+        self._share([replica for replica in self.replicas if replica[2] is not None])
+
+    def _share(self, replicas: list[_Replica]) -> None:
+        replicas.sort(key=lambda replica: replica[0].key)
+        infos = [info for info, _, _ in replicas]
         ranges = share_of_replicas([i.size_bytes for i in infos], [i.numel for i in infos], rank=self.rank, world=self.world)
-        for (info, data), (lo, hi) in zip(self.replicas, ranges, strict=True):
+        for (info, data, unless), (lo, hi) in zip(replicas, ranges, strict=True):
             if lo < hi:
-                self.shards += shards_of_flat_range(info, lo, hi, data.detach().reshape(-1)[lo:hi])
+                part = None if unless is None else unless.detach().reshape(-1)[lo:hi]
+                self.shards += shards_of_flat_range(info, lo, hi, data.detach().reshape(-1)[lo:hi], part)
 
 
 def contribution(
@@ -222,16 +233,17 @@ def writer(engine: Any) -> Writer:
 
 
 def _optimized(out: _Tensors, parts: Sequence[Partition], names: Names, base: torch.optim.Optimizer | None) -> None:
-    """Masters and optimizer states of what the optimizer holds; weights that are not their cast."""
+    """Masters and optimizer states of what the optimizer holds; weights, for the case that they are not their cast."""
     state = {} if base is None else base.state
     kinds = classify(parts, state)
     for part in parts:
         held = {"master": part.master, **_tensor_states(state.get(part.master, {}), kinds)}
         flats = {key: tensor.detach().reshape(-1) for key, tensor in held.items()}
-        for parameter in part.parameters:
-            out.listed += _infos(parameter, names, held).values()
+        known = {id(parameter): _infos(parameter, names, held) for parameter in part.parameters}
+        for infos in known.values():
+            out.listed += infos.values()
         for piece in part.pieces:
-            infos = _infos(piece.parameter, names, held)
+            infos = known[id(piece.parameter)]
             length = piece.hi - piece.lo
             for key, flat in flats.items():
                 data = flat.narrow(0, piece.at, length)
@@ -257,17 +269,16 @@ def _infos(parameter: torch.nn.Parameter, names: Names, held: Mapping[str, torch
 
 
 def _override(out: _Tensors, part: Partition, piece: Piece, info: TensorInfo, master: torch.Tensor) -> None:
-    """Store a computing weight that is not the cast of its master (changed by hand since the last step)."""
+    """A computing weight is stored if it is not the cast of its master (changed by hand since the last step)."""
     if part.weight is None:
         return
     length = piece.hi - piece.lo
     weight = part.weight.detach().reshape(-1).narrow(0, piece.at, length)
-    if is_cast_of(weight, master.narrow(0, piece.at, length)):
-        return
+    master = master.narrow(0, piece.at, length)
     if part.replicated:
-        out.replicated(info, weight)
+        out.replicated(info, weight, unless=master)
     else:
-        out.own(info, piece.lo, piece.hi, weight)
+        out.own(info, piece.lo, piece.hi, weight, unless=master)
 
 
 def _others(out: _Tensors, parts: Sequence[Partition], names: Names, exclude_frozen: bool) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from megatron_unickpt.mapping import MASTER, WEIGHT, Found, Piece, StateTensor
 from megatron_unickpt.optimizer import OptimizerPart
 from unickpt import __version__
 from unickpt.contribution import Contribution, Shard
-from unickpt.dtypes import is_cast_of, name_of
+from unickpt.dtypes import name_of
 from unickpt.fragments import Box, split_flat_range
 from unickpt.index import TensorInfo
 from unickpt.manifest import Writer
@@ -177,8 +177,7 @@ def _override(out: _Tensors, weights: Mapping[str, list[Piece]], infos: Mapping[
             master = shard.data.detach().view(shard.box.shape)[common.within(shard.box).slices()]
             if held.data_ptr() == master.data_ptr() and held.dtype == master.dtype:
                 continue  # an fp32 weight is its own master
-            if not is_cast_of(held, master):
-                more.append(Shard(infos[shard.tensor.name], common, held))
+            more.append(Shard(infos[shard.tensor.name], common, held, unless=master))
     out.shards += more
 
 

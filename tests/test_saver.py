@@ -21,6 +21,7 @@ from tests.test_saving import WORLD, WRITER, assert_holds, on_all_ranks, part
 from unickpt import staging
 from unickpt.contribution import Contribution, Shard, shards_of_flat_range
 from unickpt.coordination import Rendezvous
+from unickpt.dtypes import torch_dtype
 from unickpt.errors import CoordinationError, UnsupportedLayoutError
 from unickpt.index import TensorInfo
 from unickpt.loading import Checkpoint, is_checkpoint
@@ -100,6 +101,44 @@ def test_a_state_larger_than_the_budget_is_saved_within_it(tmp_path: Path, budge
     assert save.committed, save.cause()
     assert saver._pool.capacity_bytes <= budget
     assert_counts(tmp_path / "a")
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F64"])
+@pytest.mark.parametrize("budget", [None, 9 * MIB])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_weights_are_stored_where_their_masters_do_not_tell_them(
+    tmp_path: Path, dtype: str, budget: int | None, asynchronous: bool
+) -> None:
+    """Five saves with one saver: the first needs no room for weights, the second some more, the last one none again."""
+    torch.set_num_threads(1)  # as in a job's ranks: copied and compared at once
+    saver = Saver(SaveOptions(staging_bytes=budget, asynchronous=asynchronous))
+    masters = large(mib=1)
+    weights = [shard.data.to(torch_dtype(dtype), copy=True) for shard in masters]
+
+    def shards() -> list[Shard]:
+        found = list(masters)
+        for shard, weight in zip(masters, weights, strict=True):
+            info = TensorInfo(shard.tensor.name, "weight", dtype, shard.tensor.shape, "parameter", derived_from="master")
+            found += shards_of_flat_range(info, 0, info.numel, weight, unless=shard.data)
+        return found
+
+    def stored(tag: str) -> set[str]:
+        assert saver.save(request(tmp_path, tag, shards()), alone()).wait(30)
+        checkpoint = Checkpoint.open(tmp_path / tag)
+        assert verify(tmp_path / tag).problems == ()
+        for shard, weight in zip(masters, weights, strict=True):
+            assert torch.equal(checkpoint.read_tensor(shard.tensor.name, "weight"), weight)
+        index = checkpoint.index
+        return {index.tensors[at].name for at in index.tensor.tolist() if index.tensors[at].state == "weight"}
+
+    assert stored("a") == set()
+    weights[3][-1] += 1
+    assert stored("b") == {"t3"}
+    for weight in weights:
+        weight[7] -= 1
+    assert stored("c") == stored("d") == {f"t{at}" for at in range(8)}
+    weights[:] = [shard.data.to(torch_dtype(dtype), copy=True) for shard in masters]
+    assert stored("e") == set()
 
 
 def test_shards_of_any_strides_and_types_are_copied_in_their_order() -> None:

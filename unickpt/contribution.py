@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from unickpt import objects
-from unickpt.dtypes import itemsize_bytes, name_of
+from unickpt.dtypes import cast_flags, itemsize_bytes, name_of
 from unickpt.fragments import Box, cut, split_flat_range
 from unickpt.index import TensorInfo
 from unickpt.loading import SHARED_PREFIX, SHARED_TENSORS_PREFIX
@@ -26,25 +26,44 @@ class Shard:
     """A box of a global tensor and its elements on this rank.
 
     ``data`` holds ``box.numel`` elements whose row-major order is the box's; any device, any strides.
+    With ``unless`` (as many elements), it is only written if it is not, bit for bit, the cast of those:
+    a weight that its master does not tell.
     """
 
     tensor: TensorInfo
     box: Box
     data: torch.Tensor
+    unless: torch.Tensor | None = None
 
     @property
     def size_bytes(self) -> int:
         return self.box.numel * itemsize_bytes(self.tensor.dtype)
 
 
-def shards_of_flat_range(tensor: TensorInfo, lo: int, hi: int, data: torch.Tensor) -> list[Shard]:
+def shards_of_flat_range(
+    tensor: TensorInfo, lo: int, hi: int, data: torch.Tensor, unless: torch.Tensor | None = None
+) -> list[Shard]:
     """Shards for the flat range ``[lo, hi)`` of a tensor, from its ``hi - lo`` elements in a 1-D tensor."""
+    return _one_after_the_other(tensor, split_flat_range(tensor.shape, lo, hi), data, unless)
+
+
+def _one_after_the_other(tensor: TensorInfo, boxes: list[Box], data: torch.Tensor, unless: torch.Tensor | None) -> list[Shard]:
+    """Shards of boxes whose elements follow each other in 1-D tensors."""
     shards = []
     at = 0
-    for box in split_flat_range(tensor.shape, lo, hi):
-        shards.append(Shard(tensor, box, data.narrow(0, at, box.numel)))
+    for box in boxes:
+        part = None if unless is None else unless.narrow(0, at, box.numel)
+        shards.append(Shard(tensor, box, data.narrow(0, at, box.numel), part))
         at += box.numel
     return shards
+
+
+def resolved(shards: list[Shard]) -> list[Shard]:
+    """Those that are to be written; on a device, one wait for all comparisons together."""
+    conditional = [shard for shard in shards if shard.unless is not None]
+    tells = cast_flags([(shard.data, shard.unless) for shard in conditional if shard.unless is not None])
+    told = {id(shard) for shard, tell in zip(conditional, tells, strict=True) if tell}
+    return [replace(shard, unless=None) if shard.unless is not None else shard for shard in shards if id(shard) not in told]
 
 
 @dataclass
@@ -79,7 +98,8 @@ class Prepared:
     """A contribution in the order of its file, its objects encoded: only tensors' data can still change with training.
 
     Attributes:
-        shards: everything that goes into this rank's data file, objects included.
+        shards: everything that goes into this rank's data file, objects included; those with a condition behind
+            what they depend on.
         tensors, step, writer, optimizer, optimizer_part, aliases, excluded: as in ``Contribution``.
         objects: the job's objects as the manifest holds them.
     """
@@ -108,27 +128,33 @@ def prepare(contribution: Contribution, rank: int) -> Prepared:
     if rank == 0:
         shards += _tensor_shards(job.tensors)
     shards = [piece for shard in shards for piece in _cut(shard)]
-    shards.sort(key=lambda shard: -itemsize_bytes(shard.tensor.dtype))  # keeps every fragment aligned to its item size
+    # keeps every fragment aligned to its item size
+    shards.sort(key=lambda shard: (-itemsize_bytes(shard.tensor.dtype), shard.unless is not None))
+    depending = [shard.tensor for shard in contribution.shards if shard.unless is not None]  # none of them may be written
     return Prepared(
-        shards, contribution.tensors, contribution.step, contribution.writer, contribution.optimizer,
+        shards, [*contribution.tensors, *depending], contribution.step, contribution.writer, contribution.optimizer,
         contribution.optimizer_part, contribution.aliases, contribution.excluded, job.value,
     )  # fmt: skip
 
 
 def _cut(shard: Shard) -> list[Shard]:
     """Shards of at most ``FRAGMENT_BYTES``: a load that wants a part of one reads, and checks, all of it."""
-    boxes = cut(shard.box, max(FRAGMENT_BYTES // itemsize_bytes(shard.tensor.dtype), 1))
+    data, unless = shard.data.detach(), None if shard.unless is None else shard.unless.detach()
+    item = max(
+        itemsize_bytes(shard.tensor.dtype), 0 if unless is None else unless.element_size()
+    )  # as what it is compared with
+    boxes = cut(shard.box, max(FRAGMENT_BYTES // item, 1))
     if len(boxes) == 1:
         return [shard]
-    if shard.data.is_contiguous():
-        flat, pieces, at = shard.data.detach().view(-1), [], 0
-        for box in boxes:
-            pieces.append(Shard(shard.tensor, box, flat.narrow(0, at, box.numel)))
-            at += box.numel
-        return pieces
-    if tuple(shard.data.shape) != shard.box.shape:
+    if data.is_contiguous() and (unless is None or unless.is_contiguous()):
+        return _one_after_the_other(shard.tensor, boxes, data.view(-1), None if unless is None else unless.view(-1))
+    if tuple(data.shape) != shard.box.shape or (unless is not None and unless.shape != data.shape):
         return [shard]
-    return [Shard(shard.tensor, box, shard.data.detach()[box.within(shard.box).slices()]) for box in boxes]
+    slices = [box.within(shard.box).slices() for box in boxes]
+    return [
+        Shard(shard.tensor, box, data[part], None if unless is None else unless[part])
+        for box, part in zip(boxes, slices, strict=True)
+    ]
 
 
 def _object_shards(value: Any, key: str, prefix: str) -> list[Shard]:

@@ -7,6 +7,7 @@ name in the index, in a data file's header and on the command line.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
@@ -70,3 +71,19 @@ def is_cast_of(value: torch.Tensor, source: torch.Tensor) -> bool:
         return torch.equal(value, source.to(value.device))
     size = value.numel() * value.element_size()
     return size == 0 or _memcmp(value.data_ptr(), source.data_ptr(), size) == 0
+
+
+def cast_flags(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
+    """``is_cast_of`` of every pair ``(value, source)``; pairs on a device are waited for once."""
+    flags = [value.is_cpu and is_cast_of(value, source) for value, source in pairs]
+    waiting = [at for at, (value, _) in enumerate(pairs) if not value.is_cpu]
+    if waiting:
+        found = [_equal_on_device(*pairs[at]) for at in waiting]
+        for at, flag in zip(waiting, torch.stack(found).tolist(), strict=True):
+            flags[at] = flag
+    return flags
+
+
+def _equal_on_device(value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """0-d, on the device of ``value``: nothing waits for it."""
+    return (value.detach() == source.detach().to(value.device, value.dtype, non_blocking=True).view(value.shape)).all()

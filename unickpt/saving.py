@@ -21,7 +21,7 @@ from unickpt import commit as commit_module
 from unickpt import interruption, retention, staging
 from unickpt import manifest as manifest_module
 from unickpt.commit import HOLD_FILE, LATEST_FILE, Names
-from unickpt.contribution import Contribution, Prepared, Shard, prepare
+from unickpt.contribution import Contribution, Prepared, Shard, prepare, resolved
 from unickpt.coordination import Message, Rendezvous
 from unickpt.direct_io import BLOCK_BYTES
 from unickpt.errors import CoordinationError, StorageError, UncertainCommitError, UnickptError, UnsupportedLayoutError
@@ -204,6 +204,8 @@ class Saver:
         part = _Part()
         try:
             part.prepared = prepare(request.contribute(announce), meet.rank)
+            if not behind or any(not shard.data.is_cpu for shard in part.prepared.shards):
+                part.prepared.shards = resolved(part.prepared.shards)
             part.shards = part.prepared.shards
             if behind:
                 self._stage(part, storage, names, meet)
@@ -216,11 +218,17 @@ class Saver:
     def _stage(self, part: _Part, storage: Storage, names: Names, meet: Rendezvous) -> None:
         """Copy this rank's shards; those beyond the budget are written at once, from where they are."""
         assert part.prepared is not None
-        part.buffer = self._pool.acquire(
-            staging.size_of(part.shards),
-            notice=lambda: _warn_of_waiting(str(storage), "the saves before it", meet),
-            notice_s=meet.notice_s,
-        )
+        certain = staging.size_of([shard for shard in part.shards if shard.unless is None])
+        part.buffer = self._buffer(certain, storage, meet)
+        filled = part.buffer.fill(part.shards) if certain <= part.buffer.capacity_bytes else None
+        if filled is not None:
+            part.shards, part.ready = filled
+            part.prepared.shards = part.shards
+            return
+        part.prepared.shards = part.shards = resolved(part.shards)
+        if part.buffer.capacity_bytes < staging.size_of(part.shards):
+            self._pool.release(part.buffer)
+            part.buffer = self._buffer(staging.size_of(part.shards), storage, meet)
         first = staging.first_that_fits(part.shards, part.buffer.capacity_bytes)
         if first:
             stack = contextlib.ExitStack()
@@ -232,7 +240,16 @@ class Saver:
                 undo.pop_all()
             part.written = _Begun(stack, file)
         lead = part.written.file.next_byte % BLOCK_BYTES if part.written is not None else 0
-        part.shards, part.ready = part.buffer.fill(part.shards[first:], lead_bytes=lead)
+        filled = part.buffer.fill(part.shards[first:], lead_bytes=lead)
+        assert filled is not None  # nothing has a condition any more, and they fit
+        part.shards, part.ready = filled
+
+    def _buffer(self, size_bytes: int, storage: Storage, meet: Rendezvous) -> StagingBuffer:
+        return self._pool.acquire(
+            size_bytes,
+            notice=lambda: _warn_of_waiting(str(storage), "the saves before it", meet),
+            notice_s=meet.notice_s,
+        )
 
     def data_file(self, storage: Storage, names: Names, prepared: Prepared) -> contextlib.AbstractContextManager[Sink]:
         """This rank's data file, to be written."""

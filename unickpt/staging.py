@@ -17,6 +17,9 @@ import torch
 
 from unickpt.contribution import Shard
 from unickpt.direct_io import BLOCK_BYTES
+from unickpt.dtypes import is_cast_of
+
+_COMPARED_BYTES = 512 << 10  # copied, then compared: three blocks of this are in a core's own cache
 
 
 class StagingBuffer:
@@ -26,27 +29,38 @@ class StagingBuffer:
         self.capacity_bytes = capacity_bytes
         self.tensor = _allocated(capacity_bytes + BLOCK_BYTES)  # room for a lead
 
-    def fill(self, shards: Sequence[Shard], *, lead_bytes: int = 0) -> tuple[list[Shard], Callable[[], None]]:
+    def fill(self, shards: Sequence[Shard], *, lead_bytes: int = 0) -> tuple[list[Shard], Callable[[], None]] | None:
         """Copy the shards' data to the front of the buffer, one after the other.
 
         Args:
-            shards: in the order of the file; together they fit.
+            shards: in the order of the file; those without a condition fit together.
             lead_bytes: where the first one begins, so that memory and file are in step block by block.
 
         Returns:
-            The same shards with data in the buffer, and a function that waits until it is there.
+            Those that are to be written, with data in the buffer, and a function that waits until it is there.
+            None if there is no room for all of them.
         """
         targets, sources, staged = [], [], []
+        dependents = _dependents(shards)
+        told: dict[int, bool] = {}
         at = lead_bytes
         for shard in shards:
-            at = -(-at // shard.data.element_size()) * shard.data.element_size()
-            end = at + shard.data.numel() * shard.data.element_size()
-            target = self.tensor[at:end].view(shard.data.dtype).view(shard.data.shape)
-            if shard.data.numel():
-                targets.append(target)
-                sources.append(shard.data.detach())
-            staged.append(replace(shard, data=target))
+            data = shard.data.detach()
+            if shard.unless is not None and (told[id(shard)] if id(shard) in told else is_cast_of(data, shard.unless)):
+                continue
+            at = -(-at // data.element_size()) * data.element_size()
+            end = at + data.numel() * data.element_size()
+            if end - lead_bytes > self.capacity_bytes:
+                return None
+            target = self.tensor[at:end].view(data.dtype).view(data.shape)
+            staged.append(replace(shard, data=target, unless=None))
             at = end
+            dependent = dependents.get((data.data_ptr(), data.numel()))
+            if dependent is not None and shard.unless is None and data.is_contiguous():
+                told[id(dependent)] = _copy_and_compare(target, data, dependent.data.detach())
+            elif data.numel():
+                targets.append(target)
+                sources.append(data)
         return staged, _copy(targets, sources)
 
 
@@ -59,6 +73,33 @@ def _allocated(capacity_bytes: int) -> torch.Tensor:
     tensor = torch.frombuffer(region, dtype=torch.uint8)[:capacity_bytes]
     tensor.zero_()
     return tensor
+
+
+def _dependents(shards: Sequence[Shard]) -> dict[tuple[int, int], Shard]:
+    """Shards with a condition, by address and length of what they are compared with, where both can be done at once.
+
+    With several threads torch's own copy is the faster one.
+    """
+    if torch.get_num_threads() > 1:
+        return {}
+    conditional = [(shard, shard.unless) for shard in shards if shard.unless is not None]
+    return {
+        (unless.data_ptr(), unless.numel()): shard
+        for shard, unless in conditional
+        if unless.is_cpu and shard.data.is_cpu and unless.is_contiguous() and shard.data.is_contiguous() and unless.numel()
+    }
+
+
+def _copy_and_compare(target: torch.Tensor, source: torch.Tensor, value: torch.Tensor) -> bool:
+    """Copy; whether ``value`` is the cast of ``source``. Block by block: what is compared is still in the processor's cache."""
+    target, source, value = target.view(-1), source.view(-1), value.view(-1)
+    same, step = True, _COMPARED_BYTES // source.element_size()
+    for at in range(0, source.numel(), step):
+        length = min(step, source.numel() - at)
+        block = target.narrow(0, at, length)
+        block.copy_(source.narrow(0, at, length))
+        same = same and is_cast_of(value.narrow(0, at, length), block)
+    return same
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], None]:
