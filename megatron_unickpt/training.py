@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron_unickpt import capture, internals, job, loading, metadata, optimizer_hooks
 from megatron_unickpt.job import BACKEND, MegatronCheckpointError, SaveFailedError
 from megatron_unickpt.optimizer import METADATA
+from unickpt import interruption
 from unickpt.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -267,6 +268,7 @@ def load_checkpoint(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     load_dir = getattr(options, bound.arguments["load_arg"], None)
     if load_dir is None:
         return _native(wrapped, args, kwargs)
+    interruption.finish_all()  # what this process has just saved is there to be chosen
     meet = job.rendezvous()
     meet.begin(f"choose/{load_dir}")
     tried: list[int] = []
