@@ -24,7 +24,7 @@ ARGUMENTS = (
 
 def main() -> None:
     tree = os.environ["MEGATRON_LM"]
-    sys.path.insert(0, tree)
+    sys.path.insert(1, tree)  # behind the project, which has a ``tests`` as well
     cpu.adapt_megatron()
     sys.argv = [os.path.join(tree, "pretrain_gpt.py"), *ARGUMENTS.split(), *sys.argv[1:]]
     # in this module and not in one of its own: processes that Megatron spawns import the main module, and need the harness
