@@ -45,6 +45,11 @@ def name_of(dtype: torch.dtype) -> str:
         raise FormatError(f"dtype {dtype} cannot be stored; known: {sorted(_TORCH_BY_NAME)}") from None
 
 
+def names() -> list[str]:
+    """All names, in an order that does not change."""
+    return list(_TORCH_BY_NAME)
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype behind a format name. Raises FormatError for an unknown name."""
     try:

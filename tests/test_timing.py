@@ -1,0 +1,209 @@
+"""Records of collectives: every call once, as torch's own flight recorder counts them; rings that can be read at any moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.launch import environment, torchrun
+from tests.timing.calls_worker import LISTED
+from unickpt.errors import FormatError
+from unickpt.timing.recorder import members, progressions
+from unickpt.timing.records import FORMAT, RECORD, Flag, Op, Phase
+from unickpt.timing.ring import HEADER_BYTES, TABLE_BYTES, Identity, RingReader, RingWriter, Snapshot
+
+# What the flight recorder calls the operations of gloo: some have another's name
+NAMES = {
+    "all_reduce": Op.ALL_REDUCE, "all_gather": Op.ALL_GATHER, "broadcast": Op.BROADCAST, "reduce": Op.REDUCE,
+    "gather": Op.GATHER, "scatter": Op.SCATTER, "all_to_all": Op.ALL_TO_ALL, "barrier": Op.BARRIER,
+    "reduce_scatter": Op.REDUCE_SCATTER,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Snapshot, list[Any]]]:
+    """Of every rank what we have noted, and the flight recorder's entries."""
+    folder = tmp_path_factory.mktemp("calls")
+    torchrun(
+        request.param,
+        "tests.timing.calls_worker",
+        str(folder),
+        env={"TORCH_FR_BUFFER_SIZE": "4000", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    ranks = range(request.param)
+    return [(RingReader(folder / f"{r}.ring").snapshot(), json.loads((folder / f"{r}.json").read_text())) for r in ranks]
+
+
+def test_every_collective_is_noted_once(job: list[tuple[Snapshot, list[Any]]]) -> None:
+    world = len(job)
+    for snapshot, entries in job:
+        theirs = Counter(
+            (NAMES[entry["profiling_name"].removeprefix("gloo:")], sum(int(np.prod(size)) for size in entry["input_sizes"]))
+            for entry in entries
+        )
+        ours = Counter(
+            call
+            for op, elements in snapshot.records[["op", "elements_in"]].tolist()
+            if op <= Op.BARRIER
+            for call in as_gloo_makes_it(Op(op), elements, world)
+        )
+        assert ours == theirs
+
+
+def as_gloo_makes_it(op: Op, elements: int, world: int) -> list[tuple[Op, int]]:
+    """It scatters by reducing all: a list part by part, a tensor at once."""
+    if op != Op.REDUCE_SCATTER:
+        return [(op, elements)]
+    return [(Op.ALL_REDUCE, LISTED)] * world if elements == LISTED * world else [(Op.ALL_REDUCE, elements)]
+
+
+def test_members_of_a_communicator_have_noted_the_same(job: list[tuple[Snapshot, list[Any]]]) -> None:
+    calls: dict[tuple[str, int], set[tuple[int, ...]]] = {}
+    for snapshot, _ in job:
+        names = [f"{entry['name']}" for entry in snapshot.communicators]
+        for record in snapshot.records[snapshot.records["op"] <= Op.BARRIER]:
+            what = (int(record["op"]), int(record["dtype"]), int(record["shape"]))
+            calls.setdefault((names[record["comm"]], int(record["seq"])), set()).add(what)
+    assert all(len(found) == 1 for found in calls.values()), calls
+    sequences = {}
+    for name, seq in calls:
+        sequences.setdefault(name, []).append(seq)
+    assert all(sorted(found) == list(range(1, len(found) + 1)) for found in sequences.values())
+
+
+def test_point_to_point_calls_meet(job: list[tuple[Snapshot, list[Any]]]) -> None:
+    sent, received = set(), set()
+    for rank, (snapshot, _) in enumerate(job):
+        for record in snapshot.records:
+            if record["op"] == Op.SEND:
+                sent.add((rank, int(record["peer"]), int(record["seq"])))
+            elif record["op"] == Op.RECEIVE:
+                received.add((int(record["peer"]), rank, int(record["seq"])))
+    assert sent == received
+    assert len(sent) == len(job) + 1
+
+
+def test_what_is_noted_of_a_call(job: list[tuple[Snapshot, list[Any]]]) -> None:
+    world = len(job)
+    for snapshot, _ in job:
+        records = snapshot.records
+        assert (records["end_ns"] >= records["call_ns"]).all()  # everything has ended
+        assert (np.diff(records["begun"].astype(int)) == 1).all()
+        native = records[(records["flags"] & int(Flag.FROM_NATIVE)) > 0]
+        assert len(native) == 5 + 7  # functional ones; the reducer checks and spreads parameters, reduces, and forms buckets anew
+        assert set(native["phase"].tolist()) == {int(Phase.UNKNOWN), int(Phase.BACKWARD)}
+        assert snapshot.closed
+        labels = {entry["label"]: members(entry["ranks"]) for entry in snapshot.communicators}
+        assert labels["every second"] in ([*range(0, world, 2)], [*range(1, world, 2)])
+        rooted = records[records["op"] == Op.SCATTER]
+        assert rooted["peer"].tolist() == [0]
+
+
+# ---------------------------------------------------------------- the ring
+
+
+def put(ring: RingWriter, number: int) -> None:
+    ring.put(number, number * 10, 0, 0, number, 4, 4, 0, int(Op.ALL_REDUCE), 2, 0, 0, 0, -1, 0, 7, 99)
+
+
+def here(**more: Any) -> Identity:
+    return Identity(
+        **{"rank": 3, "world": 8, "pid": os.getpid(), "host": "a", "job": "j", "monotonic_ns": 5, "wall_ns": 6, **more}
+    )
+
+
+def test_a_ring_keeps_the_newest(tmp_path: Path) -> None:
+    ring = RingWriter(tmp_path / "r.ring", here(), capacity=10)
+    for number in range(1, 26):
+        put(ring, number)
+    ring.end(25, 777)
+    ring.state(heartbeat_ns=1234, step=9, phase=2)
+    found = RingReader(tmp_path / "r.ring").snapshot()
+    assert found.records["begun"].tolist() == list(range(16, 26))
+    assert found.records["end_ns"].tolist() == [0] * 9 + [777]
+    assert found.records["step"].tolist() == [7] * 10
+    assert (found.step, found.phase, found.heartbeat_ns, found.closed) == (9, 2, 1234, False)
+    assert found.identity == here()
+    assert RingReader(tmp_path / "r.ring").snapshot(last=3).records["begun"].tolist() == [23, 24, 25]
+    ring.close()
+    assert RingReader(tmp_path / "r.ring").snapshot().closed
+
+
+def test_both_spellings_of_a_record_are_the_same() -> None:
+    import struct
+
+    assert struct.calcsize(FORMAT) == RECORD.itemsize
+    values = tuple(range(1, len(RECORD.names or ()) + 1))
+    assert np.frombuffer(struct.pack(FORMAT, *values), RECORD)[0].tolist() == values
+
+
+def test_a_record_that_changes_meanwhile_is_left_out(tmp_path: Path) -> None:
+    ring = RingWriter(tmp_path / "r.ring", here(), capacity=4)
+    for number in range(1, 5):
+        put(ring, number)
+    at = HEADER_BYTES + TABLE_BYTES + RECORD.itemsize
+    ring.map[at : at + 8] = (6).to_bytes(8, "little")  # as if number 6 were being written over number 2
+    assert RingReader(tmp_path / "r.ring").snapshot().records["begun"].tolist() == [1, 3, 4]
+
+
+def test_a_ring_is_read_while_it_is_written_and_after_its_process_was_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys, itertools; from pathlib import Path; from tests.test_timing import here, put\n"
+        "from unickpt.timing.ring import RingWriter\n"
+        f"ring = RingWriter(Path({str(tmp_path / 'r.ring')!r}), here(), capacity=64)\n"
+        "for number in itertools.count(1): put(ring, number)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment())
+    try:
+        while not (tmp_path / "r.ring").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        reader = RingReader(tmp_path / "r.ring")
+        while not len(reader.snapshot().records):
+            pass
+        newest = 0
+        for _ in range(2000):
+            records = reader.snapshot().records
+            assert (records["call_ns"] == records["begun"].astype(np.int64) * 10).all()
+            assert (records["seq"] == records["begun"]).all()
+            newest = max([newest, *records["begun"].tolist()])
+        assert newest > 1000
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    records = RingReader(tmp_path / "r.ring").snapshot().records
+    assert len(records) >= 63
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data[:100],
+        lambda data: b"X" + data[1:],
+        lambda data: data[:-1],
+        lambda _: b"",
+        lambda data: data[:8] + b"\xff" + data[9:],
+    ],
+)
+def test_what_is_no_ring_is_refused(tmp_path: Path, change: Any) -> None:
+    path = tmp_path / "r.ring"
+    RingWriter(path, here(), capacity=4)
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(FormatError, match=r"r\.ring"):
+        RingReader(path)
+
+
+def test_ranks_of_groups_are_short_in_the_table() -> None:
+    for ranks in ([0], [0, 1, 2, 3], [0, 8, 16], [5, 3, 1], [0, 1, 8, 9, 16, 17], [4, 4], []):
+        assert members(progressions(ranks)) == ranks
+    assert progressions(range(0, 16384, 8)) == [[0, 8, 2048]]

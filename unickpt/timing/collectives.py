@@ -1,0 +1,290 @@
+"""Hooks on torch.distributed: every collective and point-to-point call of every process group.
+
+Three doors lead to a process group, and each is watched where it costs least:
+
+- Python calls, whatever function they come through and whenever its name was imported, end in a method of
+  ``ProcessGroup``: these methods are wrapped (about a microsecond);
+- functional collectives, also those of compiled code, are operators ``_c10d_functional::*`` that call the group in C++:
+  these are overridden (some microseconds on them alone);
+- the reducer of ``DistributedDataParallel`` calls in C++, too: the first such module overrides the operators ``c10d::*``,
+  through which then all calls go; what a method has noted is not noted again.
+
+The end of work is noted where somebody waits for it, or by a thread that looks every 10 ms. On a device, waiting does not
+wait: see ``docs/timing.md``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from unickpt.timing import native
+from unickpt.timing.recorder import Recorder
+from unickpt.timing.records import DTYPE_CODES, Flag, Op
+
+logger = logging.getLogger("unickpt")
+
+_ProcessGroup: Any = dist.ProcessGroup
+_Work: Any = dist.Work
+
+Call = tuple[int, int, int, int, int, int, int, int]  # op, dtype, elements in and out, flags, rank in the group, tag, shape
+_NONE = -1
+
+
+class _State(threading.local):
+    """Of a thread: what is being coalesced."""
+
+    coalesced: list[int] | None = None
+
+
+_state = _State()
+_coalescing = 0  # threads that do: the others need not look
+_recorder: Recorder | None = None
+_originals: dict[tuple[Any, str], Any] = {}
+
+
+def install(recorder: Recorder) -> None:
+    """Begin to record. Replaces a recorder that is there."""
+    global _recorder
+    _recorder = recorder
+    if _originals:
+        return
+    for name, describe in _METHODS.items():
+        if hasattr(_ProcessGroup, name):
+            _replace(_ProcessGroup, name, _watched(getattr(_ProcessGroup, name), describe))
+    unknown = sorted(name for name in vars(_ProcessGroup) if not name.startswith("__") and name not in {*_METHODS, *_NO_CALLS})
+    if unknown:
+        logger.warning(
+            "unickpt: torch %s has methods of process groups that this release does not know; if they communicate, that is not "
+            "timed: %s", torch.__version__, ", ".join(unknown),
+        )  # fmt: skip
+    _replace(_ProcessGroup, "_start_coalescing", _starts_coalescing(_ProcessGroup._start_coalescing))
+    _replace(_ProcessGroup, "_end_coalescing", _ends_coalescing(_ProcessGroup._end_coalescing))
+    _replace(_Work, "wait", _waits(_Work.wait))
+    _replace(DistributedDataParallel, "__init__", _reduces(DistributedDataParallel.__init__))
+    native.watch_functional(lambda: _recorder)
+
+
+def uninstall() -> None:
+    """Give torch its own methods back."""
+    global _recorder
+    _recorder = None
+    for (owner, name), original in _originals.items():
+        setattr(owner, name, original)
+    _originals.clear()
+    native.unwatch()
+
+
+def _replace(owner: Any, name: str, function: Any) -> None:
+    _originals[owner, name] = vars(owner)[name]  # as it lies in the class: what getattr returns would not be a method again
+    function.__name__, function.__doc__ = name, getattr(owner, name).__doc__
+    setattr(owner, name, function)
+
+
+def _watched(original: Callable[..., Any], describe: Callable[..., Call]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = _recorder
+        if recorder is None:
+            return original(self, *args, **kwargs)
+        coalesced = _state.coalesced if _coalescing else None
+        try:
+            number = recorder.call(self, describe(*args, **kwargs), 0 if coalesced is None else 2)
+        except Exception as err:  # a call that we cannot describe is made all the same
+            if recorder.error(err):
+                uninstall()
+            return original(self, *args, **kwargs)
+        native.noted.here = True
+        try:
+            work = original(self, *args, **kwargs)
+        except BaseException:
+            recorder.failed((number,))
+            raise
+        finally:
+            native.noted.here = False
+        if coalesced is None:
+            recorder.issued(number, work)
+        else:
+            coalesced.append(number)
+        return work
+
+    return method
+
+
+def _starts_coalescing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _coalescing
+        if _state.coalesced is None:
+            _coalescing += 1
+        _state.coalesced = []
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def _ends_coalescing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _coalescing
+        numbers, _state.coalesced = _state.coalesced, None
+        if numbers is not None:
+            _coalescing -= 1
+        work = original(self, *args, **kwargs)
+        if _recorder is not None and numbers:
+            _recorder.issued(tuple(numbers), work)
+        return work
+
+    return method
+
+
+def _waits(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        done = original(self, *args, **kwargs)
+        if _recorder is not None:
+            _recorder.waited(self)
+        return done
+
+    return wait
+
+
+def _reduces(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        native.watch_reducer(lambda: _recorder)
+        original(self, *args, **kwargs)
+
+    return init
+
+
+# ---------------------------------------------------------------- what a call is, from its arguments
+# Plain numbers, as they are packed: a member of an enumeration takes a tenth of a microsecond to look up.
+
+(_ALL_REDUCE, _BROADCAST, _REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL, _GATHER, _SCATTER, _BARRIER, _SEND, _RECEIVE) = (
+    int(op) for op in Op if op.collective or op.point_to_point
+)
+_ASYNC = int(Flag.ASYNC)
+
+
+def _first(tensors: Any) -> Any:
+    while isinstance(tensors, (list, tuple)):
+        if not tensors:
+            return None
+        tensors = tensors[0]
+    return tensors
+
+
+def _elements(tensors: Any) -> int:
+    if not isinstance(tensors, (list, tuple)):
+        return int(tensors.numel())
+    return int(tensors[0].numel()) if len(tensors) == 1 and not isinstance(tensors[0], list) else sum(map(_elements, tensors))
+
+
+def _call(op: int, sample: Any, elements_in: int, elements_out: int, opts: Any, peer: int = _NONE, tag: int = 0) -> Call:
+    """Of a call with options; ``sample`` is a tensor whose shape is the same on all members."""
+    flags = _ASYNC if getattr(opts, "asyncOp", False) else 0
+    if sample is None:
+        return op, 0, elements_in, elements_out, flags, peer, tag, 0
+    return op, DTYPE_CODES.get(sample.dtype, 0), elements_in, elements_out, flags, peer, tag, hash(sample.shape) & 0xFFFFFFFF
+
+
+def _all_reduce(tensors: Any, opts: Any = None, *_: Any, **__: Any) -> Call:
+    if type(tensors) is list and len(tensors) == 1:  # as a rule
+        tensor = tensors[0]
+        count = tensor.numel()
+        flags = _ASYNC if getattr(opts, "asyncOp", False) else 0
+        return _ALL_REDUCE, DTYPE_CODES.get(tensor.dtype, 0), count, count, flags, _NONE, 0, hash(tensor.shape) & 0xFFFFFFFF
+    count = _elements(tensors)
+    return _call(_ALL_REDUCE, _first(tensors), count, count, opts)
+
+
+def _rooted(op: int) -> Callable[..., Call]:
+    def describe(tensors: Any, opts: Any = None, *_: Any, root: int = 0, **__: Any) -> Call:
+        count = _elements(tensors)
+        root = opts if isinstance(opts, int) else getattr(opts, "rootRank", root)
+        return _call(op, _first(tensors), count, count, opts, root)
+
+    return describe
+
+
+def _all_gather(outputs: Any, inputs: Any, opts: Any = None, *_: Any, **__: Any) -> Call:
+    return _call(_ALL_GATHER, _first(inputs), _elements(inputs), _elements(outputs), opts)
+
+
+def _reduce_scatter(outputs: Any, inputs: Any, opts: Any = None, *_: Any, **__: Any) -> Call:
+    return _call(_REDUCE_SCATTER, _first(outputs), _elements(inputs), _elements(outputs), opts)
+
+
+def _all_to_all(outputs: Any, inputs: Any, *rest: Any, **_: Any) -> Call:
+    op, dtype, given, got, flags, peer, tag, _shape = _call(
+        _ALL_TO_ALL, _first(inputs), _elements(inputs), _elements(outputs), rest[-1] if rest else None
+    )
+    return op, dtype, given, got, flags, peer, tag, 0  # members may split theirs in other ways
+
+
+def _to_or_from_one(op: int) -> Callable[..., Call]:
+    def describe(outputs: Any, inputs: Any, opts: Any = None, *_: Any, **__: Any) -> Call:
+        own = inputs if op == _GATHER else outputs
+        return _call(op, _first(own), _elements(inputs), _elements(outputs), opts, getattr(opts, "rootRank", 0))
+
+    return describe
+
+
+def _barrier(opts: Any = None, *_: Any, **__: Any) -> Call:
+    return _call(_BARRIER, None, 0, 0, opts)
+
+
+def _send(tensors: Any, dstRank: int = 0, tag: int = 0) -> Call:  # noqa: N803  (torch's name)
+    sample = _first(tensors)
+    dtype, shape = DTYPE_CODES.get(sample.dtype, 0), hash(sample.shape) & 0xFFFFFFFF
+    return _SEND, dtype, _elements(tensors), 0, _ASYNC, dstRank, tag, shape
+
+
+def _receive(tensors: Any, srcRank: int = _NONE, tag: int = 0) -> Call:  # noqa: N803
+    sample = _first(tensors)
+    dtype, shape = DTYPE_CODES.get(sample.dtype, 0), hash(sample.shape) & 0xFFFFFFFF
+    return _RECEIVE, dtype, 0, _elements(tensors), _ASYNC, srcRank, tag, shape
+
+
+def _receive_any(tensors: Any, tag: int = 0) -> Call:
+    return _receive(tensors, _NONE, tag)
+
+
+_METHODS: dict[str, Callable[..., Call]] = {
+    "allreduce": _all_reduce,
+    "allreduce_coalesced": _all_reduce,
+    "broadcast": _rooted(_BROADCAST),
+    "reduce": _rooted(_REDUCE),
+    "allgather": _all_gather,
+    "_allgather_base": _all_gather,
+    "all_gather_single": _all_gather,
+    "all_gather_single_coalesced": _all_gather,
+    "allgather_coalesced": _all_gather,
+    "allgather_into_tensor_coalesced": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "_reduce_scatter_base": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter,
+    "reduce_scatter_single_coalesced": _reduce_scatter,
+    "reduce_scatter_tensor_coalesced": _reduce_scatter,
+    "alltoall": _all_to_all,
+    "alltoall_base": _all_to_all,
+    "all_to_all_single": _all_to_all,
+    "gather": _to_or_from_one(_GATHER),
+    "scatter": _to_or_from_one(_SCATTER),
+    "barrier": _barrier,
+    "monitored_barrier": _barrier,
+    "send": _send,
+    "recv": _receive,
+    "recv_anysource": _receive_any,
+}
+_NO_CALLS = frozenset({
+    "_pybind11_conduit_v1_", "rank", "size", "name", "get_group_store", "split_group", "merge_remote_group", "abort",
+    "shutdown", "_id", "_backend_id", "_set_sequence_number_for_group", "_get_sequence_number_for_group", "set_timeout",
+    "_device_types", "_get_backend_name", "_start_coalescing", "_end_coalescing", "_register_backend", "_get_backend",
+    "_set_default_backend", "_register_on_completion_hook", "_wait_for_pending_works", "_has_hooks",
+    "_enable_collectives_timing", "_set_group_name", "group_name", "_set_group_desc", "group_desc", "bound_device_id",
+    "use_pg_for_symm_mem_rendezvous", "boxed", "unbox", "BackendType", "UNDEFINED", "GLOO", "NCCL", "XCCL", "UCC", "MPI",
+    "CUSTOM",
+})  # fmt: skip

@@ -1,0 +1,218 @@
+"""One rank's notes: which record is which call, and when it ended."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from unickpt.timing.records import END_OFFSET, RECORD, Flag, Op, Phase
+from unickpt.timing.ring import RingWriter
+
+logger = logging.getLogger("unickpt")
+
+_now = time.monotonic_ns
+_in_backward = torch._C._current_graph_task_id  # -1 outside of autograd's own threads and calls
+TICK_S = 0.01
+_MAX_COMMUNICATORS = 1 << 16
+_MAX_ERRORS = 3
+_RECORD_BYTES = RECORD.itemsize
+_pack_end = struct.Struct("<q").pack_into
+_LAST_COLLECTIVE, _SEND = int(Op.BARRIER), int(Op.SEND)
+
+
+class Communicator:
+    """A process group as the records know it.
+
+    Attributes:
+        number: position in the ring's table.
+        ranks: global ranks of the members, by their rank in the group.
+        sequence: numbers of its collectives.
+    """
+
+    __slots__ = ("_pairs", "number", "ranks", "sequence")
+
+    def __init__(self, number: int, ranks: Sequence[int]) -> None:
+        self.number, self.ranks = number, tuple(ranks)
+        self.sequence = itertools.count(1)
+        self._pairs: dict[tuple[int, int], itertools.count[int]] = {}
+
+    def pair(self, source: int, destination: int) -> itertools.count[int]:
+        """Numbers of the point-to-point calls from one rank to another, both global ranks."""
+        found = self._pairs.get((source, destination))
+        return found if found is not None else self._pairs.setdefault((source, destination), itertools.count(1))
+
+
+class Recorder:
+    """Writes this rank's records. Methods that are called beside training never raise anything that training would see.
+
+    Args:
+        ring: where to.
+        describe: what the table says of a process group: ``(group) -> entry`` with at least ``ranks``.
+
+    Attributes:
+        step: of training, as the adapter tells it.
+        phase: of training; backward is found out where nothing else is known.
+    """
+
+    def __init__(self, ring: RingWriter, describe: Callable[[Any], dict[str, Any]]) -> None:
+        self.ring, self._describe = ring, describe
+        self._rank = ring.identity.rank
+        self._pack, self._map, self._first, self._capacity = (
+            ring.pack,
+            ring.map,
+            ring.first_byte,
+            ring.capacity,
+        )  # close at hand
+        self.step, self.phase = 0, int(Phase.UNKNOWN)
+        self._numbers = itertools.count(1)
+        self._last = 0
+        self._communicators: dict[str, Communicator] = {}
+        self._lock = threading.Lock()
+        self._pending: dict[int, tuple[Any, int | tuple[int, ...]]] = {}  # id of the work -> it, and its records
+        self._errors = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._tick, name="unickpt-timing", daemon=True)
+        self._thread.start()
+
+    def _communicator(self, group: Any) -> Communicator:
+        """The communicator of a process group that was not seen before."""
+        name = group.group_name
+        with self._lock:
+            found = self._communicators.get(name)
+            if found is None:
+                found = self._communicators[name] = self._list(group, name)
+        return found
+
+    def _list(self, group: Any, name: str) -> Communicator:
+        entry = self._describe(group)
+        number = len(self._communicators)
+        ranks = entry.pop("ranks")
+        line = {**entry, "name": name, "ranks": progressions(ranks)}
+        if number >= _MAX_COMMUNICATORS or not self.ring.list_communicator(line):
+            raise OverflowError(f"the table of communicators is full: {number} are in it")
+        return Communicator(number, ranks)
+
+    def call(self, group: Any, what: tuple[int, int, int, int, int, int, int, int], more: int = 0) -> int:
+        """Note a call that is about to be made; the number of its record.
+
+        Args:
+            group: the process group.
+            what: operation, dtype, elements in and out, flags, rank in the group (-1: none), tag, hash of the shape.
+            more: further flags.
+        """
+        op, dtype, elements_in, elements_out, flags, peer, tag, shape = what
+        communicator = self._communicators.get(group.group_name) or self._communicator(group)
+        if peer >= 0:
+            peer = communicator.ranks[peer]
+        if op <= _LAST_COLLECTIVE:
+            seq = next(communicator.sequence)
+        else:
+            seq = next(communicator.pair(self._rank, peer) if op == _SEND else communicator.pair(peer, self._rank))
+        phase = self.phase
+        if phase <= 1 and _in_backward() != -1:
+            phase = 2
+        number = self._last = next(self._numbers)
+        self._pack(
+            self._map, self._first + (number - 1) % self._capacity * _RECORD_BYTES,
+            number, _now(), 0, 0, seq, elements_in, elements_out, communicator.number, op, dtype, flags | more, phase, 0, peer,
+            tag, self.step, shape, number,
+        )  # fmt: skip
+        return number
+
+    def end(self, numbers: int | tuple[int, ...]) -> None:
+        """Note that records have ended now."""
+        now, oldest = _now(), self._last - self.ring.capacity
+        for number in (numbers,) if isinstance(numbers, int) else numbers:
+            if number > oldest:
+                self.ring.end(number, now)
+
+    def issued(self, numbers: int | tuple[int, ...], work: Any) -> None:
+        """Note what a call has returned: work that goes on, or nothing, if all is done."""
+        if work is None:
+            self.end(numbers)
+        else:
+            self._pending[id(work)] = (work, numbers)
+
+    def waited(self, work: Any) -> None:
+        """Note that somebody has waited for work on the host."""
+        found = self._pending.pop(id(work), None)
+        if found is not None:
+            numbers = found[1]
+            if type(numbers) is int and numbers > self._last - self._capacity:
+                _pack_end(self._map, self._first + (numbers - 1) % self._capacity * _RECORD_BYTES + END_OFFSET, _now())
+            else:
+                self.end(numbers)
+
+    def failed(self, numbers: tuple[int, ...]) -> None:
+        """Note that a call has raised."""
+        for number in numbers:
+            self.ring.flag(number, int(Flag.FAILED))
+        self.end(numbers)
+
+    def moment(self, op: Op, begin_ns: int, end_ns: int) -> None:
+        """Note something that is over and is no call: a step, a pause, a wait for data."""
+        number = self._last = next(self._numbers)
+        self.ring.put(number, begin_ns, 0, end_ns, 0, 0, 0, 0, int(op), 0, 0, self.phase, 0, -1, 0, self.step, 0)
+
+    def error(self, err: Exception) -> bool:
+        """An error of our own beside a call; whether recording shall stop."""
+        self._errors += 1
+        if self._errors == _MAX_ERRORS:
+            logger.warning(
+                "unickpt: rank %d: collectives are no longer timed, training is not affected (%s: %s)",
+                self.ring.identity.rank, type(err).__name__, err,
+            )  # fmt: skip
+        return self._errors >= _MAX_ERRORS
+
+    def close(self) -> None:
+        """The process ends in order, or recording does."""
+        self._over.set()
+        self._thread.join(1.0)
+        self._sweep()
+        self.ring.close()
+
+    def _tick(self) -> None:
+        """Beside training: the heartbeat, and ends of what nobody has waited for yet."""
+        while not self._over.wait(TICK_S):
+            try:
+                self._sweep()
+                self.ring.state(heartbeat_ns=_now(), step=self.step, phase=self.phase)
+            except Exception as err:
+                if self.error(err):
+                    return
+
+    def _sweep(self) -> None:
+        for key, (work, numbers) in list(self._pending.items()):
+            if work.is_completed():
+                self.end(numbers)
+                found = self._pending.get(key)
+                if found is not None and found[0] is work:
+                    del self._pending[key]
+
+
+def progressions(ranks: Sequence[int]) -> list[list[int]]:
+    """Ranks as ``[first, step, count]``: those of a large job's groups are a few of these."""
+    found: list[list[int]] = []
+    waiting = deque(ranks)
+    while waiting:
+        first = waiting.popleft()
+        step = waiting[0] - first if waiting else 1
+        count = 1
+        while waiting and waiting[0] == first + count * step:
+            waiting.popleft()
+            count += 1
+        found.append([first, step, count])
+    return found
+
+
+def members(parts: Sequence[Sequence[int]]) -> list[int]:
+    """The ranks that ``progressions`` has made short."""
+    return [first + step * at for first, step, count in parts for at in range(count)]

@@ -1,0 +1,112 @@
+"""What is noted of one collective, point-to-point call or moment of training: 88 bytes.
+
+The same table in two spellings: ``FORMAT`` for the rank that writes one record, ``RECORD`` for whoever
+reads thousands of them.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unickpt import dtypes
+
+Records = npt.NDArray[Any]  # of dtype ``RECORD``
+
+
+class Op(enum.IntEnum):
+    """What was called. Up to ``BARRIER`` all members of the communicator take part; moments have no communicator."""
+
+    ALL_REDUCE = 1
+    BROADCAST = 2
+    REDUCE = 3
+    ALL_GATHER = 4
+    REDUCE_SCATTER = 5
+    ALL_TO_ALL = 6
+    GATHER = 7
+    SCATTER = 8
+    BARRIER = 9
+    SEND = 16
+    RECEIVE = 17
+    STEP = 32
+    GARBAGE = 33
+    DATA = 34
+    CHECKPOINT = 35
+
+    @property
+    def point_to_point(self) -> bool:
+        return self in (Op.SEND, Op.RECEIVE)
+
+    @property
+    def collective(self) -> bool:
+        return self <= Op.BARRIER
+
+
+class Phase(enum.IntEnum):
+    """What training was doing."""
+
+    UNKNOWN = 0
+    FORWARD = 1
+    BACKWARD = 2
+    OPTIMIZER = 3
+    CHECKPOINT = 4
+    EVALUATION = 5
+
+
+class Flag(enum.IntFlag):
+    """How it was called."""
+
+    ASYNC = 1  # the caller did not wait at once
+    COALESCED = 2  # one of several that were issued as one
+    FROM_NATIVE = 4  # by torch's own C++: the DDP reducer, functional collectives
+    FAILED = 8  # the call raised, or the work ended with an error
+    DEVICE_TIMES = 16  # start and end are of the device, not of the host
+
+
+_FIELDS = [
+    ("begun", "u8"),  # number of the record, from 1; written first
+    ("call_ns", "i8"),  # of the monotonic clock
+    ("start_ns", "i8"),  # 0 where only call and end can be seen
+    ("end_ns", "i8"),  # 0 until it has ended
+    ("seq", "u8"),  # of the communicator; of the pair of ranks and the direction, for point-to-point calls
+    ("elements_in", "u8"),  # what this rank gives
+    ("elements_out", "u8"),  # what it gets
+    ("comm", "u2"),  # position in the table of communicators
+    ("op", "u1"),
+    ("dtype", "u1"),  # position in ``DTYPES``, from 1; 0 for none
+    ("flags", "u2"),
+    ("phase", "u1"),
+    ("unused", "u1"),
+    ("peer", "i4"),  # global rank: source, destination or root; -1 for none
+    ("tag", "i4"),
+    ("step", "u4"),
+    ("shape", "u4"),  # hash of the shapes: two ranks that call with others are out of step
+    ("written", "u8"),  # the number again; written last
+]
+RECORD = np.dtype(_FIELDS)
+_CODES = {"u8": "Q", "i8": "q", "u4": "I", "i4": "i", "u2": "H", "u1": "B"}
+FORMAT = "<" + "".join(_CODES[kind] for _, kind in _FIELDS)
+END_OFFSET = RECORD.fields["end_ns"][1]  # type: ignore[index]
+FLAGS_OFFSET = RECORD.fields["flags"][1]  # type: ignore[index]
+
+DTYPES = tuple(dtypes.names())
+DTYPE_CODES = {dtypes.torch_dtype(name): at for at, name in enumerate(DTYPES, start=1)}
+ITEMSIZES = np.array([0, *(dtypes.itemsize_bytes(name) for name in DTYPES)], np.int64)
+
+
+def bytes_in(records: Records) -> npt.NDArray[np.int64]:
+    """int64 ``[n]``: what the rank gave."""
+    return _bytes(records, "elements_in")
+
+
+def bytes_out(records: Records) -> npt.NDArray[np.int64]:
+    """int64 ``[n]``: what the rank got."""
+    return _bytes(records, "elements_out")
+
+
+def _bytes(records: Records, column: str) -> npt.NDArray[np.int64]:
+    sizes: npt.NDArray[np.int64] = ITEMSIZES[records["dtype"]]
+    return sizes * records[column].astype(np.int64)

@@ -1,0 +1,217 @@
+"""A fixed number of records in a file in shared memory: one writer, any readers, no locks.
+
+It outlives its process, and whoever can read the file can read it while the process hangs, holds
+the interpreter's lock or is stopped.
+
+    header (one page)   who writes, clocks, and a few values that change
+    table               communicators, one line of JSON each, only ever appended to
+    records             ``capacity`` of them; number ``n`` is in slot ``(n - 1) % capacity``
+
+A record begins and ends with its number. The writer writes from front to back; a reader looks at the last field
+first and at the first one last, so that a record that changes meanwhile has two numbers and is left out. (That
+rests on stores being seen in their order, as on x86; elsewhere a reader may rarely see a record half old.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unickpt.errors import FormatError
+from unickpt.timing.records import END_OFFSET, FLAGS_OFFSET, FORMAT, RECORD, Records
+
+MAGIC = b"UNICKRNG"
+VERSION = 1
+SUFFIX = ".ring"
+HEADER_BYTES = 4096
+TABLE_BYTES = 256 << 10
+_FIXED = struct.Struct("<8sIIQQIIQqq64s64s")  # magic, version, record size, capacity, table, rank, world, pid, clocks, names
+_CHANGING = struct.Struct("<QqqII")  # bytes of the table, heartbeat, step, phase, state
+_CHANGING_OFFSET = 512
+_WORD, _SIGNED, _SHORT = struct.Struct("<Q"), struct.Struct("<q"), struct.Struct("<H")
+
+RUNNING, CLOSED = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who writes a ring.
+
+    Attributes:
+        rank, world: of the job.
+        pid: of the process.
+        host: its name.
+        job: names the job; the rings of one job bear the same.
+        monotonic_ns, wall_ns: both clocks of the host at one instant.
+    """
+
+    rank: int
+    world: int
+    pid: int
+    host: str
+    job: str
+    monotonic_ns: int
+    wall_ns: int
+
+    @classmethod
+    def here(cls, rank: int, world: int, job: str) -> Identity:
+        return cls(rank, world, os.getpid(), socket.gethostname(), job, time.monotonic_ns(), time.time_ns())
+
+
+class RingWriter:
+    """One rank's ring. Nothing here allocates or calls the system once it is made.
+
+    Args:
+        path: of the file; one that is there is replaced.
+        identity: who writes.
+        capacity: records that it holds.
+
+    Attributes:
+        map, pack, first_byte: for a caller that writes a record in one call, without one of ours between.
+
+    Raises:
+        OSError: the file cannot be made, or there is no room for it.
+    """
+
+    def __init__(self, path: Path, identity: Identity, *, capacity: int) -> None:
+        self.path, self.identity, self.capacity = path, identity, capacity
+        size = HEADER_BYTES + TABLE_BYTES + capacity * RECORD.itemsize
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f"{path.name}.{identity.pid}")
+        with fresh.open("wb+") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)  # a full file system says so now, and not by a signal later
+                self.map = mmap.mmap(file.fileno(), size)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    fresh.unlink()
+                raise
+        who = identity
+        _FIXED.pack_into(
+            self.map, 0, MAGIC, VERSION, RECORD.itemsize, capacity, TABLE_BYTES, who.rank, who.world, who.pid,
+            who.monotonic_ns, who.wall_ns, who.host.encode()[:64], who.job.encode()[:64],
+        )  # fmt: skip
+        self._table_bytes = 0
+        _CHANGING.pack_into(self.map, _CHANGING_OFFSET, 0, 0, 0, 0, RUNNING)
+        fresh.replace(path)
+        self.first_byte = HEADER_BYTES + TABLE_BYTES
+        self.pack = struct.Struct(FORMAT).pack_into
+
+    def put(self, number: int, *fields: int) -> None:
+        """Write record ``number``; ``fields`` are all between the two numbers."""
+        at = self.first_byte + (number - 1) % self.capacity * RECORD.itemsize
+        self.pack(self.map, at, number, *fields, number)
+
+    def end(self, number: int, end_ns: int) -> None:
+        """Note when a record has ended. The caller knows that its slot has not been taken by another one."""
+        _SIGNED.pack_into(self.map, self.first_byte + (number - 1) % self.capacity * RECORD.itemsize + END_OFFSET, end_ns)
+
+    def flag(self, number: int, flags: int) -> None:
+        """Replace the flags of a record."""
+        _SHORT.pack_into(self.map, self.first_byte + (number - 1) % self.capacity * RECORD.itemsize + FLAGS_OFFSET, flags)
+
+    def list_communicator(self, entry: dict[str, Any]) -> bool:
+        """Append to the table; False if it is full."""
+        line = json.dumps(entry).encode() + b"\n"
+        begin = HEADER_BYTES + self._table_bytes
+        if self._table_bytes + len(line) > TABLE_BYTES:
+            return False
+        self.map[begin : begin + len(line)] = line
+        self._table_bytes += len(line)
+        _WORD.pack_into(self.map, _CHANGING_OFFSET, self._table_bytes)
+        return True
+
+    def state(self, *, heartbeat_ns: int, step: int, phase: int, state: int = RUNNING) -> None:
+        """What changes now and then."""
+        _CHANGING.pack_into(self.map, _CHANGING_OFFSET, self._table_bytes, heartbeat_ns, step, phase, state)
+
+    def close(self) -> None:
+        """Say that the process ended in order. The file stays."""
+        _CHANGING.pack_into(self.map, _CHANGING_OFFSET, self._table_bytes, time.monotonic_ns(), 0, 0, CLOSED)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A ring at one moment.
+
+    Attributes:
+        identity: who writes it.
+        communicators: the table, in the order of their numbers.
+        records: ``RECORD`` array, by number, the oldest first; those that changed meanwhile are not in it.
+        step, phase, heartbeat_ns: as the rank last told.
+        closed: the process ended in order.
+    """
+
+    identity: Identity
+    communicators: list[dict[str, Any]]
+    records: Records
+    step: int
+    phase: int
+    heartbeat_ns: int
+    closed: bool
+
+
+class RingReader:
+    """Reads a ring, whatever its writer does.
+
+    Raises:
+        FormatError: it is not one, or one of another version.
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < HEADER_BYTES + TABLE_BYTES:
+                raise FormatError(f"{path}: {size} bytes, too short for a ring of records")
+            self.map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        magic, version, record, capacity, table, rank, world, pid, monotonic, wall, host, job = _FIXED.unpack_from(self.map, 0)
+        if magic != MAGIC:
+            raise FormatError(f"{path}: not a ring of records")
+        if version != VERSION or record != RECORD.itemsize or table != TABLE_BYTES:
+            raise FormatError(f"{path}: ring version {version} with records of {record} bytes; this release reads {VERSION}")
+        if size != HEADER_BYTES + TABLE_BYTES + capacity * record:
+            raise FormatError(f"{path}: {size} bytes, which is not what {capacity} records take")
+        self.identity = Identity(rank, world, pid, _text(host), _text(job), monotonic, wall)
+        self.capacity = capacity
+
+    def snapshot(self, *, last: int | None = None) -> Snapshot:
+        """What is in it now; ``last`` limits it to as many of the newest records."""
+        length, heartbeat, step, phase, state = _CHANGING.unpack_from(self.map, _CHANGING_OFFSET)
+        lines = self.map[HEADER_BYTES : HEADER_BYTES + min(length, TABLE_BYTES)].splitlines()
+        communicators = [_line(line) for line in lines]
+        slots = np.frombuffer(self.map, RECORD, self.capacity, HEADER_BYTES + TABLE_BYTES)
+        written = slots["written"].copy()
+        found = slots.copy()
+        begun = slots["begun"].copy()
+        place = np.arange(self.capacity, dtype=np.uint64)
+        sound = (written > 0) & (written == found["begun"]) & (written == begun)
+        sound &= (written - np.uint64(1)) % np.uint64(self.capacity) == place
+        found = found[sound]
+        found = found[np.argsort(found["begun"])]
+        if last is not None:
+            found = found[len(found) - min(last, len(found)) :]
+        return Snapshot(self.identity, communicators, found, step, phase, heartbeat, state == CLOSED)
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="replace")
+
+
+def _line(line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {}
