@@ -33,8 +33,10 @@ _TORCH_BY_NAME: dict[str, torch.dtype] = {
 }
 _NAME_BY_TORCH = {dtype: name for name, dtype in _TORCH_BY_NAME.items()}
 
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memcmp, _memmove = ctypes.CDLL(None).memcmp, ctypes.CDLL(None).memmove
+_memcmp.argtypes = _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = ctypes.c_void_p
+_BLOCK_BYTES = 256 << 10  # copied, then compared: it is still in a core's own cache
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -76,6 +78,19 @@ def is_cast_of(value: torch.Tensor, source: torch.Tensor) -> bool:
         return torch.equal(value, source.to(value.device))
     size = value.numel() * value.element_size()
     return size == 0 or _memcmp(value.data_ptr(), source.data_ptr(), size) == 0
+
+
+def copy_and_compare(target: int, source: int, value: int, size_bytes: int) -> bool:
+    """Copy from one address to another; whether the same bytes are at a third one.
+
+    That reads the source from memory once, which takes two thirds of the time of a copy and a ``memcmp``.
+    """
+    same = True
+    for at in range(0, size_bytes, _BLOCK_BYTES):
+        size = min(_BLOCK_BYTES, size_bytes - at)
+        _memmove(target + at, source + at, size)
+        same = same and _memcmp(value + at, source + at, size) == 0
+    return same
 
 
 def cast_flags(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:

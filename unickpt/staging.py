@@ -17,7 +17,7 @@ import torch
 
 from unickpt.contribution import Shard
 from unickpt.direct_io import BLOCK_BYTES
-from unickpt.dtypes import is_cast_of
+from unickpt.dtypes import copy_and_compare, is_cast_of
 
 _COMPARED_BYTES = 512 << 10  # copied, then compared: three blocks of this are in a core's own cache
 
@@ -92,6 +92,8 @@ def _dependents(shards: Sequence[Shard]) -> dict[tuple[int, int], Shard]:
 
 def _copy_and_compare(target: torch.Tensor, source: torch.Tensor, value: torch.Tensor) -> bool:
     """Copy; whether ``value`` is the cast of ``source``. Block by block: what is compared is still in the processor's cache."""
+    if source.dtype == value.dtype:
+        return copy_and_compare(target.data_ptr(), source.data_ptr(), value.data_ptr(), source.numel() * source.element_size())
     target, source, value = target.view(-1), source.view(-1), value.view(-1)
     same, step = True, _COMPARED_BYTES // source.element_size()
     for at in range(0, source.numel(), step):
