@@ -65,6 +65,7 @@ AGAINST = {
     "step beside DCP": ("step alone", ""),
 }
 PEERS = ("dcp", "universal")
+MOST_BYTES = 512 << 20  # of a piece of memory for the physical limits: more than a cache holds
 
 
 def parse() -> argparse.Namespace:
@@ -94,18 +95,19 @@ def natively(engine: Any, *, universal: bool = False) -> Iterator[None]:
 
 
 class Raw:
-    """As many bytes as a rank saves: in memory, to be copied, written and read."""
+    """As many bytes as a rank saves: to be copied, written and read, in two pieces of memory that are used in turn."""
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         import torch
 
         self.path = path
-        half = size_bytes // 8 * 4
-        self._source, self._target = torch.rand(half // 4), torch.zeros(half // 4)
-        self._views = [memoryview(t.numpy()).cast("B") for t in (self._source, self._target)]
+        self._turns = -(-size_bytes // (2 * MOST_BYTES))
+        size = size_bytes // (2 * self._turns) // 4
+        self._source, self._target = torch.rand(size), torch.zeros(size)
+        self._views = [memoryview(t.numpy()).cast("B") for t in (self._source, self._target)] * self._turns
 
     def copy(self) -> None:
-        for _ in range(2):
+        for _ in range(2 * self._turns):
             self._target.copy_(self._source)
 
     def write(self) -> None:

@@ -76,7 +76,9 @@ def main() -> None:
         PAGE.write_text(f"{written}{MARK}\n{body}")
         DATA.write_text(json.dumps(data, indent=1))
         print(f"{name}: done", flush=True)
-    draw([each for name in PARTS for each in data.get(name, [])])
+    results = [each for name in PARTS for each in data.get(name, [])]
+    if results:
+        draw(results)
 
 
 def sections(text: str) -> dict[str, str]:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar
 
 from unickpt.errors import ConfigError
 from unickpt.reading import VERIFY
 from unickpt.retention import Retention
 from unickpt.saves import ON_BUSY, SaveOptions
+from unickpt.timing.options import TimingOptions
 
 KEY = "unickpt"
+T = TypeVar("T")
 
 
 def _option(default: Any, doc: str, choices: tuple[str, ...] = ()) -> Any:
@@ -46,6 +48,7 @@ class Options:
     upload_to: str = _option("", "a URL (or path) where every checkpoint is copied to as well, behind training")
     grace_seconds: float = _option(25.0, "how long SIGTERM waits for a save that was begun")
     timeout_seconds: float = _option(1800.0, "how long a rank waits for the others before it gives up a save or load")
+    timing: TimingOptions = field(default=TimingOptions(), metadata={"doc": "of collectives", "choices": ()})
 
 
 def save_options(options: Options) -> SaveOptions:
@@ -74,21 +77,28 @@ def read_options(config: Mapping[str, Any]) -> Options | None:
     """
     if KEY not in config:
         return None
-    section = config[KEY]
+    return _section(Options, KEY, config[KEY])
+
+
+def _section(kind: type[T], key: str, section: Any) -> T:
+    """The options of one object in the configuration."""
     if not isinstance(section, Mapping):
-        raise ConfigError(f'"{KEY}" must be an object such as {{"enabled": true}}, not {section!r}')
-    known = {item.name: item for item in fields(Options)}
+        raise ConfigError(f'"{key}" must be an object such as {{"enabled": true}}, not {section!r}')
+    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for name, value in section.items():
         if not isinstance(name, str) or name not in known:
             near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
-            raise ConfigError(f'"{KEY}.{name}" is not an option; did you mean "{KEY}.{near[0]}"? Known: {", ".join(known)}')
-        values[name] = _checked(name, value, type(known[name].default), known[name].metadata["choices"])
-    return Options(**values)
+            raise ConfigError(f'"{key}.{name}" is not an option; did you mean "{key}.{near[0]}"? Known: {", ".join(known)}')
+        default = known[name].default
+        if is_dataclass(default):
+            values[name] = _section(type(default), f"{key}.{name}", value)
+        else:
+            values[name] = _checked(f'"{key}.{name}"', value, type(default), known[name].metadata["choices"])
+    return kind(**values)
 
 
-def _checked(name: str, value: Any, kind: type[Any], choices: tuple[str, ...]) -> Any:
-    where = f'"{KEY}.{name}"'
+def _checked(where: str, value: Any, kind: type[Any], choices: tuple[str, ...]) -> Any:
     if kind is float and type(value) in (int, float):
         if not value > 0:
             raise ConfigError(f"{where} must be a positive number, not {value!r}")

@@ -384,6 +384,28 @@ def non_persistent_names(module: torch.nn.Module) -> set[str]:
     }
 
 
+def process_groups(engine: Any) -> dict[str, list[Any]]:
+    """This rank's process groups by what DeepSpeed calls them (utils/groups.py, runtime/pipe/topology.py)."""
+    from deepspeed.utils import groups
+
+    found = {
+        "tensor parallel": [groups._TENSOR_MODEL_PARALLEL_GROUP],
+        "ZeRO++ parameter": [groups._ZERO_PARAM_INTRA_PARALLEL_GROUP],
+        "expert parallel": list(groups._EXPERT_PARALLEL_GROUP.values()),
+        "expert data parallel": list(groups._EXPERT_DATA_PARALLEL_GROUP.values()),
+        "data parallel": [groups._DATA_PARALLEL_GROUP, getattr(engine, "data_parallel_group", None)],
+        "sequence data parallel": [getattr(engine, "seq_data_parallel_group", None)],
+        "sequence parallel": [getattr(engine, "seq_parallel_group", None)],
+    }
+    grid = getattr(engine, "grid", None)
+    for label, name in (
+        ("pipeline parallel", "pp_proc_group"), ("data parallel", "dp_proc_group"), ("model parallel", "slice_proc_group"),
+        ("model", "ds_model_proc_group"),
+    ):  # fmt: skip
+        found.setdefault(label, []).append(getattr(grid, name, None))
+    return {label: [group for group in held if group is not None] for label, held in found.items()}
+
+
 def default_store() -> Any:
     """The job's key-value store, with which the process groups were set up."""
     from torch.distributed import distributed_c10d

@@ -14,13 +14,17 @@ from unickpt import autoload
 if TYPE_CHECKING:
     from megatron_unickpt.api import load, save
     from megatron_unickpt.strategies import UnickptLoadStrategy, UnickptSaveStrategy
+    from megatron_unickpt.timing import begin as time_collectives
 
-__all__ = ["UnickptLoadStrategy", "UnickptSaveStrategy", "load", "save"]
+__all__ = ["UnickptLoadStrategy", "UnickptSaveStrategy", "load", "save", "time_collectives"]
 
 _HOMES = {
-    "load": "megatron_unickpt.api", "save": "megatron_unickpt.api",
-    "UnickptLoadStrategy": "megatron_unickpt.strategies", "UnickptSaveStrategy": "megatron_unickpt.strategies",
-}  # fmt: skip
+    "load": ("megatron_unickpt.api", "load"),
+    "save": ("megatron_unickpt.api", "save"),
+    "time_collectives": ("megatron_unickpt.timing", "begin"),
+    "UnickptLoadStrategy": ("megatron_unickpt.strategies", "UnickptLoadStrategy"),
+    "UnickptSaveStrategy": ("megatron_unickpt.strategies", "UnickptSaveStrategy"),
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -29,7 +33,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    module, attribute = _HOMES[name]
+    return getattr(import_module(module), attribute)
 
 
 autoload.watch(autoload.MEGATRON)

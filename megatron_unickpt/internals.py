@@ -306,6 +306,17 @@ def coordinates() -> dict[str, int]:
     }
 
 
+def process_groups() -> dict[str, list[Any]]:
+    """This rank's process groups by what Megatron calls them, such as ``tensor model parallel`` (core/parallel_state.py)."""
+    found: dict[str, list[Any]] = {}
+    for name, value in vars(parallel_state).items():
+        if name.isupper() and "_GROUP" in name and "RANKS" not in name:
+            label = name.strip("_").partition("_GROUP")[0].lower().replace("_", " ")
+            groups = value if isinstance(value, list) else [value]
+            found.setdefault(label, []).extend(g for g in groups if isinstance(g, torch.distributed.ProcessGroup))
+    return found
+
+
 def default_store() -> Any:
     """The key-value store that set up the job's process groups."""
     from torch.distributed import distributed_c10d

@@ -13,13 +13,14 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_unickpt import capture, internals, job, loading, metadata, optimizer_hooks
+from megatron_unickpt import capture, internals, job, loading, metadata, optimizer_hooks, timing
 from megatron_unickpt.job import BACKEND, MegatronCheckpointError, SaveFailedError
 from megatron_unickpt.optimizer import METADATA
 from unickpt import interruption
@@ -37,6 +38,7 @@ from unickpt.reading import VERIFY
 from unickpt.retention import Retention
 from unickpt.saves import ON_BUSY, SaveOptions
 from unickpt.storage import is_url, open_storage, split, usable
+from unickpt.timing.options import TimingOptions
 
 logger = logging.getLogger("unickpt")
 
@@ -113,7 +115,15 @@ def add_arguments(wrapped: Callable[..., Any], parser: argparse.ArgumentParser) 
     add(
         "--unickpt-no-read-once", action="store_true", help="every rank reads all that it needs, also what its host's others do"
     )
+    for option in fields(TimingOptions):  # whatever the format of checkpoints is
+        name = "--" + _timing_argument(option.name).replace("_", "-")
+        kind: dict[str, Any] = {"action": "store_true"} if option.name == "enabled" else {"type": type(option.default)}
+        add(name, default=option.default, help=option.metadata["doc"], **kind)
     return result
+
+
+def _timing_argument(option: str) -> str:
+    return "unickpt_timing" if option == "enabled" else f"unickpt_timing_{option}"
 
 
 def _save_options(options: argparse.Namespace) -> SaveOptions:
@@ -146,6 +156,10 @@ def _go_behind_training(options: argparse.Namespace) -> None:
 def parse_arguments(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``parse_args``: from here on, the scripts see the format whose branches they shall take."""
     parsed = wrapped(*args, **kwargs)
+    told: dict[str, Any] = {
+        option.name: getattr(parsed, _timing_argument(option.name), option.default) for option in fields(TimingOptions)
+    }
+    timing.begin_with_groups(TimingOptions(**told))
     wanted = getattr(parsed, "ckpt_format", None) == BACKEND
     setattr(parsed, BACKEND, wanted)
     if wanted:

@@ -17,17 +17,12 @@ import pytest
 
 from tests.launch import environment, torchrun
 from tests.timing.calls_worker import LISTED
+from tests.timing.counting import ENVIRONMENT, NAMES, flown, noted
+from unickpt import dtypes
 from unickpt.errors import FormatError
-from unickpt.timing.recorder import members, progressions
-from unickpt.timing.records import FORMAT, RECORD, Flag, Op, Phase
-from unickpt.timing.ring import HEADER_BYTES, TABLE_BYTES, Identity, RingReader, RingWriter, Snapshot
-
-# What the flight recorder calls the operations of gloo: some have another's name
-NAMES = {
-    "all_reduce": Op.ALL_REDUCE, "all_gather": Op.ALL_GATHER, "broadcast": Op.BROADCAST, "reduce": Op.REDUCE,
-    "gather": Op.GATHER, "scatter": Op.SCATTER, "all_to_all": Op.ALL_TO_ALL, "barrier": Op.BARRIER,
-    "reduce_scatter": Op.REDUCE_SCATTER,
-}  # fmt: skip
+from unickpt.timing.ranks import members, progressions
+from unickpt.timing.records import DTYPES, FORMAT, ITEMSIZES, RECORD, Flag, Op, Phase
+from unickpt.timing.ring import CLOSED, HEADER_BYTES, TABLE_BYTES, Identity, RingReader, RingWriter, Snapshot
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -38,10 +33,12 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         request.param,
         "tests.timing.calls_worker",
         str(folder),
-        env={"TORCH_FR_BUFFER_SIZE": "4000", "GLOO_SOCKET_IFNAME": "lo"},
+        env=ENVIRONMENT,
     )
     ranks = range(request.param)
-    return [(RingReader(folder / f"{r}.ring").snapshot(), json.loads((folder / f"{r}.json").read_text())) for r in ranks]
+    return [
+        (RingReader(folder / f"calls-{r}.ring").snapshot(), json.loads((folder / f"calls-{r}.json").read_text())) for r in ranks
+    ]
 
 
 def test_every_collective_is_noted_once(job: list[tuple[Snapshot, list[Any]]]) -> None:
@@ -109,11 +106,35 @@ def test_what_is_noted_of_a_call(job: list[tuple[Snapshot, list[Any]]]) -> None:
         assert rooted["peer"].tolist() == [0]
 
 
+# ---------------------------------------------------------------- frameworks
+
+DEEPSPEED = ("zero0", "zero1", "zero2", "zero3", "moe", "pipeline")
+MEGATRON = (
+    "gpt-tp2-dist",
+    "gpt-pp2-dist",
+    "gpt-dp2-dist",
+    "gpt-dp2-plain",
+    "gpt-cp2-dist",
+    "gpt-pp2vpp2-dist",
+    "moe-ep2dp2-dist",
+)
+
+
+@pytest.mark.parametrize(("kind", "names"), [("deepspeed", DEEPSPEED), ("megatron", MEGATRON)])
+def test_every_collective_of_a_framework_is_noted_once(kind: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    torchrun(2, "tests.timing.frameworks_worker", str(tmp_path), kind, *names, env=ENVIRONMENT)
+    for name in names:
+        for rank in range(2):
+            ours, theirs = noted(tmp_path / f"{name}-{rank}.ring"), flown(tmp_path / f"{name}-{rank}.json")
+            assert sum(theirs.values()) > 2, name
+            assert ours == theirs, (name, rank, ours - theirs, theirs - ours)
+
+
 # ---------------------------------------------------------------- the ring
 
 
 def put(ring: RingWriter, number: int) -> None:
-    ring.put(number, number * 10, 0, 0, number, 4, 4, 0, int(Op.ALL_REDUCE), 2, 0, 0, 0, -1, 0, 7, 99)
+    ring.put(number, number * 10, 0, 0, 0, number, 4, 4, 0, int(Op.ALL_REDUCE), 2, 0, 0, 0, -1, 0, 7, 99)
 
 
 def here(**more: Any) -> Identity:
@@ -127,7 +148,7 @@ def test_a_ring_keeps_the_newest(tmp_path: Path) -> None:
     for number in range(1, 26):
         put(ring, number)
     ring.end(25, 777)
-    ring.state(heartbeat_ns=1234, step=9, phase=2)
+    ring.state(heartbeat_ns=1234, step=9, newest=25, phase=2)
     found = RingReader(tmp_path / "r.ring").snapshot()
     assert found.records["begun"].tolist() == list(range(16, 26))
     assert found.records["end_ns"].tolist() == [0] * 9 + [777]
@@ -135,8 +156,19 @@ def test_a_ring_keeps_the_newest(tmp_path: Path) -> None:
     assert (found.step, found.phase, found.heartbeat_ns, found.closed) == (9, 2, 1234, False)
     assert found.identity == here()
     assert RingReader(tmp_path / "r.ring").snapshot(last=3).records["begun"].tolist() == [23, 24, 25]
-    ring.close()
+    ring.state(heartbeat_ns=1235, step=9, newest=25, phase=2, state=CLOSED)
     assert RingReader(tmp_path / "r.ring").snapshot().closed
+
+
+@pytest.mark.parametrize("newest", [3, 900, 19_990, 20_000, 20_010, 61_234])
+@pytest.mark.parametrize("told", [0, 5, 700])
+def test_the_newest_are_found_without_reading_all(tmp_path: Path, newest: int, told: int) -> None:
+    ring = RingWriter(tmp_path / "r.ring", here(), capacity=20_000)
+    for number in range(1, newest + 1):
+        put(ring, number)
+    ring.state(heartbeat_ns=0, step=0, newest=max(newest - told, 0), phase=0)  # the last ones were not told of yet
+    found = RingReader(tmp_path / "r.ring").snapshot(last=100).records["begun"].tolist()
+    assert found == list(range(max(newest - 99, 1), newest + 1))
 
 
 def test_both_spellings_of_a_record_are_the_same() -> None:
@@ -145,6 +177,16 @@ def test_both_spellings_of_a_record_are_the_same() -> None:
     assert struct.calcsize(FORMAT) == RECORD.itemsize
     values = tuple(range(1, len(RECORD.names or ()) + 1))
     assert np.frombuffer(struct.pack(FORMAT, *values), RECORD)[0].tolist() == values
+
+
+def test_types_are_those_of_the_format() -> None:
+    assert list(DTYPES) == dtypes.names()
+    assert ITEMSIZES[1:].tolist() == [dtypes.itemsize_bytes(name) for name in DTYPES]
+
+
+def test_whoever_reads_rings_need_not_load_torch() -> None:
+    code = "import sys, unickpt.timing.agent; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=environment(UNICKPT_AUTOLOAD="0")).returncode == 0
 
 
 def test_a_record_that_changes_meanwhile_is_left_out(tmp_path: Path) -> None:

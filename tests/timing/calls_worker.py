@@ -1,11 +1,10 @@
 """Under torchrun: calls through every door to a process group, noted by us and counted by torch's flight recorder.
 
-calls_worker DIR        DIR/<rank>.ring, DIR/<rank>.json: the recorder's entries
+calls_worker DIR        DIR/calls-<rank>.ring, DIR/calls-<rank>.json: the recorder's entries
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
@@ -17,9 +16,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed import all_reduce as imported_before  # a name of its own, as frameworks have them
 
-from unickpt.timing import collectives
-from unickpt.timing.recorder import Recorder
-from unickpt.timing.ring import Identity, RingWriter
+from tests.timing.counting import Watch
 
 LISTED = 5  # elements of a part, where parts are scattered as a list
 
@@ -72,31 +69,18 @@ def through_the_reducer() -> None:
     dist.all_reduce(torch.ones(6))  # noted once, whatever is overridden now
 
 
-def flights() -> list[Any]:
-    """What torch's flight recorder has."""
-    trace: Any = torch._C._distributed_c10d
-    entries: list[Any] = json.loads(trace._dump_fr_trace_json(True, False)).get("entries", [])
-    return entries
-
-
 def main() -> None:
     warnings.filterwarnings("ignore")
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     halves = [dist.new_group(list(range(at, world, 2)), group_desc="every second") for at in range(2)]
-    ring = RingWriter(folder / f"{rank}.ring", Identity.here(rank, world, "test"), capacity=1024)
-    recorder = Recorder(ring, lambda group: {"ranks": dist.get_process_group_ranks(group), "label": group.group_desc})
-    first = len(flights())
-    collectives.install(recorder)
-    through_python(rank, world, halves[rank % 2])
-    through_operators(world)
-    through_the_reducer()
-    dist.barrier()
-    collectives.uninstall()
+    with Watch(folder, "calls"):
+        through_python(rank, world, halves[rank % 2])
+        through_operators(world)
+        through_the_reducer()
+        dist.barrier()
     dist.all_reduce(torch.ones(1))  # of this one, nothing is noted
-    recorder.close()
-    (folder / f"{rank}.json").write_text(json.dumps(flights()[first:-1]))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

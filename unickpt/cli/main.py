@@ -30,6 +30,7 @@ class _Command:
 COMMANDS = (
     _Command("inspect", "unickpt.cli.inspect_command", "show what a checkpoint holds, without reading its data"),
     _Command("verify", "unickpt.cli.verify_command", "read every byte of a checkpoint and say what is wrong with it"),
+    _Command("diagnose", "unickpt.cli.diagnose_command", "say which rank or link a job waits for"),
     _Command("hooks", "unickpt.cli.hooks_command", "show what is put into the installed frameworks"),
 )
 

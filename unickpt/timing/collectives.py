@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from unickpt.timing import native
-from unickpt.timing.recorder import Recorder
-from unickpt.timing.records import DTYPE_CODES, Flag, Op
+from unickpt.timing.recorder import DTYPE_CODES, Recorder
+from unickpt.timing.records import Flag, Op
 
 logger = logging.getLogger("unickpt")
 
@@ -94,7 +94,8 @@ def _watched(original: Callable[..., Any], describe: Callable[..., Call]) -> Cal
             return original(self, *args, **kwargs)
         coalesced = _state.coalesced if _coalescing else None
         try:
-            number = recorder.call(self, describe(*args, **kwargs), 0 if coalesced is None else 2)
+            what = describe(*args, **kwargs)
+            number = recorder.call(self, what, 0 if coalesced is None else _COALESCED)
         except Exception as err:  # a call that we cannot describe is made all the same
             if recorder.error(err):
                 uninstall()
@@ -103,13 +104,14 @@ def _watched(original: Callable[..., Any], describe: Callable[..., Call]) -> Cal
         try:
             work = original(self, *args, **kwargs)
         except BaseException:
-            recorder.failed((number,))
+            if number:
+                recorder.failed(number)
             raise
         finally:
             native.noted.here = False
-        if coalesced is None:
-            recorder.issued(number, work)
-        else:
+        if number and coalesced is None:
+            recorder.issued(number, work, what[4])
+        elif number and coalesced is not None:
             coalesced.append(number)
         return work
 
@@ -135,7 +137,7 @@ def _ends_coalescing(original: Callable[..., Any]) -> Callable[..., Any]:
             _coalescing -= 1
         work = original(self, *args, **kwargs)
         if _recorder is not None and numbers:
-            _recorder.issued(tuple(numbers), work)
+            _recorder.issued(tuple(numbers), work, _ASYNC | _COALESCED)
         return work
 
     return method
@@ -143,9 +145,16 @@ def _ends_coalescing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _waits(original: Callable[..., Any]) -> Callable[..., Any]:
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        done = original(self, *args, **kwargs)
-        if _recorder is not None:
-            _recorder.waited(self)
+        recorder = _recorder
+        if recorder is None:
+            return original(self, *args, **kwargs)
+        recorder.waits(self)
+        try:
+            done = original(self, *args, **kwargs)
+        except BaseException:
+            recorder.broke(self)
+            raise
+        recorder.waited(self)
         return done
 
     return wait
@@ -165,7 +174,7 @@ def _reduces(original: Callable[..., Any]) -> Callable[..., Any]:
 (_ALL_REDUCE, _BROADCAST, _REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL, _GATHER, _SCATTER, _BARRIER, _SEND, _RECEIVE) = (
     int(op) for op in Op if op.collective or op.point_to_point
 )
-_ASYNC = int(Flag.ASYNC)
+_ASYNC, _COALESCED = int(Flag.ASYNC), int(Flag.COALESCED)
 
 
 def _first(tensors: Any) -> Any:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unickpt.timing.recorder import Recorder
-from unickpt.timing.records import DTYPE_CODES, Flag, Op
+from unickpt.timing.recorder import DTYPE_CODES, Recorder
+from unickpt.timing.records import Flag, Op
 
 DEVICES = ("CPU", "CUDA")
 logger = logging.getLogger("unickpt")
@@ -108,12 +108,13 @@ def _functional(
 
 def _waits(_operator: Any, original: Any, recorder: Callable[[], Recorder | None]) -> Callable[..., Any]:
     def kernel(keyset: Any, tensor: Any) -> Any:
-        result = original.call_boxed(keyset, tensor)
         found = recorder()
-        if found is not None:
-            number = _open.pop(tensor.data_ptr(), None)
-            if number is not None:
-                found.end(number)
+        number = None if found is None else _open.pop(tensor.data_ptr(), None)
+        if found is None or number is None:
+            return original.call_boxed(keyset, tensor)
+        found.wait(number)
+        result = original.call_boxed(keyset, tensor)
+        found.end(number)
         return result
 
     return kernel
@@ -132,7 +133,7 @@ def _call(operator: Any, describe: Describe, recorder: Callable[[], Recorder | N
                 found.error(err)
         result = operator.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
         if number and found is not None:
-            found.issued(number, dist.Work.unbox(result[1] if isinstance(result, tuple) else result))
+            found.issued(number, dist.Work.unbox(result[1] if isinstance(result, tuple) else result), _FLAGS)
         return result
 
     return kernel

@@ -7,14 +7,15 @@ import logging
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from unickpt.timing.records import END_OFFSET, RECORD, Flag, Op, Phase
-from unickpt.timing.ring import RingWriter
+from unickpt.dtypes import torch_dtype
+from unickpt.timing.ranks import progressions
+from unickpt.timing.records import DTYPES, END_OFFSET, RECORD, Flag, Op, Phase
+from unickpt.timing.ring import CLOSED, RingWriter
 
 logger = logging.getLogger("unickpt")
 
@@ -23,8 +24,11 @@ _in_backward = torch._C._current_graph_task_id  # -1 outside of autograd's own t
 TICK_S = 0.01
 _MAX_COMMUNICATORS = 1 << 16
 _MAX_ERRORS = 3
+DTYPE_CODES = {torch_dtype(name): at for at, name in enumerate(DTYPES, start=1)}
+HOST_BACKENDS = ("gloo", "mpi")  # a call of these has ended when it has ended on the host
 _RECORD_BYTES = RECORD.itemsize
 _pack_end = struct.Struct("<q").pack_into
+_ASYNC = int(Flag.ASYNC)
 _LAST_COLLECTIVE, _SEND = int(Op.BARRIER), int(Op.SEND)
 
 
@@ -34,13 +38,14 @@ class Communicator:
     Attributes:
         number: position in the ring's table.
         ranks: global ranks of the members, by their rank in the group.
+        on_device: its calls end on a device: that the host goes on tells nothing of it.
         sequence: numbers of its collectives.
     """
 
-    __slots__ = ("_pairs", "number", "ranks", "sequence")
+    __slots__ = ("_pairs", "number", "on_device", "ranks", "sequence")
 
-    def __init__(self, number: int, ranks: Sequence[int]) -> None:
-        self.number, self.ranks = number, tuple(ranks)
+    def __init__(self, number: int, ranks: Sequence[int], *, on_device: bool = False) -> None:
+        self.number, self.ranks, self.on_device = number, tuple(ranks), on_device
         self.sequence = itertools.count(1)
         self._pairs: dict[tuple[int, int], itertools.count[int]] = {}
 
@@ -76,7 +81,7 @@ class Recorder:
         self._last = 0
         self._communicators: dict[str, Communicator] = {}
         self._lock = threading.Lock()
-        self._pending: dict[int, tuple[Any, int | tuple[int, ...]]] = {}  # id of the work -> it, and its records
+        self._pending: dict[int, tuple[Any, int | tuple[int, ...], int]] = {}  # id of the work -> it, its records, their flags
         self._errors = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="unickpt-timing", daemon=True)
@@ -98,10 +103,10 @@ class Recorder:
         line = {**entry, "name": name, "ranks": progressions(ranks)}
         if number >= _MAX_COMMUNICATORS or not self.ring.list_communicator(line):
             raise OverflowError(f"the table of communicators is full: {number} are in it")
-        return Communicator(number, ranks)
+        return Communicator(number, ranks, on_device=line.get("backend", HOST_BACKENDS[0]) not in HOST_BACKENDS)
 
     def call(self, group: Any, what: tuple[int, int, int, int, int, int, int, int], more: int = 0) -> int:
-        """Note a call that is about to be made; the number of its record.
+        """Note a call that is about to be made; the number of its record, 0 if there is nothing more to note of it.
 
         Args:
             group: the process group.
@@ -120,12 +125,14 @@ class Recorder:
         if phase <= 1 and _in_backward() != -1:
             phase = 2
         number = self._last = next(self._numbers)
+        now = _now()
+        wait = 0 if flags & _ASYNC or communicator.on_device else now
+        at = self._first + (number - 1) % self._capacity * _RECORD_BYTES
         self._pack(
-            self._map, self._first + (number - 1) % self._capacity * _RECORD_BYTES,
-            number, _now(), 0, 0, seq, elements_in, elements_out, communicator.number, op, dtype, flags | more, phase, 0, peer,
-            tag, self.step, shape, number,
+            self._map, at, number, now, 0, wait, 0, seq, elements_in, elements_out, communicator.number, op, dtype,
+            flags | more, phase, 0, peer, tag, self.step, shape, number,
         )  # fmt: skip
-        return number
+        return 0 if communicator.on_device else number
 
     def end(self, numbers: int | tuple[int, ...]) -> None:
         """Note that records have ended now."""
@@ -134,12 +141,18 @@ class Recorder:
             if number > oldest:
                 self.ring.end(number, now)
 
-    def issued(self, numbers: int | tuple[int, ...], work: Any) -> None:
+    def issued(self, numbers: int | tuple[int, ...], work: Any, flags: int) -> None:
         """Note what a call has returned: work that goes on, or nothing, if all is done."""
         if work is None:
             self.end(numbers)
         else:
-            self._pending[id(work)] = (work, numbers)
+            self._pending[id(work)] = (work, numbers, flags)
+
+    def waits(self, work: Any) -> None:
+        """Note that somebody begins to wait for work; a call that was not asynchronous is waited for anyway."""
+        found = self._pending.get(id(work))
+        if found is not None and found[2] & _ASYNC:
+            self.wait(found[1])
 
     def waited(self, work: Any) -> None:
         """Note that somebody has waited for work on the host."""
@@ -151,16 +164,29 @@ class Recorder:
             else:
                 self.end(numbers)
 
-    def failed(self, numbers: tuple[int, ...]) -> None:
-        """Note that a call has raised."""
-        for number in numbers:
-            self.ring.flag(number, int(Flag.FAILED))
-        self.end(numbers)
+    def wait(self, numbers: int | tuple[int, ...]) -> None:
+        """Note that somebody begins to wait for records' calls now."""
+        now = _now()
+        for number in (numbers,) if isinstance(numbers, int) else numbers:
+            if number > self._last - self._capacity:
+                self.ring.wait(number, now)
+
+    def failed(self, numbers: int | tuple[int, ...]) -> None:
+        """Note that a call, or its work, has failed. It stays without an end: to a rank that dies of it, it was the last."""
+        for number in (numbers,) if isinstance(numbers, int) else numbers:
+            if number > self._last - self._capacity:
+                self.ring.flag(number, int(Flag.FAILED))
+
+    def broke(self, work: Any) -> None:
+        """Note that waiting for work has raised."""
+        found = self._pending.pop(id(work), None)
+        if found is not None:
+            self.failed(found[1])
 
     def moment(self, op: Op, begin_ns: int, end_ns: int) -> None:
         """Note something that is over and is no call: a step, a pause, a wait for data."""
         number = self._last = next(self._numbers)
-        self.ring.put(number, begin_ns, 0, end_ns, 0, 0, 0, 0, int(op), 0, 0, self.phase, 0, -1, 0, self.step, 0)
+        self.ring.put(number, begin_ns, 0, begin_ns, end_ns, 0, 0, 0, 0, int(op), 0, 0, self.phase, 0, -1, 0, self.step, 0)
 
     def error(self, err: Exception) -> bool:
         """An error of our own beside a call; whether recording shall stop."""
@@ -177,42 +203,26 @@ class Recorder:
         self._over.set()
         self._thread.join(1.0)
         self._sweep()
-        self.ring.close()
+        self.ring.state(heartbeat_ns=_now(), step=self.step, newest=self._last, phase=self.phase, state=CLOSED)
+
+    def publish(self) -> None:
+        """Tell whoever reads the ring where training is."""
+        self.ring.state(heartbeat_ns=_now(), step=self.step, newest=self._last, phase=self.phase)
 
     def _tick(self) -> None:
         """Beside training: the heartbeat, and ends of what nobody has waited for yet."""
         while not self._over.wait(TICK_S):
             try:
                 self._sweep()
-                self.ring.state(heartbeat_ns=_now(), step=self.step, phase=self.phase)
+                self.publish()
             except Exception as err:
                 if self.error(err):
                     return
 
     def _sweep(self) -> None:
-        for key, (work, numbers) in list(self._pending.items()):
+        for key, (work, numbers, _) in list(self._pending.items()):
             if work.is_completed():
-                self.end(numbers)
+                (self.end if work.is_success() else self.failed)(numbers)
                 found = self._pending.get(key)
                 if found is not None and found[0] is work:
                     del self._pending[key]
-
-
-def progressions(ranks: Sequence[int]) -> list[list[int]]:
-    """Ranks as ``[first, step, count]``: those of a large job's groups are a few of these."""
-    found: list[list[int]] = []
-    waiting = deque(ranks)
-    while waiting:
-        first = waiting.popleft()
-        step = waiting[0] - first if waiting else 1
-        count = 1
-        while waiting and waiting[0] == first + count * step:
-            waiting.popleft()
-            count += 1
-        found.append([first, step, count])
-    return found
-
-
-def members(parts: Sequence[Sequence[int]]) -> list[int]:
-    """The ranks that ``progressions`` has made short."""
-    return [first + step * at for first, step, count in parts for at in range(count)]

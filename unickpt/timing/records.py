@@ -1,4 +1,4 @@
-"""What is noted of one collective, point-to-point call or moment of training: 88 bytes.
+"""What is noted of one collective, point-to-point call or moment of training: 96 bytes.
 
 The same table in two spellings: ``FORMAT`` for the rank that writes one record, ``RECORD`` for whoever
 reads thousands of them.
@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from unickpt import dtypes
 
 Records = npt.NDArray[Any]  # of dtype ``RECORD``
 
@@ -69,7 +67,8 @@ class Flag(enum.IntFlag):
 _FIELDS = [
     ("begun", "u8"),  # number of the record, from 1; written first
     ("call_ns", "i8"),  # of the monotonic clock
-    ("start_ns", "i8"),  # 0 where only call and end can be seen
+    ("start_ns", "i8"),  # on a device; 0 where only call and end can be seen
+    ("wait_ns", "i8"),  # since when somebody waits for it: the call itself, if that is not asynchronous; 0 for never
     ("end_ns", "i8"),  # 0 until it has ended
     ("seq", "u8"),  # of the communicator; of the pair of ranks and the direction, for point-to-point calls
     ("elements_in", "u8"),  # what this rank gives
@@ -90,11 +89,16 @@ RECORD = np.dtype(_FIELDS)
 _CODES = {"u8": "Q", "i8": "q", "u4": "I", "i4": "i", "u2": "H", "u1": "B"}
 FORMAT = "<" + "".join(_CODES[kind] for _, kind in _FIELDS)
 END_OFFSET = RECORD.fields["end_ns"][1]  # type: ignore[index]
+WAIT_OFFSET = RECORD.fields["wait_ns"][1]  # type: ignore[index]
 FLAGS_OFFSET = RECORD.fields["flags"][1]  # type: ignore[index]
 
-DTYPES = tuple(dtypes.names())
-DTYPE_CODES = {dtypes.torch_dtype(name): at for at, name in enumerate(DTYPES, start=1)}
-ITEMSIZES = np.array([0, *(dtypes.itemsize_bytes(name) for name in DTYPES)], np.int64)
+# As in ``unickpt.dtypes``, which needs torch: whoever reads records shall not have to load that.
+_SIZES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
+    "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,
+}  # fmt: skip
+DTYPES = tuple(_SIZES)
+ITEMSIZES = np.array([0, *_SIZES.values()], np.int64)
 
 
 def bytes_in(records: Records) -> npt.NDArray[np.int64]:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from unickpt.errors import FormatError
-from unickpt.timing.records import END_OFFSET, FLAGS_OFFSET, FORMAT, RECORD, Records
+from unickpt.timing.records import END_OFFSET, FLAGS_OFFSET, FORMAT, RECORD, WAIT_OFFSET, Records
 
 MAGIC = b"UNICKRNG"
 VERSION = 1
@@ -36,7 +36,8 @@ SUFFIX = ".ring"
 HEADER_BYTES = 4096
 TABLE_BYTES = 256 << 10
 _FIXED = struct.Struct("<8sIIQQIIQqq64s64s")  # magic, version, record size, capacity, table, rank, world, pid, clocks, names
-_CHANGING = struct.Struct("<QqqII")  # bytes of the table, heartbeat, step, phase, state
+_CHANGING = struct.Struct("<QqqQII")  # bytes of the table, heartbeat, step, newest record, phase, state
+_SLACK = 8192  # records that may have been written since the newest was told
 _CHANGING_OFFSET = 512
 _WORD, _SIGNED, _SHORT = struct.Struct("<Q"), struct.Struct("<q"), struct.Struct("<H")
 
@@ -102,7 +103,7 @@ class RingWriter:
             who.monotonic_ns, who.wall_ns, who.host.encode()[:64], who.job.encode()[:64],
         )  # fmt: skip
         self._table_bytes = 0
-        _CHANGING.pack_into(self.map, _CHANGING_OFFSET, 0, 0, 0, 0, RUNNING)
+        _CHANGING.pack_into(self.map, _CHANGING_OFFSET, 0, 0, 0, 0, 0, RUNNING)
         fresh.replace(path)
         self.first_byte = HEADER_BYTES + TABLE_BYTES
         self.pack = struct.Struct(FORMAT).pack_into
@@ -115,6 +116,10 @@ class RingWriter:
     def end(self, number: int, end_ns: int) -> None:
         """Note when a record has ended. The caller knows that its slot has not been taken by another one."""
         _SIGNED.pack_into(self.map, self.first_byte + (number - 1) % self.capacity * RECORD.itemsize + END_OFFSET, end_ns)
+
+    def wait(self, number: int, wait_ns: int) -> None:
+        """Note since when somebody waits for it, in the same way."""
+        _SIGNED.pack_into(self.map, self.first_byte + (number - 1) % self.capacity * RECORD.itemsize + WAIT_OFFSET, wait_ns)
 
     def flag(self, number: int, flags: int) -> None:
         """Replace the flags of a record."""
@@ -131,13 +136,9 @@ class RingWriter:
         _WORD.pack_into(self.map, _CHANGING_OFFSET, self._table_bytes)
         return True
 
-    def state(self, *, heartbeat_ns: int, step: int, phase: int, state: int = RUNNING) -> None:
-        """What changes now and then."""
-        _CHANGING.pack_into(self.map, _CHANGING_OFFSET, self._table_bytes, heartbeat_ns, step, phase, state)
-
-    def close(self) -> None:
-        """Say that the process ended in order. The file stays."""
-        _CHANGING.pack_into(self.map, _CHANGING_OFFSET, self._table_bytes, time.monotonic_ns(), 0, 0, CLOSED)
+    def state(self, *, heartbeat_ns: int, step: int, newest: int, phase: int, state: int = RUNNING) -> None:
+        """What changes now and then; ``newest`` is the number of the last record."""
+        _CHANGING.pack_into(self.map, _CHANGING_OFFSET, self._table_bytes, heartbeat_ns, step, newest, phase, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,22 +188,38 @@ class RingReader:
         self.capacity = capacity
 
     def snapshot(self, *, last: int | None = None) -> Snapshot:
-        """What is in it now; ``last`` limits it to as many of the newest records."""
-        length, heartbeat, step, phase, state = _CHANGING.unpack_from(self.map, _CHANGING_OFFSET)
+        """What is in it now; ``last`` limits it to as many of the newest records, and is the faster for it."""
+        length, heartbeat, step, newest, phase, state = _CHANGING.unpack_from(self.map, _CHANGING_OFFSET)
         lines = self.map[HEADER_BYTES : HEADER_BYTES + min(length, TABLE_BYTES)].splitlines()
         communicators = [_line(line) for line in lines]
-        slots = np.frombuffer(self.map, RECORD, self.capacity, HEADER_BYTES + TABLE_BYTES)
-        written = slots["written"].copy()
-        found = slots.copy()
-        begun = slots["begun"].copy()
-        place = np.arange(self.capacity, dtype=np.uint64)
-        sound = (written > 0) & (written == found["begun"]) & (written == begun)
-        sound &= (written - np.uint64(1)) % np.uint64(self.capacity) == place
-        found = found[sound]
+        whole = last is None or last + _SLACK >= self.capacity
+        found = self._part(0, self.capacity) if whole else self._around(newest, last or 0)
         found = found[np.argsort(found["begun"])]
         if last is not None:
             found = found[len(found) - min(last, len(found)) :]
         return Snapshot(self.identity, communicators, found, step, phase, heartbeat, state == CLOSED)
+
+    def _around(self, newest: int, last: int) -> Records:
+        """The records from ``last`` before the newest one that was told to those that may have come since."""
+        first, end = max(newest - last, 0), max(newest - last, 0) + last + _SLACK
+        slot = first % self.capacity
+        length = end - first
+        parts = [self._part(slot, min(slot + length, self.capacity))]
+        if slot + length > self.capacity:
+            parts.append(self._part(0, slot + length - self.capacity))
+        return np.concatenate(parts)
+
+    def _part(self, lo: int, hi: int) -> Records:
+        """The records in some slots, but those that change meanwhile."""
+        slots = np.frombuffer(self.map, RECORD, self.capacity, HEADER_BYTES + TABLE_BYTES)[lo:hi]
+        written = slots["written"].copy()
+        found = slots.copy()
+        begun = slots["begun"].copy()
+        place = np.arange(lo, hi, dtype=np.uint64)
+        sound = (written > 0) & (written == found["begun"]) & (written == begun)
+        sound &= (written - np.uint64(1)) % np.uint64(self.capacity) == place
+        part: Records = found[sound]
+        return part
 
 
 def _text(field: bytes) -> str:

@@ -1,0 +1,186 @@
+"""Faults in real jobs: which rank is named, and with which syndrome. And the same reasoning on made-up rows."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.launch import REPO, environment, free_port, torchrun
+from unickpt.diagnosis.hangs import hangs
+from unickpt.diagnosis.summaries import SUMMARY
+from unickpt.diagnosis.verdicts import Syndrome, Verdict
+from unickpt.timing.folder import read_folder
+from unickpt.timing.records import Op, Phase
+
+WORLD = 4
+
+
+def diagnosed(folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "unickpt.cli.main", "diagnose", str(folder), "--after", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=REPO)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def until_found(folder: Path, process: subprocess.Popen[str], limit_s: float = 120) -> dict[str, Any]:
+    """The first verdict on the job, once all ranks' rings are there."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        if len(list(folder.glob("*.ring"))) == WORLD:
+            found = diagnosed(folder)
+            if found["verdicts"]:
+                return found
+        time.sleep(0.5)
+    raise AssertionError(f"no verdict; the job has ended with {process.poll()}")
+
+
+def until_told(folder: Path, limit_s: float = 60) -> str:
+    """What is in the training log once the agent has said something."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        text = (folder / "output").read_text()
+        if "unickpt: rank" in text:
+            return text
+        time.sleep(0.2)
+    raise AssertionError("nothing was told")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Any:
+    """Starts a job with a fault, and ends it, whatever it waits for."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(stage: int, fault: str, rank: int, step: int) -> tuple[Path, subprocess.Popen[str]]:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), "--master-addr", "127.0.0.1",
+            "--master-port", str(free_port()), "-m", "tests.timing.training_worker", str(tmp_path), str(stage), fault,
+            str(rank), str(step),
+        ]  # fmt: skip
+        output = (tmp_path / "output").open("w")
+        process = subprocess.Popen(
+            command, cwd=REPO, env=environment(GLOO_SOCKET_IFNAME="lo"), stdout=output, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        started.append(process)
+        return tmp_path, process
+
+    yield start
+    for process in started:
+        everyone = [*psutil.Process(process.pid).children(recursive=True), process] if process.poll() is None else []
+        for each in everyone:
+            each.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("stage", "fault", "rank", "state"),
+    [(1, "stop", 2, "stopped"), (3, "loop", 0, "running"), (2, "sleep", 3, "sleeping"), (1, "kill", 1, "dead")],
+)
+def test_the_rank_that_others_wait_for_is_named(job: Callable[..., Any], stage: int, fault: str, rank: int, state: str) -> None:
+    folder, process = job(stage, fault, rank, 12)
+    verdict, *_ = until_found(folder, process)["verdicts"]
+    assert (verdict["syndrome"], verdict["ranks"]) == ("non-communication hang", [rank])
+    assert verdict["victims"] == WORLD - 1
+    assert f"rank {rank} has not entered" in verdict["told"]
+    assert f"is {state}" in verdict["told"]
+    assert "in step 12" in verdict["told"]
+    if fault != "kill":  # then the launcher ends the job, and it may be over before the deadline is
+        assert f"unickpt: rank {rank} has not entered" in until_told(folder)
+
+
+@pytest.mark.parametrize(("fault", "syndrome"), [("skip", "deadlock between groups"), ("reshape", "mismatched collectives")])
+def test_a_rank_that_is_out_of_step_is_named(job: Callable[..., Any], fault: str, syndrome: str) -> None:
+    folder, process = job(1, fault, 2, 12)
+    verdict, *_ = until_found(folder, process)["verdicts"]
+    assert (verdict["syndrome"], verdict["ranks"]) == (syndrome, [2])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_sound_job_has_steps_and_phases_and_no_verdict(tmp_path: Path, stage: int) -> None:
+    torchrun(2, "tests.timing.training_worker", str(tmp_path), str(stage), "none", "0", "6", env={"GLOO_SOCKET_IFNAME": "lo"})
+    assert diagnosed(tmp_path)["verdicts"] == []
+    found = read_folder(tmp_path)
+    for rank in found.ranks.values():
+        steps = rank.records[rank.records["op"] == Op.STEP]
+        assert len(steps) == 6
+        assert rank.closed
+        phases = set(rank.records["phase"].tolist())
+        assert phases >= {int(Phase.OPTIMIZER)} | ({int(Phase.FORWARD)} if stage == 3 else set())
+        labels = {entry["label"] for entry in rank.communicators}
+        assert "data parallel" in labels or stage == 3  # which takes the default group for all it does
+
+
+# ---------------------------------------------------------------- made-up rows
+
+
+def rows(*entries: tuple[Any, ...]) -> Any:
+    """``(rank, comm, entered, blocked)`` of collectives, ``(rank, (source, destination), entered, blocked)`` of pairs in
+    communicator 9."""
+    out = []
+    for rank, where, entered, blocked in entries:
+        pair = where if isinstance(where, tuple) else (-1, -1)
+        op = Op.ALL_REDUCE if pair == (-1, -1) else Op.SEND if pair[0] == rank else Op.RECEIVE
+        comm = where if pair == (-1, -1) else 9
+        out.append((rank, comm, *pair, entered, entered - (blocked > 0), blocked, 100 + rank, int(op), 2, 5, 8))
+    return np.array(out, SUMMARY)
+
+
+def found(entries: Any, members: dict[int, list[int]], **more: Any) -> list[Verdict]:
+    named = {comm: f"group {comm}" for comm in [*members, 9]}
+    return hangs(rows(*entries), {c: np.array(m) for c, m in members.items()}, named, before_ns=1_000, **more)
+
+
+def test_the_root_is_named_and_not_its_victims() -> None:
+    """TP pairs (0, 1) and (2, 3), DP pairs (0, 2) and (1, 3): 3 hangs, 2 waits for it in TP, 0 and 1 in DP and TP."""
+    entries = [(2, 1, 5, 5), (3, 1, 4, 0), (0, 2, 7, 7), (2, 2, 6, 0), (1, 3, 7, 7), (3, 3, 6, 0), (0, 0, 9, 0), (1, 0, 9, 0)]
+    verdict, *more = found(entries, {0: [0, 1], 1: [2, 3], 2: [0, 2], 3: [1, 3]})
+    assert (verdict.syndrome, verdict.ranks, verdict.victims, more) == (Syndrome.NON_COMMUNICATION_HANG, (3,), 3, [])
+
+
+def test_a_call_that_all_have_entered_is_the_network() -> None:
+    entries = [(0, 0, 4, 4), (1, 0, 4, 4), (2, 0, 4, 0)]
+    verdict, *more = found(entries, {0: [0, 1, 2]})
+    assert (verdict.syndrome, verdict.ranks, verdict.seq, more) == (Syndrome.COMMUNICATION_HANG, (0, 1), 4, [])
+
+
+def test_a_send_and_its_receive_that_do_not_end_are_a_link() -> None:
+    verdict, *more = found([(0, (0, 1), 3, 0), (1, (0, 1), 3, 3)], {})
+    assert (verdict.syndrome, verdict.link, more) == (Syndrome.COMMUNICATION_HANG, (0, 1), [])
+
+
+def test_a_receive_whose_send_was_not_made_leads_to_the_sender() -> None:
+    """Along a pipeline: 2 waits for 1, which waits for 0."""
+    entries = [(2, (1, 2), 3, 3), (1, (1, 2), 2, 0), (1, (0, 1), 3, 3), (0, (0, 1), 2, 0)]
+    verdict, *more = found(entries, {})
+    assert (verdict.syndrome, verdict.ranks, verdict.victims, more) == (Syndrome.NON_COMMUNICATION_HANG, (0,), 2, [])
+
+
+def test_a_circle_is_a_deadlock() -> None:
+    entries = [(0, 1, 1, 1), (1, 1, 0, 0), (1, 2, 1, 1), (0, 2, 0, 0)]
+    (verdict,) = found(entries, {1: [0, 1], 2: [0, 1]})
+    assert (verdict.syndrome, verdict.ranks) == (Syndrome.DEADLOCK, (0, 1))
+
+
+def test_the_dead_enter_nothing() -> None:
+    entries = [(0, 0, 4, 4), (1, 0, 4, 0), (2, 0, 4, 4)]
+    (verdict,) = found(entries, {0: [0, 1, 2]}, gone=frozenset({1}))
+    assert (verdict.syndrome, verdict.ranks) == (Syndrome.NON_COMMUNICATION_HANG, (1,))
+
+
+def test_what_is_young_is_not_told() -> None:
+    assert hangs(rows((0, 0, 4, 4), (1, 0, 3, 0)), {0: np.array([0, 1])}, {0: "g"}, before_ns=50) == []
+
+
+def test_a_rank_that_is_not_known_at_all_has_entered_nothing() -> None:
+    (verdict,) = found([(0, 0, 1, 1), (1, 0, 1, 1)], {0: [0, 1, 2]})
+    assert verdict.ranks == (2,)

@@ -1,0 +1,10 @@
+"""From records to a verdict: which rank, which link, since when, and how that is known.
+
+Functions of their arguments; nothing here reads a file, asks a process or knows the time.
+
+    summaries   what of a rank's ring the others need to know
+    hangs       who waits for whom, down to those who wait for nobody
+    slowness    who keeps the others waiting, and links that carry less
+    examining   all of that on the rings of a job, and lines for a person
+    verdicts    what is told
+"""

@@ -1,0 +1,20 @@
+"""What a user may say about timing; the same for both adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _option(default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"doc": doc, "choices": ()})
+
+
+@dataclass(frozen=True, slots=True)
+class TimingOptions:
+    """How collectives are timed."""
+
+    enabled: bool = _option(False, "note every collective of this job")
+    watch: bool = _option(True, "start an agent on every host that tells in the log which rank the others wait for")
+    folder: str = _option("", "where the ranks' rings are; a folder of the job in shared memory if not given")
+    records: int = _option(65_536, "that a rank's ring holds, of 96 bytes each")

@@ -1,0 +1,47 @@
+"""The processes behind the rings of this host: alive, stopped, dead. Asked of the system, not of them."""
+
+from __future__ import annotations
+
+import enum
+import os
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+class State(enum.Enum):
+    """Of a process (``proc(5)``)."""
+
+    RUNNING = "running"
+    SLEEPING = "sleeping"
+    STUCK = "in uninterruptible sleep"
+    STOPPED = "stopped"
+    DEAD = "dead"
+    UNKNOWN = "unknown"
+
+
+_BY_LETTER = {
+    "R": State.RUNNING, "S": State.SLEEPING, "I": State.SLEEPING, "D": State.STUCK, "T": State.STOPPED, "t": State.STOPPED,
+    "Z": State.DEAD, "X": State.DEAD,
+}  # fmt: skip
+
+
+def state_of(pid: int, *, started_before_ns: int | None = None) -> State:
+    """Of a process on this host.
+
+    Args:
+        pid: of the process.
+        started_before_ns: on the monotonic clock; a process that started later only has its number.
+    """
+    try:
+        text = (_PROC / str(pid) / "stat").read_text()
+    except FileNotFoundError:
+        return State.DEAD if _PROC.is_dir() else State.UNKNOWN
+    except OSError:
+        return State.UNKNOWN
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    if started_before_ns is not None and len(fields) > 19:
+        since_boot_ns = int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+        if since_boot_ns > started_before_ns + 1_000_000_000:
+            return State.DEAD
+    return _BY_LETTER.get(fields[0], State.UNKNOWN)
