@@ -109,9 +109,7 @@ def mismatches(rows: Summaries, names: Mapping[int, str]) -> list[Verdict]:
     calls: dict[tuple[int, int], list[tuple[int, tuple[int, int, int], int]]] = defaultdict(list)
     columns = ["comm", "blocked", "entered", "rank", "op", "dtype", "shape", "call_ns"]
     for comm, blocked, entered, rank, op, dtype, shape, call_ns in rows[columns].tolist():
-        calls[comm, blocked or entered].append(
-            (rank, (op, dtype, shape), call_ns)
-        )  # one that does not wait may have got through
+        calls[comm, blocked or entered].append((rank, (op, dtype, shape), call_ns))  # or it got through
     waited_in = set(rows[rows["blocked"] > 0][["comm", "blocked"]].tolist())
     for (comm, seq), entries in calls.items():
         counts = Counter(what for _, what, _ in entries)
