@@ -11,7 +11,7 @@ from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from ds_unickpt import capture, huggingface, internals, restore, timing
+from ds_unickpt import capture, huggingface, internals, restore
 from ds_unickpt.config import Options, read_options, save_options
 from unickpt import interruption
 from unickpt import neighbours as neighbours_module
@@ -108,7 +108,10 @@ def adopt(engine: Any) -> None:
     options = read_options(internals.config_of(engine))
     if options is None:
         return
-    timing.begin(engine, options.timing)
+    if options.timing.enabled:  # jobs without it do not even import it
+        from ds_unickpt import timing
+
+        timing.begin(engine, options.timing)
     if not options.enabled:
         return
     reason = usable(options.upload_to) if options.upload_to else ""

@@ -49,8 +49,8 @@ TIMING = [
 
 
 def begin(engine: Any, options: TimingOptions) -> None:
-    """Time this process's collectives from here on, if the options say so. Never raises."""
-    if not options.enabled or session.start(options, lambda: internals.process_groups(engine)) is None:
+    """Time this process's collectives from here on. Never raises."""
+    if session.start(options, lambda: internals.process_groups(engine)) is None:
         return
     from deepspeed.git_version_info import version
 

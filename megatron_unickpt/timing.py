@@ -75,8 +75,7 @@ def begin_with_groups(options: TimingOptions) -> None:
     """Begin as soon as Megatron has made its process groups: for the training scripts, which know the options before."""
     global _wanted
     _wanted = options
-    if options.enabled:
-        hooks.install(START, framework="Megatron", version=version())
+    hooks.install(START, framework="Megatron", version=version())
 
 
 def begin(options: TimingOptions) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_unickpt import capture, internals, job, loading, metadata, optimizer_hooks, timing
+from megatron_unickpt import capture, internals, job, loading, metadata, optimizer_hooks
 from megatron_unickpt.job import BACKEND, MegatronCheckpointError, SaveFailedError
 from megatron_unickpt.optimizer import METADATA
 from unickpt import interruption
@@ -159,7 +159,10 @@ def parse_arguments(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     told: dict[str, Any] = {
         option.name: getattr(parsed, _timing_argument(option.name), option.default) for option in fields(TimingOptions)
     }
-    timing.begin_with_groups(TimingOptions(**told))
+    if told["enabled"]:  # jobs without it do not even import it
+        from megatron_unickpt import timing
+
+        timing.begin_with_groups(TimingOptions(**told))
     wanted = getattr(parsed, "ckpt_format", None) == BACKEND
     setattr(parsed, BACKEND, wanted)
     if wanted:
