@@ -58,8 +58,6 @@ def through_operators(world: int) -> None:
     functional.reduce_scatter_tensor(torch.ones(2 * world), "sum", 0, dist.group.WORLD) + 1
     even = [2] * world
     functional.all_to_all_single(torch.ones(2 * world), even, even, dist.group.WORLD) + 1
-    with torch.inference_mode():
-        functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD) + 1
 
 
 def through_the_reducer() -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as _functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 
 from unickpt.timing import native
@@ -69,6 +70,7 @@ def install(recorder: Recorder) -> None:
     _replace(_Work, "wait", _waits(_Work.wait))
     _replace(DistributedDataParallel, "__init__", _reduces(DistributedDataParallel.__init__))
     native.watch_functional(lambda: _recorder)
+    _replace(_functional_collectives, "wait_tensor", native.waiting(_functional_collectives.wait_tensor, lambda: _recorder))
 
 
 def uninstall() -> None:

@@ -1,15 +1,13 @@
 """Calls that torch makes in C++: functional collectives, and the reducer of DistributedDataParallel.
 
-Their operators are overridden. That costs some microseconds, and it is paid where it must: by functional collectives always
-(for each device), by all other calls once there is a module that reduces in C++ (at autograd's key: what a functional
-collective calls in its turn is not noted twice).
+Their operators are overridden at autograd's key, from where a kernel in Python can call on without the interpreter's lock.
+That costs some microseconds, and it is paid where it must: by functional collectives always, by all other calls once there is a
+module that reduces in C++. Not seen: functional collectives in inference mode, which leaves that key out.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +19,6 @@ from unickpt.timing.recorder import DTYPE_CODES, Recorder
 from unickpt.timing.records import Flag, Op
 
 DEVICES = ("CPU", "CUDA")
-logger = logging.getLogger("unickpt")
-
 _library: Any = torch.library
 _c10d: Any = dist.distributed_c10d
 
@@ -45,29 +41,35 @@ _open: dict[int, int] = {}  # address of a functional collective's result -> its
 
 def watch_functional(recorder: Callable[[], Recorder | None]) -> None:
     """Note functional collectives, from now on."""
-    if not hasattr(_library, "get_kernel"):  # before 2.9
-        logger.info("unickpt: torch %s: functional collectives are not timed", torch.__version__)
-        return
-    library = _library.Library("_c10d_functional", "IMPL")
     makers: dict[str, Any] = {name: functools.partial(_functional, describe=describe) for name, describe in _FUNCTIONAL.items()}
-    for name, make in {**makers, "wait_tensor": _waits}.items():
-        operator = _operator("_c10d_functional", name)
-        for key in DEVICES if operator is not None else ():
-            with contextlib.suppress(RuntimeError):  # none for that device
-                library.impl(name, make(operator, _library.get_kernel(operator, key), recorder), key, with_keyset=True)
-    _libraries.append(library)
+    _override("_c10d_functional", {**makers, "wait_tensor": _waits}, recorder)
 
 
 def watch_reducer(recorder: Callable[[], Recorder | None]) -> None:
     """Note what the reducer calls, from now on. Once is enough."""
     if any(library.ns == "c10d" for library in _libraries):
         return
-    library = _library.Library("c10d", "IMPL")
-    for name, describe in _CALLS.items():
-        operator = _operator("c10d", name)
+    _override("c10d", {name: functools.partial(_call, describe=describe) for name, describe in _CALLS.items()}, recorder)
+
+
+def _override(namespace: str, makers: dict[str, Any], recorder: Callable[[], Recorder | None]) -> None:
+    library = _library.Library(namespace, "IMPL")
+    for name, make in makers.items():
+        operator = _operator(namespace, name)
         for device in DEVICES if operator is not None else ():
-            library.impl(name, _call(operator, describe, recorder), f"Autograd{device}", with_keyset=True)
+            library.impl(name, make(operator, recorder), f"Autograd{device}", with_keyset=True)
     _libraries.append(library)
+
+
+def waiting(original: Callable[[Any], Any], recorder: Callable[[], Recorder | None]) -> Callable[[Any], Any]:
+    """``wait_tensor`` of torch's functional collectives, whose tensors call it below autograd's key."""
+
+    def wait_tensor(tensor: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(tensor)
+        return _noting_the_wait(getattr(tensor, "elem", tensor), recorder, lambda: original(tensor))
+
+    return wait_tensor
 
 
 def unwatch() -> None:
@@ -83,20 +85,18 @@ def _operator(namespace: str, name: str) -> Any:
     return None if packet is None else packet.default
 
 
-def _functional(
-    operator: Any, original: Any, recorder: Callable[[], Recorder | None], *, describe: Describe
-) -> Callable[..., Any]:
+def _functional(operator: Any, recorder: Callable[[], Recorder | None], *, describe: Describe) -> Callable[..., Any]:
     place = _position(operator, "group_name")
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         found = recorder()
         number = 0
-        if found is not None:
+        if found is not None and type(_first(args[0])) in _PLAIN:  # compilers call with tensors that are none
             try:
                 number = found.call(_group(args[place]), _what(*describe(*args)))
             except Exception as err:
                 found.error(err)
-        result = original.call_boxed(keyset, *args, **kwargs)
+        result = _below(operator, keyset, *args, **kwargs)
         if number:
             _open[_first(result).data_ptr()] = number
             if len(_open) > _MAX_OPEN:
@@ -106,21 +106,28 @@ def _functional(
     return kernel
 
 
-def _waits(_operator: Any, original: Any, recorder: Callable[[], Recorder | None]) -> Callable[..., Any]:
-    def kernel(keyset: Any, tensor: Any) -> Any:
-        found = recorder()
-        number = None if found is None else _open.pop(tensor.data_ptr(), None)
-        if found is None or number is None:
-            return original.call_boxed(keyset, tensor)
-        found.wait(number)
-        result = original.call_boxed(keyset, tensor)
-        found.end(number)
-        return result
-
-    return kernel
+def _waits(operator: Any, recorder: Callable[[], Recorder | None]) -> Callable[..., Any]:
+    return lambda keyset, tensor: _noting_the_wait(tensor, recorder, lambda: _below(operator, keyset, tensor))
 
 
-def _call(operator: Any, describe: Describe, recorder: Callable[[], Recorder | None]) -> Callable[..., Any]:
+def _noting_the_wait(tensor: Any, recorder: Callable[[], Recorder | None], wait: Callable[[], Any]) -> Any:
+    found = recorder()
+    number = _open.pop(tensor.data_ptr(), None) if found is not None and type(tensor) in _PLAIN else None
+    if found is None or number is None:
+        return wait()
+    found.wait(number)
+    result = wait()
+    found.end(number)
+    return result
+
+
+def _below(operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call on, below autograd. Without the interpreter's lock (``get_kernel(...).call_boxed`` would keep it): gloo's threads
+    need that to let tensors go, and hold a lock of their own meanwhile that the call wants."""
+    return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+
+def _call(operator: Any, recorder: Callable[[], Recorder | None], *, describe: Describe) -> Callable[..., Any]:
     place = _position(operator, "process_group")
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +138,7 @@ def _call(operator: Any, describe: Describe, recorder: Callable[[], Recorder | N
                 number = found.call(dist.ProcessGroup.unbox(args[place]), _what(*describe(*args)))
             except Exception as err:
                 found.error(err)
-        result = operator.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+        result = _below(operator, keyset, *args, **kwargs)
         if number and found is not None:
             found.issued(number, dist.Work.unbox(result[1] if isinstance(result, tuple) else result), _FLAGS)
         return result
