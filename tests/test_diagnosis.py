@@ -21,8 +21,9 @@ from unickpt.diagnosis.summaries import SUMMARY
 from unickpt.diagnosis.verdicts import Syndrome, Verdict
 from unickpt.timing.folder import read_folder
 from unickpt.timing.records import Op, Phase
+from unickpt.timing.ring import RingReader
 
-WORLD = 4
+WORLD, AT = 4, 12  # ranks, and the step in which something is done to one of them
 
 
 def diagnosed(folder: Path) -> dict[str, Any]:
@@ -33,10 +34,11 @@ def diagnosed(folder: Path) -> dict[str, Any]:
 
 
 def until_found(folder: Path, process: subprocess.Popen[str], limit_s: float = 120) -> dict[str, Any]:
-    """The first verdict on the job, once all ranks' rings are there."""
+    """The first verdict on the job, once all ranks have come to the step with the fault: before, a busy machine may stall."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
-        if len(list(folder.glob("*.ring"))) == WORLD:
+        rings = [RingReader(path).snapshot() for path in folder.glob("*.ring")]
+        if len(rings) == WORLD and all(ring.step >= AT for ring in rings):
             found = diagnosed(folder)
             if found["verdicts"]:
                 return found
@@ -87,20 +89,20 @@ def job(tmp_path: Path) -> Any:
     [(1, "stop", 2, "stopped"), (3, "loop", 0, "running"), (2, "sleep", 3, "sleeping"), (1, "kill", 1, "dead")],
 )
 def test_the_rank_that_others_wait_for_is_named(job: Callable[..., Any], stage: int, fault: str, rank: int, state: str) -> None:
-    folder, process = job(stage, fault, rank, 12)
+    folder, process = job(stage, fault, rank, AT)
     verdict, *_ = until_found(folder, process)["verdicts"]
     assert (verdict["syndrome"], verdict["ranks"]) == ("non-communication hang", [rank])
     assert verdict["victims"] == WORLD - 1
     assert f"rank {rank} has not entered" in verdict["told"]
     assert f"is {state}" in verdict["told"]
-    assert "in step 12" in verdict["told"]
+    assert f"in step {AT}" in verdict["told"]
     if fault != "kill":  # then the launcher ends the job, and it may be over before the deadline is
         assert f"unickpt: rank {rank} has not entered" in until_told(folder)
 
 
 @pytest.mark.parametrize(("fault", "syndrome"), [("skip", "deadlock between groups"), ("reshape", "mismatched collectives")])
 def test_a_rank_that_is_out_of_step_is_named(job: Callable[..., Any], fault: str, syndrome: str) -> None:
-    folder, process = job(1, fault, 2, 12)
+    folder, process = job(1, fault, 2, AT)
     verdict, *_ = until_found(folder, process)["verdicts"]
     assert (verdict["syndrome"], verdict["ranks"]) == (syndrome, [2])
 
