@@ -20,11 +20,8 @@ _UPSTREAM = "https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runt
 
 def _in(phase: Phase) -> Callable[..., Any]:
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-        before = session.in_phase(Phase.EVALUATION if phase is Phase.FORWARD and not instance.training else phase)
-        try:
+        with session.in_phase(Phase.EVALUATION if phase is Phase.FORWARD and not instance.training else phase):
             return wrapped(*args, **kwargs)
-        finally:
-            session.in_phase(Phase(before))
 
     return wrapper
 

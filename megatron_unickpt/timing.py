@@ -24,11 +24,8 @@ _steps = 0
 
 def _in(phase: Phase) -> Callable[..., Any]:
     def wrapper(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-        before = session.in_phase(phase)
-        try:
+        with session.in_phase(phase):
             return wrapped(*args, **kwargs)
-        finally:
-            session.in_phase(Phase(before))
 
     return wrapper
 

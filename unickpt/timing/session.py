@@ -6,10 +6,11 @@ One per process. Whatever goes wrong while it begins is a warning, and training 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,18 @@ def stepped(number: int) -> None:
         _session.moments.step(number)
 
 
-def in_phase(phase: Phase) -> int:
-    """Training is now in another phase; the one that it was in."""
-    return int(Phase.UNKNOWN) if _session is None else _session.moments.phase(phase)
+@contextlib.contextmanager
+def in_phase(phase: Phase) -> Iterator[None]:
+    """Training is in another phase while this goes on."""
+    moments = None if _session is None else _session.moments
+    if moments is None:
+        yield
+        return
+    before = moments.phase(phase)
+    try:
+        yield
+    finally:
+        moments.phase(Phase(before))
 
 
 def job_name() -> str:
