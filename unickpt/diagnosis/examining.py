@@ -62,7 +62,9 @@ def _hangs(job: Job, limit_s: float) -> list[Verdict]:
     if len(gone) == len(job.ranks):  # after the end of the job: that all are dead tells nothing
         gone = frozenset()
     everything = np.concatenate([np.zeros(0, SUMMARY), *rows])
-    return hangs(everything, memberships(tables, known), names, before_ns=job.now_ns - int(limit_s * 1e9), gone=gone)
+    found = hangs(everything, memberships(tables, known), names, before_ns=job.now_ns - int(limit_s * 1e9), gone=gone)
+    # a rank whose ring is on another host may be in any call: of it nothing can be told here
+    return [verdict for verdict in found if all(rank in job.ranks for rank in verdict.ranks)]
 
 
 def _spelled_out(ring: Snapshot) -> list[dict[str, Any]]:
