@@ -4,7 +4,11 @@ Functions of their arguments; nothing here reads a file, asks a process or knows
 
     summaries   what of a rank's ring the others need to know
     hangs       who waits for whom, down to those who wait for nobody
-    slowness    who keeps the others waiting, and links that carry less
+    steps       how long ranks' steps took, and what of it was their own time
+    stragglers  who keeps the others waiting
+    links       links that carry less
+    deadlines   how long a call may take
+    middles     medians of many things at once
     examining   all of that on the rings of a job, and lines for a person
     verdicts    what is told
 """

@@ -11,7 +11,8 @@ import numpy as np
 
 from unickpt.diagnosis.deadlines import deadline_s
 from unickpt.diagnosis.hangs import hangs
-from unickpt.diagnosis.slowness import steps_of, stragglers
+from unickpt.diagnosis.steps import STEP, steps_of
+from unickpt.diagnosis.stragglers import stragglers
 from unickpt.diagnosis.summaries import SUMMARY, memberships, numbered, summary
 from unickpt.diagnosis.verdicts import Syndrome, Verdict
 from unickpt.timing.folder import Job
@@ -38,7 +39,8 @@ def examine(job: Job, *, after_s: float | None = None, slow: bool = True) -> Exa
         after_s: how long a call may take; by what the job's own calls and steps have taken, if not given.
         slow: look for ranks that drag, too, where nothing hangs.
     """
-    steps = {rank: steps_of(ring.records, offset_ns=_to_wall_clock(ring)) for rank, ring in job.ranks.items()}
+    own = [steps_of(rank, ring.records, offset_ns=_to_wall_clock(ring)) for rank, ring in job.ranks.items()]
+    steps = np.concatenate([np.zeros(0, STEP), *own])
     limit_s = deadline_s(steps, [_longest_wait(ring) for ring in job.ranks.values()]) if after_s is None else after_s
     verdicts = _hangs(job, limit_s) or (stragglers(steps) if slow else [])
     return Examination(verdicts, [told(verdict, job) for verdict in verdicts], limit_s)
