@@ -61,16 +61,20 @@ def slow_links(transfers: Transfers, *, fewest: int = 8, hosts: npt.ArrayLike | 
         slow = (quartile[here] > TIMES * others) & (middle[here] > SMALLEST_NS)
         own = keys[here[slow]] % len(pairs)
         times[own] = np.maximum(times[own], middle[here[slow]] / others[slow])
-    return _told(ends, times, np.isin(np.arange(len(pairs)), keys % len(pairs)))
+    return by_sides(ends, times, np.isin(np.arange(len(pairs)), keys % len(pairs)))
 
 
-def _told(ends: Ints, times: Floats, known: npt.NDArray[np.bool_]) -> list[Verdict]:
+def by_sides(
+    ends: Ints, times: Floats, known: npt.NDArray[np.bool_], *, than: str = "on other links", since_ns: int = 0
+) -> list[Verdict]:
     """Hot rows and columns of the matrix first, then what is left of hot cells.
 
     Args:
         ends: ``[links, 2]``, source and destination.
         times: ``[links]``, how many times longer it takes than others, 0 for one that is not slow.
         known: ``[links]``, whether there were enough transfers.
+        than: what they are compared with, for a person.
+        since_ns: when it was first seen.
     """
     found: list[tuple[float, Verdict]] = []
     left = times > 0
@@ -80,14 +84,14 @@ def _told(ends: Ints, times: Floats, known: npt.NDArray[np.bool_]) -> list[Verdi
         for rank in np.flatnonzero(all_slow & (np.bincount(at[known & left], minlength=len(ranks)) > 1)).tolist():
             own = left & (at == rank)
             worst = float(times[own].max())
-            told = f"all that rank {ranks[rank]} {name} takes up to {worst:.1f} times as long as on other links"
+            told = f"all that rank {ranks[rank]} {name} takes up to {worst:.1f} times as long as {than}"
             who, victims = (int(ranks[rank]),), int(own.sum())
-            verdict = Verdict(Syndrome.COMMUNICATION_SLOW, who, 0, victims=victims, evidence=(told,))
+            verdict = Verdict(Syndrome.COMMUNICATION_SLOW, who, since_ns, victims=victims, evidence=(told,))
             found.append((worst, verdict))
             left &= ~own
     for (source, destination), slow in zip(ends[left].tolist(), times[left].tolist(), strict=True):
-        told = f"from rank {source} to rank {destination} takes {slow:.1f} times as long as on other links"
+        told = f"from rank {source} to rank {destination} takes {slow:.1f} times as long as {than}"
         both = (min(source, destination), max(source, destination))
-        verdict = Verdict(Syndrome.COMMUNICATION_SLOW, both, 0, link=(source, destination), victims=1, evidence=(told,))
+        verdict = Verdict(Syndrome.COMMUNICATION_SLOW, both, since_ns, link=(source, destination), victims=1, evidence=(told,))
         found.append((slow, verdict))
     return [verdict for _, verdict in sorted(found, key=lambda each: -each[0])]

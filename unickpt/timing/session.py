@@ -16,7 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unickpt.timing import agent, collectives
+from unickpt.agent import starting
+from unickpt.timing import collectives, stacks
 from unickpt.timing.folder import remove_old
 from unickpt.timing.moments import Moments
 from unickpt.timing.options import TimingOptions
@@ -52,7 +53,9 @@ class Session:
         self.moments = Moments(self._recorder)
         collectives.install(self._recorder)
         self.moments.install()
-        self._agent = agent.start(self.folder) if options.watch and os.environ.get("LOCAL_RANK", "0") == "0" else None
+        self._stacks = stacks.listen(stacks.path_of(self.folder, rank))
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        self._agent = starting.start(self.folder, rank, _store()) if options.watch and first else None
 
     def _described(self, group: Any) -> dict[str, Any]:
         named = [label for label, groups in self._labels().items() if any(group is known for known in groups)]
@@ -67,6 +70,9 @@ class Session:
         self.moments.uninstall()
         collectives.uninstall()
         self._recorder.close()
+        if self._stacks is not None:
+            stacks.ignore()
+            self._stacks.close()
 
 
 _session: Session | None = None
@@ -125,6 +131,12 @@ def in_phase(phase: Phase) -> Iterator[None]:
         yield
     finally:
         moments.phase(Phase(before))
+
+
+def _store() -> Any:
+    """The job's key-value store, which made its process groups."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store
 
 
 def job_name() -> str:
