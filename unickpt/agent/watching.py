@@ -31,6 +31,7 @@ RECORDS = 16_384  # the newest of every rank that are looked at
 VERDICTS = "verdicts.jsonl"  # in the folder of the rings
 _WITHOUT_RANKS_S = 60.0  # that it waits for the first ring
 _AGAIN_S = 60.0  # a verdict that stays is told again
+_GONE_S = 5.0  # one that has not been found for so long is a new one
 _STACK_S = 10.0  # a rank that stays in question is asked again
 _SILENT_S = 10.0  # after which nothing is known of a host any more
 _LINGER_S = 30.0  # that the hub stays after its own ranks, while others have some
@@ -87,6 +88,7 @@ class Agent:
     def __init__(self, folder: Path, tell: Tell, hub: Hub | None = None) -> None:
         self._folder, self._tell, self._hub = folder, tell, hub
         self._last_told: dict[object, float] = {}
+        self._last_found: dict[object, float] = {}
         self._stacks: dict[int, tuple[str, float]] = {}
         self._memory = Memory()
         self._sampler, self._usual = Sampler(), Usual()
@@ -146,6 +148,9 @@ class Agent:
 
     def _once(self, key: object, line: str) -> bool:
         now = time.monotonic()
+        if now - self._last_found.get(key, now) > _GONE_S:
+            self._last_told.pop(key, None)
+        self._last_found[key] = now
         if now - self._last_told.get(key, -_AGAIN_S) < _AGAIN_S:
             return False
         self._last_told[key] = now

@@ -19,6 +19,8 @@ from unickpt.timing.records import Phase
 
 WRITING_S = 600.0  # that a rank may be in a save, or in an evaluation, while others wait for it
 
+TOGETHER_NS = 100_000_000  # between the ends of processes that somebody has ended together
+
 
 @dataclass(frozen=True, slots=True)
 class Examination:
@@ -47,16 +49,33 @@ def examine(view: View, *, after_s: float | None = None, usual: Usual | None = N
 
 
 def _hangs(view: View, limit_s: float, *, patient: bool) -> list[Verdict]:
-    gone = frozenset(rank for rank, one in view.ranks.items() if one.state is State.DEAD)
-    if len(gone) == len(view.ranks):  # after the end of the job: that all are dead tells nothing
-        gone = frozenset()
     members = {number: group.members() for number, group in enumerate(view.groups)}
     names = {number: group.told() for number, group in enumerate(view.groups)}
-    before_ns = view.now_ns - int(limit_s * 1e9)
-    found = hangs(view.rows, members, names, before_ns=before_ns, gone=gone)
+    died = _died_first(view)
+    found = [
+        verdict
+        for verdict in (hangs(view.rows, members, names, before_ns=view.now_ns, gone=died) if died else [])
+        if verdict.syndrome is Syndrome.NON_COMMUNICATION_HANG and died.issuperset(verdict.ranks)
+    ]  # nobody has to wait for what the dead will do
+    if not found:
+        before_ns = view.now_ns - int(limit_s * 1e9)
+        gone = frozenset(rank for rank, one in view.ranks.items() if one.state is State.DEAD)
+        all_gone = len(gone) == len(view.ranks)  # after the end of the job, that tells nothing
+        found = hangs(view.rows, members, names, before_ns=before_ns, gone=frozenset() if all_gone else gone)
     # a rank that nobody knows may be in any call: of it nothing can be told here
     found = [verdict for verdict in found if all(rank in view.ranks for rank in verdict.ranks)]
     return [verdict for verdict in found if not (patient and _takes_its_time(verdict, view))]
+
+
+def _died_first(view: View) -> frozenset[int]:
+    """Ranks whose processes have ended without order before the others did; none if all were ended together."""
+    died = {rank: one.heard_ns for rank, one in view.ranks.items() if one.state is State.DEAD and not one.closed}
+    if len(died) < len(view.ranks):
+        return frozenset(died)
+    first = min(died.values(), default=0)
+    if max(died.values(), default=0) - first < TOGETHER_NS:
+        return frozenset()
+    return frozenset(rank for rank, heard_ns in died.items() if heard_ns - first < TOGETHER_NS / 2)
 
 
 def _with_link(verdict: Verdict, links: Links) -> Verdict:

@@ -36,6 +36,7 @@ LINK = np.dtype(
 Links = npt.NDArray[Any]  # of dtype ``LINK``
 
 SLOWER = 3.0  # times what is usual
+LASTING_NS = 4_000_000_000  # so long it has to have been so
 SHARE = 0.1  # of the time that a link has to be busy to hold anybody up
 LEAST_BYTES = 4096
 STUCK_BACKOFF = 2
@@ -50,7 +51,7 @@ class Sampler:
         over: looks that a window goes back.
     """
 
-    def __init__(self, over: int = 4) -> None:
+    def __init__(self, over: int = 2) -> None:
         self._samples: deque[tuple[int, Connections]] = deque(maxlen=over + 1)
 
     def window(self, now_ns: int, connections: Connections) -> Windows:
@@ -120,9 +121,8 @@ class Usual:
             if more < SLOWER:
                 past.append(ns_per_byte)
                 self._since.pop((source, destination), None)
-            elif share >= SHARE:
+            elif share >= SHARE and now_ns - self._since.setdefault((source, destination), now_ns) >= LASTING_NS:
                 times[at] = more
-                self._since.setdefault((source, destination), now_ns)
         slow = times > 0
         if not slow.any():
             return []

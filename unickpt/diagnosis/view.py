@@ -67,7 +67,7 @@ class Group:
         """For a person."""
         ranks = members(self.ranks)
         of = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 2 else f"ranks {', '.join(map(str, ranks))}"
-        return f"the {self.label or self.name} group of {of}"
+        return f"the {self.label or repr(self.name)} group of {of}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,7 @@ class RankView:
     Attributes:
         pid, host, state: of its process.
         closed: it ended in order.
+        heard_ns: when it last gave a sign of life, to 10 ms.
         step, phase: of training, as the rank last told.
         place: its coordinates, such as ``tp 1 pp 0 dp 2``; '' if the groups' names do not tell them.
         last: the call that ended last, for a person; '' if none has.
@@ -90,6 +91,7 @@ class RankView:
     closed: bool
     step: int
     phase: int
+    heard_ns: int = 0
     place: str = ""
     last: str = ""
     last_ns: int = 0
@@ -183,7 +185,8 @@ def _rank(rank: int, ring: Snapshot, table: Sequence[Group], made: Records, job:
         last_ns = int(call["end_ns"]) + job.offsets_ns[rank]
     who = ring.identity
     return RankView(
-        who.pid, who.host, job.states.get(rank, State.UNKNOWN), ring.closed, ring.step, ring.phase, _place(rank, table), last,
+        who.pid, who.host, job.states.get(rank, State.UNKNOWN), ring.closed, ring.step, ring.phase,
+        ring.heartbeat_ns + job.offsets_ns[rank], _place(rank, table), last,
         last_ns, stack,
     )  # fmt: skip
 
@@ -218,7 +221,9 @@ def merged(views: Sequence[View], offsets_ns: Sequence[int], now_ns: int) -> Vie
         steps.append(_moved(view.steps, offset, ("begin_ns", "end_ns")))
         calls.append(_moved(view.calls, offset, ("call_ns", "end_ns"), numbers))
         for rank, one in view.ranks.items():
-            ranks[rank] = dataclasses.replace(one, last_ns=one.last_ns + offset if one.last_ns else 0)
+            ranks[rank] = dataclasses.replace(
+                one, heard_ns=one.heard_ns + offset, last_ns=one.last_ns + offset if one.last_ns else 0
+            )
     return View(
         now_ns, ranks, groups, np.concatenate(rows), np.concatenate(steps), np.concatenate(calls),
         np.concatenate([np.zeros(0, WINDOW), *(view.windows for view in views)]),

@@ -35,7 +35,19 @@ def packed(view: View) -> bytes:
         "problems": list(view.problems),
         "groups": [[group.name, group.label, group.ranks] for group in view.groups],
         "ranks": {
-            str(rank): [r.pid, r.host, r.state.value, r.closed, r.step, r.phase, r.place, r.last, r.last_ns, r.stack]
+            str(rank): [
+                r.pid,
+                r.host,
+                r.state.value,
+                r.closed,
+                r.step,
+                r.phase,
+                r.heard_ns,
+                r.place,
+                r.last,
+                r.last_ns,
+                r.stack,
+            ]
             for rank, r in view.ranks.items()
         },
         "tables": {name: len(table) for name, table in tables.items()},
@@ -97,11 +109,13 @@ def _group(name: Any, label: Any, ranks: Any) -> Group:
 
 
 def _rank(
-    pid: Any, host: Any, state: Any, closed: Any, step: Any, phase: Any, place: Any, last: Any, last_ns: Any, stack: Any
-) -> RankView:
+    pid: Any, host: Any, state: Any, closed: Any, step: Any, phase: Any, heard_ns: Any, place: Any, last: Any, last_ns: Any,
+    stack: Any,
+) -> RankView:  # fmt: skip
     return RankView(
-        int(pid), str(host), State(state), bool(closed), int(step), int(phase), str(place), str(last), int(last_ns), str(stack)
-    )
+        int(pid), str(host), State(state), bool(closed), int(step), int(phase), int(heard_ns), str(place), str(last),
+        int(last_ns), str(stack),
+    )  # fmt: skip
 
 
 def _check(view: View) -> None:

@@ -29,6 +29,7 @@ logger = logging.getLogger("unickpt")
 
 SHARED_MEMORY = Path("/dev/shm")
 _KEPT_S = 7 * 24 * 3600.0  # memory-mapped writes change a file's time now and then only
+_UNNAMED = {"undefined": "", "default_pg": "default"}  # torch's names for groups that nobody has named
 Labels = Callable[[], Mapping[str, Sequence[Any]]]  # the framework's name of a kind of group -> its process groups
 
 
@@ -61,7 +62,7 @@ class Session:
         named = [label for label, groups in self._labels().items() if any(group is known for known in groups)]
         return {
             "ranks": dist.get_process_group_ranks(group),
-            "label": named[0] if named else group.group_desc,
+            "label": named[0] if named else _UNNAMED.get(group.group_desc, group.group_desc),
             "backend": group.name(),
         }
 

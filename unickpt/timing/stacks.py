@@ -85,7 +85,7 @@ def innermost(text: str, main: str) -> str:
     for line in text.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
             here = main in line
-        elif here and (found := _FRAME.match(line)):
+        elif here and (found := _FRAME.match(line)) and not found["file"].startswith("<frozen"):
             frames.append(f"{found['name']} ({'/'.join(Path(found['file']).parts[-2:])}:{found['line']})")
     return " < ".join(frames[:DEEPEST])
 
