@@ -19,7 +19,7 @@ from unickpt.diagnosis.steps import Steps
 from unickpt.diagnosis.verdicts import Syndrome, Verdict
 
 SMALLEST_NS = 2_000_000.0  # excess that is worth a word, whatever the step takes
-SHARE = 0.02  # of the step
+SHARE, OF_FEW = 0.01, 0.08  # of the step, and that much more divided by the number of peers, whose differences are not known
 SPREADS = 8.0  # median deviations of the peers: 5.4 standard deviations, so that of 16,384 none is there by chance
 CHANCES = 11.0  # median deviations of a step by the root of the number of steps: 6 standard errors of the middle of them
 MIDDLE = 1.25  # times that much the median varies more than the mean, sqrt(pi / 2)
@@ -83,7 +83,8 @@ def _among(steps: Steps, last: int, fewest: int) -> list[tuple[float, Verdict]]:
     spread = float(np.median(np.abs(middle[judged] - np.median(middle[judged])))) if judged.sum() > 2 else 0.0
     by_chance = MIDDLE * chance * (1 + 2 / np.sqrt(len(ranks)))  # of few ranks the spread is not known well
     always = np.sqrt(np.maximum(spread**2 - by_chance**2, 0.0))
-    limits = np.maximum(np.maximum(SPREADS * always, CHANCES * chance), max(SMALLEST_NS, SHARE * length))
+    share = SHARE + OF_FEW / len(ranks)
+    limits = np.maximum(np.maximum(SPREADS * always, CHANCES * chance), max(SMALLEST_NS, share * length))
     above = (excess > limits[:, None]).sum(axis=1) / np.maximum(known, 1)
     slow = np.flatnonzero(judged & (middle > limits) & (above >= MOST))
     if not len(slow):
