@@ -19,7 +19,7 @@ from unickpt.diagnosis.steps import Steps
 from unickpt.diagnosis.verdicts import Syndrome, Verdict
 
 SMALLEST_NS = 2_000_000.0  # excess that is worth a word, whatever the step takes
-SHARE, OF_FEW = 0.01, 0.08  # of the step, and that much more divided by the number of peers, whose differences are not known
+SHARE, OF_FEW = 0.005, 0.08  # of the step, and that much more divided by the number of peers, whose differences are not known
 SPREADS = 8.0  # median deviations of the peers: 5.4 standard deviations, so that of 16,384 none is there by chance
 CHANCES = 11.0  # median deviations of a step by the root of the number of steps: 6 standard errors of the middle of them
 MIDDLE = 1.25  # times that much the median varies more than the mean, sqrt(pi / 2)
@@ -85,7 +85,7 @@ def _among(steps: Steps, last: int, fewest: int) -> list[tuple[float, Verdict]]:
     always = np.sqrt(np.maximum(spread**2 - by_chance**2, 0.0))
     share = SHARE + OF_FEW / len(ranks)
     limits = np.maximum(np.maximum(SPREADS * always, CHANCES * chance), max(SMALLEST_NS, share * length))
-    above = (excess > limits[:, None]).sum(axis=1) / np.maximum(known, 1)
+    above = (excess > limits[:, None] / 2).sum(axis=1) / np.maximum(known, 1)
     slow = np.flatnonzero(judged & (middle > limits) & (above >= MOST))
     if not len(slow):
         return []
