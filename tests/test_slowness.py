@@ -185,9 +185,9 @@ def middle(values: Any) -> float:
 
 
 def test_middles_of_groups() -> None:
-    keys, middle, counts = grouped(np.array([7, 3, 7, 7, 3]), np.array([1, 4, 9, 5, 8]))
+    keys, (middle,), counts = grouped(np.array([7, 3, 7, 7, 3]), np.array([1, 4, 9, 5, 8]))
     assert (keys.tolist(), middle.tolist(), counts.tolist()) == ([3, 7], [6.0, 5.0], [2, 3])
-    assert grouped(np.array([7, 3, 7, 7, 3]), np.array([1, 4, 9, 5, 8]), 0.25)[1].tolist() == [5.0, 3.0]
+    assert grouped(np.array([7, 3, 7, 7, 3]), np.array([1, 4, 9, 5, 8]), 0.25, 1.0)[1].tolist() == [[5.0, 3.0], [8.0, 9.0]]
     assert len(grouped(np.zeros(0, np.int64), np.zeros(0))[0]) == 0
 
 

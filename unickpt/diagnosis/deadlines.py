@@ -26,7 +26,7 @@ def deadline_s(steps: Steps, waits_ns: npt.ArrayLike) -> float:
         waits_ns: ``[ranks]``, how long each has waited in its longest call; also of ranks without a step.
     """
     waits = np.asarray(waits_ns, np.float64)
-    _, middle, counts = grouped(steps["rank"], steps["end_ns"] - steps["begin_ns"])
+    _, (middle,), counts = grouped(steps["rank"], steps["end_ns"] - steps["begin_ns"])
     if not len(waits) or (counts >= ENOUGH_STEPS).sum() < len(waits):
         return BEFORE_S
     longest = float(max(middle.max(), waits.max()))

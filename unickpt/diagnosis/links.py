@@ -50,8 +50,7 @@ def slow_links(transfers: Transfers, *, fewest: int = 8, hosts: npt.ArrayLike | 
         host = np.asarray(hosts)[ends]
         sizes = sizes << 1 | (host[:, 0] == host[:, 1])[link]
     keys = sizes * len(pairs) + link
-    keys, middle, counts = grouped(keys, transfers["ns"])
-    quartile = grouped(sizes * len(pairs) + link, transfers["ns"], share=0.25)[1]
+    keys, (middle, quartile), counts = grouped(keys, transfers["ns"], 0.5, 0.25)
     enough = counts >= fewest
     keys, middle, quartile = keys[enough], middle[enough], quartile[enough]
     times = np.zeros(len(pairs))  # of the worst size

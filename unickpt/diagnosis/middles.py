@@ -36,21 +36,22 @@ def middles_of_others(table: Floats) -> Floats:
     return np.where(others > 0, found, np.nan)
 
 
-def grouped(keys: npt.NDArray[Any], values: npt.NDArray[Any], share: float = 0.5) -> tuple[npt.NDArray[Any], Floats, Any]:
-    """A quantile of the values of every key: the median, if not told otherwise.
+def grouped(keys: npt.NDArray[Any], values: npt.NDArray[Any], *shares: float) -> tuple[npt.NDArray[Any], Floats, Any]:
+    """Quantiles of the values of every key.
 
     Args:
         keys: ``[n]``.
         values: ``[n]``.
-        share: of a key's values that are below.
+        shares: of a key's values that are below; one half, if there is none, for the median.
 
     Returns:
-        Keys, in order; the quantile of each; how many values each has.
+        Keys ``[k]``, in order; quantiles ``[shares, k]``; how many values each key has.
     """
-    order = np.lexsort((values, keys))
+    order = np.argsort(values)
+    order = order[np.argsort(keys[order], kind="stable")]
     keys, values = keys[order], values[order].astype(np.float64)
-    first = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else np.zeros(0, np.int64)
+    first = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])) if len(keys) else np.zeros(0, np.int64)
     counts = np.diff(np.append(first, len(keys)))
-    at = share * (counts - 1)
+    at = np.array(shares or (0.5,))[:, None] * (counts - 1)
     low, high = first + np.floor(at).astype(np.int64), first + np.ceil(at).astype(np.int64)
-    return keys[first], values[low] + (at % 1) * (values[high] - values[low]), counts
+    return keys[first], values[low] + at % 1 * (values[high] - values[low]), counts
