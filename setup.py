@@ -21,7 +21,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["unickpt*", "ds_unickpt*", "megatron_unickpt*"]),
-    package_data={"unickpt": ["py.typed"], "ds_unickpt": ["py.typed"], "megatron_unickpt": ["py.typed"]},
+    package_data={
+        "unickpt": ["py.typed", "views/*.html", "views/*.js"],
+        "ds_unickpt": ["py.typed"],
+        "megatron_unickpt": ["py.typed"],
+    },
     install_requires=[
         "torch>=2.4",
         "safetensors>=0.4.3",
@@ -37,6 +41,7 @@ setup(
         "hf": ["transformers>=4.50", "accelerate>=1.6", "peft>=0.15", "trl>=0.17", "datasets"],
         "object-store": ["fsspec>=2023.6"],  # and the store's own package: s3fs, gcsfs, adlfs
         "demo": ["matplotlib>=3.7", "psutil"],
+        "metrics": ["prometheus-client>=0.17", "tensorboard>=2.13"],
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",
@@ -48,6 +53,8 @@ setup(
             "fsspec",
             "s3fs",
             "moto[server]>=5",
+            "prometheus-client>=0.17",
+            "tensorboard>=2.13",
         ],
     },
     entry_points={

@@ -18,7 +18,7 @@ from unickpt.diagnosis.clocks import on_one_clock
 from unickpt.diagnosis.examining import Examination, examine, told
 from unickpt.diagnosis.steps import STEP
 from unickpt.diagnosis.transport import Sampler, Usual
-from unickpt.diagnosis.verdicts import Verdict
+from unickpt.diagnosis.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.view import NEWEST_STEPS, View, view_of
 from unickpt.errors import UnickptError
 from unickpt.timing import stacks
@@ -31,7 +31,8 @@ RECORDS = 16_384  # the newest of every rank that are looked at
 VERDICTS = "verdicts.jsonl"  # in the folder of the rings
 _WITHOUT_RANKS_S = 60.0  # that it waits for the first ring
 _AGAIN_S = 60.0  # a verdict that stays is told again
-_GONE_S = 5.0  # one that has not been found for so long is a new one
+_LASTING_STEPS = 8  # that something is slow before it is told
+_GONE_S = 3.0  # one that has not been found for so long is a new one
 _STACK_S = 10.0  # a rank that stays in question is asked again
 _SILENT_S = 10.0  # after which nothing is known of a host any more
 _LINGER_S = 30.0  # that the hub stays after its own ranks, while others have some
@@ -89,6 +90,7 @@ class Agent:
         self._folder, self._tell, self._hub = folder, tell, hub
         self._last_told: dict[object, float] = {}
         self._last_found: dict[object, float] = {}
+        self._slow: dict[object, tuple[int, float]] = {}
         self._stacks: dict[int, tuple[str, float]] = {}
         self._memory = Memory()
         self._sampler, self._usual = Sampler(), Usual()
@@ -113,9 +115,23 @@ class Agent:
         if self._ask(hubs.answer(found, own).ask, own):  # say it with what the rank is in
             view = on_one_clock([self._with_stacks(own), *(_aged(other, age) for other, age in others)])
             found = dataclasses.replace(found, lines=[told(verdict, view) for verdict in found.verdicts])
+        newest = int(view.steps["number"].max(initial=0))
         for verdict, line in zip(found.verdicts, found.lines, strict=True):
-            if self._once((verdict.syndrome, verdict.ranks, verdict.communicator, verdict.link), line):
+            if self._lasts(verdict, newest) and self._once(
+                (verdict.syndrome, verdict.ranks, verdict.communicator, verdict.link), line
+            ):
                 self._note(verdict, line, found, view)
+
+    def _lasts(self, verdict: Verdict, step: int) -> bool:
+        """What is slow is told when it still is some steps later: on a machine with other work everybody is for a moment."""
+        if verdict.syndrome not in (Syndrome.NON_COMMUNICATION_SLOW, Syndrome.COMMUNICATION_SLOW):
+            return True
+        now, key = time.monotonic(), (verdict.syndrome, verdict.ranks, verdict.link)
+        first, seen = self._slow.get(key, (step, now))
+        if now - seen > _GONE_S or step < first:
+            first = step
+        self._slow[key] = (first, now)
+        return step - first >= _LASTING_STEPS
 
     def _with_stacks(self, own: View) -> View:
         ranks = {

@@ -1,0 +1,31 @@
+"""``unickpt trace``: a job's records as a trace for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from unickpt.cli.exit_codes import SOUND
+from unickpt.cli.output import Output, human_bytes
+from unickpt.cli.reading import add_folders, read_jobs
+from unickpt.views.gathering import gathered
+from unickpt.views.trace import write_trace
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_folders(parser)
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help="trace.json, or trace.json.gz to compress it"
+    )
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Read and write; 0 if that is done."""
+    view = gathered(read_jobs(args.directories))
+    written = write_trace(view, args.output)
+    for problem in view.unreadable:
+        out.line(problem, style="yellow")
+    size = human_bytes(args.output.stat().st_size)
+    out.line(f"{args.output}: {written:,} events of {len(view.ranks)} ranks, {size}; open it at ui.perfetto.dev")
+    return SOUND

@@ -1,0 +1,215 @@
+"""The ranks of all hosts on one clock, with the groups that they are in.
+
+Rings are files that anybody may have written: records with an operation or a type that does not exist, and groups with
+more members than the job has ranks, are left out here, so that nobody after this has to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unickpt.timing.folder import Job
+from unickpt.timing.processes import State
+from unickpt.timing.ranks import members
+from unickpt.timing.records import DTYPES, Flag, Op, Records
+from unickpt.timing.ring import Snapshot
+
+Ints = npt.NDArray[np.int64]
+_OPS = np.array([int(op) for op in Op])
+_ON_HOST = ("gloo", "mpi")  # calls of these end on the host, so that their end is known (``unickpt.timing.recorder``)
+_MOST_RANKS = 1 << 20  # of a group that is believed
+_AXES = {"tensor": "tp", "pipeline": "pp", "data": "dp", "context": "cp", "expert": "ep", "sequence": "sp"}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A communicator of the job.
+
+    Attributes:
+        number: in the job, from 0; a rank's own table counts otherwise.
+        name: of the process group, the same on all its members.
+        label: what the framework calls it, or its name.
+        backend: of torch.
+        ranks: int64, its members, by their rank in it.
+    """
+
+    number: int
+    name: str
+    label: str
+    backend: str
+    ranks: Ints
+
+    @property
+    def ends_known(self) -> bool:
+        """Whether a call without an end has not ended; of calls on a device no end may have been noted."""
+        return self.backend in _ON_HOST
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank.
+
+    Attributes:
+        number: of the rank.
+        ring: what it has noted; ``ring.records`` may hold what ``records`` does not.
+        records: ``RECORD`` array of those that make sense, by number.
+        group: int64, of each of them the number of its communicator in the job; -1 for moments.
+        to_clock_ns: what its monotonic clock is behind the job's clock.
+        until_ns: on the job's clock: when it was read, or when its process was last seen alive.
+        state: of its process.
+        place: ``host b, tp 1 pp 0 dp 2``, with what is known.
+    """
+
+    number: int
+    ring: Snapshot
+    records: Records
+    group: Ints
+    to_clock_ns: int
+    until_ns: int
+    state: State
+    place: str
+
+    @property
+    def alive(self) -> bool:
+        return self.state is not State.DEAD and not self.ring.closed
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All that is known of a job.
+
+    Attributes:
+        job, world: its name, and how many ranks it has; rings may be missing.
+        ranks: by number.
+        groups: by number.
+        read_ns: when it was read, on the job's clock.
+        unreadable: what could not be read, and why.
+    """
+
+    job: str
+    world: int
+    ranks: dict[int, Rank]
+    groups: list[Group]
+    read_ns: int
+    unreadable: tuple[str, ...]
+
+
+def gathered(jobs: Sequence[Job], clock_offsets_ns: Mapping[str, int] | None = None) -> View:
+    """The rings of all hosts of a job as one.
+
+    Args:
+        jobs: one for each host. A rank that is in several is taken from where it started last.
+        clock_offsets_ns: host -> what its wall clock is behind the job's; 0 for hosts that are not in it.
+    """
+    offsets = clock_offsets_ns or {}
+    found: dict[int, tuple[Snapshot, State, int]] = {}
+    for job in jobs:
+        for number, ring in job.ranks.items():
+            before = found.get(number)
+            if before is None or before[0].identity.wall_ns < ring.identity.wall_ns:
+                read_ns = job.now_ns + offsets.get(ring.identity.host, 0)
+                found[number] = (ring, job.states.get(number, State.UNKNOWN), read_ns)
+    groups: dict[str, Group] = {}
+    ranks = {}
+    for number, (ring, state, read_ns) in sorted(found.items()):
+        who = ring.identity
+        to_clock_ns = who.wall_ns - who.monotonic_ns + offsets.get(who.host, 0)
+        records, at = _sound(ring.records), _listed(ring, groups)
+        alive = state is not State.DEAD and not ring.closed
+        last = max(ring.heartbeat_ns, int(records["call_ns"].max(initial=0)), int(records["end_ns"].max(initial=0)))
+        ranks[number] = Rank(
+            number, ring, records, _numbers(records, at, number, groups), to_clock_ns,
+            read_ns if alive else min(last + to_clock_ns, read_ns), state, _place(ring),
+        )  # fmt: skip
+    newest = max((rank.ring.identity for rank in ranks.values()), key=lambda who: who.wall_ns, default=None)
+    return View(
+        job=newest.job if newest else "",
+        world=max([newest.world if newest else 0, *(number + 1 for number in ranks)]),
+        ranks=ranks,
+        groups=list(groups.values()),
+        read_ns=max((read_ns for _, _, read_ns in found.values()), default=0),
+        unreadable=tuple(problem for job in jobs for problem in job.unreadable),
+    )
+
+
+def _sound(records: Records) -> Records:
+    sound = np.isin(records["op"], _OPS) & (records["dtype"] <= len(DTYPES)) & (records["call_ns"] > 0)
+    part: Records = records if sound.all() else records[sound]
+    return part
+
+
+def _listed(ring: Snapshot, groups: dict[str, Group]) -> list[int]:
+    """Numbers in the job of a rank's communicators; those that are new are added to ``groups``."""
+    numbers = []
+    for at, entry in enumerate(ring.communicators):
+        name = str(entry.get("name", f"?{ring.identity.rank}/{at}"))
+        if name not in groups:
+            label = str(entry.get("label") or name)
+            groups[name] = Group(len(groups), name, label, str(entry.get("backend", _ON_HOST[0])), _members(entry))
+        numbers.append(groups[name].number)
+    return numbers
+
+
+def _numbers(records: Records, at: list[int], rank: int, groups: dict[str, Group]) -> Ints:
+    """Of each record the number of its communicator."""
+    calls = records["op"] <= Op.RECEIVE
+    if calls.any() and int(records["comm"][calls].max()) >= len(at):  # its line in the table is not there
+        name = f"?{rank}"
+        group = groups.setdefault(name, Group(len(groups), name, "unknown", _ON_HOST[0], np.zeros(0, np.int64)))
+        at = at + [group.number] * (int(records["comm"][calls].max()) + 1 - len(at))
+    table = np.array([*at, -1], np.int64)
+    numbers: Ints = np.where(calls, table[np.where(calls, records["comm"].astype(np.int64), -1)], -1)
+    return numbers
+
+
+def _members(entry: Mapping[str, Any]) -> Ints:
+    try:
+        parts = [(int(first), int(step), int(count)) for first, step, count in entry.get("ranks", [])]
+    except (TypeError, ValueError):
+        return np.zeros(0, np.int64)
+    if any(first < 0 or step < 0 or count < 0 for first, step, count in parts) or sum(p[2] for p in parts) > _MOST_RANKS:
+        return np.zeros(0, np.int64)
+    if any(first + step * count > _MOST_RANKS for first, step, count in parts):
+        return np.zeros(0, np.int64)
+    return np.array(members(parts), np.int64)
+
+
+def coordinates(ring: Snapshot) -> dict[str, int]:
+    """A rank's place in the parallel layout, by the groups that it has called: ``{"tp": 1, "pp": 0, "dp": 2}``."""
+    found: dict[str, int] = {}
+    for entry in ring.communicators:
+        label = str(entry.get("label", "")).removesuffix(" parallel").removesuffix(" model")
+        ranks = _members(entry)
+        if label in _AXES and len(ranks) > 1 and _AXES[label] not in found:
+            at = np.flatnonzero(ranks == ring.identity.rank)
+            if len(at):
+                found[_AXES[label]] = int(at[0])
+    return {axis: found[axis] for axis in _AXES.values() if axis in found}
+
+
+def _place(ring: Snapshot) -> str:
+    return " ".join([f"host {ring.identity.host},", *(f"{axis} {at}" for axis, at in coordinates(ring).items())]).rstrip(",")
+
+
+def op_name(code: int) -> str:
+    """``all_reduce``."""
+    return Op(code).name.lower()
+
+
+def unended(rank: Rank, ends_known: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """bool ``[records]``: calls that go on, or went on until the process was last seen.
+
+    Args:
+        rank: whose records.
+        ends_known: bool ``[groups]``, ``Group.ends_known`` of all.
+    """
+    records = rank.records
+    going: npt.NDArray[np.bool_] = (records["op"] <= Op.RECEIVE) & (records["end_ns"] == 0)
+    going &= (records["flags"] & int(Flag.FAILED)) == 0
+    known = np.append(ends_known, False)[rank.group]
+    return going & (known | (records["wait_ns"] > 0))

@@ -1,0 +1,128 @@
+"""Who comes late to a call, and what becomes of a rank's time in a step.
+
+Only collectives that all members whose rings are known have entered are looked at: how late a rank is that has not come yet
+is not known (``waiting`` tells of those).
+
+By rank and step, a rank's lateness is its largest: one late arrival holds up a step, however many calls it comes to in time
+after that (after a call that waits for all, everybody is in time again), so that a median of a step's hundred calls would not
+show it. Behind the first member everybody is late if one comes early; behind the median member only those are that others
+have waited for, but of two members each is half as late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from unickpt.diagnosis.slowness import steps_of
+from unickpt.timing.records import Op
+from unickpt.views.gathering import Ints, View
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Arrivals at collectives that all known members have entered: arrays ``[n]``, one row for each rank and collective.
+
+    Attributes:
+        rank, group, seq: int64: who came to which call.
+        step: int64: which step the rank itself was in.
+        entered_ns: int64, on the job's clock.
+        behind_first_ns, behind_median_ns: float64: after the first member, and after the median one (negative if before).
+    """
+
+    rank: Ints
+    group: Ints
+    seq: Ints
+    step: Ints
+    entered_ns: Ints
+    behind_first_ns: Floats
+    behind_median_ns: Floats
+
+
+def arrivals(view: View) -> Arrivals:
+    """All arrivals that can be compared, by group, number and time."""
+    columns: list[Ints] = []
+    for rank in view.ranks.values():
+        calls = rank.records["op"] <= Op.BARRIER
+        part = rank.records[calls]
+        columns.append(
+            np.stack(
+                [
+                    np.full(len(part), rank.number, np.int64), rank.group[calls], part["seq"].astype(np.int64),
+                    part["step"].astype(np.int64), part["call_ns"] + rank.to_clock_ns,
+                ]
+            )
+        )  # fmt: skip
+    table = np.concatenate(columns, axis=1) if columns else np.zeros((5, 0), np.int64)
+    table = table[:, np.lexsort((table[4], table[2], table[1]))]
+    new = np.ones(table.shape[1], bool)
+    new[1:] = (table[1:3, 1:] != table[1:3, :-1]).any(axis=0)
+    first = np.flatnonzero(new)
+    counts = np.diff(np.append(first, table.shape[1]))
+    known = np.array([int(np.isin(group.ranks, list(view.ranks)).sum()) for group in view.groups], np.int64)
+    whole = (counts == known[table[1, first]]) & (counts > 1)
+    call = np.cumsum(new) - 1
+    table, call, first, counts = table[:, whole[call]], call[whole[call]], first[whole], counts[whole]
+    first = np.append(0, np.cumsum(counts))[:-1]
+    entered = table[4]
+    low, high = entered[first + (counts - 1) // 2], entered[first + counts // 2]
+    middle = np.repeat(low + (high - low) / 2 - entered[first], counts)  # small numbers, which a float holds exactly
+    behind = (entered - np.repeat(entered[first], counts)).astype(np.float64)
+    return Arrivals(table[0], table[1], table[2], table[3], entered, behind, behind - middle)
+
+
+MEASURES = ("behind_first", "behind_median", "own", "waiting", "data", "garbage")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """What is known of every rank's steps.
+
+    Attributes:
+        ranks: int64 ``[r]``, ascending.
+        steps: int64 ``[s]``, ascending; of those that any rank has records of.
+        values: name of ``MEASURES`` -> float64 ``[r, s]``, nanoseconds, NaN where unknown: lateness behind the first and
+            behind the median member (the largest of the step), own time (in no call that is waited for), waiting, and of the
+            own time waits for data and garbage collections.
+    """
+
+    ranks: Ints
+    steps: Ints
+    values: Mapping[str, Floats]
+
+
+def by_step(view: View, *, last: int | None = None) -> StepTable:
+    """Lateness and times by rank and step.
+
+    Args:
+        view: of the job.
+        last: steps, the newest; all if not given.
+    """
+    came = arrivals(view)
+    spent = {number: steps_of(rank.records, offset_ns=rank.to_clock_ns) for number, rank in view.ranks.items()}
+    made = [step.number for own in spent.values() for step in own]
+    steps = np.unique(np.concatenate([came.step, np.array(made, np.int64)]))
+    if last is not None:
+        steps = steps[-last:]
+    ranks = np.array(list(view.ranks), np.int64)
+    values = {name: np.full((len(ranks), len(steps)), np.nan) for name in MEASURES}
+    if not len(steps):
+        return StepTable(ranks, steps, values)
+    here = came.step >= steps[0]
+    cell = np.searchsorted(ranks, came.rank[here]), np.searchsorted(steps, came.step[here])
+    np.fmax.at(values["behind_first"], cell, came.behind_first_ns[here])
+    np.fmax.at(values["behind_median"], cell, came.behind_median_ns[here])
+    for row, own in enumerate(spent.values()):
+        for step in own:
+            if step.number >= steps[0]:
+                at = int(np.searchsorted(steps, step.number))
+                values["own"][row, at] = step.own_ns
+                values["waiting"][row, at] = step.end_ns - step.begin_ns - step.own_ns
+                values["data"][row, at] = step.data_ns
+                values["garbage"][row, at] = step.garbage_ns
+    return StepTable(ranks, steps, values)

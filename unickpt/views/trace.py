@@ -1,0 +1,221 @@
+"""Every record as an event of a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+The format is "Trace Event Format" (the JSON that Chromium's tracing writes): ``traceEvents`` with metadata (``M``), complete
+events (``X``: ``ts`` and ``dur`` in microseconds), instants (``i``) and flows (``s`` to ``f``). A rank is a process of the
+trace; its steps, phases, moments and groups are threads. Complete events of one thread have to be nested or apart, so that
+calls which overlap stand on several threads of their group.
+
+Ranks are written one after the other: in memory are the records, and the lines of one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from unickpt.errors import StorageError
+from unickpt.timing.records import DTYPES, Flag, Op, Phase, bytes_in, bytes_out
+from unickpt.views.gathering import Ints, Rank, View, op_name, unended
+from unickpt.views.transfers import pairs
+
+# Numbers of threads: readers take 0 for the idle thread. After these come those of groups, one and more where calls overlap.
+_STEPS, _PHASES, _MOMENTS, _GROUPS = 1, 2, 3, 10
+_LANES = 1000  # threads that a group may have: more than calls go on at once
+_GOES_ON = "has not ended when the job was read"
+
+Event = dict[str, Any]
+
+
+def write_trace(view: View, path: Path) -> int:
+    """Write all records of a job; the number of events. Compressed if the name ends in ``.gz``.
+
+    Raises:
+        StorageError: it cannot be written; what was there before stays.
+    """
+    fresh = path.with_name(f"{path.name}.part")
+    try:
+        with fresh.open("wb") as raw, contextlib.ExitStack() as stack:
+            binary = stack.enter_context(gzip.open(raw, "wb", compresslevel=3)) if path.suffix == ".gz" else raw
+            written = _write(view, stack.enter_context(io.TextIOWrapper(binary, "ascii", newline="\n")))
+        fresh.replace(path)
+    except OSError as err:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise StorageError(f"{path}: the trace cannot be written ({err})") from err
+    return written
+
+
+def _write(view: View, out: TextIO) -> int:
+    base_ns, count = _base(view), 0
+    about = {"job": view.job, "ranks": view.world, "ts_0_is_wall_ns": base_ns, "read_at_wall_ns": view.read_ns}
+    out.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n')
+    for event in events(view, base_ns):
+        out.write((",\n" if count else "") + json.dumps(event, separators=(",", ":")))
+        count += 1
+    out.write("\n]}\n")
+    return count
+
+
+def _base(view: View) -> int:
+    """The earliest moment that is known: microseconds since then are small enough for a float to hold nanoseconds."""
+    first = (int(rank.records["call_ns"].min()) + rank.to_clock_ns for rank in view.ranks.values() if len(rank.records))
+    return min(first, default=view.read_ns)
+
+
+def events(view: View, base_ns: int) -> Iterator[Event]:
+    """All events, rank by rank; those of a thread by time, the longer of two that begin together first.
+
+    Args:
+        view: of the job.
+        base_ns: on the job's clock: where the trace's own time begins.
+    """
+    flows = pairs(view)
+    for number, rank in view.ranks.items():
+        names: dict[int, str] = {}
+        found = [*_moments(rank, base_ns), *_phases(rank, base_ns)]
+        found += _calls(view, rank, base_ns, names)
+        found += _flows(view, rank, flows, base_ns, found)
+        found.sort(key=lambda event: (event["tid"], event["ts"], -event.get("dur", 0.0), event["ph"]))
+        yield _named("process_name", number, 0, name=f"rank {number} ({rank.place})")
+        yield _named("process_sort_index", number, 0, sort_index=number)
+        fixed = {_STEPS: "steps", _PHASES: "phases, as far as calls show them", _MOMENTS: "data, garbage, checkpoints"}
+        for tid, name in {**fixed, **names}.items():
+            yield _named("thread_name", number, tid, name=name)
+            yield _named("thread_sort_index", number, tid, sort_index=tid)
+        for event in found:
+            event.pop("at", None)
+            yield event
+
+
+def _named(what: str, rank: int, tid: int, **args: object) -> Event:
+    return {"ph": "M", "name": what, "pid": _pid(rank), "tid": tid, "args": args}
+
+
+def _pid(rank: int) -> int:
+    """Readers take process 0 for the idle one."""
+    return rank + 1
+
+
+def _us(ns: int) -> float:
+    return ns / 1000
+
+
+def _span(rank: Rank, tid: int, name: str, begin_ns: int, end_ns: int, category: str, args: Event) -> Event:
+    """``begin_ns`` and ``end_ns`` in the trace's own time."""
+    event = {"ph": "X", "name": name, "cat": category, "pid": _pid(rank.number), "tid": tid, "ts": _us(begin_ns)}
+    return {**event, "dur": _us(max(end_ns - begin_ns, 0)), "args": args}
+
+
+def _moments(rank: Rank, base_ns: int) -> Iterator[Event]:
+    to_trace = rank.to_clock_ns - base_ns
+    busy_until = {_STEPS: 0, _MOMENTS: 0}
+    found = rank.records[rank.records["op"] > Op.RECEIVE]
+    for record in found[np.argsort(found["call_ns"], kind="stable")]:
+        op, begin, end, step = Op(record["op"]), int(record["call_ns"]), int(record["end_ns"]), int(record["step"])
+        tid = _STEPS if op is Op.STEP else _MOMENTS
+        end = max(end, begin)
+        if begin >= busy_until[tid] or end <= busy_until[tid]:  # apart from what was before, or within it
+            name = f"step {step}" if op is Op.STEP else op_name(op)
+            yield _span(rank, tid, name, begin + to_trace, end + to_trace, "moment", {"step": step})
+            busy_until[tid] = max(busy_until[tid], end)
+
+
+def _phases(rank: Rank, base_ns: int) -> Iterator[Event]:
+    """From the first call of a phase to the last one's end; a phase without calls is not seen."""
+    calls = rank.records[(rank.records["op"] <= Op.RECEIVE) & (rank.records["phase"] <= max(Phase))]
+    if not len(calls):
+        return
+    to_trace = rank.to_clock_ns - base_ns
+    keys = np.stack([calls["phase"].astype(np.int64), calls["step"].astype(np.int64)])
+    first = np.flatnonzero(np.append(True, (keys[:, 1:] != keys[:, :-1]).any(axis=0)))
+    busy_until = 0
+    for lo, hi in zip(first.tolist(), [*first[1:].tolist(), len(calls)], strict=True):
+        part = calls[lo:hi]
+        begin = max(int(part["call_ns"].min()), busy_until)
+        end = max(int(part["end_ns"].max()), int(part["call_ns"].max()), begin)
+        if hi < len(calls):
+            end = max(min(end, int(calls["call_ns"][hi])), begin)
+        busy_until = end
+        phase = Phase(part["phase"][0])
+        if phase is not Phase.UNKNOWN:
+            args = {"step": int(part["step"][0])}
+            yield _span(rank, _PHASES, phase.name.lower(), begin + to_trace, end + to_trace, "phase", args)
+
+
+def _calls(view: View, rank: Rank, base_ns: int, names: dict[int, str]) -> Iterator[Event]:
+    """Calls, on the threads of their groups; fills ``names`` with what these are called."""
+    to_trace, records = rank.to_clock_ns - base_ns, rank.records
+    known = np.array([group.ends_known for group in view.groups], bool)
+    going, sent, got = unended(rank, known), bytes_in(records), bytes_out(records)
+    calls = np.flatnonzero(records["op"] <= Op.RECEIVE)
+    lanes: dict[int, list[int]] = {}  # of each group: when each of its threads is free again
+    for at in calls[np.argsort(records["call_ns"][calls], kind="stable")].tolist():
+        record, group = records[at], view.groups[int(rank.group[at])]
+        begin, end = int(record["call_ns"]), int(record["end_ns"])
+        open_ended = end == 0
+        if open_ended:
+            end = rank.until_ns - rank.to_clock_ns if going[at] else begin
+        end = max(end, begin)
+        lane = _lane(lanes.setdefault(group.number, []), begin, end)
+        tid = _GROUPS + group.number * _LANES + lane
+        names.setdefault(tid, f"{group.label} ({len(group.ranks)} ranks)" + (f", overlapping {lane + 1}" if lane else ""))
+        args = _arguments(record, int(sent[at]), int(got[at]))
+        args.update({"group": group.label, "communicator": group.name, "ranks": len(group.ranks)})
+        name = op_name(record["op"])
+        if open_ended and going[at]:
+            name, args["end"] = f"{name} ({_GOES_ON})", _GOES_ON
+        elif open_ended:
+            args["end"] = "failed" if record["flags"] & Flag.FAILED else "not noted"
+        yield {**_span(rank, tid, name, begin + to_trace, end + to_trace, "call", args), "at": at}
+
+
+def _lane(free_at: list[int], begin: int, end: int) -> int:
+    """The first free thread of a group, which is busy until ``end`` then."""
+    lane = next((lane for lane, free in enumerate(free_at) if free <= begin), len(free_at))
+    if lane == len(free_at) and lane < _LANES:
+        free_at.append(end)
+    lane = min(lane, _LANES - 1)
+    free_at[lane] = max(free_at[lane], end)
+    return lane
+
+
+def _arguments(record: Any, sent: int, got: int) -> Event:
+    dtype = int(record["dtype"])
+    args: Event = {
+        "op": op_name(record["op"]), "seq": int(record["seq"]), "step": int(record["step"]), "bytes_in": sent,
+        "bytes_out": got, "dtype": DTYPES[dtype - 1] if dtype else "none",
+    }  # fmt: skip
+    if record["peer"] >= 0:
+        args["peer"] = int(record["peer"])
+    if record["phase"] and record["phase"] in list(Phase):
+        args["phase"] = Phase(record["phase"]).name.lower()
+    if record["wait_ns"] and record["end_ns"]:
+        args["waited_ms"] = max(int(record["end_ns"]) - int(record["wait_ns"]), 0) / 1e6
+    if record["flags"] & Flag.ASYNC:
+        args["asynchronous"] = True
+    return args
+
+
+def _flows(view: View, rank: Rank, flows: Ints, base_ns: int, spans: list[Event]) -> list[Event]:
+    """This rank's side of arrows from sends to their receives: from where the send begins to where the receive ends."""
+    to_tid = {event["at"]: event for event in spans if "at" in event}
+    found = []
+    for rank_column, record_column, phase in ((0, 1, "s"), (2, 3, "f")):
+        for flow in np.flatnonzero(flows[:, rank_column] == rank.number).tolist():
+            span = to_tid[int(flows[flow, record_column])]
+            sender = view.ranks[int(flows[flow, 0])]
+            begun = int(sender.records["call_ns"][int(flows[flow, 1])]) + sender.to_clock_ns - base_ns
+            ts = span["ts"] if phase == "s" else max(span["ts"], span["ts"] + span["dur"] - 0.001, _us(begun))
+            event: Event = {"ph": phase, "name": "transfer", "cat": "transfer", "id": flow, "pid": _pid(rank.number)}
+            event.update({"tid": span["tid"], "ts": ts})
+            if phase == "f":
+                event["bp"] = "e"  # binds to the span that is around it, not to the next one
+            found.append(event)
+    return found
