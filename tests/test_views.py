@@ -174,7 +174,7 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
     ring(tmp_path, 2, 4, [tensor[1], data], [call(Op.ALL_REDUCE, 1, 6, 10, 20), call(Op.ALL_REDUCE, 0, 4, 50, None)])
     ring(tmp_path, 3, 4, [tensor[1]], [call(Op.ALL_REDUCE, 0, 3, 10, 20)])
     job = read_folder(tmp_path)
-    living = Job(job.ranks, dict.fromkeys(range(4), State.RUNNING), (), 100 * MS)
+    living = Job(job.ranks, dict.fromkeys(range(4), State.RUNNING), (), 100 * MS, job.offsets_ns)
     view = gathered([living])
     calls = waiting_now(view)
     assert [(c.what, c.ranks, c.waited_for, c.since_ns) for c in calls] == [
@@ -372,7 +372,9 @@ def large(ranks: int, steps: int) -> Job:
             rows.append(call(Op.ALL_REDUCE, 0, step + 1, begin + 20, 1000.0 + 50 * step + 30, step=step))
             rows.append(moment(Op.STEP, 1000.0 + 50 * step, 1050.0 + 50 * step, step=step))
         snapshots[rank] = made_snapshot(rank, ranks, groups, rows)
-    return Job(snapshots, dict.fromkeys(snapshots, State.RUNNING), (), int((1000 + 50 * steps) * MS))
+    return Job(
+        snapshots, dict.fromkeys(snapshots, State.RUNNING), (), int((1000 + 50 * steps) * MS), dict.fromkeys(snapshots, 0)
+    )  # fmt: skip
 
 
 def made_snapshot(rank: int, world: int, groups: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Snapshot:

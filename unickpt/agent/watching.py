@@ -15,6 +15,7 @@ from unickpt.agent import hub as hubs
 from unickpt.agent.hub import Answer, Hub
 from unickpt.agent.starting import read_address
 from unickpt.diagnosis.clocks import on_one_clock
+from unickpt.diagnosis.deadlines import LONGEST_S
 from unickpt.diagnosis.examining import Examination, examine, told
 from unickpt.diagnosis.steps import STEP
 from unickpt.diagnosis.transport import Sampler, Usual
@@ -97,7 +98,7 @@ class Agent:
 
     def look(self, job: Job) -> None:
         """At the rings as they were read."""
-        own = self._memory.with_more(view_of(job, {rank: text for rank, (text, _) in self._stacks.items()}))
+        own = view_of(job, {rank: text for rank, (text, _) in self._stacks.items()})
         pids = {rank: one.pid for rank, one in own.ranks.items() if one.state is not State.DEAD}
         own = dataclasses.replace(own, windows=self._sampler.window(time.monotonic_ns(), connections_of(pids)))
         if self._hub is None:
@@ -108,12 +109,13 @@ class Agent:
                     self._once(line.partition(" since ")[0], line)
                 return
         others = self._hub.others() if self._hub is not None else []
-        view = on_one_clock([own, *(_aged(other, age) for other, age in others)])
+        view = self._memory.with_more(on_one_clock([own, *(_aged(other, age) for other, age in others)]))
         found = examine(view, usual=self._usual)
+        self._memory.deadline_s = found.deadline_s
         if self._hub is not None:
             self._hub.publish(view, found)
         if self._ask(hubs.answer(found, own).ask, own):  # say it with what the rank is in
-            view = on_one_clock([self._with_stacks(own), *(_aged(other, age) for other, age in others)])
+            view = self._with_stacks(view)
             found = dataclasses.replace(found, lines=[told(verdict, view) for verdict in found.verdicts])
         newest = int(view.steps["number"].max(initial=0))
         for verdict, line in zip(found.verdicts, found.lines, strict=True):
@@ -133,12 +135,12 @@ class Agent:
         self._slow[key] = (first, now)
         return step - first >= _LASTING_STEPS
 
-    def _with_stacks(self, own: View) -> View:
+    def _with_stacks(self, view: View) -> View:
         ranks = {
             rank: dataclasses.replace(one, stack=self._stacks[rank][0]) if rank in self._stacks else one
-            for rank, one in own.ranks.items()
+            for rank, one in view.ranks.items()
         }
-        return dataclasses.replace(own, ranks=ranks)
+        return dataclasses.replace(view, ranks=ranks)
 
     def _sent(self, own: View) -> Answer | None:
         address = read_address(self._folder)
@@ -193,9 +195,14 @@ def _aged(view: View, age_s: float) -> View:
 
 
 class Memory:
-    """The newest steps of every rank, and the longest wait: a look sees only the newest records."""
+    """The newest steps of every rank, and the longest wait: a look sees only the newest records.
+
+    Attributes:
+        deadline_s: that a call was last allowed to take. What has taken longer was told, and is no measure for what is usual.
+    """
 
     def __init__(self) -> None:
+        self.deadline_s = LONGEST_S
         self._steps = np.zeros(0, STEP)
         self._pids: dict[int, int] = {}
         self._longest_ns = 0
@@ -214,5 +221,6 @@ class Memory:
             end = np.searchsorted(every["rank"], every["rank"], side="right")
             every = every[end - np.arange(len(every)) <= NEWEST_STEPS]
         self._steps = every
-        self._longest_ns = max(self._longest_ns, view.longest_wait_ns)
+        if view.longest_wait_ns <= self.deadline_s * 1e9:
+            self._longest_ns = max(self._longest_ns, view.longest_wait_ns)
         return dataclasses.replace(view, steps=every, longest_wait_ns=self._longest_ns)

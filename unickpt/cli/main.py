@@ -31,15 +31,12 @@ COMMANDS = (
     _Command("inspect", "unickpt.cli.inspect_command", "show what a checkpoint holds, without reading its data"),
     _Command("verify", "unickpt.cli.verify_command", "read every byte of a checkpoint and say what is wrong with it"),
     _Command("diagnose", "unickpt.cli.diagnose_command", "say which rank or link a job waits for"),
-<<<<<<< HEAD
     _Command("agent", "unickpt.cli.agent_command", "watch the ranks of this host, and say what is wrong"),
-=======
     _Command("report", "unickpt.cli.report_command", "draw what a job's ranks did on one HTML page"),
     _Command("trace", "unickpt.cli.trace_command", "write every call of a job as a trace for Perfetto"),
     _Command(
         "metrics", "unickpt.cli.metrics_command", "print measurements of a job for Prometheus, or write them for TensorBoard"
     ),
->>>>>>> 90d1977bf314a1e414737f5c012de5dc2b0e3f7e
     _Command("hooks", "unickpt.cli.hooks_command", "show what is put into the installed frameworks"),
 )
 

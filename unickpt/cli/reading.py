@@ -6,8 +6,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from unickpt.diagnosis.clocks import on_one_clock
 from unickpt.diagnosis.examining import examine
 from unickpt.diagnosis.verdicts import Verdict
+from unickpt.diagnosis.view import view_of
 from unickpt.timing.folder import Job, read_folder
 
 
@@ -33,11 +35,5 @@ def read_jobs(folders: Sequence[Path]) -> list[Job]:
 
 def judged(jobs: Sequence[Job]) -> list[tuple[Verdict, str]]:
     """The verdicts on a job, each with its line for a person."""
-    together = Job(
-        {rank: ring for job in jobs for rank, ring in job.ranks.items()},
-        {rank: state for job in jobs for rank, state in job.states.items()},
-        tuple(problem for job in jobs for problem in job.unreadable),
-        max(job.now_ns for job in jobs),
-    )
-    found = examine(together)
+    found = examine(on_one_clock([view_of(job) for job in jobs]))
     return list(zip(found.verdicts, found.lines, strict=True))

@@ -62,6 +62,7 @@ def _hangs(view: View, limit_s: float, *, patient: bool) -> list[Verdict]:
         gone = frozenset(rank for rank, one in view.ranks.items() if one.state is State.DEAD)
         all_gone = len(gone) == len(view.ranks)  # after the end of the job, that tells nothing
         found = hangs(view.rows, members, names, before_ns=before_ns, gone=frozenset() if all_gone else gone)
+    found = [_by_state(verdict, view) for verdict in found]
     # a rank that nobody knows may be in any call: of it nothing can be told here
     found = [verdict for verdict in found if all(rank in view.ranks for rank in verdict.ranks)]
     return [verdict for verdict in found if not (patient and _takes_its_time(verdict, view))]
@@ -76,6 +77,23 @@ def _died_first(view: View) -> frozenset[int]:
     if max(died.values(), default=0) - first < TOGETHER_NS:
         return frozenset()
     return frozenset(rank for rank, heard_ns in died.items() if heard_ns - first < TOGETHER_NS / 2)
+
+
+def _by_state(verdict: Verdict, view: View) -> Verdict:
+    """Of a call that all have entered and that does not end, the members whose processes are stopped or gone."""
+    if verdict.syndrome is not Syndrome.COMMUNICATION_HANG:
+        return verdict
+    inside = [group.members().tolist() for group in view.groups if group.told() == verdict.communicator]
+    members = verdict.link or (inside[0] if inside else verdict.ranks)
+    still = {rank: view.ranks[rank].state for rank in members if rank in view.ranks}
+    still = {rank: state for rank, state in still.items() if state in (State.STOPPED, State.DEAD)}
+    if not still or len(still) == len(members):
+        return verdict
+    told = "; ".join(f"rank {rank} is {state.value}" for rank, state in still.items())
+    return dataclasses.replace(
+        verdict, syndrome=Syndrome.NON_COMMUNICATION_HANG, ranks=tuple(still), link=None,
+        evidence=(f"{told}; {verdict.evidence[0]}", *verdict.evidence[1:]), victims=len(set(verdict.ranks) - set(still)),
+    )  # fmt: skip
 
 
 def _with_link(verdict: Verdict, links: Links) -> Verdict:

@@ -37,6 +37,7 @@ CALL = np.dtype(
     ]
 )
 Calls = npt.NDArray[Any]  # of dtype ``CALL``
+WARM_UP = 5  # steps that allocate and compile
 NEWEST_CALLS, NEWEST_STEPS = 256, 32  # of a rank
 _AXES = {  # a framework's name of a kind of group -> how a person writes the coordinate
     "tensor parallel": "tp", "tensor model parallel": "tp", "pipeline parallel": "pp", "pipeline model parallel": "pp",
@@ -110,7 +111,7 @@ class View:
         steps: the newest of every rank.
         calls: the newest of every rank.
         windows: what its connections have carried lately; none, if nobody has looked more than once.
-        longest_wait_ns: that any call of these ranks has taken.
+        longest_wait_ns: that any call of these ranks has taken since the first steps.
         problems: what could not be read, and why.
     """
 
@@ -172,7 +173,7 @@ def _calls(rank: int, records: Records, numbers: npt.NDArray[np.int32], offset_n
 
 
 def _longest_wait_ns(calls: Records) -> int:
-    over = calls[(calls["end_ns"] > 0) & (calls["wait_ns"] > 0)]
+    over = calls[(calls["end_ns"] > 0) & (calls["wait_ns"] > 0) & (calls["step"] > WARM_UP)]
     return int((over["end_ns"] - over["wait_ns"]).max(initial=0))
 
 

@@ -107,18 +107,17 @@ def gathered(jobs: Sequence[Job], clock_offsets_ns: Mapping[str, int] | None = N
         clock_offsets_ns: host -> what its wall clock is behind the job's; 0 for hosts that are not in it.
     """
     offsets = clock_offsets_ns or {}
-    found: dict[int, tuple[Snapshot, State, int]] = {}
+    found: dict[int, tuple[Snapshot, State, int, int]] = {}
     for job in jobs:
         for number, ring in job.ranks.items():
             before = found.get(number)
             if before is None or before[0].identity.wall_ns < ring.identity.wall_ns:
                 read_ns = job.now_ns + offsets.get(ring.identity.host, 0)
-                found[number] = (ring, job.states.get(number, State.UNKNOWN), read_ns)
+                found[number] = (ring, job.states.get(number, State.UNKNOWN), read_ns, job.offsets_ns[number])
     groups: dict[str, Group] = {}
     ranks = {}
-    for number, (ring, state, read_ns) in sorted(found.items()):
-        who = ring.identity
-        to_clock_ns = who.wall_ns - who.monotonic_ns + offsets.get(who.host, 0)
+    for number, (ring, state, read_ns, offset_ns) in sorted(found.items()):
+        to_clock_ns = offset_ns + offsets.get(ring.identity.host, 0)
         records, at = _sound(ring.records), _listed(ring, groups)
         alive = state is not State.DEAD and not ring.closed
         last = max(ring.heartbeat_ns, int(records["call_ns"].max(initial=0)), int(records["end_ns"].max(initial=0)))
@@ -132,7 +131,7 @@ def gathered(jobs: Sequence[Job], clock_offsets_ns: Mapping[str, int] | None = N
         world=max([newest.world if newest else 0, *(number + 1 for number in ranks)]),
         ranks=ranks,
         groups=list(groups.values()),
-        read_ns=max((read_ns for _, _, read_ns in found.values()), default=0),
+        read_ns=max((read_ns for _, _, read_ns, _ in found.values()), default=0),
         unreadable=tuple(problem for job in jobs for problem in job.unreadable),
     )
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from unickpt.diagnosis.hangs import calls_waited_in
 from unickpt.diagnosis.summaries import SUMMARY, summary
+from unickpt.diagnosis.waiting import calls_waited_in
 from unickpt.timing.processes import State
 from unickpt.timing.records import Op, Phase
 from unickpt.views.gathering import View, op_name, unended
