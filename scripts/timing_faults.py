@@ -68,6 +68,7 @@ FAULTS = {
         Fault("deadlock", "deadlock", "deadlock between groups", survived=False),
     )
 }
+ENDLESS = ("SIG", "loop", "collective", "shape", "deadlock", "dead link")  # faults with a deadline
 LIMIT_S = 40.0
 QUIET_STEPS = 24  # sound steps between two faults: as many as are looked at
 
@@ -93,21 +94,30 @@ class Job:
 
     def __init__(self, kind: str, layout: str, world: int, folder: Path) -> None:
         self.world, self.folder, self.rings = world, folder, folder / "rings"
-        self.rings.mkdir(parents=True)
         self._number = 0
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-addr", "127.0.0.1",
-            "--master-port", str(free_port()), "-m", "tests.timing.faulty_job", kind, layout, str(self.rings), str(folder),
-        ]  # fmt: skip
         self._output = (folder / "output").open("w")
-        self.process = subprocess.Popen(
-            command, cwd=REPO, env=environment(GLOO_SOCKET_IFNAME="lo"), stdout=self._output, stderr=subprocess.STDOUT,
+        self.processes = self._start(kind, layout)
+
+    def _start(self, kind: str, layout: str) -> list[subprocess.Popen[bytes]]:
+        self.rings.mkdir(parents=True)
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.world), "--master-addr", "127.0.0.1",
+            "--master-port", str(free_port()), *self._worker(kind, layout, self.rings),
+        ]  # fmt: skip
+        return [self._process(command, GLOO_SOCKET_IFNAME="lo")]
+
+    def _worker(self, kind: str, layout: str, rings: Path) -> list[str]:
+        return ["-m", "tests.timing.faulty_job", kind, layout, str(rings), str(self.folder)]
+
+    def _process(self, command: list[str], **variables: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command, cwd=REPO, env=environment(**variables), stdout=self._output, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
 
     def steps(self) -> list[int]:
         found = []
-        for path in self.rings.glob("*.ring"):
+        for path in self.folder.glob("rings*/*.ring"):
             with contextlib.suppress(Exception):
                 found.append(RingReader(path).snapshot(last=1).step)
         return found if len(found) == self.world else [0]
@@ -118,7 +128,7 @@ class Job:
     def until_step(self, wanted: int, limit_s: float = 180) -> None:
         end = time.monotonic() + limit_s
         while min(self.steps()) < wanted:
-            if time.monotonic() > end or self.process.poll() is not None:
+            if time.monotonic() > end or any(each.poll() is not None for each in self.processes):
                 text = (self.folder / "output").read_text()[-3000:]
                 raise RuntimeError(f"the job has not come to step {wanted}:\n{text}")
             time.sleep(0.1)
@@ -142,11 +152,12 @@ class Job:
         return None
 
     def close(self) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for each in [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.send_signal(signal.SIGKILL)
-        self.process.wait()
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        each.send_signal(signal.SIGKILL)
+            process.wait()
         self._output.close()
 
 
@@ -258,17 +269,18 @@ def settle(job: Job) -> None:
     time.sleep(7)
 
 
-def table(runs: list[Run]) -> list[str]:
+def table_of(runs: list[Run], order: list[str]) -> list[str]:
+    """Markdown, a row for each job and fault, in the order given."""
     lines = [
-        "| job | fault | runs | detected | right syndrome | right rank | seconds to verdict | beyond the deadline | steps |",
+        "| job | fault | runs | detected | syndrome right | rank or link right | seconds | beyond the deadline | steps |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
         groups[run.job, run.fault].append(run)
-    for (job, fault), each in sorted(groups.items(), key=lambda item: (item[0][0], list(FAULTS).index(item[0][1]))):
+    for (job, fault), each in sorted(groups.items(), key=lambda item: (item[0][0], order.index(item[0][1]))):
         seen = [run for run in each if run.detected]
-        hang = FAULTS[fault].syndrome != SLOW
+        hang = any(word in fault for word in ENDLESS)
         lines.append(
             f"| {job} | {fault} | {len(each)} | {len(seen)} | {sum(r.syndrome for r in each)} | {sum(r.named for r in each)} "
             f"| {spread([r.seconds for r in seen])} | {spread([r.beyond for r in seen]) if hang else ''} "
@@ -299,7 +311,7 @@ def main() -> None:
         runs += found
         told.append(f"{kind} {layout}, {world} ranks: {sound} sound stretches of {QUIET_STEPS} steps or more, "
                     f"something was said in {alarms} of them.")  # fmt: skip
-    text = "\n".join([*lines, *table(runs), "", *told, ""])
+    text = "\n".join([*lines, *table_of(runs, list(FAULTS)), "", *told, ""])
     print(text)
     if args.out:
         before = args.out.read_text().partition(MARK)[0] if args.out.is_file() else "# Faults\n\n"

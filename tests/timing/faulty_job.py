@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+DEVICE_S = 0.15  # of every step, as if a device computed: ranks that share cores differ by chance in all else
 SOUND: dict[str, Any] = {"id": 0, "fault": "none", "rank": -1, "amount": 0.0}
 
 
@@ -144,6 +145,7 @@ def main() -> None:
                 pass
         elif mine and fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(DEVICE_S)
         if fault in ("skip", "reshape", "deadlock") and now["step"] == step:
             out_of_order(fault, mine, pairs)
         train(samples)

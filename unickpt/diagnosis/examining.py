@@ -41,7 +41,8 @@ def examine(view: View, *, after_s: float | None = None, usual: Usual | None = N
     """
     limit_s = deadline_s(view.steps, [view.longest_wait_ns] * len(view.ranks)) if after_s is None else after_s
     links = links_of(view.windows)
-    slow = usual.slow(links, view.now_ns) if usual is not None else []
+    hosts = {rank: one.host for rank, one in view.ranks.items()}
+    slow = usual.slow(links, view.now_ns, hosts) if usual is not None else []
     verdicts = [_with_link(verdict, links) for verdict in _hangs(view, limit_s, patient=after_s is None)]
     if not verdicts:
         verdicts = [*slow, *stragglers(view.steps)] or slow_links(transfers_of(view.calls))
@@ -71,10 +72,8 @@ def _hangs(view: View, limit_s: float, *, patient: bool) -> list[Verdict]:
 def _died_first(view: View) -> frozenset[int]:
     """Ranks whose processes have ended without order before the others did; none if all were ended together."""
     died = {rank: one.heard_ns for rank, one in view.ranks.items() if one.state is State.DEAD and not one.closed}
-    if len(died) < len(view.ranks):
-        return frozenset(died)
     first = min(died.values(), default=0)
-    if max(died.values(), default=0) - first < TOGETHER_NS:
+    if len(died) == len(view.ranks) and max(died.values(), default=0) - first < TOGETHER_NS:
         return frozenset()
     return frozenset(rank for rank, heard_ns in died.items() if heard_ns - first < TOGETHER_NS / 2)
 

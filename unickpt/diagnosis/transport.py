@@ -7,7 +7,8 @@ known by its ranks, so that a collective over many links is no obstacle.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ Links = npt.NDArray[Any]  # of dtype ``LINK``
 SLOWER = 3.0  # times what is usual
 LASTING_NS = 4_000_000_000  # so long it has to have been so
 SHARE = 0.1  # of the time that a link has to be busy to hold anybody up
+CLEARLY = 1.4  # times
 LEAST_BYTES = 4096
 STUCK_BACKOFF = 2
 _COLUMNS = ["source", "destination", "ns_per_byte", "share"]
@@ -101,35 +103,56 @@ class Usual:
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], deque[float]] = {}
-        self._since: dict[tuple[int, int], int] = {}
+        self._slow: dict[tuple[int, int], tuple[int, float]] = {}  # since when, and for how long it has been busy since
 
-    def slow(self, links: Links, now_ns: int) -> list[Verdict]:
+    def slow(self, links: Links, now_ns: int, hosts: Mapping[int, str] | None = None) -> list[Verdict]:
         """Links that hold somebody up and take longer than they used to. What is not slow is remembered as usual.
 
         Args:
             links: as they are now.
             now_ns: when that is.
+            hosts: of the ranks.
         """
         times = np.zeros(len(links))
         known = np.zeros(len(links), bool)
         for at, (source, destination, ns_per_byte, share) in enumerate(links[_COLUMNS].tolist()):
-            past = self._known.setdefault((source, destination), deque(maxlen=_USUAL))
+            link = source, destination
+            past = self._known.setdefault(link, deque(maxlen=_USUAL))
             if ns_per_byte != ns_per_byte:  # hardly anything was sent
                 continue
             known[at] = len(past) >= _FEWEST
             more = ns_per_byte / float(np.median(past)) if known[at] else 0.0
             if more < SLOWER:
                 past.append(ns_per_byte)
-                self._since.pop((source, destination), None)
-            elif share >= SHARE and now_ns - self._since.setdefault((source, destination), now_ns) >= LASTING_NS:
-                times[at] = more
+                self._slow.pop(link, None)
+            elif share >= SHARE:
+                since_ns, busy = self._slow.get(link, (now_ns, 0.0))
+                self._slow[link] = since_ns, busy + share
+                times[at] = more if now_ns - since_ns >= LASTING_NS else 0.0
+        times[self._ways_back(links, hosts or {})] = 0.0
         slow = times > 0
         if not slow.any():
             return []
-        pairs = links[["source", "destination"]][slow].tolist()
-        since = min(self._since[pair] for pair in pairs)
+        since_ns = min(self._slow[link][0] for link in links[["source", "destination"]][slow].tolist())
         ends = np.stack([links["source"], links["destination"]], axis=1).astype(np.int64)
-        return by_sides(ends, times, known, than="before for a byte", since_ns=since)
+        return by_sides(ends, times, known, than="before for a byte", since_ns=since_ns)
+
+    def _ways_back(self, links: Links, hosts: Mapping[int, str]) -> npt.NDArray[np.bool_]:
+        """Links that are slow for their acknowledgements, which go the way that is: those of two hosts in the direction that
+        is clearly less busy than the other one."""
+        busy: dict[tuple[str, str], float] = defaultdict(float)
+        for (source, destination), (_, share) in self._slow.items():
+            busy[_host(source, hosts), _host(destination, hosts)] += share
+
+        def is_back(source: int, destination: int) -> bool:
+            one, other = _host(source, hosts), _host(destination, hosts)
+            return one != other and busy[one, other] * CLEARLY < busy[other, one]
+
+        return np.array([is_back(*link) for link in links[["source", "destination"]].tolist()], bool)
+
+
+def _host(rank: int, hosts: Mapping[int, str]) -> str:
+    return hosts.get(rank, f"of rank {rank}")
 
 
 def stuck_links(links: Links) -> list[tuple[int, int]]:

@@ -1,0 +1,183 @@
+"""Slow and dead links between two hosts, counted: what the agents say, and how soon. Needs root (network namespaces).
+
+    python scripts/timing_links.py [--runs 10] [--out docs/...]
+
+Two network namespaces are the hosts, each with two ranks of a DeepSpeed job and an agent of its own. Gloo goes over one pair
+of interfaces, on which bandwidth is taken away (``tbf``) or all packets are (a blackhole route); the job's store and the agents
+over another pair, as in a cluster that has a network for its management.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.timing_faults import MARK, QUIET_STEPS, Fault, Job, Run, settle, table_of
+from tests.launch import free_port
+
+HOSTS = ("ukpt-a", "ukpt-b")
+RANKS = ((0, 1), (2, 3))
+SLOW, DEAD = "communication slow", "communication hang"
+FAULTS = {
+    "a to b, 20 Mbit/s": Fault("a to b, 20 Mbit/s", "tbf", SLOW),
+    "b to a, 20 Mbit/s": Fault("b to a, 20 Mbit/s", "tbf", SLOW),
+    "both directions, 20 Mbit/s": Fault("both directions, 20 Mbit/s", "tbf", SLOW),
+    "dead link": Fault("dead link", "blackhole", DEAD, survived=False),
+}
+DIRECTIONS = {"a to b, 20 Mbit/s": (0,), "b to a, 20 Mbit/s": (1,), "both directions, 20 Mbit/s": (0, 1), "dead link": (0,)}
+LIMIT_S = 60.0
+
+
+def ip(*arguments: str, host: int | None = None, check: bool = True) -> None:
+    inside = ["ip", "netns", "exec", HOSTS[host]] if host is not None else []
+    subprocess.run([*inside, *arguments], check=check, capture_output=not check)
+
+
+@contextlib.contextmanager
+def network() -> Iterator[None]:
+    """Two hosts, with two networks: 10.77.1.x for data, 10.77.2.x for all else."""
+    for host in HOSTS:
+        ip("ip", "netns", "del", host, check=False)
+        ip("ip", "netns", "add", host)
+    try:
+        for net in (1, 2):
+            ip("ip", "link", "add", f"ukpta{net}", "type", "veth", "peer", "name", f"ukptb{net}")
+            for at, host in enumerate(HOSTS):
+                name = f"ukpt{'ab'[at]}{net}"
+                ip("ip", "link", "set", name, "netns", host)
+                ip("ip", "addr", "add", f"10.77.{net}.{at + 1}/24", "dev", name, host=at)
+                ip("ip", "link", "set", name, "up", host=at)
+        for at in range(2):
+            ip("ip", "link", "set", "lo", "up", host=at)
+        yield
+    finally:
+        for host in HOSTS:
+            ip("ip", "netns", "del", host, check=False)
+
+
+class TwoHosts(Job):
+    """A job on both."""
+
+    def _start(self, kind: str, layout: str) -> list[subprocess.Popen[bytes]]:
+        port = free_port()
+        started = []
+        for at, host in enumerate(HOSTS):
+            rings = self.folder / ("rings" if at == 0 else f"rings-{at}")
+            rings.mkdir(parents=True)
+            command = [
+                "ip", "netns", "exec", host, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', f"host-{'ab'[at]}",
+                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(at), "--nproc-per-node", "2",
+                "--master-addr", "10.77.2.1", "--master-port", str(port), *self._worker(kind, layout, rings),
+            ]  # fmt: skip
+            started.append(self._process(command, GLOO_SOCKET_IFNAME=f"ukpt{'ab'[at]}1"))
+        return started
+
+
+@contextlib.contextmanager
+def doing(fault: Fault) -> Iterator[None]:
+    """The fault goes on inside."""
+    ends = DIRECTIONS[fault.title]
+    for at in ends:
+        if fault.name == "tbf":
+            ip("tc", "qdisc", "add", "dev", f"ukpt{'ab'[at]}1", "root", "tbf", "rate", "20mbit", "burst", "64kb", "latency",
+               "400ms", host=at)  # fmt: skip
+        else:
+            ip("ip", "route", "add", "blackhole", f"10.77.1.{2 - at}/32", host=at)
+    try:
+        yield
+    finally:
+        for at in ends:
+            if fault.name == "tbf":
+                ip("tc", "qdisc", "del", "dev", f"ukpt{'ab'[at]}1", "root", host=at, check=False)
+            else:
+                ip("ip", "route", "del", "blackhole", f"10.77.1.{2 - at}/32", host=at, check=False)
+
+
+def make(job: TwoHosts, fault: Fault) -> Run:
+    """One fault, until something is said of it."""
+    run = Run("deepspeed zero1, 2 hosts of 2 ranks", fault.title, -1)
+    before = len(job.said())
+    with doing(fault):
+        begun, step = time.time_ns(), max(job.steps())
+        while time.time_ns() - begun < LIMIT_S * 1e9 and len(job.said()) == before:
+            time.sleep(0.1)
+        new = job.said()[before:]
+        if new:
+            first = new[0]
+            run.detected, run.said, run.syndrome = True, first["told"], first["syndrome"] == fault.syndrome
+            run.named = all(crosses(verdict, fault) for verdict in new)
+            run.seconds = (first["at_ns"] - begun) / 1e9
+            run.beyond, run.steps = run.seconds - first["deadline_s"], max(job.steps()) - step
+    return run
+
+
+def crosses(verdict: dict[str, object], fault: Fault) -> bool:
+    """It names a link from one host to the other, in the right direction; of a dead one either."""
+    link = verdict["link"]
+    if not isinstance(link, list):
+        ranks = verdict["ranks"]
+        return fault.name == "blackhole" and isinstance(ranks, list) and {rank // 2 for rank in ranks} == {0, 1}
+    ways = (0, 1) if fault.name == "blackhole" else DIRECTIONS[fault.title]
+    return any(link[0] in RANKS[at] and link[1] in RANKS[1 - at] for at in ways)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS)
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="Markdown file to which the table is added")
+    args = parser.parse_args()
+    chance = random.Random(args.seed)
+    gentle = [FAULTS[title] for title in args.faults if FAULTS[title].survived for _ in range(args.runs)]
+    hard = [FAULTS[title] for title in args.faults if not FAULTS[title].survived for _ in range(args.runs)]
+    chance.shuffle(gentle)
+    runs: list[Run] = []
+    sound = alarms = 0
+    share = -(-len(gentle) // max(len(hard), 1))
+    for at in range(max(len(hard), 1)):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as place, network():
+            job = TwoHosts("deepspeed", "zero1", 4, Path(place))
+            try:
+                job.until_step(60)
+                for fault in [*gentle[at * share : (at + 1) * share], *hard[at : at + 1]]:
+                    quiet = len(job.said())
+                    job.until_step(max(job.steps()) + QUIET_STEPS)
+                    sound += 1
+                    if len(job.said()) > quiet:
+                        alarms += 1
+                        print(f"FALSE ALARM: {job.said()[-1]['told']}", flush=True)
+                    runs.append(make(job, fault))
+                    print(json.dumps(dataclasses.asdict(runs[-1])), flush=True)
+                    if fault.survived:
+                        settle(job)
+            except RuntimeError as err:
+                print(err, flush=True)
+            finally:
+                job.close()
+    text = "\n".join([
+        f"`python scripts/timing_links.py {' '.join(sys.argv[1:])}`, Python {platform.python_version()}, {platform.system()}, "
+        f"{os.cpu_count()} cores.", "", *table_of(runs, list(FAULTS)), "",
+        f"{sound} sound stretches of {QUIET_STEPS} steps or more, something was said in {alarms} of them.", "",
+    ])  # fmt: skip
+    print(text)
+    if args.out:
+        before = args.out.read_text().partition(MARK)[0] if args.out.is_file() else "# Links\n\n"
+        args.out.write_text(f"{before}{MARK}\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()
