@@ -1,0 +1,546 @@
+"""The agent of a host, and several of them: views, their bytes, clocks, the hub, stacks, and what of it reaches a person."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.launch import REPO, environment
+from unickpt.agent import hub as hubs
+from unickpt.agent import starting
+from unickpt.agent.hub import Hub, fetch, secret_of, send, serve
+from unickpt.agent.watching import Agent, Memory
+from unickpt.cli.main import main
+from unickpt.diagnosis.clocks import clock_offsets, on_one_clock
+from unickpt.diagnosis.examining import examine
+from unickpt.diagnosis.steps import STEP
+from unickpt.diagnosis.summaries import SUMMARY
+from unickpt.diagnosis.transfers import transfers_of
+from unickpt.diagnosis.transport import LINK, WINDOW, Sampler, Usual, links_of
+from unickpt.diagnosis.verdicts import Syndrome
+from unickpt.diagnosis.view import CALL, Group, View, view_of
+from unickpt.diagnosis.wire import packed, unpacked
+from unickpt.errors import FormatError
+from unickpt.timing import stacks
+from unickpt.timing.folder import read_folder, remove_old
+from unickpt.timing.processes import State
+from unickpt.timing.ranks import progressions
+from unickpt.timing.records import Op, Phase
+from unickpt.timing.ring import SUFFIX, Identity, RingWriter
+from unickpt.timing.sockets import CONNECTION, connections_of
+
+MS, S = 1_000_000, 1_000_000_000
+
+
+def ring(folder: Path, rank: int, world: int = 4, *, label: str = "data parallel", pid: int | None = None) -> RingWriter:
+    """A ring of this process, or of another one, with one group of all ranks in its table."""
+    who = dataclasses.replace(Identity.here(rank, world, "job"), pid=pid or os.getpid())
+    made = RingWriter(folder / f"{rank:05d}{SUFFIX}", who, capacity=256)
+    made.list_communicator({"name": "g", "label": label, "backend": "gloo", "ranks": progressions(range(world))})
+    return made
+
+
+def call(
+    to: RingWriter, number: int, call_ns: int, end_ns: int, *, step: int = 20, seq: int = 0, op: Op = Op.ALL_REDUCE
+) -> None:
+    """One that is waited for since it was made."""
+    to.put(number, call_ns, 0, call_ns, end_ns, seq or number, 8, 8, 0, int(op), 2, 0, 0, 0, -1, 0, step, 7)
+
+
+def hung(folder: Path, *, culprit: int = 2, since_s: float = 30, world: int = 4, **state: Any) -> None:
+    """All ranks but one have entered call 3 so many seconds ago."""
+    now = time.monotonic_ns()
+    for rank in range(world):
+        made = ring(folder, rank, world)
+        for number in (1, 2):
+            call(made, number, now - int((since_s + 10) * S), now - int((since_s + 9) * S))
+        if rank != culprit:
+            call(made, 3, now - int(since_s * S), 0)
+        made.state(heartbeat_ns=now, step=20, newest=3, phase=int(state.get("phase", Phase.BACKWARD)))
+
+
+def test_a_view_survives_its_bytes(tmp_path: Path) -> None:
+    hung(tmp_path)
+    view = view_of(read_folder(tmp_path), {2: "loop (a.py:3)"})
+    again = unpacked(packed(view))
+    for name in ("rows", "steps", "calls", "windows"):
+        assert np.array_equal(getattr(again, name), getattr(view, name)), name
+    assert dict(again.ranks) == dict(view.ranks)
+    assert list(again.groups) == list(view.groups)
+    assert examine(again, after_s=5).lines == examine(view, after_s=5).lines != []
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bytes_that_are_no_view_are_refused(tmp_path: Path, seed: int) -> None:
+    hung(tmp_path)
+    good = packed(view_of(read_folder(tmp_path)))
+    chance = np.random.default_rng(seed)
+    bad = bytearray(good)
+    for _ in range(int(chance.integers(1, 6))):
+        bad[int(chance.integers(0, 8 + 1500))] = int(chance.integers(0, 256))
+    data = bytes(bad[: int(chance.integers(0, len(bad)))]) if seed % 3 == 0 else bytes(bad)
+    try:
+        view = unpacked(data)
+    except FormatError:
+        return
+    examine(view, after_s=5)  # what is let in does no harm
+
+
+@pytest.mark.parametrize("ranks", [[[0, 1, 1 << 40]], [[0, -1, 3]], [[-5, 1, 2]], [[0, 1, 1 << 23], [0, 1, 1 << 24]]])
+def test_a_group_that_would_fill_memory_is_refused(tmp_path: Path, ranks: Any) -> None:
+    hung(tmp_path)
+    view = view_of(read_folder(tmp_path))
+    head = packed(dataclasses.replace(view, groups=[Group("g", "data parallel", ranks)]))
+    with pytest.raises(FormatError):
+        unpacked(head)
+
+
+# ---------------------------------------------------------------- clocks
+
+
+def made_up(calls: list[tuple[int, int, int, int]], now_ns: int = 0) -> View:
+    """A host of calls ``(rank, seq, call_ns, end_ns)`` of one group."""
+    table = np.zeros(len(calls), CALL)
+    table["source"] = table["destination"] = -1
+    table["op"] = int(Op.ALL_REDUCE)
+    for at, (rank, seq, call_ns, end_ns) in enumerate(calls):
+        for name, value in zip(("rank", "seq", "call_ns", "end_ns"), (rank, seq, call_ns, end_ns), strict=True):
+            table[name][at] = value
+    return View(now_ns, {}, [Group("g", "", ((0, 1, 8),))], np.zeros(0, SUMMARY), np.zeros(0, STEP), table)
+
+
+def test_clocks_are_put_together_by_what_was_called_together() -> None:
+    """Host b is 3.5 s behind, host c 70 s ahead; calls take 2 to 4 ms, and ranks come up to 20 ms late."""
+    chance = np.random.default_rng(3)
+    ahead = {"a": 0, "b": -3_500 * MS, "c": 70_000 * MS}
+    calls: dict[str, list[tuple[int, int, int, int]]] = {host: [] for host in ahead}
+    for seq in range(1, 60):
+        entered = {rank: 10**12 + seq * 100 * MS + int(chance.integers(0, 20 * MS)) for rank in range(6)}
+        for rank, call_ns in entered.items():
+            host = "abc"[rank // 2]
+            end_ns = max(entered.values()) + int(chance.integers(2 * MS, 4 * MS))
+            calls[host].append((rank, seq, call_ns + ahead[host], end_ns + ahead[host]))
+    views = [made_up(calls[host], now_ns=10**12 + 7_000 * MS + ahead[host]) for host in "abc"]
+    offsets = clock_offsets(views)
+    for offset, host in zip(offsets, "abc", strict=True):
+        assert offset.error_ns is not None
+        assert offset.error_ns <= 4 * MS
+        assert abs(offset.ns + ahead[host]) <= offset.error_ns
+    job = on_one_clock(views)
+    assert abs(job.now_ns - (10**12 + 7_000 * MS)) <= 4 * MS
+    assert job.calls["call_ns"].max() - job.calls["call_ns"].min() < 7_000 * MS
+
+
+def test_a_host_that_shares_no_call_keeps_its_clock() -> None:
+    other = made_up([(4, 9, 100, 200)])
+    assert [offset.error_ns for offset in clock_offsets([made_up([(0, 1, 100, 200)]), other])] == [0, None]
+
+
+def test_a_clock_that_is_reached_through_another_host() -> None:
+    """a and c have no call in common; b has one with each."""
+    a = made_up([(0, 1, 1_000, 2_000)])
+    b = made_up([(1, 1, 6_100, 7_000), (1, 2, 8_000, 9_000)])
+    c = made_up([(2, 2, 28_200, 29_000)])
+    offsets = clock_offsets([a, b, c])
+    assert offsets[1].ns == pytest.approx(-5_000, abs=1_000)
+    assert offsets[2].ns == pytest.approx(-25_000, abs=2_000)
+
+
+# ---------------------------------------------------------------- what is told
+
+
+def test_a_rank_that_is_stopped_inside_of_a_call_is_named(tmp_path: Path) -> None:
+    hung(tmp_path, culprit=-1)
+    view = view_of(read_folder(tmp_path))
+    assert [v.syndrome for v in examine(view, after_s=5).verdicts] == [Syndrome.COMMUNICATION_HANG]
+    ranks = {
+        rank: dataclasses.replace(one, state=State.STOPPED if rank == 3 else one.state) for rank, one in view.ranks.items()
+    }
+    (verdict,) = examine(dataclasses.replace(view, ranks=ranks), after_s=5).verdicts
+    assert (verdict.syndrome, verdict.ranks, verdict.victims) == (Syndrome.NON_COMMUNICATION_HANG, (3,), 3)
+
+
+def dead(view: View, heard_s: dict[int, float]) -> View:
+    ranks = {
+        rank: dataclasses.replace(one, state=State.DEAD, heard_ns=int(heard_s[rank] * S)) if rank in heard_s else one
+        for rank, one in view.ranks.items()
+    }
+    return dataclasses.replace(view, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("heard_s", "named"),
+    [
+        ({2: 5.0}, [(2,)]),  # the others live
+        ({0: 6.0, 1: 6.1, 2: 5.0, 3: 6.2}, [(2,)]),  # they have died of it
+        ({0: 6.0, 1: 6.01, 2: 6.02, 3: 6.03}, []),  # somebody has ended the job
+    ],
+)
+def test_nobody_waits_for_the_dead_until_a_deadline(tmp_path: Path, heard_s: dict[int, float], named: list[Any]) -> None:
+    hung(tmp_path, culprit=2, since_s=0.2)
+    view = dead(view_of(read_folder(tmp_path)), heard_s)
+    assert [verdict.ranks for verdict in examine(view, after_s=60).verdicts] == named
+
+
+@pytest.mark.parametrize(
+    ("phase", "count"), [(Phase.CHECKPOINT, 0), (Phase.EVALUATION, 0), (Phase.FORWARD, 1), (Phase.DATA, 1)]
+)
+def test_a_rank_that_writes_may_take_its_time(tmp_path: Path, phase: Phase, count: int) -> None:
+    hung(tmp_path, phase=phase, since_s=130)  # 120 s are allowed where no steps are known
+    found = examine(view_of(read_folder(tmp_path)))
+    assert len(found.verdicts) == count
+    if phase is Phase.DATA:
+        assert "waiting for data" in found.lines[0]
+
+
+def test_coordinates_are_told(tmp_path: Path) -> None:
+    hung(tmp_path)
+    (line,) = examine(view_of(read_folder(tmp_path)), after_s=5).lines
+    assert "(dp 2)" in line
+
+
+def test_a_wall_clock_that_is_set_makes_no_call_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hung(tmp_path, since_s=1)
+    later = time.time_ns() + 3600 * S
+    monkeypatch.setattr("unickpt.timing.folder.time.time_ns", lambda: later)
+    assert examine(view_of(read_folder(tmp_path)), after_s=5).verdicts == []
+
+
+def test_transfers_begin_when_both_sides_are_there() -> None:
+    calls = np.zeros(4, CALL)
+    calls["rank"], calls["op"] = [0, 1, 0, 1], [int(Op.SEND), int(Op.RECEIVE)] * 2
+    calls["source"], calls["destination"], calls["seq"], calls["bytes"] = 0, 1, [1, 1, 2, 2], 64
+    calls["call_ns"], calls["end_ns"] = [100, 50, 200, 900], [0, 130, 0, 925]
+    assert transfers_of(calls)["ns"].tolist() == [30.0, 25.0]
+
+
+def test_a_hang_does_not_lengthen_the_deadline() -> None:
+    memory = Memory()
+    empty = made_up([])
+    memory.deadline_s = 5.0
+    assert memory.with_more(dataclasses.replace(empty, longest_wait_ns=2 * S)).longest_wait_ns == 2 * S
+    assert memory.with_more(dataclasses.replace(empty, longest_wait_ns=60 * S)).longest_wait_ns == 2 * S
+
+
+def test_steps_are_remembered_beyond_one_look() -> None:
+    memory, empty = Memory(), made_up([])
+    for first in (1, 3, 20, 40):
+        steps = np.zeros(4, STEP)
+        steps["number"] = np.arange(first, first + 4)
+        seen = memory.with_more(dataclasses.replace(empty, steps=steps)).steps["number"].tolist()
+    assert seen == [1, 2, 3, 4, 5, 6, 20, 21, 22, 23, 40, 41, 42, 43]
+
+
+# ---------------------------------------------------------------- links
+
+
+def links(*rows: tuple[int, int, float, float]) -> Any:
+    out = np.zeros(len(rows), LINK)
+    for at, (source, destination, ns_per_byte, share) in enumerate(rows):
+        out["source"][at], out["destination"][at], out["ns_per_byte"][at], out["share"][at] = (
+            source,
+            destination,
+            ns_per_byte,
+            share,
+        )
+    return out
+
+
+HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
+
+
+def told(*rows: tuple[int, int, float, float], looks: int = 6, usual: Usual | None = None) -> list[Any]:
+    usual = usual or learnt()
+    found: list[Any] = []
+    for look in range(looks):
+        found = usual.slow(links(*rows), look * S, HOSTS)
+    return [verdict.link or verdict.ranks for verdict in found]
+
+
+def learnt() -> Usual:
+    usual = Usual()
+    for look in range(20):
+        usual.slow(links((0, 3, 10, 0.1), (3, 0, 10, 0.1), (1, 2, 12, 0.1), (2, 1, 9, 0.1)), look * S, HOSTS)
+    return usual
+
+
+def test_a_link_that_takes_longer_than_it_used_to_is_named() -> None:
+    assert told((0, 3, 11, 0.1), (3, 0, 9, 0.1), (1, 2, 500, 0.8), (2, 1, 9, 0.1)) == [(1, 2)]
+
+
+def test_the_way_back_is_slow_for_its_acknowledgements() -> None:
+    assert set(told((0, 3, 500, 0.8), (3, 0, 200, 0.3), (1, 2, 600, 0.8), (2, 1, 300, 0.3))) == {(0, 3), (1, 2)}
+
+
+def test_both_ways_are_named_if_both_are_slow() -> None:
+    slow = told((0, 3, 500, 0.8), (3, 0, 500, 0.7), (1, 2, 600, 0.8), (2, 1, 600, 0.8))
+    assert set(slow) == {(0, 3), (3, 0), (1, 2), (2, 1)}
+
+
+def test_a_moment_is_no_fault_and_neither_is_an_idle_link() -> None:
+    assert told((1, 2, 500, 0.8), looks=3) == []
+    assert told((1, 2, 500, 0.01)) == []
+    assert told((1, 2, 500, 0.8), usual=Usual()) == []  # nothing is known of it
+
+
+def test_what_two_processes_send_each_other_is_seen_by_the_kernel() -> None:
+    """Over loopback: 8 MB from one to the other, at both ends in this process, as ranks 0 and 1 of two processes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = f"import socket\ns = socket.create_connection(('127.0.0.1', {port}))\nwhile s.recv(1 << 20): pass"
+        other = subprocess.Popen([sys.executable, "-c", code])
+        own, _ = server.accept()
+        with own:
+            pids = {0: os.getpid(), 1: other.pid}
+            sampler = Sampler()
+            sampler.window(0, connections_of(pids))
+            own.sendall(bytes(8 << 20))
+            time.sleep(0.2)
+            found = links_of(sampler.window(S, connections_of(pids)))
+            own.shutdown(socket.SHUT_RDWR)
+        other.wait()
+    pairs = found[["source", "destination"]].tolist()
+    assert (0, 1) in pairs
+    at = pairs.index((0, 1))
+    assert 0 < found["ns_per_byte"][at] < 1000
+    assert 0 < found["share"][at] < 1
+    assert not found["stuck"].any()
+
+
+def test_connections_that_come_and_go() -> None:
+    sampler = Sampler()
+    one = np.zeros(1, CONNECTION)
+    one["here"], one["there"], one["acked"], one["busy_us"] = 5, 6, 1000, 10
+    assert sampler.window(0, np.zeros(0, CONNECTION)).dtype == WINDOW
+    assert sampler.window(1, one)["bytes"].tolist() == [0]  # it may have been there before
+    one = one.copy()
+    one["acked"] = 1500
+    assert sampler.window(2, one)["bytes"].tolist() == [0]  # against the empty sample
+    assert sampler.window(3, one)["bytes"].tolist() == [500]
+
+
+# ---------------------------------------------------------------- the hub
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[Hub, str]]:
+    hub = Hub()
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}/secret"
+    server = serve(hub, listener, secret_of(address))
+    yield hub, address
+    server.shutdown()
+    server.server_close()
+
+
+def split(tmp_path: Path) -> tuple[Path, Path]:
+    """The rings of a hung job on two hosts; rank 2 is on the second one."""
+    hung(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    for rank in (2, 3):
+        (tmp_path / "a" / f"{rank:05d}{SUFFIX}").rename(tmp_path / "b" / f"{rank:05d}{SUFFIX}")
+    return tmp_path / "a", tmp_path / "b"
+
+
+def test_two_agents_are_one_view(tmp_path: Path, served: tuple[Hub, str]) -> None:
+    hub, address = served
+    first, second = split(tmp_path)
+    lines: dict[str, list[str]] = {"a": [], "b": []}
+    starting.write_address(second, address)
+    agents = Agent(first, lines["a"].append, hub), Agent(second, lines["b"].append)
+    for _ in range(2):
+        agents[1].look(read_folder(second))
+        agents[0].look(read_folder(first))
+    agents[1].look(read_folder(second))
+    # with 4 ranks and no steps, 120 s are allowed
+    assert lines == {"a": [], "b": []}
+    job = fetch(address)
+    assert sorted(job.ranks) == [0, 1, 2, 3]
+    (verdict,) = examine(job, after_s=5).verdicts
+    assert verdict.ranks == (2,)
+
+
+def test_the_agent_of_the_culprit_tells_it_too(tmp_path: Path, served: tuple[Hub, str]) -> None:
+    hub, address = served
+    hung(tmp_path / "a", since_s=130)
+    first, second = tmp_path / "a", tmp_path / "b"
+    second.mkdir()
+    for rank in (2, 3):
+        (first / f"{rank:05d}{SUFFIX}").rename(second / f"{rank:05d}{SUFFIX}")
+    lines: dict[str, list[str]] = {"a": [], "b": []}
+    starting.write_address(second, address)
+    agents = Agent(first, lines["a"].append, hub), Agent(second, lines["b"].append)
+    for _ in range(2):
+        agents[1].look(read_folder(second))
+        agents[0].look(read_folder(first))
+    agents[1].look(read_folder(second))
+    assert len(lines["a"]) == len(lines["b"]) == 1  # once, not at every look
+    assert "rank 2 has not entered all_reduce #3" in lines["b"][0]
+    (noted,) = [json.loads(line) for line in (first / "verdicts.jsonl").read_text().splitlines()]
+    assert (noted["ranks"], noted["syndrome"]) == ([2], "non-communication hang")
+    verdicts = json.loads(urllib.request.urlopen(f"{address}/verdicts").read())
+    assert verdicts["lines"][0].startswith("rank 2")
+
+
+def test_alone_an_agent_tells_nothing_of_others(tmp_path: Path) -> None:
+    hung(tmp_path / "a", since_s=130)
+    (tmp_path / "a" / f"00002{SUFFIX}").unlink()
+    lines: list[str] = []
+    starting.write_address(tmp_path / "a", "http://127.0.0.1:9/gone")  # nobody answers
+    Agent(tmp_path / "a", lines.append).look(read_folder(tmp_path / "a"))
+    assert lines == []
+
+
+def test_a_host_that_is_silent_is_unknown(tmp_path: Path, served: tuple[Hub, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    hub, address = served
+    first, second = split(tmp_path)
+    send(address, "b", view_of(read_folder(second)))
+    monkeypatch.setattr("unickpt.agent.watching._SILENT_S", -1.0)
+    Agent(first, print, hub).look(read_folder(first))
+    job = fetch(address)
+    assert {rank: one.state for rank, one in job.ranks.items()}[2] is State.UNKNOWN
+    assert any("nothing was heard of" in problem for problem in job.problems)
+
+
+@pytest.mark.parametrize("path", ["view", "other/view", "secret", "secret/", "secret/../view", "secret/else"])
+def test_only_who_knows_the_address_is_answered(served: tuple[Hub, str], path: str) -> None:
+    base = served[1].rpartition("/")[0]
+    for data in (None, b"x"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{base}/{path}", data)
+        assert refused.value.code == 404
+
+
+def test_what_is_no_view_is_refused_by_the_hub(served: tuple[Hub, str]) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{served[1]}/view", b"nonsense")
+    assert refused.value.code == 400
+    assert served[0].others() == []
+
+
+def test_diagnose_asks_an_agent(tmp_path: Path, served: tuple[Hub, str], capsys: pytest.CaptureFixture[str]) -> None:
+    hub, address = served
+    hung(tmp_path)
+    Agent(tmp_path, print, hub).look(read_folder(tmp_path))
+    assert main(["diagnose", address, "--after", "5"]) == 1
+    assert "rank 2 has not entered" in " ".join(capsys.readouterr().out.split())
+    assert main(["diagnose", "http://127.0.0.1:9/x"]) == 2
+    assert "no agent answers there" in capsys.readouterr().err
+    assert main(["diagnose", "ftp://127.0.0.1/x"]) == 2
+
+
+def test_the_address_is_its_owners_alone(tmp_path: Path) -> None:
+    starting.write_address(tmp_path, "http://127.0.0.1:1/s")
+    assert starting.read_address(tmp_path) == "http://127.0.0.1:1/s"
+    assert (tmp_path / starting.ADDRESS).stat().st_mode & 0o077 == 0
+
+
+def test_an_answer_is_about_ranks_that_are_there(tmp_path: Path) -> None:
+    hung(tmp_path)
+    view = view_of(read_folder(tmp_path))
+    found = examine(view, after_s=5)
+    assert hubs.answer(found, view).ask == [2]
+    others = dataclasses.replace(view, ranks={rank: one for rank, one in view.ranks.items() if rank != 2})
+    assert hubs.answer(found, others) == hubs.Answer()
+
+
+# ---------------------------------------------------------------- stacks
+
+STUCK = """
+import sys, time
+from pathlib import Path
+from unickpt.timing import stacks
+listening = stacks.listen(Path(sys.argv[1]))
+def busy():
+    print("here", flush=True)
+    {body}
+def outer():
+    busy()
+outer()
+"""
+
+
+@pytest.mark.parametrize("body", ["while True: pass", "time.sleep(3600)", "sum(iter(int, 1))"])
+def test_the_stack_of_a_process_that_is_stuck(tmp_path: Path, body: str) -> None:
+    path = tmp_path / "0.stacks"
+    command = [sys.executable, "-c", STUCK.format(body=body), str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPO, env=environment(UNICKPT_AUTOLOAD="0")) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(0.2)  # it says so a line before it is
+            for _ in range(2):
+                assert stacks.ask(process.pid, path).startswith("busy (<string>:8) < outer (<string>:10)")
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
+def test_a_process_that_does_not_listen_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "0.stacks").write_text("main 0x1\n")
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert stacks.ask(process.pid, tmp_path / "0.stacks") == ""
+        time.sleep(0.1)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_signal_that_somebody_uses_is_not_taken(tmp_path: Path) -> None:
+    assert stacks.SIGNAL is not None
+    before = signal.signal(stacks.SIGNAL, lambda *_: None)
+    try:
+        assert stacks.listen(tmp_path / "0.stacks") is None
+    finally:
+        signal.signal(stacks.SIGNAL, before)
+
+
+# ---------------------------------------------------------------- folders
+
+
+def test_old_jobs_are_removed_with_all_their_files(tmp_path: Path) -> None:
+    for name, age_s in (("old", 1000.0), ("new", 0.0)):
+        ring(tmp_path / name, 0)
+        (tmp_path / name / "agent").write_text("x")
+        at = time.time() - age_s
+        os.utime(tmp_path / name / f"00000{SUFFIX}", (at, at))
+    (tmp_path / "else").mkdir()
+    remove_old(tmp_path, older_than_s=500)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["else", "new"]
+    remove_old(tmp_path / "nowhere", older_than_s=0)
+
+
+def test_rings_of_another_host_are_of_unknown_processes(tmp_path: Path) -> None:
+    who = dataclasses.replace(Identity.here(0, 1, "job"), host="elsewhere")
+    RingWriter(tmp_path / f"0{SUFFIX}", who, capacity=8)
+    who = dataclasses.replace(Identity.here(1, 2, "job"), boot="before")
+    RingWriter(tmp_path / f"1{SUFFIX}", who, capacity=8)
+    job = read_folder(tmp_path)
+    assert job.states == {0: State.UNKNOWN, 1: State.DEAD}
+
+
+def test_watching_ends_when_nobody_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from unickpt.agent import watching
+
+    monkeypatch.setattr(watching, "_WITHOUT_RANKS_S", 0.2)
+    thread = threading.Thread(target=watching.watch, args=(tmp_path, print), kwargs={"every_s": 0.05}, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
