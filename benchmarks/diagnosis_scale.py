@@ -116,9 +116,10 @@ def main() -> None:
     if args.one:
         print(json.dumps(all_faults(LAYOUTS[args.one], args.runs, args.sound, args.seed)))
         return
-    busy = os.getloadavg()[0]
+    shown = " ".join(["python benchmarks/diagnosis_scale.py", *sys.argv[1:]])
     lines = [HEAD]
     for ranks in args.ranks:
+        busy = os.getloadavg()[0]
         numbers = ["--runs", str(args.runs), "--sound", str(args.sound), "--seed", str(args.seed)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         done = subprocess.run(
@@ -127,15 +128,15 @@ def main() -> None:
         layout = LAYOUTS[ranks]
         lines += [f"## {ranks:,} ranks: tensor {layout.tp}, pipeline {layout.pp}, data {layout.dp}", ""]
         lines += [*table(json.loads(done.stdout)), ""]
-    shown = " ".join(["python benchmarks/diagnosis_scale.py", *sys.argv[1:]])
-    lines.append(
-        f"`{shown}`: {os.cpu_count()} cores, {platform.machine()}, of which a pass uses one, load {busy:.1f} before and "
-        f"{os.getloadavg()[0]:.1f} after; Python {platform.python_version()}, numpy {np.__version__}."
-    )
-    text = "\n".join(lines) + "\n"
+        lines += [
+            f"`{shown}`: {os.cpu_count()} cores, {platform.machine()}, of which a pass uses one, load {busy:.1f} before and "
+            f"{os.getloadavg()[0]:.1f} after; Python {platform.python_version()}, numpy {np.__version__}.",
+            "",
+        ]
+        text = "\n".join(lines).rstrip() + "\n"
+        if args.out:
+            args.out.write_text(text)
     print(text)
-    if args.out:
-        args.out.write_text(text)
 
 
 if __name__ == "__main__":
