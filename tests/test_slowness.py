@@ -235,6 +235,12 @@ def test_links_are_compared_with_those_that_carry_as_much_as_far() -> None:
     assert link.link == (4, 5)
 
 
+def test_what_clocks_may_differ_by_is_no_slowness() -> None:
+    every = transfers(lambda a, b: 5.0 if (a, b) == (1, 3) else 1.0)
+    assert len(slow_links(every, clock_error_ns=1e6)) == 1
+    assert slow_links(every, clock_error_ns=4e6) == []
+
+
 def test_few_transfers_say_nothing_of_a_link() -> None:
     every = transfers(lambda a, b: 5.0 if (a, b) == (1, 3) else 1.0)
     here = (every["source"] == 1) & (every["destination"] == 3)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from unickpt.diagnosis.mismatches import mismatches
 from unickpt.diagnosis.summaries import Summaries
-from unickpt.diagnosis.verdicts import Syndrome, Verdict, some
+from unickpt.diagnosis.verdicts import Syndrome, Verdict, counted
 from unickpt.diagnosis.waiting import Call, Members, calls_waited_in
 
 FOLLOWED = 32  # verdicts whose victims are counted to the end; of others only those that wait at once
@@ -73,7 +73,7 @@ def _in_the_network(calls: list[Call], names: Mapping[int, str]) -> list[Verdict
     found = []
     for call, count in zip(entered.values(), _victims([[call] for call in entered.values()], calls), strict=True):
         ranks = tuple(sorted(set(call.pair))) if call.pair is not None else call.waiters
-        told = f"all have entered {call.named(names)}, and it does not end on ranks {some(call.waiters)}"
+        told = f"all have entered {call.named(names)}, and it does not end on {counted(call.waiters)}"
         found.append(
             Verdict(
                 Syndrome.COMMUNICATION_HANG, ranks, call.since_ns, names.get(call.comm, ""), call.seq, call.pair,
@@ -126,11 +126,11 @@ def _deadlocks(calls: list[Call], names: Mapping[int, str]) -> list[Verdict]:
             (fewer if len(here) < there else equal).append((at, here, opposed))
     sides = fewer or equal
     if not sides:
-        return _circles(calls, waits_in, names)
+        return _circles(calls, held_by, names)
     odd = {rank for _, here, _ in sides for rank in here}
     told = [
-        f"ranks {some(sorted(here))} wait in {calls[at].named(names)} for ranks {some(held_by[at][other])}, and these in "
-        f"{calls[other].named(names)} for them"
+        f"{counted(sorted(here), 'wait')} in {calls[at].named(names)} for {counted(held_by[at][other])}; the other way round: "
+        f"{calls[other].named(names)}"
         for at, here, opposed in sides[:4]
         for other in opposed[:2]
     ]
@@ -139,23 +139,58 @@ def _deadlocks(calls: list[Call], names: Mapping[int, str]) -> list[Verdict]:
     return [Verdict(Syndrome.DEADLOCK, tuple(sorted(odd)), since, victims=victims, evidence=tuple(told[:4]))]
 
 
-def _circles(calls: list[Call], waits_in: Mapping[int, int], names: Mapping[int, str]) -> list[Verdict]:
-    """A circle of ranks, found by going on to somebody that is waited for until a rank comes twice."""
-    ended: set[int] = set()  # whoever leads to no circle
-    for start in waits_in:
+def _circles(calls: list[Call], held_by: Sequence[Mapping[int, list[int]]], names: Mapping[int, str]) -> list[Verdict]:
+    """Everyone waits for another one. Where many wait for few, these have left out a call."""
+    circle = _circle(held_by)
+    if not circle:
+        return []
+    after = dict(zip(circle, [*circle[1:], circle[0]], strict=True))
+    alone = [at for at in circle if len(calls[at].missing) < len(calls[at].waiters)]
+    least = min((len(calls[at].missing) for at in alone), default=0)
+    sure = [at for at in alone if len(calls[at].missing) == least] or circle
+    ranks = {rank for at in sure for rank in held_by[at][after[at]]}
+    told = [
+        f"{counted(calls[at].waiters, 'wait')} in {calls[at].named(names)} for {counted(held_by[at][after[at]])}"
+        for at in circle[:8]
+    ]
+    since = max(calls[at].since_ns for at in circle)
+    victims = sum(len(call.waiters) for call in calls) - len(ranks)
+    return [Verdict(Syndrome.DEADLOCK, tuple(sorted(ranks)), since, victims=victims, evidence=tuple(told))]
+
+
+def _circle(held_by: Sequence[Mapping[int, list[int]]]) -> list[int]:
+    """Calls of which each waits for ranks that are in the next one; of the circles through those of one, the shortest."""
+    ended: set[int] = set()  # leads to no circle
+    for start in range(len(held_by)):
         path: dict[int, None] = {}
-        rank: int | None = start
-        while rank is not None and rank not in path and rank not in ended:
-            path[rank] = None
-            rank = next((other for other in calls[waits_in[rank]].missing if other in waits_in), None)
-        if rank is not None and rank in path:
-            circle = list(path)[list(path).index(rank) :]
-            told = tuple(
-                f"rank {one} waits in {calls[waits_in[one]].named(names)} for rank {other}"
-                for one, other in zip(circle, [*circle[1:], circle[0]], strict=True)
-            )
-            since = max(calls[waits_in[one]].since_ns for one in circle)
-            victims = len(waits_in) - len(circle)
-            return [Verdict(Syndrome.DEADLOCK, tuple(sorted(circle)), since, victims=victims, evidence=told[:8])]
+        at: int | None = start
+        while at is not None and at not in path and at not in ended:
+            path[at] = None
+            at = next(iter(held_by[at]), None)
+        if at is not None and at in path:
+            found = list(path)[list(path).index(at) :]
+            for each in tuple(found):
+                found = _way_back(held_by, each, len(found) - 1) or found
+            return found
         ended.update(path)
+    return []
+
+
+def _way_back(held_by: Sequence[Mapping[int, list[int]]], start: int, longest: int) -> list[int]:
+    """The shortest circle through a call; empty, if there is none of at most so many calls."""
+    came: dict[int, int] = {}
+    layer = [start]
+    for _ in range(longest):
+        farther = []
+        for at in layer:
+            for other in held_by[at]:
+                if other == start:
+                    path = [at]
+                    while path[-1] != start:
+                        path.append(came[path[-1]])
+                    return path[::-1]
+                if other not in came:
+                    came[other] = at
+                    farther.append(other)
+        layer = farther
     return []

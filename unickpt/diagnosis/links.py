@@ -31,7 +31,9 @@ Transfers = npt.NDArray[Any]  # of dtype ``TRANSFER``
 Ints = npt.NDArray[np.int64]
 
 
-def slow_links(transfers: Transfers, *, fewest: int = 8, hosts: npt.ArrayLike | None = None) -> list[Verdict]:
+def slow_links(
+    transfers: Transfers, *, fewest: int = 8, hosts: npt.ArrayLike | None = None, clock_error_ns: float = 0.0
+) -> list[Verdict]:
     """Links that take longer than the others for as many bytes, for three of four transfers; the slowest first.
 
     All of a rank's links in one direction are told as that rank.
@@ -40,6 +42,7 @@ def slow_links(transfers: Transfers, *, fewest: int = 8, hosts: npt.ArrayLike | 
         transfers: of the last steps.
         fewest: transfers of a link that it takes to say anything.
         hosts: a number of its host to every rank. Links within a host are compared with their like.
+        clock_error_ns: by which clocks of two hosts may differ, and so much more it has to be.
     """
     if not len(transfers):
         return []
@@ -57,7 +60,7 @@ def slow_links(transfers: Transfers, *, fewest: int = 8, hosts: npt.ArrayLike | 
     for size in np.unique(keys // len(pairs)):
         here = np.flatnonzero(keys // len(pairs) == size)
         others = middles_of_others(middle[here, None])[:, 0]
-        slow = (quartile[here] > TIMES * others) & (middle[here] > SMALLEST_NS)
+        slow = (quartile[here] > TIMES * others + clock_error_ns) & (middle[here] > SMALLEST_NS)
         own = keys[here[slow]] % len(pairs)
         times[own] = np.maximum(times[own], middle[here[slow]] / others[slow])
     return by_sides(ends, times, np.isin(np.arange(len(pairs)), keys % len(pairs)))

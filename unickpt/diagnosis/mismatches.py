@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from unickpt.diagnosis.summaries import Summaries
-from unickpt.diagnosis.verdicts import Syndrome, Verdict, some
+from unickpt.diagnosis.verdicts import Syndrome, Verdict, counted
 from unickpt.timing.records import Op
 
 
@@ -45,7 +45,7 @@ def _told(rows: Summaries, seq: int, names: Mapping[int, str]) -> Verdict:
     ranks = rows["rank"].tolist()
     odd = [rank for rank, what in zip(ranks, calls, strict=True) if what not in usual or len(usual) > 1]
     told = [
-        f"{_what(*what)} on ranks {some([rank for rank, own in zip(ranks, calls, strict=True) if own == what])}"
+        f"{_what(*what)} on {counted([rank for rank, own in zip(ranks, calls, strict=True) if own == what])}"
         for what, _ in counts.most_common(4)
     ]
     return Verdict(

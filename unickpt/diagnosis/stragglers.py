@@ -22,10 +22,11 @@ from unickpt.diagnosis.steps import Steps
 from unickpt.diagnosis.verdicts import Syndrome, Verdict
 
 SMALLEST_NS = 2_000_000.0  # excess that is worth a word, whatever the step takes
-SHARE, OF_FEW = 0.005, 0.08  # of the step, and that much more divided by the number of peers, whose differences are not known
+SHARE, OF_FEW = 0.005, 0.2  # of the step, and that much more divided by the number of peers, whose differences are not known
 FALSE_ALARMS = 1e-4  # that chance alone may give, of all ranks of a job together
 MOST = 0.6  # of the steps: so many times it has to be above half of what is a limit to the middle of them
 SIGMA = 1.4826  # standard deviations, of the median deviation
+FEW = 8  # ranks of a job: what fewer differ by cannot be told from what one of them does
 MIDDLE = 1.25  # what the median of n varies by, of what one varies by and the root of n
 
 
@@ -124,12 +125,12 @@ def _always(classes: Sequence[_Compared]) -> float:
     It is taken from all ranks of the job, whatever they do, as their processors are of one kind; of few ranks, a little more.
     """
     judged = sum(int(each.judged.sum()) for each in classes)
-    if judged < 3:
+    if judged < FEW:
         return 0.0
     middle = np.concatenate([(each.middle / max(each.own_ns, 1.0))[each.judged] for each in classes])
     chance = np.concatenate([(_chance(each) / max(each.own_ns, 1.0))[each.judged] for each in classes])
     spread = float(np.median(np.abs(middle - np.median(middle))))
-    by_chance = float(np.median(chance)) * (1 + 3 / np.sqrt(judged))
+    by_chance = float(np.median(chance)) * (1 + 2 / np.sqrt(judged))
     return float(np.sqrt(max(spread**2 - by_chance**2, 0.0)) * (1 + 1 / np.sqrt(judged)))
 
 

@@ -48,3 +48,9 @@ class Verdict:
 def some(ranks: Sequence[int]) -> str:
     """The first of many ranks, for a sentence."""
     return ", ".join(map(str, sorted(ranks)[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def counted(ranks: Sequence[int], verb: str = "") -> str:
+    """Ranks, and what they do: 'rank 3 waits', 'ranks 4, 5 wait'."""
+    one = len(ranks) == 1
+    return f"rank{'s' * (not one)} {some(ranks)}" + (f" {verb}{'s' * one}" if verb else "")

@@ -33,7 +33,7 @@ from unickpt.diagnosis.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.waiting import Members
 
 MICROBATCHES, STEPS, TRANSFER_STEPS = 4, 26, 5
-CLOCKS_NS = 50_000.0  # standard deviation of what is left of the differences of the hosts' clocks
+CLOCKS_NS = 200_000.0  # standard deviation of what is left of the differences of the hosts' clocks
 START_NS = 1_700_000_000 * 10**9
 HANGS_SINCE_NS = 60 * 10**9
 
@@ -129,7 +129,10 @@ def right_place(verdicts: list[Verdict], expected: Expected) -> bool:
 
 
 def simulate(layout: Layout, fault: Fault, seed: int) -> Scene:
-    """A job in which a fault has happened to a random rank or link in a random place of a step, or none."""
+    """A job in which a fault has happened to a random rank or link in a random place of a step, or none.
+
+    Faults of links need two stages at least.
+    """
     random = np.random.default_rng([seed, list(Fault).index(fault)])
     rank = int(random.integers(layout.world))
     skew_ns = CLOCKS_NS * random.standard_normal(layout.world // layout.tp)
@@ -209,8 +212,10 @@ def _disturbance(
         link = frozenset({(source, destination)})
         return Disturbance(lost={sequence: since}), Expected(frozenset({Syndrome.COMMUNICATION_HANG}), links=link)
     if fault is Fault.DEAD_GROUP:
-        comm = int(random.choice([layout.tensor_group(stage, replica), layout.data_group(stage, tensor), WORLD]))
-        members = frozenset(layout.members()[comm].tolist())
+        groups = layout.members()
+        several = [layout.tensor_group(stage, replica), layout.data_group(stage, tensor), WORLD]
+        comm = int(random.choice([each for each in several if len(groups[each]) > 1]))
+        members = frozenset(groups[comm].tolist())
         lost = {(comm, -1, -1): counts[comm, -1, -1] + 1}
         return Disturbance(lost=lost), Expected(frozenset({Syndrome.COMMUNICATION_HANG}), members)
     return Disturbance(), Expected()

@@ -24,6 +24,7 @@ JITTER = 0.03  # of a computation, standard deviation of its logarithm
 ALWAYS = 0.005  # of a processor: some are a little faster
 PAUSE_SHARE, PAUSE_NS = 0.01, 10 * MS  # of steps: the system does something else
 GARBAGE_EVERY, GARBAGE_NS = 10, 15 * MS
+MOST_STEPS = 0.8  # in which a rank that collects too often does so
 WARM_UP_STEPS, WARM_UP_TIMES = 3, 5.0
 LINK_JITTER = 0.1
 TRANSFERRED_BYTES = 1 << 23
@@ -101,8 +102,10 @@ def timed(
                 for part in (forward, backward):
                     part[:, stage, replica, tensor] *= slow.starved * np.exp(0.2 * random.standard_normal(microbatches))
             pauses[place] += slow.sleep_ns
-            data[place] += slow.data_ns * random.uniform(0.5, 1.5) if slow.data_ns else 0.0
-            garbage[place] += slow.garbage_ns * random.uniform(0.3, 1.7) if random.random() < 0.8 else 0.0
+            if slow.data_ns:
+                data[place] += slow.data_ns * random.uniform(0.5, 1.5)
+            if slow.garbage_ns and random.random() < MOST_STEPS:
+                garbage[place] += slow.garbage_ns * random.uniform(0.3, 1.7)
         forward[0] += pauses + garbage + data
         optimizer = OPTIMIZER_NS * weights * _varying(random, JITTER, shape)
         carried = TRANSFER_NS * times[:, None] * _varying(random, LINK_JITTER, (2, microbatches, layout.pp - 1, *shape[1:]))
