@@ -31,13 +31,20 @@ def read_jobs(folders: Sequence[Path]) -> list[Job]:
     return [read_folder(folder) for folder in folders]
 
 
-def judged(jobs: Sequence[Job]) -> list[tuple[Verdict, str]]:
-    """The verdicts on a job, each with its line for a person."""
+def add_deadline(parser: argparse.ArgumentParser) -> None:
+    """Declare how long a call may take, ``args.after``, as ``unickpt diagnose`` does."""
+    parser.add_argument(
+        "--after", type=float, metavar="SECONDS", help="how long a call may take (default: by what the job's own have taken)"
+    )
+
+
+def judged(jobs: Sequence[Job], *, after_s: float | None) -> list[tuple[Verdict, str]]:
+    """The verdicts on a job, each with its line for a person; ``after_s`` is how long a call may take."""
     together = Job(
         {rank: ring for job in jobs for rank, ring in job.ranks.items()},
         {rank: state for job in jobs for rank, state in job.states.items()},
         tuple(problem for job in jobs for problem in job.unreadable),
         max(job.now_ns for job in jobs),
     )
-    found = examine(together)
+    found = examine(together, after_s=after_s)
     return list(zip(found.verdicts, found.lines, strict=True))

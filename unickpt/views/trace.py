@@ -1,9 +1,9 @@
 """Every record as an event of a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 The format is "Trace Event Format" (the JSON that Chromium's tracing writes): ``traceEvents`` with metadata (``M``), complete
-events (``X``: ``ts`` and ``dur`` in microseconds), instants (``i``) and flows (``s`` to ``f``). A rank is a process of the
-trace; its steps, phases, moments and groups are threads. Complete events of one thread have to be nested or apart, so that
-calls which overlap stand on several threads of their group.
+events (``X``: ``ts`` and ``dur`` in microseconds) and flows (``s`` to ``f``). A rank is a process of the trace; its steps,
+phases, moments and groups are threads. Complete events of one thread have to be nested or apart, so that calls which overlap
+stand on several threads of their group.
 
 Ranks are written one after the other: in memory are the records, and the lines of one rank.
 """
@@ -104,13 +104,14 @@ def _pid(rank: int) -> int:
 
 
 def _us(ns: int) -> float:
-    return ns / 1000
+    """Microseconds, to an eighth: floats hold these exactly, so that what ends where the next begins does so for any reader."""
+    return round(ns / 125) / 8
 
 
 def _span(rank: Rank, tid: int, name: str, begin_ns: int, end_ns: int, category: str, args: Event) -> Event:
     """``begin_ns`` and ``end_ns`` in the trace's own time."""
     event = {"ph": "X", "name": name, "cat": category, "pid": _pid(rank.number), "tid": tid, "ts": _us(begin_ns)}
-    return {**event, "dur": _us(max(end_ns - begin_ns, 0)), "args": args}
+    return {**event, "dur": max(_us(end_ns) - _us(begin_ns), 0.0), "args": args}
 
 
 def _moments(rank: Rank, base_ns: int) -> Iterator[Event]:
@@ -212,7 +213,7 @@ def _flows(view: View, rank: Rank, flows: Ints, base_ns: int, spans: list[Event]
             span = to_tid[int(flows[flow, record_column])]
             sender = view.ranks[int(flows[flow, 0])]
             begun = int(sender.records["call_ns"][int(flows[flow, 1])]) + sender.to_clock_ns - base_ns
-            ts = span["ts"] if phase == "s" else max(span["ts"], span["ts"] + span["dur"] - 0.001, _us(begun))
+            ts = span["ts"] if phase == "s" else max(span["ts"], span["ts"] + span["dur"] - 0.125, _us(begun))
             event: Event = {"ph": phase, "name": "transfer", "cat": "transfer", "id": flow, "pid": _pid(rank.number)}
             event.update({"tid": span["tid"], "ts": ts})
             if phase == "f":
