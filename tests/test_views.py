@@ -129,9 +129,10 @@ def test_records_that_make_no_sense_are_left_out(tmp_path: Path) -> None:
     alien = call(Op.BARRIER, 9, 2, 30, 40)  # of a communicator that is not in the table
     entry = {"name": "g", "label": 5, "ranks": [[0, 1, 10**15]]}
     ring(tmp_path, 0, 2, [entry], [bad, alien])
-    ring(tmp_path, 1, 2, [{"name": "h", "ranks": "nonsense"}], [bad])
+    ring(tmp_path, 1, 2, [{"name": "h", "ranks": "nonsense"}, {"name": "i", "ranks": [[0, 0, 1 << 21]]}], [bad])
     view = view_of(tmp_path)
     assert [len(rank.records) for rank in view.ranks.values()] == [1, 0]
+    assert not any(len(found.ranks) for found in view.groups)
     page(contents(view, []))
     write_trace(view, tmp_path / "trace.json")
     metrics.measurements([read_folder(tmp_path)], [])

@@ -21,6 +21,7 @@ from unickpt.timing.ring import Snapshot
 
 Ints = npt.NDArray[np.int64]
 _OPS = np.array([int(op) for op in Op])
+OP_NAMES = {int(op): op.name.lower() for op in Op}  # ``all_reduce``
 _ON_HOST = ("gloo", "mpi")  # calls of these end on the host, so that their end is known (``unickpt.timing.recorder``)
 _MOST_RANKS = 1 << 20  # of a group that is believed
 _AXES = {"tensor": "tp", "pipeline": "pp", "data": "dp", "context": "cp", "expert": "ep", "sequence": "sp"}
@@ -194,11 +195,6 @@ def coordinates(ring: Snapshot) -> dict[str, int]:
 
 def _place(ring: Snapshot) -> str:
     return " ".join([f"host {ring.identity.host},", *(f"{axis} {at}" for axis, at in coordinates(ring).items())]).rstrip(",")
-
-
-def op_name(code: int) -> str:
-    """``all_reduce``."""
-    return Op(code).name.lower()
 
 
 def unended(rank: Rank, ends_known: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

@@ -22,7 +22,7 @@ from unickpt.diagnosis.verdicts import Verdict
 from unickpt.errors import StorageError
 from unickpt.timing.ranks import progressions
 from unickpt.timing.records import Op, bytes_in
-from unickpt.views.gathering import View, op_name, unended
+from unickpt.views.gathering import OP_NAMES, View, unended
 from unickpt.views.lateness import MEASURES, Floats, StepTable, by_step
 from unickpt.views.timeline import KINDS, timeline
 from unickpt.views.transfers import delay_matrix, transfers
@@ -273,7 +273,7 @@ def _groups(view: View) -> dict[str, Any]:
                 "calls": calls,
                 "bytes": size_bytes,
                 "going": going,
-                "ops": ", ".join(f"{op_name(op)} {of_op[op]:,}" for op in np.argsort(-of_op)[:4].tolist() if of_op[op]),
+                "ops": ", ".join(f"{OP_NAMES[op]} {of_op[op]:,}" for op in np.argsort(-of_op)[:4].tolist() if of_op[op]),
             }
         )
     rows.sort(key=lambda row: (-row["bytes"], -row["calls"]))
