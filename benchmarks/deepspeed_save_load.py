@@ -180,7 +180,7 @@ def worker(args: argparse.Namespace) -> None:
         config = {
             "train_batch_size": world,
             "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 50_000_000},  # not 2 GB per rank
             "unickpt": {"enabled": True},
         }
         model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(count)))

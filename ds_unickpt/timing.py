@@ -42,6 +42,8 @@ TIMING = [
     _hook("forward", "forward", _in(Phase.FORWARD)),
     _hook("backward", "backward", _in(Phase.BACKWARD)),
     _hook("step", "_take_model_step", _stepped),
+    _hook("save", "save_checkpoint", _in(Phase.CHECKPOINT)),
+    _hook("load", "load_checkpoint", _in(Phase.CHECKPOINT)),
 ]
 
 

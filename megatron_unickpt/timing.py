@@ -15,6 +15,7 @@ from unickpt.timing.records import Phase
 
 PARALLEL_STATE = "megatron.core.parallel_state"
 _SCHEDULES, _OPTIMIZER = "megatron.core.pipeline_parallel.schedules", "megatron.core.optimizer.optimizer"
+_CHECKPOINTING = "megatron.core.dist_checkpointing"
 _UNTIL = "megatron-core has callbacks for them"
 
 _wanted = TimingOptions()
@@ -56,6 +57,8 @@ TIMING = [
     _hook(_OPTIMIZER, "MixedPrecisionOptimizer.step", _stepped),
     _hook(_OPTIMIZER, "FP32Optimizer.step", _stepped),
     _hook(_OPTIMIZER, "ChainedOptimizer.step", _stepped),
+    _hook(_CHECKPOINTING, "save", _in(Phase.CHECKPOINT)),
+    _hook(_CHECKPOINTING, "load", _in(Phase.CHECKPOINT)),
 ]
 
 

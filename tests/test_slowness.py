@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unickpt.diagnosis.slowness import Step, Transfer, slow_links, steps_of, stragglers
+from unickpt.diagnosis.deadlines import BEFORE_S, deadline_s
+from unickpt.diagnosis.links import TRANSFER, Transfers, slow_links
+from unickpt.diagnosis.middles import grouped, middles, middles_of_others
+from unickpt.diagnosis.steps import Steps, steps_of
+from unickpt.diagnosis.stragglers import stragglers
 from unickpt.diagnosis.verdicts import Syndrome
 from unickpt.timing.records import RECORD, Op
 
@@ -41,17 +45,19 @@ def record(number: int, op: Op, begin_ms: float, end_ms: float, step: int, eleme
     return (number, begin, 0, begin, end, number, elements, elements, 0, int(op), 2, 0, 0, 0, -1, 0, step, 0, number)
 
 
-def job(own: Callable[[int, int], float], world: int = 4, **of_rank: Any) -> dict[int, list[Step]]:
+def job(own: Callable[[int, int], float], world: int = 4, **of_rank: Any) -> Steps:
     """Steps of all ranks; the call of a step ends 1 ms after the last one has come."""
     computes = [[own(rank, step) for step in range(STEPS)] for rank in range(world)]
     ends, begin = [], 0.0
     for step in range(STEPS):
         begin += max(own[step] for own in computes) + 1.0
         ends.append(begin)
-    return {
-        rank: steps_of(rank_of_job(computes[rank], ends, **{name: value(rank) for name, value in of_rank.items()}))
-        for rank in range(world)
-    }
+    return np.concatenate(
+        [
+            steps_of(rank, rank_of_job(computes[rank], ends, **{name: value(rank) for name, value in of_rank.items()}))
+            for rank in range(world)
+        ]
+    )
 
 
 def noise(seed: int, sigma_ms: float) -> Callable[[], float]:
@@ -61,8 +67,33 @@ def noise(seed: int, sigma_ms: float) -> Callable[[], float]:
 
 def test_a_ranks_own_time_is_what_it_does_not_wait() -> None:
     steps = job(lambda rank, _: 10.0 + rank)
-    assert [round(step.own_ns / MS, 3) for step in steps[2]] == [12.0] * (STEPS - 1)  # of the first, no beginning
-    assert [step.number for step in steps[2]] == list(range(2, STEPS + 1))
+    own = steps[steps["rank"] == 2]
+    np.testing.assert_allclose(own["own_ns"] / MS, [12.0] * (STEPS - 1))  # of the first, no beginning
+    assert own["number"].tolist() == list(range(2, STEPS + 1))
+    assert (own["end_ns"] - own["begin_ns"] == 14 * MS).all()
+
+
+def test_waits_that_overlap_or_reach_over_a_step_count_once() -> None:
+    waits = [(1, 10), (2, 4), (3, 12), (18, 25), (24, 26), (31, 32)]
+    rows = [record(at + 1, Op.ALL_REDUCE, begin, end, 1, 8) for at, (begin, end) in enumerate(waits)]
+    rows += [record(7, Op.STEP, 1, 20, 1, 0), record(8, Op.STEP, 20, 35, 2, 0)]
+    assert (steps_of(0, np.array(rows, RECORD))["own_ns"] / MS).tolist() == [19 - 13, 15 - 7]
+
+
+def test_a_step_that_began_before_the_oldest_record_is_left_out() -> None:
+    rows = np.array([record(at + 1, Op.STEP, 10 * at, 10 * at + 10, at + 1, 0) for at in range(3)], RECORD)
+    assert steps_of(0, rows)["number"].tolist() == [2, 3]
+
+
+def test_ranks_with_the_same_calls_are_known_by_it_in_whatever_order_they_came() -> None:
+    def calls(*elements: int) -> int:
+        rows = [record(at + 1, Op.ALL_REDUCE, at, at + 1, 1, size) for at, size in enumerate(elements)]
+        rows.append(record(len(rows) + 1, Op.STEP, 0, 50, 1, 0))
+        return int(steps_of(0, np.array(rows, RECORD))["calls"][0])
+
+    assert calls(3, 4, 5) == calls(5, 3, 4)
+    assert len({calls(3, 4, 5), calls(3, 4), calls(4, 4, 4), calls(3, 3, 6)}) == 4
+    assert calls(3, 4, 5) == 0x424C8BAEEA397547  # on every host
 
 
 @pytest.mark.parametrize("late_ms", [5.0, 20.0, 100.0])
@@ -104,16 +135,69 @@ def test_a_single_slow_step_is_no_straggler() -> None:
 
 
 def test_few_steps_say_nothing() -> None:
-    steps = job(lambda rank, _: 30.0 + 20.0 * rank)
-    assert stragglers({rank: own[:5] for rank, own in steps.items()}) == []
+    steps = job(lambda rank, _: 30.0 + (20.0 if rank == 1 else 0.0))
+    assert stragglers(steps[steps["number"] < 12]) == []
+    assert stragglers(steps[:0]) == []
 
 
-def transfers(slow: Callable[[int, int], float], world: int = 4) -> list[Transfer]:
+def test_a_rank_of_which_little_is_known_does_not_keep_others_from_being_told() -> None:
+    steps = job(lambda rank, _: 30.0 + (20.0 if rank in (1, 3) else 0.0), world=8)
+    (verdict,) = stragglers(steps[(steps["rank"] != 3) | (steps["number"] > STEPS - 10)])
+    assert verdict.ranks == (1,)
+    assert "of 20 steps" in verdict.evidence[0]
+
+
+def test_what_sound_ranks_differ_by_is_nobodys_fault() -> None:
+    """Some processors are always a little faster than others: by 2 ms, where a step may vary by 0.1 ms."""
+    of_rank, more = noise(1, 2.0), noise(2, 0.1)
+    always = [of_rank() for _ in range(48)]
+    assert stragglers(job(lambda rank, _: 30.0 + always[rank] + more(), world=48)) == []
+    (verdict,) = stragglers(job(lambda rank, _: 30.0 + always[rank] + more() + (25.0 if rank == 7 else 0.0), world=48))
+    assert verdict.ranks == (7,)
+
+
+def test_the_slowest_comes_first() -> None:
+    verdicts = stragglers(job(lambda rank, _: 30.0 + {2: 20.0, 5: 50.0}.get(rank, 0.0), world=8))
+    assert [verdict.ranks for verdict in verdicts] == [(5,), (2,)]
+
+
+def test_a_deadline_is_three_times_what_the_job_takes() -> None:
+    steps = job(lambda *_: 5_000.0)
+    assert deadline_s(steps, [0.0] * 4) == pytest.approx(15.003)
+    assert deadline_s(steps, [0.0, 9e9, 0.0, 0.0]) == 27.0
+    assert deadline_s(steps, [0.0] * 5) == BEFORE_S  # of one of the ranks there is no step
+    assert deadline_s(steps[:0], []) == BEFORE_S
+
+
+def test_middles_of_others_are_those_without_the_element_itself() -> None:
+    random = np.random.default_rng(5)
+    for count in (2, 3, 4, 7, 8):
+        table = random.integers(0, 5, (count, 60)).astype(float)
+        table[random.random(table.shape) < 0.2] = np.nan
+        expected = np.array([[middle(np.delete(column, row)) for column in table.T] for row in range(count)])
+        np.testing.assert_array_equal(middles_of_others(table), expected)
+        np.testing.assert_array_equal(middles(table), [middle(row) for row in table])
+
+
+def middle(values: Any) -> float:
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if len(known) else np.nan
+
+
+def test_middles_of_groups() -> None:
+    keys, (middle,), counts = grouped(np.array([7, 3, 7, 7, 3]), np.array([1, 4, 9, 5, 8]))
+    assert (keys.tolist(), middle.tolist(), counts.tolist()) == ([3, 7], [6.0, 5.0], [2, 3])
+    assert grouped(np.array([7, 3, 7, 7, 3]), np.array([1, 4, 9, 5, 8]), 0.25, 1.0)[1].tolist() == [[5.0, 3.0], [8.0, 9.0]]
+    assert len(grouped(np.zeros(0, np.int64), np.zeros(0))[0]) == 0
+
+
+def transfers(slow: Callable[[int, int], float], world: int = 4) -> Transfers:
     random = np.random.default_rng(3)
-    return [
-        Transfer(a, b, 1 << 20, 1e6 * slow(a, b) * float(random.uniform(0.9, 1.1)))
+    rows = [
+        (a, b, 1 << 20, 1e6 * slow(a, b) * float(random.uniform(0.9, 1.1)))
         for a in range(world) for b in range(world) if a != b for _ in range(10)
     ]  # fmt: skip
+    return np.array(rows, TRANSFER)
 
 
 def test_a_hot_cell_is_a_link_and_a_hot_row_a_rank() -> None:
@@ -126,3 +210,33 @@ def test_a_hot_cell_is_a_link_and_a_hot_row_a_rank() -> None:
     (column,) = slow_links(transfers(lambda _, b: 5.0 if b == 0 else 1.0))
     assert column.ranks == (0,)
     assert "receives" in column.evidence[0]
+
+
+def test_a_link_that_is_slow_now_and_then_is_none() -> None:
+    every = transfers(lambda *_: 1.0)
+    here = np.flatnonzero((every["source"] == 1) & (every["destination"] == 2))
+    every["ns"][here[:6]] *= 10
+    assert slow_links(every) == []
+    every["ns"][here[6:9]] *= 10
+    (link,) = slow_links(every)
+    assert link.link == (1, 2)
+
+
+def test_links_are_compared_with_those_that_carry_as_much_as_far() -> None:
+    """Two ranks to a host, and between hosts it takes ten times as long; within a host, from 4 to 5, four times."""
+    hosts = np.arange(6) // 2
+    every = transfers(lambda a, b: (1.0 if a // 2 == b // 2 else 10.0) * (4.0 if (a, b) == (4, 5) else 1.0), world=6)
+    (link,) = slow_links(every, hosts=hosts)
+    assert link.link == (4, 5)
+    larger = every.copy()
+    larger["bytes"] *= 64
+    larger["ns"] *= 64
+    (link,) = slow_links(np.concatenate([larger[larger["source"] == 2], every]), hosts=hosts)
+    assert link.link == (4, 5)
+
+
+def test_few_transfers_say_nothing_of_a_link() -> None:
+    every = transfers(lambda a, b: 5.0 if (a, b) == (1, 3) else 1.0)
+    here = (every["source"] == 1) & (every["destination"] == 3)
+    assert slow_links(np.concatenate([every[~here], every[here][:7]])) == []
+    assert slow_links(every[:0]) == []

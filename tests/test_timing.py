@@ -185,7 +185,7 @@ def test_types_are_those_of_the_format() -> None:
 
 
 def test_whoever_reads_rings_need_not_load_torch() -> None:
-    code = "import sys, unickpt.timing.agent; sys.exit('torch' in sys.modules)"
+    code = "import sys, unickpt.agent.watching; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=environment(UNICKPT_AUTOLOAD="0")).returncode == 0
 
 

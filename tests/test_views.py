@@ -175,7 +175,7 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
     ring(tmp_path, 2, 4, [tensor[1], data], [call(Op.ALL_REDUCE, 1, 6, 10, 20), call(Op.ALL_REDUCE, 0, 4, 50, None)])
     ring(tmp_path, 3, 4, [tensor[1]], [call(Op.ALL_REDUCE, 0, 3, 10, 20)])
     job = read_folder(tmp_path)
-    living = Job(job.ranks, dict.fromkeys(range(4), State.RUNNING), (), 100 * MS)
+    living = Job(job.ranks, dict.fromkeys(range(4), State.RUNNING), (), 100 * MS, job.offsets_ns)
     view = gathered([living])
     calls = waiting_now(view)
     assert [(c.what, c.ranks, c.waited_for, c.since_ns) for c in calls] == [
@@ -381,7 +381,9 @@ def large(ranks: int, steps: int) -> Job:
             rows.append(call(Op.ALL_REDUCE, 0, step + 1, begin + 20, 1000.0 + 50 * step + 30, step=step))
             rows.append(moment(Op.STEP, 1000.0 + 50 * step, 1050.0 + 50 * step, step=step))
         snapshots[rank] = made_snapshot(rank, ranks, groups, rows)
-    return Job(snapshots, dict.fromkeys(snapshots, State.RUNNING), (), int((1000 + 50 * steps) * MS))
+    return Job(
+        snapshots, dict.fromkeys(snapshots, State.RUNNING), (), int((1000 + 50 * steps) * MS), dict.fromkeys(snapshots, 0)
+    )  # fmt: skip
 
 
 def made_snapshot(rank: int, world: int, groups: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Snapshot:
@@ -495,7 +497,7 @@ def test_prometheus_reads_the_exposition(tmp_path: Path) -> None:
     assert by_label(families["unickpt_recorded_calls"].samples, op="all_reduce") == [16]
     assert by_label(families["unickpt_recorded_bytes"].samples, op="all_reduce") == [16 * 1024]
     assert by_label(families["unickpt_verdicts"].samples, syndrome="communication hang", rank="1") == [1]
-    assert by_label(families["unickpt_rank_state"].samples, rank="0", state="dead", host=hostile("host")[:64]) == [1]
+    assert by_label(families["unickpt_rank_state"].samples, rank="0", state="unknown", host=hostile("host")[:64]) == [1]
     assert by_label(families["unickpt_rank_step"].samples, rank="3") == [2]
 
 
@@ -535,6 +537,18 @@ def test_the_commands_write_what_they_say(tmp_path: Path, capsys: pytest.Capture
         assert main(command) == 0
         assert str(output) in capsys.readouterr().out
         assert output.stat().st_size > 500
+
+
+def test_the_commands_put_hosts_on_one_clock(tmp_path: Path) -> None:
+    """Host b's wall clock is 3 s ahead; no member of a barrier ends before the last has come, which tells by how much."""
+    pair = group("data parallel", [0, 1])
+    for rank, host, wall_ms in ((0, "a", 1000.0), (1, "b", 4000.0)):
+        rows = [call(Op.BARRIER, 0, n, 100.0 * n + rank, 100.0 * n + 5) for n in range(1, 5)]
+        ring(tmp_path / host, rank, 2, [pair], rows, host=host, wall_ms=wall_ms)
+    assert main(["trace", str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(tmp_path / "t.json")]) == 0
+    calls = [e for e in checked(tmp_path / "t.json") if e.get("cat") == "call"]
+    begins = {(e["pid"], e["args"]["seq"]): e["ts"] for e in calls}
+    assert all(abs(begins[1, n] - begins[2, n]) < 10_000 for n in range(1, 5))
 
 
 def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

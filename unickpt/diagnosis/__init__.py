@@ -3,8 +3,14 @@
 Functions of their arguments; nothing here reads a file, asks a process or knows the time.
 
     summaries   what of a rank's ring the others need to know
-    hangs       who waits for whom, down to those who wait for nobody
-    slowness    who keeps the others waiting, and links that carry less
+    waiting     calls that ranks wait in, and for whom
+    mismatches  ranks that are in the same call with something else
+    hangs       whoever is waited for and waits for nobody
+    steps       how long ranks' steps took, and what of it was their own time
+    stragglers  who keeps the others waiting
+    links       links that carry less
+    deadlines   how long a call may take
+    middles     medians of many things at once
     examining   all of that on the rings of a job, and lines for a person
     verdicts    what is told
 """

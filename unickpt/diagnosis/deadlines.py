@@ -7,26 +7,27 @@ steps allocate and compile.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+import numpy as np
+import numpy.typing as npt
 
-from unickpt.diagnosis.slowness import Step
+from unickpt.diagnosis.middles import grouped
+from unickpt.diagnosis.steps import Steps
 
 SHORTEST_S, BEFORE_S, LONGEST_S = 5.0, 120.0, 1800.0
 ENOUGH_STEPS = 5
 TIMES = 3.0  # of the longest step, and of the longest call, that are known
 
 
-def deadline_s(steps: Mapping[int, Sequence[Step]], waits_ns: Sequence[float]) -> float:
+def deadline_s(steps: Steps, waits_ns: npt.ArrayLike) -> float:
     """Seconds that a call may take.
 
     Args:
         steps: of every rank, as far back as they are known.
-        waits_ns: how long ranks have waited in their calls, the longest of each rank.
+        waits_ns: ``[ranks]``, how long each has waited in its longest call; also of ranks without a step.
     """
-    known = [own for own in steps.values() if len(own) >= ENOUGH_STEPS]
-    if not known or len(known) < len(steps):
+    waits = np.asarray(waits_ns, np.float64)
+    _, (middle,), counts = grouped(steps["rank"], steps["end_ns"] - steps["begin_ns"])
+    if not len(waits) or (counts >= ENOUGH_STEPS).sum() < len(waits):
         return BEFORE_S
-    longest_step = max(statistics.median(step.end_ns - step.begin_ns for step in own) for own in known)
-    longest = max([longest_step, *waits_ns])
+    longest = float(max(middle.max(), waits.max()))
     return min(max(SHORTEST_S, TIMES * longest / 1e9), LONGEST_S)

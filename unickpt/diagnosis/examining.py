@@ -1,24 +1,25 @@
-"""From the rings of a job to verdicts, and from verdicts to what a person reads."""
+"""From a view of a job to verdicts, and from verdicts to what a person reads."""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from unickpt.diagnosis.deadlines import deadline_s
 from unickpt.diagnosis.hangs import hangs
-from unickpt.diagnosis.slowness import steps_of, stragglers
-from unickpt.diagnosis.summaries import SUMMARY, memberships, numbered, summary
+from unickpt.diagnosis.links import slow_links
+from unickpt.diagnosis.stragglers import stragglers
+from unickpt.diagnosis.transfers import transfers_of
+from unickpt.diagnosis.transport import Links, Usual, links_of, stuck_links
 from unickpt.diagnosis.verdicts import Syndrome, Verdict
-from unickpt.timing.folder import Job
+from unickpt.diagnosis.view import RankView, View
 from unickpt.timing.processes import State
-from unickpt.timing.ranks import members
-from unickpt.timing.records import Op, Phase
-from unickpt.timing.ring import Snapshot
+from unickpt.timing.records import Phase
+
+WRITING_S = 600.0  # that a rank may be in a save, or in an evaluation, while others wait for it
+
+TOGETHER_NS = 100_000_000  # between the ends of processes that somebody has ended together
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,92 +31,130 @@ class Examination:
     deadline_s: float
 
 
-def examine(job: Job, *, after_s: float | None = None, slow: bool = True) -> Examination:
-    """What is wrong with a job at the moment that it was read.
+def examine(view: View, *, after_s: float | None = None, usual: Usual | None = None) -> Examination:
+    """What is wrong with a job at the moment of the view.
 
     Args:
-        job: the rings of its ranks, and their processes.
+        view: of all its ranks, or of those that are known.
         after_s: how long a call may take; by what the job's own calls and steps have taken, if not given.
-        slow: look for ranks that drag, too, where nothing hangs.
+        usual: what the job's links have taken so far, if somebody has looked at it from its beginning.
     """
-    steps = {rank: steps_of(ring.records, offset_ns=_to_wall_clock(ring)) for rank, ring in job.ranks.items()}
-    limit_s = deadline_s(steps, [_longest_wait(ring) for ring in job.ranks.values()]) if after_s is None else after_s
-    verdicts = _hangs(job, limit_s) or (stragglers(steps) if slow else [])
-    return Examination(verdicts, [told(verdict, job) for verdict in verdicts], limit_s)
+    limit_s = deadline_s(view.steps, [view.longest_wait_ns] * len(view.ranks)) if after_s is None else after_s
+    links = links_of(view.windows)
+    slow = usual.slow(links, view.now_ns) if usual is not None else []
+    verdicts = [_with_link(verdict, links) for verdict in _hangs(view, limit_s, patient=after_s is None)]
+    if not verdicts:
+        verdicts = [*slow, *stragglers(view.steps)] or slow_links(transfers_of(view.calls))
+    return Examination(verdicts, [told(verdict, view) for verdict in verdicts], limit_s)
 
 
-def _longest_wait(ring: Snapshot) -> float:
-    records = ring.records
-    over = records[(records["op"] <= Op.RECEIVE) & (records["end_ns"] > 0) & (records["wait_ns"] > 0)]
-    return float((over["end_ns"] - over["wait_ns"]).max(initial=0))
+def _hangs(view: View, limit_s: float, *, patient: bool) -> list[Verdict]:
+    members = {number: group.members() for number, group in enumerate(view.groups)}
+    names = {number: group.told() for number, group in enumerate(view.groups)}
+    died = _died_first(view)
+    found = [
+        verdict
+        for verdict in (hangs(view.rows, members, names, before_ns=view.now_ns, gone=died) if died else [])
+        if verdict.syndrome is Syndrome.NON_COMMUNICATION_HANG and died.issuperset(verdict.ranks)
+    ]  # nobody has to wait for what the dead will do
+    if not found:
+        before_ns = view.now_ns - int(limit_s * 1e9)
+        gone = frozenset(rank for rank, one in view.ranks.items() if one.state is State.DEAD)
+        all_gone = len(gone) == len(view.ranks)  # after the end of the job, that tells nothing
+        found = hangs(view.rows, members, names, before_ns=before_ns, gone=frozenset() if all_gone else gone)
+    found = [_by_state(verdict, view) for verdict in found]
+    # a rank that nobody knows may be in any call: of it nothing can be told here
+    found = [verdict for verdict in found if all(rank in view.ranks for rank in verdict.ranks)]
+    return [verdict for verdict in found if not (patient and _takes_its_time(verdict, view))]
 
 
-def _hangs(job: Job, limit_s: float) -> list[Verdict]:
-    known: dict[str, int] = {}
-    tables = {rank: _spelled_out(snapshot) for rank, snapshot in job.ranks.items()}
-    rows = [
-        summary(rank, ring.records, numbered([e["name"] for e in tables[rank]], known), offset_ns=_to_wall_clock(ring))
-        for rank, ring in job.ranks.items()
-    ]
-    names = {number: _name(name, tables) for name, number in known.items()}
-    gone = frozenset(rank for rank, state in job.states.items() if state is State.DEAD)
-    if len(gone) == len(job.ranks):  # after the end of the job: that all are dead tells nothing
-        gone = frozenset()
-    everything = np.concatenate([np.zeros(0, SUMMARY), *rows])
-    found = hangs(everything, memberships(tables, known), names, before_ns=job.now_ns - int(limit_s * 1e9), gone=gone)
-    # a rank whose ring is on another host may be in any call: of it nothing can be told here
-    return [verdict for verdict in found if all(rank in job.ranks for rank in verdict.ranks)]
+def _died_first(view: View) -> frozenset[int]:
+    """Ranks whose processes have ended without order before the others did; none if all were ended together."""
+    died = {rank: one.heard_ns for rank, one in view.ranks.items() if one.state is State.DEAD and not one.closed}
+    if len(died) < len(view.ranks):
+        return frozenset(died)
+    first = min(died.values(), default=0)
+    if max(died.values(), default=0) - first < TOGETHER_NS:
+        return frozenset()
+    return frozenset(rank for rank, heard_ns in died.items() if heard_ns - first < TOGETHER_NS / 2)
 
 
-def _spelled_out(ring: Snapshot) -> list[dict[str, Any]]:
-    return [
-        {**entry, "name": str(entry.get("name", f"?{at}")), "ranks": members(entry.get("ranks", []))}
-        for at, entry in enumerate(ring.communicators)
-    ]
+def _by_state(verdict: Verdict, view: View) -> Verdict:
+    """Of a call that all have entered and that does not end, the members whose processes are stopped or gone."""
+    if verdict.syndrome is not Syndrome.COMMUNICATION_HANG:
+        return verdict
+    inside = [group.members().tolist() for group in view.groups if group.told() == verdict.communicator]
+    members = verdict.link or (inside[0] if inside else verdict.ranks)
+    still = {rank: view.ranks[rank].state for rank in members if rank in view.ranks}
+    still = {rank: state for rank, state in still.items() if state in (State.STOPPED, State.DEAD)}
+    if not still or len(still) == len(members):
+        return verdict
+    told = "; ".join(f"rank {rank} is {state.value}" for rank, state in still.items())
+    return dataclasses.replace(
+        verdict, syndrome=Syndrome.NON_COMMUNICATION_HANG, ranks=tuple(still), link=None,
+        evidence=(f"{told}; {verdict.evidence[0]}", *verdict.evidence[1:]), victims=len(set(verdict.ranks) - set(still)),
+    )  # fmt: skip
 
 
-def _to_wall_clock(ring: Snapshot) -> int:
-    return ring.identity.wall_ns - ring.identity.monotonic_ns
+def _with_link(verdict: Verdict, links: Links) -> Verdict:
+    """Of a call that all have entered, the links between its ranks on which nothing comes back."""
+    if verdict.syndrome is not Syndrome.COMMUNICATION_HANG or verdict.link is not None:
+        return verdict
+    stuck = [link for link in stuck_links(links) if set(link) <= set(verdict.ranks)]
+    if not stuck:
+        return verdict
+    told = "nothing comes back " + ", ".join(f"from rank {there} to rank {here}" for here, there in stuck[:4])
+    more = f" and on {len(stuck) - 4} more links" if len(stuck) > 4 else ""
+    ranks = tuple(sorted({rank for link in stuck for rank in link}))
+    return dataclasses.replace(
+        verdict, ranks=ranks, link=stuck[0] if len({frozenset(link) for link in stuck}) == 1 else None, confidence=1.0,
+        evidence=(*verdict.evidence, told + more),
+    )  # fmt: skip
 
 
-def _name(name: str, tables: Mapping[int, list[dict[str, Any]]]) -> str:
-    for table in tables.values():
-        for entry in table:
-            if entry["name"] == name:
-                ranks = entry["ranks"]
-                of = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 2 else f"ranks {', '.join(map(str, ranks))}"
-                return f"the {entry.get('label') or name} group of {of}"
-    return name
+def _takes_its_time(verdict: Verdict, view: View) -> bool:
+    """It is in a phase that takes as long as it takes: one rank writes, or evaluates, and the others wait for it."""
+    if verdict.syndrome is not Syndrome.NON_COMMUNICATION_HANG or view.now_ns - verdict.since_ns > WRITING_S * 1e9:
+        return False
+    ranks = [view.ranks[rank] for rank in verdict.ranks]
+    return all(
+        rank.phase in (Phase.CHECKPOINT, Phase.EVALUATION) and rank.state not in (State.DEAD, State.STOPPED) for rank in ranks
+    )
 
 
-def told(verdict: Verdict, job: Job) -> str:
+def told(verdict: Verdict, view: View) -> str:
     """One line for the log."""
-    since = datetime.datetime.fromtimestamp(verdict.since_ns / 1e9).strftime("%H:%M:%S")
-    waiting = f"{verdict.victims} rank{'s' if verdict.victims != 1 else ''} wait{'s' if verdict.victims == 1 else ''}"
     first = verdict.evidence[0] if verdict.evidence else ""
     if verdict.syndrome is Syndrome.NON_COMMUNICATION_SLOW:
-        return f"{first} since {since}; {_doing(verdict.ranks[0], job)}"
+        return f"{first} since {_clock(verdict)}; {_doing(verdict.ranks[0], view)}"
+    if verdict.syndrome is Syndrome.COMMUNICATION_SLOW:
+        return f"{verdict.syndrome.value}: {first}"
+    waiting = f"{verdict.victims} rank{'s' if verdict.victims != 1 else ''} wait{'s' if verdict.victims == 1 else ''}"
     if verdict.syndrome is Syndrome.NON_COMMUNICATION_HANG:
-        rank = verdict.ranks[0]
-        return f"{first} since {since}, {waiting} in all; {_doing(rank, job)}"
-    return f"{verdict.syndrome.value}: {first} since {since}, {waiting}" + "".join(f"; {more}" for more in verdict.evidence[1:])
+        return f"{first} since {_clock(verdict)}, {waiting} in all; {_doing(verdict.ranks[0], view)}"
+    more = "".join(f"; {sentence}" for sentence in verdict.evidence[1:])
+    return f"{verdict.syndrome.value}: {first} since {_clock(verdict)}, {waiting}{more}"
 
 
-def _doing(rank: int, job: Job) -> str:
+def _clock(verdict: Verdict) -> str:
+    return datetime.datetime.fromtimestamp(verdict.since_ns / 1e9).strftime("%H:%M:%S")
+
+
+def _doing(rank: int, view: View) -> str:
     """What the rank itself is seen to do."""
-    ring, state = job.ranks.get(rank), job.states.get(rank, State.UNKNOWN)
-    if ring is None:
-        return f"nothing is known of rank {rank}: it has no ring on this host"
-    who = f"process {ring.identity.pid} on {ring.identity.host} is {state.value}"
-    calls = ring.records[ring.records["op"] <= Op.RECEIVE]
-    done = calls[calls["end_ns"] > 0]
-    if not len(done):
-        return f"{who}; no call of it has ended"
-    last = done[np.argmax(done["end_ns"])]
-    table = ring.communicators
-    label = table[last["comm"]].get("label", "") if last["comm"] < len(table) else ""
-    ago = (job.now_ns - int(last["end_ns"]) - _to_wall_clock(ring)) / 1e9
-    return (
-        f"{who}, in step {ring.step} ({Phase(ring.phase).name.lower()}); last ended: {Op(last['op']).name.lower()} "
-        f"#{last['seq']} of its {label} group, {ago:.1f} s ago"
-    )
+    one = view.ranks.get(rank)
+    if one is None:
+        return f"nothing is known of rank {rank}"
+    where = f" ({one.place})" if one.place else ""
+    who = f"process {one.pid} on {one.host}{where} is {one.state.value}, in step {one.step} ({_phase(one)})"
+    stack = f"; its main thread is in {one.stack}" if one.stack else ""
+    if not one.last:
+        return f"{who}; no call of it has ended{stack}"
+    return f"{who}; last ended: {one.last}, {(view.now_ns - one.last_ns) / 1e9:.1f} s ago{stack}"
+
+
+def _phase(one: RankView) -> str:
+    try:
+        return "waiting for data" if one.phase == Phase.DATA else Phase(one.phase).name.lower()
+    except ValueError:
+        return "unknown"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -42,3 +43,8 @@ class Verdict:
     victims: int = 0
     confidence: float = 1.0
     evidence: tuple[str, ...] = field(default_factory=tuple)
+
+
+def some(ranks: Sequence[int]) -> str:
+    """The first of many ranks, for a sentence."""
+    return ", ".join(map(str, sorted(ranks)[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

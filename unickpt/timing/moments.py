@@ -46,9 +46,11 @@ class Moments:
 
         def waits(iterator: Any) -> Any:
             begin = _now()
+            before = self.phase(Phase.DATA)
             try:
                 return original(iterator)
             finally:
+                self.phase(Phase(before))
                 end = _now()
                 if end - begin >= SHORTEST_NS:
                     recorder.moment(Op.DATA, begin, end)

@@ -52,6 +52,7 @@ class Phase(enum.IntEnum):
     OPTIMIZER = 3
     CHECKPOINT = 4
     EVALUATION = 5
+    DATA = 6  # it waits for its next batch
 
 
 class Flag(enum.IntFlag):

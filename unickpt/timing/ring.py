@@ -31,11 +31,11 @@ from unickpt.errors import FormatError
 from unickpt.timing.records import END_OFFSET, FLAGS_OFFSET, FORMAT, RECORD, WAIT_OFFSET, Records
 
 MAGIC = b"UNICKRNG"
-VERSION = 1
+VERSION = 2
 SUFFIX = ".ring"
 HEADER_BYTES = 4096
 TABLE_BYTES = 256 << 10
-_FIXED = struct.Struct("<8sIIQQIIQqq64s64s")  # magic, version, record size, capacity, table, rank, world, pid, clocks, names
+_FIXED = struct.Struct("<8sIIQQIIQqq64s64s40s")  # magic, version, record size, capacity, table, rank, world, pid, clocks, names
 _CHANGING = struct.Struct("<QqqQII")  # bytes of the table, heartbeat, step, newest record, phase, state
 _SLACK = 8192  # records that may have been written since the newest was told
 _CHANGING_OFFSET = 512
@@ -54,6 +54,7 @@ class Identity:
         host: its name.
         job: names the job; the rings of one job bear the same.
         monotonic_ns, wall_ns: both clocks of the host at one instant.
+        boot: of the host: its monotonic clock and its process numbers mean nothing beyond that.
     """
 
     rank: int
@@ -63,10 +64,24 @@ class Identity:
     job: str
     monotonic_ns: int
     wall_ns: int
+    boot: str = ""
 
     @classmethod
     def here(cls, rank: int, world: int, job: str) -> Identity:
-        return cls(rank, world, os.getpid(), socket.gethostname(), job, time.monotonic_ns(), time.time_ns())
+        return cls(rank, world, os.getpid(), socket.gethostname(), job, time.monotonic_ns(), time.time_ns(), boot_id())
+
+    @property
+    def is_here(self) -> bool:
+        """The writer runs, or ran, on this host since it was started."""
+        return self.host == socket.gethostname() and self.boot == boot_id()
+
+
+def boot_id() -> str:
+    """Of this host (``random(4)``); '' if the system does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 class RingWriter:
@@ -101,6 +116,7 @@ class RingWriter:
         _FIXED.pack_into(
             self.map, 0, MAGIC, VERSION, RECORD.itemsize, capacity, TABLE_BYTES, who.rank, who.world, who.pid,
             who.monotonic_ns, who.wall_ns, who.host.encode()[:64], who.job.encode()[:64],
+            who.boot.encode()[:40],
         )  # fmt: skip
         self._table_bytes = 0
         _CHANGING.pack_into(self.map, _CHANGING_OFFSET, 0, 0, 0, 0, 0, RUNNING)
@@ -177,14 +193,16 @@ class RingReader:
             if size < HEADER_BYTES + TABLE_BYTES:
                 raise FormatError(f"{path}: {size} bytes, too short for a ring of records")
             self.map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-        magic, version, record, capacity, table, rank, world, pid, monotonic, wall, host, job = _FIXED.unpack_from(self.map, 0)
+        magic, version, record, capacity, table, rank, world, pid, monotonic, wall, host, job, boot = _FIXED.unpack_from(
+            self.map, 0
+        )
         if magic != MAGIC:
             raise FormatError(f"{path}: not a ring of records")
         if version != VERSION or record != RECORD.itemsize or table != TABLE_BYTES:
             raise FormatError(f"{path}: ring version {version} with records of {record} bytes; this release reads {VERSION}")
         if size != HEADER_BYTES + TABLE_BYTES + capacity * record:
             raise FormatError(f"{path}: {size} bytes, which is not what {capacity} records take")
-        self.identity = Identity(rank, world, pid, _text(host), _text(job), monotonic, wall)
+        self.identity = Identity(rank, world, pid, _text(host), _text(job), monotonic, wall, _text(boot))
         self.capacity = capacity
 
     def snapshot(self, *, last: int | None = None) -> Snapshot:

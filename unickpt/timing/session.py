@@ -16,7 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unickpt.timing import agent, collectives
+from unickpt.agent import starting
+from unickpt.timing import collectives, stacks
 from unickpt.timing.folder import remove_old
 from unickpt.timing.moments import Moments
 from unickpt.timing.options import TimingOptions
@@ -28,6 +29,7 @@ logger = logging.getLogger("unickpt")
 
 SHARED_MEMORY = Path("/dev/shm")
 _KEPT_S = 7 * 24 * 3600.0  # memory-mapped writes change a file's time now and then only
+_UNNAMED = {"undefined": "", "default_pg": "default"}  # torch's names for groups that nobody has named
 Labels = Callable[[], Mapping[str, Sequence[Any]]]  # the framework's name of a kind of group -> its process groups
 
 
@@ -52,13 +54,15 @@ class Session:
         self.moments = Moments(self._recorder)
         collectives.install(self._recorder)
         self.moments.install()
-        self._agent = agent.start(self.folder) if options.watch and os.environ.get("LOCAL_RANK", "0") == "0" else None
+        self._stacks = stacks.listen(stacks.path_of(self.folder, rank))
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        self._agent = starting.start(self.folder, rank, _store()) if options.watch and first else None
 
     def _described(self, group: Any) -> dict[str, Any]:
         named = [label for label, groups in self._labels().items() if any(group is known for known in groups)]
         return {
             "ranks": dist.get_process_group_ranks(group),
-            "label": named[0] if named else group.group_desc,
+            "label": named[0] if named else _UNNAMED.get(group.group_desc, group.group_desc),
             "backend": group.name(),
         }
 
@@ -67,6 +71,9 @@ class Session:
         self.moments.uninstall()
         collectives.uninstall()
         self._recorder.close()
+        if self._stacks is not None:
+            stacks.ignore()
+            self._stacks.close()
 
 
 _session: Session | None = None
@@ -125,6 +132,12 @@ def in_phase(phase: Phase) -> Iterator[None]:
         yield
     finally:
         moments.phase(Phase(before))
+
+
+def _store() -> Any:
+    """The job's key-value store, which made its process groups."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store
 
 
 def job_name() -> str:

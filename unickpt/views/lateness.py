@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from unickpt.diagnosis.slowness import steps_of
+from unickpt.diagnosis.steps import STEP, steps_of
 from unickpt.timing.records import Op
 from unickpt.views.gathering import Ints, View
 
@@ -104,9 +104,9 @@ def by_step(view: View, *, last: int | None = None) -> StepTable:
         last: steps, the newest; all if not given.
     """
     came = arrivals(view)
-    spent = {number: steps_of(rank.records, offset_ns=rank.to_clock_ns) for number, rank in view.ranks.items()}
-    made = [step.number for own in spent.values() for step in own]
-    steps = np.unique(np.concatenate([came.step, np.array(made, np.int64)]))
+    own = [steps_of(number, rank.records, offset_ns=rank.to_clock_ns) for number, rank in view.ranks.items()]
+    spent = np.concatenate([np.zeros(0, STEP), *own])
+    steps = np.unique(np.concatenate([came.step, spent["number"].astype(np.int64)]))
     if last is not None:
         steps = steps[-last:]
     ranks = np.array(list(view.ranks), np.int64)
@@ -117,12 +117,9 @@ def by_step(view: View, *, last: int | None = None) -> StepTable:
     cell = np.searchsorted(ranks, came.rank[here]), np.searchsorted(steps, came.step[here])
     np.fmax.at(values["behind_first"], cell, came.behind_first_ns[here])
     np.fmax.at(values["behind_median"], cell, came.behind_median_ns[here])
-    for row, own in enumerate(spent.values()):
-        for step in own:
-            if step.number >= steps[0]:
-                at = int(np.searchsorted(steps, step.number))
-                values["own"][row, at] = step.own_ns
-                values["waiting"][row, at] = step.end_ns - step.begin_ns - step.own_ns
-                values["data"][row, at] = step.data_ns
-                values["garbage"][row, at] = step.garbage_ns
+    spent = spent[spent["number"] >= steps[0]]
+    cell = np.searchsorted(ranks, spent["rank"]), np.searchsorted(steps, spent["number"])
+    values["own"][cell] = spent["own_ns"]
+    values["waiting"][cell] = spent["end_ns"] - spent["begin_ns"] - spent["own_ns"]
+    values["data"][cell], values["garbage"][cell] = spent["data_ns"], spent["garbage_ns"]
     return StepTable(ranks, steps, values)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from unickpt.diagnosis.hangs import calls_waited_in
 from unickpt.diagnosis.summaries import SUMMARY, summary
+from unickpt.diagnosis.waiting import calls_waited_in
 from unickpt.timing.processes import State
 from unickpt.timing.records import Op, Phase
 from unickpt.views.gathering import OP_NAMES, View, unended
@@ -85,7 +85,8 @@ def elsewhere(view: View, waiting: Sequence[Waiting]) -> list[Elsewhere]:
         if number in busy:
             continue
         phase = Phase(rank.ring.phase).name.lower() if rank.ring.phase in list(Phase) else "unknown"
-        doing = "ended in order" if rank.ring.closed else f"process {rank.ring.identity.pid} is {rank.state.value}"
+        state = "is on another host" if rank.state is State.UNKNOWN else f"is {rank.state.value}"
+        doing = "ended in order" if rank.ring.closed else f"process {rank.ring.identity.pid} {state}"
         where = f"{doing}, in step {rank.ring.step}" + (f" ({phase})" if phase != "unknown" else "")
         calls = np.flatnonzero(rank.records["op"] <= Op.RECEIVE)
         if not len(calls):

@@ -1,0 +1,170 @@
+"""Under torchrun: a job that trains for ever, and does to itself what a file says.
+
+faulty_job deepspeed|megatron LAYOUT RINGS CONTROL
+
+``CONTROL/now`` is JSON: ``{"id", "fault", "rank", "amount", "step"}``; it is looked at before every step. The rank that has a
+fault writes ``CONTROL/begun-<id>`` (wall clock in ns, step) when it begins. ``{"fault": "end"}`` ends the job in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SOUND: dict[str, Any] = {"id": 0, "fault": "none", "rank": -1, "amount": 0.0}
+
+
+class Control:
+    """What the file says now, read again when it has changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._seen, self._now = folder, 0, SOUND
+
+    def now(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError):
+            changed = (self.folder / "now").stat().st_mtime_ns
+            if changed != self._seen:
+                self._now = json.loads((self.folder / "now").read_text())
+                self._seen = changed
+        return self._now
+
+    def begun(self, number: int, step: int) -> None:
+        path = self.folder / f"begun-{number}"
+        if not path.exists():
+            path.with_suffix(".new").write_text(f"{time.time_ns()} {step}")
+            path.with_suffix(".new").replace(path)
+
+
+class Rows:
+    """Samples that may take long to come."""
+
+    def __init__(self, width: int) -> None:
+        import torch
+
+        self.delay, self._row = 0.0, torch.ones(width)
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def __getitem__(self, _at: int) -> Any:
+        if self.delay:
+            time.sleep(self.delay)
+        return self._row
+
+
+def deepspeed_step(layout: str, rings: str) -> Callable[[Any], None]:
+    """A step of a ZeRO job on given samples."""
+    import deepspeed
+    import torch
+
+    torch.manual_seed(1)
+    width = 256
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(6)))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 64,
+        "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+        "zero_optimization": {"stage": int(layout.removeprefix("zero")), "stage3_param_persistence_threshold": 0},
+        "unickpt": {"timing": {"enabled": True, "folder": rings}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step(samples: Any) -> None:
+        for _ in range(4):  # of forward computation that needs no other rank
+            with torch.no_grad():
+                samples = samples @ torch.eye(width)
+        engine.backward(engine(samples).mean())
+        engine.step()
+
+    return step
+
+
+def megatron_step(layout: str, rings: str) -> Callable[[Any], None]:
+    """A step of a GPT job; it makes its own tokens."""
+    import megatron_unickpt
+    from tests.megatron.jobs import Job
+    from tests.megatron.layouts import Layout
+    from unickpt.timing.options import TimingOptions
+
+    job = Job(Layout.parse(layout))
+    megatron_unickpt.time_collectives(TimingOptions(enabled=True, folder=rings))
+    return lambda _samples: job.train(1) and None
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    kind, layout, rings, control = sys.argv[1], sys.argv[2], sys.argv[3], Control(Path(sys.argv[4]))
+    if kind == "megatron":
+        import tests.megatron.jobs  # noqa: F401 - before anything of megatron, and of torch.distributed
+    import torch
+    import torch.distributed as dist
+
+    from tests.launch import leave
+    from unickpt.timing import session
+
+    if kind == "deepspeed":
+        import deepspeed
+
+        deepspeed.init_distributed("gloo", verbose=False)
+        train = deepspeed_step(layout, rings)
+    else:
+        dist.init_process_group("gloo")
+        train = megatron_step(layout, rings)
+    rank = dist.get_rank()
+    pairs = [dist.new_group(), dist.new_group()]  # for a deadlock
+    rows = Rows(256)
+    loader = iter(torch.utils.data.DataLoader(rows, batch_size=8))  # type: ignore[arg-type]
+    heap = [[[] for _ in range(50)] for _ in range(4000)]
+    step = 0
+    while True:
+        now = control.now()
+        fault, amount = now["fault"], float(now["amount"])
+        mine = now["rank"] == rank and fault != "none"
+        if fault == "end" and now["step"] <= step:
+            break
+        if mine:
+            control.begun(now["id"], step)
+        rows.delay = amount / 8 if mine and fault == "data" else 0.0
+        samples = next(loader).repeat(8, 1)
+        if mine and fault == "sleep":
+            time.sleep(amount)
+        elif mine and fault == "garbage":
+            for _ in range(int(amount)):
+                gc.collect()
+        elif mine and fault == "loop":
+            while control.now()["id"] == now["id"]:
+                pass
+        elif mine and fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault in ("skip", "reshape", "deadlock") and now["step"] == step:
+            out_of_order(fault, mine, pairs)
+        train(samples)
+        step += 1
+    del heap
+    dist.barrier()
+    session.stop()
+    leave()
+
+
+def out_of_order(fault: str, mine: bool, pairs: list[Any]) -> None:
+    """One rank calls something else than the others."""
+    import torch
+    import torch.distributed as dist
+
+    if fault == "deadlock":
+        for group in reversed(pairs) if mine else pairs:
+            dist.all_reduce(torch.ones(3), group=group)
+    elif not mine or fault == "reshape":
+        dist.all_reduce(torch.ones(5 if mine else 7))
+
+
+if __name__ == "__main__":
+    main()
