@@ -7,7 +7,7 @@ from pathlib import Path
 
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output, human_bytes
-from unickpt.cli.reading import add_folders, read_jobs
+from unickpt.cli.reading import add_folders, read_hosts
 from unickpt.views.gathering import gathered
 from unickpt.views.trace import write_trace
 
@@ -22,7 +22,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read and write; 0 if that is done."""
-    view = gathered(read_jobs(args.directories))
+    hosts = read_hosts(args.directories)
+    view = gathered(hosts.jobs, hosts.clock_offsets_ns)
     written = write_trace(view, args.output)
     for problem in view.unreadable:
         out.line(problem, style="yellow")

@@ -21,6 +21,7 @@ from unickpt.timing.ring import Snapshot
 
 Ints = npt.NDArray[np.int64]
 _OPS = np.array([int(op) for op in Op])
+OP_NAMES = {int(op): op.name.lower() for op in Op}  # ``all_reduce``
 _ON_HOST = ("gloo", "mpi")  # calls of these end on the host, so that their end is known (``unickpt.timing.recorder``)
 _MOST_RANKS = 1 << 20  # of a group that is believed
 _AXES = {"tensor": "tp", "pipeline": "pp", "data": "dp", "context": "cp", "expert": "ep", "sequence": "sp"}
@@ -60,7 +61,8 @@ class Rank:
         records: ``RECORD`` array of those that make sense, by number.
         group: int64, of each of them the number of its communicator in the job; -1 for moments.
         to_clock_ns: what its monotonic clock is behind the job's clock.
-        until_ns: on the job's clock: when it was read, or when its process was last seen alive.
+        until_ns: on the job's clock: when it was read, or when its process was last seen alive; of another host, whose
+            processes cannot be asked, when any of its ranks last gave a sign of life.
         state: of its process.
         place: ``host b, tp 1 pp 0 dp 2``, with what is known.
     """
@@ -87,7 +89,7 @@ class View:
         job, world: its name, and how many ranks it has; rings may be missing.
         ranks: by number.
         groups: by number.
-        read_ns: when it was read, on the job's clock.
+        read_ns: when it was read, on the job's clock, or when the last of its hosts gave a sign of life.
         unreadable: what could not be read, and why.
     """
 
@@ -113,17 +115,24 @@ def gathered(jobs: Sequence[Job], clock_offsets_ns: Mapping[str, int] | None = N
             before = found.get(number)
             if before is None or before[0].identity.wall_ns < ring.identity.wall_ns:
                 read_ns = job.now_ns + offsets.get(ring.identity.host, 0)
-                found[number] = (ring, job.states.get(number, State.UNKNOWN), read_ns, job.offsets_ns[number])
+                to_clock_ns = job.offsets_ns[number] + offsets.get(ring.identity.host, 0)
+                found[number] = (ring, job.states.get(number, State.UNKNOWN), read_ns, to_clock_ns)
+    seen_ns: dict[str, int] = {}  # host -> the last sign of life of any of its ranks
+    for ring, _, _, to_clock_ns in found.values():
+        host = ring.identity.host
+        seen_ns[host] = max(seen_ns.get(host, 0), _last_sign_ns(ring) + to_clock_ns)
     groups: dict[str, Group] = {}
     ranks = {}
-    for number, (ring, state, read_ns, offset_ns) in sorted(found.items()):
-        to_clock_ns = offset_ns + offsets.get(ring.identity.host, 0)
+    reads_ns = []
+    for number, (ring, state, read_ns, to_clock_ns) in sorted(found.items()):
+        if state is State.UNKNOWN:  # rings of another host may have been copied from there long ago
+            read_ns = min(seen_ns[ring.identity.host], read_ns)
+        reads_ns.append(read_ns)
         records, at = _sound(ring.records), _listed(ring, groups)
         alive = state is not State.DEAD and not ring.closed
-        last = max(ring.heartbeat_ns, int(records["call_ns"].max(initial=0)), int(records["end_ns"].max(initial=0)))
         ranks[number] = Rank(
             number, ring, records, _numbers(records, at, number, groups), to_clock_ns,
-            read_ns if alive else min(last + to_clock_ns, read_ns), state, _place(ring),
+            read_ns if alive else min(_last_sign_ns(ring) + to_clock_ns, read_ns), state, _place(ring),
         )  # fmt: skip
     newest = max((rank.ring.identity for rank in ranks.values()), key=lambda who: who.wall_ns, default=None)
     return View(
@@ -131,9 +140,15 @@ def gathered(jobs: Sequence[Job], clock_offsets_ns: Mapping[str, int] | None = N
         world=max([newest.world if newest else 0, *(number + 1 for number in ranks)]),
         ranks=ranks,
         groups=list(groups.values()),
-        read_ns=max((read_ns for _, _, read_ns, _ in found.values()), default=0),
+        read_ns=max(reads_ns, default=0),
         unreadable=tuple(problem for job in jobs for problem in job.unreadable),
     )
+
+
+def _last_sign_ns(ring: Snapshot) -> int:
+    """The last thing that is known of a rank, on its own clock."""
+    records = _sound(ring.records)
+    return max(ring.heartbeat_ns, int(records["call_ns"].max(initial=0)), int(records["end_ns"].max(initial=0)))
 
 
 def _sound(records: Records) -> Records:
@@ -193,11 +208,6 @@ def coordinates(ring: Snapshot) -> dict[str, int]:
 
 def _place(ring: Snapshot) -> str:
     return " ".join([f"host {ring.identity.host},", *(f"{axis} {at}" for axis, at in coordinates(ring).items())]).rstrip(",")
-
-
-def op_name(code: int) -> str:
-    """``all_reduce``."""
-    return Op(code).name.lower()
 
 
 def unended(rank: Rank, ends_known: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

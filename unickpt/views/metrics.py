@@ -23,7 +23,7 @@ from unickpt.errors import ConfigError, StorageError
 from unickpt.timing.folder import Job
 from unickpt.timing.processes import State
 from unickpt.timing.records import Op, bytes_in
-from unickpt.views.gathering import View, gathered, op_name
+from unickpt.views.gathering import OP_NAMES, View, gathered
 from unickpt.views.lateness import by_step
 
 
@@ -111,7 +111,7 @@ def _of_groups(view: View) -> Iterator[Measurement]:
         for key in np.unique(keys).tolist():
             number, op = divmod(key, max(Op) + 1)
             here = called[keys == key]
-            at = (op_name(op), view.groups[number].label)
+            at = (OP_NAMES[op], view.groups[number].label)
             calls[at] += len(here)
             given[at] += int(sizes[keys == key].sum())
             if op <= Op.BARRIER:

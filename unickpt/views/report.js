@@ -101,10 +101,13 @@ function heading() {
   document.title = "unickpt report: " + data.job;
   add(page, "h1", "", "Job " + data.job);
   const known = Object.keys(data.places).length, parts = [];
-  parts.push(known + " of " + count(data.world, "rank"), data.host ? "host " + data.host : count(data.hosts, "host"));
+  parts.push(known.toLocaleString("en") + " of " + count(data.world, "rank"), data.host ? "host " + data.host : count(data.hosts, "host"));
   if (data.steps) parts.push("steps " + data.steps[0] + " to " + data.steps[1]);
   parts.push(count(data.records, "record"), "read " + clock(data.read_ms));
   add(page, "p", "soft", parts.join(" · "));
+  if (Object.values(data.places).some((text) => / (tp|pp|dp|cp|ep|sp) /.test(text))) {
+    add(page, "p", "note", "tp, pp, dp, cp, ep and sp: a rank's number in its tensor, pipeline, data, context, expert and sequence parallel group, as far as it has called it.");
+  }
   if (data.missing) add(page, "p", "note", "No rings were given of rank " + data.missing + ".");
   for (const problem of data.unreadable) add(page, "p", "note", problem);
 }
@@ -118,7 +121,7 @@ function verdicts() {
   }
   const more = data.verdicts_in_all - data.verdicts.length;
   if (more > 0) add(box, "p", "note", count(more, "more verdict") + " not shown.");
-  if (!data.verdicts.length) add(box, "div", "sound", "Nobody waits for longer than calls of this job take, and nobody drags.");
+  if (!data.verdicts.length) add(box, "div", "sound", "No verdict: no call goes on for longer than calls of this job may take, and no rank is slower than its like in most steps.");
 }
 
 function waiting() {
@@ -127,13 +130,13 @@ function waiting() {
   const graph = add(box, "div");
   graph.id = "graph";
   const table = add(graph, "table"), head = add(table, "tr");
-  for (const name of ["rank", "does", "waits for", "for"]) add(head, "th", "", name);
+  for (const name of ["rank", "does", "waits for", "how long"]) add(head, "th", "", name);
   const rows = data.waiting.rows.map((row) => {
     const line = add(table, "tr"), first = add(line, "td");
     add(first, "span", row.kind, (row.count > 1 ? count(row.count, "rank") : "rank " + row.ranks));
     if (row.place) add(first, "div", "soft", row.place);
     add(line, "td", "", row.what + (row.count > 1 ? ": ranks " + row.ranks : ""));
-    add(line, "td", "held", row.for ? "rank " + row.for : row.kind === "waits" ? "nobody: all have entered" : "");
+    add(line, "td", "", row.for ? "rank " + row.for : row.kind === "waits" ? "nobody: all have entered" : "");
     add(line, "td", "", row.since === null ? "" : time(row.since));
     return line;
   });
@@ -156,7 +159,7 @@ function waiting() {
       if (to === at) return;
       const from = middle(rows[at]), end = middle(rows[to]), deep = 12 + Math.min(48, 9 * Math.abs(to - at));
       draw("path", { d: `M62 ${from} C${62 - 1.33 * deep} ${from} ${62 - 1.33 * deep} ${end} 56 ${end}`, fill: "none", stroke: style("--warn"), "stroke-width": 1.5, opacity: 0.8 });
-      draw("path", { d: `M64 ${end} l-10 -5 v10 z`, fill: style("--bad") });
+      draw("path", { d: `M64 ${end} l-10 -5 v10 z`, fill: style(data.waiting.rows[to].kind === "held" ? "--bad" : "--warn") });
     }));
     data.waiting.rows.forEach((row, at) => {
       const colour = style({ held: "--bad", waits: "--warn", runs: "--good" }[row.kind]);
@@ -167,7 +170,7 @@ function waiting() {
 
 function heat() {
   const map = data.heat, names = Object.keys(map.measures);
-  const box = section("Rank by step", "Rows are ranks, columns are steps. A rank that is dark in lateness keeps the others waiting; its own time shows whether it computes, waits for data, or collects garbage.");
+  const box = section("Rank by step", "Rows are ranks, columns are steps. A rank that stands out in lateness keeps the others waiting. Own time, waits for data and garbage collection show what with.");
   if (!names.length) { add(box, "p", "note", "There are no collectives of several ranks and no steps in the records."); return; }
   const titles = {
     behind_first: "lateness: after the first member of the group, latest arrival of the step",
@@ -176,7 +179,7 @@ function heat() {
     data: "waits for data in the step", garbage: "garbage collection in the step",
   };
   const tools = add(box, "div", "tools"), select = choice(tools, "Show", names.map((name) => [name, titles[name]])), key = scaleKey(tools);
-  const target = canvas(box, "heat map of ranks and steps"), left = 64, top = 20;
+  const target = canvas(box, "heat map of ranks and steps"), most = add(box, "p", "note"), left = 64, top = 20;
   const values = {};
   for (const name of names) values[name] = new Uint16Array(decoded(map.measures[name].data).buffer);
   const rows = map.ranks.length, columns = map.steps.length;
@@ -186,7 +189,7 @@ function heat() {
     const space = box.clientWidth - 34 - left, known = map.measures[select.value], unit = known.unit, limit = known.top || 1;
     wide = Math.min(space / columns, 64);
     high = Math.max(1, Math.min(24, Math.floor(640 / rows)));
-    const pen = context(target, left + wide * columns + 2, top + high * rows + 24), own = values[select.value];
+    const pen = context(target, left + wide * columns + 2, top + high * rows + 2), own = values[select.value];
     for (let row = 0; row < rows; row += every(high, 14)) pen.fillText("rank " + map.ranks[row], 4, top + (row + 0.5) * high + 4);
     for (let column = 0; column < columns; column += every(wide, 44)) pen.fillText(column ? map.steps[column] : "step " + map.steps[0], left + column * wide + 2, 13);
     for (let row = 0; row < rows; row++) for (let column = 0; column < columns; column++) {
@@ -196,6 +199,12 @@ function heat() {
       pen.fillRect(left + column * wide, top + row * high, wide - gap + (gap ? 0 : 0.5), high - gap);
     }
     key(known.top, known.most > known.top * 1.01);
+    const middles = map.ranks.map((_, row) => {
+      const line = Array.from(own.subarray(row * columns, (row + 1) * columns)).filter((value) => value !== 65535).sort((a, b) => a - b);
+      return [row, line.length ? (line[Math.floor((line.length - 1) / 2)] + line[Math.floor(line.length / 2)]) / 2 * unit : 0];
+    }).sort((a, b) => b[1] - a[1]);
+    most.textContent = "Largest medians over the steps: " + middles.slice(0, 4).map(([row, value]) => rankName(row).replace(/ \(.*/, "") + " " + time(value)).join(", ") +
+      "; median of all rows: " + time(middles[Math.floor(rows / 2)][1]) + ".";
   });
   hover(target, (x, y) => {
     const column = Math.floor((x - left) / wide), row = Math.floor((y - top) / high);
@@ -232,7 +241,7 @@ function lines() {
       const kind = kinds[row * line.parts + at];
       for (end = at + 1; end < line.parts && kinds[row * line.parts + end] === kind;) end++;
       pen.fillStyle = KINDS[kind] || noneColour;
-      pen.fillRect(left + (at / line.parts) * wide, top + row * high, ((end - at) / line.parts) * wide + 0.4, high - (high > 7 ? 2 : 1));
+      pen.fillRect(left + (at / line.parts) * wide, top + row * high, ((end - at) / line.parts) * wide + 0.4, high - (high > 7 ? 2 : 0));
     }
     let free = 0;
     for (const [number, at] of line.steps) {
@@ -254,14 +263,14 @@ function lines() {
     return place(line.ranks[row]) + "\n" + line.kinds[kinds[row * line.parts + at]] + ", " + time((at / line.parts) * line.length) + " after the left edge";
   });
   const notes = ["The left edge is " + clock(line.begin_ms) + "; unickpt trace shows every call."];
-  if (rows < line.of) notes.push("Shown are " + rows + " of " + line.of + " ranks: those with a verdict, those that came latest, and others at equal distances.");
+  if (rows < line.of) notes.push("Shown are " + rows + " of " + line.of.toLocaleString("en") + " ranks: those with a verdict, those that came latest, and others at equal distances.");
   if (line.goes_on_s >= 0.1) notes.push("What goes on at the right edge went on for another " + time(line.goes_on_s * 1e9) + " until the rings were read.");
   for (const note of notes) add(box, "p", "note", note);
 }
 
 function delays() {
   const sizes = Object.keys(data.delays.cells).map(Number).sort((a, b) => a - b);
-  const box = section("Delay matrix", "Point-to-point calls: the median time from when both ranks had entered until the receiver had it. A dark row is a rank that sends slowly, a dark column one that receives slowly, a single dark cell a link.");
+  const box = section("Delay matrix", "Point-to-point calls: the median time from when both ranks had entered until the receiver had it. A row that stands out is a rank that sends slowly, a column one that receives slowly, a single cell a link.");
   if (!sizes.length) { add(box, "p", "note", "The records hold no point-to-point call whose both sides are known."); return; }
   const name = (size) => size < 0 ? "all sizes" : size === 0 ? "no bytes" : bytes(2 ** (size - 1)) + " to " + bytes(2 ** size);
   const tools = add(box, "div", "tools"), select = choice(tools, "Size", sizes.map((size) => [size, name(size)])), key = scaleKey(tools);
@@ -272,8 +281,8 @@ function delays() {
     ranks = [...new Set(cells.flatMap((cell) => [cell[0], cell[1]]))].sort((a, b) => a - b);
     found = new Map(cells.map((cell) => [cell[0] + ">" + cell[1], cell]));
     const at = new Map(ranks.map((rank, index) => [rank, index]));
-    side = Math.max(1, Math.min(54, Math.floor(Math.min(box.clientWidth - 34 - left, 720) / ranks.length)));
-    const pen = context(target, Math.max(left + side * ranks.length + 4, 240), top + side * ranks.length + 6), step = every(side, side < 30 ? 34 : 14);
+    side = Math.max(1, Math.min(54, Math.floor(Math.min(box.clientWidth - 66 - left, 720) / ranks.length)));
+    const pen = context(target, Math.max(left + side * ranks.length + 34, 240), top + side * ranks.length + 6), step = every(side, side < 30 ? 34 : 14);
     pen.fillText("to rank", left, 14);
     pen.fillText("from rank", 4, 34);
     for (let index = 0; index < ranks.length; index += step) {
@@ -285,7 +294,7 @@ function delays() {
     for (const [source, destination, value] of cells) {
       const mix = ramp(value / most), x = left + at.get(destination) * side, y = top + at.get(source) * side;
       pen.fillStyle = rgb(mix);
-      pen.fillRect(x, y, side - (side > 6 ? 1 : 0), side - (side > 6 ? 1 : 0));
+      pen.fillRect(x, y, Math.max(side - (side > 6 ? 1 : 0), 3), Math.max(side - (side > 6 ? 1 : 0), 3));
       if (side < 46) continue;
       pen.fillStyle = 0.3 * mix[0] + 0.59 * mix[1] + 0.11 * mix[2] > 140 ? "#111" : "#fff";
       pen.font = "11px system-ui, sans-serif";
@@ -293,7 +302,9 @@ function delays() {
     }
     key(most, false);
     const left_out = data.delays.in_all[select.value] - cells.length;
-    note.textContent = left_out > 0 ? "Only the " + cells.length + " slowest pairs are shown; " + left_out + " are not." : "";
+    const slowest = cells.slice(0, 4).map((cell) => "rank " + cell[0] + " to " + cell[1] + " " + time(cell[2])).join(", ");
+    note.textContent = "Slowest: " + slowest + "; median of all pairs: " + time(cells[Math.floor(cells.length / 2)][2]) + "." +
+      (left_out > 0 ? " Only the " + cells.length + " slowest pairs are shown; " + left_out + " are not." : "");
   });
   hover(target, (x, y) => {
     const cell = found.get(ranks[Math.floor((y - top) / side)] + ">" + ranks[Math.floor((x - left) / side)]);
@@ -307,16 +318,16 @@ function groups() {
   for (const [name, kind] of [["group", ""], ["ranks", ""], ["backend", ""], ["calls", "number"], ["given", "number"], ["not ended", "number"], ["operations", ""]]) add(head, "th", kind, name);
   for (const row of data.groups.rows) {
     const line = add(table, "tr"), first = add(line, "td", "", row.label);
-    if (row.name !== row.label) add(first, "div", "soft", row.name);
-    add(line, "td", "", row.members + ": " + row.ranks);
+    if (row.name && row.name !== row.label) add(first, "div", "soft", "process group " + row.name.slice(0, 60));
+    add(line, "td", "", row.groups === 1 ? row.members + ": " + row.ranks : row.groups.toLocaleString("en") + " groups of " + count(row.members, "rank"));
     add(line, "td", "", row.backend);
     add(line, "td", "number", row.calls.toLocaleString("en"));
     add(line, "td", "number", bytes(row.bytes));
     add(line, "td", "number", row.going.toLocaleString("en"));
     add(line, "td", "", row.ops);
   }
-  const more = data.groups.in_all - data.groups.rows.length;
-  if (more > 0) add(box, "p", "note", count(more, "more group") + " not shown: those whose members gave least.");
+  const more = data.groups.kinds - data.groups.rows.length;
+  if (more > 0) add(box, "p", "note", count(more, "more row") + " not shown: those whose members gave least.");
 }
 
 let noneColour = style("--none");

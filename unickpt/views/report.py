@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from unickpt.diagnosis.verdicts import Verdict
 from unickpt.errors import StorageError
+from unickpt.timing.ranks import progressions
 from unickpt.timing.records import Op, bytes_in
-from unickpt.views.gathering import View, op_name, unended
+from unickpt.views.gathering import OP_NAMES, View, unended
 from unickpt.views.lateness import MEASURES, Floats, StepTable, by_step
 from unickpt.views.timeline import KINDS, timeline
 from unickpt.views.transfers import delay_matrix, transfers
@@ -32,7 +33,7 @@ MOST_ROWS, MOST_COLUMNS = 1024, 120  # of the heat map: ranks, steps
 MOST_LINES = 128  # of the timeline
 MOST_PAIRS = 8000  # of the delay matrix, for each class of sizes
 MOST_CALLS, MOST_GROUPS, MOST_VERDICTS = 64, 100, 50
-EACH_RANK = 32  # up to so many ranks have a line each in who waits for whom
+EACH_RANK, EACH_GROUP = 32, 24  # up to so many ranks and groups have a line each
 _UNKNOWN = 65535
 
 Verdicts = Sequence[tuple[Verdict, str]]
@@ -96,13 +97,14 @@ def contents(view: View, verdicts: Verdicts) -> dict[str, Any]:
 
 
 def _shortened(ranks: Sequence[int]) -> str:
-    """``0 to 3, 8``."""
-    if not ranks:
-        return ""
-    table = np.unique(np.array(ranks))
-    runs = np.split(table, np.flatnonzero(np.diff(table) > 1) + 1)
-    told = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return ", ".join(told[:12]) + (f" and {sum(map(len, runs[12:]))} more" if len(told) > 12 else "")
+    """``0 to 3, 8 to 56 by 8``."""
+    told = []
+    for first, step, count in progressions(sorted(ranks))[:12]:
+        last = first + step * (count - 1)
+        far = f"{first} to {last}" + (f" by {step}" if step > 1 else "")
+        told.append(far if count > 2 else ", ".join(map(str, range(first, last + 1, step))))
+    more = len(ranks) - sum(count for _, _, count in progressions(sorted(ranks))[:12])
+    return ", ".join(told) + (f" and {more} more" if more else "")
 
 
 # ---------------------------------------------------------------- who waits for whom
@@ -188,7 +190,10 @@ def _encoded(values: Floats) -> dict[str, Any]:
     most = float(known.max(initial=0.0))
     unit = max(most / (_UNKNOWN - 1), 1.0)
     whole = np.where(np.isfinite(values), np.clip(np.nan_to_num(values) / unit, 0, _UNKNOWN - 1), _UNKNOWN)
-    top = float(np.percentile(known, 99.5)) if len(known) else 0.0
+    top = 0.0  # of the colours: not set by a few cells, but by a row that is often so
+    if len(known):
+        rows = np.sort(np.where(np.isfinite(values), values, -np.inf), axis=1)
+        top = max(float(np.percentile(known, 97)), float(rows[:, rows.shape[1] // 2].max()))
     return {"unit": unit, "top": max(top, 0.0), "most": most, "data": _base64(np.round(whole).astype("<u2"))}
 
 
@@ -205,7 +210,8 @@ def _timeline(view: View, verdicts: Verdicts, table: StepTable) -> dict[str, Any
     if len(ranks) > MOST_LINES:
         late = np.nan_to_num(table.values["behind_median"][:, -8:]).max(axis=1, initial=0)
         chosen = [rank for verdict, _ in verdicts for rank in verdict.ranks if rank in view.ranks]
-        chosen += table.ranks[np.argsort(-late, kind="stable")[: MOST_LINES // 4]].tolist()
+        latest = np.argsort(-late, kind="stable")[: MOST_LINES // 4]
+        chosen += table.ranks[latest[late[latest] > 0]].tolist()
         spread = np.linspace(0, len(ranks) - 1, MOST_LINES).astype(int)
         chosen = list(dict.fromkeys(chosen))[: MOST_LINES // 2]
         rest = [ranks[at] for at in spread if ranks[at] not in set(chosen)]
@@ -238,33 +244,37 @@ def _delays(view: View) -> dict[str, Any]:
 
 
 def _groups(view: View) -> dict[str, Any]:
-    """Groups by what their members have given; a collective counts once for each member."""
-    counts = np.zeros(len(view.groups), np.int64)
-    going, size_bytes = counts.copy(), counts.copy()
+    """By what their members have given; a collective counts once for each member. Of many groups those of a label are one."""
+    counts = np.zeros((len(view.groups), 3), np.int64)  # calls, bytes, calls that have not ended
     ops = np.zeros((len(view.groups), max(Op) + 1), np.int64)
     known = np.array([group.ends_known for group in view.groups], bool)
     for rank in view.ranks.values():
         calls = rank.group >= 0
         at, records = rank.group[calls], rank.records[calls]
-        np.add.at(counts, at, 1)
-        np.add.at(going, at, unended(rank, known)[calls])
-        np.add.at(size_bytes, at, bytes_in(records))
+        each = np.stack([np.ones(len(at), np.int64), bytes_in(records), unended(rank, known)[calls]], axis=1)
+        np.add.at(counts, at, each)
         np.add.at(ops, (at, records["op"]), 1)
-    order = np.lexsort((-counts, -size_bytes))[:MOST_GROUPS]
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for group in view.groups:
+        of = (group.label, group.backend, len(group.ranks), -1 if len(view.groups) > EACH_GROUP else group.number)
+        alike.setdefault(of, []).append(group.number)
     rows = []
-    for at in order.tolist():
-        group = view.groups[at]
+    for (label, backend, members, _), numbers in alike.items():
+        calls, size_bytes, going = counts[numbers].sum(axis=0).tolist()
+        of_op = ops[numbers].sum(axis=0)
         rows.append(
             {
-                "label": group.label,
-                "name": group.name,
-                "backend": group.backend,
-                "members": len(group.ranks),
-                "ranks": _shortened(group.ranks.tolist()),
-                "calls": int(counts[at]),
-                "bytes": int(size_bytes[at]),
-                "going": int(going[at]),
-                "ops": ", ".join(f"{op_name(op)} {ops[at, op]:,}" for op in np.argsort(-ops[at])[:4].tolist() if ops[at, op]),
+                "label": label,
+                "name": view.groups[numbers[0]].name if len(numbers) == 1 else "",
+                "backend": backend,
+                "groups": len(numbers),
+                "members": members,
+                "ranks": _shortened(view.groups[numbers[0]].ranks.tolist()) if len(numbers) == 1 else "",
+                "calls": calls,
+                "bytes": size_bytes,
+                "going": going,
+                "ops": ", ".join(f"{OP_NAMES[op]} {of_op[op]:,}" for op in np.argsort(-of_op)[:4].tolist() if of_op[op]),
             }
         )
-    return {"rows": rows, "in_all": len(view.groups)}
+    rows.sort(key=lambda row: (-row["bytes"], -row["calls"]))
+    return {"rows": rows[:MOST_GROUPS], "kinds": len(rows), "in_all": len(view.groups)}

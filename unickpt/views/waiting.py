@@ -12,7 +12,7 @@ from unickpt.diagnosis.summaries import SUMMARY, summary
 from unickpt.diagnosis.waiting import calls_waited_in
 from unickpt.timing.processes import State
 from unickpt.timing.records import Op, Phase
-from unickpt.views.gathering import View, op_name, unended
+from unickpt.views.gathering import OP_NAMES, View, unended
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def waiting_now(view: View) -> list[Waiting]:
         waiters = tuple(sorted(alive.intersection(call.waiters)))
         if waiters:
             pair = f" from rank {call.pair[0]} to rank {call.pair[1]}" if call.pair else ""
-            what = f"{op_name(call.op)} #{call.seq}{pair}"
+            what = f"{OP_NAMES[call.op]} #{call.seq}{pair}"
             found.append(Waiting(what, call.comm, waiters, tuple(sorted(call.missing)), call.since_ns))
     return sorted(found, key=lambda call: (-len(call.ranks), call.ranks))
 
@@ -85,7 +85,8 @@ def elsewhere(view: View, waiting: Sequence[Waiting]) -> list[Elsewhere]:
         if number in busy:
             continue
         phase = Phase(rank.ring.phase).name.lower() if rank.ring.phase in list(Phase) else "unknown"
-        doing = "ended in order" if rank.ring.closed else f"process {rank.ring.identity.pid} is {rank.state.value}"
+        state = "is on another host" if rank.state is State.UNKNOWN else f"is {rank.state.value}"
+        doing = "ended in order" if rank.ring.closed else f"process {rank.ring.identity.pid} {state}"
         where = f"{doing}, in step {rank.ring.step}" + (f" ({phase})" if phase != "unknown" else "")
         calls = np.flatnonzero(rank.records["op"] <= Op.RECEIVE)
         if not len(calls):
@@ -94,8 +95,7 @@ def elsewhere(view: View, waiting: Sequence[Waiting]) -> list[Elsewhere]:
         at = int(calls[np.argmax(rank.records["call_ns"][calls])])
         last, group = rank.records[at], view.groups[rank.group[at]]
         going = bool(unended(rank, known)[at])
-        told = (
-            f"{where}; {'goes on beside it' if going else 'last call'}: {op_name(last['op'])} #{last['seq']} of {group.label}"
-        )
+        which = "goes on beside it" if going else "last call"
+        told = f"{where}; {which}: {OP_NAMES[int(last['op'])]} #{last['seq']} of {group.label}"
         found.append(Elsewhere(number, told, max(int(last["end_ns"]), int(last["call_ns"])) + rank.to_clock_ns))
     return found
