@@ -301,6 +301,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="Markdown file whose part below the mark is replaced")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the jobs end with this
     runs: list[Run] = []
     lines = [f"`python scripts/timing_faults.py {' '.join(sys.argv[1:])}`, Python {platform.python_version()}, "
              f"{platform.system()}, {os.cpu_count()} cores.", ""]  # fmt: skip

@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -141,6 +142,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="Markdown file to which the table is added")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the jobs end with this
     chance = random.Random(args.seed)
     gentle = [FAULTS[title] for title in args.faults if FAULTS[title].survived for _ in range(args.runs)]
     hard = [FAULTS[title] for title in args.faults if not FAULTS[title].survived for _ in range(args.runs)]
