@@ -148,12 +148,12 @@ def _slow(peers: _Compared, always: float, judged: int) -> list[tuple[float, Ver
     share = SHARE + OF_FEW / len(peers.ranks)
     smallest = max(SMALLEST_NS, share * peers.length_ns)
     limits = np.maximum(deviations * np.hypot(always * peers.own_ns, _chance(peers)), smallest)
-    often = (peers.excess > limits[:, None] / 2).sum(axis=1)
-    above = often / np.maximum(peers.known, 1)
+    above = (peers.excess > limits[:, None] / 2).sum(axis=1) / np.maximum(peers.known, 1)
     found = []
     for at in np.flatnonzero(peers.judged & (peers.middle > limits) & (above >= MOST)).tolist():
-        as_often = (often.sum() - often[at]) / (peers.known.sum() - peers.known[at])  # as the others
-        if judged * _at_least(int(often[at]), int(peers.known[at]), float(as_often)) > FALSE_ALARMS:
+        often = (peers.excess > peers.middle[at] / 2).sum(axis=1)  # how often everybody takes about as long as this one
+        others_share = (often.sum() - often[at]) / (peers.known.sum() - peers.known[at])
+        if judged * _at_least(int(often[at]), int(peers.known[at]), float(others_share)) > FALSE_ALARMS:
             continue
         own = peers.steps[peers.row == at]
         more, rank, others = float(peers.middle[at]), int(peers.ranks[at]), len(peers.ranks) - 1
