@@ -156,6 +156,18 @@ def test_what_sound_ranks_differ_by_is_nobodys_fault() -> None:
     assert verdict.ranks == (7,)
 
 
+def test_pauses_that_all_have_now_and_then_are_nobodys_fault() -> None:
+    """In a third of the steps, whoever it hits: some are hit in most of their last twenty."""
+
+    def paused(seed: int, always: int = -1) -> Steps:
+        random = np.random.default_rng(seed)
+        return job(lambda rank, _: 40.0 if rank == always or random.random() < 0.35 else 30.0, world=100)
+
+    assert [stragglers(paused(seed)) for seed in range(4)] == [[]] * 4
+    (verdict,) = stragglers(paused(9, always=5))
+    assert verdict.ranks == (5,)
+
+
 def test_the_slowest_comes_first() -> None:
     verdicts = stragglers(job(lambda rank, _: 30.0 + {2: 20.0, 5: 50.0}.get(rank, 0.0), world=8))
     assert [verdict.ranks for verdict in verdicts] == [(5,), (2,)]
@@ -231,7 +243,7 @@ def test_links_are_compared_with_those_that_carry_as_much_as_far() -> None:
     larger = every.copy()
     larger["bytes"] *= 64
     larger["ns"] *= 64
-    (link,) = slow_links(np.concatenate([larger[larger["source"] == 2], every]), hosts=hosts)
+    (link,) = slow_links(np.concatenate([larger[larger["source"] == 2], every[every["source"] != 2]]), hosts=hosts)
     assert link.link == (4, 5)
 
 

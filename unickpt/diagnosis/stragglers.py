@@ -5,12 +5,14 @@ the same work, so that their own times can be compared, and a pipeline stage tha
 alone. (C4, arXiv 2406.04594, finds the rank that itself waits least; that is the same rank, without the need to know which
 collectives are rings.)
 
-What exceeds the middle of the peers counts if it does so in most steps, and by more than peers that are sound differ
-from each other, than chance lets the middle of so many steps vary, and than is worth a word.
+What exceeds the middle of the peers counts if it does so in most steps, and more often than pauses that all have now and then
+would make it; and by more than peers that are sound differ from each other, than chance lets the middle of so many steps
+vary, and than is worth a word.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,8 +47,8 @@ def stragglers(steps: Steps, *, last: int = 20, fewest: int = 16, warm_up: int =
     steps = steps[left <= last]
     classes = [_compared(peers, last, fewest) for peers in _alike(steps)]
     classes = [each for each in classes if each.judged.any()]
-    always = _always(classes)
-    found = [slow for each in classes for slow in _slow(each, always, sum(int(c.judged.sum()) for c in classes))]
+    always, judged = _always(classes), sum(int(each.judged.sum()) for each in classes)
+    found = [slow for each in classes for slow in _slow(each, always, judged)]
     return [verdict for _, verdict in sorted(found, key=lambda each: -each[0])]
 
 
@@ -149,6 +151,10 @@ def _slow(peers: _Compared, always: float, judged: int) -> list[tuple[float, Ver
     above = (peers.excess > limits[:, None] / 2).sum(axis=1) / np.maximum(peers.known, 1)
     found = []
     for at in np.flatnonzero(peers.judged & (peers.middle > limits) & (above >= MOST)).tolist():
+        often = (peers.excess > peers.middle[at] / 2).sum(axis=1)  # how often everybody takes about as long as this one
+        others_share = (often.sum() - often[at]) / (peers.known.sum() - peers.known[at])
+        if judged * _at_least(int(often[at]), int(peers.known[at]), float(others_share)) > FALSE_ALARMS:
+            continue
         own = peers.steps[peers.row == at]
         more, rank, others = float(peers.middle[at]), int(peers.ranks[at]), len(peers.ranks) - 1
         waits, pauses = float(np.median(own["data_ns"])), float(np.median(own["garbage_ns"]))
@@ -163,3 +169,8 @@ def _slow(peers: _Compared, always: float, judged: int) -> list[tuple[float, Ver
         )  # fmt: skip
         found.append((more, verdict))
     return found
+
+
+def _at_least(count: int, of: int, share: float) -> float:
+    """Probability that of so many, each with a share of being hit, at least ``count`` are."""
+    return sum(math.comb(of, hit) * share**hit * (1 - share) ** (of - hit) for hit in range(count, of + 1))
