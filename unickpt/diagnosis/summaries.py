@@ -5,7 +5,7 @@ A rank's ring holds tens of thousands of records; of these a few rows are publis
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -87,16 +87,3 @@ def _waited_in(calls: Records) -> int | None:
     places = np.flatnonzero(waits)
     at = int(places[np.argmax(calls["wait_ns"][places])])
     return at if calls["call_ns"].max() <= calls["wait_ns"][at] else None
-
-
-def memberships(
-    tables: Mapping[int, Sequence[Mapping[str, Any]]], known: Mapping[str, int]
-) -> dict[int, npt.NDArray[np.int64]]:
-    """Members of every communicator of the job, from what any of its ranks has in its table (with ``ranks`` spelled out)."""
-    found: dict[int, npt.NDArray[np.int64]] = {}
-    for table in tables.values():
-        for entry in table:
-            number = known.get(str(entry.get("name")))
-            if number is not None and number not in found:
-                found[number] = np.array(entry["ranks"], np.int64)
-    return found

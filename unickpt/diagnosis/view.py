@@ -19,7 +19,7 @@ from unickpt.diagnosis.summaries import SUMMARY, Summaries, numbered, summary
 from unickpt.diagnosis.transport import WINDOW, Windows
 from unickpt.timing.folder import Job
 from unickpt.timing.processes import State
-from unickpt.timing.ranks import members
+from unickpt.timing.ranks import Progressions, believable, coordinates, members
 from unickpt.timing.records import Op, Records, bytes_in, bytes_out
 from unickpt.timing.ring import Snapshot
 
@@ -39,11 +39,6 @@ CALL = np.dtype(
 Calls = npt.NDArray[Any]  # of dtype ``CALL``
 WARM_UP = 5  # steps that allocate and compile
 NEWEST_CALLS, NEWEST_STEPS = 256, 32  # of a rank
-_AXES = {  # a framework's name of a kind of group -> how a person writes the coordinate
-    "tensor parallel": "tp", "tensor model parallel": "tp", "pipeline parallel": "pp", "pipeline model parallel": "pp",
-    "data parallel": "dp", "context parallel": "cp", "expert parallel": "ep", "expert model parallel": "ep",
-    "sequence parallel": "sp",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +53,7 @@ class Group:
 
     name: str
     label: str
-    ranks: tuple[tuple[int, int, int], ...]
+    ranks: Progressions
 
     def members(self) -> npt.NDArray[np.int64]:
         """int64: global ranks, in the order of the group."""
@@ -155,8 +150,12 @@ def view_of(job: Job, stacks: Mapping[int, str] | None = None) -> View:
 
 
 def _group(entry: Mapping[str, Any], at: int) -> Group:
-    ranks = tuple((int(first), int(step), int(count)) for first, step, count in entry.get("ranks", []))
-    return Group(str(entry.get("name", f"?{at}")), str(entry.get("label", "")), ranks)
+    name = str(entry.get("name", f"?{at}"))
+    try:
+        ranks = believable(entry.get("ranks", []))
+    except ValueError:  # whoever has written it
+        ranks = ()
+    return Group(name, str(entry.get("label", "")), ranks)
 
 
 def _calls(rank: int, records: Records, numbers: npt.NDArray[np.int32], offset_ns: int) -> Calls:
@@ -193,14 +192,8 @@ def _rank(rank: int, ring: Snapshot, table: Sequence[Group], made: Records, job:
 
 
 def _place(rank: int, table: Sequence[Group]) -> str:
-    found: dict[str, int] = {}
-    for group in table:
-        axis = _AXES.get(group.label)
-        if axis is not None and axis not in found:
-            ranks = members(group.ranks)
-            if len(ranks) > 1 and rank in ranks:
-                found[axis] = ranks.index(rank)
-    return " ".join(f"{axis} {found[axis]}" for axis in dict.fromkeys(_AXES.values()) if axis in found)
+    found = coordinates(rank, ((group.label, members(group.ranks)) for group in table))
+    return " ".join(f"{axis} {at}" for axis, at in found.items())
 
 
 def merged(views: Sequence[View], offsets_ns: Sequence[int], now_ns: int) -> View:

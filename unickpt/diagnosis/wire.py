@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -17,12 +16,12 @@ from unickpt.diagnosis.transport import WINDOW
 from unickpt.diagnosis.view import CALL, Group, RankView, View
 from unickpt.errors import FormatError
 from unickpt.timing.processes import State
+from unickpt.timing.ranks import MOST_RANKS, believable
 from unickpt.timing.records import Op
 
 VERSION = 1
 _LENGTH = struct.Struct("<Q")
 _TABLES = {"rows": SUMMARY, "steps": STEP, "calls": CALL, "windows": WINDOW}
-_MAX_RANK = 1 << 24
 
 
 def packed(view: View) -> bytes:
@@ -67,8 +66,8 @@ def unpacked(data: bytes) -> View:
         head = json.loads(data[_LENGTH.size : _LENGTH.size + length])
         if not isinstance(head, dict) or head.get("version") != VERSION:
             raise FormatError(f"a view of version {head.get('version') if isinstance(head, dict) else '?'}, not {VERSION}")
-        groups = [_group(*entry) for entry in head["groups"]]
-        ranks = {_number(int(rank), _MAX_RANK): _rank(*fields) for rank, fields in head["ranks"].items()}
+        groups = [Group(str(name), str(label), believable(ranks)) for name, label, ranks in head["groups"]]
+        ranks = {_number(int(rank), MOST_RANKS): _rank(*fields) for rank, fields in head["ranks"].items()}
         tables = _tables(data, _LENGTH.size + length, head["tables"])
         problems = [str(text) for text in head["problems"]]
         found = View(
@@ -97,15 +96,6 @@ def _number(value: Any, end: int) -> int:
     if not isinstance(value, int) or not 0 <= value < end:
         raise ValueError(f"{value!r} is not a number from 0 to {end - 1}")
     return value
-
-
-def _group(name: Any, label: Any, ranks: Any) -> Group:
-    parts = tuple((_number(first, _MAX_RANK), int(step), _number(count, _MAX_RANK)) for first, step, count in ranks)
-    if math.fsum(count for _, _, count in parts) > _MAX_RANK:
-        raise ValueError(f"group {name!r} has more than {_MAX_RANK} members")
-    if any(not 0 <= first + step * (count - 1) < _MAX_RANK for first, step, count in parts if count):
-        raise ValueError(f"group {name!r} has members that are no ranks")
-    return Group(str(name), str(label), parts)
 
 
 def _rank(

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from unickpt.timing.folder import Job
 from unickpt.timing.processes import State
-from unickpt.timing.ranks import members
+from unickpt.timing.ranks import believable, members
+from unickpt.timing.ranks import coordinates as place_among
 from unickpt.timing.records import DTYPES, Flag, Op, Records
 from unickpt.timing.ring import Snapshot
 
@@ -23,8 +24,6 @@ Ints = npt.NDArray[np.int64]
 _OPS = np.array([int(op) for op in Op])
 OP_NAMES = {int(op): op.name.lower() for op in Op}  # ``all_reduce``
 _ON_HOST = ("gloo", "mpi")  # calls of these end on the host, so that their end is known (``unickpt.timing.recorder``)
-_MOST_RANKS = 1 << 20  # of a group that is believed
-_AXES = {"tensor": "tp", "pipeline": "pp", "data": "dp", "context": "cp", "expert": "ep", "sequence": "sp"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,27 +182,15 @@ def _numbers(records: Records, at: list[int], rank: int, groups: dict[str, Group
 
 def _members(entry: Mapping[str, Any]) -> Ints:
     try:
-        parts = [(int(first), int(step), int(count)) for first, step, count in entry.get("ranks", [])]
-    except (TypeError, ValueError):
+        return np.array(members(believable(entry.get("ranks", []))), np.int64)
+    except ValueError:
         return np.zeros(0, np.int64)
-    if any(first < 0 or step < 0 or count < 0 for first, step, count in parts) or sum(p[2] for p in parts) > _MOST_RANKS:
-        return np.zeros(0, np.int64)
-    if any(first + step * count > _MOST_RANKS for first, step, count in parts):
-        return np.zeros(0, np.int64)
-    return np.array(members(parts), np.int64)
 
 
 def coordinates(ring: Snapshot) -> dict[str, int]:
     """A rank's place in the parallel layout, by the groups that it has called: ``{"tp": 1, "pp": 0, "dp": 2}``."""
-    found: dict[str, int] = {}
-    for entry in ring.communicators:
-        label = str(entry.get("label", "")).removesuffix(" parallel").removesuffix(" model")
-        ranks = _members(entry)
-        if label in _AXES and len(ranks) > 1 and _AXES[label] not in found:
-            at = np.flatnonzero(ranks == ring.identity.rank)
-            if len(at):
-                found[_AXES[label]] = int(at[0])
-    return {axis: found[axis] for axis in _AXES.values() if axis in found}
+    groups = ((str(entry.get("label", "")), _members(entry).tolist()) for entry in ring.communicators)
+    return place_among(ring.identity.rank, groups)
 
 
 def _place(ring: Snapshot) -> str:

@@ -1,0 +1,232 @@
+"""What it costs to note every collective: microseconds of the calling thread, and the change of a training step.
+
+    python benchmarks/timing_cost.py [--rounds 7] [--out docs/timing-cost.md]
+
+Beside it, in the same run, what DeepSpeed's comms_logger and torch's flight recorder cost. Calls are all_reduces of 8 floats in
+a gloo group of one rank, so that nobody is waited for; steps are of the demonstration model under ZeRO-2 on 2 ranks. In every
+round each of them is on for a while and off for a while, and what it costs is the difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO), str(REPO / "examples" / "demo")]
+
+from benchmarks.measure import machine  # noqa: E402
+from tests.launch import environment, free_port, leave  # noqa: E402
+
+CALLS, STEPS = 3000, 12
+FLIGHTS = {"TORCH_FR_BUFFER_SIZE": "2000"}  # what turns the flight recorder on; 2,000 is its own default with NCCL
+
+
+def recorder(folder: Path) -> Any:
+    """One that writes into a ring, as a job's."""
+    import torch.distributed as dist
+
+    from unickpt.timing.recorder import Recorder
+    from unickpt.timing.ring import Identity, RingWriter
+
+    who = Identity.here(dist.get_rank(), dist.get_world_size(), "cost")
+    ring = RingWriter(folder / f"{who.rank:05d}.ring", who, capacity=65_536)
+    return Recorder(ring, lambda group: {"ranks": dist.get_process_group_ranks(group), "label": "", "backend": group.name()})
+
+
+def switches(folder: Path) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
+    """What can be turned on and off in a running process."""
+    import deepspeed.comm as comm
+    from deepspeed.utils.comms_logging import CommsLogger
+
+    from unickpt.timing import collectives
+
+    found = recorder(folder)
+    comm.comm.comms_logger = CommsLogger()
+
+    def logger(on: bool) -> None:
+        comm.comm.comms_logger.enabled = comm.comm.comms_logger.prof_all = on
+        comm.comm.comms_logger.comms_dict.clear()
+
+    return {
+        "unickpt": (lambda: collectives.install(found), collectives.uninstall),
+        "comms_logger": (lambda: logger(True), lambda: logger(False)),
+    }
+
+
+def calls(folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of a call in every round."""
+    import deepspeed
+    import deepspeed.comm as comm
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo", verbose=False)
+    data = torch.zeros(8)
+    actions = {
+        "all_reduce": lambda: dist.all_reduce(data),
+        "all_reduce, async": lambda: dist.all_reduce(data, async_op=True).wait(),
+        "deepspeed.comm": lambda: comm.all_reduce(data),
+    }
+    found: dict[str, list[float]] = {}
+    on = switches(folder)
+    for number in range(rounds + 1):
+        for name, action in actions.items():
+            for what in ("off", *on):
+                if what == "comms_logger" and name != "deepspeed.comm":
+                    continue
+                if what != "off":
+                    on[what][0]()
+                times = []
+                for _ in range(CALLS):
+                    begin = time.perf_counter_ns()
+                    action()
+                    times.append(time.perf_counter_ns() - begin)
+                if what != "off":
+                    on[what][1]()
+                if number:  # the first round warms up
+                    found.setdefault(f"{name}: {what}", []).append(statistics.median(times) / 1e3)
+    return found
+
+
+def steps(folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of a step in every round, on this rank."""
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+    from data import batch, corpus
+    from model import CONTEXT, ByteTransformer
+
+    from unickpt.agent import starting
+
+    torch.manual_seed(1)
+    model = ByteTransformer()
+    config = json.loads((REPO / "examples" / "demo" / "ds_config.json").read_text()) | {"unickpt": {"enabled": False}}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    text = corpus()
+    on = switches(folder)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    agent = starting.start(folder, 0, store) if rank == 0 else None
+
+    def watch(active: bool) -> None:
+        if agent is not None:
+            agent.send_signal(signal.SIGCONT if active else signal.SIGSTOP)
+
+    hooks_on, hooks_off = on["unickpt"]
+
+    def begin_both() -> None:
+        hooks_on()
+        watch(True)
+
+    def end_both() -> None:
+        watch(False)
+        hooks_off()
+
+    on["unickpt with its agent"] = begin_both, end_both
+    watch(False)
+    found: dict[str, list[float]] = {}
+    for number in range(rounds + 1):
+        for what in ("off", *on):
+            dist.barrier()
+            if what != "off":
+                on[what][0]()
+            times = []
+            for at in range(STEPS):
+                begin = time.perf_counter_ns()
+                inputs, targets = batch(text, at, engine.train_batch_size(), CONTEXT, rank=rank, ranks=ranks)
+                engine.backward(engine(inputs, targets))
+                engine.step()
+                times.append(time.perf_counter_ns() - begin)
+            if what != "off":
+                on[what][1]()
+            if number:
+                found.setdefault(what, []).append(statistics.median(times) / 1e6)
+    if agent is not None:
+        agent.kill()
+    return found
+
+
+def worker(what: str, rounds: int, out: Path) -> None:
+    import torch.distributed as dist
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        shared = Path(os.environ["COST_FOLDER"]) if what == "steps" else Path(folder)
+        found = (steps if what == "steps" else calls)(shared, rounds)
+        if dist.get_rank() == 0:
+            out.write_text(json.dumps(found))
+        dist.barrier()
+    leave()
+
+
+def run(what: str, ranks: int, rounds: int, **variables: str) -> dict[str, list[float]]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        out = Path(folder) / "found.json"
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1",
+            "--master-port", str(free_port()), __file__, "--worker", what, "--rounds", str(rounds), "--out", str(out),
+        ]  # fmt: skip
+        env = environment(GLOO_SOCKET_IFNAME="lo", COST_FOLDER=folder, **variables)
+        subprocess.run(command, check=True, cwd=REPO, env=env, stdout=subprocess.DEVNULL)
+        found: dict[str, list[float]] = json.loads(out.read_text())
+        return found
+
+
+def spread(values: list[float], digits: int = 1) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def page(plain: dict[str, list[float]], flights: dict[str, list[float]], made: dict[str, list[float]]) -> str:
+    """The tables."""
+    lines = [
+        "| call of 8 floats, µs | nothing | unickpt adds | comms_logger adds | flight recorder adds |",
+        "|---|---|---|---|---|",
+    ]
+    for name in ("all_reduce", "all_reduce, async", "deepspeed.comm"):
+        off = plain[f"{name}: off"]
+        cells = [spread(off)]
+        for other in ("unickpt", "comms_logger"):
+            values = plain.get(f"{name}: {other}")
+            cells.append(spread([a - b for a, b in zip(values, off, strict=True)]) if values else "")
+        cells.append(f"{statistics.median(flights[f'{name}: off']) - statistics.median(off):.1f}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", "| step of the demonstration, 2 ranks | ms | of a step without |", "|---|---|---|"]
+    for name, values in made.items():
+        ratios = [a / b for a, b in zip(values, made["off"], strict=True)]
+        lines.append(f"| {name} | {spread(values)} | {spread(ratios, 3)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", choices=("calls", "steps"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker, args.rounds, args.out)
+        return
+    text = page(run("calls", 1, args.rounds), run("calls", 1, args.rounds, **FLIGHTS), run("steps", 2, args.rounds))
+    head = (
+        "# What it costs to note every collective\n\nMedian (and range) over rounds in which each is on for a while and off "
+        "for a while; the flight recorder can't be turned off, and is another run.\nRows of `deepspeed.comm` are through "
+        f"DeepSpeed's own functions.\n\n`python benchmarks/timing_cost.py --rounds {args.rounds}`: {machine()}\n\n"
+    )
+    print(text)
+    if args.out:
+        args.out.write_text(f"{head}{text}\n")
+
+
+if __name__ == "__main__":
+    main()
