@@ -49,6 +49,7 @@ setup(
             "ruff",
             "mypy",
             "import-linter",
+            "jsonschema",
             "psutil",
             "fsspec",
             "s3fs",

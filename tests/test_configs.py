@@ -29,6 +29,31 @@ for path in sys.argv[1:]:
 """
 
 
+SAMPLES = [
+    {"enabled": True}, {"enabled": 1}, {"enabled": "yes"}, {}, {"timing": {"enabled": True}}, {"timing": {"enable": True}},
+    {"timing": True}, {"verify": "always"}, {"verify": "never"}, {"keep_last": 3}, {"keep_last": 2.5}, {"keep_last": "3"},
+    {"staging_gigabytes": 2}, {"staging_gigabytes": 0.5}, {"staging_gigabytes": None}, {"on_buzy": "wait"},
+    {"timing": {"records": 1000, "folder": "/x"}}, {"timing": {"records": "many"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", SAMPLES, ids=json.dumps)
+def test_the_schema_takes_what_the_plugin_takes(value: dict[str, object]) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    from ds_unickpt.config import read_options
+    from unickpt.errors import ConfigError
+
+    schema = json.loads((REPO / "configs" / "unickpt.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    try:
+        read_options({"unickpt": value})
+    except ConfigError:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({"unickpt": value}, schema)
+    else:
+        jsonschema.validate({"unickpt": value}, schema)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_key_is_there_and_right(path: Path) -> None:
     from ds_unickpt.config import read_options

@@ -17,6 +17,7 @@ import pytest
 
 from tests.launch import REPO, environment, free_port, torchrun
 from unickpt.diagnosis.hangs import hangs
+from unickpt.diagnosis.presumed import presumed
 from unickpt.diagnosis.summaries import SUMMARY
 from unickpt.diagnosis.verdicts import Syndrome, Verdict
 from unickpt.timing.folder import read_folder
@@ -107,6 +108,43 @@ def test_a_rank_that_is_out_of_step_is_named(job: Callable[..., Any], fault: str
     assert (verdict["syndrome"], verdict["ranks"]) == (syndrome, [2])
 
 
+@pytest.mark.parametrize(("fault", "rank"), [("loop@device", 1), ("stop@device", 3)])
+def test_ends_of_calls_need_not_be_known(job: Callable[..., Any], fault: str, rank: int) -> None:
+    """What ends on a device is only seen to begin: who has not entered what the others are in is named all the same."""
+    folder, process = job(2, fault, rank, AT)
+    verdict, *_ = until_found(folder, process)["verdicts"]
+    assert (verdict["syndrome"], verdict["ranks"]) == ("non-communication hang", [rank])
+    assert not any(
+        (ring.records["end_ns"][ring.records["op"] <= Op.RECEIVE] > 0).any() for ring in read_folder(folder).ranks.values()
+    )
+
+
+def test_a_rank_that_has_not_come_to_the_checkpoint_is_named(job: Callable[..., Any]) -> None:
+    folder, process = job(2, "no-save", 1, AT)
+    verdict, *_ = until_found(folder, process)["verdicts"]
+    assert (verdict["ranks"], verdict["cause"]) == ([1], "checkpoint")
+    assert "in a checkpoint" in verdict["told"]
+
+
+def test_training_goes_on_without_its_agent_and_beside_what_is_no_ring(job: Callable[..., Any]) -> None:
+    folder, process = job(1, "none", 0, 40)
+    (folder / "00009.ring").write_bytes(b"this is none")
+    end = time.monotonic() + 120
+    while time.monotonic() < end and not list(folder.glob("0000[0-3].ring")):
+        time.sleep(0.1)
+    time.sleep(1)
+    agents = [
+        each for each in psutil.Process(process.pid).children(recursive=True) if "unickpt.agent" in " ".join(each.cmdline())
+    ]
+    assert len(agents) == 1
+    agents[0].kill()
+    assert process.wait(120) == 0
+    found = diagnosed(folder)
+    assert found["verdicts"] == []
+    assert "00009.ring" in found["problems"][0]
+    assert all(rank.closed and rank.step == 40 for rank in read_folder(folder).ranks.values())
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_sound_job_has_steps_and_phases_and_no_verdict(tmp_path: Path, stage: int) -> None:
     torchrun(2, "tests.timing.training_worker", str(tmp_path), str(stage), "none", "0", "6", env={"GLOO_SOCKET_IFNAME": "lo"})
@@ -123,6 +161,26 @@ def test_a_sound_job_has_steps_and_phases_and_no_verdict(tmp_path: Path, stage: 
 
 
 # ---------------------------------------------------------------- made-up rows
+
+
+def on_device(entries: Any, members: dict[int, list[int]], *, all_stand: bool = False) -> list[Verdict]:
+    """No call is known to have ended, or to be waited for."""
+    groups = {c: np.array(m) for c, m in members.items()}
+    made = presumed(rows(*entries), set(members), groups, all_stand=all_stand)
+    return hangs(made, groups, {comm: f"group {comm}" for comm in members}, before_ns=1_000)
+
+
+def test_a_rank_that_is_behind_on_a_device_is_named() -> None:
+    entries = [(0, 0, 5, 0), (1, 0, 5, 0), (2, 0, 4, 0)]
+    (verdict,) = on_device(entries, {0: [0, 1, 2]})
+    assert (verdict.syndrome, verdict.ranks, verdict.victims) == (Syndrome.NON_COMMUNICATION_HANG, (2,), 2)
+
+
+def test_what_all_have_entered_on_a_device_has_presumably_ended() -> None:
+    entries = [(0, 0, 5, 0), (1, 0, 5, 0)]
+    assert on_device(entries, {0: [0, 1]}) == []
+    (verdict,) = on_device(entries, {0: [0, 1]}, all_stand=True)
+    assert (verdict.syndrome, verdict.ranks) == (Syndrome.COMMUNICATION_HANG, (0, 1))
 
 
 def rows(*entries: tuple[Any, ...]) -> Any:

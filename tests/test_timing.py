@@ -189,6 +189,26 @@ def test_whoever_reads_rings_need_not_load_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=environment(UNICKPT_AUTOLOAD="0")).returncode == 0
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="a full shared memory has to be mounted")
+def test_training_goes_on_where_shared_memory_is_full(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        code = (
+            "import torch, torch.distributed as dist\n"
+            "from unickpt.timing import session; from unickpt.timing.options import TimingOptions\n"
+            f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
+            f"options = TimingOptions(enabled=True, folder={str(tmp_path / 'rings')!r})\n"
+            "assert session.start(options, dict) is None\n"
+            "data = torch.ones(3); dist.all_reduce(data); print('trained', data.sum().item())"
+        )
+        done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+        assert done.stdout == "trained 3.0\n", done.stderr
+        assert "collectives are not timed, training is not affected (OSError: [Errno 28]" in done.stderr
+        assert not list((tmp_path / "rings").iterdir())
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
 def test_a_record_that_changes_meanwhile_is_left_out(tmp_path: Path) -> None:
     ring = RingWriter(tmp_path / "r.ring", here(), capacity=4)
     for number in range(1, 5):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.launch import leave
-from unickpt.timing import session
+from unickpt.timing import recorder, session
 
 
 def stop() -> None:
@@ -45,11 +45,27 @@ def reshape() -> None:
     dist.all_reduce(torch.ones(5))
 
 
-FAULTS = {"stop": stop, "kill": kill, "loop": loop, "sleep": sleep, "skip": skip, "reshape": reshape, "none": None}
+def no_save() -> None:
+    """The others save a checkpoint here."""
+
+
+FAULTS = {
+    "no-save": no_save,
+    "stop": stop,
+    "kill": kill,
+    "loop": loop,
+    "sleep": sleep,
+    "skip": skip,
+    "reshape": reshape,
+    "none": None,
+}
 
 
 def main() -> None:
     warnings.filterwarnings("ignore")
+    if sys.argv[3].endswith("@device"):  # as if only the beginnings of calls were known
+        sys.argv[3] = sys.argv[3].removesuffix("@device")
+        recorder.HOST_BACKENDS = ("none",)
     rings, stage, fault, culprit, at = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(1)
@@ -63,7 +79,10 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     rank = dist.get_rank()
     for step in range(at + 1 if fault == "none" else 1 << 30):
-        if fault in ("skip", "reshape") and step == at:  # all but one make the same call here
+        if fault == "no-save" and step == at:
+            if rank != culprit:
+                engine.save_checkpoint(f"{rings}/checkpoints")
+        elif fault in ("skip", "reshape") and step == at:  # all but one make the same call here
             if rank != culprit:
                 dist.all_reduce(torch.ones(7))
             else:

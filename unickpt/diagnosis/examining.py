@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from unickpt.diagnosis.deadlines import deadline_s
 from unickpt.diagnosis.hangs import hangs
 from unickpt.diagnosis.links import slow_links
+from unickpt.diagnosis.presumed import presumed
 from unickpt.diagnosis.stragglers import stragglers
 from unickpt.diagnosis.transfers import transfers_of
 from unickpt.diagnosis.transport import Links, Usual, links_of, stuck_links
@@ -17,6 +18,8 @@ from unickpt.diagnosis.view import RankView, View
 from unickpt.timing.processes import State
 from unickpt.timing.records import Phase
 
+STANDING = 3.0  # deadlines that all ranks make no call for until it is the network
+_LONG = (Phase.CHECKPOINT, Phase.EVALUATION, Phase.DATA)
 WRITING_S = 600.0  # that a rank may be in a save, or in an evaluation, while others wait for it
 
 TOGETHER_NS = 100_000_000  # between the ends of processes that somebody has ended together
@@ -46,27 +49,40 @@ def examine(view: View, *, after_s: float | None = None, usual: Usual | None = N
     verdicts = [_with_link(verdict, links) for verdict in _hangs(view, limit_s, patient=after_s is None)]
     if not verdicts:
         verdicts = [*slow, *stragglers(view.steps)] or slow_links(transfers_of(view.calls))
+    verdicts = [_with_cause(verdict, view) for verdict in verdicts]
     return Examination(verdicts, [told(verdict, view) for verdict in verdicts], limit_s)
 
 
 def _hangs(view: View, limit_s: float, *, patient: bool) -> list[Verdict]:
     members = {number: group.members() for number, group in enumerate(view.groups)}
     names = {number: group.told() for number, group in enumerate(view.groups)}
+    rows = presumed(view.rows, _on_device(view), members, all_stand=_all_stand(view, STANDING * limit_s))
     died = _died_first(view)
     found = [
         verdict
-        for verdict in (hangs(view.rows, members, names, before_ns=view.now_ns, gone=died) if died else [])
+        for verdict in (hangs(rows, members, names, before_ns=view.now_ns, gone=died) if died else [])
         if verdict.syndrome is Syndrome.NON_COMMUNICATION_HANG and died.issuperset(verdict.ranks)
     ]  # nobody has to wait for what the dead will do
     if not found:
         before_ns = view.now_ns - int(limit_s * 1e9)
         gone = frozenset(rank for rank, one in view.ranks.items() if one.state is State.DEAD)
         all_gone = len(gone) == len(view.ranks)  # after the end of the job, that tells nothing
-        found = hangs(view.rows, members, names, before_ns=before_ns, gone=frozenset() if all_gone else gone)
+        found = hangs(rows, members, names, before_ns=before_ns, gone=frozenset() if all_gone else gone)
     found = [_by_state(verdict, view) for verdict in found]
     # a rank that nobody knows may be in any call: of it nothing can be told here
     found = [verdict for verdict in found if all(rank in view.ranks for rank in verdict.ranks)]
     return [verdict for verdict in found if not (patient and _takes_its_time(verdict, view))]
+
+
+def _on_device(view: View) -> set[int]:
+    return {number for number, group in enumerate(view.groups) if group.on_device}
+
+
+def _all_stand(view: View, for_s: float) -> bool:
+    """No rank has made a call for so long, and none is at something that takes as long as it takes."""
+    if not len(view.rows) or any(one.phase in _LONG or one.closed for one in view.ranks.values()):
+        return False
+    return bool(view.now_ns - int(view.rows["call_ns"].max()) > for_s * 1e9)
 
 
 def _died_first(view: View) -> frozenset[int]:
@@ -111,6 +127,22 @@ def _with_link(verdict: Verdict, links: Links) -> Verdict:
     )  # fmt: skip
 
 
+def _with_cause(verdict: Verdict, view: View) -> Verdict:
+    """What the ranks in question, or those that wait for them, are at."""
+    if verdict.cause or verdict.syndrome in (Syndrome.MISMATCH, Syndrome.DEADLOCK):
+        return verdict
+    if verdict.syndrome in (Syndrome.COMMUNICATION_HANG, Syndrome.COMMUNICATION_SLOW):
+        return dataclasses.replace(verdict, cause="communication")
+    phases = {rank: one.phase for rank, one in view.ranks.items()}
+    waiting = set(view.rows["rank"][view.rows["blocked"] > 0].tolist()) - set(verdict.ranks)
+    if any(phases[rank] == Phase.CHECKPOINT for rank in verdict.ranks) or (
+        waiting and all(phases[rank] == Phase.CHECKPOINT for rank in waiting)
+    ):
+        return dataclasses.replace(verdict, cause="checkpoint")
+    data = any(phases[rank] == Phase.DATA for rank in verdict.ranks)
+    return dataclasses.replace(verdict, cause="data" if data else "compute")
+
+
 def _takes_its_time(verdict: Verdict, view: View) -> bool:
     """It is in a phase that takes as long as it takes: one rank writes, or evaluates, and the others wait for it."""
     if verdict.syndrome is not Syndrome.NON_COMMUNICATION_HANG or view.now_ns - verdict.since_ns > WRITING_S * 1e9:
@@ -130,7 +162,8 @@ def told(verdict: Verdict, view: View) -> str:
         return f"{verdict.syndrome.value}: {first}"
     waiting = f"{verdict.victims} rank{'s' if verdict.victims != 1 else ''} wait{'s' if verdict.victims == 1 else ''}"
     if verdict.syndrome is Syndrome.NON_COMMUNICATION_HANG:
-        return f"{first} since {_clock(verdict)}, {waiting} in all; {_doing(verdict.ranks[0], view)}"
+        where = ", in a checkpoint" if verdict.cause == "checkpoint" else ""
+        return f"{first} since {_clock(verdict)}{where}, {waiting} in all; {_doing(verdict.ranks[0], view)}"
     more = "".join(f"; {sentence}" for sentence in verdict.evidence[1:])
     return f"{verdict.syndrome.value}: {first} since {_clock(verdict)}, {waiting}{more}"
 

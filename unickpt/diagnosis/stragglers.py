@@ -165,7 +165,7 @@ def _slow(peers: _Compared, always: float, judged: int) -> list[tuple[float, Ver
         )
         verdict = Verdict(
             Syndrome.NON_COMMUNICATION_SLOW, (rank,), int(own["begin_ns"].min()), victims=others,
-            confidence=float(above[at]), evidence=(told,),
+            confidence=float(above[at]), cause=cause, evidence=(told,),
         )  # fmt: skip
         found.append((more, verdict))
     return found

@@ -31,6 +31,7 @@ class Verdict:
         since_ns: the earliest moment that shows it, on the clock that the records were put on.
         victims: how many ranks wait because of it.
         confidence: 0 to 1.
+        cause: ``data``, ``garbage collection``, ``compute``, ``communication`` or ``checkpoint``; '' if nothing tells.
         evidence: sentences, the most telling one first.
     """
 
@@ -42,6 +43,7 @@ class Verdict:
     link: tuple[int, int] | None = None
     victims: int = 0
     confidence: float = 1.0
+    cause: str = ""
     evidence: tuple[str, ...] = field(default_factory=tuple)
 
 

@@ -49,11 +49,13 @@ class Group:
         name: unique in the job.
         label: what the framework calls groups of its kind.
         ranks: as ``progressions`` makes them short.
+        on_device: its calls end on a device, and only their beginnings are known.
     """
 
     name: str
     label: str
     ranks: Progressions
+    on_device: bool = False
 
     def members(self) -> npt.NDArray[np.int64]:
         """int64: global ranks, in the order of the group."""
@@ -155,7 +157,7 @@ def _group(entry: Mapping[str, Any], at: int) -> Group:
         ranks = believable(entry.get("ranks", []))
     except ValueError:  # whoever has written it
         ranks = ()
-    return Group(name, str(entry.get("label", "")), ranks)
+    return Group(name, str(entry.get("label", "")), ranks, bool(entry.get("on_device", False)))
 
 
 def _calls(rank: int, records: Records, numbers: npt.NDArray[np.int32], offset_ns: int) -> Calls:

@@ -32,7 +32,7 @@ def packed(view: View) -> bytes:
         "now_ns": view.now_ns,
         "longest_wait_ns": view.longest_wait_ns,
         "problems": list(view.problems),
-        "groups": [[group.name, group.label, group.ranks] for group in view.groups],
+        "groups": [[group.name, group.label, group.ranks, group.on_device] for group in view.groups],
         "ranks": {
             str(rank): [
                 r.pid,
@@ -66,7 +66,7 @@ def unpacked(data: bytes) -> View:
         head = json.loads(data[_LENGTH.size : _LENGTH.size + length])
         if not isinstance(head, dict) or head.get("version") != VERSION:
             raise FormatError(f"a view of version {head.get('version') if isinstance(head, dict) else '?'}, not {VERSION}")
-        groups = [Group(str(name), str(label), believable(ranks)) for name, label, ranks in head["groups"]]
+        groups = [Group(str(n), str(label), believable(ranks), bool(device)) for n, label, ranks, device in head["groups"]]
         ranks = {_number(int(rank), MOST_RANKS): _rank(*fields) for rank, fields in head["ranks"].items()}
         tables = _tables(data, _LENGTH.size + length, head["tables"])
         problems = [str(text) for text in head["problems"]]

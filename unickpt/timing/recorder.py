@@ -100,10 +100,11 @@ class Recorder:
         entry = self._describe(group)
         number = len(self._communicators)
         ranks = entry.pop("ranks")
-        line = {**entry, "name": name, "ranks": progressions(ranks)}
+        on_device = entry.get("backend", HOST_BACKENDS[0]) not in HOST_BACKENDS
+        line = {**entry, "name": name, "ranks": progressions(ranks), "on_device": on_device}
         if number >= _MAX_COMMUNICATORS or not self.ring.list_communicator(line):
             raise OverflowError(f"the table of communicators is full: {number} are in it")
-        return Communicator(number, ranks, on_device=line.get("backend", HOST_BACKENDS[0]) not in HOST_BACKENDS)
+        return Communicator(number, ranks, on_device=on_device)
 
     def call(self, group: Any, what: tuple[int, int, int, int, int, int, int, int], more: int = 0) -> int:
         """Note a call that is about to be made; the number of its record, 0 if there is nothing more to note of it.
