@@ -65,7 +65,7 @@ AGAINST = {
     "step beside DCP": ("step alone", ""),
 }
 PEERS = ("dcp", "universal")
-MOST_BYTES = 512 << 20  # of a piece of memory for the physical limits: more than a cache holds
+MOST_BYTES = 256 << 20  # of a piece of memory for the physical limits: more than a cache holds
 
 
 def parse() -> argparse.Namespace:
@@ -180,7 +180,14 @@ def worker(args: argparse.Namespace) -> None:
         config = {
             "train_batch_size": world,
             "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": 50_000_000},  # not 2 GB per rank
+            # whole models of 350M shall fit beside each other: not 2 GB per rank for buckets, nor all parameters gathered
+            "zero_optimization": {
+                "stage": stage,
+                "reduce_bucket_size": 50_000_000,
+                "stage3_prefetch_bucket_size": 10_000_000,
+                "stage3_max_live_parameters": 50_000_000,
+                "stage3_max_reuse_distance": 50_000_000,
+            },
             "unickpt": {"enabled": True},
         }
         model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(count)))
