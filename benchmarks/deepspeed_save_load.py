@@ -329,6 +329,8 @@ def main() -> None:
         options = [f"--{k}={getattr(args, k)}" for k in ("ranks", "millions", "rounds", "stage")] + ["--peers", *args.peers]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks), __file__]
         env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+        if args.ranks * args.millions > 1000:  # pieces of 4 MB would leave 2 GB of holes in each rank's heap
+            env["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
         subprocess.run([*command, *options, "--worker", folder], check=True, env=env, cwd=REPO, stdout=subprocess.DEVNULL)
         result = json.loads((Path(folder) / "result.json").read_text())
     heading = (
