@@ -75,6 +75,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
+    parser.add_argument("--no-steps", action="store_true", help="save and load only, where a step takes a minute")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", type=Path, help="the seconds of every round, for the picture")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -259,7 +260,8 @@ def worker(args: argparse.Namespace) -> None:
             found["step beside DCP"] = steps(pending[0].done)
             pending[0].result()
             found["DCP async_save, written"] = time.perf_counter() - began
-        found["step alone"] = steps(lambda: True, 8)
+        if not args.no_steps:
+            found["step alone"] = steps(lambda: True, 8)
         with Peak() as peak:
             engine.save_checkpoint(str(own), tag="alone")
             committed()
@@ -270,9 +272,10 @@ def worker(args: argparse.Namespace) -> None:
         committed()
         found["unickpt committed"] = time.perf_counter() - began
         settle()
-        engine.save_checkpoint(str(own), tag="busy")
-        found["step beside unickpt"] = steps(lambda: not engine.checkpoint_engine.saver.pending)
-        committed()
+        if not args.no_steps:
+            engine.save_checkpoint(str(own), tag="busy")
+            found["step beside unickpt"] = steps(lambda: not engine.checkpoint_engine.saver.pending)
+            committed()
         loads: dict[str, tuple[Path, Callable[[], Any]]] = {
             "raw read": (raw.path, raw.read),
             "DeepSpeed load": (theirs, partial(native, "load", theirs, tag="t")),
@@ -327,6 +330,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         options = [f"--{k}={getattr(args, k)}" for k in ("ranks", "millions", "rounds", "stage")] + ["--peers", *args.peers]
+        options += ["--no-steps"] if args.no_steps else []
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks), __file__]
         env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
         if args.ranks * args.millions > 1000:  # pieces of 4 MB would leave 2 GB of holes in each rank's heap

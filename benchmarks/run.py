@@ -37,7 +37,7 @@ PARTS: dict[str, tuple[str, list[str]]] = {
     "deepspeed-350M-2": ("DeepSpeed, 350M, 2 ranks", ["deepspeed_save_load.py", "--ranks=2", "--millions=350", "--peers"]),
     "deepspeed-350M-4-zero3": (
         "DeepSpeed, 350M, 4 ranks, ZeRO-3",
-        ["deepspeed_save_load.py", "--ranks=4", "--millions=350", "--stage=3", "--peers"],
+        ["deepspeed_save_load.py", "--ranks=4", "--millions=350", "--stage=3", "--no-steps", "--peers"],
     ),
     "megatron-50M": ("Megatron, 50M", ["megatron_save_load.py", "--millions=50", "--layouts", "tp2", "tp2dp2"]),
 }  # fmt: skip
