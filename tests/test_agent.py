@@ -536,6 +536,26 @@ def test_rings_of_another_host_are_of_unknown_processes(tmp_path: Path) -> None:
     assert job.states == {0: State.UNKNOWN, 1: State.DEAD}
 
 
+def test_an_agent_gives_way_to_a_newer_one(tmp_path: Path) -> None:
+    """Of a job that was started again in the same folder, where there are always ranks that live."""
+    from unickpt.agent import watching
+
+    hung(tmp_path, culprit=-1)
+    options = {"every_s": 0.05, "gives_way": True}
+    thread = threading.Thread(target=watching.watch, args=(tmp_path, print), kwargs=options, daemon=True)
+    thread.start()
+    time.sleep(0.5)
+    assert thread.is_alive()
+    (started,) = tmp_path.glob(f"{watching.STARTED}-*")
+    started.write_text("another one")
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_stacks_are_done_without_where_there_is_no_room(tmp_path: Path) -> None:
+    assert stacks.listen(tmp_path / "nowhere" / "0.stacks") is None
+
+
 def test_watching_ends_when_nobody_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from unickpt.agent import watching
 

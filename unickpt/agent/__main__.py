@@ -29,7 +29,7 @@ def main() -> None:
         hub = Hub()
         serve(hub, socket(fileno=args.listen), secret_of(read_address(args.folder)))
     with contextlib.suppress(KeyboardInterrupt):
-        watch(args.folder, tell, hub=hub)
+        watch(args.folder, tell, hub=hub, gives_way=True)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,6 @@ def start(folder: Path, rank: int, store: Any) -> subprocess.Popen[bytes] | None
         rank: of this process. On rank 0's host the agent listens for the others.
         store: of the job, as torch has it.
     """
-    with contextlib.suppress(OSError):
-        (folder / ADDRESS).unlink(missing_ok=True)
     try:
         if rank == 0:
             listener = _listener()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +31,7 @@ from unickpt.timing.sockets import connections_of
 
 EVERY_S = 1.0
 RECORDS = 16_384  # the newest of every rank that are looked at
-VERDICTS = "verdicts.jsonl"  # in the folder of the rings
+VERDICTS, STARTED = "verdicts.jsonl", "started"  # in the folder of the rings: what was said; who was started last, by host
 _WITHOUT_RANKS_S = 60.0  # that it waits for the first ring
 _AGAIN_S = 60.0  # a verdict that stays is told again
 _LASTING_STEPS = 8  # that something is slow before it is told
@@ -41,7 +43,7 @@ _LINGER_S = 30.0  # that the hub stays after its own ranks, while others have so
 Tell = Callable[[str], None]
 
 
-def watch(folder: Path, tell: Tell, *, hub: Hub | None = None, every_s: float = EVERY_S) -> None:
+def watch(folder: Path, tell: Tell, *, hub: Hub | None = None, every_s: float = EVERY_S, gives_way: bool = False) -> None:
     """Look until all ranks of this host have ended.
 
     Args:
@@ -49,10 +51,15 @@ def watch(folder: Path, tell: Tell, *, hub: Hub | None = None, every_s: float = 
         tell: what a person shall read.
         hub: where the other agents come to, if this is the first one.
         every_s: seconds between two looks.
+        gives_way: end when another one that does was started: a job that is started again in the same folder has its own.
     """
     agent = Agent(folder, tell, hub)
     begin, ended = time.monotonic(), 0.0
-    while True:
+    started, own = folder / f"{STARTED}-{socket.gethostname()}", str(os.getpid())
+    if gives_way:
+        with contextlib.suppress(OSError):
+            started.write_text(own)
+    while not gives_way or _text(started) in (own, ""):
         try:
             job = read_folder(folder, last=RECORDS)
         except (UnickptError, OSError):
@@ -67,6 +74,13 @@ def watch(folder: Path, tell: Tell, *, hub: Hub | None = None, every_s: float = 
             if not awaited or time.monotonic() - ended > _LINGER_S:
                 return
         time.sleep(every_s)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def over(job: Job) -> bool:

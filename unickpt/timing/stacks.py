@@ -31,10 +31,12 @@ def listen(path: Path) -> IO[bytes] | None:
     """Write this process's stacks to a file whenever it is asked to. The file has to stay open; None if it can't be done."""
     if SIGNAL is None or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return None
-    file = path.open("wb+", buffering=0)
-    main = threading.main_thread().ident or 0
-    file.write(f"main 0x{main:016x}\n".encode())
-    faulthandler.register(SIGNAL, file, all_threads=True, chain=False)
+    try:
+        file = path.open("wb+", buffering=0)
+        file.write(f"main 0x{threading.main_thread().ident or 0:016x}\n".encode())
+        faulthandler.register(SIGNAL, file, all_threads=True, chain=False)
+    except (OSError, RuntimeError, ValueError):
+        return None
     return file
 
 
