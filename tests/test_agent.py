@@ -433,6 +433,31 @@ def test_what_is_no_view_is_refused_by_the_hub(served: tuple[Hub, str]) -> None:
     assert served[0].others() == []
 
 
+def test_prometheus_is_answered(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    hung(tmp_path)
+    hub = Hub()
+    listener = socket.create_server(("127.0.0.1", 0))
+    base = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = serve(hub, listener, "secret", open_metrics=True)
+    try:
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{base}/metrics")
+        assert refused.value.code == 503
+        view = view_of(read_folder(tmp_path))
+        hub.publish(view, examine(view, after_s=5))
+        for path in ("metrics", "secret/metrics"):
+            text = urllib.request.urlopen(f"{base}/{path}").read().decode()
+            assert 'unickpt_rank_step{rank="1"} 20.0' in text
+            assert 'unickpt_verdicts{rank="2",syndrome="non-communication hang"} 1.0' in text
+            assert 'unickpt_collectives_total{group="data parallel"} 3.0' in text
+        with pytest.raises(urllib.error.HTTPError):
+            urllib.request.urlopen(f"{base}/verdicts")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_diagnose_asks_an_agent(tmp_path: Path, served: tuple[Hub, str], capsys: pytest.CaptureFixture[str]) -> None:
     hub, address = served
     hung(tmp_path)

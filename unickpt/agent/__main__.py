@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import sys
 from pathlib import Path
-from socket import socket
+from socket import create_server, socket
 
 from unickpt.agent.hub import Hub, secret_of, serve
 from unickpt.agent.starting import read_address
@@ -23,11 +23,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--listen", type=int)
+    parser.add_argument("--metrics-port", type=int, default=0)
     args = parser.parse_args()
     hub = None
     if args.listen is not None:
         hub = Hub()
-        serve(hub, socket(fileno=args.listen), secret_of(read_address(args.folder)))
+        secret = secret_of(read_address(args.folder))
+        serve(hub, socket(fileno=args.listen), secret)
+        if args.metrics_port:
+            try:
+                serve(hub, create_server(("", args.metrics_port)), secret, open_metrics=True)
+            except OSError as err:
+                tell(f"Prometheus is not answered on port {args.metrics_port}: {err}")
     with contextlib.suppress(KeyboardInterrupt):
         watch(args.folder, tell, hub=hub, gives_way=True)
 

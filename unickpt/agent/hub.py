@@ -3,6 +3,7 @@
     POST <address>/view        a host's view; the answer says what is wanted of its ranks and what to tell there
     GET  <address>/view        the whole job, as bytes of a view
     GET  <address>/verdicts    the newest verdicts
+    GET  <address>/metrics     measurements for Prometheus (which needs the extra ``metrics``)
 
 The address has a secret in it that only processes of the job know.
 """
@@ -23,7 +24,7 @@ from urllib.parse import urlsplit
 from unickpt.diagnosis.examining import Examination
 from unickpt.diagnosis.view import View
 from unickpt.diagnosis.wire import packed, unpacked
-from unickpt.errors import FormatError
+from unickpt.errors import ConfigError, FormatError
 
 LARGEST = 64 << 20  # bytes of a view
 _TIMEOUT_S = 5.0
@@ -73,6 +74,20 @@ class Hub:
         with self._lock:
             return self._job
 
+    def metrics(self) -> tuple[int, bytes]:
+        """An HTTP status, and measurements of the job in Prometheus' text format."""
+        from unickpt.views.live import live
+        from unickpt.views.metrics import exposition
+
+        with self._lock:
+            job, found = self._job, self._found
+        if job is None:
+            return 503, b"nothing is known of the job yet\n"
+        try:
+            return 200, exposition(live(job, found.verdicts)).encode()
+        except ConfigError as err:
+            return 501, f"{err}\n".encode()
+
     def verdicts(self) -> dict[str, Any]:
         """As they were published."""
         with self._lock:
@@ -90,8 +105,15 @@ def answer(found: Examination, view: View) -> Answer:
     return Answer(sorted({rank for rank, _ in about}), list(dict.fromkeys(line for _, line in about)))
 
 
-def serve(hub: Hub, listener: socket, secret: str) -> ThreadingHTTPServer:
-    """Answer in threads of their own, until ``shutdown``."""
+def serve(hub: Hub, listener: socket, secret: str, *, open_metrics: bool = False) -> ThreadingHTTPServer:
+    """Answer in threads of their own, until ``shutdown``.
+
+    Args:
+        hub: what is asked.
+        listener: bound and listening.
+        secret: first part of all paths.
+        open_metrics: answer ``/metrics`` to whoever asks.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         timeout = _TIMEOUT_S
@@ -110,6 +132,8 @@ def serve(hub: Hub, listener: socket, secret: str) -> ThreadingHTTPServer:
         def do_GET(self) -> None:
             if self._is_for("verdicts"):
                 return self._reply(200, json.dumps(hub.verdicts()).encode())
+            if self._is_for("metrics") or (open_metrics and self.path == "/metrics"):
+                return self._reply(*hub.metrics())
             job = hub.job() if self._is_for("view") else None
             return self._reply(200, packed(job)) if job is not None else self._reply(404, b"")
 

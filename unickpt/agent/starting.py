@@ -23,13 +23,14 @@ ADDRESS = "agent"  # in the folder of the rings: where the job's first agent lis
 _LOOKS_S, _GIVES_UP_S = 1.0, 600.0
 
 
-def start(folder: Path, rank: int, store: Any) -> subprocess.Popen[bytes] | None:
+def start(folder: Path, rank: int, store: Any, metrics_port: int = 0) -> subprocess.Popen[bytes] | None:
     """Start it in the background, in a session of its own: what ends the ranks does not end it. Never raises.
 
     Args:
         folder: of the rings.
         rank: of this process. On rank 0's host the agent listens for the others.
         store: of the job, as torch has it.
+        metrics_port: of rank 0's host, for Prometheus; 0 for none.
     """
     try:
         if rank == 0:
@@ -39,7 +40,8 @@ def start(folder: Path, rank: int, store: Any) -> subprocess.Popen[bytes] | None
                 write_address(folder, address)
                 if _several_hosts():
                     store.set(_key(), address)
-                return _run([str(folder), "--listen", str(listener.fileno())], pass_fds=(listener.fileno(),))
+                options = ["--listen", str(listener.fileno()), "--metrics-port", str(metrics_port)]
+                return _run([str(folder), *options], pass_fds=(listener.fileno(),))
         threading.Thread(target=_find, args=(folder, store), name="unickpt-agent-address", daemon=True).start()
         return _run([str(folder)])
     except Exception as err:

@@ -16,5 +16,8 @@ class TimingOptions:
 
     enabled: bool = _option(False, "note every collective of this job")
     watch: bool = _option(True, "start an agent on every host that tells in the log which rank the others wait for")
+    metrics_port: int = _option(
+        0, "where the agent on rank 0's host answers Prometheus (/metrics, to whoever asks); 0 for nowhere"
+    )
     folder: str = _option("", "where the ranks' rings are; a folder of the job in shared memory if not given")
     records: int = _option(65_536, "that a rank's ring holds, of 96 bytes each")

@@ -56,7 +56,7 @@ class Session:
         self.moments.install()
         self._stacks = stacks.listen(stacks.path_of(self.folder, rank))
         first = os.environ.get("LOCAL_RANK", "0") == "0"
-        self._agent = starting.start(self.folder, rank, _store()) if options.watch and first else None
+        self._agent = starting.start(self.folder, rank, _store(), options.metrics_port) if options.watch and first else None
 
     def _described(self, group: Any) -> dict[str, Any]:
         named = [label for label, groups in self._labels().items() if any(group is known for known in groups)]

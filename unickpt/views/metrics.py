@@ -56,6 +56,7 @@ HELP = {
     "unickpt_collectives_total": "Collectives that groups have begun, each counted once, by the framework's name of the group.",
     "unickpt_recorded_calls": "Calls in the rings, counted for each rank, by operation and group.",
     "unickpt_recorded_bytes": "Bytes that ranks gave to the calls in the rings, by operation and group.",
+    "unickpt_link_seconds_per_byte": "Time that something was under way from a rank to another, for each byte of it.",
     "unickpt_verdicts": "Verdicts by syndrome and rank at fault.",
 }
 _OF_STEPS = {
@@ -79,7 +80,7 @@ def measurements(
         clock_offsets_ns: as in ``gathered``.
     """
     view = gathered(jobs, clock_offsets_ns)
-    return [*_of_ranks(view), *_of_steps(view), *_of_groups(view), *_of_verdicts(verdicts)]
+    return [*_of_ranks(view), *_of_steps(view), *_of_groups(view), *of_verdicts(verdicts)]
 
 
 def _of_ranks(view: View) -> Iterator[Measurement]:
@@ -126,7 +127,8 @@ def _of_groups(view: View) -> Iterator[Measurement]:
             yield Measurement(name, {"op": op_label, "group": label}, float(count))
 
 
-def _of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Measurement]:
+def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Measurement]:
+    """How many there are of each syndrome and rank."""
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for verdict in verdicts:
         for rank in verdict.ranks:
