@@ -561,6 +561,15 @@ def test_rings_of_another_host_are_of_unknown_processes(tmp_path: Path) -> None:
     assert job.states == {0: State.UNKNOWN, 1: State.DEAD}
 
 
+def test_a_look_sees_more_than_what_has_come() -> None:
+    from unickpt.agent.watching import FEWEST, RECORDS, window
+
+    assert window({}, {}) == RECORDS
+    assert window({0: 100, 1: 100}, {0: 150, 1: 120}) == FEWEST
+    assert window({0: 1000, 1: 100}, {0: 3000, 1: 120}) == 8000
+    assert window({0: 1000}, {0: 3000, 1: 90_000}) == RECORDS  # a rank that is new
+
+
 def test_an_agent_gives_way_to_a_newer_one(tmp_path: Path) -> None:
     """Of a job that was started again in the same folder, where there are always ranks that live."""
     from unickpt.agent import watching

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import socket
@@ -30,7 +31,8 @@ from unickpt.timing.processes import State
 from unickpt.timing.sockets import connections_of
 
 EVERY_S = 1.0
-RECORDS = 16_384  # the newest of every rank that are looked at
+RECORDS, FEWEST = 16_384, 2048  # the newest of every rank that are looked at: at most, and at least
+_ALL_LOOKS = 10  # every so many looks at most of them: a step may take longer than a look
 VERDICTS, STARTED = "verdicts.jsonl", "started"  # in the folder of the rings: what was said; who was started last, by host
 _WITHOUT_RANKS_S = 60.0  # that it waits for the first ring
 _AGAIN_S = 60.0  # a verdict that stays is told again
@@ -59,14 +61,19 @@ def watch(folder: Path, tell: Tell, *, hub: Hub | None = None, every_s: float = 
     if gives_way:
         with contextlib.suppress(OSError):
             started.write_text(own)
-    while not gives_way or _text(started) in (own, ""):
+    before: dict[int, int] = {}
+    numbers: dict[int, int] = {}
+    for look in itertools.count():
+        if gives_way and _text(started) not in (own, ""):
+            return
         try:
-            job = read_folder(folder, last=RECORDS)
+            job = read_folder(folder, last=RECORDS if look % _ALL_LOOKS == 0 else window(before, numbers))
         except (UnickptError, OSError):
             if time.monotonic() - begin > _WITHOUT_RANKS_S:
                 return
             time.sleep(every_s)
             continue
+        before, numbers = numbers, {rank: int(ring.records["begun"].max(initial=0)) for rank, ring in job.ranks.items()}
         agent.look(job)
         if over(job):
             ended = ended or time.monotonic()
@@ -74,6 +81,16 @@ def watch(folder: Path, tell: Tell, *, hub: Hub | None = None, every_s: float = 
             if not awaited or time.monotonic() - ended > _LINGER_S:
                 return
         time.sleep(every_s)
+
+
+def window(before: dict[int, int], now: dict[int, int]) -> int:
+    """How many records the next look has to see: several times what has come since the last one.
+
+    Args:
+        before, now: rank -> number of its newest record, at the last look but one and at the last.
+    """
+    new = max((number - before.get(rank, 0) for rank, number in now.items()), default=RECORDS)
+    return min(max(4 * new, FEWEST), RECORDS)
 
 
 def _text(path: Path) -> str:
