@@ -3,8 +3,9 @@
     python scripts/timing_links.py [--runs 10] [--out docs/...]
 
 Two network namespaces are the hosts, each with two ranks of a DeepSpeed job and an agent of its own. Gloo goes over one pair
-of interfaces, on which bandwidth is taken away (``tbf``) or all packets are (a blackhole route); the job's store and the agents
-over another pair, as in a cluster that has a network for its management.
+of interfaces, on which bandwidth is taken away (``tbf``) or all packets are (a blackhole route), or, where packets shall come
+late, through a relay of our own; the job's store and the agents over another pair, as in a cluster that has a network for its
+management.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.timing_faults import MARK, QUIET_STEPS, Fault, Job, Run, settle, table_of
-from tests.launch import free_port
+from tests.launch import REPO, free_port
 
 HOSTS = ("ukpt-a", "ukpt-b")
 RANKS = ((0, 1), (2, 3))
@@ -36,9 +37,18 @@ FAULTS = {
     "a to b, 20 Mbit/s": Fault("a to b, 20 Mbit/s", "tbf", SLOW),
     "b to a, 20 Mbit/s": Fault("b to a, 20 Mbit/s", "tbf", SLOW),
     "both directions, 20 Mbit/s": Fault("both directions, 20 Mbit/s", "tbf", SLOW),
+    "20 ms late, both directions": Fault("20 ms late, both directions", "late", SLOW),
+    "20 ms late, a to b": Fault("20 ms late, a to b", "late", SLOW),
     "dead link": Fault("dead link", "blackhole", DEAD, survived=False),
 }
-DIRECTIONS = {"a to b, 20 Mbit/s": (0,), "b to a, 20 Mbit/s": (1,), "both directions, 20 Mbit/s": (0, 1), "dead link": (0,)}
+DIRECTIONS = {
+    "20 ms late, both directions": (0, 1),
+    "20 ms late, a to b": (0,),
+    "a to b, 20 Mbit/s": (0,),
+    "b to a, 20 Mbit/s": (1,),
+    "both directions, 20 Mbit/s": (0, 1),
+    "dead link": (0,),
+}
 LIMIT_S = 60.0
 
 
@@ -69,8 +79,29 @@ def network() -> Iterator[None]:
             ip("ip", "netns", "del", host, check=False)
 
 
+class Relay:
+    """What the data goes through where packets can come late; ``tell(a_to_b_ms, b_to_a_ms)``."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.timing.relay", HOSTS[0], "10.77.3.1", HOSTS[1], "10.77.3.2"]
+        self.process = subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def tell(self, to_b_ms: float, to_a_ms: float) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"delay {to_b_ms} {to_a_ms}\n")
+        self.process.stdin.flush()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
 class TwoHosts(Job):
     """A job on both."""
+
+    relay: Relay | None = None
 
     def _start(self, kind: str, layout: str) -> list[subprocess.Popen[bytes]]:
         port = free_port()
@@ -83,14 +114,21 @@ class TwoHosts(Job):
                 sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(at), "--nproc-per-node", "2",
                 "--master-addr", "10.77.2.1", "--master-port", str(port), *self._worker(kind, layout, rings),
             ]  # fmt: skip
-            started.append(self._process(command, GLOO_SOCKET_IFNAME=f"ukpt{'ab'[at]}1"))
+            started.append(self._process(command, GLOO_SOCKET_IFNAME="late0" if self.relay else f"ukpt{'ab'[at]}1"))
         return started
 
 
 @contextlib.contextmanager
-def doing(fault: Fault) -> Iterator[None]:
+def doing(fault: Fault, relay: Relay | None) -> Iterator[None]:
     """The fault goes on inside."""
     ends = DIRECTIONS[fault.title]
+    if fault.name == "late" and relay is not None:
+        relay.tell(*(20.0 if at in ends else 0.0 for at in range(2)))
+        try:
+            yield
+        finally:
+            relay.tell(0, 0)
+        return
     for at in ends:
         if fault.name == "tbf":
             ip("tc", "qdisc", "add", "dev", f"ukpt{'ab'[at]}1", "root", "tbf", "rate", "20mbit", "burst", "64kb", "latency",
@@ -111,7 +149,7 @@ def make(job: TwoHosts, fault: Fault) -> Run:
     """One fault, until something is said of it."""
     run = Run("deepspeed zero1, 2 hosts of 2 ranks", fault.title, -1)
     before = len(job.said())
-    with doing(fault):
+    with doing(fault, job.relay):
         begun, step = time.time_ns(), max(job.steps())
         while time.time_ns() - begun < LIMIT_S * 1e9 and len(job.said()) == before:
             time.sleep(0.1)
@@ -131,8 +169,36 @@ def crosses(verdict: dict[str, object], fault: Fault) -> bool:
     if not isinstance(link, list):
         ranks = verdict["ranks"]
         return fault.name == "blackhole" and isinstance(ranks, list) and {rank // 2 for rank in ranks} == {0, 1}
-    ways = (0, 1) if fault.name == "blackhole" else DIRECTIONS[fault.title]
+    ways = (0, 1) if fault.name in ("blackhole", "late") else DIRECTIONS[fault.title]
     return any(link[0] in RANKS[at] and link[1] in RANKS[1 - at] for at in ways)
+
+
+def measure(faults: list[Fault], runs: list[Run], *, relayed: bool) -> tuple[int, int]:
+    """Faults in one job, added to the runs; how many sound stretches there were, and in how many something was said."""
+    sound = alarms = 0
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place, network():
+        TwoHosts.relay = Relay() if relayed else None
+        job = TwoHosts("deepspeed", "zero1", 4, Path(place))
+        try:
+            job.until_step(60)
+            for fault in faults:
+                quiet = len(job.said())
+                job.until_step(max(job.steps()) + QUIET_STEPS)
+                sound += 1
+                if len(job.said()) > quiet:
+                    alarms += 1
+                    print(f"FALSE ALARM: {job.said()[-1]['told']}", flush=True)
+                runs.append(make(job, fault))
+                print(json.dumps(dataclasses.asdict(runs[-1])), flush=True)
+                if fault.survived:
+                    settle(job)
+        except RuntimeError as err:
+            print(err, flush=True)
+        finally:
+            job.close()
+            if TwoHosts.relay is not None:
+                TwoHosts.relay.close()
+    return sound, alarms
 
 
 def main() -> None:
@@ -144,32 +210,17 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the jobs end with this
     chance = random.Random(args.seed)
-    gentle = [FAULTS[title] for title in args.faults if FAULTS[title].survived for _ in range(args.runs)]
-    hard = [FAULTS[title] for title in args.faults if not FAULTS[title].survived for _ in range(args.runs)]
-    chance.shuffle(gentle)
     runs: list[Run] = []
     sound = alarms = 0
-    share = -(-len(gentle) // max(len(hard), 1))
-    for at in range(max(len(hard), 1)):
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as place, network():
-            job = TwoHosts("deepspeed", "zero1", 4, Path(place))
-            try:
-                job.until_step(60)
-                for fault in [*gentle[at * share : (at + 1) * share], *hard[at : at + 1]]:
-                    quiet = len(job.said())
-                    job.until_step(max(job.steps()) + QUIET_STEPS)
-                    sound += 1
-                    if len(job.said()) > quiet:
-                        alarms += 1
-                        print(f"FALSE ALARM: {job.said()[-1]['told']}", flush=True)
-                    runs.append(make(job, fault))
-                    print(json.dumps(dataclasses.asdict(runs[-1])), flush=True)
-                    if fault.survived:
-                        settle(job)
-            except RuntimeError as err:
-                print(err, flush=True)
-            finally:
-                job.close()
+    late = [title for title in args.faults if FAULTS[title].name == "late"]
+    for titles, relayed in ((late, True), ([title for title in args.faults if title not in late], False)):
+        gentle = [FAULTS[title] for title in titles if FAULTS[title].survived for _ in range(args.runs)]
+        hard = [FAULTS[title] for title in titles if not FAULTS[title].survived for _ in range(args.runs)]
+        chance.shuffle(gentle)
+        share = -(-len(gentle) // max(len(hard), 1))
+        for at in range(max(len(hard), 1) if titles else 0):
+            some = measure([*gentle[at * share : (at + 1) * share], *hard[at : at + 1]], runs, relayed=relayed)
+            sound, alarms = sound + some[0], alarms + some[1]
     text = "\n".join([
         f"`python scripts/timing_links.py {' '.join(sys.argv[1:])}`, Python {platform.python_version()}, {platform.system()}, "
         f"{os.cpu_count()} cores.", "", *table_of(runs, list(FAULTS)), "",
