@@ -129,7 +129,7 @@ def _with_link(verdict: Verdict, links: Links) -> Verdict:
 
 def _with_cause(verdict: Verdict, view: View) -> Verdict:
     """What the ranks in question, or those that wait for them, are at."""
-    if verdict.cause or verdict.syndrome in (Syndrome.MISMATCH, Syndrome.DEADLOCK):
+    if verdict.cause:
         return verdict
     if verdict.syndrome in (Syndrome.COMMUNICATION_HANG, Syndrome.COMMUNICATION_SLOW):
         return dataclasses.replace(verdict, cause="communication")
@@ -139,6 +139,8 @@ def _with_cause(verdict: Verdict, view: View) -> Verdict:
         waiting and all(phases[rank] == Phase.CHECKPOINT for rank in waiting)
     ):
         return dataclasses.replace(verdict, cause="checkpoint")
+    if verdict.syndrome in (Syndrome.MISMATCH, Syndrome.DEADLOCK):
+        return verdict
     data = any(phases[rank] == Phase.DATA for rank in verdict.ranks)
     return dataclasses.replace(verdict, cause="data" if data else "compute")
 
@@ -160,12 +162,12 @@ def told(verdict: Verdict, view: View) -> str:
         return f"{first} since {_clock(verdict)}; {_doing(verdict.ranks[0], view)}"
     if verdict.syndrome is Syndrome.COMMUNICATION_SLOW:
         return f"{verdict.syndrome.value}: {first}"
+    where = ", in a checkpoint" if verdict.cause == "checkpoint" else ""
     waiting = f"{verdict.victims} rank{'s' if verdict.victims != 1 else ''} wait{'s' if verdict.victims == 1 else ''}"
     if verdict.syndrome is Syndrome.NON_COMMUNICATION_HANG:
-        where = ", in a checkpoint" if verdict.cause == "checkpoint" else ""
         return f"{first} since {_clock(verdict)}{where}, {waiting} in all; {_doing(verdict.ranks[0], view)}"
     more = "".join(f"; {sentence}" for sentence in verdict.evidence[1:])
-    return f"{verdict.syndrome.value}: {first} since {_clock(verdict)}, {waiting}{more}"
+    return f"{verdict.syndrome.value}: {first} since {_clock(verdict)}{where}, {waiting}{more}"
 
 
 def _clock(verdict: Verdict) -> str:

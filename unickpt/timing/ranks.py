@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 Progressions = tuple[tuple[int, int, int], ...]
-MOST_RANKS = 1 << 24  # of a job that is believed
+MOST_RANKS = 1 << 20  # of a job that is believed
 _AXES = {"tensor": "tp", "pipeline": "pp", "data": "dp", "context": "cp", "expert": "ep", "sequence": "sp"}
 
 
@@ -44,7 +44,13 @@ def believable(parts: Any) -> Progressions:
     total = 0
     for first, step, count in found:
         total += max(count, 0)
-        if count < 1 or not 0 <= first < MOST_RANKS or not 0 <= first + step * (count - 1) < MOST_RANKS or total > MOST_RANKS:
+        if (
+            count < 1
+            or (step == 0 and count > 1)
+            or not 0 <= first < MOST_RANKS
+            or not 0 <= first + step * (count - 1) < MOST_RANKS
+            or total > MOST_RANKS
+        ):
             raise ValueError(f"members of a group that are no ranks: {count} from {first} in steps of {step}")
     return found
 
