@@ -134,20 +134,18 @@ def command_of(process: psutil.Process) -> str:
 
 
 def test_training_goes_on_without_its_agent_and_beside_what_is_no_ring(job: Callable[..., Any]) -> None:
-    folder, process = job(1, "none", 0, 40)
+    folder, process = job(1, "none", 0, 400)
     (folder / "00009.ring").write_bytes(b"this is none")
-    end = time.monotonic() + 120
-    while time.monotonic() < end and not list(folder.glob("0000[0-3].ring")):
-        time.sleep(0.1)
-    time.sleep(1)
-    agents = [each for each in psutil.Process(process.pid).children(recursive=True) if "unickpt.agent" in command_of(each)]
-    assert len(agents) == 1
+    end, agents = time.monotonic() + 120, list[psutil.Process]()
+    while time.monotonic() < end and not agents:
+        time.sleep(0.05)
+        agents = [each for each in psutil.Process(process.pid).children(recursive=True) if "unickpt.agent" in command_of(each)]
     agents[0].kill()
     assert process.wait(120) == 0
     found = diagnosed(folder)
     assert found["verdicts"] == []
     assert "00009.ring" in found["problems"][0]
-    assert all(rank.closed and rank.step == 40 for rank in read_folder(folder).ranks.values())
+    assert all(rank.closed and rank.step > 400 for rank in read_folder(folder).ranks.values())
 
 
 @pytest.mark.parametrize("stage", [1, 3])
