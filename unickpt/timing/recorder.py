@@ -223,7 +223,20 @@ class Recorder:
     def _sweep(self) -> None:
         for key, (work, numbers, _) in list(self._pending.items()):
             if work.is_completed():
-                (self.end if work.is_success() else self.failed)(numbers)
+                (self.end if _succeeded(work) else self.failed)(numbers)
                 found = self._pending.get(key)
                 if found is not None and found[0] is work:
                     del self._pending[key]
+
+
+def _succeeded(work: Any) -> bool:
+    """Of work that is complete. (``Work.is_success`` would warn in the log that torch may drop it.)"""
+    try:
+        future = work.get_future()
+    except RuntimeError:  # point-to-point work has none: whoever waits for it is told
+        return True
+    try:
+        future.wait()
+    except RuntimeError:
+        return False
+    return True
