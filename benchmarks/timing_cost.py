@@ -28,7 +28,7 @@ sys.path[:0] = [str(REPO), str(REPO / "examples" / "demo")]
 from benchmarks.measure import machine  # noqa: E402
 from tests.launch import environment, free_port, leave  # noqa: E402
 
-CALLS, STEPS = 3000, 12
+CALLS, TURNS, STEPS = 3000, 30, 12
 FLIGHTS = {"TORCH_FR_BUFFER_SIZE": "2000"}  # what turns the flight recorder on; 2,000 is its own default with NCCL
 
 
@@ -83,21 +83,30 @@ def calls(folder: Path, rounds: int) -> dict[str, list[float]]:
     on = switches(folder)
     for number in range(rounds + 1):
         for name, action in actions.items():
-            for what in ("off", *on):
-                if what == "comms_logger" and name != "deepspeed.comm":
-                    continue
-                if what != "off":
-                    on[what][0]()
-                times = []
-                for _ in range(CALLS):
-                    begin = time.perf_counter_ns()
-                    action()
-                    times.append(time.perf_counter_ns() - begin)
-                if what != "off":
-                    on[what][1]()
-                if number:  # the first round warms up
-                    found.setdefault(f"{name}: {what}", []).append(statistics.median(times) / 1e3)
+            times: dict[str, list[int]] = {}
+            for _ in range(TURNS):  # short ones: for a while all calls wait for gloo's thread longer than for another while
+                for what in ("off", *on):
+                    if what == "comms_logger" and name != "deepspeed.comm":
+                        continue
+                    if what != "off":
+                        on[what][0]()
+                    times.setdefault(what, []).extend(timed(action))
+                    if what != "off":
+                        on[what][1]()
+            if number:  # the first round warms up
+                for what, values in times.items():
+                    found.setdefault(f"{name}: {what}", []).append(statistics.median(values) / 1e3)
     return found
+
+
+def timed(action: Callable[[], Any]) -> list[int]:
+    """Nanoseconds of some calls, but the first few."""
+    found = []
+    for _ in range(CALLS // TURNS + 5):
+        begin = time.perf_counter_ns()
+        action()
+        found.append(time.perf_counter_ns() - begin)
+    return found[5:]
 
 
 def steps(folder: Path, rounds: int) -> dict[str, list[float]]:
