@@ -289,6 +289,13 @@ def table_of(runs: list[Run], order: list[str]) -> list[str]:
     return lines
 
 
+def put(path: Path, mark: str, text: str) -> None:
+    """Replace what stands below a mark in a document, up to the next script's mark; add both if it is not there."""
+    before, _, after = path.read_text().partition(mark) if path.is_file() else ("", "", "")
+    _, begins, others = after.partition("<!-- made by")
+    path.write_text(f"{before.rstrip()}\n\n{mark}\n\n{text.rstrip()}\n" + (f"\n{begins}{others}" if begins else ""))
+
+
 def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})" if values else ""
 
@@ -315,8 +322,7 @@ def main() -> None:
     text = "\n".join([*lines, *table_of(runs, list(FAULTS)), "", *told, ""])
     print(text)
     if args.out:
-        before = args.out.read_text().partition(MARK)[0] if args.out.is_file() else "# Faults\n\n"
-        args.out.write_text(f"{before}{MARK}\n\n{text}")
+        put(args.out, MARK, text)
 
 
 if __name__ == "__main__":

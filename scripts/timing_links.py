@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.timing_faults import MARK, QUIET_STEPS, Fault, Job, Run, settle, table_of
+from scripts.timing_faults import QUIET_STEPS, Fault, Job, Run, put, settle, table_of
 from tests.launch import REPO, free_port
 
 HOSTS = ("ukpt-a", "ukpt-b")
@@ -50,6 +50,7 @@ DIRECTIONS = {
     "dead link": (0,),
 }
 LIMIT_S = 60.0
+MARK = "<!-- made by scripts/timing_links.py -->"
 
 
 def ip(*arguments: str, host: int | None = None, check: bool = True) -> None:
@@ -228,8 +229,7 @@ def main() -> None:
     ])  # fmt: skip
     print(text)
     if args.out:
-        before = args.out.read_text().partition(MARK)[0] if args.out.is_file() else "# Links\n\n"
-        args.out.write_text(f"{before}{MARK}\n\n{text}")
+        put(args.out, MARK, text)
 
 
 if __name__ == "__main__":

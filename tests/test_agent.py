@@ -348,18 +348,19 @@ def served() -> Iterator[tuple[Hub, str]]:
     server.server_close()
 
 
-def split(tmp_path: Path) -> tuple[Path, Path]:
+def split(tmp_path: Path, since_s: float = 30) -> tuple[Path, Path]:
     """The rings of a hung job on two hosts; rank 2 is on the second one."""
-    hung(tmp_path / "a")
+    hung(tmp_path / "a", since_s=since_s)
     (tmp_path / "b").mkdir()
     for rank in (2, 3):
         (tmp_path / "a" / f"{rank:05d}{SUFFIX}").rename(tmp_path / "b" / f"{rank:05d}{SUFFIX}")
     return tmp_path / "a", tmp_path / "b"
 
 
-def test_two_agents_are_one_view(tmp_path: Path, served: tuple[Hub, str]) -> None:
+def looked_at_by_two(tmp_path: Path, served: tuple[Hub, str], since_s: float) -> tuple[Path, Path, str, dict[str, list[str]]]:
+    """Both folders of a job that has hung for so long, the hub's address, and what each agent has told."""
     hub, address = served
-    first, second = split(tmp_path)
+    first, second = split(tmp_path, since_s)
     lines: dict[str, list[str]] = {"a": [], "b": []}
     starting.write_address(second, address)
     agents = Agent(first, lines["a"].append, hub), Agent(second, lines["b"].append)
@@ -367,6 +368,11 @@ def test_two_agents_are_one_view(tmp_path: Path, served: tuple[Hub, str]) -> Non
         agents[1].look(read_folder(second))
         agents[0].look(read_folder(first))
     agents[1].look(read_folder(second))
+    return first, second, address, lines
+
+
+def test_two_agents_are_one_view(tmp_path: Path, served: tuple[Hub, str]) -> None:
+    _, _, address, lines = looked_at_by_two(tmp_path, served, since_s=30)
     # with 4 ranks and no steps, 120 s are allowed
     assert lines == {"a": [], "b": []}
     job = fetch(address)
@@ -376,19 +382,7 @@ def test_two_agents_are_one_view(tmp_path: Path, served: tuple[Hub, str]) -> Non
 
 
 def test_the_agent_of_the_culprit_tells_it_too(tmp_path: Path, served: tuple[Hub, str]) -> None:
-    hub, address = served
-    hung(tmp_path / "a", since_s=130)
-    first, second = tmp_path / "a", tmp_path / "b"
-    second.mkdir()
-    for rank in (2, 3):
-        (first / f"{rank:05d}{SUFFIX}").rename(second / f"{rank:05d}{SUFFIX}")
-    lines: dict[str, list[str]] = {"a": [], "b": []}
-    starting.write_address(second, address)
-    agents = Agent(first, lines["a"].append, hub), Agent(second, lines["b"].append)
-    for _ in range(2):
-        agents[1].look(read_folder(second))
-        agents[0].look(read_folder(first))
-    agents[1].look(read_folder(second))
+    first, _, address, lines = looked_at_by_two(tmp_path, served, since_s=130)
     assert len(lines["a"]) == len(lines["b"]) == 1  # once, not at every look
     assert "rank 2 has not entered all_reduce #3" in lines["b"][0]
     (noted,) = [json.loads(line) for line in (first / "verdicts.jsonl").read_text().splitlines()]
