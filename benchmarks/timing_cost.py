@@ -1,10 +1,11 @@
-"""What it costs to note every collective: microseconds of the calling thread, and the change of a training step.
+"""What it costs to note every collective: microseconds of a call, and the change of a training step.
 
     python benchmarks/timing_cost.py [--rounds 7] [--out docs/timing-cost.md]
 
 Beside it, in the same run, what DeepSpeed's comms_logger and torch's flight recorder cost. Calls are all_reduces of 8 floats in
-a gloo group of one rank, so that nobody is waited for; steps are of the demonstration model under ZeRO-2 on 2 ranks. In every
-round each of them is on for a while and off for a while, and what it costs is the difference.
+a gloo group of one rank, so that nobody is waited for: what passes until they return, and the processor time of the calling
+thread in it, which the moods of gloo's threads do not reach. Steps are of the demonstration model under ZeRO-2 on 2 ranks. In
+every round each of them is on for a while and off for a while, and what it costs is the difference.
 """
 
 from __future__ import annotations
@@ -83,14 +84,16 @@ def calls(folder: Path, rounds: int) -> dict[str, list[float]]:
     on = switches(folder)
     for number in range(rounds + 1):
         for name, action in actions.items():
-            times: dict[str, list[int]] = {}
+            times: dict[str, list[float]] = {}
             for _ in range(TURNS):  # short ones: for a while all calls wait for gloo's thread longer than for another while
                 for what in ("off", *on):
                     if what == "comms_logger" and name != "deepspeed.comm":
                         continue
                     if what != "off":
                         on[what][0]()
-                    times.setdefault(what, []).extend(timed(action))
+                    passed, busy = timed(action)
+                    times.setdefault(what, []).append(passed)
+                    times.setdefault(f"{what}, processor", []).append(busy)
                     if what != "off":
                         on[what][1]()
             if number:  # the first round warms up
@@ -99,14 +102,17 @@ def calls(folder: Path, rounds: int) -> dict[str, list[float]]:
     return found
 
 
-def timed(action: Callable[[], Any]) -> list[int]:
-    """Nanoseconds of some calls, but the first few."""
+def timed(action: Callable[[], Any]) -> tuple[float, float]:
+    """Nanoseconds of a call, median of some, and processor time of this thread for it, mean of them."""
     found = []
-    for _ in range(CALLS // TURNS + 5):
+    for _ in range(5):
+        action()
+    busy = time.thread_time_ns()
+    for _ in range(CALLS // TURNS):
         begin = time.perf_counter_ns()
         action()
         found.append(time.perf_counter_ns() - begin)
-    return found[5:]
+    return statistics.median(found), (time.thread_time_ns() - busy) / (CALLS // TURNS)
 
 
 def steps(folder: Path, rounds: int) -> dict[str, list[float]]:
@@ -203,13 +209,14 @@ def page(plain: dict[str, list[float]], flights: dict[str, list[float]], made: d
         "|---|---|---|---|---|",
     ]
     for name in ("all_reduce", "all_reduce, async", "deepspeed.comm"):
-        off = plain[f"{name}: off"]
-        cells = [spread(off)]
-        for other in ("unickpt", "comms_logger"):
-            values = plain.get(f"{name}: {other}")
-            cells.append(spread([a - b for a, b in zip(values, off, strict=True)]) if values else "")
-        cells.append(f"{statistics.median(flights[f'{name}: off']) - statistics.median(off):.1f}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        for suffix, told in (("", ""), (", processor", ": processor time")):
+            off = plain[f"{name}: off{suffix}"]
+            cells = [spread(off)]
+            for other in ("unickpt", "comms_logger"):
+                values = plain.get(f"{name}: {other}{suffix}")
+                cells.append(spread([a - b for a, b in zip(values, off, strict=True)]) if values else "")
+            cells.append(f"{statistics.median(flights[f'{name}: off{suffix}']) - statistics.median(off):.1f}")
+            lines.append(f"| {name}{told} | {' | '.join(cells)} |")
     lines += ["", "| step of the demonstration, 2 ranks | ms | of a step without |", "|---|---|---|"]
     for name, values in made.items():
         ratios = [a / b for a, b in zip(values, made["off"], strict=True)]
@@ -229,8 +236,10 @@ def main() -> None:
     text = page(run("calls", 1, args.rounds), run("calls", 1, args.rounds, **FLIGHTS), run("steps", 2, args.rounds))
     head = (
         "# What it costs to note every collective\n\nMedian (and range) over rounds in which each is on for a while and off "
-        "for a while; the flight recorder can't be turned off, and is another run.\nRows of `deepspeed.comm` are through "
-        f"DeepSpeed's own functions.\n\n`python benchmarks/timing_cost.py --rounds {args.rounds}`: {machine()}\n\n"
+        "for a while; the flight recorder can't be turned off, and is another run.\nProcessor time is that of the calling "
+        "thread: the rest of a call is waiting for gloo's threads, which jumps between 10 and 80 µs here. Rows of "
+        "`deepspeed.comm` are through DeepSpeed's own functions.\n\n"
+        f"`python benchmarks/timing_cost.py --rounds {args.rounds}`: {machine()}\n\n"
     )
     print(text)
     if args.out:

@@ -1,28 +1,25 @@
 """Faults in running jobs, counted: what the agent says, of whom, and how soon.
 
-    python scripts/timing_faults.py --job deepspeed:zero1:4 megatron:gpt-tp2pp2-dist:4 [--runs 10] [--seed 1] [--out docs/...]
+    python scripts/timing_faults.py --job deepspeed:zero1:4 megatron:gpt-tp2pp2-dist:4 [--runs 10] [--seed 1] [--keep FILE]
 
 Real jobs under torchrun, each with the agent that it starts itself; what counts is what this writes, as a person would read
 it. Faults that a job survives are made one after the other in the same job, with sound steps between them, at random ranks;
-those that it does not survive end their job. Whatever is said in sound stretches is a false alarm.
+those that it does not survive end their job. Whatever is said in sound stretches is a false alarm. ``timing_counts.py`` makes
+tables of what is kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
-import platform
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,16 +29,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import psutil
 
+from scripts.timing_counts import QUIET_STEPS, Kept, Run, Sound
 from tests.launch import REPO, environment, free_port
 from unickpt.timing.ring import RingReader
 
 HANG, SLOW = "non-communication hang", "non-communication slow"
-MARK = "<!-- made by scripts/timing_faults.py -->"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Attributes: name in the worker, its amount, the syndrome that it is, and whether the job goes on after it."""
+    """Attributes: name in the worker, its amount, the syndrome that it is, and whether the job goes on after it; a hang has a
+    deadline."""
 
     title: str
     name: str
@@ -50,15 +48,19 @@ class Fault:
     survived: bool = True
     cause: str = ""
 
+    @property
+    def hangs(self) -> bool:
+        return "slow" not in self.syndrome
+
 
 FAULTS = {
     fault.title: fault
     for fault in (
         Fault("SIGSTOP", "stop", HANG),
-        Fault("endless loop", "loop", HANG),
-        Fault("sleep 5 ms", "sleep", SLOW, 0.005, cause="compute"),
-        Fault("sleep 20 ms", "sleep", SLOW, 0.02, cause="compute"),
-        Fault("sleep 100 ms", "sleep", SLOW, 0.1, cause="compute"),
+        Fault("endless loop in a forward", "loop", HANG),
+        Fault("5 ms late to every call", "sleep", SLOW, 0.005, cause="compute"),
+        Fault("20 ms late to every call", "sleep", SLOW, 0.02, cause="compute"),
+        Fault("100 ms late to every call", "sleep", SLOW, 0.1, cause="compute"),
         Fault("slow data loader", "data", SLOW, 0.04, cause="data"),
         Fault("garbage collection", "garbage", SLOW, 3, cause="garbage collection"),
         Fault("CPU starvation", "starve", SLOW, cause="compute"),
@@ -68,25 +70,7 @@ FAULTS = {
         Fault("deadlock", "deadlock", "deadlock between groups", survived=False),
     )
 }
-ENDLESS = ("SIG", "loop", "collective", "shape", "deadlock", "dead link")  # faults with a deadline
-LIMIT_S = 40.0
-QUIET_STEPS = 24  # sound steps between two faults: as many as are looked at
-
-
-@dataclass
-class Run:
-    """One fault that was made: what was said first, and when."""
-
-    job: str
-    fault: str
-    rank: int
-    detected: bool = False
-    syndrome: bool = False
-    named: bool = False
-    seconds: float = float("nan")
-    beyond: float = float("nan")  # of a hang: seconds beyond the deadline
-    steps: float = float("nan")
-    said: str = ""
+LIMIT_S = 120.0
 
 
 class Job:
@@ -227,40 +211,36 @@ def judge(run: Run, fault: Fault, said: list[dict[str, Any]], since: tuple[int, 
     run.steps = max(job.steps()) - since[1]
 
 
-def measure(
-    kind: str, layout: str, world: int, titles: list[str], runs: int, chance: random.Random
-) -> tuple[list[Run], int, int]:
-    """All runs of a job; and how many sound stretches there were, in how many of which something was said."""
+def measure(spec: str, titles: list[str], runs: int, chance: random.Random, kept: Kept) -> None:
+    """All runs of a job, and the sound stretches between them."""
+    kind, layout, world = spec.split(":")
     name = f"{kind} {layout}, {world} ranks"
     gentle = [FAULTS[title] for title in titles if FAULTS[title].survived for _ in range(runs)]
     hard = [FAULTS[title] for title in titles if not FAULTS[title].survived for _ in range(runs)]
     chance.shuffle(gentle)
-    found: list[Run] = []
-    sound = alarms = 0
     jobs = max(len(hard), 1)
     share = -(-len(gentle) // jobs)
     for at in range(jobs):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
-            job = Job(kind, layout, world, Path(place))
+            job = Job(kind, layout, int(world), Path(place))
             try:
                 job.until_step(30)
                 for fault in [*gentle[at * share : (at + 1) * share], *hard[at : at + 1]]:
-                    quiet = len(job.said())
-                    job.until_step(max(job.steps()) + QUIET_STEPS)
-                    sound += 1
-                    if len(job.said()) > quiet:
-                        alarms += 1
-                        print(f"FALSE ALARM: {job.said()[-1]['told']}", flush=True)
-                    run = make(job, name, fault, chance.randrange(world))
-                    found.append(run)
-                    print(json.dumps(dataclasses.asdict(run)), flush=True)
+                    kept.add(sound_stretch(job, name))
+                    kept.add(make(job, name, fault, chance.randrange(int(world))))
                     if fault.survived:
                         settle(job)
             except RuntimeError as err:
                 print(f"{name}: {err}", flush=True)
             finally:
                 job.close()
-    return found, sound, alarms
+
+
+def sound_stretch(job: Job, name: str) -> Sound:
+    """Some steps without a fault."""
+    before = len(job.said())
+    job.until_step(max(job.steps()) + QUIET_STEPS)
+    return Sound(name, "; ".join(each["told"] for each in job.said()[before:]))
 
 
 def settle(job: Job) -> None:
@@ -269,60 +249,18 @@ def settle(job: Job) -> None:
     time.sleep(7)
 
 
-def table_of(runs: list[Run], order: list[str]) -> list[str]:
-    """Markdown, a row for each job and fault, in the order given."""
-    lines = [
-        "| job | fault | runs | detected | syndrome right | rank or link right | seconds | beyond the deadline | steps |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
-    for run in runs:
-        groups[run.job, run.fault].append(run)
-    for (job, fault), each in sorted(groups.items(), key=lambda item: (item[0][0], order.index(item[0][1]))):
-        seen = [run for run in each if run.detected]
-        hang = any(word in fault for word in ENDLESS)
-        lines.append(
-            f"| {job} | {fault} | {len(each)} | {len(seen)} | {sum(r.syndrome for r in each)} | {sum(r.named for r in each)} "
-            f"| {spread([r.seconds for r in seen])} | {spread([r.beyond for r in seen]) if hang else ''} "
-            f"| {'' if hang else spread([r.steps for r in seen])} |"
-        )
-    return lines
-
-
-def put(path: Path, mark: str, text: str) -> None:
-    """Replace what stands below a mark in a document, up to the next script's mark; add both if it is not there."""
-    before, _, after = path.read_text().partition(mark) if path.is_file() else ("", "", "")
-    _, begins, others = after.partition("<!-- made by")
-    path.write_text(f"{before.rstrip()}\n\n{mark}\n\n{text.rstrip()}\n" + (f"\n{begins}{others}" if begins else ""))
-
-
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})" if values else ""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--job", nargs="+", default=["deepspeed:zero1:4", "megatron:gpt-tp2pp2-dist:4"])
     parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="Markdown file whose part below the mark is replaced")
+    parser.add_argument("--keep", type=Path, help="file of JSON lines that what happens is added to")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the jobs end with this
-    runs: list[Run] = []
-    lines = [f"`python scripts/timing_faults.py {' '.join(sys.argv[1:])}`, Python {platform.python_version()}, "
-             f"{platform.system()}, {os.cpu_count()} cores.", ""]  # fmt: skip
-    told = []
+    kept = Kept(args.keep, f"python scripts/timing_faults.py {' '.join(sys.argv[1:])}")
     for spec in args.job:
-        kind, layout, world = spec.split(":")
-        found, sound, alarms = measure(kind, layout, int(world), args.faults, args.runs, random.Random(args.seed))
-        runs += found
-        told.append(f"{kind} {layout}, {world} ranks: {sound} sound stretches of {QUIET_STEPS} steps or more, "
-                    f"something was said in {alarms} of them.")  # fmt: skip
-    text = "\n".join([*lines, *table_of(runs, list(FAULTS)), "", *told, ""])
-    print(text)
-    if args.out:
-        put(args.out, MARK, text)
+        measure(spec, args.faults, args.runs, random.Random(args.seed), kept)
 
 
 if __name__ == "__main__":

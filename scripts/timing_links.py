@@ -1,6 +1,6 @@
 """Slow and dead links between two hosts, counted: what the agents say, and how soon. Needs root (network namespaces).
 
-    python scripts/timing_links.py [--runs 10] [--out docs/...]
+    python scripts/timing_links.py [--runs 10] [--seed 1] [--keep FILE]
 
 Two network namespaces are the hosts, each with two ranks of a DeepSpeed job and an agent of its own. Gloo goes over one pair
 of interfaces, on which bandwidth is taken away (``tbf``) or all packets are (a blackhole route), or, where packets shall come
@@ -12,10 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import json
-import os
-import platform
 import random
 import signal
 import subprocess
@@ -27,7 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.timing_faults import QUIET_STEPS, Fault, Job, Run, put, settle, table_of
+from scripts.timing_counts import Kept, Run
+from scripts.timing_faults import Fault, Job, settle, sound_stretch
 from tests.launch import REPO, free_port
 
 HOSTS = ("ukpt-a", "ukpt-b")
@@ -50,7 +47,7 @@ DIRECTIONS = {
     "dead link": (0,),
 }
 LIMIT_S = 60.0
-MARK = "<!-- made by scripts/timing_links.py -->"
+NAME = "deepspeed zero1, 2 hosts of 2 ranks"
 
 
 def ip(*arguments: str, host: int | None = None, check: bool = True) -> None:
@@ -148,7 +145,7 @@ def doing(fault: Fault, relay: Relay | None) -> Iterator[None]:
 
 def make(job: TwoHosts, fault: Fault) -> Run:
     """One fault, until something is said of it."""
-    run = Run("deepspeed zero1, 2 hosts of 2 ranks", fault.title, -1)
+    run = Run(NAME, fault.title, -1)
     before = len(job.said())
     with doing(fault, job.relay):
         begun, step = time.time_ns(), max(job.steps())
@@ -174,23 +171,16 @@ def crosses(verdict: dict[str, object], fault: Fault) -> bool:
     return any(link[0] in RANKS[at] and link[1] in RANKS[1 - at] for at in ways)
 
 
-def measure(faults: list[Fault], runs: list[Run], *, relayed: bool) -> tuple[int, int]:
-    """Faults in one job, added to the runs; how many sound stretches there were, and in how many something was said."""
-    sound = alarms = 0
+def measure(faults: list[Fault], kept: Kept, *, relayed: bool) -> None:
+    """Faults in one job, and the sound stretches between them."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place, network():
         TwoHosts.relay = Relay() if relayed else None
         job = TwoHosts("deepspeed", "zero1", 4, Path(place))
         try:
             job.until_step(60)
             for fault in faults:
-                quiet = len(job.said())
-                job.until_step(max(job.steps()) + QUIET_STEPS)
-                sound += 1
-                if len(job.said()) > quiet:
-                    alarms += 1
-                    print(f"FALSE ALARM: {job.said()[-1]['told']}", flush=True)
-                runs.append(make(job, fault))
-                print(json.dumps(dataclasses.asdict(runs[-1])), flush=True)
+                kept.add(sound_stretch(job, NAME))
+                kept.add(make(job, fault))
                 if fault.survived:
                     settle(job)
         except RuntimeError as err:
@@ -199,7 +189,6 @@ def measure(faults: list[Fault], runs: list[Run], *, relayed: bool) -> tuple[int
             job.close()
             if TwoHosts.relay is not None:
                 TwoHosts.relay.close()
-    return sound, alarms
 
 
 def main() -> None:
@@ -207,12 +196,11 @@ def main() -> None:
     parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="Markdown file to which the table is added")
+    parser.add_argument("--keep", type=Path, help="file of JSON lines that what happens is added to")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the jobs end with this
     chance = random.Random(args.seed)
-    runs: list[Run] = []
-    sound = alarms = 0
+    kept = Kept(args.keep, f"python scripts/timing_links.py {' '.join(sys.argv[1:])}")
     late = [title for title in args.faults if FAULTS[title].name == "late"]
     for titles, relayed in ((late, True), ([title for title in args.faults if title not in late], False)):
         gentle = [FAULTS[title] for title in titles if FAULTS[title].survived for _ in range(args.runs)]
@@ -220,16 +208,7 @@ def main() -> None:
         chance.shuffle(gentle)
         share = -(-len(gentle) // max(len(hard), 1))
         for at in range(max(len(hard), 1) if titles else 0):
-            some = measure([*gentle[at * share : (at + 1) * share], *hard[at : at + 1]], runs, relayed=relayed)
-            sound, alarms = sound + some[0], alarms + some[1]
-    text = "\n".join([
-        f"`python scripts/timing_links.py {' '.join(sys.argv[1:])}`, Python {platform.python_version()}, {platform.system()}, "
-        f"{os.cpu_count()} cores.", "", *table_of(runs, list(FAULTS)), "",
-        f"{sound} sound stretches of {QUIET_STEPS} steps or more, something was said in {alarms} of them.", "",
-    ])  # fmt: skip
-    print(text)
-    if args.out:
-        put(args.out, MARK, text)
+            measure([*gentle[at * share : (at + 1) * share], *hard[at : at + 1]], kept, relayed=relayed)
 
 
 if __name__ == "__main__":

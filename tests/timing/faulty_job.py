@@ -25,18 +25,18 @@ SOUND: dict[str, Any] = {"id": 0, "fault": "none", "rank": -1, "amount": 0.0}
 
 
 class Control:
-    """What the file says now, read again when it has changed."""
+    """What the file says, read again when it has changed; ``last`` is what was read last."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._seen, self._now = folder, 0, SOUND
+        self.folder, self._seen, self.last = folder, 0, SOUND
 
     def now(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
             changed = (self.folder / "now").stat().st_mtime_ns
             if changed != self._seen:
-                self._now = json.loads((self.folder / "now").read_text())
+                self.last = json.loads((self.folder / "now").read_text())
                 self._seen = changed
-        return self._now
+        return self.last
 
     def begun(self, number: int, step: int) -> None:
         path = self.folder / f"begun-{number}"
@@ -60,6 +60,27 @@ class Rows:
         if self.delay:
             time.sleep(self.delay)
         return self._row
+
+
+class Late:
+    """Calls of process groups that this rank comes to later by so much, outside of what is timed."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self.by_s = 0.0
+        for name in ("allreduce", "_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single",
+                     "allgather", "reduce_scatter", "broadcast", "send", "recv"):  # fmt: skip
+            if hasattr(dist.ProcessGroup, name):
+                setattr(dist.ProcessGroup, name, self._delayed(getattr(dist.ProcessGroup, name)))
+
+    def _delayed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(group: Any, *args: Any, **named: Any) -> Any:
+            if self.by_s:
+                time.sleep(self.by_s)
+            return original(group, *args, **named)
+
+        return method
 
 
 def deepspeed_step(layout: str, rings: str) -> Callable[[Any], None]:
@@ -121,8 +142,9 @@ def main() -> None:
         train = megatron_step(layout, rings)
     rank = dist.get_rank()
     pairs = [dist.new_group(), dist.new_group()]  # for a deadlock
-    rows = Rows(256)
+    rows, late = Rows(256), Late()
     loader = iter(torch.utils.data.DataLoader(rows, batch_size=8))  # type: ignore[arg-type]
+    torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: stuck(control, rank))
     heap = [[[] for _ in range(50)] for _ in range(4000)]
     step = 0
     while True:
@@ -135,14 +157,10 @@ def main() -> None:
             control.begun(now["id"], step)
         rows.delay = amount / 8 if mine and fault == "data" else 0.0
         samples = next(loader).repeat(8, 1)
-        if mine and fault == "sleep":
-            time.sleep(amount)
-        elif mine and fault == "garbage":
+        late.by_s = amount if mine and fault == "sleep" else 0.0
+        if mine and fault == "garbage":
             for _ in range(int(amount)):
                 gc.collect()
-        elif mine and fault == "loop":
-            while control.now()["id"] == now["id"]:
-                pass
         elif mine and fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(DEVICE_S)
@@ -154,6 +172,12 @@ def main() -> None:
     dist.barrier()
     session.stop()
     leave()
+
+
+def stuck(control: Control, rank: int) -> None:
+    """In a forward: as long as the file says so."""
+    while control.last["fault"] == "loop" and control.last["rank"] == rank:
+        control.now()
 
 
 def out_of_order(fault: str, mine: bool, pairs: list[Any]) -> None:

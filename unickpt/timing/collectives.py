@@ -102,15 +102,12 @@ def _watched(original: Callable[..., Any], describe: Callable[..., Call]) -> Cal
             if recorder.error(err):
                 uninstall()
             return original(self, *args, **kwargs)
-        native.noted.here = True
         try:
-            work = original(self, *args, **kwargs)
+            work = native.beside(original, self, args, kwargs) if native.reducing else original(self, *args, **kwargs)
         except BaseException:
             if number:
                 recorder.failed(number)
             raise
-        finally:
-            native.noted.here = False
         if number and coalesced is None:
             recorder.issued(number, work, what[4])
         elif number and coalesced is not None:
@@ -150,13 +147,15 @@ def _waits(original: Callable[..., Any]) -> Callable[..., Any]:
         recorder = _recorder
         if recorder is None:
             return original(self, *args, **kwargs)
-        recorder.waits(self)
+        numbers = recorder.waits(self)
+        if not numbers:
+            return original(self, *args, **kwargs)
         try:
             done = original(self, *args, **kwargs)
         except BaseException:
-            recorder.broke(self)
+            recorder.failed(numbers)
             raise
-        recorder.waited(self)
+        recorder.end(numbers)
         return done
 
     return wait

@@ -35,6 +35,7 @@ class Noted(threading.local):
 
 
 noted = Noted()
+reducing = False  # calls from C++ are noted, too
 _libraries: list[Any] = []
 _open: dict[int, int] = {}  # address of a functional collective's result -> its record
 
@@ -47,9 +48,20 @@ def watch_functional(recorder: Callable[[], Recorder | None]) -> None:
 
 def watch_reducer(recorder: Callable[[], Recorder | None]) -> None:
     """Note what the reducer calls, from now on. Once is enough."""
-    if any(library.ns == "c10d" for library in _libraries):
+    global reducing
+    if reducing:
         return
+    reducing = True
     _override("c10d", {name: functools.partial(_call, describe=describe) for name, describe in _CALLS.items()}, recorder)
+
+
+def beside(method: Callable[..., Any], group: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """A call that a method of its process group has noted: what it does in C++ is not noted again."""
+    noted.here = True
+    try:
+        return method(group, *args, **named)
+    finally:
+        noted.here = False
 
 
 def _override(namespace: str, makers: dict[str, Any], recorder: Callable[[], Recorder | None]) -> None:
@@ -74,6 +86,8 @@ def waiting(original: Callable[[Any], Any], recorder: Callable[[], Recorder | No
 
 def unwatch() -> None:
     """Take all overrides back."""
+    global reducing
+    reducing = False
     for library in _libraries:
         library._destroy()
     _libraries.clear()

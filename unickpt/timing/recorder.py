@@ -7,6 +7,7 @@ import logging
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,6 +81,7 @@ class Recorder:
         self._numbers = itertools.count(1)
         self._last = 0
         self._communicators: dict[str, Communicator] = {}
+        self._of_group: dict[int, Communicator] = {}  # by id, while the group lives
         self._lock = threading.Lock()
         self._pending: dict[int, tuple[Any, int | tuple[int, ...], int]] = {}  # id of the work -> it, its records, their flags
         self._errors = 0
@@ -94,6 +96,8 @@ class Recorder:
             found = self._communicators.get(name)
             if found is None:
                 found = self._communicators[name] = self._list(group, name)
+            weakref.finalize(group, self._of_group.pop, id(group), None).atexit = False
+            self._of_group[id(group)] = found
         return found
 
     def _list(self, group: Any, name: str) -> Communicator:
@@ -115,7 +119,7 @@ class Recorder:
             more: further flags.
         """
         op, dtype, elements_in, elements_out, flags, peer, tag, shape = what
-        communicator = self._communicators.get(group.group_name) or self._communicator(group)
+        communicator = self._of_group.get(id(group)) or self._communicator(group)
         if peer >= 0:
             peer = communicator.ranks[peer]
         if op <= _LAST_COLLECTIVE:
@@ -137,10 +141,10 @@ class Recorder:
 
     def end(self, numbers: int | tuple[int, ...]) -> None:
         """Note that records have ended now."""
-        now, oldest = _now(), self._last - self.ring.capacity
-        for number in (numbers,) if isinstance(numbers, int) else numbers:
-            if number > oldest:
-                self.ring.end(number, now)
+        now = _now()
+        for number in (numbers,) if type(numbers) is int else numbers:  # type: ignore[union-attr]
+            if number > self._last - self._capacity:
+                _pack_end(self._map, self._first + (number - 1) % self._capacity * _RECORD_BYTES + END_OFFSET, now)
 
     def issued(self, numbers: int | tuple[int, ...], work: Any, flags: int) -> None:
         """Note what a call has returned: work that goes on, or nothing, if all is done."""
@@ -149,21 +153,18 @@ class Recorder:
         else:
             self._pending[id(work)] = (work, numbers, flags)
 
-    def waits(self, work: Any) -> None:
-        """Note that somebody begins to wait for work; a call that was not asynchronous is waited for anyway."""
-        found = self._pending.get(id(work))
-        if found is not None and found[2] & _ASYNC:
-            self.wait(found[1])
+    def waits(self, work: Any) -> int | tuple[int, ...]:
+        """Note that somebody begins to wait for work on the host; the numbers of its records, which are theirs to end now.
 
-    def waited(self, work: Any) -> None:
-        """Note that somebody has waited for work on the host."""
+        0 if there is nothing to end. A call that was not asynchronous is waited for from its beginning anyway.
+        """
         found = self._pending.pop(id(work), None)
-        if found is not None:
-            numbers = found[1]
-            if type(numbers) is int and numbers > self._last - self._capacity:
-                _pack_end(self._map, self._first + (numbers - 1) % self._capacity * _RECORD_BYTES + END_OFFSET, _now())
-            else:
-                self.end(numbers)
+        if found is None:
+            return 0
+        _, numbers, flags = found
+        if flags & _ASYNC:
+            self.wait(numbers)
+        return numbers
 
     def wait(self, numbers: int | tuple[int, ...]) -> None:
         """Note that somebody begins to wait for records' calls now."""
@@ -177,12 +178,6 @@ class Recorder:
         for number in (numbers,) if isinstance(numbers, int) else numbers:
             if number > self._last - self._capacity:
                 self.ring.flag(number, int(Flag.FAILED))
-
-    def broke(self, work: Any) -> None:
-        """Note that waiting for work has raised."""
-        found = self._pending.pop(id(work), None)
-        if found is not None:
-            self.failed(found[1])
 
     def moment(self, op: Op, begin_ns: int, end_ns: int) -> None:
         """Note something that is over and is no call: a step, a pause, a wait for data."""
