@@ -37,6 +37,7 @@ from unickpt.diagnosis.view import CALL, Group, View, view_of
 from unickpt.diagnosis.wire import packed, unpacked
 from unickpt.errors import FormatError
 from unickpt.timing import stacks
+from unickpt.timing.endings import Endings
 from unickpt.timing.folder import read_folder, remove_old
 from unickpt.timing.processes import State
 from unickpt.timing.ranks import progressions
@@ -195,9 +196,11 @@ def test_a_rank_that_is_stopped_inside_of_a_call_is_named(tmp_path: Path) -> Non
     assert (verdict.syndrome, verdict.ranks, verdict.victims) == (Syndrome.NON_COMMUNICATION_HANG, (3,), 3)
 
 
-def dead(view: View, heard_s: dict[int, float]) -> View:
+def dead(view: View, heard_s: dict[int, float], ended: dict[int, str] | None = None) -> View:
     ranks = {
-        rank: dataclasses.replace(one, state=State.DEAD, heard_ns=int(heard_s[rank] * S)) if rank in heard_s else one
+        rank: dataclasses.replace(one, state=State.DEAD, heard_ns=int(heard_s[rank] * S), ended=(ended or {}).get(rank, ""))
+        if rank in heard_s
+        else one
         for rank, one in view.ranks.items()
     }
     return dataclasses.replace(view, ranks=ranks)
@@ -216,6 +219,50 @@ def test_nobody_waits_for_the_dead_until_a_deadline(tmp_path: Path, heard_s: dic
     hung(tmp_path, culprit=2, since_s=0.2)
     view = dead(view_of(read_folder(tmp_path)), heard_s)
     assert [verdict.ranks for verdict in examine(view, after_s=60).verdicts] == named
+
+
+@pytest.mark.parametrize(
+    ("heard_s", "ended", "named"),
+    [
+        ({2: 6.0, 0: 6.03, 1: 6.04, 3: 6.04}, {2: "SIGKILL", 0: "SIGTERM", 1: "SIGTERM", 3: "SIGTERM"}, [(2,)]),  # the launcher
+        (
+            {2: 6.0, 0: 6.03, 1: 6.04, 3: 6.04},
+            {2: "SIGKILL", 0: "exit code 1", 1: "SIGTERM", 3: "SIGTERM"},
+            [(2,)],
+        ),  # died of it
+        ({2: 6.0, 0: 6.0, 1: 6.001, 3: 6.002}, dict.fromkeys(range(4), "SIGTERM"), []),  # somebody has ended the job
+        ({2: 6.0, 0: 6.0, 1: 6.001, 3: 6.002}, dict.fromkeys(range(4), "SIGKILL"), []),
+        ({2: 6.0}, {2: "SIGTERM"}, [(2,)]),  # the others live
+    ],
+)
+def test_who_was_asked_to_end_has_not_died_first(
+    tmp_path: Path, heard_s: dict[int, float], ended: dict[int, str], named: list[Any]
+) -> None:
+    hung(tmp_path, culprit=2, since_s=0.2)
+    found = examine(dead(view_of(read_folder(tmp_path)), heard_s, ended), after_s=60)
+    assert [verdict.ranks for verdict in found.verdicts] == named
+    assert all(f"is dead ({ended[2]})" in line for line in found.lines)
+
+
+@pytest.mark.parametrize("reaped", [False, True])
+@pytest.mark.parametrize(("how", "told"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGTERM, "SIGTERM"), (None, "exit code 3")])
+def test_how_a_process_ended_is_seen_at_once(how: signal.Signals | None, told: str, reaped: bool) -> None:
+    command = [sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        endings = Endings()
+        endings.watch([process.pid, os.getpid()])
+        parent = threading.Thread(target=process.wait)
+        if reaped:
+            parent.start()
+        begin = time.monotonic_ns()
+        assert process.stdin is not None
+        process.stdin.close() if how is None else process.send_signal(how)
+        endings.sleep(60)
+        now = time.monotonic_ns()
+        assert begin < endings.known[process.pid].at_ns < now < begin + 30 * S
+        assert endings.known[process.pid].how in ((told, "") if reaped else (told,))  # before Linux 6.15, nobody knows any more
+        assert os.getpid() not in endings.known
+        endings.close()
 
 
 @pytest.mark.parametrize(
@@ -302,6 +349,25 @@ def learnt() -> Usual:
 
 def test_a_link_that_takes_longer_than_it_used_to_is_named() -> None:
     assert told((0, 3, 11, 0.1), (3, 0, 9, 0.1), (1, 2, 500, 0.8), (2, 1, 9, 0.1)) == [(1, 2)]
+
+
+@pytest.mark.parametrize(("late_ms", "named"), [(0, [(2, 3)]), (300, [])])
+def test_links_of_a_job_that_waits_for_a_late_rank_tell_nothing(late_ms: int, named: list[Any]) -> None:
+    """Acknowledgements that have nothing to go with wait for 40 ms, and links look slow for it."""
+    usual = Usual()
+    for look in range(30):
+        steps = np.zeros(4 * 24, STEP)
+        steps["rank"], steps["number"] = np.repeat(np.arange(4), 24), np.tile(np.arange(10 + look, 34 + look), 4)
+        steps["end_ns"], steps["own_ns"], steps["calls"] = 700 * MS, 100 * MS, 5
+        late = (steps["rank"] == 0) & (steps["number"] > 10 + 24 + 15)
+        steps["own_ns"][late] += late_ms * MS
+        windows = np.zeros(2, WINDOW)
+        windows["rank"], windows["here"], windows["there"] = [2, 3], [1, 2], [2, 1]
+        windows["window_ns"], windows["bytes"] = 2 * S, 1 << 20
+        windows["busy_ns"] = [400 * MS if look > 22 else 20 * MS, 20 * MS]
+        view = dataclasses.replace(made_up([], now_ns=look * S), steps=steps, windows=windows)
+        found = examine(view, usual=usual).verdicts
+    assert [verdict.link for verdict in found if verdict.syndrome is Syndrome.COMMUNICATION_SLOW] == named
 
 
 def test_the_way_back_is_slow_for_its_acknowledgements() -> None:

@@ -43,6 +43,10 @@ class CoverageError(UnickptError):
     """Fragments leave a hole in a tensor or cover an element twice."""
 
 
+class LanguageError(UnickptError):
+    """A description of how parameters are arranged is malformed, contradicts itself, or does not fit the tensors."""
+
+
 class UnsupportedLayoutError(UnickptError):
     """The job uses something whose layout this release cannot describe.
 

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from unickpt.diagnosis.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.view import NEWEST_STEPS, View, view_of
 from unickpt.errors import UnickptError
 from unickpt.timing import stacks
+from unickpt.timing.endings import Ending, Endings
 from unickpt.timing.folder import Job, read_folder
 from unickpt.timing.processes import State
 from unickpt.timing.sockets import connections_of
@@ -55,7 +56,7 @@ def watch(folder: Path, tell: Tell, *, hub: Hub | None = None, every_s: float = 
         every_s: seconds between two looks.
         gives_way: end when another one that does was started: a job that is started again in the same folder has its own.
     """
-    agent = Agent(folder, tell, hub)
+    agent, endings = Agent(folder, tell, hub), Endings()
     begin, ended = time.monotonic(), 0.0
     started, own = folder / f"{STARTED}-{socket.gethostname()}", str(os.getpid())
     if gives_way:
@@ -73,14 +74,15 @@ def watch(folder: Path, tell: Tell, *, hub: Hub | None = None, every_s: float = 
                 return
             time.sleep(every_s)
             continue
+        endings.watch(ring.identity.pid for rank, ring in job.ranks.items() if _is_alive(job, rank))
         before, numbers = numbers, {rank: int(ring.records["begun"].max(initial=0)) for rank, ring in job.ranks.items()}
-        agent.look(job)
+        agent.look(job, endings.known)
         if over(job):
             ended = ended or time.monotonic()
             awaited = hub is not None and any(_lives(view) for view, age in hub.others() if age < _SILENT_S)
             if not awaited or time.monotonic() - ended > _LINGER_S:
                 return
-        time.sleep(every_s)
+        endings.sleep(every_s)
 
 
 def window(before: dict[int, int], now: dict[int, int]) -> int:
@@ -98,6 +100,10 @@ def _text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def _is_alive(job: Job, rank: int) -> bool:
+    return job.states[rank] not in (State.DEAD, State.UNKNOWN)
 
 
 def over(job: Job) -> bool:
@@ -127,9 +133,9 @@ class Agent:
         self._memory = Memory()
         self._sampler, self._usual = Sampler(), Usual()
 
-    def look(self, job: Job) -> None:
-        """At the rings as they were read."""
-        own = view_of(job, {rank: text for rank, (text, _) in self._stacks.items()})
+    def look(self, job: Job, endings: Mapping[int, Ending] | None = None) -> None:
+        """At the rings as they were read, and at how processes ended."""
+        own = view_of(job, {rank: text for rank, (text, _) in self._stacks.items()}, endings)
         pids = {rank: one.pid for rank, one in own.ranks.items() if one.state is not State.DEAD}
         own = dataclasses.replace(own, windows=self._sampler.window(time.monotonic_ns(), connections_of(pids)))
         if self._hub is None:

@@ -15,6 +15,7 @@ from unickpt.diagnosis.transfers import transfers_of
 from unickpt.diagnosis.transport import Links, Usual, links_of, stuck_links
 from unickpt.diagnosis.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.view import RankView, View
+from unickpt.timing.endings import TOGETHER_S
 from unickpt.timing.processes import State
 from unickpt.timing.records import Phase
 
@@ -22,7 +23,10 @@ STANDING = 3.0  # deadlines that all ranks make no call for until it is the netw
 _LONG = (Phase.CHECKPOINT, Phase.EVALUATION, Phase.DATA)
 WRITING_S = 600.0  # that a rank may be in a save, or in an evaluation, while others wait for it
 
-TOGETHER_NS = 100_000_000  # between the ends of processes that somebody has ended together
+LATE, LATE_OF = 6, 8  # steps of the newest in which a rank was late, so that links tell nothing
+TOGETHER_NS = int(TOGETHER_S * 1e9)
+AT_ONCE_NS = 5_000_000  # between the ends of processes of which none has died of another's
+ASKED = ("SIGTERM", "SIGINT", "SIGHUP")  # what a process ends by that somebody has asked to
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,10 @@ def examine(view: View, *, after_s: float | None = None, usual: Usual | None = N
     limit_s = deadline_s(view.steps, [view.longest_wait_ns] * len(view.ranks)) if after_s is None else after_s
     links = links_of(view.windows)
     hosts = {rank: one.host for rank, one in view.ranks.items()}
-    slow = usual.slow(links, view.now_ns, hosts) if usual is not None else []
+    late = stragglers(view.steps, last=LATE_OF, fewest=LATE)  # then acknowledgements have nothing to go with, and wait, too
+    slow = usual.slow(links, view.now_ns, hosts) if usual is not None and not late else []
+    if usual is not None and late:
+        usual.forget()
     verdicts = [_with_link(verdict, links) for verdict in _hangs(view, limit_s, patient=after_s is None)]
     if not verdicts:
         verdicts = [*slow, *stragglers(view.steps)] or slow_links(transfers_of(view.calls))
@@ -86,12 +93,20 @@ def _all_stand(view: View, for_s: float) -> bool:
 
 
 def _died_first(view: View) -> frozenset[int]:
-    """Ranks whose processes have ended without order before the others did; none if all were ended together."""
+    """Ranks whose processes have ended without order before the others did; none if somebody has ended all of them.
+
+    A launcher that sees one end asks the others to, and may do so at once: whoever was not asked counts, if that is known.
+    """
     died = {rank: one.heard_ns for rank, one in view.ranks.items() if one.state is State.DEAD and not one.closed}
     first = min(died.values(), default=0)
+    soon = {rank for rank, heard_ns in died.items() if heard_ns - first < TOGETHER_NS / 2}
+    by_itself = {rank for rank in soon if view.ranks[rank].ended not in ("", *ASKED)}  # of these, when is known exactly
+    earliest = min((died[rank] for rank in by_itself), default=0)
+    by_itself = {rank for rank in by_itself if died[rank] - earliest < AT_ONCE_NS}
     if len(died) == len(view.ranks) and max(died.values(), default=0) - first < TOGETHER_NS:
-        return frozenset()
-    return frozenset(rank for rank, heard_ns in died.items() if heard_ns - first < TOGETHER_NS / 2)
+        asked = any(view.ranks[rank].ended in ASKED for rank in died)
+        return frozenset(by_itself if asked else ())
+    return frozenset(by_itself or soon)
 
 
 def _by_state(verdict: Verdict, view: View) -> Verdict:
@@ -100,11 +115,11 @@ def _by_state(verdict: Verdict, view: View) -> Verdict:
         return verdict
     inside = [group.members().tolist() for group in view.groups if group.told() == verdict.communicator]
     members = verdict.link or (inside[0] if inside else verdict.ranks)
-    still = {rank: view.ranks[rank].state for rank in members if rank in view.ranks}
-    still = {rank: state for rank, state in still.items() if state in (State.STOPPED, State.DEAD)}
+    still = {rank: view.ranks[rank] for rank in members if rank in view.ranks}
+    still = {rank: one for rank, one in still.items() if one.state in (State.STOPPED, State.DEAD)}
     if not still or len(still) == len(members):
         return verdict
-    told = "; ".join(f"rank {rank} is {state.value}" for rank, state in still.items())
+    told = "; ".join(f"rank {rank} is {one.condition}" for rank, one in still.items())
     return dataclasses.replace(
         verdict, syndrome=Syndrome.NON_COMMUNICATION_HANG, ranks=tuple(still), link=None,
         evidence=(f"{told}; {verdict.evidence[0]}", *verdict.evidence[1:]), victims=len(set(verdict.ranks) - set(still)),
@@ -180,7 +195,7 @@ def _doing(rank: int, view: View) -> str:
     if one is None:
         return f"nothing is known of rank {rank}"
     where = f" ({one.place})" if one.place else ""
-    who = f"process {one.pid} on {one.host}{where} is {one.state.value}, in step {one.step} ({_phase(one)})"
+    who = f"process {one.pid} on {one.host}{where} is {one.condition}, in step {one.step} ({_phase(one)})"
     stack = f"; its main thread is in {one.stack}" if one.stack else ""
     if not one.last:
         return f"{who}; no call of it has ended{stack}"

@@ -137,6 +137,10 @@ class Usual:
         ends = np.stack([links["source"], links["destination"]], axis=1).astype(np.int64)
         return by_sides(ends, times, known, than="before for a byte", since_ns=since_ns)
 
+    def forget(self) -> None:
+        """What was slow until now had another reason."""
+        self._slow.clear()
+
     def _ways_back(self, links: Links, hosts: Mapping[int, str]) -> npt.NDArray[np.bool_]:
         """Links that are slow for their acknowledgements, which go the way that is: those of two hosts in the direction that
         is clearly less busy than the other one."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from unickpt.diagnosis.steps import STEP, Steps, steps_of
 from unickpt.diagnosis.summaries import SUMMARY, Summaries, numbered, summary
 from unickpt.diagnosis.transport import WINDOW, Windows
+from unickpt.timing.endings import Ending
 from unickpt.timing.folder import Job
 from unickpt.timing.processes import State
 from unickpt.timing.ranks import Progressions, believable, coordinates, members
@@ -75,12 +76,13 @@ class RankView:
     Attributes:
         pid, host, state: of its process.
         closed: it ended in order.
-        heard_ns: when it last gave a sign of life, to 10 ms.
+        heard_ns: when it last gave a sign of life, to 10 ms; when it ended, if somebody has seen that.
         step, phase: of training, as the rank last told.
         place: its coordinates, such as ``tp 1 pp 0 dp 2``; '' if the groups' names do not tell them.
         last: the call that ended last, for a person; '' if none has.
         last_ns: when that was.
         stack: where its main thread is, innermost first; '' if that was not asked.
+        ended: by what: ``SIGKILL``, ``exit code 1``; '' if it has not, or nobody knows.
     """
 
     pid: int
@@ -94,6 +96,12 @@ class RankView:
     last: str = ""
     last_ns: int = 0
     stack: str = ""
+    ended: str = ""
+
+    @property
+    def condition(self) -> str:
+        """Of its process, for a person."""
+        return f"{self.state.value} ({self.ended})" if self.ended else self.state.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +131,13 @@ class View:
     problems: Sequence[str] = field(default_factory=tuple)
 
 
-def view_of(job: Job, stacks: Mapping[int, str] | None = None) -> View:
+def view_of(job: Job, stacks: Mapping[int, str] | None = None, endings: Mapping[int, Ending] | None = None) -> View:
     """Of the rings of one host.
 
     Args:
         job: as they were read.
         stacks: rank -> its stack, of ranks whose was asked.
+        endings: process -> how it ended, of those that were watched and have.
     """
     known: dict[str, int] = {}
     groups: list[Group] = []
@@ -144,7 +153,7 @@ def view_of(job: Job, stacks: Mapping[int, str] | None = None) -> View:
         steps.append(steps_of(rank, ring.records, offset_ns=offset)[-NEWEST_STEPS:])
         calls.append(_calls(rank, made[-NEWEST_CALLS:], numbers, offset))
         longest = max(longest, _longest_wait_ns(made))
-        ranks[rank] = _rank(rank, ring, table, made, job, (stacks or {}).get(rank, ""))
+        ranks[rank] = _rank(rank, ring, table, made, job, (stacks or {}).get(rank, ""), endings or {})
     return View(
         job.now_ns, ranks, groups, np.concatenate(rows), np.concatenate(steps), np.concatenate(calls), longest_wait_ns=longest,
         problems=job.unreadable,
@@ -178,18 +187,22 @@ def _longest_wait_ns(calls: Records) -> int:
     return int((over["end_ns"] - over["wait_ns"]).max(initial=0))
 
 
-def _rank(rank: int, ring: Snapshot, table: Sequence[Group], made: Records, job: Job, stack: str) -> RankView:
+def _rank(
+    rank: int, ring: Snapshot, table: Sequence[Group], made: Records, job: Job, stack: str,
+    endings: Mapping[int, Ending],
+) -> RankView:  # fmt: skip
     last, last_ns = "", 0
     done = made[made["end_ns"] > 0]
     if len(done):
         call = done[np.argmax(done["end_ns"])]
         last = f"{Op(call['op']).name.lower()} #{call['seq']} of its {table[call['comm']].label} group"
         last_ns = int(call["end_ns"]) + job.offsets_ns[rank]
-    who = ring.identity
+    who, state, heard_ns, ended = ring.identity, job.states.get(rank, State.UNKNOWN), ring.heartbeat_ns, ""
+    if state is State.DEAD and who.pid in endings:
+        heard_ns, ended = endings[who.pid].at_ns, endings[who.pid].how
     return RankView(
-        who.pid, who.host, job.states.get(rank, State.UNKNOWN), ring.closed, ring.step, ring.phase,
-        ring.heartbeat_ns + job.offsets_ns[rank], _place(rank, table), last,
-        last_ns, stack,
+        who.pid, who.host, state, ring.closed, ring.step, ring.phase, heard_ns + job.offsets_ns[rank], _place(rank, table),
+        last, last_ns, stack, ended,
     )  # fmt: skip
 
 

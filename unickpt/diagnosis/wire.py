@@ -19,7 +19,7 @@ from unickpt.timing.processes import State
 from unickpt.timing.ranks import MOST_RANKS, believable
 from unickpt.timing.records import Op
 
-VERSION = 1
+VERSION = 2
 _LENGTH = struct.Struct("<Q")
 _TABLES = {"rows": SUMMARY, "steps": STEP, "calls": CALL, "windows": WINDOW}
 
@@ -46,6 +46,7 @@ def packed(view: View) -> bytes:
                 r.last,
                 r.last_ns,
                 r.stack,
+                r.ended,
             ]
             for rank, r in view.ranks.items()
         },
@@ -100,11 +101,11 @@ def _number(value: Any, end: int) -> int:
 
 def _rank(
     pid: Any, host: Any, state: Any, closed: Any, step: Any, phase: Any, heard_ns: Any, place: Any, last: Any, last_ns: Any,
-    stack: Any,
+    stack: Any, ended: Any,
 ) -> RankView:  # fmt: skip
     return RankView(
         int(pid), str(host), State(state), bool(closed), int(step), int(phase), int(heard_ns), str(place), str(last),
-        int(last_ns), str(stack),
+        int(last_ns), str(stack), str(ended),
     )  # fmt: skip
 
 
