@@ -173,12 +173,13 @@ def doing(job: Job, fault: Fault, rank: int) -> Iterator[Any]:
     elif fault.name == "starve":
         pid, at, core = job.pid(rank), (time.time_ns(), max(job.steps())), random.randrange(os.cpu_count() or 1)
         everywhere = os.sched_getaffinity(0)
-        greedy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+        greedy = [subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)]
         try:
             for each in greedy:
                 os.sched_setaffinity(each.pid, {core})
-                with contextlib.suppress(PermissionError):  # among equals, whoever sleeps often comes first
-                    os.setpriority(os.PRIO_PROCESS, each.pid, -10)
+                os.setpriority(os.PRIO_PROCESS, each.pid, -15)  # among equals, whoever sleeps often comes first (needs root)
+                with contextlib.suppress(OSError):  # sched(7): sessions are equals, whatever their processes are
+                    Path(f"/proc/{each.pid}/autogroup").write_text("-15")
             pin(pid, {core})
             yield lambda: at
         finally:

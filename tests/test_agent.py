@@ -244,6 +244,17 @@ def test_who_was_asked_to_end_has_not_died_first(
     assert all(f"is dead ({ended[2]})" in line for line in found.lines)
 
 
+@pytest.mark.parametrize(("ended", "named"), [("SIGSEGV", [(1,)]), ("exit code 1", [(1,)]), ("exit code 0", []), ("", [])])
+def test_a_death_is_told_before_anybody_waits(tmp_path: Path, ended: str, named: list[Any]) -> None:
+    hung(tmp_path, culprit=-1, since_s=0.2)
+    for rank in range(4):  # nobody is in any call
+        call(ring(tmp_path, rank), 1, time.monotonic_ns() - S, time.monotonic_ns() - S // 2)
+    view = dead(view_of(read_folder(tmp_path)), {1: 6.0}, {1: ended})
+    found = examine(view, after_s=60)
+    assert [verdict.ranks for verdict in found.verdicts] == named
+    assert all(line.startswith(f"rank 1 has ended ({ended}) since ") for line in found.lines)
+
+
 @pytest.mark.parametrize("reaped", [False, True])
 @pytest.mark.parametrize(("how", "told"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGTERM, "SIGTERM"), (None, "exit code 3")])
 def test_how_a_process_ended_is_seen_at_once(how: signal.Signals | None, told: str, reaped: bool) -> None:

@@ -70,6 +70,7 @@ def _hangs(view: View, limit_s: float, *, patient: bool) -> list[Verdict]:
         for verdict in (hangs(rows, members, names, before_ns=view.now_ns, gone=died) if died else [])
         if verdict.syndrome is Syndrome.NON_COMMUNICATION_HANG and died.issuperset(verdict.ranks)
     ]  # nobody has to wait for what the dead will do
+    found = found or _fallen(view, died)
     if not found:
         before_ns = view.now_ns - int(limit_s * 1e9)
         gone = frozenset(rank for rank, one in view.ranks.items() if one.state is State.DEAD)
@@ -107,6 +108,22 @@ def _died_first(view: View) -> frozenset[int]:
         asked = any(view.ranks[rank].ended in ASKED for rank in died)
         return frozenset(by_itself if asked else ())
     return frozenset(by_itself or soon)
+
+
+def _fallen(view: View, died: frozenset[int]) -> list[Verdict]:
+    """Ranks that have ended by themselves and for no good, before anybody came to wait for them."""
+    ranks = sorted(rank for rank in died if view.ranks[rank].ended not in ("", "exit code 0", *ASKED))
+    if not ranks:
+        return []
+    since_ns = min(view.ranks[rank].heard_ns for rank in ranks)
+    told = ", ".join(f"rank {rank} has ended ({view.ranks[rank].ended})" for rank in ranks[:8])
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    others = len(view.ranks) - len(ranks)
+    return [
+        Verdict(
+            Syndrome.NON_COMMUNICATION_HANG, tuple(ranks), since_ns, victims=others, confidence=1.0, evidence=(told + more,)
+        )
+    ]
 
 
 def _by_state(verdict: Verdict, view: View) -> Verdict:

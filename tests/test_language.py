@@ -1,0 +1,392 @@
+"""The language: rules against an independent evaluation by numpy, and what is refused when it is built."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unickpt.errors import CoverageError, LanguageError
+from unickpt.fragments import Box
+from unickpt.language.arrangement import PADDING, Arrangement, Axis, Choice, Node, Product
+from unickpt.language.names import Template
+from unickpt.language.pieces import Link, Piece, check_cover, compose
+from unickpt.language.rules import Item, Rule
+from unickpt.language.sizes import evaluate
+from unickpt.language.translation import Translation, translate
+
+Array = npt.NDArray[Any]
+
+
+# ---------------------------------------------------------------- an evaluation that knows nothing of steps and pieces
+
+
+def filled(arrangement: Arrangement, option_arrays: Sequence[Mapping[str, Any]], sizes: Mapping[str, int]) -> Array:
+    """A tensor from arrays with named axes, ``{"axes": [...], "data": array}``, one for each option (a padding has none)."""
+    parts = []
+    for at, option in enumerate(arrangement.options or (None,)):
+        if option == Axis(PADDING):
+            parts.append(None)
+            continue
+        order, shape = [], []
+        for node in arrangement.dimensions:
+            for names in _factors(node, at):
+                order += names
+                shape.append(math.prod(sizes[name] for name in names))
+        given = option_arrays[len([part for part in parts if part is not None])]
+        data = given["data"].transpose([given["axes"].index(name) for name in order])
+        parts.append(data.reshape(shape))
+    joint = next(
+        (at for at, node in enumerate(_all_factors(arrangement)) if isinstance(node, Choice)), None
+    )  # the factor that is a choice
+    if joint is not None:
+        sample = next(part for part in parts if part is not None)
+        blank = np.zeros([sizes.get(PADDING, 0) if at == joint else n for at, n in enumerate(sample.shape)], sample.dtype)
+        whole = np.concatenate([blank if part is None else part for part in parts], axis=joint)
+    else:
+        whole = parts[0]
+    return whole.reshape(arrangement.shape(sizes))
+
+
+def _all_factors(arrangement: Arrangement) -> list[Node]:
+    found: list[Node] = []
+    for node in arrangement.dimensions:
+        found += node.factors if isinstance(node, Product) else [node]
+    return found
+
+
+def _factors(node: Node, option: int) -> list[list[str]]:
+    """Names of the axes of every factor of a dimension."""
+    factors = node.factors if isinstance(node, Product) else (node,)
+    found = []
+    for factor in factors:
+        if isinstance(factor, Choice):
+            factor = factor.options[option]
+        leaves = factor.factors if isinstance(factor, Product) else (factor,)
+        found.append([leaf.name for leaf in leaves if isinstance(leaf, Axis) and leaf.name != "1"])
+    return found
+
+
+def carried_out(found: Translation, wanted: Mapping[str, Array], given: Mapping[str, Array]) -> dict[str, Array]:
+    """Targets, element by element as the pieces say; what no piece fills is 0."""
+    made = {}
+    for name, like in wanted.items():
+        made[name] = np.zeros(like.shape, like.dtype)
+        for piece in found.pieces[name]:
+            for part in piece.reads():
+                box = part.source_box
+                data = given[part.source][box.slices()]
+                view = np.lib.stride_tricks.as_strided(
+                    made[name].reshape(-1)[_flat(part.target_start, like.shape) :],
+                    data.shape,
+                    [step * like.itemsize for step in part.strides(_strides(like.shape))],
+                )
+                view += (data * part.weight).astype(like.dtype)
+    return made
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+
+
+def _flat(start: Sequence[int], shape: Sequence[int]) -> int:
+    return sum(a * b for a, b in zip(start, _strides(shape), strict=True))
+
+
+NAMES = "abcdef"
+
+
+@st.composite
+def grouped(draw: Any, names: list[str], chosen: str = "") -> str:
+    """An arrangement of these axes, in any order, in any dimensions."""
+    order = draw(st.permutations([*names, *([chosen] if chosen else [])]))
+    cuts = sorted(draw(st.sets(st.integers(1, len(order) - 1), max_size=2))) if len(order) > 1 else []
+    parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(order)], strict=True)]
+    return " ".join(part[0] if len(part) == 1 else f"({' '.join(part)})" for part in parts)
+
+
+@st.composite
+def rules(draw: Any) -> tuple[Rule, dict[str, int], bool]:
+    """A rule of one to three options, sizes of its axes, and whether it has padding."""
+    common = list(NAMES[: draw(st.integers(1, 3))])
+    count = draw(st.integers(1, 3))
+    own = [[f"x{at}{n}" for n in range(draw(st.integers(0, 2)))] for at in range(count)]
+    padded = draw(st.booleans())
+    sizes = {name: draw(st.integers(1, 4)) for name in [*common, *itertools.chain(*own)]}
+    if count > 1 or padded:
+        options = [" ".join(draw(st.permutations(names))) if names else "1" for names in own]
+        if padded:
+            options.insert(draw(st.integers(0, count)), PADDING)
+            sizes[PADDING] = draw(st.integers(0, 3))
+        whole = draw(grouped(common, f"({' | '.join(options)})"))
+    else:
+        whole = draw(grouped([*common, *own[0]]))
+    there = [f"t{at} [{draw(grouped([*common, *names]))}]" for at, names in enumerate(own)]
+    return Rule.parse(f"w [{whole}]", there), sizes, padded
+
+
+@settings(max_examples=300, deadline=None)
+@given(rules(), st.randoms(use_true_random=False))
+def test_a_rule_is_what_numpy_makes_of_it(made: tuple[Rule, dict[str, int], bool], chance: Any) -> None:
+    """Both ways: the whole from its parts, and the parts from the whole."""
+    rule, sizes, _ = made
+    arrays: dict[str, Array] = {}
+    options = []
+    for at, item in enumerate(rule.there):
+        assert item.arrangement is not None
+        axes = item.axes(0)
+        data = 1 + 1000 * at + np.arange(math.prod(sizes[name] for name in axes)).reshape([sizes[name] for name in axes])
+        arrays[f"t{at}"] = filled(item.arrangement, [{"axes": axes, "data": data}], sizes)
+        options.append({"axes": axes, "data": data})
+    assert rule.here.arrangement is not None
+    whole = {"w": filled(rule.here.arrangement, options, sizes)}
+    known = {name: size for name, size in sizes.items() if name != PADDING}
+    shapes = {name: array.shape for name, array in arrays.items()}
+    inward = translate([rule], {"w": whole["w"].shape}, shapes, known)
+    assert np.array_equal(carried_out(inward, whole, arrays)["w"], whole["w"])
+    assert inward.padding.get("w", 0) == whole["w"].size - sum(array.size for array in arrays.values())
+    outward = translate([rule], shapes, {"w": whole["w"].shape}, known, outward=True)
+    again = carried_out(outward, arrays, whole)
+    assert all(np.array_equal(again[name], array) for name, array in arrays.items())
+    for name, array in arrays.items():  # inverted, it is the same map
+        turned = Translation({name: [piece.inverted() for piece in inward.pieces["w"] if piece.source == name]})
+        assert np.array_equal(carried_out(turned, {name: array}, whole)[name], array)
+        round_trip = compose({"w": outward_inverse(outward, arrays)}, {name: outward.pieces[name]})[name]
+        check_cover(name, array.shape, round_trip)
+        assert all(piece.source_start == piece.target_start for piece in round_trip)
+    box = _box(whole["w"].shape, chance)
+    some = Translation({"w": [part for piece in inward.pieces["w"] if (part := piece.within(box))]})
+    only = np.zeros(whole["w"].shape, whole["w"].dtype)
+    only[box.slices()] = whole["w"][box.slices()]
+    assert np.array_equal(carried_out(some, whole, arrays)["w"], only)
+
+
+def outward_inverse(outward: Translation, arrays: Mapping[str, Array]) -> list[Piece]:
+    return [piece.inverted() for name in arrays for piece in outward.pieces[name]]
+
+
+def _box(shape: Sequence[int], chance: Any) -> Box:
+    start = [chance.randrange(extent) for extent in shape]
+    return Box(tuple(start), tuple(chance.randint(1, n - a) for a, n in zip(start, shape, strict=True)))
+
+
+# ---------------------------------------------------------------- what is written in practice
+
+SIZES = {"group": 2, "query": 3, "head": 4}
+
+
+def numbered(shapes: Mapping[str, Sequence[int]]) -> dict[str, Array]:
+    """Arrays with numbers that are in none of the others."""
+    found, at = {}, 1
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        found[name] = np.arange(at, at + size).reshape(shape)
+        at += size
+    return found
+
+
+def test_grouped_queries() -> None:
+    rule = Rule.parse(
+        "decoder.layers.{layer}.linear_qkv.weight [(group (query | 1 | 1) head) hidden]",
+        [
+            "model.layers.{layer}.q_proj.weight [(group query head) hidden]",
+            "model.layers.{layer}.k_proj.weight [(group head) hidden]",
+            "model.layers.{layer}.v_proj.weight [(group head) hidden]",
+        ],
+    )
+    given = numbered({f"model.layers.7.{name}_proj.weight": (rows, 5) for name, rows in (("q", 24), ("k", 8), ("v", 8))})
+    name = "decoder.layers.7.linear_qkv.weight"
+    found = translate([rule], {name: (40, 5)}, {key: array.shape for key, array in given.items()}, SIZES)
+    q, k, v = given.values()
+    per_group = [np.concatenate([q[g * 12 : g * 12 + 12], k[g * 4 : g * 4 + 4], v[g * 4 : g * 4 + 4]]) for g in range(2)]
+    like = {name: np.zeros((40, 5), int)}
+    assert np.array_equal(carried_out(found, like, given)[name], np.concatenate(per_group))
+    assert len(found.pieces[name]) == 6  # one for each group and projection
+    assert found.unused == []
+
+
+def test_stacked_experts_with_gate_and_up() -> None:
+    rule = Rule.parse(
+        "layers.{layer}.experts.fc1 [expert hidden (gate | up)]",
+        ["m.{layer + 1}.experts.{expert}.w1 [gate hidden]", "m.{layer + 1}.experts.{expert}.w3 [up hidden]"],
+    )
+    given = numbered({f"m.3.experts.{expert}.{name}": (5, 6) for expert in range(4) for name in ("w1", "w3")})
+    shapes = {name: array.shape for name, array in given.items()}
+    target = "layers.2.experts.fc1"
+    found = translate([rule], {target: (4, 6, 10)}, shapes, {"gate": 5})
+    want = np.stack(
+        [np.concatenate([given[f"m.3.experts.{e}.w1"].T, given[f"m.3.experts.{e}.w3"].T], axis=1) for e in range(4)]
+    )
+    assert np.array_equal(carried_out(found, {target: want}, given)[target], want)
+    back = translate([rule], shapes, {target: want.shape}, {"expert": 4}, outward=True)
+    again = carried_out(back, given, {target: want})
+    assert all(np.array_equal(again[name], array) for name, array in given.items())
+    del shapes["m.3.experts.2.w3"]
+    assert translate([rule], {target: (4, 6, 10)}, shapes, {"gate": 5}).without == {target: ["m.3.experts.2.w3"]}
+
+
+@pytest.mark.parametrize("how", ["same", "mean", "sum"])
+def test_copies(how: Any) -> None:
+    """One on each rank, which are alike, or whose mean or sum counts."""
+    rule = Rule.parse("norm [h]", "rank{tp}.norm [h]", repeat={"tp": how})
+    given = numbered({f"rank{tp}.norm": (4,) for tp in range(3)})
+    found = translate([rule], {"norm": (4,)}, {name: (4,) for name in given}, {"tp": 3})
+    stack = np.stack(list(given.values())).astype(float)
+    want = {"same": stack[0], "mean": stack.mean(0), "sum": stack.sum(0)}[how]
+    made = carried_out(found, {"norm": np.zeros(4)}, {name: array.astype(float) for name, array in given.items()})["norm"]
+    assert np.allclose(made, want)
+    out = translate([rule], {name: (4,) for name in given}, {"norm": (4,)}, {"tp": 3}, outward=True)
+    assert all(np.array_equal(carried_out(out, given, {"norm": want})[name], want.astype(int)) for name in given)
+
+
+def test_padding_is_nothing() -> None:
+    rule = Rule.parse("embedding [(vocab | ~) hidden]", "embed [vocab hidden]")
+    found = translate([rule], {"embedding": (8, 2)}, {"embed": (7, 2)}, {})
+    assert found.padding == {"embedding": 2}
+    back = translate([rule], {"embed": (7, 2)}, {"embedding": (8, 2)}, {}, outward=True)
+    assert [piece.numel for piece in back.pieces["embed"]] == [14]
+    with pytest.raises(LanguageError, match=r"embedding.*cannot have 6 elements"):
+        translate([rule], {"embedding": (6, 2)}, {"embed": (7, 2)}, {})
+
+
+def test_what_has_no_brackets_is_alike() -> None:
+    rule = Rule.parse("a.{*rest}", "b.{*rest}")
+    found = translate([rule], {"a.x.y": (2, 3), "c": (1,)}, {"b.x.y": (2, 3), "b.z": ()}, {})
+    assert found.pieces["a.x.y"][0].links == (Link(2, 0, 1, 0, 1), Link(3, 1, 1, 1, 1))
+    assert (found.unmatched, found.unused) == (["c"], ["b.z"])
+    with pytest.raises(LanguageError, match=r"a\.x has the shape \[3, 2\], b\.x has \[2, 3\]"):
+        translate([rule], {"a.x": (3, 2)}, {"b.x": (2, 3)}, {})
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("(a", "')' is missing"),
+        ("a a", "in it twice"),
+        ("((a | b) a)", "in it twice"),
+        ("(a a | b)", "in it twice"),
+        ("~", "padding stands for itself"),
+        ("(a ~ | b)", "padding stands for itself"),
+        ("(~)", "padding stands for itself"),
+        ("2 a", "of numbers only 1"),
+        ("(| a)", "nothing is between"),
+        ("()", "nothing is between"),
+        ("a)", "is expected"),
+        ("(a | b) (c | d)", "more than one choice"),
+        ("((a | b) | c)", "more than one choice"),
+        ("a-b", "'-' cannot be in it"),
+        ("(" * 600 + "a" + ")" * 600, "characters"),
+    ],
+)
+def test_arrangements_that_are_none(text: str, told: str) -> None:
+    with pytest.raises(LanguageError) as caught:
+        Arrangement.parse(text)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "told"),
+    [
+        ("w [a b]", ["p [a]"], "'b' is an index here alone"),
+        ("w [a]", ["p [a b]"], "'b' is an index there alone"),
+        ("w.{n} [a]", ["p [a]"], "'n' is an index here alone"),
+        ("w [(a | b)]", ["p [a]"], "2 options here are 1 tensors"),
+        ("w [a]", ["p [a]", "q [a]"], "1 options here are 2 tensors"),
+        ("w [a]", ["p"], "on both sides"),
+        ("w", ["p", "q"], "on both sides"),
+        ("w.{a} [a]", ["p.{a} [a]"], "is a hole and an axis"),
+        ("w.{*t}", ["p"], "any text has to be in the names on both sides"),
+        ("w.{t", ["p"], "a hole is"),
+        ("w.{a}.{a}", ["p.{a}"], "in it twice"),
+        ("w.{*a + 1}", ["p.{*a}"], "nothing can be added"),
+        ("w", [], "nothing is there"),
+        ("", ["p"], "is not a name"),
+    ],
+)
+def test_rules_that_are_none(here: str, there: list[str], told: str) -> None:
+    with pytest.raises(LanguageError) as caught:
+        Rule.parse(here, there)
+    assert told in str(caught.value)
+
+
+def test_a_repetition_of_nothing_is_refused() -> None:
+    with pytest.raises(LanguageError, match="no index on one side alone"):
+        Rule.parse("w [a]", "p [a]", repeat={"a": "mean"})
+    with pytest.raises(LanguageError, match="no index on one side alone"):
+        Rule.parse("w [a]", "p.{b} [a]", repeat={"b": "median"})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    "text", ["a/3", "a/0", "b", "__import__('os')", "a**9", "1-2", "a.x", "", "a if a else 1", "1.5", "True", "9" * 300]
+)
+def test_formulas_that_are_none(text: str) -> None:
+    with pytest.raises(LanguageError):
+        evaluate(text, {"a": 4})
+
+
+def test_a_formula() -> None:
+    assert evaluate("(heads - 2) / groups + 3 * one", {"heads": 10, "groups": 2, "one": 1}) == 7
+    assert evaluate(12, {}) == 12
+
+
+def test_names() -> None:
+    template = Template.parse("m.{layer + 2}.x.{*rest}")
+    assert template.match("m.5.x.a.b") == {"layer": 3, "rest": "a.b"}
+    assert template.fill({"layer": 3, "rest": "a.b"}) == "m.5.x.a.b"
+    assert template.match("m.1.x.a") is None  # layer -1
+    assert template.match("m.05.x.a") is None  # no framework writes that, and two names would be one
+    assert Template.parse(str(template)) == template
+    assert Item.parse("a.{layer + 1} [b  (c d)]").name.fill({"layer": 1}) == "a.2"
+
+
+def test_an_element_from_two_tensors_is_refused() -> None:
+    pieces = [Piece("a", "t", (0,), (0,), (Link(3, 0, 1, 0, 1),)), Piece("b", "t", (0,), (2,), (Link(2, 0, 1, 0, 1),))]
+    with pytest.raises(CoverageError, match="elements come from a and from b"):
+        check_cover("t", (5,), pieces)
+    with pytest.raises(CoverageError, match="4 of 5 elements"):
+        check_cover("t", (5,), [pieces[0], Piece("b", "t", (0,), (4,), ())])
+    with pytest.raises(CoverageError, match="outside"):
+        check_cover("t", (2,), [pieces[0]])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6), st.integers(1, 5)), min_size=1, max_size=4))
+def test_overlaps_of_grids_are_found(grids: list[tuple[int, int, int]]) -> None:
+    pieces = [Piece(str(at), "t", (0,), (start,), (Link(count, 0, 1, 0, step),) if count > 1 else ())
+              for at, (start, step, count) in enumerate(grids)]  # fmt: skip
+    hit = [start + n * step for start, step, count in grids for n in range(count)]
+    size = max(hit) + 1
+    try:
+        check_cover("t", (size,), pieces, less=size - len(hit))
+        assert len(set(hit)) == len(hit)
+    except CoverageError:
+        assert len(set(hit)) < len(hit)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.tuples(*[st.integers(0, 12), st.integers(1, 6), st.integers(1, 6)] * 2))
+def test_two_grids_in_a_row(grid: tuple[int, ...]) -> None:
+    """What goes through both is what is in both."""
+    a, a_step, a_count, b, b_step, b_count = grid
+    first = Piece("a", "b", (0,), (a,), (Link(a_count, 0, 1, 0, a_step),) if a_count > 1 else ())
+    second = Piece("b", "c", (b,), (0,), (Link(b_count, 0, b_step, 0, 1),) if b_count > 1 else ())
+    want = {(n, m) for n in range(a_count) for m in range(b_count) if a + n * a_step == b + m * b_step}
+    made = first.then(second)
+    found = set()
+    if made is not None:
+        link = made.links[0] if made.links else Link(1, 0, 0, 0, 0)
+        found = {
+            (made.source_start[0] + n * link.source_step, made.target_start[0] + n * link.target_step)
+            for n in range(link.extent)
+        }
+    assert found == want

@@ -1,0 +1,254 @@
+"""From one dialect to another: of every tensor that is wanted, the pieces of tensors that there are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from unickpt.errors import CoverageError, LanguageError
+from unickpt.language.names import Values
+from unickpt.language.pieces import Link, Piece, check_cover
+from unickpt.language.rules import Item, Rule, Side
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+@dataclass
+class Translation:
+    """How wanted tensors come from given ones.
+
+    Attributes:
+        pieces: by target.
+        unmatched: targets that no rule knows.
+        without: targets whose rule knows sources that are not there, and which those are.
+        padding: elements of each target that come from nowhere, where there are any.
+        unused: given tensors that nothing has come from.
+    """
+
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    unmatched: list[str] = field(default_factory=list)
+    without: dict[str, list[str]] = field(default_factory=dict)
+    padding: dict[str, int] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+
+
+def translate(
+    rules: Sequence[Rule], wanted: Shapes, given: Shapes, sizes: Mapping[str, int], *, outward: bool = False
+) -> Translation:
+    """Find pieces of given tensors for all wanted ones.
+
+    Args:
+        rules: the first one that knows a wanted tensor counts.
+        wanted, given: shapes by name. Wanted are tensors of *here*, given ones of *there*; the other way round if
+            ``outward``.
+        sizes: of axes, as far as shapes do not tell them.
+
+    Raises:
+        LanguageError: a shape contradicts its rule; names rule and tensor.
+        CoverageError: an element of a wanted tensor would come from none, or from two, of the given.
+    """
+    found = Translation()
+    used: set[str] = set()
+    for name, shape in wanted.items():
+        match = _rule_of(rules, name, outward)
+        if match is None:
+            found.unmatched.append(name)
+            continue
+        rule, item, values = match
+        made = _Made(rule, item, name, tuple(shape), values, given, dict(sizes), outward)
+        if made.missing:
+            found.without[name] = sorted(made.missing)
+            continue
+        used.update(piece.source for piece in made.pieces)
+        found.pieces[name] = made.pieces
+        if made.padding:
+            found.padding[name] = made.padding
+        try:
+            check_cover(name, shape, made.pieces, less=made.padding)
+        except CoverageError as err:
+            raise CoverageError(f"{rule}: {err}") from None
+    found.unused = [name for name in given if name not in used]
+    return found
+
+
+def _rule_of(rules: Sequence[Rule], name: str, outward: bool) -> tuple[Rule, Item, Values] | None:
+    for rule in rules:
+        for item in rule.there if outward else (rule.here,):
+            values = item.name.match(name)
+            if values is not None:
+                return rule, item, values
+    return None
+
+
+class _Made:
+    """Pieces of one target by its rule.
+
+    Attributes:
+        pieces: all of them, if nothing is missing.
+        missing: sources that the rule knows and that are not there.
+        padding: elements that come from nowhere.
+    """
+
+    def __init__(
+        self, rule: Rule, item: Item, name: str, shape: tuple[int, ...], values: Values, given: Shapes, sizes: dict[str, int],
+        outward: bool,
+    ) -> None:  # fmt: skip
+        self.rule, self.name, self.shape, self.values, self.given = rule, name, shape, values, given
+        self.pieces: list[Piece] = []
+        self.missing: set[str] = set()
+        self.padding = 0
+        if item.arrangement is None:
+            self._alike(shape, outward)
+            return
+        sizes.update(_without_padding(self._solved(item, name, shape, sizes)))
+        covered = 0
+        for here, there in rule.pairs():
+            target, source = (there, here) if outward else (here, there)
+            if target.item is not item:
+                continue
+            for piece in self._option(target, source, sizes):
+                self.pieces.append(piece)
+                covered += piece.numel if piece.term == 0 else 0
+        if item.padded and not self.missing:
+            total = 1
+            for extent in shape:
+                total *= extent
+            self.padding = total - covered
+
+    def _alike(self, shape: tuple[int, ...], outward: bool) -> None:
+        """The same shape and order on both sides."""
+        other = self.rule.here if outward else self.rule.there[0]
+        for source, weight, term in self._sources(other, {}, {}):
+            if tuple(self.given[source]) != shape:
+                raise LanguageError(
+                    f"{self.rule}: {self.name} has the shape {list(shape)}, {source} has {list(self.given[source])}, and the "
+                    "rule says that they are alike"
+                )
+            links = tuple(Link(extent, dim, 1, dim, 1) for dim, extent in enumerate(shape) if extent > 1)
+            zero = (0,) * len(shape)
+            if 0 not in shape:
+                self.pieces.append(Piece(source, self.name, zero, zero, links, weight, term))
+
+    def _solved(self, item: Item, name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, int]:
+        assert item.arrangement is not None
+        try:
+            return item.arrangement.solve(shape, sizes)
+        except LanguageError as err:
+            raise LanguageError(f"{self.rule}: {name}: {err}") from None
+
+    def _option(self, target: Side, source: Side, sizes: dict[str, int]) -> Iterator[Piece]:
+        """Pieces of one option of the target."""
+        repeats = source.item.indices(source.option) - target.item.indices(target.option)
+        holes = {hole.name for hole in source.item.name.holes if not hole.text}
+        for values, weight, term in self._values(source.item, target.item.axes(target.option), sizes):
+            name = source.item.name.fill({**self.values, **values})
+            if name not in self.given:
+                self.missing.add(name)
+                continue
+            known = {**sizes, **self._solved(source.item, name, self.given[name], sizes)}
+            known |= self._solved(target.item, self.name, self.shape, _without_padding(known))
+            for fixed, part, more in self._repeats(sorted(repeats - holes), known):
+                at = {**self.values, **values, **fixed}
+                yield from self._pieces(target, source, name, at, known, weight * part, term + more)
+
+    def _sources(self, item: Item, values: Values, sizes: Mapping[str, int]) -> Iterator[tuple[str, float, int]]:
+        for more, weight, term in self._values(item, [], sizes):
+            name = item.name.fill({**self.values, **values, **more})
+            if name in self.given:
+                yield name, weight, term
+            else:
+                self.missing.add(name)
+
+    def _values(self, item: Item, axes: Sequence[str], sizes: Mapping[str, int]) -> Iterator[tuple[dict[str, int], float, int]]:
+        """Values of the holes of a source's name that the target's name does not tell, with the weight of each and its term."""
+        free = [hole.name for hole in item.name.holes if not hole.text and hole.name not in self.values]
+        along = [name for name in free if name in axes]
+        for point in itertools.product(*(range(self._size(name, sizes)) for name in along)):
+            for fixed, weight, term in self._repeats([name for name in free if name not in along], sizes):
+                yield {**dict(zip(along, point, strict=True)), **fixed}, weight, term
+
+    def _repeats(self, names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[tuple[dict[str, int], float, int]]:
+        """Indices of the source alone: one value of those that are the same, all of those that are added."""
+        ranges = [range(1 if self.rule.repeat[name] == "same" else self._size(name, sizes)) for name in names]
+        weight = 1.0
+        for name, each in zip(names, ranges, strict=True):
+            weight /= len(each) if self.rule.repeat[name] == "mean" else 1
+        for term, point in enumerate(itertools.product(*ranges)):
+            yield dict(zip(names, point, strict=True)), weight, term
+
+    def _size(self, name: str, sizes: Mapping[str, int]) -> int:
+        if name not in sizes:
+            raise LanguageError(f"{self.rule}: {self.name}: the size of {name!r} is not known")
+        return sizes[name]
+
+    def _pieces(
+        self, target: Side, source: Side, name: str, fixed: Values, sizes: Mapping[str, int], weight: float, term: int
+    ) -> Iterator[Piece]:
+        """Pieces of one source: along every axis that both have, at the values of those that are fixed."""
+        assert target.item.arrangement is not None
+        assert source.item.arrangement is not None
+        for side in (target, source):
+            for axis in side.item.axes(side.option):
+                self._size(axis, sizes)
+        to, of = target.item.arrangement.digits(sizes, target.option), source.item.arrangement.digits(sizes, source.option)
+        begin, end = [digits.start for digits in of], [digits.start for digits in to]
+        steps: dict[str, list[tuple[int, int]]] = {}
+        for at, tensor in enumerate((of, to)):
+            for dim, digits in enumerate(tensor):
+                for axis, step in digits.steps.items():
+                    steps.setdefault(axis, [(-1, 0), (-1, 0)])[at] = (dim, step)
+        links: list[Link] = []
+        outer: list[Link] = []  # repeated on the side of the target
+        for axis, ((source_dim, source_step), (target_dim, target_step)) in steps.items():
+            if axis in fixed:
+                if source_dim >= 0:
+                    begin[source_dim] += int(fixed[axis]) * source_step
+                if target_dim >= 0:
+                    end[target_dim] += int(fixed[axis]) * target_step
+            elif sizes[axis] != 1:
+                link = Link(sizes[axis], source_dim, source_step, target_dim, target_step)
+                (outer if min(source_dim, target_dim) < 0 else links).append(link)
+        one, several = _separate(_merged(links))
+        several += outer
+        if not all(link.extent for link in one):
+            return
+        for point in itertools.product(*(range(link.extent) for link in several)):
+            first, last = list(begin), list(end)
+            for index, link in zip(point, several, strict=True):
+                if link.source >= 0:
+                    first[link.source] += index * link.source_step
+                last[link.target] += index * link.target_step
+            yield Piece(name, self.name, tuple(first), tuple(last), tuple(one), weight, term)
+
+
+def _without_padding(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Sizes that hold for all tensors of a rule; each has a padding of its own."""
+    return {name: size for name, size in sizes.items() if name != "~"}
+
+
+def _merged(links: list[Link]) -> list[Link]:
+    """Axes that follow one another in one dimension on both sides are one."""
+    found: list[Link] = []
+    for link in sorted(links, key=lambda link: (link.source, -link.source_step)):
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and (last.source, last.target) == (link.source, link.target)
+            and last.source_step == link.extent * link.source_step
+            and last.target_step == link.extent * link.target_step
+        ):
+            found[-1] = Link(last.extent * link.extent, link.source, link.source_step, link.target, link.target_step)
+        else:
+            found.append(link)
+    return found
+
+
+def _separate(links: list[Link]) -> tuple[list[Link], list[Link]]:
+    """At most one for each dimension of source and target, the longest ones without steps in the source; and the rest."""
+    kept: list[Link] = []
+    rest: list[Link] = []
+    for link in sorted(links, key=lambda link: (link.source_step > 1, -link.extent)):
+        free = all(link.source != each.source and link.target != each.target for each in kept)
+        (kept if free else rest).append(link)
+    return sorted(kept, key=lambda link: link.source), rest
