@@ -25,6 +25,10 @@ class Hole:
     more: int = 0
     text: bool = False
 
+    def __str__(self) -> str:
+        sign = "+" if self.more > 0 else "-"
+        return f"{{{'*' if self.text else ''}{self.name}{f' {sign} {abs(self.more)}' if self.more else ''}}}"
+
 
 @dataclass(frozen=True, slots=True)
 class Template:
@@ -68,7 +72,7 @@ class Template:
         return cls(tuple(part for part in parts if part), re.compile(pattern))
 
     def __str__(self) -> str:
-        return "".join(part if isinstance(part, str) else _told(part) for part in self.parts)
+        return "".join(map(str, self.parts))
 
     @property
     def holes(self) -> tuple[Hole, ...]:
@@ -91,8 +95,3 @@ class Template:
             else str(values[part.name]) if part.text else str(int(values[part.name]) + part.more)
             for part in self.parts
         )  # fmt: skip
-
-
-def _told(hole: Hole) -> str:
-    sign = "+" if hole.more > 0 else "-"
-    return f"{{{'*' if hole.text else ''}{hole.name}{f' {sign} {abs(hole.more)}' if hole.more else ''}}}"

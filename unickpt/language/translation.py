@@ -39,7 +39,7 @@ def translate(
     """Find pieces of given tensors for all wanted ones.
 
     Args:
-        rules: the first one that knows a wanted tensor counts.
+        rules: the first one that knows a wanted tensor, and whose other side is given, counts.
         wanted, given: shapes by name. Wanted are tensors of *here*, given ones of *there*; the other way round if
             ``outward``.
         sizes: of axes, as far as shapes do not tell them.
@@ -51,12 +51,15 @@ def translate(
     found = Translation()
     used: set[str] = set()
     for name, shape in wanted.items():
-        match = _rule_of(rules, name, outward)
-        if match is None:
+        made: _Made | None = None
+        for rule, item, values in _rules_of(rules, name, outward):
+            other = _Made(rule, item, name, tuple(shape), values, given, dict(sizes), outward)
+            made = made if made is not None and other.missing else other
+            if not made.missing:
+                break
+        if made is None:
             found.unmatched.append(name)
             continue
-        rule, item, values = match
-        made = _Made(rule, item, name, tuple(shape), values, given, dict(sizes), outward)
         if made.missing:
             found.without[name] = sorted(made.missing)
             continue
@@ -67,18 +70,17 @@ def translate(
         try:
             check_cover(name, shape, made.pieces, less=made.padding)
         except CoverageError as err:
-            raise CoverageError(f"{rule}: {err}") from None
+            raise CoverageError(f"{made.rule}: {err}") from None
     found.unused = [name for name in given if name not in used]
     return found
 
 
-def _rule_of(rules: Sequence[Rule], name: str, outward: bool) -> tuple[Rule, Item, Values] | None:
+def _rules_of(rules: Sequence[Rule], name: str, outward: bool) -> Iterator[tuple[Rule, Item, Values]]:
     for rule in rules:
         for item in rule.there if outward else (rule.here,):
             values = item.name.match(name)
             if values is not None:
-                return rule, item, values
-    return None
+                yield rule, item, values
 
 
 class _Made:
