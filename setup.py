@@ -34,6 +34,7 @@ setup(
         "xxhash>=3.0",
         "wrapt>=1.15",
         "rich>=13",
+        "tomli>=2; python_version < '3.11'",
     ],
     extras_require={
         "deepspeed": ["deepspeed>=0.17,<0.20"],

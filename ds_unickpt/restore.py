@@ -278,19 +278,20 @@ class Restore:
             self.report.add(name, "weight", "cast", f"{found} to {dtype} weight")
 
     def _has_fragments(self, info: TensorInfo) -> bool:
-        return len(self.checkpoint.index.rows_of(self.checkpoint.ids[info.key])) > 0
+        return bool(self.checkpoint.override_boxes(self.checkpoint.ids[info.key]))
 
     def _request_override(self, info: TensorInfo, parameter: torch.nn.Parameter) -> None:
         held = internals.held(parameter)
         if held is None:
             return
-        position, index = self.checkpoint.ids[info.key], self.checkpoint.index
+        position = self.checkpoint.ids[info.key]
+        overrides = self.checkpoint.override_boxes(position)
         at = 0
         for box in split_flat_range(info.shape, held.lo, held.hi):
             live = held.data.narrow(0, at, box.numel).view(box.shape) if held.live else parameter.detach()[box.slices()]
             at += box.numel
-            for row in index.rows_of(position):
-                common = box.intersect(index.box(row))
+            for override in overrides:
+                common = box.intersect(override)
                 if common is not None:
                     data = torch.empty(common.numel, dtype=torch_dtype(info.dtype))
                     self._requests.append(Request(position, common, data))

@@ -45,7 +45,7 @@ def source_of(checkpoint: Checkpoint, name: str, state: str) -> TensorInfo | Non
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A temporary that has to be copied into a tensor which cannot be filled in place."""
+    """A temporary that is copied into its place after all else."""
 
     target: torch.Tensor
     data: torch.Tensor
@@ -74,7 +74,6 @@ class Restore:
         self._stepped = any(info.kind == "optimizer" for info in self.checkpoint.index.tensors)
         self._requests: list[Request] = []
         self._overrides: list[Request] = []
-        self._copies: list[_Copy] = []
         self._late: list[_Copy] = []
 
     # ---------------------------------------------------------------- tensors
@@ -115,7 +114,7 @@ class Restore:
             CorruptCheckpointError, StorageError: damaged or unreadable.
         """
         stats = self.checkpoint.fill(planned, verify=self.verify, neighbours=neighbours)
-        for copy in [*self._copies, *self._late]:
+        for copy in self._late:
             copy.target.copy_(copy.data)
         self.report.bytes_read += stats.bytes_read
         self.report.bytes_needed += stats.bytes_needed
@@ -148,24 +147,16 @@ class Restore:
             if box is None:
                 continue  # all of it is padding that the checkpoint does not have
             part = Piece(box, piece.data[box.within(piece.box).slices()])
-            self._fill(self.checkpoint.ids[stored.key], part)
+            self._requests.append(Request(self.checkpoint.ids[stored.key], part.box, part.data))
             if info.derived_from is not None:
                 self._override(info, part)
         self._account(name, state, item, info, stored)
 
-    def _fill(self, position: int, piece: Piece) -> None:
-        if piece.data.is_contiguous():
-            self._requests.append(Request(position, piece.box, piece.data.view(-1)))
-            return
-        flat = torch.empty(piece.box.numel, dtype=piece.data.dtype)
-        self._requests.append(Request(position, piece.box, flat))
-        self._copies.append(_Copy(piece.data, flat.view(piece.box.shape)))
-
     def _override(self, info: TensorInfo, piece: Piece) -> None:
         """Stored weights that are not the cast of their master go over the cast."""
-        index, position = self.checkpoint.index, self.checkpoint.ids[info.key]
-        for row in index.rows_of(position):
-            common = piece.box.intersect(index.box(row))
+        position = self.checkpoint.ids[info.key]
+        for box in self.checkpoint.override_boxes(position):
+            common = piece.box.intersect(box)
             if common is not None:
                 data = torch.empty(common.numel, dtype=torch_dtype(info.dtype))
                 self._overrides.append(Request(position, common, data))

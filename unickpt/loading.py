@@ -94,6 +94,10 @@ class Checkpoint:
         """The same for two openings of the same save, and for no others: the checksum of its index."""
         return self.manifest.file(self.manifest.index).checksum
 
+    def override_boxes(self, position: int) -> list[Box]:
+        """Regions of a derived tensor in which the saving job held something else than the cast."""
+        return [self.index.box(row) for row in self.index.rows_of(position)]
+
     def info(self, name: str, state: str) -> TensorInfo | None:
         """The tensor of that name and state, if it is stored or derived."""
         at = self.ids.get((name, state))

@@ -39,13 +39,18 @@ class Request:
     Attributes:
         tensor_id: position in the index.
         box: the region; not empty.
-        out: 1-D contiguous tensor of ``box.numel`` elements, any device and dtype; a stored dtype
-            that differs is cast.
+        out: any device and dtype; a stored dtype that differs is cast. A 1-D tensor of ``box.numel`` elements that follow
+            one another, or one of the shape of the box, with any strides.
     """
 
     tensor_id: int
     box: Box
     out: torch.Tensor
+
+    @property
+    def place(self) -> torch.Tensor:
+        """``out`` in the shape of the box."""
+        return self.out if self.out.shape == self.box.shape else self.out.view(self.box.shape)
 
 
 @dataclass(slots=True)
@@ -185,10 +190,10 @@ def _place(fragment: Fragment) -> torch.Tensor | None:
     out = use.request.out
     if len(fragment.uses) > 1 or use.region != fragment.box:
         return None
-    if out.dtype != torch_dtype(fragment.info.dtype) or out.device.type != "cpu":
+    if out.dtype != torch_dtype(fragment.info.dtype) or out.device.type != "cpu" or not out.is_contiguous():
         return None
     place = flat_range(use.region.within(use.request.box), use.request.box.shape)
-    return None if place is None else out.detach()[place[0] : place[1]]
+    return None if place is None else out.detach().view(-1)[place[0] : place[1]]
 
 
 def _read(reader: Reader, batch: list[Fragment], verify: str) -> tuple[int, int]:
@@ -288,7 +293,7 @@ def _copy(use: Use, inner: Box, box: Box, piece: torch.Tensor) -> None:
         return
     shift = [use.region.start[d] - inner.start[d] for d in range(inner.ndim)]
     place = Box(tuple(c + s for c, s in zip(common.start, shift, strict=True)), common.shape).within(use.request.box)
-    use.request.out.view(use.request.box.shape)[place.slices()].copy_(piece[common.within(box).slices()])
+    use.request.place[place.slices()].copy_(piece[common.within(box).slices()])
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

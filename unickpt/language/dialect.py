@@ -20,6 +20,7 @@ Formulas of sizes are of the facts that are known of a model (``facts.py``). The
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,9 +160,9 @@ def _without(name: Template, hole: str) -> Template:
 
 
 def _toml(text: str) -> dict[str, Any]:
-    try:
+    if sys.version_info >= (3, 11):
         import tomllib
-    except ImportError:  # Python 3.10
+    else:
         import tomli as tomllib
     return tomllib.loads(text)
 

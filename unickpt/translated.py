@@ -1,0 +1,230 @@
+"""A checkpoint as a job of another dialect sees it: its own names and shapes, read from the fragments that there are.
+
+Nothing is converted beforehand. What is wanted of a tensor is a few pieces of stored ones; each is read where it belongs,
+with whatever strides it has there, so that a load of another dialect reads the bytes that it needs and no others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from unickpt import objects as objects_module
+from unickpt.errors import MismatchError
+from unickpt.fragments import Box
+from unickpt.index import Index, TensorInfo
+from unickpt.language.pieces import Piece
+from unickpt.language.rules import Rule
+from unickpt.language.translation import Translation, translate
+from unickpt.loading import Checkpoint, Planned
+from unickpt.manifest import OptimizerRecord, ParameterGroup
+from unickpt.neighbours import Neighbours
+from unickpt.reading import ReadStats, Request
+
+TENSORS = ("parameter", "buffer")
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """What is added to a target once it is read."""
+
+    target: torch.Tensor
+    data: torch.Tensor
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned(Planned):
+    """Also what is zero before, and what is added after all is read."""
+
+    blank: Sequence[torch.Tensor] = ()
+    terms: Sequence[_Term] = ()
+
+
+@dataclass(frozen=True)
+class TranslatedCheckpoint(Checkpoint):
+    """A checkpoint in another dialect.
+
+    Attributes:
+        source: as it is stored. Objects are its own.
+        translation: of the tensors that are wanted.
+        stored: names under which the sources of pieces are stored (tied parameters have several).
+    """
+
+    source: Checkpoint = field(kw_only=True)
+    translation: Translation = field(kw_only=True, repr=False)
+    stored: Mapping[str, str] = field(kw_only=True, repr=False)
+
+    @property
+    def identity(self) -> str:
+        return self.source.identity
+
+    def plan(self, requests: Sequence[Request]) -> Planned:
+        below: list[Request] = []
+        blank: list[torch.Tensor] = []
+        terms: list[_Term] = []
+        for request in requests:
+            info = self.index.tensors[request.tensor_id]
+            place = request.place
+            pieces = self.translation.pieces[info.name]
+            is_sum = _is_sum(pieces)
+            if info.derived_from is not None:  # what is stored of it goes over a cast that has been made
+                pieces = [] if is_sum else pieces
+            elif is_sum or self.translation.padding.get(info.name):
+                blank.append(place)
+            for piece in pieces:
+                part = piece.within(request.box)
+                for read in part.reads() if part is not None else ():
+                    position = self.source.ids[self.stored[read.source], info.state]
+                    target = _strided(place, request.box, read)
+                    if is_sum:
+                        data = torch.empty(read.source_box.shape, dtype=place.dtype)
+                        below.append(Request(position, read.source_box, data))
+                        terms.append(_Term(target, data, read.weight))
+                    else:
+                        below.append(Request(position, read.source_box, target))
+        planned = self.source.plan(below)
+        return _Planned(planned.requests, planned.plan, planned.size_bytes, blank, terms)
+
+    def fill(self, planned: Planned, *, verify: str = "always", neighbours: Neighbours | None = None) -> ReadStats:
+        for place in planned.blank if isinstance(planned, _Planned) else ():
+            place.detach().zero_()
+        stats = self.source.fill(planned, verify=verify, neighbours=neighbours)
+        for term in planned.terms if isinstance(planned, _Planned) else ():
+            term.target.detach().add_(term.data, alpha=term.weight)
+        return stats
+
+    def override_boxes(self, position: int) -> list[Box]:
+        info = self.index.tensors[position]
+        found: list[Box] = []
+        pieces = self.translation.pieces[info.name]
+        for piece in pieces if not _is_sum(pieces) else ():  # the cast of a sum is no sum of casts
+            back = piece.inverted()
+            for box in self.source.override_boxes(self.source.ids[self.stored[piece.source], info.state]):
+                part = back.within(box)
+                found += [read.source_box for read in part.reads()] if part is not None else []
+        return found
+
+    def objects(self, *, allow_pickle: bool = False) -> objects_module.Decoded:
+        return self.source.objects(allow_pickle=allow_pickle)
+
+    def rank_objects(self, rank: int, *, allow_pickle: bool = False) -> objects_module.Decoded:
+        return self.source.rank_objects(rank, allow_pickle=allow_pickle)
+
+    def shared_names(self) -> list[str]:
+        return self.source.shared_names()
+
+    def shared_object(self, name: str, *, allow_pickle: bool = False) -> objects_module.Decoded:
+        return self.source.shared_object(name, allow_pickle=allow_pickle)
+
+
+def _is_sum(pieces: Sequence[Piece]) -> bool:
+    return any(piece.term or piece.weight != 1.0 for piece in pieces)
+
+
+def _strided(place: torch.Tensor, box: Box, read: Piece) -> torch.Tensor:
+    """The part of a target's place that a piece fills, in the order of the source's dimensions."""
+    strides = place.stride()
+    offset = sum((at - first) * step for at, first, step in zip(read.target_start, box.start, strides, strict=True))
+    return place.detach().as_strided(read.source_box.shape, read.strides(strides), place.storage_offset() + offset)
+
+
+def shapes_of(checkpoint: Checkpoint) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Shapes of all parameters and buffers by name, aliases too; and the name that each is stored under."""
+    shapes = {info.name: info.shape for info in checkpoint.index.tensors if info.kind in TENSORS or info.state == "master"}
+    stored = {name: name for name in shapes}
+    for alias, name in checkpoint.manifest.aliases.items():
+        if name in shapes and alias not in shapes:
+            shapes[alias], stored[alias] = shapes[name], name
+    return shapes, stored
+
+
+def translated(
+    source: Checkpoint, rules: Sequence[Rule], wanted: Mapping[str, Sequence[int]], sizes: Mapping[str, int], *,
+    outward: bool = False,
+) -> TranslatedCheckpoint:  # fmt: skip
+    """A checkpoint as a job that wants tensors of these names and shapes sees it.
+
+    Args:
+        source: as it is stored.
+        rules: of a dialect; wanted names are *here*, or *there* if ``outward``.
+        wanted: shapes by name. What no rule knows, or whose sources are not there, is not in the result either.
+        sizes: of axes.
+
+    Raises:
+        LanguageError, CoverageError: rules, shapes and sizes contradict each other.
+        MismatchError: sources of one tensor are of several types.
+    """
+    shapes, stored = shapes_of(source)
+    translation = translate(rules, wanted, shapes, sizes, outward=outward)
+    used = {piece.source for pieces in translation.pieces.values() for piece in pieces}
+    names = {stored[name] for name in used}
+    translation.unused = [name for name in translation.unused if stored[name] not in names]
+    tensors: list[TensorInfo] = []
+    for name, pieces in translation.pieces.items():
+        tensors += _states(source, name, tuple(wanted[name]), [stored[piece.source] for piece in pieces])
+    tensors.sort(key=lambda info: info.key)
+    index = _without_fragments(tensors)
+    record = source.manifest.optimizer
+    manifest = dataclasses.replace(
+        source.manifest,
+        optimizer=None if record is None else _optimizer(source, record, translation, stored),
+        aliases={},
+        excluded=tuple(name for name, lacks in translation.without.items() if set(lacks) <= set(source.manifest.excluded)),
+    )
+    return TranslatedCheckpoint(
+        source.storage, manifest, index, index.ids(), source=source, translation=translation, stored=stored
+    )
+
+
+def _states(source: Checkpoint, name: str, shape: tuple[int, ...], names: Sequence[str]) -> Iterable[TensorInfo]:
+    """What there is of a target: the states that all of its sources have."""
+    if not names:
+        return
+    first = names[0]
+    for state in [info.state for info in source.index.tensors if info.name == first]:
+        infos = [source.info(each, state) for each in dict.fromkeys(names)]
+        known = [info for info in infos if info is not None]
+        if len(known) < len(infos):
+            continue
+        kinds = {(info.dtype, info.kind, info.derived_from) for info in known}
+        if len(kinds) > 1:
+            told = "; ".join(f"{info.name}: {info.dtype}" for info in known[:4])
+            raise MismatchError(f"{source.storage}: {name} ({state}) is made of tensors of several types: {told}")
+        ((dtype, kind, derived_from),) = kinds
+        yield TensorInfo(name, state, dtype, shape, kind, derived_from)
+
+
+def _without_fragments(tensors: Sequence[TensorInfo]) -> Index:
+    """A table of tensors; where they are, only their source knows."""
+    none = np.zeros(0, np.int64)
+    ndim = max((len(info.shape) for info in tensors), default=0)
+    boxes = np.zeros((0, ndim), np.int64)
+    return Index(tuple(tensors), (), none.astype(np.int32), none.astype(np.int32), none, none.astype(np.uint64), boxes, boxes)
+
+
+def _optimizer(
+    source: Checkpoint, record: OptimizerRecord, translation: Translation, stored: Mapping[str, str]
+) -> OptimizerRecord:
+    """Hyperparameters and scalars by the names of targets."""
+    of = {name: [stored[piece.source] for piece in pieces] for name, pieces in translation.pieces.items() if pieces}
+
+    def renamed(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ...]:
+        number = {name: at for at, group in enumerate(groups) for name in group.parameters}
+        members: list[list[str]] = [[] for _ in groups]
+        for target, names in of.items():
+            found = sorted({number.get(name, -1) for name in names})
+            if len(found) > 1:
+                other = next(name for name in names if number.get(name, -1) != number.get(names[0], -1))
+                raise MismatchError(
+                    f"{source.storage}: {target} is made of {names[0]} and {other}, which have other hyperparameters or steps"
+                )
+            if found[0] >= 0:
+                members[found[0]].append(target)
+        return tuple(ParameterGroup(group.hyperparameters, tuple(names)) for group, names in zip(groups, members, strict=True))
+
+    return OptimizerRecord(record.name, renamed(record.groups), renamed(record.scalars))
