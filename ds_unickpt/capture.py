@@ -12,6 +12,7 @@ import torch
 
 from ds_unickpt import internals
 from ds_unickpt.config import Options
+from ds_unickpt.huggingface import model_of
 from ds_unickpt.internals import Partition, Piece
 from unickpt import __version__, objects, rng
 from unickpt.contribution import Contribution, Shard, shards_of_flat_range
@@ -229,7 +230,8 @@ def writer(engine: Any) -> Writer:
     """Who writes, for the manifest."""
     from deepspeed.git_version_info import version
 
-    return Writer("deepspeed", version, __version__, torch.__version__, "huggingface", topology(engine))
+    return Writer("deepspeed", version, __version__, torch.__version__, "huggingface", topology(engine),
+                  model_of(engine.module).as_json())  # fmt: skip
 
 
 def _optimized(out: _Tensors, parts: Sequence[Partition], names: Names, base: torch.optim.Optimizer | None) -> None:

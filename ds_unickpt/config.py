@@ -47,6 +47,9 @@ class Options:
     keep_every: int = _option(0, "of these, keep those whose step is a multiple of this")
     upload_to: str = _option("", "a URL (or path) where every checkpoint is copied to as well, behind training")
     grace_seconds: float = _option(25.0, "how long SIGTERM waits for a save that was begun")
+    load_dialect: str = _option(
+        "", "of a checkpoint of another framework, if its model does not tell: family, or file of a dialect"
+    )
     timeout_seconds: float = _option(1800.0, "how long a rank waits for the others before it gives up a save or load")
     timing: TimingOptions = field(default=TimingOptions(), metadata={"doc": "of collectives", "choices": ()})
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from ds_unickpt import capture, huggingface, internals, restore
+from ds_unickpt import capture, dialects, huggingface, internals, restore
 from ds_unickpt.config import Options, read_options, save_options
 from unickpt import interruption
 from unickpt import neighbours as neighbours_module
@@ -376,7 +376,7 @@ def _load(
     loading: restore.Restore | None = None
     planned: Planned | None = None
     try:
-        checkpoint = Checkpoint.open(directory)
+        checkpoint = dialects.as_named_here(Checkpoint.open(directory), engine, ours.options.load_dialect)
         loading = restore.Restore(engine, checkpoint, ours.options, wanted)
         internals.before_restore(engine)
         planned = loading.plan()

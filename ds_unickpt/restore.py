@@ -157,7 +157,9 @@ class Restore:
     def _extra(self, known: Mapping[str, TensorInfo], matched: Mapping[str, str]) -> list[str]:
         used = set(matched.values())
         accounted = {entry.name for entry in self.report.entries}
-        extra = []
+        extra = list(self.checkpoint.untranslated) if self.wanted.strict else []
+        for name in self.checkpoint.untranslated if not self.wanted.strict else ():
+            self.report.add(name, "weight", "left out", "this job has no counterpart of it")
         for name in known:
             if name in used or name in accounted:
                 continue

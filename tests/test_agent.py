@@ -306,6 +306,8 @@ def test_transfers_begin_when_both_sides_are_there() -> None:
     calls["source"], calls["destination"], calls["seq"], calls["bytes"] = 0, 1, [1, 1, 2, 2], 64
     calls["call_ns"], calls["end_ns"] = [100, 50, 200, 900], [0, 130, 0, 925]
     assert transfers_of(calls)["ns"].tolist() == [30.0, 25.0]
+    calls["wait_ns"] = [0, 125, 0, 700]
+    assert transfers_of(calls)["ns"].tolist() == [5.0, 25.0]  # it may have been there for long when somebody looked
 
 
 def test_a_hang_does_not_lengthen_the_deadline() -> None:

@@ -94,6 +94,11 @@ class Checkpoint:
         """The same for two openings of the same save, and for no others: the checksum of its index."""
         return self.manifest.file(self.manifest.index).checksum
 
+    @property
+    def untranslated(self) -> Sequence[str]:
+        """Names of stored tensors that have no counterpart under the names that this one is read by."""
+        return ()
+
     def override_boxes(self, position: int) -> list[Box]:
         """Regions of a derived tensor in which the saving job held something else than the cast."""
         return [self.index.box(row) for row in self.index.rows_of(position)]

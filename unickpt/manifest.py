@@ -35,6 +35,7 @@ class Writer:
         framework_version, unickpt_version, torch_version: versions as their packages report them.
         dialect: how parameter names and layouts are to be read, e.g. ``huggingface``.
         topology: parallel degrees and modes, e.g. ``{"world_size": 4, "zero_stage": 2}``.
+        model: what is known of the model beyond its tensors, as ``unickpt.language.facts`` has it; may be empty.
     """
 
     framework: str
@@ -43,6 +44,7 @@ class Writer:
     torch_version: str
     dialect: str
     topology: dict[str, JSONValue]
+    model: dict[str, JSONValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +273,9 @@ class _Reader:
         )
 
     def _writer(self, body: dict[str, Any]) -> Writer:
-        text = {key: self._get(body, key, str) for key in Writer.__slots__ if key != "topology"}
-        return Writer(**text, topology=self._get(body, "topology", dict))
+        text = {key: self._get(body, key, str) for key in Writer.__slots__ if key not in ("topology", "model")}
+        model = self._get(body, "model", dict) if "model" in body else {}
+        return Writer(**text, topology=self._get(body, "topology", dict), model=model)
 
     def _file(self, body: Any) -> FileRecord:
         record = FileRecord(

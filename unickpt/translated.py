@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,11 +54,13 @@ class TranslatedCheckpoint(Checkpoint):
         source: as it is stored. Objects are its own.
         translation: of the tensors that are wanted.
         stored: names under which the sources of pieces are stored (tied parameters have several).
+        job_objects: non-tensor state in this dialect's terms; None: as it is stored.
     """
 
     source: Checkpoint = field(kw_only=True)
     translation: Translation = field(kw_only=True, repr=False)
     stored: Mapping[str, str] = field(kw_only=True, repr=False)
+    job_objects: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False)
 
     @property
     def identity(self) -> str:
@@ -109,10 +112,20 @@ class TranslatedCheckpoint(Checkpoint):
                 found += [read.source_box for read in part.reads()] if part is not None else []
         return found
 
+    @property
+    def untranslated(self) -> Sequence[str]:
+        return self.translation.unused
+
     def objects(self, *, allow_pickle: bool = False) -> objects_module.Decoded:
-        return self.source.objects(allow_pickle=allow_pickle)
+        if self.job_objects is None:
+            return self.source.objects(allow_pickle=allow_pickle)
+        others = sorted(self.source.manifest.objects.keys() - self.job_objects.keys())
+        reason = f"state of {self.source.manifest.writer.framework}, which has no counterpart here"
+        return objects_module.Decoded(dict(self.job_objects), [f"{name}: {reason}" for name in others])
 
     def rank_objects(self, rank: int, *, allow_pickle: bool = False) -> objects_module.Decoded:
+        if self.job_objects is not None:
+            return objects_module.Decoded({})
         return self.source.rank_objects(rank, allow_pickle=allow_pickle)
 
     def shared_names(self) -> list[str]:

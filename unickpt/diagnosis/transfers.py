@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from unickpt.diagnosis.links import TRANSFER, Transfers
+from unickpt.diagnosis.links import TRANSFER, Ints, Transfers
 from unickpt.diagnosis.view import Calls
 from unickpt.timing.records import Op
 
 
+def begun(send_call_ns: Ints, receive_call_ns: Ints, receive_wait_ns: Ints) -> Ints:
+    """When transfers have begun, ``[n]``, all on one clock; a wait that is not known is 0."""
+    found: Ints = np.maximum(np.maximum(send_call_ns, receive_call_ns), receive_wait_ns)
+    return found
+
+
 def transfers_of(calls: Calls) -> Transfers:
-    """From when both had entered until the receiver had it: whoever comes late has not made the link slow.
+    """From when both had entered, and the receiver waited, until it had it.
+
+    Whoever comes late has not made the link slow. And what came while nobody waited was seen only when somebody did: gloo does
+    not tell before.
 
     Args:
         calls: of all ranks, on one clock.
@@ -27,5 +36,5 @@ def transfers_of(calls: Calls) -> Transfers:
     out = np.zeros(len(at), TRANSFER)
     out["source"], out["destination"] = sends["source"], sends["destination"]
     out["bytes"] = receives["bytes"]
-    out["ns"] = np.maximum(receives["end_ns"] - np.maximum(sends["call_ns"], receives["call_ns"]), 0)
+    out["ns"] = np.maximum(receives["end_ns"] - begun(sends["call_ns"], receives["call_ns"], receives["wait_ns"]), 0)
     return out

@@ -34,6 +34,7 @@ CALL = np.dtype(
         ("op", "u1"),
         ("bytes", "i8"),  # the larger of what the rank gives and gets
         ("call_ns", "i8"),
+        ("wait_ns", "i8"),  # since when somebody waits for it; 0 if nobody has
         ("end_ns", "i8"),  # 0 until it has ended
     ]
 )
@@ -178,7 +179,8 @@ def _calls(rank: int, records: Records, numbers: npt.NDArray[np.int32], offset_n
     out["seq"], out["op"] = records["seq"], records["op"]
     out["bytes"] = np.maximum(bytes_in(records), bytes_out(records))
     out["call_ns"] = records["call_ns"] + offset_ns
-    out["end_ns"] = np.where(records["end_ns"] > 0, records["end_ns"] + offset_ns, 0)
+    for name in ("wait_ns", "end_ns"):
+        out[name] = np.where(records[name] > 0, records[name] + offset_ns, 0)
     return out
 
 
@@ -228,7 +230,7 @@ def merged(views: Sequence[View], offsets_ns: Sequence[int], now_ns: int) -> Vie
         groups += [group for group, number in zip(view.groups, numbers.tolist(), strict=True) if number >= len(groups)]
         rows.append(_moved(view.rows, offset, ("call_ns",), numbers))
         steps.append(_moved(view.steps, offset, ("begin_ns", "end_ns")))
-        calls.append(_moved(view.calls, offset, ("call_ns", "end_ns"), numbers))
+        calls.append(_moved(view.calls, offset, ("call_ns", "wait_ns", "end_ns"), numbers))
         for rank, one in view.ranks.items():
             ranks[rank] = dataclasses.replace(
                 one, heard_ns=one.heard_ns + offset, last_ns=one.last_ns + offset if one.last_ns else 0

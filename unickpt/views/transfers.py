@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from unickpt.diagnosis.transfers import begun
 from unickpt.timing.records import Op, bytes_in
 from unickpt.views.gathering import Ints, View
 from unickpt.views.lateness import Floats
@@ -18,7 +19,7 @@ class Transfers:
     Attributes:
         source, destination: int64 ranks.
         size_bytes: int64, as the sender gave it.
-        took_ns: float64: from when both sides had entered until the receiver had it.
+        took_ns: float64: from when both sides had entered, and the receiver waited, until it had it.
     """
 
     source: Ints
@@ -75,7 +76,8 @@ def transfers(view: View) -> Transfers:
             receiver = view.ranks[destination]
             here = own[own[:, 2] == destination]
             sent, got = sender.records[here[:, 1]], receiver.records[here[:, 3]]
-            begin = np.maximum(sent["call_ns"] + sender.to_clock_ns, got["call_ns"] + receiver.to_clock_ns)
+            waits = np.where(got["wait_ns"] > 0, got["wait_ns"] + receiver.to_clock_ns, 0)
+            begin = begun(sent["call_ns"] + sender.to_clock_ns, got["call_ns"] + receiver.to_clock_ns, waits)
             took = got["end_ns"] + receiver.to_clock_ns - begin
             ended = (got["end_ns"] > 0) & (took >= 0)  # clocks that differ by more than a transfer takes say nothing of it
             columns = [np.full(len(here), source), np.full(len(here), destination), bytes_in(sent), took]
