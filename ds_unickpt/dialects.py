@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ds_unickpt import capture, internals
 from ds_unickpt.capture import Names
 from ds_unickpt.huggingface import model_of
-from unickpt.errors import LanguageError
-from unickpt.language import dialect as dialects
-from unickpt.language.dialect import Dialect
 from unickpt.language.facts import Model
-from unickpt.language.shipped import dialect
+from unickpt.language.shipped import choose
 from unickpt.loading import Checkpoint
 from unickpt.translated import translated
 
@@ -38,7 +34,7 @@ def as_named_here(checkpoint: Checkpoint, engine: Any, chosen: str) -> Checkpoin
         return checkpoint
     where = str(checkpoint.storage)
     model = model_of(engine.module).with_more(Model.from_json(stored.model), where)
-    rules = _chosen(stored.dialect, chosen or model.family, where)
+    rules = choose(stored.dialect, OWN, chosen or model.family, where=where, option='"unickpt": {"load_dialect": ...}')
     wanted = {name: internals.shape_of(parameter) for name, parameter in Names.read(engine.module).parameters.items()}
     for name, buffer, persistent in capture.buffers(engine.module):
         if persistent:
@@ -51,20 +47,6 @@ def _has_own_names(checkpoint: Checkpoint, engine: Any) -> bool:
     """A module that is not of transformers, but built of the same parts: nothing has to be translated."""
     return any(name in checkpoint.manifest.aliases or checkpoint.info(name, "weight") is not None
                for name in Names.read(engine.module).parameters)  # fmt: skip
-
-
-def _chosen(stored: str, chosen: str, where: str) -> Dialect:
-    if chosen.endswith(".toml"):
-        try:
-            return dialects.parse(Path(chosen).read_text(encoding="utf-8"), where=chosen)
-        except OSError as err:
-            raise LanguageError(f'"unickpt.load_dialect": {chosen} cannot be read ({err.strerror or err})') from err
-    if not chosen:
-        raise LanguageError(
-            f"{where} has the names of {stored!r}, and this job's model is none of transformers, so that nothing tells how "
-            'they differ; "unickpt": {"load_dialect": ...} can say it: a family such as "llama", or the file of a dialect'
-        )
-    return dialect(stored, chosen)
 
 
 def _objects(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -29,7 +29,8 @@ COMMON = "common"  # name of Megatron's common state dict among the job's object
 
 def writer() -> Writer:
     """Who writes, for the manifest."""
-    return Writer("megatron", megatron.core.__version__, __version__, torch.__version__, "megatron-core", internals.topology())
+    return Writer("megatron", megatron.core.__version__, __version__, torch.__version__, "megatron-core", internals.topology(),
+                  internals.model().as_json())  # fmt: skip
 
 
 def describe(layout: Mapping[str, Any]) -> str:

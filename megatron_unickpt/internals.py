@@ -19,6 +19,8 @@ from megatron.core.dist_checkpointing import validation
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
+from unickpt.language.facts import Model
+
 IDENTIFIER_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 # Keys of a torch parameter group that say how to compute, not what: they belong to the running job.
 SWITCHES = frozenset(
@@ -292,6 +294,20 @@ def topology() -> dict[str, Any]:
             if value is not None:
                 found[name] = int(value)
     return found
+
+
+def model() -> Model:
+    """What the arguments of Megatron's training scripts tell of the model; nothing without the scripts."""
+    arguments = global_arguments()
+    heads = getattr(arguments, "num_attention_heads", None)
+    facts = {
+        "layers": getattr(arguments, "num_layers", None),
+        "heads": heads,
+        "groups": getattr(arguments, "num_query_groups", None) if getattr(arguments, "group_query_attention", False) else heads,
+        "head_dim": getattr(arguments, "kv_channels", None),
+        "experts": getattr(arguments, "num_experts", None),
+    }
+    return Model("", {name: number for name, number in facts.items() if type(number) is int and number > 0})
 
 
 def coordinates() -> dict[str, int]:

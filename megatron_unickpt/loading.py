@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-from megatron_unickpt import capture, internals, job, mapping, metadata, restore
+from megatron_unickpt import capture, dialects, internals, job, mapping, metadata, restore
 from megatron_unickpt.job import MegatronCheckpointError, in_megatrons_terms
 from megatron_unickpt.optimizer import OptimizerPart
 from unickpt import interruption
@@ -84,6 +84,8 @@ def load(
         checkpoint = _open_together(checkpoint_dir, validate_access_integrity)
         filling: _Filling | None = None
         try:
+            items = [leaf for leaf in mapping.walk(wanted) if isinstance(leaf, ShardedTensor)]
+            checkpoint = dialects.as_named_here(checkpoint, items, job.rendezvous() if validate_access_integrity else None)
             if handling != validation.StrictHandling.ASSUME_OK_UNEXPECTED:  # may raise on some ranks only
                 wanted, missing, unexpected = _strictly(checkpoint, wanted, handling, validate_access_integrity)
             filling = _Filling(restore.Restore(checkpoint, verify=verify, allow_pickle=allow_pickle), wanted)
@@ -114,7 +116,9 @@ def load(
 def load_sharded(wanted: Any, checkpoint_dir: str | Path) -> Any:
     """Fill a tree of sharded tensors and objects, without any communication: what a load strategy does."""
     with in_megatrons_terms():
-        filling = _Filling(restore.Restore(Checkpoint.open(str(checkpoint_dir))), wanted)
+        items = [leaf for leaf in mapping.walk(wanted) if isinstance(leaf, ShardedTensor)]
+        checkpoint = dialects.as_named_here(Checkpoint.open(str(checkpoint_dir)), items, None)
+        filling = _Filling(restore.Restore(checkpoint), wanted)
         filling.read()
         return filling.tree()
 

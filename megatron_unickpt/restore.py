@@ -20,6 +20,7 @@ from unickpt.loading import Checkpoint, Planned
 from unickpt.neighbours import Neighbours
 from unickpt.reading import Request
 from unickpt.report import LoadReport
+from unickpt.translated import TranslatedCheckpoint
 
 OBJECT = "object"
 
@@ -190,6 +191,10 @@ class Restore:
         """
         found: dict[str, Any] = {}
         for item in items:
+            if isinstance(self.checkpoint, TranslatedCheckpoint):
+                found[item.unique_key] = item.data
+                self.report.add(item.unique_key, OBJECT, "re-seeded", "another framework has no such object: it keeps its own")
+                continue
             try:
                 decoded = self.checkpoint.shared_object(item.unique_key, allow_pickle=self.allow_pickle)
             except KeyError:

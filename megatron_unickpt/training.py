@@ -111,6 +111,7 @@ def add_arguments(wrapped: Callable[..., Any], parser: argparse.ArgumentParser) 
     add("--unickpt-keep-every", type=int, default=0, help="of these, keep those whose iteration is a multiple of this")
     add("--unickpt-upload-to", default="", metavar="URL", help="copy every checkpoint there too, behind training")
     add("--unickpt-grace-seconds", type=float, default=25.0, help="how long SIGTERM waits for a save that was begun")
+    add("--unickpt-load-dialect", help="of a checkpoint of another framework, if it does not tell: family, or a dialect's file")
     add("--unickpt-verify", choices=VERIFY, default="always", help="check what is read against its checksum")
     add(
         "--unickpt-no-read-once", action="store_true", help="every rank reads all that it needs, also what its host's others do"

@@ -19,6 +19,31 @@ def dialects() -> tuple[Dialect, ...]:
     return tuple(parse(each.read_text(encoding="utf-8"), where=each.name) for each in files)
 
 
+def choose(name: str, other: str, chosen: str, *, where: str, option: str) -> Dialect:
+    """The dialect by which a checkpoint is read.
+
+    Args:
+        name, other: of the two sides, as a dialect has them.
+        chosen: a family of models, or the path of a dialect's file; '' if nothing tells.
+        where: the checkpoint is, for messages.
+        option: by which a user can choose, for messages.
+
+    Raises:
+        LanguageError: nothing is chosen, there is no such dialect, or the file is none.
+    """
+    if chosen.endswith(".toml"):
+        try:
+            return parse(Path(chosen).read_text(encoding="utf-8"), where=chosen)
+        except (OSError, UnicodeDecodeError) as err:
+            raise LanguageError(f"{option}: {chosen} cannot be read ({err})") from err
+    if not chosen:
+        raise LanguageError(
+            f"{where} has names of another dialect ({name} and {other}), and nothing tells of which family its model is; "
+            f'{option} can say it: a family such as "llama", or the path of a dialect\'s file'
+        )
+    return dialect(name, chosen, other=other)
+
+
 def dialect(name: str, family: str, *, other: str = "huggingface") -> Dialect:
     """That of a framework for a family of models.
 
