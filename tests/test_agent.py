@@ -307,7 +307,7 @@ def test_transfers_begin_when_both_sides_are_there() -> None:
     calls["call_ns"], calls["end_ns"] = [100, 50, 200, 900], [0, 130, 0, 925]
     assert transfers_of(calls)["ns"].tolist() == [30.0, 25.0]
     calls["wait_ns"] = [0, 125, 0, 700]
-    assert transfers_of(calls)["ns"].tolist() == [5.0, 25.0]  # it may have been there for long when somebody looked
+    assert transfers_of(calls)["ns"].tolist() == [25.0]  # the first may have been there for long when somebody looked
 
 
 def test_a_hang_does_not_lengthen_the_deadline() -> None:

@@ -55,7 +55,9 @@ def examine(view: View, *, after_s: float | None = None, usual: Usual | None = N
         usual.forget()
     verdicts = [_with_link(verdict, links) for verdict in _hangs(view, limit_s, patient=after_s is None)]
     if not verdicts:
-        verdicts = [*slow, *stragglers(view.steps)] or ([] if late else slow_links(transfers_of(view.calls)))
+        verdicts = [*slow, *stragglers(view.steps)]
+        if not verdicts and not late and not len(view.windows):  # else the kernel tells of the connections themselves
+            verdicts = slow_links(transfers_of(view.calls))
     verdicts = [_with_cause(verdict, view) for verdict in verdicts]
     return Examination(verdicts, [told(verdict, view) for verdict in verdicts], limit_s)
 

@@ -8,6 +8,8 @@ from unickpt.diagnosis.links import TRANSFER, Ints, Transfers
 from unickpt.diagnosis.view import Calls
 from unickpt.timing.records import Op
 
+AT_ONCE_NS = 50_000  # after the beginning of a wait: it has not waited
+
 
 def begun(send_call_ns: Ints, receive_call_ns: Ints, receive_wait_ns: Ints) -> Ints:
     """When transfers have begun, ``[n]``, all on one clock; a wait that is not known is 0."""
@@ -16,10 +18,10 @@ def begun(send_call_ns: Ints, receive_call_ns: Ints, receive_wait_ns: Ints) -> I
 
 
 def transfers_of(calls: Calls) -> Transfers:
-    """From when both had entered, and the receiver waited, until it had it.
+    """From when both had entered, and the receiver waited, until it had it: whoever comes late has not made the link slow.
 
-    Whoever comes late has not made the link slow. And what came while nobody waited was seen only when somebody did: gloo does
-    not tell before.
+    What had come before the receiver waited is left out. It was seen only when somebody waited (gloo does not tell before),
+    so that nothing is known of how long it took.
 
     Args:
         calls: of all ranks, on one clock.
@@ -37,4 +39,5 @@ def transfers_of(calls: Calls) -> Transfers:
     out["source"], out["destination"] = sends["source"], sends["destination"]
     out["bytes"] = receives["bytes"]
     out["ns"] = np.maximum(receives["end_ns"] - begun(sends["call_ns"], receives["call_ns"], receives["wait_ns"]), 0)
-    return out
+    unknown = (receives["wait_ns"] > np.maximum(sends["call_ns"], receives["call_ns"])) & (out["ns"] < AT_ONCE_NS)
+    return out[~unknown]

@@ -1,0 +1,73 @@
+"""The same small random models as transformers and megatron-core build them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+LAYERS, WIDTH, HEADS, GROUPS, FFN, VOCABULARY, PADDED, LENGTH = 4, 32, 4, 2, 48, 93, 96, 16
+
+
+@dataclass(frozen=True)
+class Family:
+    """Attributes: arguments of transformers' configuration, and of Megatron's; tied embeddings, and how positions are told."""
+
+    huggingface: dict[str, Any]
+    megatron: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False
+    position: str = "rope"
+
+    @property
+    def moe(self) -> bool:
+        return "num_moe_experts" in self.megatron
+
+
+_LLAMA = {
+    "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS,
+    "vocab_size": VOCABULARY, "intermediate_size": FFN, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+_GATED = {"normalization": "RMSNorm", "add_bias_linear": False, "gated_linear_unit": True, "activation_func": "silu",
+          "num_query_groups": GROUPS, "layernorm_epsilon": 1e-5}  # fmt: skip
+_MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "none", "moe_router_dtype": None}  # fmt: skip
+
+FAMILIES = {
+    "gpt2": Family(
+        {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": LENGTH, "attn_pdrop": 0.0,
+         "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None},
+        {"ffn_hidden_size": 4 * WIDTH, "activation_func": "gelu_tanh", "num_query_groups": HEADS, "add_bias_linear": True,
+         "layernorm_epsilon": 1e-5, "normalization": "LayerNorm", "gated_linear_unit": False},
+        tied=True, position="learned_absolute",
+    ),
+    "llama": Family(_LLAMA, _GATED),
+    "mistral": Family({**_LLAMA, "sliding_window": None}, _GATED),
+    "qwen2": Family({**_LLAMA, "tie_word_embeddings": True}, {**_GATED, "add_qkv_bias": True}, tied=True),
+    "qwen3": Family({**_LLAMA, "head_dim": 16}, {**_GATED, "qk_layernorm": True, "kv_channels": 16}),
+    "mixtral": Family(
+        {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+        {**_GATED, **_MOE, "moe_ffn_hidden_size": FFN},
+    ),
+    "qwen3_moe": Family(
+        {**_LLAMA, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+         "norm_topk_prob": True, "mlp_only_layers": []},
+        {**_GATED, **_MOE, "moe_ffn_hidden_size": 24, "qk_layernorm": True, "kv_channels": 16},
+    ),
+}  # fmt: skip
+
+
+def rows(step: int, batch: int = 4) -> Any:
+    """Tokens of a global batch, int64 ``[batch, length + 1]``; they depend on the step alone."""
+    import torch
+
+    return torch.randint(0, VOCABULARY, (batch, LENGTH + 1), generator=torch.Generator().manual_seed(1000 + step))
+
+
+def huggingface_model(name: str, seed: int) -> Any:
+    """A model of transformers with random weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(name, **FAMILIES[name].huggingface)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -1,0 +1,110 @@
+"""Under torchrun: one station of a journey between frameworks. Load, save what was loaded, train, save again.
+
+station deepspeed|megatron LAYOUT FAMILY PRECISION SOURCE OUT STEPS FIRST_STEP
+
+``SOURCE`` is a checkpoint (``-``: begin with random weights). ``OUT/loaded`` and ``OUT/trained`` are checkpoints,
+``OUT/station.json`` has losses, the logits of fixed tokens after the load, and the load's report.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.language.families import huggingface_model, rows
+
+LR, SEED = 1e-3, 7
+
+
+def deepspeed_station(
+    layout: str, family: str, precision: str, source: str, out: Path, steps: int, first: int
+) -> dict[str, Any]:
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config: dict[str, Any] = {
+        "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4 // world,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0, "torch_adam": True}},
+        "bf16": {"enabled": precision == "bf16"},
+        "zero_optimization": {"stage": int(layout.removeprefix("zero")), "stage3_param_persistence_threshold": 0},
+        "unickpt": {"enabled": True},
+    }  # fmt: skip
+    model = huggingface_model(family, SEED + (source != "-"))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    if source != "-":
+        path, _ = engine.load_checkpoint(str(Path(source).parent), tag=Path(source).name)
+        assert path is not None
+    found: dict[str, Any] = {"steps_before": engine.global_steps}
+    engine.eval()
+    with torch.no_grad():
+        logits = engine(rows(0)[:, :-1]).logits.float()
+    engine.train()
+    engine.save_checkpoint(str(out), tag="loaded")
+    losses = []
+    for step in range(first, first + steps):
+        batch = rows(step)[rank * 4 // world : (rank + 1) * 4 // world]
+        scores = engine(batch[:, :-1]).logits.float()
+        loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / world)
+    engine.save_checkpoint(str(out), tag="trained")
+    report = engine.checkpoint_engine.last_report if source != "-" else None
+    return {**found, "losses": losses, "logits": logits.tolist(), "report": report.lines() if report else []}
+
+
+def megatron_station(
+    layout: str, family: str, precision: str, source: str, out: Path, steps: int, first: int
+) -> dict[str, Any]:
+    from tests.megatron import jobs  # before anything of megatron
+    from tests.language.megatron_job import FamilyJob
+    import torch.distributed as dist
+
+    import megatron_unickpt
+    from megatron_unickpt import loading
+
+    dist.init_process_group("gloo")
+    job = FamilyJob(layout, family, seed=SEED + (source != "-"))
+    del jobs, precision
+    report: list[str] = []
+    if source != "-":
+        job.load(source)
+        assert loading.last_report is not None
+        report = loading.last_report.lines()
+    logits = job.logits(rows(0)[:, :-1])
+    job.save(out / "loaded")
+    job.step = first
+    losses = job.train(steps)
+    job.save(out / "trained")
+    del megatron_unickpt
+    return {"steps_before": 0, "losses": losses, "logits": None if logits is None else logits.tolist(), "report": report}
+
+
+def main() -> None:
+    kind, layout, family, precision, source, out, steps, first = sys.argv[1:9]
+    import torch
+
+    torch.set_num_threads(1)
+    run = deepspeed_station if kind == "deepspeed" else megatron_station
+    found = run(layout, family, precision, source, Path(out), int(steps), int(first))
+    if found["logits"] is not None:
+        path = Path(out) / f"station-{os.environ['RANK']}.json"
+        path.write_text(json.dumps(found))
+    import torch.distributed as dist
+
+    from tests.launch import leave
+
+    dist.barrier()
+    leave()
+
+
+if __name__ == "__main__":
+    main()
