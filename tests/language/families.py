@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-LAYERS, WIDTH, HEADS, GROUPS, FFN, VOCABULARY, PADDED, LENGTH = 4, 32, 4, 2, 48, 93, 96, 16
+LAYERS, WIDTH, HEADS, GROUPS, FFN, VOCABULARY, LENGTH = 4, 32, 4, 2, 48, 96, 16
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ _MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type":
 
 FAMILIES = {
     "gpt2": Family(
-        {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": LENGTH, "attn_pdrop": 0.0,
-         "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None},
+        {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": LENGTH,
+         "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None},
         {"ffn_hidden_size": 4 * WIDTH, "activation_func": "gelu_tanh", "num_query_groups": HEADS, "add_bias_linear": True,
          "layernorm_epsilon": 1e-5, "normalization": "LayerNorm", "gated_linear_unit": False},
         tied=True, position="learned_absolute",
