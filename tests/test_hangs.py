@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from unickpt.diagnosis.hangs import FOLLOWED, hangs
 from unickpt.diagnosis.mismatches import mismatches
@@ -53,6 +54,17 @@ def test_the_fewer_of_two_sides_are_at_fault_and_of_two_equal_ones_both() -> Non
     assert verdict.evidence[0].startswith("rank 0 waits in all_reduce #8 of group 0 for ranks 1, 2; ")
     (verdict,) = found(rows((0, 0, 8, 8), (1, 1, 3, 3)), {0: [0, 1], 1: [0, 1]})
     assert verdict.ranks == (0, 1)
+
+
+@pytest.mark.parametrize(("second", "odd"), [(6, 0), (5, 1)])
+def test_who_has_left_out_a_call_is_told_by_the_others(second: int, odd: int) -> None:
+    """Rank 0 waits in its pair's call for rank 1, which waits for it in that of all. Has 0 left out the one, or 1 the other?"""
+    entries = [(0, 1, 7, 7), (1, 1, second, 0), (1, 0, 9, 9), (0, 0, 8, 0)]
+    entries += [(2, 2, 6, 0), (3, 2, 6, 0), (2, 0, 9, 9), (3, 0, 9, 9)]
+    names = {0: "the world group of ranks 0 to 3", 1: "the pair group of ranks 0, 1", 2: "the pair group of ranks 2, 3"}
+    members = {0: np.arange(4), 1: np.array([0, 1]), 2: np.array([2, 3])}
+    (verdict,) = hangs(rows(*entries), members, names, before_ns=1_000)
+    assert (verdict.syndrome, verdict.ranks) == (Syndrome.DEADLOCK, (odd,))
 
 
 def test_a_rank_that_waits_for_somebody_since_a_moment_ago_is_not_stuck() -> None:

@@ -77,7 +77,7 @@ class FamilyJob(Job):
     def save(self, directory: Path) -> None:
         megatron_unickpt.save(directory, self.chunks, self.optimizer, iteration=self.step)
 
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor | None:
+    def logits(self, tokens: torch.Tensor) -> list[Any] | None:
         """Of the whole vocabulary, float32, on the last stage's first tensor parallel rank; None elsewhere."""
         (chunk,) = self.chunks
         chunk.eval()
@@ -101,4 +101,5 @@ class FamilyJob(Job):
         chunk.train()
         if out is None or parallel_state.get_tensor_model_parallel_rank() or parallel_state.get_data_parallel_rank():
             return None
-        return out.float()
+        found: list[Any] = out.float().tolist()
+        return found

@@ -3,13 +3,12 @@
 station deepspeed|megatron LAYOUT FAMILY PRECISION SOURCE OUT STEPS FIRST_STEP
 
 ``SOURCE`` is a checkpoint (``-``: begin with random weights). ``OUT/loaded`` and ``OUT/trained`` are checkpoints,
-``OUT/station.json`` has losses, the logits of fixed tokens after the load, and the load's report.
+``OUT/station.json`` has losses, the logits of fixed tokens before and after training, and the load's report.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,10 +40,15 @@ def deepspeed_station(
         path, _ = engine.load_checkpoint(str(Path(source).parent), tag=Path(source).name)
         assert path is not None
     found: dict[str, Any] = {"steps_before": engine.global_steps}
-    engine.eval()
-    with torch.no_grad():
-        logits = engine(rows(0)[:, :-1]).logits.float()
-    engine.train()
+
+    def logits() -> Any:
+        engine.eval()
+        with torch.no_grad():
+            made = engine(rows(0)[:, :-1]).logits.float()
+        engine.train()
+        return made.tolist()
+
+    found["logits"] = logits()
     engine.save_checkpoint(str(out), tag="loaded")
     losses = []
     for step in range(first, first + steps):
@@ -58,7 +62,7 @@ def deepspeed_station(
         losses.append(float(total) / world)
     engine.save_checkpoint(str(out), tag="trained")
     report = engine.checkpoint_engine.last_report if source != "-" else None
-    return {**found, "losses": losses, "logits": logits.tolist(), "report": report.lines() if report else []}
+    return {**found, "losses": losses, "logits_after": logits(), "report": report.lines() if report else []}
 
 
 def megatron_station(
@@ -68,24 +72,22 @@ def megatron_station(
     from tests.language.megatron_job import FamilyJob
     import torch.distributed as dist
 
-    import megatron_unickpt
     from megatron_unickpt import loading
 
     dist.init_process_group("gloo")
     job = FamilyJob(layout, family, seed=SEED + (source != "-"))
-    del jobs, precision
+    del jobs, precision  # the layout says it
     report: list[str] = []
     if source != "-":
         job.load(source)
         assert loading.last_report is not None
         report = loading.last_report.lines()
-    logits = job.logits(rows(0)[:, :-1])
+    found: dict[str, Any] = {"steps_before": job.step, "logits": job.logits(rows(0)[:, :-1]), "report": report}
     job.save(out / "loaded")
     job.step = first
-    losses = job.train(steps)
+    found["losses"] = job.train(steps)
     job.save(out / "trained")
-    del megatron_unickpt
-    return {"steps_before": 0, "losses": losses, "logits": None if logits is None else logits.tolist(), "report": report}
+    return {**found, "logits_after": job.logits(rows(0)[:, :-1])}
 
 
 def main() -> None:
@@ -95,13 +97,14 @@ def main() -> None:
     torch.set_num_threads(1)
     run = deepspeed_station if kind == "deepspeed" else megatron_station
     found = run(layout, family, precision, source, Path(out), int(steps), int(first))
-    if found["logits"] is not None:
-        path = Path(out) / f"station-{os.environ['RANK']}.json"
-        path.write_text(json.dumps(found))
     import torch.distributed as dist
 
     from tests.launch import leave
 
+    has_logits: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(has_logits, found["logits"] is not None)
+    if has_logits.index(True) == dist.get_rank():
+        (Path(out) / "station.json").write_text(json.dumps(found))
     dist.barrier()
     leave()
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from unickpt.diagnosis.mismatches import mismatches
 from unickpt.diagnosis.summaries import Summaries
 from unickpt.diagnosis.verdicts import Syndrome, Verdict, counted
@@ -32,7 +34,7 @@ def hangs(
     Args:
         rows: of all ranks that are known; one without rows has entered nothing.
         members: of every communicator, by its number in the job.
-        names: of the communicators.
+        names: of the communicators, as ``Group.told`` makes them: those of one kind begin alike, up to " group of ".
         before_ns: calls whose last waiter came later than this are not told of.
         gone: ranks whose process has ended.
     """
@@ -42,7 +44,7 @@ def hangs(
     calls = calls_waited_in(rows, members, gone)
     waits = {rank for call in calls for rank in call.waiters}  # for somebody else, and be it since a moment ago
     calls = [call for call in calls if call.since_ns < before_ns]
-    found = _stuck(calls, waits, names) + _in_the_network(calls, names) or _deadlocks(calls, names)
+    found = _stuck(calls, waits, names) + _in_the_network(calls, names) or _deadlocks(calls, names, rows)
     return sorted(found, key=lambda verdict: -verdict.victims)
 
 
@@ -104,11 +106,11 @@ def _victims(roots: Sequence[Sequence[Call]], calls: list[Call]) -> list[int]:
     return found
 
 
-def _deadlocks(calls: list[Call], names: Mapping[int, str]) -> list[Verdict]:
+def _deadlocks(calls: list[Call], names: Mapping[int, str], rows: Summaries) -> list[Verdict]:
     """Ranks that wait in a call for others that wait for them in other calls; and if there are none, a larger circle.
 
-    If they are fewer than those others, they have left out a call or entered it in another order; if both are as many, who
-    has cannot be told.
+    If they are fewer than those others, they have left out a call or entered it in another order. If both are as many, it is
+    told by whoever else waits with one of them: those that have made as many calls of the other kind have left out none.
     """
     waits_in = {rank: at for at, call in enumerate(calls) for rank in call.waiters}
     held_by: list[dict[int, list[int]]] = [{} for _ in calls]  # call -> other call -> missing here, for they wait there
@@ -128,6 +130,10 @@ def _deadlocks(calls: list[Call], names: Mapping[int, str]) -> list[Verdict]:
     if not sides:
         return _circles(calls, held_by, names)
     odd = {rank for _, here, _ in sides for rank in here}
+    if not fewer:
+        odd = (
+            _not_like_others(calls, [(at, other) for at, _, opposed in equal for other in opposed], held_by, names, rows) or odd
+        )
     told = [
         f"{counted(sorted(here), 'wait')} in {calls[at].named(names)} for {counted(held_by[at][other])}; the other way round: "
         f"{calls[other].named(names)}"
@@ -137,6 +143,46 @@ def _deadlocks(calls: list[Call], names: Mapping[int, str]) -> list[Verdict]:
     since = max(calls[each].since_ns for at, _, opposed in sides for each in (at, *opposed))
     victims = len(waits_in) - len(odd)
     return [Verdict(Syndrome.DEADLOCK, tuple(sorted(odd)), since, victims=victims, evidence=tuple(told[:4]))]
+
+
+def _not_like_others(
+    calls: Sequence[Call], opposed: Sequence[tuple[int, int]], held_by: Sequence[Mapping[int, list[int]]],
+    names: Mapping[int, str], rows: Summaries,
+) -> set[int]:  # fmt: skip
+    """Of two calls that wait for each other's ranks, those ranks that have left one out; empty if nothing tells.
+
+    Args:
+        calls: all of them.
+        opposed: pairs of calls.
+        held_by: call -> other call -> ranks that it waits for and that wait there.
+        names: of the communicators.
+        rows: of all ranks.
+    """
+    found: set[int] = set()
+    for at, other in opposed:
+        here, there = calls[at], calls[other]
+        if len(here.waiters) >= len(there.waiters):
+            continue
+        asked = held_by[at][other]  # they wait in the larger one, and are missing in the smaller one
+        made = _calls_like(here, names, rows, [rank for rank in there.waiters if rank not in asked])
+        counts = _calls_like(here, names, rows, asked)
+        if made and counts:
+            sound = set(counts.values()) <= set(made.values())
+            found.update(held_by[other][at] if sound else asked)
+    return found
+
+
+def _calls_like(call: Call, names: Mapping[int, str], rows: Summaries, ranks: Sequence[int]) -> dict[int, int]:
+    """How many calls of the kind of one some ranks have made, on the side that is missing there: rank -> number."""
+    kind = names.get(call.comm, "").partition(" group of ")[0]
+    comms = [comm for comm, name in names.items() if name.partition(" group of ")[0] == kind]
+    part = rows[np.isin(rows["rank"], ranks) & np.isin(rows["comm"], comms)]
+    if call.pair is None:
+        part = part[part["source"] < 0]
+    else:
+        sends = call.missing[0] == call.pair[0] if call.missing else True
+        part = part[part["source" if sends else "destination"] == part["rank"]]
+    return {rank: int(part["entered"][part["rank"] == rank].sum()) for rank in np.unique(part["rank"]).tolist()}
 
 
 def _circles(calls: list[Call], held_by: Sequence[Mapping[int, list[int]]], names: Mapping[int, str]) -> list[Verdict]:

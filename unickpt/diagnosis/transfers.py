@@ -40,4 +40,5 @@ def transfers_of(calls: Calls) -> Transfers:
     out["bytes"] = receives["bytes"]
     out["ns"] = np.maximum(receives["end_ns"] - begun(sends["call_ns"], receives["call_ns"], receives["wait_ns"]), 0)
     unknown = (receives["wait_ns"] > np.maximum(sends["call_ns"], receives["call_ns"])) & (out["ns"] < AT_ONCE_NS)
-    return out[~unknown]
+    known: Transfers = out[~unknown]
+    return known

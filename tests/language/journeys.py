@@ -1,0 +1,87 @@
+"""Journeys of a training between frameworks: stations one after the other, and what has to be the same at their borders."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.launch import torchrun
+from unickpt.language.shipped import dialect
+from unickpt.loading import Checkpoint
+from unickpt.translated import translated
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Station:
+    """Attributes: framework, its layout, and how many ranks."""
+
+    kind: str
+    layout: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.layout} x{self.ranks}"
+
+
+def travelled(folder: Path, family: str, precision: str, stations: list[Station]) -> list[dict[str, Any]]:
+    """What the stations told; each begins with what the one before has saved."""
+    found, source, step = [], "-", 0
+    for at, station in enumerate(stations):
+        out = folder / str(at)
+        out.mkdir(parents=True)
+        arguments = (station.kind, station.layout, family, precision, source, str(out), str(STEPS), str(step))
+        torchrun(station.ranks, "tests.language.station", *arguments)
+        found.append(json.loads((out / "station.json").read_text()))
+        source, step = str(out / "trained"), step + STEPS
+    return found
+
+
+def uninterrupted(folder: Path, family: str, precision: str, steps: int) -> list[float]:
+    """Losses of one DeepSpeed job that makes all the steps."""
+    folder.mkdir(parents=True)
+    torchrun(2, "tests.language.station", "deepspeed", "zero1", family, precision, "-", str(folder), str(steps), "0")
+    losses: list[float] = json.loads((folder / "station.json").read_text())["losses"]
+    return losses
+
+
+def differences(saved: Path, loaded: Path, family: str) -> tuple[int, list[str]]:
+    """Tensors compared under the names of transformers, and those that are not equal bit for bit."""
+    one, other = (_as_huggingface(Checkpoint.open(path), family, saved) for path in (saved, loaded))
+    compared, wrong = 0, []
+    for info in one.index.tensors:
+        if info.kind == "object":
+            continue
+        name, state = info.key
+        if other.info(name, state) is None and state in ("weight", "master"):
+            state = "weight" if state == "master" else "master"  # a job in float32 has but one of them
+        if other.info(name, state) is None:
+            wrong.append(f"{name} ({state}) is gone")
+            continue
+        compared += 1
+        a, b = one.read_tensor(*info.key), other.read_tensor(name, state)
+        if not torch.equal(a, b):
+            wrong.append(f"{name} ({state}): {int((a != b).sum())} of {a.numel()} elements differ")
+    return compared, wrong
+
+
+def _as_huggingface(checkpoint: Checkpoint, family: str, first: Path) -> Checkpoint:
+    if checkpoint.manifest.writer.dialect == "huggingface":
+        return checkpoint
+    home = next(path for path in (first.parents[1] / "0" / "trained", first) if path.exists())
+    model = Checkpoint.open(home)
+    shapes = {info.name: info.shape for info in model.index.tensors if info.kind == "parameter"}
+    rules = dialect("megatron-core", family)
+    return translated(checkpoint, rules.rules, shapes, rules.sizes_of(model.manifest.writer.model["facts"]), outward=True)
+
+
+def steps_of(path: Path) -> set[float]:
+    """Optimizer steps of all parameters."""
+    record = Checkpoint.open(path).manifest.optimizer
+    assert record is not None
+    return {float(group.hyperparameters["step"]) for group in record.scalars if group.parameters}
