@@ -130,6 +130,17 @@ def test_the_cause_is_told(op: Op, cause: str) -> None:
     assert f"cause: {cause}" in verdict.evidence[0]
 
 
+@pytest.mark.parametrize(("seen", "named"), [(True, [(1,)]), (False, [])])
+def test_of_few_peers_what_explains_itself_counts_sooner(seen: bool, named: list[Any]) -> None:
+    """Two ranks differ by 10 % of a step: by chance, for all one knows; but not if one of them has waited for data."""
+    steps = job(
+        lambda rank, _: 350.0 + (35.0 if rank == 1 else 0.0),
+        world=2,
+        moments=lambda rank: [(Op.DATA, step, 34.0) for step in range(STEPS)] if rank == 1 and seen else [],
+    )
+    assert [verdict.ranks for verdict in stragglers(steps)] == named
+
+
 def test_a_single_slow_step_is_no_straggler() -> None:
     assert stragglers(job(lambda rank, step: 30.0 + (500.0 if rank == 1 and step == 12 else 0.0))) == []
 

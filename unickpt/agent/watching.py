@@ -37,7 +37,8 @@ _ALL_LOOKS = 10  # every so many looks at most of them: a step may take longer t
 VERDICTS, STARTED = "verdicts.jsonl", "started"  # in the folder of the rings: what was said; who was started last, by host
 _WITHOUT_RANKS_S = 60.0  # that it waits for the first ring
 _AGAIN_S = 60.0  # a verdict that stays is told again
-_LASTING_STEPS = 4  # that something is slow before it is told
+# Steps that something is slow before it is told. Of links more: by then a rank that is late is known for it.
+_LASTING_STEPS = {Syndrome.NON_COMMUNICATION_SLOW: 4, Syndrome.COMMUNICATION_SLOW: 8}
 _GONE_S = 3.0  # one that has not been found for so long is a new one
 _STACK_S = 10.0  # a rank that stays in question is asked again
 _SILENT_S = 10.0  # after which nothing is known of a host any more
@@ -163,14 +164,14 @@ class Agent:
 
     def _lasts(self, verdict: Verdict, step: int) -> bool:
         """What is slow is told when it still is some steps later: on a machine with other work everybody is for a moment."""
-        if verdict.syndrome not in (Syndrome.NON_COMMUNICATION_SLOW, Syndrome.COMMUNICATION_SLOW):
+        if verdict.syndrome not in _LASTING_STEPS:
             return True
         now, key = time.monotonic(), (verdict.syndrome, verdict.ranks, verdict.link)
         first, seen = self._slow.get(key, (step, now))
         if now - seen > _GONE_S or step < first:
             first = step
         self._slow[key] = (first, now)
-        return step - first >= _LASTING_STEPS
+        return step - first >= _LASTING_STEPS[verdict.syndrome]
 
     def _with_stacks(self, view: View) -> View:
         ranks = {

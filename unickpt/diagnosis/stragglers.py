@@ -25,6 +25,7 @@ from unickpt.diagnosis.verdicts import Syndrome, Verdict
 
 SMALLEST_NS = 2_000_000.0  # excess that is worth a word, whatever the step takes
 SHARE, OF_FEW = 0.005, 0.2  # of the step, and that much more divided by the number of peers, whose differences are not known
+EXPLAINED = 0.02  # instead of the latter, where a wait for data or a pause was seen that makes up half of the excess
 FALSE_ALARMS = 1e-4  # that chance alone may give, of all ranks of a job together
 MOST = 0.6  # of the steps: so many times it has to be above half of what is a limit to the middle of them
 SIGMA = 1.4826  # standard deviations, of the median deviation
@@ -81,6 +82,7 @@ class _Compared:
         middle: ``[n]``, of the excess.
         known: ``[n]``, steps of each.
         judged: ``[n]``, whether these are enough.
+        explained: ``[n]`` nanoseconds, of waits for data and garbage collections above the middle of the others.
         length_ns: of a step.
         own_ns: of a step of most ranks.
     """
@@ -92,6 +94,7 @@ class _Compared:
     middle: Floats
     known: npt.NDArray[np.int64]
     judged: npt.NDArray[np.bool_]
+    explained: Floats
     length_ns: float
     own_ns: float
 
@@ -102,15 +105,17 @@ def _compared(steps: Steps, last: int, fewest: int) -> _Compared:
     numbers = numbers[count > len(ranks) / 2][-last:]
     keep = np.isin(steps["number"], numbers)
     steps, row = steps[keep], row[keep]
-    own = np.full((len(ranks), len(numbers)), np.nan)
-    own[row, np.searchsorted(numbers, steps["number"])] = steps["own_ns"]
+    own, seen = np.full((2, len(ranks), len(numbers)), np.nan)
+    at = np.searchsorted(numbers, steps["number"])
+    own[row, at], seen[row, at] = steps["own_ns"], steps["data_ns"] + steps["garbage_ns"]
     excess = own - middles_of_others(own)
     known = (~np.isnan(excess)).sum(axis=1)
     if not len(steps):
-        return _Compared(steps, ranks, row, excess, np.zeros(len(ranks)), known, known < 0, 0.0, 0.0)
+        return _Compared(steps, ranks, row, excess, np.zeros(len(ranks)), known, known < 0, np.zeros(len(ranks)), 0.0, 0.0)
     length = float(np.median(steps["end_ns"] - steps["begin_ns"]))
     return _Compared(
-        steps, ranks, row, excess, middles(excess), known, known >= fewest, length, float(np.median(steps["own_ns"]))
+        steps, ranks, row, excess, middles(excess), known, known >= fewest, middles(seen - middles_of_others(seen)), length,
+        float(np.median(steps["own_ns"])),
     )  # fmt: skip
 
 
@@ -145,8 +150,8 @@ def _slow(peers: _Compared, always: float, judged: int) -> list[tuple[float, Ver
         judged: how many ranks of the job are looked at.
     """
     deviations = SIGMA * np.sqrt(2 * np.log(max(judged, 1) / FALSE_ALARMS))
-    share = SHARE + OF_FEW / len(peers.ranks)
-    smallest = max(SMALLEST_NS, share * peers.length_ns)
+    of_few = np.where(peers.explained > peers.middle / 2, min(EXPLAINED, OF_FEW / len(peers.ranks)), OF_FEW / len(peers.ranks))
+    smallest = np.maximum(SMALLEST_NS, (SHARE + of_few) * peers.length_ns)
     limits = np.maximum(deviations * np.hypot(always * peers.own_ns, _chance(peers)), smallest)
     above = (peers.excess > limits[:, None] / 2).sum(axis=1) / np.maximum(peers.known, 1)
     found = []
