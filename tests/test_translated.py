@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,7 +70,10 @@ def values_of(shapes: Mapping[str, tuple[int, ...]]) -> Values:
     return found
 
 
-def saved(folder: Path, values: Values, *, aliases: Mapping[str, str], split: bool = False) -> Checkpoint:
+def saved(
+    folder: Path, values: Values, *, aliases: Mapping[str, str], split: bool = False, dialect: str = "huggingface",
+    model: dict[str, Any] | None = None,
+) -> Checkpoint:  # fmt: skip
     """Three ranks with flat ranges of it, cut where nothing else is."""
     names = sorted({name for name, _ in values})
     norms = [name for name in names if "norm" in name]
@@ -102,7 +106,12 @@ def saved(folder: Path, values: Values, *, aliases: Mapping[str, str], split: bo
                 box = Box(tuple(at.min(0).values.tolist()), tuple((at.max(0).values - at.min(0).values + 1).tolist()))
                 shards.append(Shard(infos[key], box, value[box.slices()].contiguous()))
         part = Contribution(
-            shards=shards, tensors=list(infos.values()), step=3, writer=WRITER, optimizer=optimizer, aliases=dict(aliases)
+            shards=shards,
+            tensors=list(infos.values()),
+            step=3,
+            optimizer=optimizer,
+            aliases=dict(aliases),
+            writer=dataclasses.replace(WRITER, dialect=dialect, model=model or {}),
         )
         records.append(
             write_rank(

@@ -18,8 +18,10 @@ from unickpt import objects as objects_module
 from unickpt.errors import MismatchError
 from unickpt.fragments import Box
 from unickpt.index import Index, TensorInfo
+from unickpt.language.facts import Model
 from unickpt.language.pieces import Piece
 from unickpt.language.rules import Rule
+from unickpt.language.shipped import choose
 from unickpt.language.translation import Translation, translate
 from unickpt.loading import Checkpoint, Planned
 from unickpt.manifest import OptimizerRecord, ParameterGroup
@@ -27,6 +29,7 @@ from unickpt.neighbours import Neighbours
 from unickpt.reading import ReadStats, Request
 
 TENSORS = ("parameter", "buffer")
+HUGGINGFACE = "huggingface"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,3 +244,28 @@ def _optimizer(
         return tuple(ParameterGroup(group.hyperparameters, tuple(names)) for group, names in zip(groups, members, strict=True))
 
     return OptimizerRecord(record.name, renamed(record.groups), renamed(record.scalars))
+
+
+def under_names_of(source: Checkpoint, like: Checkpoint, *, chosen: str = "", option: str = "--dialect") -> Checkpoint:
+    """A checkpoint under the names, and in the shapes, that another one has; itself, if they are of one dialect.
+
+    Args:
+        source: what is read.
+        like: whose names are wanted.
+        chosen: family of the model, or file of a dialect, where neither tells.
+        option: by which a user can choose, for messages.
+
+    Raises:
+        LanguageError: no dialect is known, or it does not fit.
+        MismatchError: they are of different models.
+    """
+    stored, wanted = source.manifest.writer, like.manifest.writer
+    if stored.dialect == wanted.dialect:
+        return source
+    where = str(source.storage)
+    model = Model.from_json(wanted.model).with_more(Model.from_json(stored.model), where)
+    outward = wanted.dialect == HUGGINGFACE
+    name, other = (stored.dialect, wanted.dialect) if outward else (wanted.dialect, stored.dialect)
+    rules = choose(name, other, chosen or model.family, where=where, option=option)
+    shapes = {info.name: info.shape for info in like.index.tensors if info.kind in TENSORS or info.state == "master"}
+    return translated(source, rules.rules, shapes, rules.sizes_of(model.facts), outward=outward)

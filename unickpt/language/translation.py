@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unickpt.errors import CoverageError, LanguageError
+from unickpt.language.arrangement import PADDING
 from unickpt.language.names import Values
 from unickpt.language.pieces import Link, Piece, check_cover
 from unickpt.language.rules import Item, Rule, Side
@@ -72,6 +73,45 @@ def translate(
         except CoverageError as err:
             raise CoverageError(f"{made.rule}: {err}") from None
     found.unused = [name for name in given if name not in used]
+    return found
+
+
+def listed(
+    rules: Sequence[Rule], given: Shapes, sizes: Mapping[str, int], *, outward: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that given ones are in the other dialect.
+
+    Args:
+        rules: the first one that knows a given tensor counts.
+        given: shapes by name, of *there*; of *here* if ``outward``.
+        sizes: of axes, as far as shapes do not tell them. A padding whose size nothing tells is none.
+
+    Raises:
+        LanguageError: a shape contradicts its rule, or the size of an axis is not known.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in given.items():
+        match = next(_rules_of(rules, name, not outward), None)
+        if match is None:
+            continue
+        rule, item, values = match
+        others = rule.there if outward else (rule.here,)
+        if item.arrangement is None:
+            found[others[0].name.fill(values)] = tuple(shape)
+            continue
+        try:
+            known = {**sizes, **item.arrangement.solve(shape, sizes)}
+            known |= item.arrangement.solve(shape, {PADDING: 0, **known})
+            for other in others:
+                free = [hole.name for hole in other.name.holes if hole.name not in values]
+                assert other.arrangement is not None
+                for point in itertools.product(*(range(known[axis]) for axis in free)):
+                    filled = other.name.fill({**values, **dict(zip(free, point, strict=True))})
+                    found.setdefault(filled, other.arrangement.shape({**known, PADDING: 0}))
+        except KeyError as err:
+            raise LanguageError(f"{rule}: {name}: the size of {err} is not known") from None
+        except LanguageError as err:
+            raise LanguageError(f"{rule}: {name}: {err}") from None
     return found
 
 
@@ -226,7 +266,7 @@ class _Made:
 
 def _without_padding(sizes: Mapping[str, int]) -> dict[str, int]:
     """Sizes that hold for all tensors of a rule; each has a padding of its own."""
-    return {name: size for name, size in sizes.items() if name != "~"}
+    return {name: size for name, size in sizes.items() if name != PADDING}
 
 
 def _merged(links: list[Link]) -> list[Link]:

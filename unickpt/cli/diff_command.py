@@ -1,0 +1,56 @@
+"""``unickpt diff``: what differs between two checkpoints, whatever wrote them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from unickpt.cli.exit_codes import DAMAGED, SOUND
+from unickpt.cli.locate import locate_checkpoint
+from unickpt.cli.output import Output
+from unickpt.differences import Difference, differences
+from unickpt.loading import Checkpoint
+from unickpt.translated import under_names_of
+
+JSON_SCHEMA = 1
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("first", metavar="A", help="a checkpoint, or a save directory (follows 'latest'); a path or a URL")
+    parser.add_argument(
+        "second", metavar="B", help="another one; of another framework, it is read under the names of the first"
+    )
+    parser.add_argument(
+        "--dialect", default="", metavar="FAMILY", help="of the model, where neither tells, or a dialect's file"
+    )
+    parser.add_argument("--all", action="store_true", help="list equal tensors, too")
+    parser.add_argument("--json", action="store_true", help="the result as one JSON document")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Compare and print; 0 if all tensors are equal, 1 if some differ."""
+    first = Checkpoint.open(locate_checkpoint(args.first))
+    second = under_names_of(Checkpoint.open(locate_checkpoint(args.second)), first, chosen=args.dialect, option="--dialect")
+    found = list(differences(first, second))
+    found += [Difference(name, "", told="only in the second, without a counterpart") for name in second.untranslated]
+    wrong = [each for each in found if not each.equal]
+    if args.json:
+        out.json({"schema": JSON_SCHEMA, "equal": not wrong, "tensors": [dataclasses.asdict(each) for each in found]})
+        return DAMAGED if wrong else SOUND
+    shown = found if args.all else wrong
+    if shown:
+        columns = ("tensor", "state", "differ", "of", "largest", "relative", "")
+        out.table(f"{first.storage} and {second.storage}", columns, [_row(each) for each in shown])
+        out.line()
+    if wrong:
+        out.line(f"{len(wrong):,} of {len(found):,} tensors differ", style="bold red")
+    else:
+        out.line(f"equal: {len(found):,} tensors, bit for bit", style="bold green")
+    return DAMAGED if wrong else SOUND
+
+
+def _row(each: Difference) -> tuple[object, ...]:
+    if each.told:
+        return each.name, each.state, "", "", "", "", each.told
+    return each.name, each.state, each.elements, each.of, f"{each.largest:.3g}", f"{each.relative:.3g}", ""
