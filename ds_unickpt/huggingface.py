@@ -6,40 +6,15 @@ import os
 import sys
 from typing import Any
 
-from unickpt.language.facts import Model
+from unickpt.language.facts import CONFIG_NAMES, Model
 
 _DEPTH = 40  # frames from a save up to Trainer's loop, callbacks of other libraries included
-
-
-_FACTS = {
-    "layers": ("num_hidden_layers", "n_layer"),
-    "heads": ("num_attention_heads", "n_head"),
-    "groups": ("num_key_value_heads", "num_attention_heads", "n_head"),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "vocab": ("vocab_size",),
-    "query_rank": ("q_lora_rank",),
-    "latent_rank": ("kv_lora_rank",),
-    "plain_dim": ("qk_nope_head_dim",),
-    "rotary_dim": ("qk_rope_head_dim",),
-    "value_dim": ("v_head_dim",),
-}  # configurations of transformers: the first that there is
 
 
 def model_of(module: Any) -> Model:
     """What the configuration of a model of transformers tells; nothing of other modules."""
     config = getattr(module, "config", None)
-    family = getattr(config, "model_type", "")
-    if not isinstance(family, str) or not family:
-        return Model()
-    facts = {name: _number(config, keys) for name, keys in _FACTS.items()}
-    width, heads = _number(config, ("hidden_size", "n_embd")), facts["heads"]
-    facts["head_dim"] = _number(config, ("head_dim",)) or (width // heads if width and heads else 0)
-    return Model(family, {name: number for name, number in facts.items() if number})
-
-
-def _number(config: Any, keys: tuple[str, ...]) -> int:
-    found = (getattr(config, key, None) for key in keys)
-    return next((value for value in found if type(value) is int and value > 0), 0)
+    return Model.of_config({name: getattr(config, name, None) for name in CONFIG_NAMES})
 
 
 def touches_checkpoints(save_dir: str) -> str:

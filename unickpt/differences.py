@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from unickpt.dtypes import torch_dtype
 from unickpt.fragments import Box, cut
 from unickpt.index import TensorInfo
 from unickpt.loading import Checkpoint
-from unickpt.reading import Request
 
 BLOCK_ELEMENTS = 4 << 20  # that are read of each at a time
 BETWEEN = ("weight", "master")
@@ -45,7 +43,7 @@ class Difference:
 
 
 def differences(
-    one: Checkpoint, other: Checkpoint, *, verify: str = "always", progress: Callable[[int], None] = lambda _: None
+    one: Checkpoint, other: Checkpoint, *, verify: str = "off", progress: Callable[[int], None] = lambda _: None
 ) -> Iterator[Difference]:
     """Compare all tensors of two checkpoints under the names of both; objects are not compared.
 
@@ -54,7 +52,8 @@ def differences(
 
     Args:
         one, other: of the same names.
-        verify: what is read against its checksum.
+        verify: what is read against its checksum. Tensors are read a block at a time; ``always`` would read a large
+            fragment again for each.
         progress: called with the bytes of ``one`` that were compared.
 
     Raises:
@@ -87,7 +86,7 @@ def _compared(
 ) -> Difference:
     elements, largest, relative = 0, 0.0, 0.0
     for box in cut(Box.whole(info.shape), BLOCK_ELEMENTS) if info.numel else []:
-        a, b = _block(one, info, box, verify), _block(other, twin, box, verify)
+        a, b = one.read_box(info, box, verify=verify), other.read_box(twin, box, verify=verify)
         if a.dtype != b.dtype and info.state != twin.state:  # the one is what the other is made of
             a, b = (a, b.to(a.dtype)) if a.element_size() < b.element_size() else (a.to(b.dtype), b)
         unequal = ~((a == b) | ((a != a) & (b != b))) if a.dtype == b.dtype else a.double() != b.double()
@@ -103,16 +102,3 @@ def _compared(
 
 def _larger(a: float, b: float) -> float:
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
-
-
-def _block(checkpoint: Checkpoint, info: TensorInfo, box: Box, verify: str) -> torch.Tensor:
-    """The elements of a box in the tensor's own type; of a derived one cast from what it derives from, then overridden."""
-    position = checkpoint.ids[info.key]
-    if info.derived_from is None:
-        out = torch.empty(box.numel, dtype=torch_dtype(info.dtype))
-    else:
-        parent = checkpoint.info(info.name, info.derived_from)
-        assert parent is not None  # the index checks it
-        out = _block(checkpoint, parent, box, verify).to(torch_dtype(info.dtype))
-    checkpoint.read([Request(position, box, out)], verify=verify)
-    return out

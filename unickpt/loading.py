@@ -161,15 +161,25 @@ class Checkpoint:
         Raises:
             KeyError: there is no such tensor.
         """
-        position = self.ids[(name, state)]
-        info = self.index.tensors[position]
+        info = self.index.tensors[self.ids[name, state]]
+        return self.read_box(info, Box.whole(info.shape), verify=verify).reshape(info.shape)
+
+    def read_box(self, info: TensorInfo, box: Box, *, verify: str = "always") -> torch.Tensor:
+        """The elements of a region in row-major order, on the CPU, in the tensor's own dtype; of a derived tensor cast.
+
+        Args:
+            info: of this checkpoint's index.
+            box: of it.
+            verify: what is read against its checksum; ``always`` reads every fragment that has a part in it as a whole.
+        """
         if info.derived_from is not None:
-            out = self.read_tensor(name, info.derived_from, verify=verify).to(torch_dtype(info.dtype)).reshape(-1)
+            parent = self.index.tensors[self.ids[info.name, info.derived_from]]
+            out = self.read_box(parent, box, verify=verify).to(torch_dtype(info.dtype))
         else:
-            out = torch.empty(info.numel, dtype=torch_dtype(info.dtype))
-        if info.numel:
-            self.read([Request(position, Box.whole(info.shape), out)], verify=verify)
-        return out.reshape(info.shape)
+            out = torch.empty(box.numel, dtype=torch_dtype(info.dtype))
+        if box.numel:
+            self.read([Request(self.ids[info.key], box, out)], verify=verify)
+        return out
 
     def objects(self, *, allow_pickle: bool = False) -> objects_module.Decoded:
         """The job's non-tensor state."""

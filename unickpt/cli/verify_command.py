@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate_checkpoint
 from unickpt.cli.output import Output, human_bytes
+from unickpt.cli.progress import progress_bar
 from unickpt.errors import FormatError, NewerFormatError
 from unickpt.loading import read_manifest
 from unickpt.storage import open_storage
@@ -60,36 +55,12 @@ def _verify(directory: str) -> Verification:
     """A manifest that is there but wrong is a finding; only one of a later format cannot be judged."""
     try:
         total = sum(record.size_bytes for record in read_manifest(open_storage(directory)).files)
-        with _progress(total) as advance:
+        with progress_bar("verify", total) as advance:
             return verify(directory, progress=advance)
     except NewerFormatError:
         raise
     except FormatError as err:
         return Verification((str(err),), files=0, fragments=0, size_bytes=0)
-
-
-class _Advance:
-    """Callback that moves a progress bar; does nothing without one."""
-
-    def __init__(self, progress: Progress | None, total_bytes: int) -> None:
-        self._progress = progress
-        self._task = None if progress is None else progress.add_task("verify", total=total_bytes)
-
-    def __call__(self, size_bytes: int) -> None:
-        if self._progress is not None and self._task is not None:
-            self._progress.advance(self._task, size_bytes)
-
-
-@contextmanager
-def _progress(total_bytes: int) -> Iterator[_Advance]:
-    """A bar on standard error if that is a terminal, so that standard output holds the findings only."""
-    console = Console(file=sys.stderr)
-    if not console.is_terminal:
-        yield _Advance(None, total_bytes)
-        return
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield _Advance(progress, total_bytes)
 
 
 def _conclude(out: Output, directory: str, found: Verification, seconds: float) -> None:

@@ -23,6 +23,29 @@ FACTS = {
 }
 
 
+# Keys of transformers' configurations that tell them; the first that there is counts.
+CONFIG_KEYS = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "heads": ("num_attention_heads", "n_head"),
+    "groups": ("num_key_value_heads", "num_attention_heads", "n_head"),
+    "head_dim": ("head_dim",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "vocab": ("vocab_size",),
+    "query_rank": ("q_lora_rank",),
+    "latent_rank": ("kv_lora_rank",),
+    "plain_dim": ("qk_nope_head_dim",),
+    "rotary_dim": ("qk_rope_head_dim",),
+    "value_dim": ("v_head_dim",),
+}
+_WIDTH, _FAMILY = ("hidden_size", "n_embd"), "model_type"
+CONFIG_NAMES = (*{key for keys in CONFIG_KEYS.values() for key in keys}, *_WIDTH, _FAMILY)
+
+
+def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+    found = (config.get(key) for key in keys)
+    return next((value for value in found if type(value) is int and 0 < value < 1 << 40), 0)
+
+
 @dataclass(frozen=True)
 class Model:
     """Attributes: family, as transformers names it (``model_type``), or ''; facts, by the names of ``FACTS``."""
@@ -46,6 +69,17 @@ class Model:
             if name in FACTS and type(number) is int and 0 < number < 1 << 40
         }
         return cls(family if isinstance(family, str) else "", known)
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> Model:
+        """What a configuration of transformers tells (``config.json``, or the attributes of ``CONFIG_NAMES``)."""
+        family = config.get(_FAMILY)
+        if not isinstance(family, str) or not family:
+            return cls()
+        facts = {name: _number(config, keys) for name, keys in CONFIG_KEYS.items()}
+        width, heads = _number(config, _WIDTH), facts["heads"]
+        facts["head_dim"] = facts["head_dim"] or (width // heads if width and heads else 0)
+        return cls(family, {name: number for name, number in facts.items() if number})
 
     def with_more(self, other: Model, where: str) -> Model:
         """This job's model, and what a checkpoint tells of the same one.

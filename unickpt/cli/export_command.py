@@ -1,0 +1,81 @@
+"""``unickpt export``: a checkpoint's weights in the form of others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from unickpt.cli.exit_codes import DAMAGED, SOUND
+from unickpt.cli.locate import locate_checkpoint
+from unickpt.cli.output import Output, human_bytes
+from unickpt.cli.progress import progress_bar
+from unickpt.dtypes import torch_dtype
+from unickpt.errors import FormatError, UnickptError
+from unickpt.exporting import CONFIG, as_huggingface, export
+from unickpt.loading import Checkpoint
+from unickpt.verification import verify
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "directory", metavar="DIR", help="a checkpoint, or a save directory (follows 'latest'); a path or a URL"
+    )
+    parser.add_argument("output", metavar="FOLDER", type=Path, help="that is made")
+    parser.add_argument(
+        "--to", choices=("hf",), default="hf", help="hf: safetensors that from_pretrained of transformers loads"
+    )
+    parser.add_argument("--config", type=Path, metavar="FOLDER", help="of a model of this kind: all but its weights is copied")
+    parser.add_argument(
+        "--dialect", default="", metavar="FAMILY", help="of the model, where nothing tells, or a dialect's file"
+    )
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of all floating point weights (default: as they are stored)")
+    parser.add_argument("--shard-gigabytes", type=float, default=5.0, help="of a file, at most (default: 5)")
+    parser.add_argument("--no-verify", action="store_true", help="do not read the checkpoint against its checksums before")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Write the folder."""
+    directory = locate_checkpoint(args.directory)
+    checkpoint = as_huggingface(Checkpoint.open(directory), chosen=args.dialect, config=_config(args.config))
+    if not args.no_verify:
+        total = sum(record.size_bytes for record in checkpoint.manifest.files)
+        with progress_bar("verify", total) as advance:
+            problems = verify(directory, progress=advance).problems
+        for problem in problems:
+            out.line(problem, style="red")
+        if problems:
+            return DAMAGED
+    dtype = torch_dtype(DTYPES[args.dtype]) if args.dtype else None
+    total = sum(info.size_bytes for info in checkpoint.index.tensors if info.state == "weight")
+    try:
+        with progress_bar("export", total) as advance:
+            made = export(
+                checkpoint, args.output, config_from=args.config, dtype=dtype, shard_bytes=int(args.shard_gigabytes * 1e9),
+                progress=advance,
+            )  # fmt: skip
+    except OSError as err:
+        raise UnickptError(f"{args.output}: cannot be written ({err})") from err
+    files = f"{len(made.files)} file{'s' * (len(made.files) != 1)}"
+    out.line(f"{args.output}: {made.tensors:,} tensors, {human_bytes(made.size_bytes)}, in {files}", style="bold green")
+    if made.tied:
+        out.line(f"tied, and left to transformers: {', '.join(made.tied)}")
+    if made.without_config:
+        out.line("from_pretrained wants a config.json there, too: --config FOLDER copies that of another model of its kind")
+    return SOUND
+
+
+def _config(folder: Path | None) -> dict[str, Any] | None:
+    if folder is None:
+        return None
+    try:
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as err:
+        raise FormatError(f"{folder / CONFIG}: cannot be read as a configuration ({err})") from err
+    if not isinstance(found, dict):
+        raise FormatError(f"{folder / CONFIG}: is no configuration")
+    return found
