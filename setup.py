@@ -20,9 +20,11 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["unickpt*", "ds_unickpt*", "megatron_unickpt*"]),
+    packages=[*find_packages(include=["unickpt*", "ds_unickpt*", "megatron_unickpt*"]), "unickpt.dialects"],
+    package_dir={"unickpt.dialects": "configs/dialects"},
     package_data={
         "unickpt": ["py.typed", "views/*.html", "views/*.js"],
+        "unickpt.dialects": ["*.toml"],
         "ds_unickpt": ["py.typed"],
         "megatron_unickpt": ["py.typed"],
     },

@@ -56,10 +56,10 @@ def test_the_fewer_of_two_sides_are_at_fault_and_of_two_equal_ones_both() -> Non
     assert verdict.ranks == (0, 1)
 
 
-@pytest.mark.parametrize(("second", "odd"), [(6, 0), (5, 1)])
+@pytest.mark.parametrize(("second", "odd"), [(6, 0), (5, 1), (90, 0)])  # 90: of a stage that calls more often
 def test_who_has_left_out_a_call_is_told_by_the_others(second: int, odd: int) -> None:
     """Rank 0 waits in its pair's call for rank 1, which waits for it in that of all. Has 0 left out the one, or 1 the other?"""
-    entries = [(0, 1, 7, 7), (1, 1, second, 0), (1, 0, 9, 9), (0, 0, 8, 0)]
+    entries = [(0, 1, second + 1, second + 1), (1, 1, second, 0), (1, 0, 9, 9), (0, 0, 8, 0)]
     entries += [(2, 2, 6, 0), (3, 2, 6, 0), (2, 0, 9, 9), (3, 0, 9, 9)]
     names = {0: "the world group of ranks 0 to 3", 1: "the pair group of ranks 0, 1", 2: "the pair group of ranks 2, 3"}
     members = {0: np.arange(4), 1: np.array([0, 1]), 2: np.array([2, 3])}

@@ -110,7 +110,8 @@ def _deadlocks(calls: list[Call], names: Mapping[int, str], rows: Summaries) -> 
     """Ranks that wait in a call for others that wait for them in other calls; and if there are none, a larger circle.
 
     If they are fewer than those others, they have left out a call or entered it in another order. If both are as many, it is
-    told by whoever else waits with one of them: those that have made as many calls of the other kind have left out none.
+    told by whoever else waits with one of them: if those have made one call more of the other kind, it was left out; if not,
+    they are right who are more.
     """
     waits_in = {rank: at for at, call in enumerate(calls) for rank in call.waiters}
     held_by: list[dict[int, list[int]]] = [{} for _ in calls]  # call -> other call -> missing here, for they wait there
@@ -149,7 +150,7 @@ def _not_like_others(
     calls: Sequence[Call], opposed: Sequence[tuple[int, int]], held_by: Sequence[Mapping[int, list[int]]],
     names: Mapping[int, str], rows: Summaries,
 ) -> set[int]:  # fmt: skip
-    """Of two calls that wait for each other's ranks, those ranks that have left one out; empty if nothing tells.
+    """Of two calls that wait for each other's ranks, those ranks that have left one out; empty if as many wait in both.
 
     Args:
         calls: all of them.
@@ -166,9 +167,9 @@ def _not_like_others(
         asked = held_by[at][other]  # they wait in the larger one, and are missing in the smaller one
         made = _calls_like(here, names, rows, [rank for rank in there.waiters if rank not in asked])
         counts = _calls_like(here, names, rows, asked)
-        if made and counts:
-            sound = set(counts.values()) <= set(made.values())
-            found.update(held_by[other][at] if sound else asked)
+        like, one_more = set(made.values()), {count - 1 for count in made.values()}
+        left_out = counts and not like & set(counts.values()) and one_more & set(counts.values())
+        found.update(asked if left_out else held_by[other][at])
     return found
 
 
