@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.launch import REPO
 from unickpt.errors import CoverageError, LanguageError
 from unickpt.fragments import Box
 from unickpt.language.arrangement import PADDING, Arrangement, Axis, Choice, Node, Product
+from unickpt.language.dialect import parse
+from unickpt.language.facts import FACTS
 from unickpt.language.names import Template
 from unickpt.language.pieces import Link, Piece, check_cover, compose
 from unickpt.language.rules import Item, Rule
-from unickpt.language.sizes import evaluate
+from unickpt.language.shipped import choose, dialect
+from unickpt.language.sizes import evaluate, names_in
 from unickpt.language.translation import Translation, translate
 
 Array = npt.NDArray[Any]
@@ -390,3 +396,77 @@ def test_two_grids_in_a_row(grid: tuple[int, ...]) -> None:
             for n in range(link.extent)
         }
     assert found == want
+
+
+# ---------------------------------------------------------------- files
+
+HEAD = '[dialect]\nname = "a"\nother = "b"\nfamilies = ["x"]\nstack = ["layer"]\n[sizes]\nn = "heads / 2"\n'
+RULE = '[[rules]]\nhere = "l.{layer}.w [n m]"\nthere = "k.{layer}.w [m n]"\n'
+
+
+def test_a_file() -> None:
+    found = parse(HEAD + RULE)
+    assert (found.name, found.other, found.families) == ("a", "b", ("x",))
+    assert [str(rule.here) for rule in found.rules] == ["l.{layer}.w [n m]", "l.w [layer n m]"]
+    assert found.sizes_of({"heads": 8}) == {"n": 4}
+    assert found.sizes_of({}) == {}
+    with pytest.raises(LanguageError, match=r"size of 'n'.*no whole number"):
+        found.sizes_of({"heads": 7})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("not toml [", "not TOML"),
+        (HEAD, "no rules"),
+        (HEAD.replace("[dialect]", "[dialekt]") + RULE, "unknown key 'dialekt'"),
+        (HEAD.replace('name = "a"\n', "") + RULE, r"\[dialect\] has no 'name'"),
+        (HEAD.replace('["x"]', '"x"') + RULE, "'families' is 'x', not a list"),
+        (HEAD.replace('["x"]', "[1]") + RULE, "not a list of texts"),
+        (HEAD.replace("heads / 2", "heads.__class__") + RULE, "size of 'n'"),
+        (HEAD.replace('"heads / 2"', "[1]") + RULE, "not a formula"),
+        (HEAD + RULE + "code = 1\n", "rule 1: unknown key 'code'"),
+        (HEAD + RULE + RULE.replace("[m n]", "[m o]"), "rule 2: .*'n' is an index here alone"),
+        (HEAD + RULE.replace("there", "their"), "rule 1: unknown key 'their'"),
+        (HEAD + RULE.replace(" [n m]", "").replace(" [m n]", ""), "an arrangement is wanted"),
+        (HEAD + RULE.replace("l.{layer}", "l{layer}"), "stands behind no dot"),
+        (HEAD + RULE + 'repeat = {z = "mean"}\n', "repeat of 'z'"),
+        ("a = " + "[" * 5000, "not TOML"),
+        ("# " + "x" * (1 << 20), "too many for a dialect"),
+    ],
+)
+def test_files_that_are_none(text: str, told: str) -> None:
+    with pytest.raises(LanguageError, match=told):
+        parse(text)
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "configs" / "dialects").glob("*.toml")), ids=lambda path: path.name)
+def test_shipped_dialects_are_as_their_schema_says(path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    tomllib = pytest.importorskip("tomllib")
+    schema = json.loads((REPO / "configs" / "dialect.schema.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(tomllib.loads(path.read_text()))
+    made = parse(path.read_text(), where=path.name)
+    assert all(dialect(made.name, family) for family in made.families)
+    assert {name for formula in made.sizes.values() for name in names_in(formula)} <= set(FACTS)
+
+
+def test_a_family_that_nobody_knows() -> None:
+    with pytest.raises(LanguageError, match=r"for the family 'bert'; there are .*llama"):
+        dialect("megatron-core", "bert")
+    with pytest.raises(LanguageError, match="nothing tells of which family"):
+        choose("megatron-core", "huggingface", "", where="here", option="--dialect")
+    with pytest.raises(LanguageError, match="cannot be read"):
+        choose("megatron-core", "huggingface", "/nowhere.toml", where="here", option="--dialect")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="ab1~|() ", max_size=30))
+def test_any_text_is_an_arrangement_or_an_error(text: str) -> None:
+    try:
+        found = Arrangement.parse(text)
+    except LanguageError:
+        return
+    assert Arrangement.parse(str(found)).dimensions == found.dimensions
+    sizes = dict.fromkeys(found.axes(), 2)
+    assert found.solve(found.shape(sizes), sizes) in ({}, {PADDING: 0})

@@ -116,9 +116,9 @@ class Rule:
             left, right = mine.item.indices(mine.option), other.item.indices(other.option)
             alone = {name for name in left ^ right if name not in self.repeat}
             if alone:
-                where = "here" if alone & left else "there"
+                where, names = ("here", alone & left) if alone & left else ("there", alone)
                 raise LanguageError(
-                    f"{self}: {', '.join(sorted(map(repr, alone)))} is an index {where} alone. Say what its repetition means: "
+                    f"{self}: {', '.join(sorted(map(repr, names)))} is an index {where} alone. Say what its repetition means: "
                     "repeat = same, mean or sum"
                 )
             for side in (mine, other):

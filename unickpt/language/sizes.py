@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from unickpt.errors import LanguageError
 
@@ -23,26 +23,42 @@ def evaluate(text: str | int, known: Mapping[str, int]) -> int:
     """
     if isinstance(text, int):
         return text
-    if len(text) > _LONGEST:
-        raise LanguageError(f"a formula of {len(text)} characters; {_LONGEST} are enough for any")
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body
-        value = _value(tree, known, text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
-        raise LanguageError(f"{text!r} is no formula of names, whole numbers and + - * / ( )") from err
+    value = _value(_parsed(text), known, text)
     if not 0 <= value < _LARGEST:
         raise LanguageError(f"{text!r} is {value}, which is no size")
     return value
 
 
 def names_in(text: str | int) -> set[str]:
-    """Names that a formula asks for."""
-    if isinstance(text, int):
-        return set()
+    """Names that a formula asks for.
+
+    Raises:
+        LanguageError: it is none.
+    """
+    return set() if isinstance(text, int) else set(_names(_parsed(text), text))
+
+
+def _parsed(text: str) -> ast.expr:
+    if len(text) > _LONGEST:
+        raise LanguageError(f"a formula of {len(text)} characters; {_LONGEST} are enough for any")
     try:
-        return {node.id for node in ast.walk(ast.parse(text.strip(), mode="eval")) if isinstance(node, ast.Name)}
+        return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
-        raise LanguageError(f"{text!r} is no formula of names, whole numbers and + - * / ( )") from err
+        raise _none(text) from err
+
+
+def _none(text: str) -> LanguageError:
+    return LanguageError(f"{text!r} is no formula of names, whole numbers and + - * / ( )")
+
+
+def _names(node: ast.expr, text: str) -> Iterator[str]:
+    if isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub, ast.Mult, ast.Div)):
+        yield from _names(node.left, text)
+        yield from _names(node.right, text)
+    elif not (isinstance(node, ast.Constant) and type(node.value) is int):
+        raise _none(text)
 
 
 def _value(node: ast.expr, known: Mapping[str, int], text: str) -> int:
@@ -64,4 +80,4 @@ def _value(node: ast.expr, known: Mapping[str, int], text: str) -> int:
             if right == 0 or left % right:
                 raise LanguageError(f"{text!r}: {left} / {right} is no whole number")
             return left // right
-    raise LanguageError(f"{text!r} is no formula of names, whole numbers and + - * / ( )")
+    raise _none(text)

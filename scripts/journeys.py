@@ -1,0 +1,83 @@
+"""Trainings that go from framework to framework: every family, all shapes. Writes a table.
+
+    python scripts/journeys.py [--families llama ...] [--out docs/dialects.md]
+
+Each station begins with random weights of another seed, loads what the one before has saved, saves that again at once, trains
+three steps and saves. Compared are all weights, masters and moments at every border, bit for bit; the logits of the two
+frameworks' models for the same tokens; and the losses with those of one DeepSpeed job that makes all steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.measure import machine
+from tests.language.families import FAMILIES
+from tests.language.journeys import Station, differences, travelled, uninterrupted
+
+ZERO1, ZERO3 = Station("deepspeed", "zero1", 2), Station("deepspeed", "zero3", 2)
+DENSE = ("gpt-tp2-fp32", "gpt-pp2-fp32", "gpt-tp2pp2-fp32")
+EXPERTS = ("moe-ep2dp2-fp32", "moe-tp2-fp32", "moe-pp2-fp32")
+MARK = "<!-- made by scripts/journeys.py -->"
+
+
+def journeys(family: str) -> list[tuple[str, list[Station]]]:
+    """Precision and stations."""
+    shapes = EXPERTS if FAMILIES[family].moe else DENSE
+    made = []
+    for at, shape in enumerate(shapes):
+        middle = Station("megatron", shape, 4 if "tp2pp2" in shape else 2)
+        made.append(("fp32", [(ZERO3, ZERO1)[at % 2], middle, (ZERO1, ZERO3)[at % 2]]))
+    last = "moe-ep2dp2-dist" if FAMILIES[family].moe else "gpt-tp2pp2-dist"
+    made.append(("bf16", [ZERO3, Station("megatron", last, 2 if FAMILIES[family].moe else 4), ZERO1]))
+    return made
+
+
+def row(family: str, precision: str, stations: list[Station]) -> str:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        folder = Path(place)
+        found = travelled(folder, family, precision, stations)
+        compared = unequal = 0
+        apart = 0.0
+        for at in range(1, len(stations)):
+            count, wrong = differences(folder / str(at - 1) / "trained", folder / str(at) / "loaded", family)
+            compared, unequal = compared + count, unequal + len(wrong)
+            before, after = torch.tensor(found[at - 1]["logits_after"]), torch.tensor(found[at]["logits"])
+            apart = max(apart, float((before - after).abs().max() / before.abs().max()))
+        losses = [loss for station in found for loss in station["losses"]]
+        alone = uninterrupted(folder / "alone", family, precision, len(losses))
+    off = max(abs(a - b) / b for a, b in zip(losses, alone, strict=True))
+    way = " → ".join(f"{station.kind} {station.layout.rpartition('-')[0] or station.layout}" for station in stations)
+    return f"| {family} | {precision} | {way} | {compared - unequal} of {compared} | {apart:.1e} | {off:.1e} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
+    parser.add_argument("--out", type=Path, help="Markdown file whose part below the mark is replaced")
+    args = parser.parse_args()
+    packages = ", ".join(f"{name} {version(name)}" for name in ("deepspeed", "megatron-core", "transformers"))
+    lines = [
+        f"`python scripts/journeys.py {' '.join(sys.argv[1:])}`: {machine()}, {packages}", "",
+        "| family | precision | way | equal, bit for bit | logits, of the largest | losses, off the uninterrupted |",
+        "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for family in args.families:
+        for precision, stations in journeys(family):
+            lines.append(row(family, precision, stations))
+            print(lines[-1], flush=True)
+    if args.out:
+        before = args.out.read_text().partition(MARK)[0] if args.out.is_file() else ""
+        args.out.write_text(f"{before.rstrip()}\n\n{MARK}\n\n" + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
