@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.test_translated import FACTS, HF, LLAMA, MEGATRON, saved, values_of
+from unickpt import importing
 from unickpt.cli.main import main
 from unickpt.differences import differences
 from unickpt.language.translation import listed
+from unickpt.loading import Checkpoint, is_checkpoint
 from unickpt.translated import translated
 
 Q, NORM = "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"
@@ -77,3 +82,86 @@ def test_tensors_of_the_other_dialect_are_listed() -> None:
     del sizes["vocab"]
     assert listed(LLAMA.rules, MEGATRON, sizes, outward=True)["lm_head.weight"] == MEGATRON["output_layer.weight"]
     assert torch.Size(one_by_one["embedding.word_embeddings.weight"]) == torch.Size(HF["model.embed_tokens.weight"])
+
+
+# ---------------------------------------------------------------- models of transformers
+
+
+def folder_of(checkpoint: Path, to: Path, *more: str) -> Path:
+    assert main(["export", str(checkpoint), str(to), *more]) == 0
+    (to / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2,
+                                                "hidden_size": 8, "vocab_size": 7, "num_hidden_layers": 2}))  # fmt: skip
+    return to
+
+
+def test_out_and_in_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = values_of(HF)
+    saved(tmp_path / "a", values, aliases={"lm_head.weight": "model.embed_tokens.weight"})
+    folder = folder_of(tmp_path / "a", tmp_path / "model", "--shard-gigabytes", "1e-6")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(HF)
+    assert "tied, and left to transformers: lm_head.weight" in capsys.readouterr().out
+    assert main(["convert", str(folder), str(tmp_path / "b")]) == 0
+    assert main(["verify", str(tmp_path / "b")]) == 0
+    found = Checkpoint.open(tmp_path / "b")
+    assert all(torch.equal(found.read_tensor(name, "weight"), values[name, "weight"]) for name in HF)
+    assert found.manifest.writer.model == {"family": "llama", "facts": {**FACTS, "vocab": 7}}
+    assert not (tmp_path / "b" / "rows").exists()
+    assert main(["convert", str(folder), str(tmp_path / "b")]) == 2  # it is there
+
+
+def test_in_another_type(tmp_path: Path) -> None:
+    values = values_of(HF)
+    saved(tmp_path / "a", values, aliases={})
+    folder = folder_of(tmp_path / "a", tmp_path / "model", "--dtype", "float32")
+    loaded = load_file(folder / "model.safetensors")
+    assert all(torch.equal(loaded[name], values[name, "weight"].float()) for name in HF)
+
+
+def test_a_conversion_that_was_cut_off_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path / "a", values_of(HF), aliases={})
+    folder = folder_of(tmp_path / "a", tmp_path / "model", "--shard-gigabytes", "1e-6")
+    read, files = importing._read, sorted(folder.glob("*.safetensors"))
+
+    def until_the_last(descriptor: int, file: importing.SourceFile, *more: Any) -> Any:
+        if file.path == files[-1]:
+            raise OSError("the disk is gone")
+        return read(descriptor, file, *more)
+
+    monkeypatch.setattr(importing, "_read", until_the_last)
+    assert main(["convert", str(folder), str(tmp_path / "b"), "--workers", "1"]) == 2
+    assert not is_checkpoint(tmp_path / "b")
+    monkeypatch.setattr(importing, "_read", read)
+    os.utime(files[0])  # changed meanwhile, for all one knows
+    capsys.readouterr()
+    assert main(["convert", str(folder), str(tmp_path / "b")]) == 0
+    assert f"in {len(files)} files, {len(files) - 2} of them from before" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "b")]) == 0
+
+
+def test_an_empty_tensor_is_kept(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2), "none": torch.zeros(0, 3)}, tmp_path / "model.safetensors")
+    assert main(["convert", str(tmp_path), str(tmp_path / "b")]) == 0
+    assert Checkpoint.open(tmp_path / "b").read_tensor("none", "weight").shape == (0, 3)
+
+
+def test_files_that_are_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(tmp_path), str(tmp_path / "b")]) == 2
+    assert "no safetensors files" in capsys.readouterr().err
+    for name in "ab":
+        save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    assert main(["convert", str(tmp_path), str(tmp_path / "c")]) == 2
+    assert "w is in a.safetensors and in b.safetensors" in capsys.readouterr().err
+    (tmp_path / "b.safetensors").write_bytes(b"\xff" * 100)
+    assert main(["convert", str(tmp_path), str(tmp_path / "c")]) == 2
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_folder_with_a_model_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path / "a", values_of(HF), aliases={})
+    folder = folder_of(tmp_path / "a", tmp_path / "model")
+    assert main(["export", str(tmp_path / "a"), str(folder)]) == 2
+    assert "holds a model already (model.safetensors)" in capsys.readouterr().err

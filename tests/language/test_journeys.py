@@ -1,6 +1,6 @@
 """A training goes on in another framework: from DeepSpeed to Megatron and back, with all states, bit for bit.
 
-The other families and shapes are in ``scripts/journeys.py``, with its results in ``docs/dialects.md``.
+The other families and shapes are in ``scripts/journeys.py``.
 """
 
 from __future__ import annotations

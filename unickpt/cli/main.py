@@ -31,6 +31,7 @@ COMMANDS = (
     _Command("inspect", "unickpt.cli.inspect_command", "show what a checkpoint holds, without reading its data"),
     _Command("verify", "unickpt.cli.verify_command", "read every byte of a checkpoint and say what is wrong with it"),
     _Command("diff", "unickpt.cli.diff_command", "say what differs between two checkpoints, whatever wrote them"),
+    _Command("convert", "unickpt.cli.convert_command", "make a checkpoint of a model of transformers"),
     _Command("export", "unickpt.cli.export_command", "write a checkpoint's weights as a model of transformers"),
     _Command("diagnose", "unickpt.cli.diagnose_command", "say which rank or link a job waits for"),
     _Command("agent", "unickpt.cli.agent_command", "watch the ranks of this host, and say what is wrong"),
