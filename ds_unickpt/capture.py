@@ -77,13 +77,6 @@ def topology(engine: Any) -> dict[str, Any]:
     }
 
 
-def describe(layout: Mapping[str, Any]) -> str:
-    """A topology for people: ``ZeRO-2 on 4 ranks, BF16``."""
-    world = layout.get("world_size")
-    ranks = "rank" if world == 1 else "ranks"
-    return f"ZeRO-{layout.get('zero_stage')} on {world} {ranks}, {'+'.join(layout.get('weight_dtypes', []))}"
-
-
 @dataclass(frozen=True, slots=True)
 class ElementStates:
     """How an optimizer's state divides: tensors of the parameter's shape, and scalars."""

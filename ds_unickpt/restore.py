@@ -28,6 +28,7 @@ from unickpt.loading import Checkpoint, Planned
 from unickpt.neighbours import Neighbours
 from unickpt.reading import Request
 from unickpt.report import LoadReport
+from unickpt.topology import describe
 
 logger = logging.getLogger("unickpt")
 
@@ -89,8 +90,8 @@ class Restore:
         source = checkpoint.manifest.writer
         self.report = LoadReport(
             source=f"{checkpoint.storage} (step {checkpoint.manifest.step}, {source.framework} "
-            f"{source.framework_version}, {capture.describe(source.topology)})",
-            target=capture.describe(capture.topology(engine)),
+            f"{source.framework_version}, {describe(source.topology)})",
+            target=describe(capture.topology(engine)),
         )
         self._stored = self._match()
         self._requests: list[Request] = []

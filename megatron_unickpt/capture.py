@@ -33,18 +33,6 @@ def writer() -> Writer:
                   internals.model().as_json())  # fmt: skip
 
 
-def describe(layout: Mapping[str, Any]) -> str:
-    """A topology for people: ``TP2 PP2 DP2 on 8 ranks``."""
-    short = {
-        "tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "context": "CP", "expert": "EP",
-        "expert_tensor": "ETP", "data": "DP",
-    }  # fmt: skip
-    always = ("tensor", "pipeline", "data")
-    shown = [f"{short[k]}{layout[k]}" for k in short if k in layout and (k in always or layout[k] != 1)]
-    world = layout.get("world_size")
-    return f"{' '.join(shown)} on {world} {'rank' if world == 1 else 'ranks'}".strip()
-
-
 def optimizer_parts(state: Any) -> list[OptimizerPart]:
     """The optimizers that put themselves into a state dict by ``optimizer.sharded_state_dict``."""
     found = []

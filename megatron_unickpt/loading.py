@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-from megatron_unickpt import capture, dialects, internals, job, mapping, metadata, restore
+from megatron_unickpt import dialects, internals, job, mapping, metadata, restore
 from megatron_unickpt.job import MegatronCheckpointError, in_megatrons_terms
 from megatron_unickpt.optimizer import OptimizerPart
 from unickpt import interruption
@@ -28,6 +28,7 @@ from unickpt.loading import Checkpoint
 from unickpt.logs import make_visible
 from unickpt.neighbours import Neighbours, meet, reason_of
 from unickpt.report import LoadReport
+from unickpt.topology import describe
 
 logger = logging.getLogger("unickpt")
 
@@ -235,7 +236,7 @@ def _account(work: restore.Restore, wanted: Any, together: bool, seconds: float,
     """What no rank asked for goes into the report; the first rank prints it."""
     global last_report
     checkpoint, report = work.checkpoint, work.report
-    report.target = capture.describe(internals.topology())
+    report.target = describe(internals.topology())
     report.seconds = seconds
     used = set()
     for leaf in mapping.walk(wanted):

@@ -20,6 +20,7 @@ from unickpt.loading import Checkpoint, Planned
 from unickpt.neighbours import Neighbours
 from unickpt.reading import Request
 from unickpt.report import LoadReport
+from unickpt.topology import describe
 from unickpt.translated import TranslatedCheckpoint
 
 OBJECT = "object"
@@ -70,7 +71,7 @@ class Restore:
         source = self.checkpoint.manifest.writer
         self.report.source = (
             f"{self.checkpoint.storage} (step {self.checkpoint.manifest.step}, {source.framework} "
-            f"{source.framework_version}, {capture.describe(source.topology)})"
+            f"{source.framework_version}, {describe(source.topology)})"
         )
         self._stepped = any(info.kind == "optimizer" for info in self.checkpoint.index.tensors)
         self._requests: list[Request] = []

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_unickpt import capture, internals, job, loading, metadata, optimizer_hooks
+from megatron_unickpt import internals, job, loading, metadata, optimizer_hooks
 from megatron_unickpt.job import BACKEND, MegatronCheckpointError, SaveFailedError
 from megatron_unickpt.optimizer import METADATA
 from unickpt import interruption
@@ -39,6 +39,7 @@ from unickpt.retention import Retention
 from unickpt.saves import ON_BUSY, SaveOptions
 from unickpt.storage import is_url, open_storage, split, usable
 from unickpt.timing.options import TimingOptions
+from unickpt.topology import describe
 
 logger = logging.getLogger("unickpt")
 
@@ -485,9 +486,7 @@ def _reseed(options: argparse.Namespace, iteration: int, source: Mapping[str, An
     """
     seed = int(getattr(options, "seed", 1234)) + iteration
     internals.seed_scripts(options, seed)
-    reason = (
-        f"{capture.describe(source)} became {capture.describe(internals.topology())}: seeded with {seed} (seed + iteration)"
-    )
+    reason = f"{describe(source)} became {describe(internals.topology())}: seeded with {seed} (seed + iteration)"
     if loading.last_report is not None:
         loading.last_report.add(RNG, "object", "re-seeded", reason)
     if torch.distributed.get_rank() == 0:
