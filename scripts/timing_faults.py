@@ -47,6 +47,7 @@ class Fault:
     amount: float = 0.0
     survived: bool = True
     cause: str = ""
+    other: str = ""  # syndrome that it may be as well: what comes next may be a call of the same group
 
     @property
     def hangs(self) -> bool:
@@ -65,7 +66,7 @@ FAULTS = {
         Fault("garbage collection", "garbage", SLOW, 3, cause="garbage collection"),
         Fault("CPU starvation", "starve", SLOW, cause="compute"),
         Fault("SIGKILL", "kill", HANG, survived=False),
-        Fault("skipped collective", "skip", "deadlock between groups", survived=False),
+        Fault("skipped collective", "skip", "deadlock between groups", survived=False, other="mismatched collectives"),
         Fault("other shape", "reshape", "mismatched collectives", survived=False),
         Fault("deadlock", "deadlock", "deadlock between groups", survived=False),
     )
@@ -205,7 +206,7 @@ def pin(pid: int, cores: set[int]) -> None:
 def judge(run: Run, fault: Fault, said: list[dict[str, Any]], since: tuple[int, int], job: Job) -> None:
     first = said[0]
     run.detected, run.said = True, first["told"]
-    run.syndrome = first["syndrome"] == fault.syndrome and fault.cause in first["told"]
+    run.syndrome = first["syndrome"] in (fault.syndrome, fault.other or fault.syndrome) and fault.cause in first["told"]
     run.named = first["ranks"] == [run.rank]
     run.seconds = (first["at_ns"] - since[0]) / 1e9
     run.beyond = run.seconds - first["deadline_s"]

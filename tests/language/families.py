@@ -48,6 +48,18 @@ FAMILIES = {
         {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
         {**_GATED, **_MOE, "moe_ffn_hidden_size": FFN},
     ),
+    "deepseek_v3": Family(
+        {**_LLAMA, "num_key_value_heads": HEADS, "n_routed_experts": 4, "moe_intermediate_size": 24, "q_lora_rank": 16,
+         "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
+         "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_shared_experts": 1, "norm_topk_prob": True,
+         "routed_scaling_factor": 2.5},
+        {**_GATED, **_MOE, "num_query_groups": HEADS, "moe_ffn_hidden_size": 24, "multi_latent_attention": True,
+         "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8,
+         "qk_layernorm": True, "rope_type": "rope", "rotary_base": 10000, "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+         "moe_shared_expert_intermediate_size": 24, "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0,
+         "moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5, "moe_router_dtype": "fp32",
+         "moe_layer_freq": [0, 1, 1, 1]},
+    ),
     "qwen3_moe": Family(
         {**_LLAMA, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
          "norm_topk_prob": True, "mlp_only_layers": []},

@@ -12,7 +12,7 @@ import torch
 from tests.launch import torchrun
 from unickpt.language.shipped import dialect
 from unickpt.loading import Checkpoint
-from unickpt.translated import translated
+from unickpt.translated import shapes_of, translated
 
 STEPS = 3
 
@@ -75,7 +75,7 @@ def _as_huggingface(checkpoint: Checkpoint, family: str, first: Path) -> Checkpo
         return checkpoint
     home = next(path for path in (first.parents[1] / "0" / "trained", first) if path.exists())
     model = Checkpoint.open(home)
-    shapes = {info.name: info.shape for info in model.index.tensors if info.kind == "parameter"}
+    shapes, _ = shapes_of(model)
     rules = dialect("megatron-core", family)
     return translated(checkpoint, rules.rules, shapes, rules.sizes_of(model.manifest.writer.model["facts"]), outward=True)
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 import megatron_unickpt
 from tests.language.families import FAMILIES, FFN, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, Family, rows
@@ -41,7 +41,8 @@ class FamilyJob(Job):
         dtype = torch.bfloat16 if low else torch.float32
         own = {**self.family.megatron, "activation_func": ACTIVATIONS[self.family.megatron["activation_func"]]}
         shape = {"num_layers": LAYERS, "hidden_size": width, "num_attention_heads": HEADS, "ffn_hidden_size": FFN}
-        return TransformerConfig(
+        kind = MLATransformerConfig if own.get("multi_latent_attention") else TransformerConfig
+        return kind(
             **{**shape, **own}, hidden_dropout=0.0, attention_dropout=0.0,
             tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
             expert_model_parallel_size=layout.ep, sequence_parallel=self.family.moe and layout.tp > 1,
@@ -53,12 +54,15 @@ class FamilyJob(Job):
     def _chunk(self, _at: int, tied: bool) -> Any:
         first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
         own = self.family.megatron
-        spec = get_gpt_layer_local_spec(
-            **accepted(
-                get_gpt_layer_local_spec, num_experts=own.get("num_moe_experts"), moe_grouped_gemm=False,
-                qk_layernorm=own.get("qk_layernorm", False), normalization=own["normalization"],
-            )
-        )  # fmt: skip
+        if "moe_layer_freq" in own:  # layers of several kinds
+            spec = get_gpt_decoder_block_spec(self.config, use_transformer_engine=False)
+        else:
+            spec = get_gpt_layer_local_spec(
+                **accepted(
+                    get_gpt_layer_local_spec, num_experts=own.get("num_moe_experts"), moe_grouped_gemm=False,
+                    qk_layernorm=own.get("qk_layernorm", False), normalization=own["normalization"],
+                )
+            )  # fmt: skip
         model = GPTModel(
             self.config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH, pre_process=first, post_process=last,
             position_embedding_type=self.family.position, share_embeddings_and_output_weights=tied,

@@ -445,12 +445,17 @@ def adapt_megatron() -> None:
     torch_norm.WrappedTorchNorm.__new__ = staticmethod(new)
 
     class GatheringAttention(DotProductAttention):  # type: ignore[misc]
-        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        def __init__(
+            self, config: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+        ) -> None:
             self_size = config.context_parallel_size
             if self_size > 1:
                 config = copy.copy(config)
                 config.context_parallel_size = 1
             super().__init__(config, *args, **kwargs)
+            del k_channels  # it shows in the query
+            if v_channels is not None:  # multi-latent attention, which else needs TransformerEngine
+                self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
             self.context_size = self_size
             if self_size > 1:  # the mask that comes with the batch, not a square one
                 self.scale_mask_softmax.attn_mask_type = AttnMaskType.arbitrary
@@ -461,6 +466,10 @@ def adapt_megatron() -> None:
                 key, value = _GatherKeys.apply(key, group), _GatherKeys.apply(value, group)
             return super().forward(query, key, value, mask, *args, **kwargs)
 
+    with contextlib.suppress(ImportError):
+        from megatron.core.transformer import multi_latent_attention
+
+        multi_latent_attention.HAVE_TE = False  # it asks for a class of TransformerEngine that is not there
     import megatron.core.models.gpt.gpt_layer_specs as specs
 
     specs.DotProductAttention = GatheringAttention
