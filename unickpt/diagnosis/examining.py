@@ -6,15 +6,18 @@ import dataclasses
 import datetime
 from dataclasses import dataclass
 
+import numpy as np
+
 from unickpt.diagnosis.deadlines import deadline_s
 from unickpt.diagnosis.hangs import hangs
 from unickpt.diagnosis.links import slow_links
 from unickpt.diagnosis.presumed import presumed
 from unickpt.diagnosis.stragglers import stragglers
+from unickpt.diagnosis.summaries import SUMMARY, Summaries
 from unickpt.diagnosis.transfers import transfers_of
 from unickpt.diagnosis.transport import Links, Usual, links_of, stuck_links
 from unickpt.diagnosis.verdicts import Syndrome, Verdict
-from unickpt.diagnosis.view import RankView, View
+from unickpt.diagnosis.view import Calls, RankView, View
 from unickpt.timing.endings import TOGETHER_S
 from unickpt.timing.processes import State
 from unickpt.timing.records import Phase
@@ -77,11 +80,28 @@ def _hangs(view: View, limit_s: float, *, patient: bool) -> list[Verdict]:
         before_ns = view.now_ns - int(limit_s * 1e9)
         gone = frozenset(rank for rank, one in view.ranks.items() if one.state is State.DEAD)
         all_gone = len(gone) == len(view.ranks)  # after the end of the job, that tells nothing
-        found = hangs(rows, members, names, before_ns=before_ns, gone=frozenset() if all_gone else gone)
+        gone = frozenset() if all_gone else gone
+        found = hangs(rows, members, names, before_ns=before_ns, gone=gone, passed=_passed(rows, view.calls))
     found = [_by_state(verdict, view) for verdict in found]
     # a rank that nobody knows may be in any call: of it nothing can be told here
     found = [verdict for verdict in found if all(rank in view.ranks for rank in verdict.ranks)]
     return [verdict for verdict in found if not (patient and _takes_its_time(verdict, view))]
+
+
+def _passed(rows: Summaries, calls: Calls) -> Summaries:
+    """Calls that some wait in, of those that have got through them."""
+    waited = rows[(rows["blocked"] > 0) & (rows["source"] < 0)]
+    if not len(waited):
+        return rows[:0]
+    sought = np.unique(waited["comm"].astype(np.int64) << 40 | waited["blocked"].astype(np.int64))
+    keys = calls["comm"].astype(np.int64) << 40 | calls["seq"].astype(np.int64)
+    over = calls[(calls["source"] < 0) & (calls["end_ns"] > 0) & np.isin(keys, sought)]
+    out = np.zeros(len(over), SUMMARY)
+    out["source"] = out["destination"] = -1
+    out["entered"] = out["ended"] = over["seq"]
+    for name in ("rank", "comm", "call_ns", "op", "dtype", "shape"):
+        out[name] = over[name]
+    return out
 
 
 def _on_device(view: View) -> set[int]:

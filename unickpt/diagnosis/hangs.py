@@ -27,8 +27,9 @@ FOLLOWED = 32  # verdicts whose victims are counted to the end; of others only t
 
 
 def hangs(
-    rows: Summaries, members: Members, names: Mapping[int, str], *, before_ns: int, gone: frozenset[int] = frozenset()
-) -> list[Verdict]:
+    rows: Summaries, members: Members, names: Mapping[int, str], *, before_ns: int, gone: frozenset[int] = frozenset(),
+    passed: Summaries | None = None,
+) -> list[Verdict]:  # fmt: skip
     """Verdicts on calls that were entered before a deadline and have not ended; the one with most victims first.
 
     Args:
@@ -37,8 +38,10 @@ def hangs(
         names: of the communicators, as ``Group.told`` makes them: those of one kind begin alike, up to " group of ".
         before_ns: calls whose last waiter came later than this are not told of.
         gone: ranks whose process has ended.
+        passed: rows of calls that others wait in and these ranks have got through: with another shape, that is possible.
     """
-    out_of_step = [verdict for verdict in mismatches(rows, names) if verdict.since_ns < before_ns]
+    all_rows = rows if passed is None else np.concatenate([rows, passed])
+    out_of_step = [verdict for verdict in mismatches(all_rows, names) if verdict.since_ns < before_ns]
     if out_of_step:  # what else hangs, hangs for it
         return sorted(out_of_step, key=lambda verdict: -verdict.victims)
     calls = calls_waited_in(rows, members, gone)

@@ -32,6 +32,8 @@ CALL = np.dtype(
         ("destination", "i4"),
         ("seq", "u8"),
         ("op", "u1"),
+        ("dtype", "u1"),
+        ("shape", "u4"),  # hash of it
         ("bytes", "i8"),  # the larger of what the rank gives and gets
         ("call_ns", "i8"),
         ("wait_ns", "i8"),  # since when somebody waits for it; 0 if nobody has
@@ -176,7 +178,8 @@ def _calls(rank: int, records: Records, numbers: npt.NDArray[np.int32], offset_n
     out["rank"], out["comm"] = rank, numbers[records["comm"]]
     out["source"] = np.where(sends, rank, np.where(receives, records["peer"], -1))
     out["destination"] = np.where(receives, rank, np.where(sends, records["peer"], -1))
-    out["seq"], out["op"] = records["seq"], records["op"]
+    for name in ("seq", "op", "dtype", "shape"):
+        out[name] = records[name]
     out["bytes"] = np.maximum(bytes_in(records), bytes_out(records))
     out["call_ns"] = records["call_ns"] + offset_ns
     for name in ("wait_ns", "end_ns"):

@@ -19,7 +19,7 @@ from unickpt.timing.processes import State
 from unickpt.timing.ranks import MOST_RANKS, believable
 from unickpt.timing.records import Op
 
-VERSION = 3
+VERSION = 4
 _LENGTH = struct.Struct("<Q")
 _TABLES = {"rows": SUMMARY, "steps": STEP, "calls": CALL, "windows": WINDOW}
 
