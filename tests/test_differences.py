@@ -153,6 +153,10 @@ def test_files_that_are_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "no safetensors files" in capsys.readouterr().err
     for name in "ab":
         save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    assert main(["convert", str(tmp_path), str(tmp_path / "c")]) == 2
+    assert "model-00002-of-00002.safetensors is not there" in capsys.readouterr().err
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
     assert main(["convert", str(tmp_path), str(tmp_path / "c")]) == 2
     assert "w is in a.safetensors and in b.safetensors" in capsys.readouterr().err
     (tmp_path / "b.safetensors").write_bytes(b"\xff" * 100)

@@ -248,8 +248,46 @@ def test_copies(how: Any) -> None:
     want = {"same": stack[0], "mean": stack.mean(0), "sum": stack.sum(0)}[how]
     made = carried_out(found, {"norm": np.zeros(4)}, {name: array.astype(float) for name, array in given.items()})["norm"]
     assert np.allclose(made, want)
+    assert found.unused == []
+    if how == "sum":
+        with pytest.raises(LanguageError, match="cannot be told apart"):
+            translate([rule], {name: (4,) for name in given}, {"norm": (4,)}, {"tp": 3}, outward=True)
+        return
     out = translate([rule], {name: (4,) for name in given}, {"norm": (4,)}, {"tp": 3}, outward=True)
     assert all(np.array_equal(carried_out(out, given, {"norm": want})[name], want.astype(int)) for name in given)
+
+
+def test_both_sides_have_padding_of_their_own() -> None:
+    rule = Rule.parse("x [(heads (head | ~)) h]", "y [(heads (head | ~)) h]")
+    given = numbered({"y": (12, 2)})
+    found = translate([rule], {"x": (10, 2)}, {"y": (12, 2)}, {"heads": 2, "head": 4})
+    made = carried_out(found, {"x": np.zeros((10, 2), int)}, given)["x"]
+    assert np.array_equal(made.reshape(2, 5, 2)[:, :4], given["y"].reshape(2, 6, 2)[:, :4])
+    assert not made.reshape(2, 5, 2)[:, 4].any()
+    first = translate([Rule.parse("x [(~ | a)]", "y [(~ | a)]")], {"x": (5,)}, {"y": (8,)}, {"a": 3}).pieces["x"][0]
+    assert (first.source_start, first.target_start) == ((5,), (2,))
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "wanted", "given", "sizes", "told"),
+    [
+        ("w [((e f) | s) h]", ["m.{e} [f h]", "sh [s h]"], {"m.2": (2, 1)}, {"w": (6, 1)}, {"e": 2, "s": 2}, "e is 2, of 2"),
+        ("f [(a | b) h]", ["x [a h]", "y [b h]"], {"x": (2, 2), "y": (2, 2)}, {"f": (9, 2)}, {}, "'a' would be 2"),
+        ("b [h]", ["part{n}.b [h]"], {"part0.b": (3,)}, {"b": (3,)}, {"n": 2}, "cannot be told apart"),
+        ("w [n]", ["p.{n} []"], {"w": (1 << 40,)}, {"p.0": ()}, {}, "more than"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    here: str, there: list[str], wanted: Any, given: Any, sizes: dict[str, int], told: str
+) -> None:
+    rule = Rule.parse(here, there, repeat={"n": "sum"} if "part" in there[0] else None)
+    with pytest.raises(LanguageError, match=told):
+        translate([rule], wanted, given, sizes, outward=here != "w [n]")
+
+
+def test_what_is_left_of_a_tensor_is_said() -> None:
+    rule = Rule.parse("f [(a | b) h]", ["x [a h]", "y [b h]"])
+    assert translate([rule], {"x": (2, 2)}, {"f": (9, 2)}, {}, outward=True).unused == ["f (4 of 18 elements)"]
 
 
 def test_padding_is_nothing() -> None:
@@ -314,6 +352,8 @@ def test_arrangements_that_are_none(text: str, told: str) -> None:
         ("w.{*t}", ["p"], "any text has to be in the names on both sides"),
         ("w.{t", ["p"], "a hole is"),
         ("w.{a}.{a}", ["p.{a}"], "in it twice"),
+        ("w.{a}{b} [h]", ["p [a b h]"], "between two holes"),
+        ("w [(a | b)]", ["p [a]", "p [b]"], "is there twice"),
         ("w.{*a + 1}", ["p.{*a}"], "nothing can be added"),
         ("w", [], "nothing is there"),
         ("", ["p"], "is not a name"),
@@ -432,6 +472,8 @@ def test_a_file() -> None:
         (HEAD + RULE.replace("l.{layer}", "l{layer}"), "stands behind no dot"),
         (HEAD + RULE + 'repeat = {z = "mean"}\n', "repeat of 'z'"),
         ("a = " + "[" * 5000, "not TOML"),
+        (HEAD.replace("heads / 2", "hoods / 2") + RULE, "size of 'n'.*'hoods' is no fact"),
+        (HEAD.replace('"heads / 2"', "-3") + RULE, "size of 'n'.*-3 is no size"),
         ("# " + "x" * (1 << 20), "too many for a dialect"),
     ],
 )
@@ -455,9 +497,11 @@ def test_a_family_that_nobody_knows() -> None:
     with pytest.raises(LanguageError, match=r"for the family 'bert'; there are .*llama"):
         dialect("megatron-core", "bert")
     with pytest.raises(LanguageError, match="nothing tells of which family"):
-        choose("megatron-core", "huggingface", "", where="here", option="--dialect")
+        choose("megatron-core", "huggingface", "", "", where="here", option="--dialect")
     with pytest.raises(LanguageError, match="cannot be read"):
-        choose("megatron-core", "huggingface", "/nowhere.toml", where="here", option="--dialect")
+        choose("megatron-core", "huggingface", "/nowhere.toml", "", where="here", option="--dialect")
+    with pytest.raises(LanguageError, match=r"for the family '/nowhere.toml'"):  # what a checkpoint says is no path
+        choose("megatron-core", "huggingface", "", "/nowhere.toml", where="here", option="--dialect")
 
 
 @settings(max_examples=200, deadline=None)

@@ -65,7 +65,7 @@ def as_huggingface(checkpoint: Checkpoint, *, chosen: str = "", config: Mapping[
         return checkpoint
     where = str(checkpoint.storage)
     model = Model.of_config(config or {}).with_more(Model.from_json(stored.model), where)
-    rules = choose(stored.dialect, HUGGINGFACE, chosen or model.family, where=where, option="--dialect")
+    rules = choose(stored.dialect, HUGGINGFACE, chosen, model.family, where=where, option="--dialect")
     sizes = rules.sizes_of(model.facts)
     given, _ = shapes_of(checkpoint)
     view = translated(checkpoint, rules.rules, listed(rules.rules, given, sizes, outward=True), sizes, outward=True)
@@ -99,7 +99,10 @@ def export(
     present = sorted(path.name for path in folder.iterdir() if path.name.endswith(WEIGHTS))
     if present:
         raise MismatchError(f"{folder}: holds a model already ({present[0]}); name another folder, or empty it")
-    infos = [info for info in _weights(checkpoint) if info.numel]
+    infos = _weights(checkpoint)
+    if checkpoint.manifest.excluded:
+        some = ", ".join(checkpoint.manifest.excluded[:8])
+        raise MismatchError(f"{checkpoint.storage}: was saved without {some}: no whole model can be made of it")
     if not infos:
         raise MismatchError(f"{checkpoint.storage}: has no weights")
     shards = _sharded(infos, dtype, shard_bytes)
@@ -160,7 +163,7 @@ def _write(
         with fresh.open("wb") as file:
             file.write(text)
             for info in infos:
-                for box in cut(Box.whole(info.shape), BLOCK_ELEMENTS):
+                for box in cut(Box.whole(info.shape), BLOCK_ELEMENTS) if info.numel else ():
                     data = checkpoint.read_box(info, box, verify=verify)
                     data = data if dtype is None or not data.is_floating_point() else data.to(dtype)
                     file.write(bytes_of(data))

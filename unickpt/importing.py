@@ -7,8 +7,10 @@ that are missing, if those of the source have not changed meanwhile.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +24,7 @@ from unickpt.commit import ROWS_FOLDER, Names, commit
 from unickpt.contribution import FRAGMENT_BYTES, Contribution, Shard, prepare
 from unickpt.dtypes import itemsize_bytes, torch_dtype
 from unickpt.errors import FormatError, MismatchError, NotACheckpointError
-from unickpt.exporting import CONFIG
+from unickpt.exporting import CONFIG, INDEX
 from unickpt.fragments import Box, cut, flat_range
 from unickpt.index import TensorInfo
 from unickpt.language.facts import Model
@@ -55,10 +57,11 @@ class SourceFile:
     path: Path
     header: Header
 
-    def state(self) -> list[int]:
-        """By which it is known again: size and time of its last change."""
+    def state(self) -> list[Any]:
+        """By which it is known again: what and where it is, and when it was last changed, in whatever way."""
         found = self.path.stat()
-        return [found.st_size, found.st_mtime_ns]
+        tensors = hashlib.sha256(repr(self.header.slots).encode()).hexdigest()
+        return [str(self.path.resolve()), found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, tensors]
 
 
 def huggingface_files(folder: Path) -> list[SourceFile]:
@@ -71,6 +74,7 @@ def huggingface_files(folder: Path) -> list[SourceFile]:
     paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not paths:
         raise NotACheckpointError(f"{folder}: no safetensors files are there")
+    _check_whole(folder, paths)
     found = [SourceFile(path, _header(path)) for path in paths]
     seen: dict[str, Path] = {}
     for file in found:
@@ -79,6 +83,28 @@ def huggingface_files(folder: Path) -> list[SourceFile]:
                 raise FormatError(f"{folder}: {slot.name} is in {seen[slot.name].name} and in {file.path.name}")
             seen[slot.name] = file.path
     return found
+
+
+def _check_whole(folder: Path, paths: Sequence[Path]) -> None:
+    """All files that there should be are there, and no others."""
+    strange = [path for path in paths if not path.is_file()]
+    if strange:
+        raise FormatError(f"{strange[0]}: is no file")
+    names = {path.name for path in paths}
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+            raise FormatError(f"{index}: cannot be read as an index ({err})") from None
+        missing, more = sorted(map(str, listed - names)), sorted(names - listed)
+    else:
+        parts = [match for name in names if (match := re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})(\.safetensors)", name))]
+        wanted = {f"{m[1]}-{at:05d}-of-{m[3]}{m[4]}" for m in parts for at in range(1, int(m[3]) + 1)}
+        missing, more = sorted(wanted - names), []
+    if missing or more:
+        told = f"{missing[0]} is not there" if missing else f"{more[0]} is not one of the files that {INDEX} lists"
+        raise FormatError(f"{folder}: {told}: the model is not whole")
 
 
 def _header(path: Path) -> Header:
@@ -139,6 +165,7 @@ def _converted(
     if known is not None:
         progress(known.size_bytes)
         return known, True
+    before = file.state()
     shards, slots = _shards(file, infos), {slot.name: slot for slot in file.header.slots}
     with storage.create(names.data, about_bytes=file.path.stat().st_size) as sink, file.path.open("rb") as source:
         out = DataFile(sink, shards, rank=number, step=0, pace=Pace(None))
@@ -148,7 +175,9 @@ def _converted(
             progress(sum(shard.size_bytes for shard in read))
         record = out.record(names.data)
     write_rows(storage, names.rows, out.rows, [infos[name] for name in slots if not infos[name].numel])
-    text = json.dumps({"source": file.state(), "record": asdict(record)})
+    if file.state() != before:
+        raise FormatError(f"{file.path}: was changed while it was read")
+    text = json.dumps({"source": before, "record": asdict(record)})
     storage.write_atomic(note, text.encode())
     return record, False
 
@@ -158,10 +187,10 @@ def _done(storage: PosixStorage, note: str, file: SourceFile, names: Names) -> F
     try:
         size = storage.size_bytes(note)
         found = json.loads(storage.read(note, 0, size)) if size else {}
-        record = FileRecord(**found["record"])
+        record, state = FileRecord(**found["record"]), found["source"]
     except (ValueError, KeyError, TypeError):
         return None
-    same = found["source"] == file.state() and storage.size_bytes(names.data) == record.size_bytes
+    same = state == file.state() and record.path == names.data and storage.size_bytes(names.data) == record.size_bytes
     return record if same and storage.size_bytes(names.rows) else None
 
 

@@ -179,7 +179,7 @@ def translated(
     translation = translate(rules, wanted, shapes, sizes, outward=outward)
     used = {piece.source for pieces in translation.pieces.values() for piece in pieces}
     names = {stored[name] for name in used}
-    translation.unused = [name for name in translation.unused if stored[name] not in names]
+    translation.unused = [name for name in translation.unused if stored.get(name) not in names]  # but for other names of it
     tensors: list[TensorInfo] = []
     for name, pieces in translation.pieces.items():
         tensors += _states(source, name, tuple(wanted[name]), [stored[piece.source] for piece in pieces])
@@ -201,12 +201,15 @@ def _states(source: Checkpoint, name: str, shape: tuple[int, ...], names: Sequen
     """What there is of a target: the states that all of its sources have."""
     if not names:
         return
-    first = names[0]
+    first, shapes = names[0], shapes_of(source)[0]
     for state in [info.state for info in source.index.tensors if info.name == first]:
         infos = [source.info(each, state) for each in dict.fromkeys(names)]
         known = [info for info in infos if info is not None]
         if len(known) < len(infos):
             continue
+        cut = [info for info in known if info.shape != shapes[info.name]]
+        if cut:
+            raise MismatchError(f"{source.storage}: {cut[0].name} ({state}) is {list(cut[0].shape)}, its parameter is not")
         kinds = {(info.dtype, info.kind, info.derived_from) for info in known}
         if len(kinds) > 1:
             told = "; ".join(f"{info.name}: {info.dtype}" for info in known[:4])
@@ -266,6 +269,6 @@ def under_names_of(source: Checkpoint, like: Checkpoint, *, chosen: str = "", op
     model = Model.from_json(wanted.model).with_more(Model.from_json(stored.model), where)
     outward = wanted.dialect == HUGGINGFACE
     name, other = (stored.dialect, wanted.dialect) if outward else (wanted.dialect, stored.dialect)
-    rules = choose(name, other, chosen or model.family, where=where, option=option)
+    rules = choose(name, other, chosen, model.family, where=where, option=option)
     shapes = {info.name: info.shape for info in like.index.tensors if info.kind in TENSORS or info.state == "master"}
     return translated(source, rules.rules, shapes, rules.sizes_of(model.facts), outward=outward)

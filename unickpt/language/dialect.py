@@ -27,11 +27,12 @@ from typing import Any
 
 from unickpt.errors import LanguageError
 from unickpt.language.arrangement import Arrangement
+from unickpt.language.facts import FACTS
 from unickpt.language.names import Hole, Template
 from unickpt.language.rules import Item, Rule
 from unickpt.language.sizes import evaluate, names_in
 
-MAX_BYTES = 1 << 20
+MAX_BYTES, _MOST_STACKED = 1 << 20, 3
 _RULE_KEYS = {"here": (str,), "there": (str, list), "repeat": (dict,)}
 _DIALECT_KEYS = {"name": (str,), "other": (str,), "families": (list,), "stack": (list,)}
 
@@ -104,7 +105,10 @@ def parse(text: str, *, where: str = "dialect") -> Dialect:
         if not isinstance(formula, (str, int)) or isinstance(formula, bool):
             raise LanguageError(f"{where}: size of {name!r} is {formula!r}, not a formula or a number")
         try:
-            names_in(formula)
+            unknown = names_in(formula) - FACTS.keys()
+            if unknown or not name.isidentifier() or (isinstance(formula, int) and not 0 < formula < 1 << 40):
+                told = f"{min(unknown)!r} is no fact; there are {', '.join(FACTS)}" if unknown else f"{formula!r} is no size"
+                raise LanguageError(told)
         except LanguageError as err:
             raise LanguageError(f"{where}: size of {name!r}: {err}") from None
     rules = []
@@ -135,6 +139,8 @@ def stacked(rule: Rule, holes: Sequence[str]) -> list[Rule]:
     """
     found = [rule]
     own = [hole.name for hole in rule.here.name.holes if hole.name in holes and not hole.text]
+    if len(own) > _MOST_STACKED:
+        raise LanguageError(f"{rule}: {len(own)} holes that may be stacked; {_MOST_STACKED} are enough")
     for count in range(1, len(own) + 1):
         for some in itertools.combinations(own, count):
             if rule.here.arrangement is None:

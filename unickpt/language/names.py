@@ -66,6 +66,10 @@ class Template:
         holes = [part for part in parts if isinstance(part, Hole)]
         if len({hole.name for hole in holes}) < len(holes):
             raise LanguageError(f"{text!r}: a hole is in it twice")
+        between = [part for before, part, after in zip(parts, parts[1:], parts[2:], strict=False)
+                   if isinstance(before, Hole) and isinstance(after, Hole)]  # fmt: skip
+        if any(isinstance(part, str) and not re.search(r"[^0-9]", part) for part in between):
+            raise LanguageError(f"{text!r}: between two holes there has to be something that is no number")
         if sum(hole.text for hole in holes) > 1:
             raise LanguageError(f"{text!r}: only one hole can be any text")
         pattern = "".join(re.escape(part) if isinstance(part, str) else "(.+)" if part.text else _NUMBER for part in parts)

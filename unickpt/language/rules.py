@@ -88,7 +88,6 @@ class Rule:
         here, there: see above.
         repeat: what is an index on one side alone, and what that means: all are the ``same``, or what is on the other side
             is their ``mean``, or their ``sum``.
-        optional: whether there may be no such tensor there, though there is one here, and the other way round.
 
     Raises:
         LanguageError: the sides do not have the same elements, whatever the sizes are.
@@ -97,7 +96,6 @@ class Rule:
     here: Item
     there: tuple[Item, ...]
     repeat: Mapping[str, Repeat] = field(default_factory=dict)
-    optional: bool = False
 
     def __post_init__(self) -> None:
         ours, theirs = self.here.options, [Side(item, option) for item in self.there for option in item.options]
@@ -110,6 +108,8 @@ class Rule:
         if len(ours) != len(theirs):
             raise LanguageError(f"{self}: {len(ours)} options here are {len(theirs)} tensors (or options of them) there")
         texts = {hole.name for hole in self.here.name.holes if hole.text}
+        if len({str(item.name) for item in self.there}) < len(self.there):
+            raise LanguageError(f"{self}: a tensor is there twice")
         for mine, other in self.pairs():
             if {hole.name for hole in other.item.name.holes if hole.text} != texts:
                 raise LanguageError(f"{self}: a hole of any text has to be in the names on both sides")
@@ -133,12 +133,10 @@ class Rule:
             raise LanguageError(f"{self}: repeat of {min(unknown)!r}, which is no index on one side alone")
 
     @classmethod
-    def parse(
-        cls, here: str, there: str | Sequence[str], *, repeat: Mapping[str, Repeat] | None = None, optional: bool = False
-    ) -> Rule:
+    def parse(cls, here: str, there: str | Sequence[str], *, repeat: Mapping[str, Repeat] | None = None) -> Rule:
         """Read one from its texts."""
         items = (there,) if isinstance(there, str) else tuple(there)
-        return cls(Item.parse(here), tuple(Item.parse(each) for each in items), repeat or {}, optional)
+        return cls(Item.parse(here), tuple(Item.parse(each) for each in items), repeat or {})
 
     def __str__(self) -> str:
         return f"rule {self.here} = {' + '.join(map(str, self.there))}"

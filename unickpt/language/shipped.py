@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from unickpt.errors import LanguageError
-from unickpt.language.dialect import Dialect, parse
+from unickpt.language.dialect import MAX_BYTES, Dialect, parse
 
 
 @functools.cache
@@ -19,12 +19,13 @@ def dialects() -> tuple[Dialect, ...]:
     return tuple(parse(each.read_text(encoding="utf-8"), where=each.name) for each in files)
 
 
-def choose(name: str, other: str, chosen: str, *, where: str, option: str) -> Dialect:
+def choose(name: str, other: str, chosen: str, family: str, *, where: str, option: str) -> Dialect:
     """The dialect by which a checkpoint is read.
 
     Args:
         name, other: of the two sides, as a dialect has them.
-        chosen: a family of models, or the path of a dialect's file; '' if nothing tells.
+        chosen: by the user: a family of models, or the path of a dialect's file; '' if nothing was.
+        family: of the model, as it or the checkpoint tells; never a path.
         where: the checkpoint is, for messages.
         option: by which a user can choose, for messages.
 
@@ -33,15 +34,16 @@ def choose(name: str, other: str, chosen: str, *, where: str, option: str) -> Di
     """
     if chosen.endswith(".toml"):
         try:
-            return parse(Path(chosen).read_text(encoding="utf-8"), where=chosen)
+            with Path(chosen).open("rb") as file:
+                return parse(file.read(MAX_BYTES + 1).decode(), where=chosen)
         except (OSError, UnicodeDecodeError) as err:
             raise LanguageError(f"{option}: {chosen} cannot be read ({err})") from err
-    if not chosen:
+    if not (chosen or family):
         raise LanguageError(
             f"{where} has names of another dialect ({name} and {other}), and nothing tells of which family its model is; "
             f'{option} can say it: a family such as "llama", or the path of a dialect\'s file'
         )
-    return dialect(name, chosen, other=other)
+    return dialect(name, chosen or family, other=other)
 
 
 def dialect(name: str, family: str, *, other: str = "huggingface") -> Dialect:

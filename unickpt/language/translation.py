@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from unickpt.language.pieces import Link, Piece, check_cover
 from unickpt.language.rules import Item, Rule, Side
 
 Shapes = Mapping[str, Sequence[int]]
+MOST = 1 << 20  # tensors of one
 
 
 @dataclass
@@ -24,7 +26,9 @@ class Translation:
         unmatched: targets that no rule knows.
         without: targets whose rule knows sources that are not there, and which those are.
         padding: elements of each target that come from nowhere, where there are any.
-        unused: given tensors that nothing has come from.
+        unused: given tensors that nothing has come from, or not all of which is somewhere.
+        source_padding: elements of each given tensor that are nothing on the other side.
+        alike: given tensors that are the same as others that were taken.
     """
 
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
@@ -32,6 +36,8 @@ class Translation:
     without: dict[str, list[str]] = field(default_factory=dict)
     padding: dict[str, int] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
+    source_padding: dict[str, int] = field(default_factory=dict)
+    alike: set[str] = field(default_factory=set)
 
 
 def translate(
@@ -50,11 +56,11 @@ def translate(
         CoverageError: an element of a wanted tensor would come from none, or from two, of the given.
     """
     found = Translation()
-    used: set[str] = set()
+    told: dict[tuple[str, str], int] = {}
     for name, shape in wanted.items():
         made: _Made | None = None
         for rule, item, values in _rules_of(rules, name, outward):
-            other = _Made(rule, item, name, tuple(shape), values, given, dict(sizes), outward)
+            other = _Made(rule, item, name, tuple(shape), values, given, dict(sizes), outward, told)
             made = made if made is not None and other.missing else other
             if not made.missing:
                 break
@@ -64,16 +70,35 @@ def translate(
         if made.missing:
             found.without[name] = sorted(made.missing)
             continue
-        used.update(piece.source for piece in made.pieces)
         found.pieces[name] = made.pieces
+        found.source_padding |= made.source_padding
+        found.alike |= made.alike
         if made.padding:
             found.padding[name] = made.padding
         try:
             check_cover(name, shape, made.pieces, less=made.padding)
         except CoverageError as err:
             raise CoverageError(f"{made.rule}: {err}") from None
-    found.unused = [name for name in given if name not in used]
+    found.unused = _unused(found, given)
     return found
+
+
+def _unused(found: Translation, given: Shapes) -> list[str]:
+    """Given tensors of which nothing, or not all but padding, has been asked for."""
+    taken: dict[str, set[tuple[object, ...]]] = {}
+    for pieces in found.pieces.values():
+        for piece in pieces:
+            grid = tuple(sorted((link.source, link.source_step, link.extent) for link in piece.links))
+            taken.setdefault(piece.source, set()).add((piece.source_start, grid, piece.numel))
+    unused = []
+    for name, shape in given.items():
+        total, got = math.prod(shape), sum(int(str(each[2])) for each in taken.get(name, ()))
+        left_out = found.source_padding.get(name, 0)
+        if name not in taken and name not in found.alike:
+            unused.append(name)
+        elif name in taken and got < total - left_out:
+            unused.append(f"{name} ({got:,} of {total - left_out:,} elements)")
+    return unused
 
 
 def listed(
@@ -105,6 +130,8 @@ def listed(
             for other in others:
                 free = [hole.name for hole in other.name.holes if hole.name not in values]
                 assert other.arrangement is not None
+                if math.prod(known[axis] for axis in free) > MOST:
+                    raise LanguageError(f"of more than {MOST:,} tensors")
                 for point in itertools.product(*(range(known[axis]) for axis in free)):
                     filled = other.name.fill({**values, **dict(zip(free, point, strict=True))})
                     found.setdefault(filled, other.arrangement.shape({**known, PADDING: 0}))
@@ -134,12 +161,15 @@ class _Made:
 
     def __init__(
         self, rule: Rule, item: Item, name: str, shape: tuple[int, ...], values: Values, given: Shapes, sizes: dict[str, int],
-        outward: bool,
+        outward: bool, told: dict[tuple[str, str], int],
     ) -> None:  # fmt: skip
+        self.told = told
         self.rule, self.name, self.shape, self.values, self.given = rule, name, shape, values, given
         self.pieces: list[Piece] = []
         self.missing: set[str] = set()
         self.padding = 0
+        self.source_padding: dict[str, int] = {}
+        self.alike: set[str] = set()
         if item.arrangement is None:
             self._alike(shape, outward)
             return
@@ -182,17 +212,35 @@ class _Made:
     def _option(self, target: Side, source: Side, sizes: dict[str, int]) -> Iterator[Piece]:
         """Pieces of one option of the target."""
         repeats = source.item.indices(source.option) - target.item.indices(target.option)
+        for name in target.item.indices(target.option) - source.item.indices(source.option):
+            if self.rule.repeat.get(name) == "sum" and self._size(name, sizes) > 1:
+                raise LanguageError(f"{self.rule}: {self.name}: what is a sum over {name!r} cannot be told apart again")
         holes = {hole.name for hole in source.item.name.holes if not hole.text}
         for values, weight, term in self._values(source.item, target.item.axes(target.option), sizes):
             name = source.item.name.fill({**self.values, **values})
             if name not in self.given:
                 self.missing.add(name)
                 continue
-            known = {**sizes, **self._solved(source.item, name, self.given[name], sizes)}
-            known |= self._solved(target.item, self.name, self.shape, _without_padding(known))
+            of = {PADDING: 0, **sizes, **self._solved(source.item, name, self.given[name], sizes)}
+            to = {PADDING: 0, **self._solved(target.item, self.name, self.shape, _without_padding(of))}
+            known = _without_padding({**of, **to})
+            self._agree(name, known, source)
+            if of[PADDING]:
+                self.source_padding[name] = _padding_of(source.item, self.given[name], known)
             for fixed, part, more in self._repeats(sorted(repeats - holes), known):
                 at = {**self.values, **values, **fixed}
-                yield from self._pieces(target, source, name, at, known, weight * part, term + more)
+                yield from self._pieces(target, source, name, at, (known, of[PADDING], to[PADDING]), weight * part, term + more)
+
+    def _agree(self, name: str, known: Mapping[str, int], source: Side) -> None:
+        """What one source tells of its axes holds for all targets that are made of it."""
+        axes = source.item.arrangement.axes() if source.item.arrangement else frozenset()
+        for axis in sorted(axes & known.keys()):
+            before = self.told.setdefault((name, axis), known[axis])
+            if before != known[axis]:
+                raise LanguageError(
+                    f"{self.rule}: {name} {list(self.given[name])}: {axis!r} would be {before} for one of the tensors that are "
+                    f"made of it, and {known[axis]} for {self.name}"
+                )
 
     def _sources(self, item: Item, values: Values, sizes: Mapping[str, int]) -> Iterator[tuple[str, float, int]]:
         for more, weight, term in self._values(item, [], sizes):
@@ -205,7 +253,12 @@ class _Made:
     def _values(self, item: Item, axes: Sequence[str], sizes: Mapping[str, int]) -> Iterator[tuple[dict[str, int], float, int]]:
         """Values of the holes of a source's name that the target's name does not tell, with the weight of each and its term."""
         free = [hole.name for hole in item.name.holes if not hole.text and hole.name not in self.values]
+        for name in free:
+            if self.rule.repeat.get(name) == "same":
+                self.alike.update(_all_of(item, name, self.values, self.given))
         along = [name for name in free if name in axes]
+        if math.prod(self._size(name, sizes) for name in along) > MOST:
+            raise LanguageError(f"{self.rule}: {self.name}: of more than {MOST:,} tensors")
         for point in itertools.product(*(range(self._size(name, sizes)) for name in along)):
             for fixed, weight, term in self._repeats([name for name in free if name not in along], sizes):
                 yield {**dict(zip(along, point, strict=True)), **fixed}, weight, term
@@ -213,9 +266,11 @@ class _Made:
     def _repeats(self, names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[tuple[dict[str, int], float, int]]:
         """Indices of the source alone: one value of those that are the same, all of those that are added."""
         ranges = [range(1 if self.rule.repeat[name] == "same" else self._size(name, sizes)) for name in names]
+        if math.prod(len(each) for each in ranges) > MOST:
+            raise LanguageError(f"{self.rule}: {self.name}: more than {MOST:,} repetitions")
         weight = 1.0
         for name, each in zip(names, ranges, strict=True):
-            weight /= len(each) if self.rule.repeat[name] == "mean" else 1
+            weight /= max(len(each), 1) if self.rule.repeat[name] == "mean" else 1
         for term, point in enumerate(itertools.product(*ranges)):
             yield dict(zip(names, point, strict=True)), weight, term
 
@@ -225,15 +280,25 @@ class _Made:
         return sizes[name]
 
     def _pieces(
-        self, target: Side, source: Side, name: str, fixed: Values, sizes: Mapping[str, int], weight: float, term: int
-    ) -> Iterator[Piece]:
-        """Pieces of one source: along every axis that both have, at the values of those that are fixed."""
+        self, target: Side, source: Side, name: str, fixed: Values, known: tuple[dict[str, int], int, int], weight: float,
+        term: int,
+    ) -> Iterator[Piece]:  # fmt: skip
+        """Pieces of one source: along every axis that both have, at the values of those that are fixed.
+
+        Args:
+            known: sizes of axes, and of the paddings of source and target.
+        """
+        sizes = known[0]
         assert target.item.arrangement is not None
         assert source.item.arrangement is not None
         for side in (target, source):
             for axis in side.item.axes(side.option):
                 self._size(axis, sizes)
-        to, of = target.item.arrangement.digits(sizes, target.option), source.item.arrangement.digits(sizes, source.option)
+        for side in (target, source):
+            for axis in side.item.arrangement.axes() if side.item.arrangement else ():
+                self._size(axis, sizes)
+        of = source.item.arrangement.digits({**sizes, PADDING: known[1]}, source.option)
+        to = target.item.arrangement.digits({**sizes, PADDING: known[2]}, target.option)
         begin, end = [digits.start for digits in of], [digits.start for digits in to]
         steps: dict[str, list[tuple[int, int]]] = {}
         for at, tensor in enumerate((of, to)):
@@ -244,6 +309,8 @@ class _Made:
         outer: list[Link] = []  # repeated on the side of the target
         for axis, ((source_dim, source_step), (target_dim, target_step)) in steps.items():
             if axis in fixed:
+                if not 0 <= int(fixed[axis]) < sizes[axis]:
+                    raise LanguageError(f"{self.rule}: {self.name}: {axis} is {fixed[axis]}, of {sizes[axis]}")
                 if source_dim >= 0:
                     begin[source_dim] += int(fixed[axis]) * source_step
                 if target_dim >= 0:
@@ -262,6 +329,22 @@ class _Made:
                     first[link.source] += index * link.source_step
                 last[link.target] += index * link.target_step
             yield Piece(name, self.name, tuple(first), tuple(last), tuple(one), weight, term)
+
+
+def _all_of(item: Item, hole: str, values: Values, given: Shapes) -> list[str]:
+    """Given tensors that differ from others in this hole alone."""
+    found = []
+    for name in given:
+        own = item.name.match(name)
+        if own is not None and all(values.get(key, value) == value for key, value in own.items() if key != hole):
+            found.append(name)
+    return found
+
+
+def _padding_of(item: Item, shape: Sequence[int], sizes: Mapping[str, int]) -> int:
+    """Elements of a tensor that are padding."""
+    assert item.arrangement is not None
+    return math.prod(shape) - math.prod(item.arrangement.shape({**sizes, PADDING: 0}))
 
 
 def _without_padding(sizes: Mapping[str, int]) -> dict[str, int]:
