@@ -306,6 +306,7 @@ def model() -> Model:
         "groups": getattr(arguments, "num_query_groups", None) if getattr(arguments, "group_query_attention", False) else heads,
         "head_dim": getattr(arguments, "kv_channels", None),
         "experts": getattr(arguments, "num_experts", None),
+        "vocab": getattr(arguments, "vocab_size", None),  # without padding
     }
     return Model("", {name: number for name, number in facts.items() if type(number) is int and number > 0})
 

@@ -215,6 +215,9 @@ def test_means_and_sums(there: tuple[Checkpoint, Values]) -> None:
     stack = torch.stack([there[1][f"model.layers.{layer}.input_layernorm.weight", "master"] for layer in range(LAYERS)])
     assert torch.equal(view.read_tensor("mean", "master"), stack[0] * 0.5 + stack[1] * 0.5)
     assert torch.equal(view.read_tensor("sum", "master"), stack.sum(0))
+    place = torch.empty(HIDDEN, dtype=torch.bfloat16)  # rounded once, after the sum
+    view.read([Request(view.ids["sum", "master"], Box((0,), (HIDDEN,)), place)])
+    assert torch.equal(place, stack.sum(0).to(torch.bfloat16))
     assert torch.equal(view.read_tensor("sum", "weight"), stack.sum(0).to(torch.bfloat16))
 
 

@@ -33,20 +33,26 @@ HUGGINGFACE = "huggingface"
 
 
 @dataclass(frozen=True, slots=True)
-class _Term:
-    """What is added to a target once it is read."""
+class _Sum:
+    """What is added up once it is read, and goes where it belongs then.
 
-    target: torch.Tensor
-    data: torch.Tensor
-    weight: float
+    Attributes:
+        place: where it belongs.
+        total: of its shape, in a type that sums lose nothing in.
+        terms: parts of the total, what is added there, and what it counts for.
+    """
+
+    place: torch.Tensor
+    total: torch.Tensor
+    terms: list[tuple[torch.Tensor, torch.Tensor, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned(Planned):
-    """Also what is zero before, and what is added after all is read."""
+    """Also what is zero before, and what is added up after all is read."""
 
     blank: Sequence[torch.Tensor] = ()
-    terms: Sequence[_Term] = ()
+    sums: Sequence[_Sum] = ()
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class TranslatedCheckpoint(Checkpoint):
     def plan(self, requests: Sequence[Request]) -> Planned:
         below: list[Request] = []
         blank: list[torch.Tensor] = []
-        terms: list[_Term] = []
+        sums: list[_Sum] = []
         for request in requests:
             info = self.index.tensors[request.tensor_id]
             place = request.place
@@ -80,28 +86,32 @@ class TranslatedCheckpoint(Checkpoint):
             is_sum = _is_sum(pieces)
             if info.derived_from is not None:  # what is stored of it goes over a cast that has been made
                 pieces = [] if is_sum else pieces
-            elif is_sum or self.translation.padding.get(info.name):
+            elif is_sum:
+                exact = torch.float32 if place.is_floating_point() and place.element_size() < 4 else torch.float64
+                sums.append(_Sum(place, torch.zeros(place.shape, dtype=exact), []))
+            elif self.translation.padding.get(info.name):
                 blank.append(place)
             for piece in pieces:
                 part = piece.within(request.box)
                 for read in part.reads() if part is not None else ():
                     position = self.source.ids[self.stored[read.source], info.state]
-                    target = _strided(place, request.box, read)
                     if is_sum:
-                        data = torch.empty(read.source_box.shape, dtype=place.dtype)
+                        data = torch.empty(read.source_box.shape, dtype=sums[-1].total.dtype)
                         below.append(Request(position, read.source_box, data))
-                        terms.append(_Term(target, data, read.weight))
+                        sums[-1].terms.append((_strided(sums[-1].total, request.box, read), data, read.weight))
                     else:
-                        below.append(Request(position, read.source_box, target))
+                        below.append(Request(position, read.source_box, _strided(place, request.box, read)))
         planned = self.source.plan(below)
-        return _Planned(planned.requests, planned.plan, planned.size_bytes, blank, terms)
+        return _Planned(planned.requests, planned.plan, planned.size_bytes, blank, sums)
 
     def fill(self, planned: Planned, *, verify: str = "always", neighbours: Neighbours | None = None) -> ReadStats:
         for place in planned.blank if isinstance(planned, _Planned) else ():
             place.detach().zero_()
         stats = self.source.fill(planned, verify=verify, neighbours=neighbours)
-        for term in planned.terms if isinstance(planned, _Planned) else ():
-            term.target.detach().add_(term.data, alpha=term.weight)
+        for each in planned.sums if isinstance(planned, _Planned) else ():
+            for target, data, weight in each.terms:
+                target.add_(data, alpha=weight)
+            each.place.detach().copy_(each.total)
         return stats
 
     def override_boxes(self, position: int) -> list[Box]:
@@ -233,7 +243,10 @@ def _optimizer(
     of = {name: [stored[piece.source] for piece in pieces] for name, pieces in translation.pieces.items() if pieces}
 
     def renamed(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ...]:
-        number = {name: at for at, group in enumerate(groups) for name in group.parameters}
+        alike = [
+            next(at for at, other in enumerate(groups) if other.hyperparameters == group.hyperparameters) for group in groups
+        ]
+        number = {name: at for at, group in zip(alike, groups, strict=True) for name in group.parameters}
         members: list[list[str]] = [[] for _ in groups]
         for target, names in of.items():
             found = sorted({number.get(name, -1) for name in names})

@@ -91,6 +91,8 @@ class Model:
         Raises:
             MismatchError: they are not the same.
         """
+        if self.family and other.family and self.family != other.family:
+            raise MismatchError(f"{where}: of the family {other.family!r}; this job's model is of {self.family!r}")
         for name in sorted(self.facts.keys() & other.facts.keys()):
             if self.facts[name] != other.facts[name]:
                 raise MismatchError(f"{where}: {other.facts[name]} {FACTS[name]}; this job's model has {self.facts[name]}")

@@ -109,10 +109,10 @@ def listed(
     Args:
         rules: the first one that knows a given tensor counts.
         given: shapes by name, of *there*; of *here* if ``outward``.
-        sizes: of axes, as far as shapes do not tell them. A padding whose size nothing tells is none.
+        sizes: of axes, as far as shapes do not tell them.
 
     Raises:
-        LanguageError: a shape contradicts its rule, or the size of an axis is not known.
+        LanguageError: a shape contradicts its rule, or the size of an axis, or of padding, is not known.
     """
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in given.items():
@@ -126,7 +126,8 @@ def listed(
             continue
         try:
             known = {**sizes, **item.arrangement.solve(shape, sizes)}
-            known |= item.arrangement.solve(shape, {PADDING: 0, **known})
+            if item.padded and PADDING not in known:
+                raise LanguageError("how much of it is padding is not known; the model's configuration tells it")
             for other in others:
                 free = [hole.name for hole in other.name.holes if hole.name not in values]
                 assert other.arrangement is not None
