@@ -56,7 +56,7 @@ def translate(
         CoverageError: an element of a wanted tensor would come from none, or from two, of the given.
     """
     found = Translation()
-    told: dict[tuple[str, str], int] = {}
+    told: dict[tuple[int, str, str], int] = {}  # rule, source, axis -> its size
     for name, shape in wanted.items():
         made: _Made | None = None
         for rule, item, values in _rules_of(rules, name, outward):
@@ -85,19 +85,19 @@ def translate(
 
 def _unused(found: Translation, given: Shapes) -> list[str]:
     """Given tensors of which nothing, or not all but padding, has been asked for."""
-    taken: dict[str, set[tuple[object, ...]]] = {}
+    taken: dict[str, dict[object, int]] = {}  # grid -> elements: one that goes to two targets counts once
     for pieces in found.pieces.values():
         for piece in pieces:
-            grid = tuple(sorted((link.source, link.source_step, link.extent) for link in piece.links))
-            taken.setdefault(piece.source, set()).add((piece.source_start, grid, piece.numel))
+            grid = piece.source_start, frozenset((link.source, link.source_step, link.extent) for link in piece.links)
+            taken.setdefault(piece.source, {})[grid] = piece.numel
     unused = []
     for name, shape in given.items():
-        total, got = math.prod(shape), sum(int(str(each[2])) for each in taken.get(name, ()))
-        left_out = found.source_padding.get(name, 0)
+        wanted = math.prod(shape) - found.source_padding.get(name, 0)
+        got = sum(taken.get(name, {}).values())
         if name not in taken and name not in found.alike:
             unused.append(name)
-        elif name in taken and got < total - left_out:
-            unused.append(f"{name} ({got:,} of {total - left_out:,} elements)")
+        elif name in taken and got < wanted:
+            unused.append(f"{name} ({got:,} of {wanted:,} elements)")
     return unused
 
 
@@ -158,11 +158,12 @@ class _Made:
         pieces: all of them, if nothing is missing.
         missing: sources that the rule knows and that are not there.
         padding: elements that come from nowhere.
+        source_padding, alike: as in ``Translation``, of this target's sources.
     """
 
     def __init__(
         self, rule: Rule, item: Item, name: str, shape: tuple[int, ...], values: Values, given: Shapes, sizes: dict[str, int],
-        outward: bool, told: dict[tuple[str, str], int],
+        outward: bool, told: dict[tuple[int, str, str], int],
     ) -> None:  # fmt: skip
         self.told = told
         self.rule, self.name, self.shape, self.values, self.given = rule, name, shape, values, given
@@ -184,10 +185,7 @@ class _Made:
                 self.pieces.append(piece)
                 covered += piece.numel if piece.term == 0 else 0
         if item.padded and not self.missing:
-            total = 1
-            for extent in shape:
-                total *= extent
-            self.padding = total - covered
+            self.padding = math.prod(shape) - covered
 
     def _alike(self, shape: tuple[int, ...], outward: bool) -> None:
         """The same shape and order on both sides."""
@@ -236,7 +234,7 @@ class _Made:
         """What one source tells of its axes holds for all targets that are made of it."""
         axes = source.item.arrangement.axes() if source.item.arrangement else frozenset()
         for axis in sorted(axes & known.keys()):
-            before = self.told.setdefault((name, axis), known[axis])
+            before = self.told.setdefault((id(self.rule), name, axis), known[axis])
             if before != known[axis]:
                 raise LanguageError(
                     f"{self.rule}: {name} {list(self.given[name])}: {axis!r} would be {before} for one of the tensors that are "
@@ -292,12 +290,8 @@ class _Made:
         sizes = known[0]
         assert target.item.arrangement is not None
         assert source.item.arrangement is not None
-        for side in (target, source):
-            for axis in side.item.axes(side.option):
-                self._size(axis, sizes)
-        for side in (target, source):
-            for axis in side.item.arrangement.axes() if side.item.arrangement else ():
-                self._size(axis, sizes)
+        for axis in sorted(target.item.arrangement.axes() | source.item.arrangement.axes()):
+            self._size(axis, sizes)
         of = source.item.arrangement.digits({**sizes, PADDING: known[1]}, source.option)
         to = target.item.arrangement.digits({**sizes, PADDING: known[2]}, target.option)
         begin, end = [digits.start for digits in of], [digits.start for digits in to]
