@@ -96,6 +96,8 @@ def _passed(rows: Summaries, calls: Calls) -> Summaries:
     sought = np.unique(waited["comm"].astype(np.int64) << 40 | waited["blocked"].astype(np.int64))
     keys = calls["comm"].astype(np.int64) << 40 | calls["seq"].astype(np.int64)
     over = calls[(calls["source"] < 0) & (calls["end_ns"] > 0) & np.isin(keys, sought)]
+    stand = set(zip(*(rows[name].tolist() for name in ("rank", "comm", "entered")), strict=True))  # of these, the rows tell it
+    over = over[[each not in stand for each in over[["rank", "comm", "seq"]].tolist()]] if len(over) else over
     out = np.zeros(len(over), SUMMARY)
     out["source"] = out["destination"] = -1
     out["entered"] = out["ended"] = over["seq"]
