@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -16,7 +17,8 @@ from tests.test_translated import FACTS, HF, LLAMA, MEGATRON, saved, values_of
 from unickpt import importing
 from unickpt.cli.main import main
 from unickpt.differences import differences
-from unickpt.errors import LanguageError
+from unickpt.errors import LanguageError, MismatchError
+from unickpt.exporting import export
 from unickpt.language.translation import listed
 from unickpt.loading import Checkpoint, is_checkpoint
 from unickpt.translated import translated
@@ -164,6 +166,13 @@ def test_files_that_are_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "b.safetensors").write_bytes(b"\xff" * 100)
     assert main(["convert", str(tmp_path), str(tmp_path / "c")]) == 2
     assert not (tmp_path / "c").exists()
+
+
+def test_half_a_model_is_not_exported(tmp_path: Path) -> None:
+    found = saved(tmp_path / "a", values_of(HF), aliases={})
+    half = dataclasses.replace(found, manifest=dataclasses.replace(found.manifest, excluded=("frozen.weight",)))
+    with pytest.raises(MismatchError, match=r"was saved without frozen\.weight"):
+        export(half, tmp_path / "model")
 
 
 def test_a_folder_with_a_model_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

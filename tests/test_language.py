@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.launch import REPO
-from unickpt.errors import CoverageError, LanguageError
+from unickpt.errors import CoverageError, LanguageError, MismatchError
 from unickpt.fragments import Box
 from unickpt.language.arrangement import PADDING, Arrangement, Axis, Choice, Node, Product
 from unickpt.language.dialect import parse
-from unickpt.language.facts import FACTS
+from unickpt.language.facts import FACTS, Model
 from unickpt.language.names import Template
 from unickpt.language.pieces import Link, Piece, check_cover, compose
 from unickpt.language.rules import Item, Rule
@@ -393,6 +393,20 @@ def test_names() -> None:
     assert template.match("m.05.x.a") is None  # no framework writes that, and two names would be one
     assert Template.parse(str(template)) == template
     assert Item.parse("a.{layer + 1} [b  (c d)]").name.fill({"layer": 1}) == "a.2"
+
+
+def test_a_part_of_what_is_every_other_row() -> None:
+    piece = Piece("a", "t", (1,), (10,), (Link(5, 0, 2, 0, 3),))  # 1, 3, 5, 7, 9 go to 10, 13, 16, 19, 22
+    part = piece.within(Box((12,), (8,)))
+    assert part == Piece("a", "t", (3,), (13,), (Link(3, 0, 2, 0, 3),))
+    assert piece.within(Box((11,), (2,))) is None
+
+
+def test_two_families_are_two_models() -> None:
+    with pytest.raises(MismatchError, match="family 'gpt2'; this job's model is of 'qwen2'"):
+        Model("qwen2").with_more(Model("gpt2"), "here")
+    with pytest.raises(MismatchError, match="8 attention heads, of queries; this job's model has 4"):
+        Model("", {"heads": 4}).with_more(Model("gpt2", {"heads": 8}), "here")
 
 
 def test_an_element_from_two_tensors_is_refused() -> None:

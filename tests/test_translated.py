@@ -166,7 +166,7 @@ def test_any_boxes_into_any_strides(there: tuple[Checkpoint, Values], seed: int)
     for name, shape in MEGATRON.items():
         start = [int(chance.integers(0, extent)) for extent in shape]
         box = Box(tuple(start), tuple(int(chance.integers(1, n - a + 1)) for a, n in zip(start, shape, strict=True)))
-        whole = torch.full([extent * 2 for extent in box.shape], -1.0, dtype=torch.float64)
+        whole = torch.full([extent * 2 for extent in box.shape], -1.0, dtype=(torch.float64, torch.float32)[seed // 2 % 2])
         out = whole[tuple(slice(None, None, 2) for _ in box.shape)] if seed % 2 else torch.full((box.numel,), -1.0)
         requests.append(Request(view.ids[name, "exp_avg"], box, out))
         wholes.append((whole, name, box))
@@ -193,6 +193,14 @@ def test_hyperparameters_go_with_their_parameters(there: tuple[Checkpoint, Value
 def test_parts_with_other_hyperparameters_cannot_be_one(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path / "s", values_of(HF), aliases={}, split=True)
     with pytest.raises(MismatchError, match=r"linear_qkv.*is made of .*_proj.weight and .*other hyperparameters"):
+        translated(checkpoint, LLAMA.rules, MEGATRON, LLAMA.sizes_of(FACTS))
+
+
+def test_a_state_of_another_shape_is_refused(tmp_path: Path) -> None:
+    values = values_of(HF)
+    values["model.norm.weight", "exp_avg"] = torch.ones(HIDDEN + 1)
+    checkpoint = saved(tmp_path / "s", values, aliases={})
+    with pytest.raises(MismatchError, match=r"model.norm.weight \(exp_avg\) is \(9,\), its parameter is not"):
         translated(checkpoint, LLAMA.rules, MEGATRON, LLAMA.sizes_of(FACTS))
 
 

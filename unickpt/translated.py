@@ -219,7 +219,7 @@ def _states(source: Checkpoint, name: str, shape: tuple[int, ...], names: Sequen
             continue
         cut = [info for info in known if info.shape != shapes[info.name]]
         if cut:
-            raise MismatchError(f"{source.storage}: {cut[0].name} ({state}) is {list(cut[0].shape)}, its parameter is not")
+            raise MismatchError(f"{source.storage}: {cut[0].name} ({state}) is {cut[0].shape}, its parameter is not")
         kinds = {(info.dtype, info.kind, info.derived_from) for info in known}
         if len(kinds) > 1:
             told = "; ".join(f"{info.name}: {info.dtype}" for info in known[:4])
