@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.test_translated import FACTS, HF, LLAMA, MEGATRON, saved, values_of
-from unickpt import importing
 from unickpt.cli.main import main
 from unickpt.differences import differences
 from unickpt.errors import LanguageError, MismatchError
 from unickpt.exporting import export
+from unickpt.foreign.located import Files
 from unickpt.language.translation import listed
 from unickpt.loading import Checkpoint, is_checkpoint
 from unickpt.translated import translated
@@ -128,17 +128,17 @@ def test_a_conversion_that_was_cut_off_goes_on(
 ) -> None:
     saved(tmp_path / "a", values_of(HF), aliases={})
     folder = folder_of(tmp_path / "a", tmp_path / "model", "--shard-gigabytes", "1e-6")
-    read, files = importing._read, sorted(folder.glob("*.safetensors"))
+    read, files = Files.read_into, sorted(folder.glob("*.safetensors"))
 
-    def until_the_last(descriptor: int, file: importing.SourceFile, *more: Any) -> Any:
-        if file.path == files[-1]:
+    def until_the_last(self: Files, path: Path, *more: Any) -> None:
+        if path == files[-1]:
             raise OSError("the disk is gone")
-        return read(descriptor, file, *more)
+        read(self, path, *more)
 
-    monkeypatch.setattr(importing, "_read", until_the_last)
+    monkeypatch.setattr(Files, "read_into", until_the_last)
     assert main(["convert", str(folder), str(tmp_path / "b"), "--workers", "1"]) == 2
     assert not is_checkpoint(tmp_path / "b")
-    monkeypatch.setattr(importing, "_read", read)
+    monkeypatch.setattr(Files, "read_into", read)
     os.utime(files[0])  # changed meanwhile, for all one knows
     capsys.readouterr()
     assert main(["convert", str(folder), str(tmp_path / "b")]) == 0
@@ -154,7 +154,7 @@ def test_an_empty_tensor_is_kept(tmp_path: Path) -> None:
 
 def test_files_that_are_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(tmp_path), str(tmp_path / "b")]) == 2
-    assert "no safetensors files" in capsys.readouterr().err
+    assert "neither safetensors files" in capsys.readouterr().err
     for name in "ab":
         save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
     (tmp_path / "model-00001-of-00002.safetensors").touch()

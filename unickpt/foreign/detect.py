@@ -1,0 +1,49 @@
+"""What a folder holds, and the source that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from unickpt.converting import Source
+from unickpt.errors import NotACheckpointError
+from unickpt.foreign.deepspeed import deepspeed, is_deepspeed
+from unickpt.foreign.huggingface import huggingface
+from unickpt.foreign.located import Files
+from unickpt.loading import is_checkpoint
+
+_POINTERS = ("latest",)
+
+
+def open_source(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source:
+    """A checkpoint of others.
+
+    Args:
+        folder: with its files, or of a training with a pointer to the newest one.
+        files: through which it is read.
+        also: classes in pickles, as of ``pickles.load``.
+
+    Raises:
+        NotACheckpointError: it holds none that is known.
+        FormatError, OSError: it cannot be read.
+    """
+    folder = _pointed_at(folder)
+    if is_deepspeed(folder):
+        return deepspeed(folder, files, also=also)
+    if folder.is_dir() and any(folder.glob("*.safetensors")):
+        return huggingface(folder, files)
+    if is_checkpoint(folder):
+        raise NotACheckpointError(f"{folder}: is a checkpoint of unickpt already")
+    raise NotACheckpointError(
+        f"{folder}: neither safetensors files of transformers are there nor mp_rank_*_model_states.pt of DeepSpeed"
+    )
+
+
+def _pointed_at(folder: Path) -> Path:
+    for name in _POINTERS:
+        pointer = folder / name
+        if pointer.is_file() and pointer.stat().st_size < 4096:
+            tag = pointer.read_text(encoding="utf-8", errors="replace").strip()
+            if tag and "/" not in tag and tag not in (".", "..") and (folder / tag).is_dir():
+                return folder / tag
+    return folder

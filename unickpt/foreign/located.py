@@ -1,0 +1,121 @@
+"""Where the elements of a tensor lie in somebody else's file, and how to read some of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from unickpt.dtypes import itemsize_bytes, torch_dtype
+from unickpt.errors import FormatError
+from unickpt.fragments import Box, strides_of
+from unickpt.reading import bytes_of
+
+
+class Files:
+    """Files that are read at places, each opened once; any thread may read. Close it in the end."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, _type: type[BaseException] | None, _error: BaseException | None, _where: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all of them."""
+        with self._lock:
+            for descriptor in self._open.values():
+                os.close(descriptor)
+            self._open = {}
+
+    def _descriptor(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._open:
+                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._open[path]
+
+    def read_into(self, path: Path, begin_byte: int, into: memoryview) -> None:
+        """Fill ``into``. Raises FormatError if the file ends before, OSError."""
+        descriptor = self._descriptor(path)
+        done = 0
+        while done < len(into):
+            count = os.preadv(descriptor, [into[done:]], begin_byte + done)
+            if count <= 0:
+                raise FormatError(f"{path}: ends at byte {begin_byte + done:,}, within a tensor")
+            done += count
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A tensor that is still in its file.
+
+    Attributes:
+        files, path: through which it is read, and where it is.
+        begin_byte: of its first element.
+        dtype: by the format's name.
+        shape, strides: in elements; all elements lie in the file (whoever makes this has checked it).
+    """
+
+    files: Files
+    path: Path
+    begin_byte: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return Box.whole(self.shape).numel
+
+    def flat(self) -> Located:
+        """Its elements in row-major order, if they lie so. Raises FormatError if not."""
+        if not self._dense(self.shape):
+            raise FormatError(f"{self.path}: a tensor of shape {self.shape} lies there with strides {self.strides}")
+        return self._with(self.begin_byte, (self.numel,), (1,))
+
+    def narrow(self, lo: int, hi: int) -> Located:
+        """Rows ``[lo, hi)`` of the first dimension. Raises FormatError if they are not all there."""
+        if not 0 <= lo <= hi <= self.shape[0]:
+            raise FormatError(f"{self.path}: elements {lo:,} to {hi:,} are wanted of {self.shape[0]:,}")
+        at = self.begin_byte + lo * self.strides[0] * itemsize_bytes(self.dtype)
+        return self._with(at, (hi - lo, *self.shape[1:]), self.strides)
+
+    def view(self, shape: Sequence[int]) -> Located:
+        """Another shape of elements that lie in row-major order. Raises FormatError if there are more or less of them."""
+        target = tuple(shape)
+        if Box.whole(target).numel != self.numel:
+            raise FormatError(f"{self.path}: {self.numel:,} elements where {target} is wanted")
+        return self.flat()._with(self.begin_byte, target, strides_of(target))
+
+    def read(self, box: Box | None = None) -> torch.Tensor:
+        """Elements of a box of it (all of it if not given), 1-D in row-major order."""
+        box = Box.whole(self.shape) if box is None else box
+        dtype, item = torch_dtype(self.dtype), itemsize_bytes(self.dtype)
+        if not box.numel:
+            return torch.empty(0, dtype=dtype)
+        first = sum(at * step for at, step in zip(box.start, self.strides, strict=True))
+        span = 1 + sum((extent - 1) * step for extent, step in zip(box.shape, self.strides, strict=True))
+        data = torch.empty(span, dtype=dtype)
+        self.files.read_into(self.path, self.begin_byte + first * item, bytes_of(data))
+        return data if self._dense(box.shape) else data.as_strided(box.shape, self.strides).reshape(-1)
+
+    def _dense(self, shape: Sequence[int]) -> bool:
+        """Whether a box of this shape lies in row-major order, without gaps."""
+        step = 1
+        for extent, stride in zip(reversed(shape), reversed(self.strides), strict=True):
+            if extent != 1 and stride != step:
+                return False
+            step *= extent
+        return True
+
+    def _with(self, begin_byte: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Located:
+        return Located(self.files, self.path, begin_byte, self.dtype, shape, strides)
