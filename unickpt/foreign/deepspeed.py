@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoints: ``mp_rank_*_model_states.pt`` and ``*zero_pp_rank_*_optim_states.pt``.
+"""DeepSpeed's own checkpoints: of ZeRO 0 to 3, pipelines, experts and tensor parallel ranks.
 
 What is in them: deepspeed/runtime/engine.py (``_save_checkpoint``), zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py
 and fp16/unfused_optimizer.py (``state_dict``). Masters and states of ZeRO 1 and 2 are flat tensors per group, in which
@@ -8,8 +8,7 @@ in the order of ``param_shapes``; without ZeRO they are whole, by number.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,20 @@ from typing import Any
 import torch
 
 from unickpt import __version__, objects
-from unickpt.converting import Part, Portion, Regions, Source
-from unickpt.errors import FormatError, NotACheckpointError
+from unickpt.converting import Part, Portion, Reading, Regions, Source
+from unickpt.errors import FormatError
+from unickpt.foreign.deepspeed_files import EXPERTS, File, Folder, ModelRank, read_folder
+from unickpt.foreign.deepspeed_parallel import SCALE_POWERS, Division, division
 from unickpt.foreign.huggingface import configuration
 from unickpt.foreign.located import Files, Located
 from unickpt.foreign.matching import NoOrderError, matched
-from unickpt.foreign.pickles import Record, load
+from unickpt.foreign.pickles import Record
 from unickpt.fragments import Box, split_flat_range
 from unickpt.index import TensorInfo
 from unickpt.language.facts import Model
-from unickpt.manifest import OptimizerRecord, ParameterGroup, Writer
+from unickpt.manifest import OptimizerRecord, ParameterGroup, Writer, merge_optimizers
 from unickpt.translated import HUGGINGFACE
 
-MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<data>\d+)_)?mp_rank_(?P<model>\d+)_model_states\.pt")
-OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
 # As in ds_unickpt/capture.py: switches of the implementation, and DeepSpeed's own bookkeeping.
 _NOT_HYPERPARAMETERS = frozenset(
     {"params", "foreach", "fused", "capturable", "differentiable", "name", "moe", "step", "_ds_source_param_group_id"}
@@ -45,43 +44,22 @@ _OWN_KEYS = frozenset(
 _OPTIMIZERS = (({"exp_avg", "exp_avg_sq"}, "AdamW"), ({"exp_avg"}, "Lion"), ({"momentum_buffer"}, "SGD"), ({"sum"}, "Adagrad"))
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file, and what is in it."""
-
-    path: Path
-    content: Mapping[str, Any]
-
-    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        found = self.content.get(key)
-        if found is None:
-            return default
-        if not isinstance(found, kind):
-            raise FormatError(f"{self.path}: {key} is {type(found).__name__}, expected {kind}")
-        return found
-
-
 @dataclass
-class _Model:
-    """What the parameters are, of all files together."""
+class _Tensor:
+    """What is known of a parameter while files are read. Attributes: how it is divided, type of its weight, its masters."""
 
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
-    masters: dict[str, list[tuple[Box, Located]]] = field(default_factory=dict)
-    trained: list[str] = field(default_factory=list)
+    division: Division
+    dtype: str = ""
+    masters: list[tuple[Box, Reading]] = field(default_factory=list)
+    master_dtype: str = ""
 
     def info(self, name: str, state: str, dtype: str) -> TensorInfo:
         kind = "parameter" if state in ("weight", "master") else "optimizer"
-        return TensorInfo(name, state, dtype, self.shapes[name], kind)
-
-
-def is_deepspeed(folder: Path) -> bool:
-    """Whether it is a tag of DeepSpeed's."""
-    return folder.is_dir() and any(MODEL_FILE.fullmatch(path.name) for path in folder.iterdir())
+        return TensorInfo(name, state, dtype, self.division.shape, kind)
 
 
 def deepspeed(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source:
-    """A checkpoint that DeepSpeed has written, of ZeRO 0 to 3, fp32, bf16 or fp16.
+    """A checkpoint that DeepSpeed has written.
 
     Args:
         folder: of the tag (``global_step1000``).
@@ -92,92 +70,116 @@ def deepspeed(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source
         NotACheckpointError: it is not such a folder.
         FormatError: it is damaged, a file is missing, or it holds what is not known.
     """
-    return _Reader(folder, files, also).source()
+    return _Reader(read_folder(folder, files, also)).source()
 
 
 class _Reader:
-    def __init__(self, folder: Path, files: Files, also: Sequence[str]) -> None:
-        self.folder, self.left_out = folder, []  # type: Path, list[str]
-        if not is_deepspeed(folder):
-            raise NotACheckpointError(f"{folder}: no mp_rank_*_model_states.pt is there")
-        self._models = self._read(MODEL_FILE, files, also)
-        self._optimizers = self._read(OPTIMIZER_FILE, files, also)
-        self.first = self._models[min(self._models)]
-        self.model = _Model()
+    def __init__(self, folder: Folder) -> None:
+        self.folder, self.path, self.first = folder, folder.path, folder.first
+        self.left_out: list[str] = []
+        self.tensors: dict[str, _Tensor] = {}
         self.parts: dict[Path, list[Part]] = {}
         self.listed: list[TensorInfo] = []
-
-    def _read(self, pattern: re.Pattern[str], files: Files, also: Sequence[str]) -> dict[tuple[int, int], _File]:
-        """Files by (rank of model parallelism, rank of data parallelism)."""
-        found = {}
-        for path in sorted(self.folder.iterdir()):
-            match = pattern.fullmatch(path.name)
-            if match:
-                content = load(path, files, also=also)
-                if not isinstance(content, dict):
-                    raise FormatError(f"{path}: holds a {type(content).__name__}, not a dictionary")
-                found[int(match["model"]), int(match["data"] or 0)] = _File(path, content)
-        return found
+        self._owner: dict[str, int] = {}  # pipeline stage of which a parameter is taken: tied ones are on several
+        self._means: dict[tuple[str, str, str], list[list[tuple[Box, Located]]]] = {}
+        if self.first.get("ds_autoep_layers", (list, dict)) or self.first.get("autoep_layers", (list, dict)):
+            raise FormatError(f"{self.first.path}: of AutoEP, whose files are not read")
 
     # ---------------------------------------------------------------- the whole
 
     def source(self) -> Source:
-        if len({model for model, _ in self._models}) > 1:
-            raise FormatError(f"{self.folder}: of tensor or pipeline parallel ranks")
         stage = self._stage()
-        aliases = self._aliases()
-        optimizer = self._zero() if self._optimizers else self._whole()
-        self._weights(stage, aliases)
+        self._aliases = self._tied()
+        self._divide(stage)
+        described = [self._optimizer(rank) for rank in self.folder.ranks]
+        for rank in self.folder.ranks:
+            self._weights(rank, stage)
+        self._averaged()
         portions = [Portion(path.name, parts, self._inputs(path, parts)) for path, parts in sorted(self.parts.items()) if parts]
+        found = [record for record in described if record is not None]
         return Source(
             f"DeepSpeed ZeRO-{stage}", portions, self._writer(stage), step=self._number("global_steps"), tensors=self.listed,
-            optimizer=optimizer, aliases=aliases, objects=self._objects(), left_out=self.left_out,
+            optimizer=merge_optimizers(None, found), aliases=self._aliases, objects=self._objects(), left_out=self.left_out,
         )  # fmt: skip
 
     def _inputs(self, path: Path, parts: Sequence[Part]) -> list[Path]:
         """Of a portion: weights are compared with their masters, in whatever file those are."""
-        masters = [file.path for file in self._optimizers.values()] if any(part.unless is not None for part in parts) else []
+        compared = any(part.unless is not None for part in parts)
+        masters = [file.path for rank in self.folder.ranks for file in rank.optimizers.values()] if compared else []
         return sorted({path, *masters})
 
     def _stage(self) -> int:
-        if not self._optimizers:
-            return 0
-        stages = {int(_plain(self._states(file).get("zero_stage", 1))) for file in self._optimizers.values()}
-        if len(stages) != 1:
-            raise FormatError(f"{self.folder}: files of several stages of ZeRO ({sorted(stages)})")
+        files = [file for rank in self.folder.ranks for file in rank.optimizers.values()]
+        stages = {int(_plain(_states(file).get("zero_stage", -1))) for file in files}
+        if len(stages) > 1:
+            raise FormatError(f"{self.path}: files of several stages of ZeRO ({sorted(stages)})")
+        told = self.first.get("ds_config", dict, {}).get("zero_optimization")
+        if not stages or stages == {-1}:  # without ZeRO, or of BF16_Optimizer, whose files do not tell
+            return int(told.get("stage", 0)) if isinstance(told, dict) and stages else 0
         return stages.pop()
-
-    def _states(self, file: _File) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = file.get("optimizer_state_dict", dict, {})
-        return found
 
     def _number(self, key: str) -> int:
         found: int = self.first.get(key, int, 0)
         return found
 
     def _writer(self, stage: int) -> Writer:
-        config = configuration(self.folder) or configuration(self.folder.parent)
-        topology = {
-            "world_size": self._number("dp_world_size") * max(self._number("mp_world_size"), 1),
+        config = configuration(self.path) or configuration(self.path.parent)
+        topology: dict[str, Any] = {
+            "world_size": self._number("dp_world_size") * self.folder.stages * self.folder.tensors,
             "zero_stage": stage,
-            "weight_dtypes": sorted(set(self.model.dtypes.values())),
+            "weight_dtypes": sorted({tensor.dtype for tensor in self.tensors.values() if tensor.dtype}),
         }
+        topology |= {key: n for key, n in (("pipeline", self.folder.stages), ("tensor", self.folder.tensors)) if n > 1}
         version = self.first.get("ds_version", str, "")
         model = Model.of_config(config).as_json()
         return Writer("deepspeed", version, __version__, torch.__version__, HUGGINGFACE, topology, model)
 
-    def _aliases(self) -> dict[str, str]:
+    def _tied(self) -> dict[str, str]:
         """Further names of tied parameters."""
         told = self.first.get("shared_params", dict, {})
         aliases = {str(alias): str(name) for alias, name in told.items()}
         seen: dict[tuple[Any, ...], str] = {}
-        for name, found in self.first.get("module", dict, {}).items():  # without ZeRO, nothing tells but where they lie
-            if isinstance(found, Located) and found.numel and name not in aliases:
+        for name, weight in self.folder.ranks[0].weights.items():  # without ZeRO, nothing tells but where they lie
+            found = weight.data
+            if found.numel and name not in aliases:
                 place = (found.path, found.begin_byte, found.shape, found.strides, found.dtype)
                 if place in seen:
                     aliases[name] = seen[place]
                 seen.setdefault(place, name)
         return aliases
+
+    # ---------------------------------------------------------------- shapes
+
+    def _divide(self, stage: int) -> None:
+        """What every parameter is, of all ranks together."""
+        told = next((found for rank in self.folder.ranks if (found := _universal_info(rank))), {})
+        shapes: dict[str, dict[int, tuple[int, ...]]] = {}
+        self._local = {rank.number: self._local_shapes(rank, stage) for rank in self.folder.ranks}
+        for rank in self.folder.ranks:
+            for name, shape in self._local[rank.number].items():
+                if self._owner.setdefault(name, rank.stage) == rank.stage:
+                    shapes.setdefault(name, {})[rank.tensor] = shape
+        for name, of_rank in shapes.items():
+            if len(of_rank) != self.folder.tensors:
+                raise FormatError(f"{self.path}: {name} is on tensor parallel ranks {sorted(of_rank)} of {self.folder.tensors}")
+            each = [of_rank[rank] for rank in range(self.folder.tensors)]
+            self.tensors[name] = _Tensor(division(name, each, told, str(self.first.path)))
+
+    def _local_shapes(self, rank: ModelRank, stage: int) -> dict[str, tuple[int, ...]]:
+        """Of a rank's parameters and buffers, as it holds them; of experts by their number among all."""
+        buffers = set(rank.first.get("buffer_names", (list, tuple), ()))
+        found = {
+            name: weight.data.shape for name, weight in rank.weights.items()
+            if name not in self._aliases and (stage < 3 or name in buffers)
+        }  # fmt: skip
+        for group in rank.group_shapes():
+            found |= {name: shape for name, shape in group.items() if EXPERTS not in name}
+        for file in rank.models.values():
+            for name, shape in file.get("frozen_param_shapes", dict, {}).items():
+                found[str(name)] = tuple(shape)
+        return found
+
+    # ---------------------------------------------------------------- parts
 
     def _add(self, path: Path, part: Part) -> None:
         if part.box.numel:
@@ -185,174 +187,227 @@ class _Reader:
         else:
             self.listed.append(part.tensor)
 
-    def _tensor(self, file: _File, value: Any, what: str) -> Located:
-        if not isinstance(value, Located):
-            raise FormatError(f"{file.path}: {what} is {type(value).__name__}, not a tensor")
-        return value
+    def _range(self, rank: ModelRank, file: File, name: str, state: str, lo: int, data: Located) -> None:
+        """Elements of a rank's tensor, from ``lo`` on in row-major order, 1-D."""
+        tensor = self._known(name, file)
+        if self._owner.get(name, rank.stage) != rank.stage:
+            return
+        shape = self._shape(rank, name)
+        if lo + data.numel > Box.whole(shape).numel:
+            raise FormatError(f"{file.path}: {name} has shape {shape}, and {lo + data.numel:,} elements of it are there")
+        at = 0
+        for box in split_flat_range(shape, lo, lo + data.numel):
+            self._box(rank, file.path, name, state, box, data.narrow(at, at + box.numel).view(box.shape))
+            at += box.numel
+        if not data.numel:
+            self.listed.append(tensor.info(name, state, data.dtype))
+
+    def _box(self, rank: ModelRank, path: Path, name: str, state: str, box: Box, data: Located) -> None:
+        """A box of a rank's tensor."""
+        tensor = self.tensors[name]
+        info = tensor.info(name, state, data.dtype)
+        if tensor.division.averaged:
+            ranks = self._means.setdefault((name, state, data.dtype), [[] for _ in range(self.folder.tensors)])
+            ranks[rank.tensor].append((box, data))
+            return
+        for placed in tensor.division.placed[rank.tensor]:
+            common = placed.local.intersect(box)
+            if common is None:
+                continue
+            start = tuple(a + b for a, b in zip(placed.whole.start, common.within(placed.local).start, strict=True))
+            whole = Box(start, common.shape)
+            read = _reader(whole, data.at(common.within(box)), placed.scale ** SCALE_POWERS.get(state, 1))
+            if state == "weight" and tensor.masters:
+                derived = TensorInfo(name, "weight", data.dtype, tensor.division.shape, "parameter", derived_from="master")
+                self._add(path, Part(derived, whole, read, unless=Regions(tensor.master_dtype, tensor.masters).read))
+                continue
+            self._add(path, Part(info, whole, read))
+            if state == "master":
+                tensor.masters.append((whole, read))
+                tensor.master_dtype = data.dtype
+
+    def _averaged(self) -> None:
+        """What every tensor parallel rank holds, with differences: the mean, as ds_to_universal.py computes it."""
+        for (name, state, dtype), ranks in self._means.items():
+            tensor = self.tensors[name]
+            readings = [Regions(dtype, [(box, _reader(box, data)) for box, data in each]) for each in ranks]
+            path = ranks[0][0][1].path if ranks[0] else self.first.path
+            whole = Box.whole(tensor.division.shape)
+            info = tensor.info(name, state, dtype)
+            if state == "weight" and (name, "master", tensor.master_dtype) in self._means:
+                continue  # told by the mean of the masters
+            self._add(path, Part(info, whole, _mean(readings)))
+
+    def _known(self, name: str, file: File) -> _Tensor:
+        found = self.tensors.get(name)
+        if found is None:
+            raise FormatError(f"{file.path}: {name} is a parameter whose shape no file tells")
+        return found
+
+    def _shape(self, rank: ModelRank, name: str) -> tuple[int, ...]:
+        """Of a rank's tensor, which is the whole but for tensor parallel ranks."""
+        return self._local[rank.number][name] if self.folder.tensors > 1 else self.tensors[name].division.shape
 
     # ---------------------------------------------------------------- weights and buffers
 
-    def _weights(self, stage: int, aliases: Mapping[str, str]) -> None:
-        buffers = set(self.first.get("buffer_names", (list, tuple), ()))
-        for name, found in self.first.get("module", dict, {}).items():
-            if name in aliases:
+    def _weights(self, rank: ModelRank, stage: int) -> None:
+        buffers = set(rank.first.get("buffer_names", (list, tuple), ()))
+        if rank.number == 0:
+            self.left_out += [f"{name}: extra state of a module, which is for its own code" for name in rank.other]
+        for name, weight in rank.weights.items():
+            if name in self._aliases or self._owner.get(name, rank.stage) != rank.stage:
                 continue
-            if not isinstance(found, Located):
-                self.left_out.append(f"{name}: extra state of a module, which is for its own code")
-            elif name in buffers:
-                info = TensorInfo(name, "weight", found.dtype, found.shape, "buffer")
-                self._add(self.first.path, Part(info, Box.whole(found.shape), found.read))
-            elif name in self.model.masters:
-                self._derived(name, found, whole=stage < 3)
-            elif stage < 3:
-                self.model.shapes[name], self.model.dtypes[name] = found.shape, found.dtype
-                self._add(
-                    self.first.path, Part(self.model.info(name, "weight", found.dtype), Box.whole(found.shape), found.read)
-                )
+            data = weight.data
+            if name in buffers:
+                if rank.tensor == 0:
+                    info = TensorInfo(name, "weight", data.dtype, data.shape, "buffer")
+                    self._add(weight.path, Part(info, Box.whole(data.shape), _reader(Box.whole(data.shape), data)))
+                continue
+            tensor = self.tensors.get(name)
+            if tensor is not None:
+                tensor.dtype = data.dtype
+            if stage == 3:
+                if tensor is not None and tensor.masters:
+                    self._derived(name, tensor)
+            elif tensor is not None:
+                if tensor.masters or (name, "master", tensor.master_dtype) in self._means:
+                    self._derived(name, tensor)
+                self._box(rank, weight.path, name, "weight", Box.whole(data.shape), data)
         if stage == 3:
-            self._frozen()
+            self._frozen(rank)
 
-    def _derived(self, name: str, found: Located, *, whole: bool) -> None:
-        """A weight that its master tells; what differs of it is stored."""
-        self.model.dtypes[name] = found.dtype
-        shape, masters = self.model.shapes[name], self.model.masters[name]
-        info = TensorInfo(name, "weight", found.dtype, shape, "parameter", derived_from="master")
-        self.listed.append(info)
-        if not whole or not found.numel:
-            return
-        if found.shape != shape:
-            raise FormatError(f"{self.first.path}: {name} has shape {found.shape}, its master {shape}")
-        master = Regions(masters[0][1].dtype, [(box, _reader(box, located)) for box, located in masters])
-        self._add(self.first.path, Part(info, Box.whole(shape), found.read, unless=master.read))
+    def _derived(self, name: str, tensor: _Tensor) -> None:
+        """A weight that its master tells; what differs of it is a part."""
+        shape = tensor.division.shape
+        self.listed.append(TensorInfo(name, "weight", tensor.dtype, shape, "parameter", derived_from="master"))
 
-    def _frozen(self) -> None:
+    def _frozen(self, rank: ModelRank) -> None:
         """Of ZeRO 3: every rank's part of the parameters that are not trained."""
-        world = len(self._models)
-        for rank, (_, file) in enumerate(sorted(self._models.items())):
-            shapes = file.get("frozen_param_shapes", dict, {})
+        for data_rank, file in sorted(rank.models.items()):
             for name, found in file.get("frozen_param_fragments", dict, {}).items():
-                shape, part = tuple(shapes.get(name, ())), self._tensor(file, found, name)
-                self.model.shapes[name], self.model.dtypes[name] = shape, part.dtype
-                self._flat_parts(file, self.model.info(name, "weight", part.dtype), part.flat(), rank, world)
+                part = _tensor(file, found, name).flat()
+                self._known(name, file).dtype = part.dtype
+                self._part_of_rank(rank, file, name, "weight", part, data_rank, len(rank.models))
 
-    def _flat_parts(self, file: _File, info: TensorInfo, data: Located, rank: int, world: int) -> int:
-        """A rank's part of a tensor under ZeRO 3, from the beginning of some elements. Returns how many are its."""
-        length = -(-info.numel // world)
-        lo, hi = min(rank * length, info.numel), min((rank + 1) * length, info.numel)
-        for box, part in _boxes(info.shape, lo, hi, data.narrow(0, hi - lo)):
-            self._add(file.path, Part(info, box, _reader(box, part)))
-            if info.state == "master":
-                self.model.masters.setdefault(info.name, []).append((box, part))
-        return length
+    def _part_of_rank(self, rank: ModelRank, file: File, name: str, state: str, data: Located, part: int, parts: int) -> None:
+        """The n-th part of a tensor under ZeRO 3, of which the last ones may be filled up."""
+        self._known(name, file)
+        numel = Box.whole(self._shape(rank, name)).numel
+        length = -(-numel // parts)
+        lo, hi = min(part * length, numel), min((part + 1) * length, numel)
+        self._range(rank, file, name, state, lo, data.narrow(0, hi - lo))
 
     # ---------------------------------------------------------------- masters and states
 
-    def _zero(self) -> OptimizerRecord:
-        ranks = sorted(self._optimizers.items())
-        missing = set(range(ranks[-1][0][1] + 1)) - {data for (_, data), _ in ranks}
+    def _optimizer(self, rank: ModelRank) -> OptimizerRecord | None:
+        if not rank.optimizers:
+            return self._whole(rank, rank.first, 0)
+        if any("optimizer_state_dict" not in file.content for file in rank.optimizers.values()):
+            found = [self._whole(rank, file, expert) for expert, file in sorted(rank.optimizers.items())]
+            return merge_optimizers(None, [record for record in found if record is not None])
+        missing = set(range(max(rank.optimizers) + 1)) - set(rank.optimizers)
         told = self._number("dp_world_size")
-        if missing or (told and told != len(ranks)):
+        if missing or (told and told != len(rank.optimizers)):
             raise FormatError(
-                f"{self.folder}: {len(ranks)} files of optimizer states are there of {told or len(ranks) + len(missing)}"
+                f"{self.path}: of model parallel rank {rank.number}, {len(rank.optimizers)} files of optimizer states "
+                f"where {told or len(rank.optimizers) + len(missing)} are to be"
             )
-        described: OptimizerRecord | None = None
+        records = []
         done: dict[str, int] = {}
-        for rank, (_, file) in enumerate(ranks):
-            states = self._states(file)
+        for data_rank, file in sorted(rank.optimizers.items()):
+            states = _states(file)
             if "fp32_flat_groups" in states:
-                found = self._partitioned_parameters(file, states, rank, len(ranks))
+                found_one = self._partitioned_parameters(rank, file, states, data_rank)
             elif "single_partition_of_fp32_groups" in states:
-                found = self._partitioned_groups(file, states, done)
+                found_one = self._partitioned_groups(rank, file, states, data_rank, done)
             else:
                 raise FormatError(f"{file.path}: holds masters in a form that is not known ({', '.join(sorted(states))})")
-            described = described or found
-        if done:
-            short = [name for name, count in done.items() if count != Box.whole(self.model.shapes[name]).numel]
-            if short:
-                raise FormatError(f"{self.folder}: the files hold {done[short[0]]:,} elements of {short[0]}, whose shape is "
-                                  f"{self.model.shapes[short[0]]}")  # fmt: skip
-        assert described is not None  # there are files
-        return described
+            records.append(found_one)
+        for name, count in done.items():
+            shape = self._shape(rank, name)
+            if count != Box.whole(shape).numel:
+                raise FormatError(f"{self.path}: the files hold {count:,} elements of {name}, whose shape is {shape}")
+        return merge_optimizers(None, records)
 
-    def _group_shapes(self) -> list[dict[str, tuple[int, ...]]]:
-        """The parameters of every group, in the order in which they lie there."""
-        told = self.first.get("param_shapes", (list, tuple), ())
-        return [{str(name): tuple(shape) for name, shape in group.items()} for group in told]
+    def _expert_name(self, name: str, expert_rank: int, expert_ranks: int) -> str:
+        """Of an expert that a rank knows by its number among its own: by its number among all."""
+        layer, is_expert, rest = name.partition(EXPERTS)
+        if not is_expert:
+            return name
+        local, _, inner = rest.partition(".")
+        total = self.folder.experts.get(layer, 0)
+        if not total or total % expert_ranks:
+            raise FormatError(f"{self.path}: {total} experts of {layer} are there, for {expert_ranks} expert parallel ranks")
+        return f"{layer}{EXPERTS}{expert_rank * (total // expert_ranks) + int(local)}.{inner}"
 
-    def _partitioned_groups(self, file: _File, states: Mapping[str, Any], done: dict[str, int]) -> OptimizerRecord:
+    def _partitioned_groups(
+        self, rank: ModelRank, file: File, states: Mapping[str, Any], data_rank: int, done: dict[str, int]
+    ) -> OptimizerRecord:
         """ZeRO 1 and 2, and BF16_Optimizer: a rank's range of every group, as it was laid flat."""
         inner = states.get("base_optimizer_state")
         if not isinstance(inner, dict):
             raise FormatError(f"{file.path}: written with elastic_checkpoint, whose states do not tell what they are of")
-        shapes = self._group_shapes()
-        module = self.first.get("module", dict, {})
-        names: list[list[str]] = [list(group) for group in shapes]
-        flats = states["single_partition_of_fp32_groups"]
-        mappings = states.get("param_slice_mappings") or []
-        if len(mappings) != len(flats):
-            raise FormatError(f"{file.path}: {len(flats)} groups, but param_slice_mappings of {len(mappings)}")
+        flats, mappings = states["single_partition_of_fp32_groups"], states.get("param_slice_mappings") or []
+        groups = inner.get("param_groups", [])
+        if not len(mappings) == len(flats) == len(groups):
+            raise FormatError(
+                f"{file.path}: {len(flats)} flat groups, {len(groups)} groups, and {len(mappings)} mappings of names"
+            )
+        counts = states.get("partition_count")
         scalars: list[Mapping[str, Any]] = []
+        names: list[list[str]] = []
+        shapes = rank.group_shapes()
         for at, (flat, mapping) in enumerate(zip(flats, mappings, strict=True)):
             held = {"master": flat, **inner.get("state", {}).get(at, {})}
             tensors = {key: each.flat() for key, each in held.items() if _is_flat(each)}
             scalars.append({key: each for key, each in held.items() if key not in tensors})
-            if at >= len(names):
-                names.append([])
-            for name, address in mapping.items():
-                if name not in self.model.shapes:
-                    shape = shapes[at].get(name) if at < len(shapes) else None
-                    self.model.shapes[name] = shape or self._tensor(self.first, module.get(name), name).shape
-                if name not in names[at]:
-                    names[at].append(name)
+            ways = len(rank.optimizers) // int(counts[at]) if isinstance(counts, (list, tuple)) else 1
+            expert = data_rank % max(ways, 1), max(ways, 1)
+            listed = [self._expert_name(name, *expert) for name in (shapes[at] if at < len(shapes) else mapping)]
+            for local, address in mapping.items():
+                name = self._expert_name(local, *expert)
                 start, count = int(address.state["start"]), int(address.state["numel"])
                 lo = done.get(name, 0)
                 done[name] = lo + count
                 for key, data in tensors.items():
-                    self._range(file, self.model.info(name, key, data.dtype), lo, data.narrow(start, start + count))
-        for group in shapes:  # parameters of which no rank holds anything have no elements
-            for name, shape in group.items():
-                self.model.shapes.setdefault(name, shape)
-        return self._described(inner.get("param_groups", []), scalars, names, states)
+                    self._range(rank, file, name, key, lo, data.narrow(start, start + count))
+            names.append(listed)
+        return self._described(groups, scalars, names, states)
 
-    def _range(self, file: _File, info: TensorInfo, lo: int, data: Located) -> None:
-        if lo + data.numel > info.numel:
-            raise FormatError(f"{file.path}: {info.name} has {info.numel:,} elements, and {lo + data.numel:,} are there")
-        for box, part in _boxes(info.shape, lo, lo + data.numel, data):
-            self._add(file.path, Part(info, box, _reader(box, part)))
-            if info.state == "master":
-                self.model.masters.setdefault(info.name, []).append((box, part))
-
-    def _partitioned_parameters(self, file: _File, states: Mapping[str, Any], rank: int, world: int) -> OptimizerRecord:
+    def _partitioned_parameters(
+        self, rank: ModelRank, file: File, states: Mapping[str, Any], data_rank: int
+    ) -> OptimizerRecord:
         """ZeRO 3: the n-th part of every parameter, in groups one after the other."""
         inner = states.get("optimizer_state_dict")
-        flats = [self._tensor(file, flat, "a flat group").flat() for flat in states["fp32_flat_groups"]]
+        flats = [_tensor(file, flat, "a flat group").flat() for flat in states["fp32_flat_groups"]]
         if not isinstance(inner, dict):
             raise FormatError(f"{file.path}: the states of its optimizer are not there")
-        order = [(name, shape) for group in self._group_shapes() for name, shape in group.items()]
-        self.model.shapes |= dict(order)
-        group, at = 0, 0
+        if states.get("ds_zero_partition_groups"):
+            raise FormatError(
+                f"{file.path}: partitioned over groups of their own (ds_zero_partition_groups), which is not read"
+            )
+        world = len(rank.optimizers)
+        group = at = 0
         names: list[list[str]] = [[] for _ in flats]
         held = self._flat_states(file, inner, 0, flats)
-        for name, shape in order:
+        for name, shape in ((name, shape) for each in rank.group_shapes() for name, shape in each.items()):
             length = -(-Box.whole(shape).numel // world)
-            while group < len(flats) and at + length > flats[group].numel and at == flats[group].numel:
+            while group + 1 < len(flats) and length and at == flats[group].numel:
                 group, at = group + 1, 0
                 held = self._flat_states(file, inner, group, flats)
             if group >= len(flats) or at + length > flats[group].numel:
-                raise FormatError(f"{file.path}: ends within {name}: {len(flats)} flat groups, of which the last has "
-                                  f"{flats[-1].numel if flats else 0:,} elements")  # fmt: skip
+                raise FormatError(f"{file.path}: its flat group {group} ends within {name}")
             for key, data in held.items():
-                info = self.model.info(name, key, data.dtype)
-                self._flat_parts(file, info, data.narrow(at, at + length), rank, world)
+                self._part_of_rank(rank, file, name, key, data.narrow(at, at + length), data_rank, world)
             names[group].append(name)
             at += length
         scalars = [
-            {key: value for key, value in inner.get("state", {}).get(at, {}).items() if not _is_flat(value)}
-            for at in range(len(flats))
+            {key: value for key, value in inner.get("state", {}).get(number, {}).items() if not _is_flat(value)}
+            for number in range(len(flats))
         ]
         return self._described(inner.get("param_groups", []), scalars, names, states)
 
-    def _flat_states(self, file: _File, inner: Mapping[str, Any], group: int, flats: Sequence[Located]) -> dict[str, Located]:
+    def _flat_states(self, file: File, inner: Mapping[str, Any], group: int, flats: Sequence[Located]) -> dict[str, Located]:
         if group >= len(flats):
             return {}
         held = {"master": flats[group]}
@@ -364,70 +419,71 @@ class _Reader:
                 held[key] = value.flat()
         return held
 
-    def _whole(self) -> OptimizerRecord | None:
-        """Without ZeRO: the states of the optimizer by number, in one file."""
-        found = self.first.get("optimizer", dict)
+    def _whole(self, rank: ModelRank, file: File, expert_rank: int) -> OptimizerRecord | None:
+        """Without ZeRO: the states of the optimizer by number, of experts in a file per expert parallel rank."""
+        found = file.get("optimizer", dict)
         if found is None:
             return None
+        if self.folder.stages > 1:
+            raise FormatError(f"{file.path}: of a pipeline without ZeRO, whose optimizer knows its parameters by number alone")
         inner = found.get("optimizer_state_dict", found)
         states, groups = inner.get("state"), inner.get("param_groups")
         if not isinstance(states, dict) or not isinstance(groups, (list, tuple)):
-            raise FormatError(f"{self.first.path}: its optimizer holds {', '.join(map(str, inner))}, not states and groups")
+            raise FormatError(f"{file.path}: its optimizer holds {', '.join(map(str, inner))}, not states and groups")
         low = found.get("fp32_groups")
         if low is None and "fp32_groups_flat" in found:
-            raise FormatError(f"{self.first.path}: of FP16_Optimizer with fused groups, whose order nothing in the file tells")
-        buffers, aliases = set(self.first.get("buffer_names", (list, tuple), ())), self._aliases()
+            raise FormatError(f"{file.path}: of FP16_Optimizer with fused groups, whose order nothing in the file tells")
+        buffers = set(rank.first.get("buffer_names", (list, tuple), ()))
         module = {
-            name: value for name, value in self.first.get("module", dict, {}).items()
-            if isinstance(value, Located) and name not in buffers and name not in aliases
+            name: weight.data for name, weight in rank.weights.items()
+            if name not in buffers and name not in self._aliases and self._is_of(name, expert_rank, len(rank.optimizers))
         }  # fmt: skip
-        wanted = []
-        for at, group in enumerate(groups):
-            masters = low[at] if low is not None else [None] * len(group["params"])
-            wanted.append([self._shape_of(states.get(number, {}), master) for number, master in
-                           zip(group["params"], masters, strict=True)])  # fmt: skip
-        names = self._named(module, wanted, low)
+        wanted = [
+            [_shape_of(file, states.get(number, {}), low[at][place] if low is not None else None)
+             for place, number in enumerate(group["params"])] for at, group in enumerate(groups)
+        ]  # fmt: skip
+        names = self._named(file, module, wanted, low)
         scalars: list[Mapping[str, Any]] = []
         listed: list[list[str]] = []
         for at, group in enumerate(groups):
             for place, number in enumerate(group["params"]):
                 name = names[at][place]
-                self.model.shapes[name] = module[name].shape
-                held = dict(states.get(number, {}))
-                held["master"] = low[at][place] if low is not None else module[name]
-                tensors = {k: v for k, v in held.items() if isinstance(v, Located) and v.shape == module[name].shape and
-                           (v.shape or k != "step")}  # fmt: skip
-                for key, data in tensors.items():
-                    info = self.model.info(name, key, data.dtype)
-                    self._range(self.first, info, 0, data.flat())
+                held = {**states.get(number, {}), "master": low[at][place] if low is not None else module[name]}
+                shape = module[name].shape
+                tensors = {
+                    k: v for k, v in held.items() if isinstance(v, Located) and v.shape == shape and (shape or k != "step")
+                }
+                if expert_rank == 0 or EXPERTS in name:
+                    for key, data in tensors.items():
+                        self._range(rank, file, name, key, 0, data.flat())
                 scalars.append({key: value for key, value in held.items() if key not in tensors})
                 listed.append([name])
         return self._described(groups, scalars, names, {}, per_parameter=listed)
 
-    def _shape_of(self, state: Mapping[str, Any], master: Located | None) -> tuple[int, ...]:
-        if master is not None:
-            return master.shape
-        shapes = {value.shape for key, value in state.items() if isinstance(value, Located) and key != "step"}
-        if len(shapes) != 1:
-            raise FormatError(f"{self.first.path}: an optimizer whose states {sorted(state)} do not tell whose they are")
-        return shapes.pop()
+    def _is_of(self, name: str, expert_rank: int, expert_ranks: int) -> bool:
+        """Whether an expert is one of a rank's; all have what is no expert."""
+        layer, is_expert, rest = name.partition(EXPERTS)
+        if not is_expert:
+            return True
+        each = self.folder.experts[layer] // max(expert_ranks, 1)
+        return int(rest.split(".", 1)[0]) // max(each, 1) == expert_rank
 
     def _named(
-        self, module: Mapping[str, Located], wanted: Sequence[Sequence[tuple[int, ...]]], masters: Any
+        self, file: File, module: Mapping[str, Located], wanted: Sequence[Sequence[tuple[int, ...]]], masters: Any
     ) -> list[list[str]]:
         """The names of the optimizer's parameters, which it knows by number."""
         agrees = None
         if masters is not None:
 
             def agrees(name: str, group: int, place: int) -> bool:
-                weight, master = module[name], masters[group][place]
-                return bool(torch.equal(weight.read(), master.read().to(weight.read().dtype)))
+                weight, master = module[name].read(), masters[group][place].read()
+                return bool(torch.equal(weight, master.to(weight.dtype)))
 
         try:
             return matched({name: found.shape for name, found in module.items()}, wanted, agrees)
         except NoOrderError as err:
             raise FormatError(
-                f"{self.first.path}: without ZeRO, DeepSpeed's optimizer states have numbers for names, and {err}"
+                f"{file.path}: without ZeRO, DeepSpeed's optimizer states have numbers for names, and {err}"
             ) from None
 
     # ---------------------------------------------------------------- what is no tensor
@@ -437,11 +493,10 @@ class _Reader:
         states: Mapping[str, Any], per_parameter: Sequence[Sequence[str]] | None = None,
     ) -> OptimizerRecord:  # fmt: skip
         """Hyperparameters and steps by name. Of ZeRO 3 a group of the optimizer has several flat groups."""
-        self.model.trained = [name for group in names for name in group]
         if per_parameter is None and len(groups) != len(names):
             owners = [at for at, group in enumerate(groups) for _ in group.get("params", ())]
             if len(owners) != len(names):
-                raise FormatError(f"{self.folder}: {len(groups)} groups of parameters for {len(names)} flat ones")
+                raise FormatError(f"{self.path}: {len(groups)} groups of parameters for {len(names)} flat ones")
         else:
             owners = list(range(len(groups)))
         joined: list[list[str]] = [[] for _ in groups]
@@ -475,7 +530,8 @@ class _Reader:
         config = self.first.get("ds_config", dict, {})
         scheduler = self.first.get("lr_scheduler", dict)
         kind = config.get("scheduler", {}).get("type") if isinstance(config.get("scheduler"), dict) else None
-        scaler = next((self._states(file).get("loss_scaler") for file in self._optimizers.values()), None)
+        files = [file for rank in self.folder.ranks for file in rank.optimizers.values()]
+        scaler = next((_states(file).get("loss_scaler") for file in files), None)
         found = {
             "client_state": client,
             "engine": {key: self._number(key) for key in ("global_steps", "global_samples", "skipped_steps")},
@@ -508,17 +564,52 @@ class _Reader:
         return isinstance(value, Record)
 
 
-def _reader(box: Box, located: Located) -> Any:
-    """How boxes within a box are read, of a tensor that has its shape."""
-    return lambda wanted: located.read(wanted.within(box))
+def _reader(whole: Box, data: Located, scale: float = 1.0) -> Reading:
+    """How boxes within a box are read, of a tensor that has its shape and holds its elements times ``scale``."""
+    if scale == 1.0:
+        return lambda wanted: data.read(wanted.within(whole))
+    return lambda wanted: data.read(wanted.within(whole)) / scale
 
 
-def _boxes(shape: Sequence[int], lo: int, hi: int, data: Located) -> Iterator[tuple[Box, Located]]:
-    """A flat range of a tensor as boxes, each with where its elements lie."""
-    at = 0
-    for box in split_flat_range(shape, lo, hi):
-        yield box, data.narrow(at, at + box.numel).view(box.shape)
-        at += box.numel
+def _mean(readings: Sequence[Regions]) -> Reading:
+    def read(box: Box) -> torch.Tensor:
+        total = readings[0].read(box)
+        for each in readings[1:]:
+            total = total + each.read(box)
+        return total / len(readings)
+
+    return read
+
+
+def _states(file: File) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = file.get("optimizer_state_dict", dict, {})
+    return found
+
+
+def _universal_info(rank: ModelRank) -> Mapping[str, Any]:
+    """What it says of its division over tensor parallel ranks."""
+    for file in (rank.first, *rank.optimizers.values()):
+        for content in (file.content, _states(file)):
+            found = content.get("universal_checkpoint_info")
+            if isinstance(found, dict) and found:
+                return found
+    return {}
+
+
+def _tensor(file: File, value: Any, what: str) -> Located:
+    if not isinstance(value, Located):
+        raise FormatError(f"{file.path}: {what} is {type(value).__name__}, not a tensor")
+    return value
+
+
+def _shape_of(file: File, state: Mapping[str, Any], master: Located | None) -> tuple[int, ...]:
+    """Of a parameter of which there are states, and perhaps a master."""
+    if master is not None:
+        return master.shape
+    shapes = {value.shape for key, value in state.items() if isinstance(value, Located) and key != "step"}
+    if len(shapes) != 1:
+        raise FormatError(f"{file.path}: an optimizer whose states {sorted(map(str, state))} do not tell whose they are")
+    return shapes.pop()
 
 
 def _is_flat(value: Any) -> bool:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from unickpt.converting import Source
 from unickpt.errors import NotACheckpointError
-from unickpt.foreign.deepspeed import deepspeed, is_deepspeed
+from unickpt.foreign.deepspeed import deepspeed
+from unickpt.foreign.deepspeed_files import is_deepspeed
 from unickpt.foreign.huggingface import huggingface
 from unickpt.foreign.located import Files
 from unickpt.loading import is_checkpoint

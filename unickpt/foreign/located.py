@@ -96,6 +96,11 @@ class Located:
             raise FormatError(f"{self.path}: {self.numel:,} elements where {target} is wanted")
         return self.flat()._with(self.begin_byte, target, strides_of(target))
 
+    def at(self, box: Box) -> Located:
+        """A box of it, as a tensor of its own."""
+        first = sum(at * step for at, step in zip(box.start, self.strides, strict=True))
+        return self._with(self.begin_byte + first * itemsize_bytes(self.dtype), box.shape, self.strides)
+
     def read(self, box: Box | None = None) -> torch.Tensor:
         """Elements of a box of it (all of it if not given), 1-D in row-major order."""
         box = Box.whole(self.shape) if box is None else box

@@ -1,0 +1,115 @@
+"""What DeepSpeed has saved itself, converted: bit for bit what its own accessors say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.deepspeed.jobs_names import layout_names
+from tests.launch import torchrun
+from unickpt.cli.main import main
+from unickpt.loading import Checkpoint
+
+FP32_ULP = 4e-7  # of a loss between 2 and 4, as in test_matrix
+WORLD = 3  # which divides nothing in the model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("native")
+    torchrun(WORLD, "tests.deepspeed.native_worker", "plain", str(folder), "plain")
+    for name in layout_names(WORLD):
+        source = folder / f"plain-{name}"
+        assert main(["convert", str(source), str(source / "converted")]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("layout", layout_names(WORLD))
+def test_every_stage_and_precision(folder: Path, layout: str) -> None:
+    found = Checkpoint.open(folder / f"plain-{layout}" / "converted")
+    truth = torch.load(folder / f"plain-{layout}.truth", weights_only=False)
+    seen = set()
+    for key, expected in truth.items():
+        state, _, name = key.partition("/")
+        if state in ("weight", "master", "exp_avg", "exp_avg_sq", "buffer"):
+            name = found.manifest.aliases.get(name, name)
+            info = found.info(name, "weight" if state == "buffer" else state)
+            assert info is not None, key
+            value = found.read_tensor(*info.key)
+            assert value.dtype == expected.dtype
+            assert torch.equal(value, expected), key
+            seen.add(info.key)
+    assert seen == {info.key for info in found.index.tensors if info.kind != "object"}
+    record = found.manifest.optimizer
+    assert record is not None
+    assert record.name == "AdamW"
+    assert [group.hyperparameters["step"] for group in record.scalars] == truth["step"]
+    (group,) = record.groups
+    assert group.hyperparameters["lr"] == truth["groups"][0]["lr"]
+    assert set(group.parameters) == {info.name for info in found.index.tensors if info.state == "exp_avg"}
+    value = found.objects().value
+    assert value["client_state"] == {"note": layout}
+    assert list(value["engine"].values()) == truth["counters"]
+    assert value["lr_scheduler"] == {"class": "WarmupLR", "state": truth["scheduler"]}
+
+
+@pytest.mark.parametrize(("source", "target", "world"), [("z3w3bf16", "1-bf16", 2), ("z1w3fp32", "3-fp32", 2)])
+def test_a_training_goes_on_from_it_under_another_layout(folder: Path, source: str, target: str, world: int) -> None:
+    torchrun(world, "tests.deepspeed.native_worker", "load", str(folder), f"plain-{source}", target)
+    found = json.loads((folder / f"plain-{source}.loaded").read_text())
+    assert found["note"] == source
+    assert found["problems"] == []
+    expected = json.loads((folder / "plain.losses").read_text())[source][3:]
+    noise = 2e-3 if source.endswith("bf16") else 4 * FP32_ULP  # of another order of sums; bf16 rounds to 3 digits
+    assert max(abs(a - b) for a, b in zip(found["losses"], expected, strict=True)) <= noise
+
+
+JOBS = (
+    ("pipe", 4, "stage=1", "bf16=1"), ("pipe", 2, "stage=1"), ("pipe", 2, "stage=0", "bf16=1"),
+    ("moe", 4, "stage=1"), ("moe", 4, "stage=2", "bf16=1"), ("moe", 2, "stage=0"),
+    ("tensor", 4, "stage=1", "bf16=1"), ("tensor", 2, "stage=0"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: "-".join(map(str, job)))
+def test_pipelines_experts_and_tensor_parallel_ranks(tmp_path: Path, job: Any) -> None:
+    kind, world, *options = job
+    torchrun(world, "tests.deepspeed.native_worker", kind, str(tmp_path), "job", *options)
+    assert main(["convert", str(tmp_path / "job"), str(tmp_path / "converted")]) == 0
+    assert main(["verify", str(tmp_path / "converted")]) == 0
+    found = Checkpoint.open(tmp_path / "converted")
+    seen: set[tuple[str, str]] = set()
+    for rank in range(world):
+        tensor_rank = rank % 2 if kind == "tensor" else None
+        for (name, state), (at, values, local) in torch.load(tmp_path / f"job.rank{rank}", weights_only=False).items():
+            whole = found.read_tensor(name, state)
+            mine = whole if tensor_rank is None else slice_of(whole, local, tensor_rank)
+            assert torch.equal(mine.reshape(-1)[at : at + len(values)], values), (rank, name, state)
+            seen.add((name, state))
+    stored = {info.key for info in found.index.tensors if info.kind != "object"}
+    assert {key for key in stored if key[1] != "master"} == {key for key in seen if key[1] != "master"}
+    assert {name for name, state in stored if state == "master"} == {name for name, state in stored if state == "exp_avg"}
+
+
+def slice_of(whole: torch.Tensor, local: tuple[int, ...], rank: int) -> torch.Tensor:
+    """What AutoTP gives a rank of two, for a model without fused parameters."""
+    dims = [d for d, (a, b) in enumerate(zip(whole.shape, local, strict=True)) if a != b]
+    return whole.narrow(dims[0], rank * local[dims[0]], local[dims[0]]) if dims else whole
+
+
+def test_a_file_that_is_missing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = folder / "plain-z2w3bf16" / "global_step3"
+    for rank in (1, 2):
+        copy = tmp_path / str(rank)
+        copy.mkdir()
+        for path in source.iterdir():
+            if not re.fullmatch(f"bf16_zero_pp_rank_{rank}.*", path.name):
+                (copy / path.name).symlink_to(path)
+        assert main(["convert", str(copy), str(tmp_path / "out")]) == 2
+        assert "2 files of optimizer states where 3 are" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()

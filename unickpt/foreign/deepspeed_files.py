@@ -1,0 +1,203 @@
+"""The files of a checkpoint that DeepSpeed has written, by the ranks that wrote them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unickpt.errors import FormatError, NotACheckpointError
+from unickpt.foreign.located import Files, Located
+from unickpt.foreign.pickles import load
+
+MODEL = re.compile(r"(?:zero_pp_rank_(?P<data>\d+)_)?mp_rank_(?P<model>\d+)_model_states\.pt")
+OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
+EXPERTS_OPTIMIZER = re.compile(r"expp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
+LAYER = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<model>\d+))?-model_states\.pt")
+EXPERT = re.compile(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<model>\d+)_model_states\.pt")
+EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."  # in names: before the number of an expert
+_KNOWN = (MODEL, OPTIMIZER, EXPERTS_OPTIMIZER, LAYER, EXPERT)
+
+
+@dataclass(frozen=True)
+class File:
+    """A file, and what is in it."""
+
+    path: Path
+    content: Mapping[str, Any]
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """A member. Raises FormatError if it is of another type."""
+        found = self.content.get(key)
+        if found is None:
+            return default
+        if not isinstance(found, kind):
+            raise FormatError(f"{self.path}: {key} is {type(found).__name__}, expected {kind}")
+        return found
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of one model parallel rank: the file that it is in, and where."""
+
+    path: Path
+    data: Located
+
+
+@dataclass
+class ModelRank:
+    """What one model parallel rank (a pipeline stage, a tensor parallel rank) has written.
+
+    Attributes:
+        number, stage, tensor: its number in file names, its pipeline stage, its tensor parallel rank.
+        models, optimizers: its files by data parallel rank.
+        weights: by name, tied parameters under all of theirs; whole (but for ZeRO 3, where they have no elements).
+        other: what the module holds that is no tensor.
+    """
+
+    number: int
+    stage: int
+    tensor: int
+    models: dict[int, File] = field(default_factory=dict)
+    optimizers: dict[int, File] = field(default_factory=dict)
+    weights: dict[str, Weight] = field(default_factory=dict)
+    other: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> File:
+        return self.models[min(self.models)]
+
+    def numels(self) -> dict[str, int]:
+        """Elements of the parameters of its optimizer, by name; empty where nothing tells names."""
+        found = {name: math.prod(shape) for group in self.group_shapes() for name, shape in group.items()}
+        if not found:
+            for file in self.optimizers.values():
+                for mapping in file.get("optimizer_state_dict", dict, {}).get("param_slice_mappings") or ():
+                    for name, address in mapping.items():
+                        found[name] = found.get(name, 0) + int(address.state["numel"])
+        return found
+
+    def group_shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        """The parameters of every group of the optimizer, in the order in which they lie there; of ZeRO alone."""
+        told = self.first.get("param_shapes", (list, tuple), ())
+        return [{str(name): tuple(shape) for name, shape in group.items()} for group in told]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Attributes: ranks by number; degrees of pipeline and tensor parallelism; experts by the name of their layer."""
+
+    path: Path
+    ranks: tuple[ModelRank, ...]
+    stages: int
+    tensors: int
+    experts: Mapping[str, int]
+
+    @property
+    def first(self) -> File:
+        """Of the rank that describes the job."""
+        return self.ranks[0].first
+
+
+def is_deepspeed(folder: Path) -> bool:
+    """Whether it is a tag of DeepSpeed's."""
+    return folder.is_dir() and any(MODEL.fullmatch(path.name) for path in folder.iterdir())
+
+
+def read_folder(folder: Path, files: Files, also: Sequence[str]) -> Folder:
+    """All that is in it but the tensors' elements.
+
+    Raises:
+        NotACheckpointError: it is not such a folder.
+        FormatError: a file is missing or damaged.
+    """
+    if not is_deepspeed(folder):
+        raise NotACheckpointError(f"{folder}: no mp_rank_*_model_states.pt is there")
+    found: dict[re.Pattern[str], list[tuple[re.Match[str], File]]] = {pattern: [] for pattern in _KNOWN}
+    for path in sorted(folder.iterdir()):
+        for pattern in _KNOWN:
+            match = pattern.fullmatch(path.name)
+            if match:
+                found[pattern].append((match, _read(path, files, also)))
+    numbers = sorted({int(match["model"]) for match, _ in found[MODEL]})
+    missing = set(range(numbers[-1] + 1)) - set(numbers)
+    if missing:
+        raise FormatError(f"{folder}: mp_rank_{min(missing):02d}_model_states.pt is not there")
+    dims = found[MODEL][0][1].get("checkpoint_parallel_dimensions", dict, {})
+    stages = int(dims.get("pp_degree", len(numbers) if found[LAYER] else 1))
+    tensors = int(dims.get("tp_degree", 1 if found[LAYER] else len(numbers)))
+    if stages * tensors != len(numbers):
+        raise FormatError(
+            f"{folder}: of {stages} pipeline stages with {tensors} tensor parallel ranks, but {len(numbers)} are there"
+        )
+    if stages > 1 and tensors > 1:
+        raise FormatError(f"{folder}: pipeline and tensor parallel at once, which is not read")
+    ranks = {number: ModelRank(number, number // tensors, number % tensors) for number in numbers}
+    for match, file in found[MODEL]:
+        ranks[int(match["model"])].models[int(match["data"] or 0)] = file
+    for match, file in found[OPTIMIZER] or found[EXPERTS_OPTIMIZER]:
+        ranks[int(match["model"])].optimizers[int(match["data"])] = file
+    for rank in ranks.values():
+        _weights(rank, rank.first.path, rank.first.get("module", dict, {}))
+    for match, file in found[EXPERT]:
+        _weights(ranks[int(match["model"])], file.path, file.content)
+    _layers([(int(match["layer"]), file) for match, file in found[LAYER]], list(ranks.values()))
+    return Folder(folder, tuple(ranks.values()), stages, tensors, _experts(list(ranks.values())))
+
+
+def _read(path: Path, files: Files, also: Sequence[str]) -> File:
+    content = load(path, files, also=also)
+    if not isinstance(content, dict):
+        raise FormatError(f"{path}: holds a {type(content).__name__}, not a dictionary")
+    return File(path, content)
+
+
+def _weights(rank: ModelRank, path: Path, module: Mapping[str, Any]) -> None:
+    for name, value in module.items():
+        if isinstance(value, Located):
+            rank.weights[str(name)] = Weight(path, value)
+        else:
+            rank.other.append(str(name))
+
+
+def _layers(layers: Sequence[tuple[int, File]], ranks: Sequence[ModelRank]) -> None:
+    """Of a pipeline: every layer has a file, whose names lack the layer's number, or the name of what it is tied by."""
+    names = [rank.numels() for rank in ranks]
+    for number, file in layers:
+        plain = {f"{number}.{name}": value for name, value in file.content.items()}
+        known = [at for at, each in enumerate(names) if each.keys() & plain.keys()]
+        for at in known or range(len(ranks)):
+            tied = {} if known else _tied(number, file, names[at])
+            _weights(ranks[at], file.path, {tied.get(name, name): value for name, value in plain.items() if known or tied})
+
+
+def _tied(number: int, file: File, numels: Mapping[str, int]) -> dict[str, str]:
+    """The names of a layer that is tied to others, if it is one of this rank: ``0.weight`` -> ``tied_modules.key.weight``."""
+    found = {}
+    for name, value in file.content.items():
+        keys = [
+            key for key, numel in numels.items()
+            if key.startswith("tied_modules.") and key.split(".", 2)[2] == name and _elements(value) == numel
+        ]  # fmt: skip
+        if len(keys) > 1:
+            raise FormatError(f"{file.path}: {name} may be any of {', '.join(keys)}")
+        if keys:
+            found[f"{number}.{name}"] = keys[0]
+    return found
+
+
+def _elements(value: Any) -> int:
+    return value.numel if isinstance(value, Located) else -1
+
+
+def _experts(ranks: Sequence[ModelRank]) -> dict[str, int]:
+    found: dict[str, set[int]] = {}
+    for rank in ranks:
+        for name in rank.weights:
+            layer, is_expert, rest = name.partition(EXPERTS)
+            if is_expert:
+                found.setdefault(layer, set()).add(int(rest.split(".", 1)[0]))
+    return {layer: len(numbers) for layer, numbers in found.items()}
