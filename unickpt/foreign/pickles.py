@@ -109,6 +109,8 @@ _STORAGES = {
     "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8", "BoolStorage": "BOOL",
     "ComplexFloatStorage": "C64",
 }  # fmt: skip
+_PLAIN = (set, frozenset, list, tuple, dict, int, float, bool, str, complex)
+_RENAMED = {"__builtin__": "builtins"}  # as protocol 2, which torch.save uses, names it
 _DTYPES = {str(torch_dtype(name)).removeprefix("torch."): torch_dtype(name) for name in names()}
 
 
@@ -237,7 +239,7 @@ class _Unpickling:
         self._records = (*RECORDS, *also)
 
     def find(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
+        full = f"{_RENAMED.get(module, module)}.{name}"
         if module == "torch" and name in _STORAGES:
             return _StorageType(_STORAGES[name])
         if module == "torch" and name in _DTYPES:
@@ -255,7 +257,7 @@ class _Unpickling:
     def _known(self) -> dict[str, Any]:
         return {
             "collections.OrderedDict": OrderedDict, "collections.defaultdict": _plain_dict, "collections.deque": deque,
-            "builtins.set": set, "builtins.frozenset": frozenset, "builtins.bytearray": _bytes, "builtins.complex": complex,
+            **{f"builtins.{kind.__name__}": kind for kind in _PLAIN}, "builtins.bytearray": _bytes,
             "datetime.timedelta": timedelta, "_codecs.encode": _encoded,
             "torch.Size": tuple, "torch.device": _maker("torch.device"),
             "torch.storage.UntypedStorage": _StorageType(None), "torch.UntypedStorage": _StorageType(None),
