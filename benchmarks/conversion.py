@@ -1,0 +1,204 @@
+"""Converting a checkpoint that DeepSpeed has written: this package, DeepSpeed's ds_to_universal, and a plain copy.
+
+    python benchmarks/conversion.py [--ranks 2] [--millions 350] [--stages 1 3] [--rounds 3] [--out docs/conversion-speed.md]
+
+A real engine (bf16 with fp32 masters, Adam) saves natively; then every round converts the same files with each of them, one
+after the other. Seconds are of the whole command, imports and all, until everything is on the disk (``sync`` is counted for
+those that do not wait for it themselves). Memory is the largest sum of what the command's processes have for themselves
+(proportional set size), looked at every 20 ms. Ratios are within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from benchmarks.measure import machine, ratio, size_of  # noqa: E402
+from tests.launch import environment, torchrun  # noqa: E402
+
+COPY = "copy and sync"
+OURS, OURS_ONE = "unickpt convert", "unickpt convert, 1 worker"
+THEIRS, THEIRS_ONE = "ds_to_universal (its defaults)", "ds_to_universal, 1 worker"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one run. Attributes: seconds; most memory and what was written, in bytes; files that were written."""
+
+    seconds: float
+    peak_bytes: int
+    size_bytes: int
+    files: int
+
+
+def make(folder: Path, stage: int, millions: int) -> None:
+    """Under torchrun: an engine that has taken a step, saved by DeepSpeed."""
+    import deepspeed
+    import torch
+
+    from tests.launch import leave
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    torch.manual_seed(1)
+    width = 1024
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 50_000_000,
+            "stage3_prefetch_bucket_size": 10_000_000,
+            "stage3_max_live_parameters": 50_000_000,
+            "stage3_max_reuse_distance": 50_000_000,
+        },
+    }
+    count = max(1, millions * 1_000_000 // width**2)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(count)))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine.backward(engine(torch.rand(1, width, dtype=torch.bfloat16)).mean())
+    engine.step()
+    engine.save_checkpoint(str(folder), tag="t")
+    deepspeed.comm.barrier()
+    leave()
+
+
+class Memory(threading.Thread):
+    """The most that a process and its children have had for themselves."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.peak_bytes, self._process, self._over = 0, psutil.Process(pid), threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(0.02):
+            total = 0
+            try:
+                for process in [self._process, *self._process.children(recursive=True)]:
+                    total += _pss(process.pid)
+            except psutil.Error:
+                continue
+            self.peak_bytes = max(self.peak_bytes, total)
+
+    def close(self) -> int:
+        self._over.set()
+        self.join()
+        return self.peak_bytes
+
+
+def _pss(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    found = {line.split(":")[0]: int(line.split()[1]) << 10 for line in text.splitlines() if line.endswith("kB")}
+    return found.get("Pss", 0)
+
+
+def run(command: list[str], target: Path) -> Measured:
+    """A command that writes a folder."""
+    os.sync()
+    begin = time.perf_counter()
+    process = subprocess.Popen(command, cwd=REPO, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    memory = Memory(process.pid)
+    memory.start()
+    error = process.communicate()[1]
+    os.sync()
+    seconds = time.perf_counter() - begin
+    peak = memory.close()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{error.decode()[-2000:]}")
+    files = sum(path.is_file() for path in target.rglob("*"))
+    return Measured(seconds, peak, size_of(target), files)
+
+
+def commands(source: Path, target: Path) -> dict[str, list[str]]:
+    universal = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(source),
+                 "--output_folder", str(target), "--inject_missing_state"]  # fmt: skip
+    ours = [sys.executable, "-m", "unickpt.cli.main", "convert", str(source), str(target)]
+    return {
+        COPY: ["cp", "-r", str(source), str(target)],
+        OURS: ours,
+        OURS_ONE: [*ours, "--workers", "1"],
+        THEIRS: universal,
+        THEIRS_ONE: [*universal, "--num_extract_workers", "1", "--num_merge_workers", "1"],
+    }
+
+
+def table(found: dict[str, list[Measured]]) -> str:
+    """Medians, with ratios to ds_to_universal within a round."""
+    lines = [
+        "| | seconds | of copy and sync | of ds_to_universal | memory | of ds_to_universal's | files | written |",
+        "|---" * 8 + "|",
+    ]
+    for name, runs in found.items():
+
+        def against(other: str, what: Callable[[Measured], float], runs: list[Measured] = runs) -> str:
+            return ratio([what(each) for each in runs], [what(each) for each in found[other]])
+
+        low, high = min(each.seconds for each in runs), max(each.seconds for each in runs)
+        cells = [
+            f"{median(each.seconds for each in runs):.1f} ({low:.1f} to {high:.1f})",
+            against(COPY, lambda each: each.seconds),
+            against(THEIRS, lambda each: each.seconds),
+            f"{median(each.peak_bytes for each in runs) / 1e6:,.0f} MB",
+            against(THEIRS, lambda each: each.peak_bytes) if name != COPY else "-",
+            f"{runs[0].files:,}",
+            f"{runs[0].size_bytes / 1e9:.2f} GB",
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--millions", type=int, default=350, help="parameters")
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--make", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.make:
+        make(Path(args.make[0]), int(args.make[1]), int(args.make[2]))
+        return
+    told = f"--ranks {args.ranks} --millions {args.millions} --stages {' '.join(map(str, args.stages))} --rounds {args.rounds}"
+    text = f"# Converting DeepSpeed's checkpoints\n\n`python benchmarks/conversion.py {told}`; {machine()}.\n"
+    text += f"\n{' '.join((__doc__ or '').split('A real engine')[1].join(['A real engine', '']).split())}\n"
+    for stage in args.stages:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            torchrun(args.ranks, "benchmarks.conversion", "--make", str(folder / "native"), str(stage), str(args.millions))
+            source = folder / "native" / "t"
+            found: dict[str, list[Measured]] = {}
+            for turn in range(args.rounds + 1):  # the first one is not counted
+                for what, command in commands(source, folder / "out").items():
+                    shutil.rmtree(folder / "out", ignore_errors=True)
+                    measured = run(command, folder / "out")
+                    print(stage, turn, what, measured, flush=True)
+                    if turn or not args.rounds:
+                        found.setdefault(what, []).append(measured)
+            title = f"ZeRO-{stage}, {args.ranks} ranks, {args.millions}M parameters, {size_of(source) / 1e9:.2f} GB"
+            text += f"\n## {title}\n\n{table(found)}\n"
+    print(text)
+    if args.out:
+        args.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
