@@ -27,12 +27,13 @@ from unickpt.manifest import OptimizerRecord, ParameterGroup, Writer
 from unickpt.translated import HUGGINGFACE
 
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<data>\d+)_)?mp_rank_(?P<model>\d+)_model_states\.pt")
+MODEL_FILE_WHOLE = re.compile(r"(?P<data>(?!))?mp_rank_(?P<model>\d+)_model_states\.pt")  # of ZeRO 0 to 2
 # As in ds_unickpt/capture.py: switches of the implementation, and DeepSpeed's own bookkeeping.
 _NOT_HYPERPARAMETERS = frozenset(
     {"params", "foreach", "fused", "capturable", "differentiable", "name", "moe", "step", "_ds_source_param_group_id"}
 )
 # What DeepSpeed itself puts beside the caller's state (``_common_checkpoint_state``).
-_OWN_KEYS = frozenset(
+OWN_KEYS = frozenset(
     {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
      "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps",
      "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
@@ -116,11 +117,11 @@ class States:
         left_out: what is not taken, and why.
     """
 
-    def __init__(self, folder: Path, files: Files, also: Sequence[str]) -> None:
+    def __init__(self, folder: Path, files: Files, also: Sequence[str], pattern: re.Pattern[str] = MODEL_FILE) -> None:
         if not has_model_states(folder):
             raise NotACheckpointError(f"{folder}: no mp_rank_*_model_states.pt is there")
         self.folder = folder
-        self.files = read_files(folder, MODEL_FILE, files, also)
+        self.files = read_files(folder, pattern, files, also)
         self.first = self.files[min(self.files)]
         self.model = Parameters()
         self.parts: dict[Path, list[Part]] = {}
@@ -291,7 +292,7 @@ class States:
 
     def objects(self, scaler: Any) -> dict[str, Any]:
         """What is no tensor: the caller's state, counters, configuration, scheduler, and the scaler of losses (a record)."""
-        client = {key: value for key, value in self.first.content.items() if key not in _OWN_KEYS}
+        client = {key: value for key, value in self.first.content.items() if key not in OWN_KEYS}
         config = self.first.get("ds_config", dict, {})
         scheduler = self.first.get("lr_scheduler", dict)
         kind = config.get("scheduler", {}).get("type") if isinstance(config.get("scheduler"), dict) else None

@@ -14,7 +14,16 @@ from typing import Any
 
 from unickpt.converting import Part, Portion, Source
 from unickpt.errors import FormatError
-from unickpt.foreign.deepspeed_states import States, StatesFile, has_model_states, number_in, read_file
+from unickpt.foreign.deepspeed_states import (
+    MODEL_FILE,
+    MODEL_FILE_WHOLE,
+    States,
+    StatesFile,
+    has_model_states,
+    number_in,
+    read_file,
+    read_files,
+)
 from unickpt.foreign.located import Files, Located
 from unickpt.foreign.pickles import load
 from unickpt.fragments import Box
@@ -51,12 +60,15 @@ def deepspeed_universal(folder: Path, files: Files, *, also: Sequence[str] = ())
 
 class _Reader(States):
     def __init__(self, folder: Path, files: Files, also: Sequence[str]) -> None:
-        super().__init__(folder, files, also)
+        both = read_files(folder, MODEL_FILE_WHOLE, files, also)  # a folder may have both kinds, for jobs of any stage
+        super().__init__(folder, files, also, MODEL_FILE_WHOLE if both else MODEL_FILE)
         self._files, self._also = files, also
         self._optimizer = read_file(folder / FOLDER / OPTIMIZER_FILE, files, also)
-        plain = {ranks: file for ranks, file in self.files.items() if not file.path.name.startswith("zero_pp_rank_")}
-        if plain:  # a folder may have both, for jobs of any stage
-            self.files, self.first = plain, plain[min(plain)]
+        others = read_files(folder, MODEL_FILE, files, also).values() if both else ()
+        for file in others:
+            if file.get("global_steps", int, 0) != self.number("global_steps"):
+                raise FormatError(f"{file.path}: is of step {file.get('global_steps', int, 0)}, {self.first.path.name} of step "
+                                  f"{self.number('global_steps')}: files of two checkpoints are in one folder")  # fmt: skip
 
     def source(self) -> Source:
         groups = self._groups()
