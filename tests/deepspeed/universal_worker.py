@@ -2,6 +2,7 @@
 
 universal_worker save DIR     of every source: DIR/<layout>/own, DIR/<layout>/native, DIR/<layout>/universal (which DeepSpeed's
                               own script makes of the native one), DIR/<layout>.truth, DIR/<layout>.json (losses)
+universal_worker details DIR  DIR/details.json: what DeepSpeed's loading does of its own accord
 universal_worker load DIR     every DIR/<layout>/exported into engines of every stage; DIR/loaded-w<world>.json
 """
 
@@ -25,9 +26,12 @@ from tests.deepspeed.jobs import Layout, build, config, scramble, train
 from tests.deepspeed.matrix_worker import STATES, comparable
 from tests.deepspeed.truth import consolidated, differences, optimizer_of
 from tests.launch import leave
+from unickpt.exporting.deepspeed_universal import export
+from unickpt.loading import Checkpoint
 
 STEPS_BEFORE, STEPS_AFTER = 3, 3
 UNTRAINED = ("weight/positions.weight", "buffer/")  # what DeepSpeed's universal loading leaves alone
+KINDS = ("universal", "exported")
 SOURCES = (Layout(1, 2, "bf16o"), Layout(2, 2, "fp32"), Layout(3, 2, "bf16"))
 
 
@@ -87,9 +91,11 @@ def load(folder: Path) -> None:
         (folder / f"loaded-w{dist.get_world_size()}.json").write_text(json.dumps(results))
 
 
-def _engine(layout: Layout, seed: int, *, sub_group_size: int) -> Any:
+def _engine(layout: Layout, seed: int, *, sub_group_size: int, **more: Any) -> Any:
     zero = {**config(layout)["zero_optimization"], "sub_group_size": sub_group_size}
-    return build(layout, seed=seed, zero_optimization=zero, unickpt={"enabled": False}, checkpoint={"load_universal": True})
+    return build(
+        layout, seed=seed, zero_optimization=zero, unickpt={"enabled": False}, checkpoint={"load_universal": True}, **more
+    )
 
 
 def _load_untrained(engine: Any, folder: Path) -> None:
@@ -105,23 +111,60 @@ def _load_untrained(engine: Any, folder: Path) -> None:
             buffer.copy_(found[name])
 
 
-def sub_groups(folder: Path) -> None:
-    """The step of an optimizer of torch under ZeRO-3 with several sub-groups, after one step from ``STEPS_BEFORE``."""
-    steps = {}
-    for kind in ("universal", "exported"):
-        engine = _engine(Layout(3, dist.get_world_size(), "bf16"), 7, sub_group_size=1500)
-        engine.load_checkpoint(str(folder / SOURCES[2].name / kind))
-        train(engine, 1)
-        steps[kind] = sorted({float(state["step"]) for state in optimizer_of(engine).state.values()})
+def details(folder: Path) -> None:
+    """What DeepSpeed does of its own accord, on one rank: DIR/details.json."""
+    found: dict[str, Any] = {"steps": {kind: _steps_of_sub_groups(folder / SOURCES[2].name / kind) for kind in KINDS}}
+    engine = build(Layout(2, 1), seed=3, parameters=decayed, unickpt={"enabled": True, "async_save": False})
+    train(engine, STEPS_BEFORE)
+    engine.save_checkpoint(str(folder / "groups" / "own"))
+    truth = consolidated(engine, STATES)
+    engine.destroy()
+    own = folder / "groups" / "own" / f"global_step{STEPS_BEFORE}"
+    found["notes"] = export(Checkpoint.open(own), folder / "groups" / "exported").notes
+    for name, stage, parameters in (("same", 2, decayed), ("more", 2, decayed_in_three), ("zero3", 3, decayed)):
+        engine = _engine(Layout(stage, 1), 30, sub_group_size=10**9, parameters=parameters)
+        engine.load_checkpoint(str(folder / "groups" / "exported"))
+        loaded = consolidated(engine, STATES)
+        found[name] = differences(truth, loaded, ignore=(*UNTRAINED, "groups"))
+        found[f"{name}: decay"] = [(group["weight_decay"], group["lr"]) for group in loaded["groups"]]
         engine.destroy()
-    if dist.get_rank() == 0:
-        (folder / "sub_groups.json").write_text(json.dumps(steps))
+    found["decay"] = [(group["weight_decay"], group["lr"]) for group in truth["groups"]]
+    (folder / "details.json").write_text(json.dumps(found))
+
+
+def _steps_of_sub_groups(folder: Path) -> list[float]:
+    """Of an optimizer of torch under ZeRO-3 with several sub-groups, one step after a load."""
+    engine = _engine(Layout(3, 1, "bf16"), 7, sub_group_size=1500)
+    engine.load_checkpoint(str(folder))
+    train(engine, 1)
+    steps = sorted({float(state["step"]) for state in optimizer_of(engine).state.values()})
+    engine.destroy()
+    return steps
+
+
+def decayed(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Two groups, as most trainings have them: matrices with a weight decay, the rest without."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if len(_shape(p)) > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if len(_shape(p)) <= 1], "weight_decay": 0.0},
+    ]
+
+
+def decayed_in_three(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """The same, of which the second has become two."""
+    first, second = decayed(model)
+    return [first, {**second, "params": second["params"][:3]}, {**second, "params": second["params"][3:]}]
+
+
+def _shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def main() -> None:
     warnings.filterwarnings("ignore")
     deepspeed.init_distributed("gloo", verbose=False)
-    {"save": save, "load": load, "sub_groups": sub_groups}[sys.argv[1]](Path(sys.argv[2]))
+    {"save": save, "load": load, "details": details}[sys.argv[1]](Path(sys.argv[2]))
     dist.barrier()
     leave()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.converting import Part, Portion, Source
-from unickpt.errors import FormatError
+from unickpt.errors import FormatError, NotACheckpointError
 from unickpt.foreign.deepspeed_states import (
     MODEL_FILE,
     MODEL_FILE_WHOLE,
@@ -60,6 +60,8 @@ def deepspeed_universal(folder: Path, files: Files, *, also: Sequence[str] = ())
 
 class _Reader(States):
     def __init__(self, folder: Path, files: Files, also: Sequence[str]) -> None:
+        if not is_universal(folder):
+            raise NotACheckpointError(f"{folder}: no {FOLDER}/{OPTIMIZER_FILE} is there beside mp_rank_*_model_states.pt")
         both = read_files(folder, MODEL_FILE_WHOLE, files, also)  # a folder may have both kinds, for jobs of any stage
         super().__init__(folder, files, also, MODEL_FILE_WHOLE if both else MODEL_FILE)
         self._files, self._also = files, also
