@@ -114,7 +114,9 @@ def _load_untrained(engine: Any, folder: Path) -> None:
 def details(folder: Path) -> None:
     """What DeepSpeed does of its own accord, on one rank: DIR/details.json."""
     found: dict[str, Any] = {"steps": {kind: _steps_of_sub_groups(folder / SOURCES[2].name / kind) for kind in KINDS}}
-    engine = build(Layout(2, 1), seed=3, parameters=decayed, unickpt={"enabled": True, "async_save": False})
+    found["steps"]["cloned"] = _steps_of_sub_groups(folder / SOURCES[2].name / "exported", clone=True)
+    # of ZeRO-3, whose accessors know the states of all groups at once
+    engine = build(Layout(3, 1), seed=4, parameters=decayed, unickpt={"enabled": True, "async_save": False})
     train(engine, STEPS_BEFORE)
     engine.save_checkpoint(str(folder / "groups" / "own"))
     truth = consolidated(engine, STATES)
@@ -132,10 +134,12 @@ def details(folder: Path) -> None:
     (folder / "details.json").write_text(json.dumps(found))
 
 
-def _steps_of_sub_groups(folder: Path) -> list[float]:
+def _steps_of_sub_groups(folder: Path, *, clone: bool = False) -> list[float]:
     """Of an optimizer of torch under ZeRO-3 with several sub-groups, one step after a load."""
     engine = _engine(Layout(3, 1, "bf16"), 7, sub_group_size=1500)
     engine.load_checkpoint(str(folder))
+    for state in optimizer_of(engine).state.values() if clone else ():
+        state["step"] = state["step"].clone()
     train(engine, 1)
     steps = sorted({float(state["step"]) for state in optimizer_of(engine).state.values()})
     engine.destroy()

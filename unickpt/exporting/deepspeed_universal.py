@@ -244,14 +244,13 @@ def _optimizer_state(checkpoint: Checkpoint, trained: _Trained, notes: _Notes) -
     """Hyperparameters, by number alone.
 
     ZeRO 1 and 2 take group after group and stop where either side has no more, *tensors and all*: a job with more groups
-    than the file would silently keep what it had. So there are as many as there can be. What is the same for all parameters
-    fits every group; else further ones are empty, and a job's group keeps what it has. ZeRO 3 takes the first for all: there
-    it has what is the same in all groups.
+    than the file would silently keep what it had. So there are as many as there can be; further ones have what is the same in
+    all groups, and for the rest a job's group keeps what it has. ZeRO 3 takes the first for all: there it has the same.
     """
     first, *others = [values for values, _ in trained.groups]
     shared = {key: value for key, value in first.items() if all(key in other and other[key] == value for other in others)}
     groups = [{**values, "params": [at]} for at, (values, _) in enumerate(trained.groups)]
-    rest: dict[str, Any] = {"params": []} if others else groups[0]
+    rest = {**shared, "params": []}
     if others:
         differ = sorted({key for group in (first, *others) for key in group} - shared.keys())
         notes.add(f"{', '.join(differ)} of {len(groups)} groups of parameters: ZeRO-1 and 2 take them by number, so a job's "
@@ -259,7 +258,8 @@ def _optimizer_state(checkpoint: Checkpoint, trained: _Trained, notes: _Notes) -
     step = _step(checkpoint, trained)
     if isinstance(step, torch.Tensor):
         notes.add("the step is a tensor, as optimizers of torch want it: under ZeRO-3, DeepSpeed gives one and the same to all "
-                  "sub-groups, each of which counts on in it; give such a job a sub_group_size that all fits into")  # fmt: skip
+                  "sub-groups, each of which counts on in it; after such a load, give each its own: for state in "
+                  "engine.optimizer.optimizer.state.values(): state['step'] = state['step'].clone()")  # fmt: skip
     stage = checkpoint.manifest.writer.topology.get("zero_stage")
     return {
         "zero_stage": stage if stage in (1, 2, 3) else 1,
