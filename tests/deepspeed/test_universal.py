@@ -126,6 +126,19 @@ def test_every_group_of_parameters_is_loaded(details: dict[str, Any], job: str) 
     assert any("weight_decay of 2 groups" in note for note in details["notes"])
 
 
+def test_a_weight_that_is_not_the_cast_of_its_master(folder: Path, tmp_path: Path) -> None:
+    source = copied(folder, tmp_path, "z1w2bf16o")
+    path = source / "mp_rank_00_model_states.pt"
+    content = torch.load(path, weights_only=False)
+    content["module"]["gain"] += 1
+    torch.save(content, path)
+    assert main(["convert", str(source), str(tmp_path / "made")]) == 0
+    made = Checkpoint.open(tmp_path / "made")
+    assert torch.equal(made.read_tensor("gain", "weight"), content["module"]["gain"])
+    assert torch.equal(made.read_tensor("gain", "master"), torch.load(source / "zero" / "gain" / "fp32.pt")["param"])
+    assert any("gain" in note for note in export(made, tmp_path / "out").notes)
+
+
 # -------------------------------------------------------------------- what is refused
 
 
@@ -170,6 +183,12 @@ def test_what_a_pickle_may_not_name(folder: Path, tmp_path: Path) -> None:
     torch.save({"param": torch.zeros(1), "run": print}, source / "zero" / "gain" / "fp32.pt")
     with Files() as files, pytest.raises(UnsafePickleError, match=r"__builtin__\.print"):
         open_source(source, files)
+
+
+def test_parts_of_frozen_parameters_that_are_missing(folder: Path, tmp_path: Path) -> None:
+    source = copied(folder, tmp_path, "z3w2bf16")
+    (source / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    assert "1 files of model states are there of 2" in refused(source, tmp_path)
 
 
 def test_files_of_two_checkpoints(folder: Path, tmp_path: Path) -> None:

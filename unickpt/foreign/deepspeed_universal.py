@@ -255,7 +255,7 @@ class _Reader(States):
     def _check_frozen(self) -> None:
         """Of ZeRO 3: parts of all ranks are there."""
         world = self.number("dp_world_size")
-        if self.first.get("frozen_param_fragments", dict) and len(self.files) != world and len(self.files) > 1:
+        if self.first.get("frozen_param_fragments", dict) and len(self.files) != world:
             raise FormatError(f"{self.folder}: {len(self.files)} files of model states are there of {world}")
 
     def _low_precision(self) -> str:
