@@ -195,6 +195,8 @@ class _Reader(States):
         paths = {name: held[MASTER][0].with_name(f"{STEP}.pt") for name, held in states.items()}
         if isinstance(inner, dict) and not any(path.is_file() for path in paths.values()):
             kept = inner.get("state", {})
+            if not isinstance(kept, dict) or not all(isinstance(state, dict) for state in kept.values()):
+                raise FormatError(f"{self._optimizer.path}: the states of its optimizer are no dictionaries")
             return self.described(
                 told, [{STEP: self._step(kept.get(at, {}).get(STEP))} for at in range(len(names))], names, content
             )
