@@ -49,7 +49,7 @@ def load_all(folder: Path) -> None:
             scramble(engine)
             where, client = engine.load_checkpoint(str(folder / source.name))
             found = consolidated(engine, STATES)
-            problems = differences(*_comparable(truth, found, source, layout))
+            problems = differences(*comparable(truth, found, source, layout))
             if where is None or client["note"] != source.name:
                 problems.append(f"returned {where}, {client}")
             report = engine.checkpoint_engine.last_report
@@ -69,7 +69,7 @@ def load_all(folder: Path) -> None:
         (folder / f"results-w{world}.json").write_text(json.dumps(results))
 
 
-def _comparable(truth: Any, found: Any, source: Layout, target: Layout) -> Any:
+def comparable(truth: Any, found: Any, source: Layout, target: Layout) -> Any:
     """Weights in another precision than the source's are the cast of its masters; the rest is equal as it is."""
     bf16_source, bf16_target = source.precision != "fp32", target.precision != "fp32"
     expected = dict(truth)

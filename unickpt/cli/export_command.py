@@ -1,4 +1,4 @@
-"""``unickpt export``: a checkpoint's weights in the form of others."""
+"""``unickpt export``: a checkpoint in the form of others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.progress import progress_bar
 from unickpt.dtypes import torch_dtype
 from unickpt.errors import FormatError, UnickptError
-from unickpt.exporting import CONFIG, as_huggingface, export
+from unickpt.exporting import deepspeed_universal
+from unickpt.exporting.huggingface import CONFIG, as_huggingface, export
 from unickpt.loading import Checkpoint
 from unickpt.verification import verify
 
+HF, UNIVERSAL = "hf", "deepspeed-universal"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -27,19 +29,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("output", metavar="FOLDER", type=Path, help="that is made")
     parser.add_argument(
-        "--to", choices=("hf",), default="hf", help="hf: safetensors that from_pretrained of transformers loads"
-    )
+        "--to", choices=(HF, UNIVERSAL), default=HF,
+        help="hf: weights, as safetensors that from_pretrained of transformers loads (default); deepspeed-universal: masters "
+        "and optimizer states, as files that DeepSpeed loads with \"checkpoint\": {\"load_universal\": true}",
+    )  # fmt: skip
     parser.add_argument("--config", type=Path, metavar="FOLDER", help="of a model of this kind: all but its weights is copied")
     parser.add_argument(
         "--dialect", default="", metavar="FAMILY", help="of the model, where nothing tells, or a dialect's file"
     )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of all floating point weights (default: as they are stored)")
     parser.add_argument("--shard-gigabytes", type=float, default=5.0, help="of a file, at most (default: 5)")
+    parser.add_argument("--tag", default="", help="of deepspeed-universal (default: global_step<step>_universal)")
     parser.add_argument("--no-verify", action="store_true", help="do not read the checkpoint against its checksums before")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Write the folder."""
+    if args.to == UNIVERSAL and args.dtype:
+        raise UnickptError("--dtype is for --to hf: masters and states are exported as they are")
     directory = locate_checkpoint(args.directory)
     checkpoint = as_huggingface(Checkpoint.open(directory), chosen=args.dialect, config=_config(args.config))
     if not args.no_verify:
@@ -50,23 +57,41 @@ def run(args: argparse.Namespace, out: Output) -> int:
             out.line(problem, style="red")
         if problems:
             return DAMAGED
-    dtype = torch_dtype(DTYPES[args.dtype]) if args.dtype else None
-    total = sum(info.size_bytes for info in checkpoint.index.tensors if info.state == "weight")
     try:
-        with progress_bar("export", total) as advance:
-            made = export(
-                checkpoint, args.output, config_from=args.config, dtype=dtype, shard_bytes=int(args.shard_gigabytes * 1e9),
-                progress=advance,
-            )  # fmt: skip
+        if args.to == UNIVERSAL:
+            _universal(checkpoint, args, out)
+        else:
+            _huggingface(checkpoint, args, out)
     except OSError as err:
         raise UnickptError(f"{args.output}: cannot be written ({err})") from err
+    return SOUND
+
+
+def _universal(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> None:
+    with progress_bar("export", deepspeed_universal.size_bytes(checkpoint)) as advance:
+        made = deepspeed_universal.export(checkpoint, args.output, tag=args.tag, progress=advance)
+    out.line(
+        f"{args.output / made.tag}: masters and states of {made.parameters:,} parameters, {human_bytes(made.size_bytes)}",
+        style="bold green",
+    )
+    for note in made.notes:
+        out.line(note)
+
+
+def _huggingface(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> None:
+    dtype = torch_dtype(DTYPES[args.dtype]) if args.dtype else None
+    total = sum(info.size_bytes for info in checkpoint.index.tensors if info.state == "weight")
+    with progress_bar("export", total) as advance:
+        made = export(
+            checkpoint, args.output, config_from=args.config, dtype=dtype, shard_bytes=int(args.shard_gigabytes * 1e9),
+            progress=advance,
+        )  # fmt: skip
     files = f"{len(made.files)} file{'s' * (len(made.files) != 1)}"
     out.line(f"{args.output}: {made.tensors:,} tensors, {human_bytes(made.size_bytes)}, in {files}", style="bold green")
     if made.tied:
         out.line(f"tied, and left to transformers: {', '.join(made.tied)}")
     if made.without_config:
         out.line("from_pretrained wants a config.json there, too: --config FOLDER copies that of another model of its kind")
-    return SOUND
 
 
 def _config(folder: Path | None) -> dict[str, Any] | None:

@@ -15,33 +15,16 @@ from typing import Any
 
 import torch
 
-from unickpt import __version__, objects
 from unickpt.converting import Part, Portion, Reading, Regions, Source
 from unickpt.errors import FormatError
 from unickpt.foreign.deepspeed_files import EXPERTS, File, Folder, ModelRank, read_folder
 from unickpt.foreign.deepspeed_parallel import SCALE_POWERS, Division, division
-from unickpt.foreign.huggingface import configuration
+from unickpt.foreign.deepspeed_states import Described, is_flat, number_in, reader, tensor_in
 from unickpt.foreign.located import Files, Located
 from unickpt.foreign.matching import NoOrderError, matched
-from unickpt.foreign.pickles import Record
 from unickpt.fragments import Box, split_flat_range
 from unickpt.index import TensorInfo
-from unickpt.language.facts import Model
-from unickpt.manifest import OptimizerRecord, ParameterGroup, Writer, merge_optimizers
-from unickpt.translated import HUGGINGFACE
-
-# As in ds_unickpt/capture.py: switches of the implementation, and DeepSpeed's own bookkeeping.
-_NOT_HYPERPARAMETERS = frozenset(
-    {"params", "foreach", "fused", "capturable", "differentiable", "name", "moe", "step", "_ds_source_param_group_id"}
-)
-# What DeepSpeed itself puts beside the caller's state (``_common_checkpoint_state``).
-_OWN_KEYS = frozenset(
-    {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
-     "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps",
-     "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
-     "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "autoep_layers"}
-)  # fmt: skip
-_OPTIMIZERS = (({"exp_avg", "exp_avg_sq"}, "AdamW"), ({"exp_avg"}, "Lion"), ({"momentum_buffer"}, "SGD"), ({"sum"}, "Adagrad"))
+from unickpt.manifest import OptimizerRecord, merge_optimizers
 
 
 @dataclass
@@ -73,13 +56,11 @@ def deepspeed(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source
     return _Reader(read_folder(folder, files, also)).source()
 
 
-class _Reader:
+class _Reader(Described):
     def __init__(self, folder: Folder) -> None:
-        self.folder, self.path, self.first = folder, folder.path, folder.first
-        self.left_out: list[str] = []
+        super().__init__(folder.path, folder.first)
+        self.ranks, self.job = folder.ranks, folder
         self.tensors: dict[str, _Tensor] = {}
-        self.parts: dict[Path, list[Part]] = {}
-        self.listed: list[TensorInfo] = []
         self._owner: dict[str, int] = {}  # pipeline stage of which a parameter is taken: tied ones are on several
         self._means: dict[tuple[str, str, str], list[list[tuple[Box, Located]]]] = {}
         if self.first.get("ds_autoep_layers", (list, dict)) or self.first.get("autoep_layers", (list, dict)):
@@ -91,55 +72,50 @@ class _Reader:
         stage = self._stage()
         self._aliases = self._tied()
         self._divide(stage)
-        described = [self._optimizer(rank) for rank in self.folder.ranks]
-        for rank in self.folder.ranks:
+        described = [self._optimizer(rank) for rank in self.ranks]
+        for rank in self.ranks:
             self._weights(rank, stage)
         self._averaged()
         portions = [Portion(path.name, parts, self._inputs(path, parts)) for path, parts in sorted(self.parts.items()) if parts]
         found = [record for record in described if record is not None]
+        files = [file for rank in self.ranks for file in rank.optimizers.values()]
+        scaler = next((_states(file).get("loss_scaler") for file in files), None)
         return Source(
-            f"DeepSpeed ZeRO-{stage}", portions, self._writer(stage), step=self._number("global_steps"), tensors=self.listed,
-            optimizer=merge_optimizers(None, found), aliases=self._aliases, objects=self._objects(), left_out=self.left_out,
+            f"DeepSpeed ZeRO-{stage}", portions, self.writer(self._topology(stage)), step=self.number("global_steps"),
+            tensors=self.listed, optimizer=merge_optimizers(None, found), aliases=self._aliases, objects=self.objects(scaler),
+            left_out=self.left_out,
         )  # fmt: skip
 
     def _inputs(self, path: Path, parts: Sequence[Part]) -> list[Path]:
         """Of a portion: weights are compared with their masters, in whatever file those are."""
         compared = any(part.unless is not None for part in parts)
-        masters = [file.path for rank in self.folder.ranks for file in rank.optimizers.values()] if compared else []
+        masters = [file.path for rank in self.ranks for file in rank.optimizers.values()] if compared else []
         return sorted({path, *masters})
 
     def _stage(self) -> int:
-        files = [file for rank in self.folder.ranks for file in rank.optimizers.values()]
-        stages = {int(_plain(_states(file).get("zero_stage", -1))) for file in files}
+        files = [file for rank in self.ranks for file in rank.optimizers.values()]
+        stages = {int(number_in(_states(file).get("zero_stage", -1))) for file in files}
         if len(stages) > 1:
-            raise FormatError(f"{self.path}: files of several stages of ZeRO ({sorted(stages)})")
+            raise FormatError(f"{self.folder}: files of several stages of ZeRO ({sorted(stages)})")
         told = self.first.get("ds_config", dict, {}).get("zero_optimization")
         if not stages or stages == {-1}:  # without ZeRO, or of BF16_Optimizer, whose files do not tell
             return int(told.get("stage", 0)) if isinstance(told, dict) and stages else 0
         return stages.pop()
 
-    def _number(self, key: str) -> int:
-        found: int = self.first.get(key, int, 0)
-        return found
-
-    def _writer(self, stage: int) -> Writer:
-        config = configuration(self.path) or configuration(self.path.parent)
-        topology: dict[str, Any] = {
-            "world_size": self._number("dp_world_size") * self.folder.stages * self.folder.tensors,
+    def _topology(self, stage: int) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "world_size": self.number("dp_world_size") * self.job.stages * self.job.tensors,
             "zero_stage": stage,
             "weight_dtypes": sorted({tensor.dtype for tensor in self.tensors.values() if tensor.dtype}),
         }
-        topology |= {key: n for key, n in (("pipeline", self.folder.stages), ("tensor", self.folder.tensors)) if n > 1}
-        version = self.first.get("ds_version", str, "")
-        model = Model.of_config(config).as_json()
-        return Writer("deepspeed", version, __version__, torch.__version__, HUGGINGFACE, topology, model)
+        return found | {key: n for key, n in (("pipeline", self.job.stages), ("tensor", self.job.tensors)) if n > 1}
 
     def _tied(self) -> dict[str, str]:
         """Further names of tied parameters."""
         told = self.first.get("shared_params", dict, {})
         aliases = {str(alias): str(name) for alias, name in told.items()}
         seen: dict[tuple[Any, ...], str] = {}
-        for name, weight in self.folder.ranks[0].weights.items():  # without ZeRO, nothing tells but where they lie
+        for name, weight in self.ranks[0].weights.items():  # without ZeRO, nothing tells but where they lie
             found = weight.data
             if found.numel and name not in aliases:
                 place = (found.path, found.begin_byte, found.shape, found.strides, found.dtype)
@@ -152,17 +128,17 @@ class _Reader:
 
     def _divide(self, stage: int) -> None:
         """What every parameter is, of all ranks together."""
-        told = next((found for rank in self.folder.ranks if (found := _universal_info(rank))), {})
+        told = next((found for rank in self.ranks if (found := _universal_info(rank))), {})
         shapes: dict[str, dict[int, tuple[int, ...]]] = {}
-        self._local = {rank.number: self._local_shapes(rank, stage) for rank in self.folder.ranks}
-        for rank in self.folder.ranks:
+        self._local = {rank.number: self._local_shapes(rank, stage) for rank in self.ranks}
+        for rank in self.ranks:
             for name, shape in self._local[rank.number].items():
                 if self._owner.setdefault(name, rank.stage) == rank.stage:
                     shapes.setdefault(name, {})[rank.tensor] = shape
         for name, of_rank in shapes.items():
-            if len(of_rank) != self.folder.tensors:
-                raise FormatError(f"{self.path}: {name} is on tensor parallel ranks {sorted(of_rank)} of {self.folder.tensors}")
-            each = [of_rank[rank] for rank in range(self.folder.tensors)]
+            if len(of_rank) != self.job.tensors:
+                raise FormatError(f"{self.folder}: {name} is on tensor parallel ranks {sorted(of_rank)} of {self.job.tensors}")
+            each = [of_rank[rank] for rank in range(self.job.tensors)]
             self.tensors[name] = _Tensor(division(name, each, told, str(self.first.path)))
 
     def _local_shapes(self, rank: ModelRank, stage: int) -> dict[str, tuple[int, ...]]:
@@ -180,12 +156,6 @@ class _Reader:
         return found
 
     # ---------------------------------------------------------------- parts
-
-    def _add(self, path: Path, part: Part) -> None:
-        if part.box.numel:
-            self.parts.setdefault(path, []).append(part)
-        else:
-            self.listed.append(part.tensor)
 
     def _range(self, rank: ModelRank, file: File, name: str, state: str, lo: int, data: Located) -> None:
         """Elements of a rank's tensor, from ``lo`` on in row-major order, 1-D."""
@@ -207,7 +177,7 @@ class _Reader:
         tensor = self.tensors[name]
         info = tensor.info(name, state, data.dtype)
         if tensor.division.averaged:
-            ranks = self._means.setdefault((name, state, data.dtype), [[] for _ in range(self.folder.tensors)])
+            ranks = self._means.setdefault((name, state, data.dtype), [[] for _ in range(self.job.tensors)])
             ranks[rank.tensor].append((box, data))
             return
         for placed in tensor.division.placed[rank.tensor]:
@@ -216,12 +186,12 @@ class _Reader:
                 continue
             start = tuple(a + b for a, b in zip(placed.whole.start, common.within(placed.local).start, strict=True))
             whole = Box(start, common.shape)
-            read = _reader(whole, data.at(common.within(box)), placed.scale ** SCALE_POWERS.get(state, 1))
+            read = reader(whole, data.at(common.within(box)), placed.scale ** SCALE_POWERS.get(state, 1))
             if state == "weight" and tensor.masters:
                 derived = TensorInfo(name, "weight", data.dtype, tensor.division.shape, "parameter", derived_from="master")
-                self._add(path, Part(derived, whole, read, unless=Regions(tensor.master_dtype, tensor.masters).read))
+                self.add(path, Part(derived, whole, read, unless=Regions(tensor.master_dtype, tensor.masters).read))
                 continue
-            self._add(path, Part(info, whole, read))
+            self.add(path, Part(info, whole, read))
             if state == "master":
                 tensor.masters.append((whole, read))
                 tensor.master_dtype = data.dtype
@@ -230,13 +200,13 @@ class _Reader:
         """What every tensor parallel rank holds, with differences: the mean, as ds_to_universal.py computes it."""
         for (name, state, dtype), ranks in self._means.items():
             tensor = self.tensors[name]
-            readings = [Regions(dtype, [(box, _reader(box, data)) for box, data in each]) for each in ranks]
+            readings = [Regions(dtype, [(box, reader(box, data)) for box, data in each]) for each in ranks]
             path = ranks[0][0][1].path if ranks[0] else self.first.path
             whole = Box.whole(tensor.division.shape)
             info = tensor.info(name, state, dtype)
             if state == "weight" and (name, "master", tensor.master_dtype) in self._means:
                 continue  # told by the mean of the masters
-            self._add(path, Part(info, whole, _mean(readings)))
+            self.add(path, Part(info, whole, _mean(readings)))
 
     def _known(self, name: str, file: File) -> _Tensor:
         found = self.tensors.get(name)
@@ -246,7 +216,7 @@ class _Reader:
 
     def _shape(self, rank: ModelRank, name: str) -> tuple[int, ...]:
         """Of a rank's tensor, which is the whole but for tensor parallel ranks."""
-        return self._local[rank.number][name] if self.folder.tensors > 1 else self.tensors[name].division.shape
+        return self._local[rank.number][name] if self.job.tensors > 1 else self.tensors[name].division.shape
 
     # ---------------------------------------------------------------- weights and buffers
 
@@ -261,7 +231,7 @@ class _Reader:
             if name in buffers:
                 if rank.tensor == 0:
                     info = TensorInfo(name, "weight", data.dtype, data.shape, "buffer")
-                    self._add(weight.path, Part(info, Box.whole(data.shape), _reader(Box.whole(data.shape), data)))
+                    self.add(weight.path, Part(info, Box.whole(data.shape), reader(Box.whole(data.shape), data)))
                 continue
             tensor = self.tensors.get(name)
             if tensor is not None:
@@ -285,7 +255,7 @@ class _Reader:
         """Of ZeRO 3: every rank's part of the parameters that are not trained."""
         for data_rank, file in sorted(rank.models.items()):
             for name, found in file.get("frozen_param_fragments", dict, {}).items():
-                part = _tensor(file, found, name).flat()
+                part = tensor_in(file, found, name).flat()
                 self._known(name, file).dtype = part.dtype
                 self._part_of_rank(rank, file, name, "weight", part, data_rank, len(rank.models))
 
@@ -306,10 +276,10 @@ class _Reader:
             found = [self._whole(rank, file, expert) for expert, file in sorted(rank.optimizers.items())]
             return merge_optimizers(None, [record for record in found if record is not None])
         missing = set(range(max(rank.optimizers) + 1)) - set(rank.optimizers)
-        told = self._number("dp_world_size")
+        told = self.number("dp_world_size")
         if missing or (told and told != len(rank.optimizers)):
             raise FormatError(
-                f"{self.path}: of model parallel rank {rank.number}, {len(rank.optimizers)} files of optimizer states "
+                f"{self.folder}: of model parallel rank {rank.number}, {len(rank.optimizers)} files of optimizer states "
                 f"where {told or len(rank.optimizers) + len(missing)} are to be"
             )
         records = []
@@ -326,7 +296,7 @@ class _Reader:
         for name, count in done.items():
             shape = self._shape(rank, name)
             if count != Box.whole(shape).numel:
-                raise FormatError(f"{self.path}: the files hold {count:,} elements of {name}, whose shape is {shape}")
+                raise FormatError(f"{self.folder}: the files hold {count:,} elements of {name}, whose shape is {shape}")
         return merge_optimizers(None, records)
 
     def _expert_name(self, name: str, expert_rank: int, expert_ranks: int) -> str:
@@ -335,9 +305,9 @@ class _Reader:
         if not is_expert:
             return name
         local, _, inner = rest.partition(".")
-        total = self.folder.experts.get(layer, 0)
+        total = self.job.experts.get(layer, 0)
         if not total or total % expert_ranks:
-            raise FormatError(f"{self.path}: {total} experts of {layer} are there, for {expert_ranks} expert parallel ranks")
+            raise FormatError(f"{self.folder}: {total} experts of {layer} are there, for {expert_ranks} expert parallel ranks")
         return f"{layer}{EXPERTS}{expert_rank * (total // expert_ranks) + int(local)}.{inner}"
 
     def _partitioned_groups(
@@ -359,7 +329,7 @@ class _Reader:
         shapes = rank.group_shapes()
         for at, (flat, mapping) in enumerate(zip(flats, mappings, strict=True)):
             held = {"master": flat, **inner.get("state", {}).get(at, {})}
-            tensors = {key: each.flat() for key, each in held.items() if _is_flat(each)}
+            tensors = {key: each.flat() for key, each in held.items() if is_flat(each)}
             scalars.append({key: each for key, each in held.items() if key not in tensors})
             ways = len(rank.optimizers) // int(counts[at]) if isinstance(counts, (list, tuple)) else 1
             expert = data_rank % max(ways, 1), max(ways, 1)
@@ -372,14 +342,14 @@ class _Reader:
                 for key, data in tensors.items():
                     self._range(rank, file, name, key, lo, data.narrow(start, start + count))
             names.append(listed)
-        return self._described(groups, scalars, names, states)
+        return self.described(groups, scalars, names, states)
 
     def _partitioned_parameters(
         self, rank: ModelRank, file: File, states: Mapping[str, Any], data_rank: int
     ) -> OptimizerRecord:
         """ZeRO 3: the n-th part of every parameter, in groups one after the other."""
         inner = states.get("optimizer_state_dict")
-        flats = [_tensor(file, flat, "a flat group").flat() for flat in states["fp32_flat_groups"]]
+        flats = [tensor_in(file, flat, "a flat group").flat() for flat in states["fp32_flat_groups"]]
         if not isinstance(inner, dict):
             raise FormatError(f"{file.path}: the states of its optimizer are not there")
         if states.get("ds_zero_partition_groups"):
@@ -402,17 +372,17 @@ class _Reader:
             names[group].append(name)
             at += length
         scalars = [
-            {key: value for key, value in inner.get("state", {}).get(number, {}).items() if not _is_flat(value)}
+            {key: value for key, value in inner.get("state", {}).get(number, {}).items() if not is_flat(value)}
             for number in range(len(flats))
         ]
-        return self._described(inner.get("param_groups", []), scalars, names, states)
+        return self.described(inner.get("param_groups", []), scalars, names, states)
 
     def _flat_states(self, file: File, inner: Mapping[str, Any], group: int, flats: Sequence[Located]) -> dict[str, Located]:
         if group >= len(flats):
             return {}
         held = {"master": flats[group]}
         for key, value in inner.get("state", {}).get(group, {}).items():
-            if _is_flat(value):
+            if is_flat(value):
                 if value.numel != flats[group].numel:
                     raise FormatError(f"{file.path}: {key} of group {group} has {value.numel:,} elements, its masters "
                                       f"{flats[group].numel:,} (those on a disk of their own are not saved)")  # fmt: skip
@@ -424,7 +394,7 @@ class _Reader:
         found = file.get("optimizer", dict)
         if found is None:
             return None
-        if self.folder.stages > 1:
+        if self.job.stages > 1:
             raise FormatError(f"{file.path}: of a pipeline without ZeRO, whose optimizer knows its parameters by number alone")
         inner = found.get("optimizer_state_dict", found)
         states, groups = inner.get("state"), inner.get("param_groups")
@@ -458,14 +428,14 @@ class _Reader:
                         self._range(rank, file, name, key, 0, data.flat())
                 scalars.append({key: value for key, value in held.items() if key not in tensors})
                 listed.append([name])
-        return self._described(groups, scalars, names, {}, per_parameter=listed)
+        return self.described(groups, scalars, names, {}, per_parameter=listed)
 
     def _is_of(self, name: str, expert_rank: int, expert_ranks: int) -> bool:
         """Whether an expert is one of a rank's; all have what is no expert."""
         layer, is_expert, rest = name.partition(EXPERTS)
         if not is_expert:
             return True
-        each = self.folder.experts[layer] // max(expert_ranks, 1)
+        each = self.job.experts[layer] // max(expert_ranks, 1)
         return int(rest.split(".", 1)[0]) // max(each, 1) == expert_rank
 
     def _named(
@@ -485,90 +455,6 @@ class _Reader:
             raise FormatError(
                 f"{file.path}: without ZeRO, DeepSpeed's optimizer states have numbers for names, and {err}"
             ) from None
-
-    # ---------------------------------------------------------------- what is no tensor
-
-    def _described(
-        self, groups: Sequence[Mapping[str, Any]], scalars: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]],
-        states: Mapping[str, Any], per_parameter: Sequence[Sequence[str]] | None = None,
-    ) -> OptimizerRecord:  # fmt: skip
-        """Hyperparameters and steps by name. Of ZeRO 3 a group of the optimizer has several flat groups."""
-        if per_parameter is None and len(groups) != len(names):
-            owners = [at for at, group in enumerate(groups) for _ in group.get("params", ())]
-            if len(owners) != len(names):
-                raise FormatError(f"{self.path}: {len(groups)} groups of parameters for {len(names)} flat ones")
-        else:
-            owners = list(range(len(groups)))
-        joined: list[list[str]] = [[] for _ in groups]
-        for owner, listed in zip(owners, names, strict=True):
-            joined[owner] += listed
-        described = tuple(
-            ParameterGroup(_encoded({k: v for k, v in group.items() if k not in _NOT_HYPERPARAMETERS}), tuple(listed))
-            for group, listed in zip(groups, joined, strict=True)
-        )
-        merged: dict[str, tuple[dict[str, Any], list[str]]] = {}
-        steps = [groups[owner].get("step", states.get("base_optimizer_state_step")) for owner in owners]
-        for at, listed in enumerate(per_parameter or names):
-            values = {key: value for key, value in scalars[at].items() if value is not None}
-            step = steps[at] if per_parameter is None else None
-            encoded = _encoded({"step": step} | values if step is not None else values)
-            merged.setdefault(repr(sorted(encoded.items())), (encoded, []))[1].extend(listed)
-        return OptimizerRecord(
-            self._optimizer_name(), described,
-            tuple(ParameterGroup(values, tuple(listed)) for values, listed in merged.values() if values),
-        )  # fmt: skip
-
-    def _optimizer_name(self) -> str:
-        config = self.first.get("ds_config", dict, {}).get("optimizer")
-        if isinstance(config, dict) and isinstance(config.get("type"), str):
-            return str(config["type"])
-        held = {part.tensor.state for parts in self.parts.values() for part in parts if part.tensor.kind == "optimizer"}
-        return next((name for states, name in _OPTIMIZERS if states <= held), "unknown")
-
-    def _objects(self) -> dict[str, Any]:
-        client = {key: value for key, value in self.first.content.items() if key not in _OWN_KEYS}
-        config = self.first.get("ds_config", dict, {})
-        scheduler = self.first.get("lr_scheduler", dict)
-        kind = config.get("scheduler", {}).get("type") if isinstance(config.get("scheduler"), dict) else None
-        files = [file for rank in self.folder.ranks for file in rank.optimizers.values()]
-        scaler = next((_states(file).get("loss_scaler") for file in files), None)
-        found = {
-            "client_state": client,
-            "engine": {key: self._number(key) for key in ("global_steps", "global_samples", "skipped_steps")},
-            "ds_config": config,
-            "lr_scheduler": None if scheduler is None else {"class": kind or "", "state": scheduler},
-            "loss_scaler": dict(scaler.state) if isinstance(scaler, Record) else None,
-        }
-        kept: dict[str, Any] = self._readable(found, "")
-        return kept
-
-    def _readable(self, value: Any, where: str) -> Any:
-        """The same with tensors that are read, and without what only its own code can read."""
-        if isinstance(value, Located):
-            return value.read().view(value.shape)
-        if isinstance(value, dict):
-            return {
-                key: self._readable(each, f"{where}.{key}" if where else str(key))
-                for key, each in value.items() if not self._foreign(each, f"{where}.{key}")
-            }  # fmt: skip
-        if isinstance(value, (list, tuple)):
-            return type(value)(
-                None if self._foreign(each, f"{where}.{at}") else self._readable(each, f"{where}.{at}")
-                for at, each in enumerate(value)
-            )
-        return value
-
-    def _foreign(self, value: Any, where: str) -> bool:
-        if isinstance(value, Record):
-            self.left_out.append(f"{where.lstrip('.')}: an object of {value.kind}, which is for its own code")
-        return isinstance(value, Record)
-
-
-def _reader(whole: Box, data: Located, scale: float = 1.0) -> Reading:
-    """How boxes within a box are read, of a tensor that has its shape and holds its elements times ``scale``."""
-    if scale == 1.0:
-        return lambda wanted: data.read(wanted.within(whole))
-    return lambda wanted: data.read(wanted.within(whole)) / scale
 
 
 def _mean(readings: Sequence[Regions]) -> Reading:
@@ -596,12 +482,6 @@ def _universal_info(rank: ModelRank) -> Mapping[str, Any]:
     return {}
 
 
-def _tensor(file: File, value: Any, what: str) -> Located:
-    if not isinstance(value, Located):
-        raise FormatError(f"{file.path}: {what} is {type(value).__name__}, not a tensor")
-    return value
-
-
 def _shape_of(file: File, state: Mapping[str, Any], master: Located | None) -> tuple[int, ...]:
     """Of a parameter of which there are states, and perhaps a master."""
     if master is not None:
@@ -610,21 +490,3 @@ def _shape_of(file: File, state: Mapping[str, Any], master: Located | None) -> t
     if len(shapes) != 1:
         raise FormatError(f"{file.path}: an optimizer whose states {sorted(map(str, state))} do not tell whose they are")
     return shapes.pop()
-
-
-def _is_flat(value: Any) -> bool:
-    return isinstance(value, Located) and len(value.shape) == 1
-
-
-def _plain(value: Any) -> Any:
-    """A number: of a tensor, of an enumeration."""
-    if isinstance(value, Located):
-        return value.read().item() if value.numel == 1 else value
-    if isinstance(value, Record):
-        return value.arguments[0] if len(value.arguments) == 1 else str(value)
-    return value
-
-
-def _encoded(values: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = objects.encode({key: _plain(value) for key, value in values.items()}, prefix="optimizer").value
-    return found

@@ -121,7 +121,7 @@ def read_folder(folder: Path, files: Files, also: Sequence[str]) -> Folder:
         for pattern in _KNOWN:
             match = pattern.fullmatch(path.name)
             if match:
-                found[pattern].append((match, _read(path, files, also)))
+                found[pattern].append((match, read_file(path, files, also)))
     numbers = sorted({int(match["model"]) for match, _ in found[MODEL]})
     missing = set(range(numbers[-1] + 1)) - set(numbers)
     if missing:
@@ -148,7 +148,8 @@ def read_folder(folder: Path, files: Files, also: Sequence[str]) -> Folder:
     return Folder(folder, tuple(ranks.values()), stages, tensors, _experts(list(ranks.values())))
 
 
-def _read(path: Path, files: Files, also: Sequence[str]) -> File:
+def read_file(path: Path, files: Files, also: Sequence[str]) -> File:
+    """One of them. Raises FormatError, OSError."""
     content = load(path, files, also=also)
     if not isinstance(content, dict):
         raise FormatError(f"{path}: holds a {type(content).__name__}, not a dictionary")

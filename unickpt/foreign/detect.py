@@ -9,11 +9,12 @@ from unickpt.converting import Source
 from unickpt.errors import NotACheckpointError
 from unickpt.foreign.deepspeed import deepspeed
 from unickpt.foreign.deepspeed_files import is_deepspeed
+from unickpt.foreign.deepspeed_universal import deepspeed_universal, is_universal
 from unickpt.foreign.huggingface import huggingface
 from unickpt.foreign.located import Files
 from unickpt.loading import is_checkpoint
 
-_POINTERS = ("latest",)
+_POINTERS = ("latest", "latest_universal")
 
 
 def open_source(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source:
@@ -29,6 +30,8 @@ def open_source(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Sour
         FormatError, OSError: it cannot be read.
     """
     folder = _pointed_at(folder)
+    if is_universal(folder):
+        return deepspeed_universal(folder, files, also=also)
     if is_deepspeed(folder):
         return deepspeed(folder, files, also=also)
     if folder.is_dir() and any(folder.glob("*.safetensors")):

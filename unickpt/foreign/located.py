@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,12 +17,20 @@ from unickpt.errors import FormatError
 from unickpt.fragments import Box, strides_of
 from unickpt.reading import bytes_of
 
+MAX_OPEN = 256  # files at a time, but for those that are being read
+
+
+@dataclass(slots=True)
+class _Opened:
+    descriptor: int
+    readers: int = 0
+
 
 class Files:
-    """Files that are read at places, each opened once; any thread may read. Close it in the end."""
+    """Files that are read at places; some stay open, however many there are. Any thread may read. Close it in the end."""
 
     def __init__(self) -> None:
-        self._open: dict[Path, int] = {}
+        self._open: dict[Path, _Opened] = {}  # those that were wanted last are last
         self._lock = threading.Lock()
 
     def __enter__(self) -> Files:
@@ -33,25 +42,34 @@ class Files:
     def close(self) -> None:
         """Close all of them."""
         with self._lock:
-            for descriptor in self._open.values():
-                os.close(descriptor)
+            for file in self._open.values():
+                os.close(file.descriptor)
             self._open = {}
 
-    def _descriptor(self, path: Path) -> int:
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[int]:
         with self._lock:
-            if path not in self._open:
-                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            return self._open[path]
+            file = self._open.pop(path, None) or _Opened(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            self._open[path] = file
+            file.readers += 1
+            idle = [each for each, other in self._open.items() if not other.readers]
+            for other in idle[: max(len(self._open) - MAX_OPEN, 0)]:
+                os.close(self._open.pop(other).descriptor)
+        try:
+            yield file.descriptor
+        finally:
+            with self._lock:
+                file.readers -= 1
 
     def read_into(self, path: Path, begin_byte: int, into: memoryview) -> None:
         """Fill ``into``. Raises FormatError if the file ends before, OSError."""
-        descriptor = self._descriptor(path)
-        done = 0
-        while done < len(into):
-            count = os.preadv(descriptor, [into[done:]], begin_byte + done)
-            if count <= 0:
-                raise FormatError(f"{path}: ends at byte {begin_byte + done:,}, within a tensor")
-            done += count
+        with self._opened(path) as descriptor:
+            done = 0
+            while done < len(into):
+                count = os.preadv(descriptor, [into[done:]], begin_byte + done)
+                if count <= 0:
+                    raise FormatError(f"{path}: ends at byte {begin_byte + done:,}, within a tensor")
+                done += count
 
 
 @dataclass(frozen=True, slots=True)
