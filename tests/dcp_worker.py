@@ -84,7 +84,8 @@ def main() -> None:
             torch_dcp.save(tree, checkpoint_id=folder / f"{name}{axis}")
     weights, states = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     # as torchtitan has it: the model's names beside the other keys
-    torch_dcp.save({**sharded(weights, 0), "optimizer": sharded(states, 0), **rest}, checkpoint_id=folder / "titan")
+    torch_dcp.save({**sharded(weights, 0), "optimizer": sharded(states, 0), "train_state": rest["train_state"]},
+                   checkpoint_id=folder / "titan")  # fmt: skip
     torch_dcp.save({"app": {"model": weights}, **rest}, checkpoint_id=folder / "weights")
     if dist.get_rank() == 0:
         torch.save(truth_of(model, optimizer), folder / "truth.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import shutil
 import zipfile
@@ -50,7 +51,7 @@ def check(found: Checkpoint, truth: Truth) -> None:
     assert {info.key for info in found.index.tensors if info.kind != "object"} == truth.keys()
     for (name, state), expected in truth.items():
         read = found.read_tensor(name, state)
-        assert read.dtype == expected.dtype and read.shape == expected.shape, (name, state)
+        assert (read.dtype, read.shape) == (expected.dtype, expected.shape), (name, state)
         assert torch.equal(read.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), (name, state)
 
 
@@ -64,7 +65,8 @@ def test_every_tensor_is_the_same_bit_for_bit(saved: Path, kind: str, tmp_path: 
     truth: Truth = torch.load(saved / "truth.pt")
     check(found, truth)
     record = found.manifest.optimizer
-    assert record is not None and record.name == "AdamW"
+    assert record is not None
+    assert record.name == "AdamW"
     trained = {name for name, state in truth if state == "exp_avg"}
     assert values_of(record.groups, "weight_decay") == {
         name: 0.2 if truth[name, "weight"].dim() > 1 else 0.0 for name in trained
@@ -74,7 +76,8 @@ def test_every_tensor_is_the_same_bit_for_bit(saved: Path, kind: str, tmp_path: 
     assert found.manifest.step == 30
     state = found.objects().value["client_state"]
     assert state["train_state.loss"] == [1.0, 2.5]
-    assert torch.equal(state["seen"], torch.arange(3))
+    if kind != "titan":  # there, nothing would tell it from the model's
+        assert torch.equal(state["seen"], torch.arange(3))
 
 
 def test_weights_alone(saved: Path, tmp_path: Path) -> None:
@@ -154,7 +157,7 @@ class Evil:
         self.mark = mark
 
     def __reduce__(self) -> Any:
-        return (Path.touch, (self.mark,))
+        return (os.mkdir, (str(self.mark),))
 
 
 def test_a_pickle_that_would_run_code_is_refused(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -241,6 +241,7 @@ class _Unpickling:
         self._records = (*RECORDS, *also)
 
     def find(self, module: str, name: str) -> Any:
+        module = "builtins" if module == "__builtin__" else module  # as protocol 2 calls it, which torch.save uses
         full = f"{module}.{name}"
         if module == "torch" and name in _STORAGES:
             return _StorageType(_STORAGES[name])
