@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from tests.launch import torchrun
+from unickpt import exporting_dcp
 from unickpt.cli.main import main
 from unickpt.loading import Checkpoint, is_checkpoint
 from unickpt.manifest import ParameterGroup
@@ -140,6 +141,31 @@ def test_what_is_not_used_is_not_opened(plain: Path, tmp_path: Path, monkeypatch
         part.read(part.box)
         part.read(part.box)
         assert len(opened) == 2
+
+
+def test_out_and_in_again(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own reader finds the same tensors, in whatever blocks; and so does a conversion of that."""
+    monkeypatch.setattr(exporting_dcp, "BLOCK_ELEMENTS", 16)
+    first = converted(saved / "flat0", tmp_path / "first")
+    assert main(["export", str(tmp_path / "first"), str(tmp_path / "dcp"), "--to", "dcp", "--shard-gigabytes", "1e-5"]) == 0
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) > 3
+    truth: Truth = torch.load(saved / "truth.pt")
+    keys = {key: key[0] if key[1] == "weight" else f"optim.state.{key[0]}.{key[1]}" for key in truth}
+    state = {keys[key]: torch.zeros_like(tensor) for key, tensor in truth.items()}
+    torch_dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for key, expected in truth.items():
+        assert torch.equal(state[keys[key]], expected), key
+    again = converted(tmp_path / "dcp", tmp_path / "again")
+    check(again, truth)
+    for here, there in zip(_optimizer(again), _optimizer(first), strict=True):
+        assert here == there
+    assert main(["export", str(tmp_path / "first"), str(tmp_path / "dcp"), "--to", "dcp"]) == 2  # it is there
+
+
+def _optimizer(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    record = checkpoint.manifest.optimizer
+    assert record is not None
+    return [values_of(record.groups, "weight_decay"), values_of(record.groups, "betas"), values_of(record.scalars, "step")]
 
 
 # ---------------------------------------------------------------- what is damaged, or hostile

@@ -14,6 +14,7 @@ from unickpt.cli.progress import progress_bar
 from unickpt.dtypes import torch_dtype
 from unickpt.errors import FormatError, UnickptError
 from unickpt.exporting import CONFIG, as_huggingface, export
+from unickpt.exporting_dcp import export_dcp
 from unickpt.loading import Checkpoint
 from unickpt.verification import verify
 
@@ -27,7 +28,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("output", metavar="FOLDER", type=Path, help="that is made")
     parser.add_argument(
-        "--to", choices=("hf",), default="hf", help="hf: safetensors that from_pretrained of transformers loads"
+        "--to",
+        choices=("hf", "dcp"),
+        default="hf",
+        help="hf: safetensors that from_pretrained of transformers loads; dcp: what torch.distributed.checkpoint loads, with "
+        "the optimizer's states, under the names that they have",
     )
     parser.add_argument("--config", type=Path, metavar="FOLDER", help="of a model of this kind: all but its weights is copied")
     parser.add_argument(
@@ -41,7 +46,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Write the folder."""
     directory = locate_checkpoint(args.directory)
-    checkpoint = as_huggingface(Checkpoint.open(directory), chosen=args.dialect, config=_config(args.config))
+    checkpoint = Checkpoint.open(directory)
+    if args.to == "hf":
+        checkpoint = as_huggingface(checkpoint, chosen=args.dialect, config=_config(args.config))
+    elif args.dtype or args.config or args.dialect:
+        raise UnickptError("--dtype, --config and --dialect are for models of transformers (--to hf)")
     if not args.no_verify:
         total = sum(record.size_bytes for record in checkpoint.manifest.files)
         with progress_bar("verify", total) as advance:
@@ -51,13 +60,16 @@ def run(args: argparse.Namespace, out: Output) -> int:
         if problems:
             return DAMAGED
     dtype = torch_dtype(DTYPES[args.dtype]) if args.dtype else None
-    total = sum(info.size_bytes for info in checkpoint.index.tensors if info.state == "weight")
+    total = sum(info.size_bytes for info in checkpoint.index.tensors if info.state == "weight" or args.to == "dcp")
+    size = int(args.shard_gigabytes * 1e9)
     try:
         with progress_bar("export", total) as advance:
-            made = export(
-                checkpoint, args.output, config_from=args.config, dtype=dtype, shard_bytes=int(args.shard_gigabytes * 1e9),
-                progress=advance,
-            )  # fmt: skip
+            if args.to == "dcp":
+                made = export_dcp(checkpoint, args.output, shard_bytes=size, progress=advance)
+            else:
+                made = export(
+                    checkpoint, args.output, config_from=args.config, dtype=dtype, shard_bytes=size, progress=advance
+                )  # fmt: skip
     except OSError as err:
         raise UnickptError(f"{args.output}: cannot be written ({err})") from err
     files = f"{len(made.files)} file{'s' * (len(made.files) != 1)}"
