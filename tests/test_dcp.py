@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from tests.launch import torchrun
+from tests.test_translated import saved as saved_by_hand
 from unickpt import exporting_dcp
 from unickpt.cli.main import main
 from unickpt.loading import Checkpoint, is_checkpoint
@@ -162,6 +163,19 @@ def test_out_and_in_again(saved: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert main(["export", str(tmp_path / "first"), str(tmp_path / "dcp"), "--to", "dcp"]) == 2  # it is there
 
 
+def test_tied_weights_have_both_names(tmp_path: Path) -> None:
+    master = torch.arange(6.0).view(2, 3) / 7
+    values = {("embed.weight", "weight"): master.bfloat16(), ("embed.weight", "master"): master}
+    saved_by_hand(tmp_path / "a", values, aliases={"head.weight": "embed.weight"})
+    assert main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
+    weights = {name: torch.zeros(2, 3, dtype=torch.bfloat16) for name in ("embed.weight", "head.weight")}
+    state = {**weights, "optim.state.embed.weight.master": torch.zeros(2, 3)}
+    torch_dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(state["head.weight"], master.bfloat16())
+    assert torch.equal(state["embed.weight"], master.bfloat16())
+    assert torch.equal(state["optim.state.embed.weight.master"], master)
+
+
 def _optimizer(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     record = checkpoint.manifest.optimizer
     assert record is not None
@@ -247,7 +261,7 @@ def _of_another_shape(metadata: Metadata) -> None:
     ("change", "words"),
     [
         (_half, "hold 6 elements of 12"), (_twice, "overlap"), (_beyond, "has a chunk of [4, 3] at [1, 0]"),
-        (_elsewhere, "../secret.distcp"), (_transformed, "which is not supported"), (_nowhere, "does not say where model.w"),
+        (_elsewhere, "is not a plain path inside"), (_transformed, "which is not supported"), (_nowhere, "does not say where model.w"),
         (_of_another_shape, "F32 [4, 3]"),
     ],
 )  # fmt: skip

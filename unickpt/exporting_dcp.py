@@ -55,11 +55,9 @@ def export_dcp(
         for info in infos:
             blocks = list(cut(Box.whole(info.shape), BLOCK_ELEMENTS)) if info.numel else [Box.whole(info.shape)]
             for box in blocks:
-                data = (
-                    checkpoint.read_box(info, box, verify=verify)
-                    if info.numel
-                    else torch.empty(0, dtype=torch_dtype(info.dtype))
-                )
+                data = torch.empty(0, dtype=torch_dtype(info.dtype))
+                if info.numel:
+                    data = checkpoint.read_box(info, box, verify=verify)
                 out.tensor(path_of(info), info.shape, box, data.view(box.shape))
                 progress(data.numel() * data.element_size())
         for path, value in _of_optimizer(checkpoint, infos):
@@ -67,9 +65,10 @@ def export_dcp(
                 out.tensor(path, (), Box((), ()), value)
             else:
                 out.object(path, value)
+        for alias, name in checkpoint.manifest.aliases.items():
+            out.alias(alias, name)
         out.commit()
-    tied = tuple(sorted(checkpoint.manifest.aliases))
-    return Exported(tuple(out.names), len(infos), sum(info.size_bytes for info in infos), tied, without_config=False)
+    return Exported(tuple(out.names), len(infos), sum(info.size_bytes for info in infos), (), without_config=False)
 
 
 def path_of(info: TensorInfo) -> tuple[str, ...]:
@@ -149,6 +148,15 @@ class _Writer:
         key = self._key(path)
         self._state[key] = made.BytesStorageMetadata()
         self._storage[made.MetadataIndex(key)] = self._place(value)
+
+    def alias(self, alias: str, name: str) -> None:
+        """A further name of a weight: the same bytes."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
+        if name in self._state and alias not in self._state:
+            self._state[self._key((alias,))] = entry = self._state[name]
+            for chunk in entry.chunks:
+                self._storage[MetadataIndex(alias, chunk.offsets)] = self._storage[MetadataIndex(name, chunk.offsets)]
 
     def commit(self) -> None:
         """The table."""
