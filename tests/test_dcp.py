@@ -261,7 +261,8 @@ def _of_another_shape(metadata: Metadata) -> None:
     ("change", "words"),
     [
         (_half, "hold 6 elements of 12"), (_twice, "overlap"), (_beyond, "has a chunk of [4, 3] at [1, 0]"),
-        (_elsewhere, "is not a plain path inside"), (_transformed, "which is not supported"), (_nowhere, "does not say where model.w"),
+        (_elsewhere, "is not a plain path inside"), (_transformed, "which is not supported"),
+        (_nowhere, "does not say where model.w"),
         (_of_another_shape, "F32 [4, 3]"),
     ],
 )  # fmt: skip
