@@ -298,17 +298,7 @@ def topology() -> dict[str, Any]:
 
 def model() -> Model:
     """What the arguments of Megatron's training scripts tell of the model; nothing without the scripts."""
-    arguments = global_arguments()
-    heads = getattr(arguments, "num_attention_heads", None)
-    facts = {
-        "layers": getattr(arguments, "num_layers", None),
-        "heads": heads,
-        "groups": getattr(arguments, "num_query_groups", None) if getattr(arguments, "group_query_attention", False) else heads,
-        "head_dim": getattr(arguments, "kv_channels", None),
-        "experts": getattr(arguments, "num_experts", None),
-        "vocab": getattr(arguments, "vocab_size", None),  # without padding
-    }
-    return Model("", {name: number for name, number in facts.items() if type(number) is int and number > 0})
+    return Model.of_megatron(global_arguments())
 
 
 def coordinates() -> dict[str, int]:

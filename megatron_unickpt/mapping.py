@@ -9,7 +9,6 @@ wrapper writes and reads the same tensors.
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,26 +24,12 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from unickpt.fragments import Box, split_flat_range
+from unickpt.megatron_keys import MASTER as MASTER
+from unickpt.megatron_keys import WEIGHT as WEIGHT
+from unickpt.megatron_keys import key_of as key_of
+from unickpt.megatron_keys import tensor_of as tensor_of
 
-WEIGHT, MASTER = "weight", "master"
-_OPTIMIZER_KEY = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)$")
 _BYTES_IO = "io.BytesIO"
-_MASTER_NAMES = {"fp32_param": MASTER, "param": MASTER}
-
-
-def tensor_of(key: str) -> tuple[str, str]:
-    """``(name, state)`` of a sharded tensor's key."""
-    match = _OPTIMIZER_KEY.match(key)
-    if match is None:
-        return key, WEIGHT
-    return match.group(2), _MASTER_NAMES.get(match.group(1), match.group(1))
-
-
-def key_of(name: str, state: str) -> str:
-    """The key under which Megatron's optimizers look for a tensor; inverse of ``tensor_of``."""
-    if state == WEIGHT:
-        return name
-    return f"optimizer.state.{'fp32_param' if state == MASTER else state}.{name}"
 
 
 @dataclass

@@ -92,6 +92,7 @@ class Source:
     aliases: dict[str, str] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
     objects: dict[str, Any] = field(default_factory=dict)
+    shared_objects: dict[str, Any] = field(default_factory=dict)
     left_out: Sequence[str] = ()
 
     @property
@@ -156,7 +157,7 @@ def convert(
     storage = PosixStorage(directory)
     contribution = Contribution(
         [], source.step, source.writer, tensors=list(source.tensors), optimizer=source.optimizer, aliases=source.aliases,
-        excluded=source.excluded, objects=source.objects,
+        excluded=source.excluded, objects=source.objects, shared_objects=source.shared_objects,
     )  # fmt: skip
     described = prepare(contribution, 0)
     first = _described(storage, described)

@@ -13,12 +13,12 @@ from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.progress import progress_bar
 from unickpt.dtypes import torch_dtype
 from unickpt.errors import FormatError, UnickptError
-from unickpt.exporting import deepspeed_universal
-from unickpt.exporting.huggingface import CONFIG, as_huggingface, export
+from unickpt.exporting import dcp, deepspeed_universal
+from unickpt.exporting.huggingface import CONFIG, Exported, as_huggingface, export
 from unickpt.loading import Checkpoint
 from unickpt.verification import verify
 
-HF, UNIVERSAL = "hf", "deepspeed-universal"
+HF, UNIVERSAL, DCP = "hf", "deepspeed-universal", "dcp"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -29,9 +29,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("output", metavar="FOLDER", type=Path, help="that is made")
     parser.add_argument(
-        "--to", choices=(HF, UNIVERSAL), default=HF,
+        "--to", choices=(HF, UNIVERSAL, DCP), default=HF,
         help="hf: weights, as safetensors that from_pretrained of transformers loads (default); deepspeed-universal: masters "
-        "and optimizer states, as files that DeepSpeed loads with \"checkpoint\": {\"load_universal\": true}",
+        "and optimizer states, as files that DeepSpeed loads with \"checkpoint\": {\"load_universal\": true}; dcp: what "
+        "torch.distributed.checkpoint loads, with the optimizer's states, under the names that they have",
     )  # fmt: skip
     parser.add_argument("--config", type=Path, metavar="FOLDER", help="of a model of this kind: all but its weights is copied")
     parser.add_argument(
@@ -45,10 +46,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Write the folder."""
-    if args.to == UNIVERSAL and args.dtype:
+    if args.to != HF and args.dtype:
         raise UnickptError("--dtype is for --to hf: masters and states are exported as they are")
+    if args.to == DCP and (args.config or args.dialect):
+        raise UnickptError(f"--config and --dialect are not for --to {DCP}, which keeps the names that there are")
     directory = locate_checkpoint(args.directory)
-    checkpoint = as_huggingface(Checkpoint.open(directory), chosen=args.dialect, config=_config(args.config))
+    checkpoint = Checkpoint.open(directory)
+    if args.to != DCP:
+        checkpoint = as_huggingface(checkpoint, chosen=args.dialect, config=_config(args.config))
     if not args.no_verify:
         total = sum(record.size_bytes for record in checkpoint.manifest.files)
         with progress_bar("verify", total) as advance:
@@ -60,6 +65,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     try:
         if args.to == UNIVERSAL:
             _universal(checkpoint, args, out)
+        elif args.to == DCP:
+            _dcp(checkpoint, args, out)
         else:
             _huggingface(checkpoint, args, out)
     except OSError as err:
@@ -78,6 +85,20 @@ def _universal(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) ->
         out.line(note)
 
 
+def _dcp(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> None:
+    total = sum(info.size_bytes for info in checkpoint.index.tensors)
+    with progress_bar("export", total) as advance:
+        made = dcp.export_dcp(checkpoint, args.output, shard_bytes=int(args.shard_gigabytes * 1e9), progress=advance)
+    _told(made, args, out)
+
+
+def _told(made: Exported, args: argparse.Namespace, out: Output) -> None:
+    files = f"{len(made.files)} file{'s' * (len(made.files) != 1)}"
+    out.line(f"{args.output}: {made.tensors:,} tensors, {human_bytes(made.size_bytes)}, in {files}", style="bold green")
+    if made.tied:
+        out.line(f"tied, and left to transformers: {', '.join(made.tied)}")
+
+
 def _huggingface(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> None:
     dtype = torch_dtype(DTYPES[args.dtype]) if args.dtype else None
     total = sum(info.size_bytes for info in checkpoint.index.tensors if info.state == "weight")
@@ -86,10 +107,7 @@ def _huggingface(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) 
             checkpoint, args.output, config_from=args.config, dtype=dtype, shard_bytes=int(args.shard_gigabytes * 1e9),
             progress=advance,
         )  # fmt: skip
-    files = f"{len(made.files)} file{'s' * (len(made.files) != 1)}"
-    out.line(f"{args.output}: {made.tensors:,} tensors, {human_bytes(made.size_bytes)}, in {files}", style="bold green")
-    if made.tied:
-        out.line(f"tied, and left to transformers: {', '.join(made.tied)}")
+    _told(made, args, out)
     if made.without_config:
         out.line("from_pretrained wants a config.json there, too: --config FOLDER copies that of another model of its kind")
 

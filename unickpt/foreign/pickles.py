@@ -83,7 +83,11 @@ class Record:
         return same and isinstance(other, Record) and self.state == other.state
 
     def __hash__(self) -> int:
-        return hash(self.kind)
+        """Of what it is when it becomes a key: what a million keys of one class have to differ in."""
+        try:
+            return hash((self.kind, self.arguments, frozenset(self.state.items())))
+        except TypeError:
+            return hash(self.kind)
 
     def __repr__(self) -> str:
         return f"<{self.kind} {self.arguments or self.state or self.entries or self.items}>"
@@ -259,7 +263,7 @@ class _Unpickling:
             "collections.OrderedDict": OrderedDict, "collections.defaultdict": _plain_dict, "collections.deque": deque,
             **{f"builtins.{kind.__name__}": kind for kind in _PLAIN}, "builtins.bytearray": _bytes,
             "datetime.timedelta": timedelta, "_codecs.encode": _encoded,
-            "torch.Size": tuple, "torch.device": _maker("torch.device"),
+            "_io.BytesIO": _maker("_io.BytesIO"), "torch.Size": tuple, "torch.device": _maker("torch.device"),
             "torch.storage.UntypedStorage": _StorageType(None), "torch.UntypedStorage": _StorageType(None),
             "torch._utils._rebuild_tensor": self._tensor, "torch._utils._rebuild_tensor_v2": self._tensor,
             "torch._utils._rebuild_tensor_v3": self._typed_tensor,

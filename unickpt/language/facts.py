@@ -81,6 +81,21 @@ class Model:
         facts["head_dim"] = facts["head_dim"] or (width // heads if width and heads else 0)
         return cls(family, {name: number for name, number in facts.items() if number})
 
+    @classmethod
+    def of_megatron(cls, arguments: Any) -> Model:
+        """What the arguments of Megatron's training scripts tell; nothing without any."""
+        heads = getattr(arguments, "num_attention_heads", None)
+        grouped = getattr(arguments, "group_query_attention", False)
+        facts = {
+            "layers": getattr(arguments, "num_layers", None),
+            "heads": heads,
+            "groups": getattr(arguments, "num_query_groups", None) if grouped else heads,
+            "head_dim": getattr(arguments, "kv_channels", None),
+            "experts": getattr(arguments, "num_experts", None),
+            "vocab": getattr(arguments, "vocab_size", None),  # without padding
+        }
+        return cls("", {name: number for name, number in facts.items() if type(number) is int and number > 0})
+
     def with_more(self, other: Model, where: str) -> Model:
         """This job's model, and what a checkpoint tells of the same one.
 

@@ -1,0 +1,24 @@
+"""Megatron's keys of sharded tensors: an optimizer's states are known by the parameter that they belong to."""
+
+from __future__ import annotations
+
+import re
+
+WEIGHT, MASTER = "weight", "master"
+_OPTIMIZER_KEY = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)$")
+_MASTER_NAMES = {"fp32_param": MASTER, "param": MASTER}
+
+
+def tensor_of(key: str) -> tuple[str, str]:
+    """``(name, state)`` of a sharded tensor's key."""
+    match = _OPTIMIZER_KEY.match(key)
+    if match is None:
+        return key, WEIGHT
+    return match.group(2), _MASTER_NAMES.get(match.group(1), match.group(1))
+
+
+def key_of(name: str, state: str) -> str:
+    """The key under which Megatron's optimizers look for a tensor; inverse of ``tensor_of``."""
+    if state == WEIGHT:
+        return name
+    return f"optimizer.state.{'fp32_param' if state == MASTER else state}.{name}"
