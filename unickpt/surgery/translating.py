@@ -69,7 +69,7 @@ class Translate:
         if absent:
             lacks = view.translation.without.get(absent[0], [])
             raise MismatchError(f"{table.where}: {absent[0]} is made of {some_of(lacks)} too, which is not there")
-        rest = [name for name in view.untranslated if not within or name not in stored]
+        rest = [name for name in view.untranslated if not within or name not in given]
         if rest:
             raise MismatchError(f"{table.where}: {rules.where} has no counterpart of {some_of(rest)}")
         kept = set(view.untranslated)
@@ -81,7 +81,7 @@ class Translate:
             record = replace(record, groups=groups, scalars=_with(manifest.optimizer.scalars, record.scalars, kept))
         writer = replace(table.writer, dialect=rules.other if outward else rules.name)
         aliases |= {alias: name for alias, name in table.aliases.items() if name in kept}
-        told = f"{count_of(len(wanted), 'name')} of {writer.dialect} made of {count_of(len(stored) - len(kept), 'name')}"
+        told = f"{count_of(len(wanted), 'name')} of {writer.dialect} made of {count_of(len(stored.keys() - kept), 'name')}"
         after = table.with_entries(entries, optimizer=record, aliases=aliases, writer=writer)
         return after.did(f"{told} by {rules.where}").lost(*_lost(table, view))
 
