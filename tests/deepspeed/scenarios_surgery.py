@@ -66,8 +66,8 @@ def a_renamed_one_goes_on_as_the_first(folder: Path) -> None:
 def one_with_more_rows_and_rounded_moments_trains_on(folder: Path) -> None:
     _trained(folder / "a", 2)
     arguments = [
-        "--vocabulary", "36", "--vocabulary-tensors", "head.weight", "--cast", "*:exp_avg=bfloat16", "--cast", "*:exp_avg=float32",
-        "--rename", "blocks.{i}.*=layers.{i}.*",
+        "--vocabulary", "36", "--vocabulary-tensors", "head.weight", "--cast", "*:exp_avg=bfloat16",
+        "--cast", "*:exp_avg=float32", "--rename", "blocks.{i}.*=layers.{i}.*",
     ]  # fmt: skip
     assert main(["edit", str(folder / "a"), str(folder / "b" / TAG), *arguments]) == 0
     before, model_module.VOCABULARY = model_module.VOCABULARY, 36
