@@ -147,7 +147,7 @@ class MergeLora:
                 )
             merged[key] = replace(
                 before,
-                read=_added(before.read, delta),
+                read=_added(before.read, delta, rounded=embedding),
                 was=before.told(f"adapter of rank {delta.rank} added, times {scaling:g}"),
             )
         entries = [merged.get(entry.info.key, entry) for entry in model.tensors()]
@@ -202,12 +202,15 @@ def _grid(lo: int, hi: int, rows: int) -> tuple[int, int]:
     return first, last
 
 
-def _added(read: Reading, delta: _Delta) -> Reading:
+def _added(read: Reading, delta: _Delta, *, rounded: bool) -> Reading:
+    """Reading of a weight with an adapter. ``rounded``: what is added is rounded to the type of the weight, as of embeddings."""
+
     def merged(box: Box) -> torch.Tensor:
         weight = read(box).view(box.shape)
         lo, extent = box.start[0], box.shape[0]
         columns = slice(box.start[1], box.stop[1])
-        return (weight.clone().add_(delta.rows(lo, lo + extent)[:, columns])).reshape(-1)
+        more = delta.rows(lo, lo + extent)[:, columns]
+        return weight.add_(more.to(weight.dtype) if rounded else more).reshape(-1)
 
     return merged
 
@@ -305,6 +308,7 @@ def _over(base: Table, model: Table, table: Table) -> Table:
     unknown = [name for name, _ in own if (name, "weight") not in plain.entries and name not in plain.aliases]
     if unknown:
         raise MismatchError(f"{base.where}: the model has no {some_of(unknown)}, which {table.where} has")
+    over = {}
     for key, entry in own.items():
         target = (plain.aliases.get(key[0], key[0]), "weight")
         if plain.entries[target].info.shape != entry.info.shape:
@@ -312,14 +316,14 @@ def _over(base: Table, model: Table, table: Table) -> Table:
                 f"{key[0]} is {list(entry.info.shape)} in {table.where}, and {list(plain.entries[target].info.shape)} in "
                 f"{base.where}"
             )
-        own[target] = replace(entry, info=replace(entry.info, name=target[0]))
+        over[target] = replace(entry, info=replace(entry.info, name=target[0]))
     missing = [name for name in model.excluded if (plain.aliases.get(name, name), "weight") not in plain.entries]
     if missing:
         raise MismatchError(f"{base.where}: has no {some_of(missing)}, which {table.where} was saved without")
-    entries = [own.get(entry.info.key, entry) for entry in plain.tensors()]
+    entries = [over.get(entry.info.key, entry) for entry in plain.tensors()]
     objects = {key: entry for key, entry in model.entries.items() if entry.info.kind == "object"}
     return replace(
         model, entries={**{entry.info.key: entry for entry in entries}, **objects}, aliases=plain.aliases,
         excluded=plain.excluded, identity=(*model.identity, *base.identity), inputs=(*model.inputs, *base.inputs),
         writer=replace(model.writer, model=model.writer.model or base.writer.model),
-    ).did(f"{count_of(len(plain.tensors()) - len(own))} taken from {base.where}")  # fmt: skip
+    ).did(f"{count_of(len(plain.tensors()) - len(over))} taken from {base.where}")  # fmt: skip
