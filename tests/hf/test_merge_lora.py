@@ -103,9 +103,9 @@ def _box_of(value: torch.Tensor, box: Box) -> torch.Tensor:
     return value[box.slices()].reshape(-1)
 
 
-def assert_merged(found: Checkpoint, model: Any) -> None:
+def assert_merged(found: Checkpoint, model: Any, *adapters: str) -> None:
     """The model that peft makes: names, types and every bit, and nothing besides."""
-    merged = model.merge_and_unload()
+    merged = model.merge_and_unload(adapter_names=list(adapters) or None)
     expected = dict(merged.named_parameters())
     assert {info.key for info in found.index.tensors if info.kind != "object"} == {(name, "weight") for name in expected}
     for name, value in expected.items():
@@ -146,3 +146,17 @@ def test_adapters_alone_find_their_weights_in_another_checkpoint(tmp_path: Path,
     assert not (tmp_path / "merged").exists()
     assert main([*arguments, "--lora-base", str(tmp_path / "converted")]) == 0
     assert_merged(Checkpoint.open(tmp_path / "merged"), model)
+
+
+def test_one_of_two_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = adapted("embedding")
+    model.add_adapter("other", model.peft_config["default"])
+    for name, parameter in model.named_parameters():
+        if ".other." in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    saved(model, tmp_path / "trained")
+    arguments = ["edit", str(tmp_path / "trained"), str(tmp_path / "merged"), "--merge-lora", "--lora-alpha", "12"]
+    assert main(arguments) == 2
+    assert "has the adapters default, other; --lora-adapter says which is meant" in capsys.readouterr().err
+    assert main([*arguments, "--lora-adapter", "default"]) == 0
+    assert_merged(Checkpoint.open(tmp_path / "merged"), model, "default")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from unickpt.converting import Reading
 from unickpt.dtypes import torch_dtype
 from unickpt.errors import FormatError, MismatchError
 from unickpt.fragments import Box
+from unickpt.surgery.casting import is_float
 from unickpt.surgery.choosing import NoOptimizer
 from unickpt.surgery.table import Entry, Table, count_of, keyed, some_of
 
@@ -122,8 +123,8 @@ class MergeLora:
     base_identity: str = ""
 
     def apply(self, table: Table) -> Table:
-        adapters, rest = _sorted_out(table, self.adapter)
-        model = _plain(table, rest)
+        adapters, rest, adapter = _sorted_out(table, self.adapter)
+        model = _plain(table, rest, adapter)
         if self.base is not None:
             model = _over(self.base, model, table)
         merged: dict[tuple[str, str], Entry] = {}
@@ -145,6 +146,8 @@ class MergeLora:
                     f"{table.where}: the adapter of {module} is {list(delta.shape)}, its weight {list(before.info.shape)}"
                     + ("" if embedding else "; fan_in_fan_out tells of weights that are transposed")
                 )
+            if not is_float(before.info.dtype):
+                raise MismatchError(f"{table.where}: {name} is {before.info.dtype}: nothing can be added to a quantized weight")
             merged[key] = replace(
                 before,
                 read=_added(before.read, delta, rounded=embedding),
@@ -203,7 +206,7 @@ def _grid(lo: int, hi: int, rows: int) -> tuple[int, int]:
 
 
 def _added(read: Reading, delta: _Delta, *, rounded: bool) -> Reading:
-    """Reading of a weight with an adapter. ``rounded``: what is added is rounded to the type of the weight, as of embeddings."""
+    """Reading of a weight with an adapter. ``rounded``: what is added is rounded to the weight's type, as of embeddings."""
 
     def merged(box: Box) -> torch.Tensor:
         weight = read(box).view(box.shape)
@@ -215,8 +218,8 @@ def _added(read: Reading, delta: _Delta, *, rounded: bool) -> Reading:
     return merged
 
 
-def _sorted_out(table: Table, chosen: str) -> tuple[dict[str, tuple[Entry, Entry, bool]], list[Entry]]:
-    """Adapters by the name of their module, each (A, B, whether it is of an embedding); and all other tensors.
+def _sorted_out(table: Table, chosen: str) -> tuple[dict[str, tuple[Entry, Entry, bool]], list[Entry], str]:
+    """Adapters by the name of their module, each (A, B, whether it is of an embedding); all other tensors; which adapter it is.
 
     Raises:
         MismatchError: there are none, several that could be meant, halves of one, or parts that are not known.
@@ -255,7 +258,7 @@ def _sorted_out(table: Table, chosen: str) -> tuple[dict[str, tuple[Entry, Entry
                 "layers and embeddings are merged"
             )
         found[module.removeprefix(PREFIX)] = (a, b, embedding)
-    return found, rest
+    return found, rest, adapter
 
 
 def _state_of(table: Table, name: str) -> str:
@@ -273,32 +276,47 @@ def _adapter(name: str) -> tuple[str, str, str]:
     return "", "", ""
 
 
-def _plain(table: Table, rest: list[Entry]) -> Table:
+def _plain(table: Table, rest: list[Entry], adapter: str) -> Table:
     """The model without adapters, under its own names; without an optimizer."""
     kept = {entry.info.key: entry for entry in table.entries.values() if entry.info.kind == "object"}
     kept |= {entry.info.key: entry for entry in rest}
     less = NoOptimizer().apply(replace(table, entries=kept))
-    entries = []
-    for entry in less.tensors():
-        name = _own_name(entry.info.name)
-        if name is not None:
-            entries.append(replace(entry, info=replace(entry.info, name=name)))
+    known = {
+        name for name in (*(entry.info.name for entry in less.tensors()), *less.aliases, *less.aliases.values(), *less.excluded)
+    }
+    modules = {name.partition(_SAVED)[0] for name in known if f"{_SAVED}{adapter}." in name}
+    new = {name: None if _adapter(name)[1] else _own_name(name, adapter, modules) for name in known}
+    entries = [
+        replace(entry, info=replace(entry.info, name=name))
+        for entry in less.tensors() if (name := new[entry.info.name]) is not None
+    ]  # fmt: skip
     objects = {key: entry for key, entry in less.entries.items() if entry.info.kind == "object"}
-    new = {name: _own_name(name) or name for name in (*less.aliases, *less.aliases.values())}
-    aliases = {new[alias]: new[name] for alias, name in less.aliases.items() if new[alias] != new[name]}
-    excluded = tuple(sorted({own for name in less.excluded if not _adapter(name)[1] and (own := _own_name(name)) is not None}))
+    aliases = {
+        alias: name for before, of in less.aliases.items()
+        if (alias := new[before]) is not None and (name := new[of]) is not None and alias != name
+    }  # fmt: skip
+    excluded = tuple(sorted({name for each in less.excluded if (name := new[each]) is not None}))
     return replace(
         less, entries={**dict(sorted(keyed(entries, table.where).items())), **objects}, aliases=aliases, excluded=excluded
     )
 
 
-def _own_name(name: str) -> str | None:
-    """As the model without peft has it; None of what another tensor replaces."""
-    if _ORIGINAL in name:
-        return None
-    name = name.removeprefix(PREFIX).replace(_BASE, ".")
+def _own_name(name: str, adapter: str, modules: Collection[str]) -> str | None:
+    """As the model without peft has it; None of what is another adapter's, or is replaced by this one's.
+
+    Args:
+        name: of a parameter, not of an adapter.
+        adapter: that is merged.
+        modules: of ``modules_to_save`` that it has trained.
+    """
+    module, original, parameter = name.partition(_ORIGINAL)
+    if original:
+        return None if module in modules else f"{module.removeprefix(PREFIX)}.{parameter}"
     module, saved, parameter = name.partition(_SAVED)
-    return f"{module}.{parameter.partition('.')[2]}" if saved else name
+    if saved:
+        own, _, parameter = parameter.partition(".")
+        return f"{module.removeprefix(PREFIX)}.{parameter}" if own == adapter else None
+    return name.removeprefix(PREFIX).replace(_BASE, ".")
 
 
 def _over(base: Table, model: Table, table: Table) -> Table:
