@@ -123,8 +123,9 @@ class MergeLora:
     base_identity: str = ""
 
     def apply(self, table: Table) -> Table:
-        adapters, rest, adapter = _sorted_out(table, self.adapter)
-        model = _plain(table, rest, adapter)
+        bare = NoOptimizer().apply(table)
+        adapters, rest, adapter = _sorted_out(bare, self.adapter)
+        model = _plain(bare, rest, adapter)
         if self.base is not None:
             model = _over(self.base, model, table)
         merged: dict[tuple[str, str], Entry] = {}
@@ -231,7 +232,7 @@ def _sorted_out(table: Table, chosen: str) -> tuple[dict[str, tuple[Entry, Entry
         module, part, adapter = _adapter(entry.info.name)
         if not part:
             rest.append(entry)
-        elif entry.info.state == _state_of(table, entry.info.name):
+        else:
             names.add(adapter)
             halves.setdefault(f"{module}\0{adapter}", {})[part] = (module, entry)
     if not names:
@@ -261,11 +262,6 @@ def _sorted_out(table: Table, chosen: str) -> tuple[dict[str, tuple[Entry, Entry
     return found, rest, adapter
 
 
-def _state_of(table: Table, name: str) -> str:
-    """By which a parameter counts: the weight, or the master where there is none."""
-    return "weight" if (name, "weight") in table.entries else "master"
-
-
 def _adapter(name: str) -> tuple[str, str, str]:
     """Module, part (``lora_A``, ...) and adapter of a name; empty if it is none of an adapter."""
     found = re.fullmatch(r"(.+)\.(lora_(?:embedding_)?[AB])\.([^.]+)(?:\.weight)?", name)
@@ -277,10 +273,8 @@ def _adapter(name: str) -> tuple[str, str, str]:
 
 
 def _plain(table: Table, rest: list[Entry], adapter: str) -> Table:
-    """The model without adapters, under its own names; without an optimizer."""
-    kept = {entry.info.key: entry for entry in table.entries.values() if entry.info.kind == "object"}
-    kept |= {entry.info.key: entry for entry in rest}
-    less = NoOptimizer().apply(replace(table, entries=kept))
+    """The model without adapters, under its own names."""
+    less = table.with_entries(rest)
     known = {
         name for name in (*(entry.info.name for entry in less.tensors()), *less.aliases, *less.aliases.values(), *less.excluded)
     }
