@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.handmade import EMBED, MASTER, MOMENT, embed, master, moment, save_ranks, weight
+from tests.handmade import COUNT, EMBED, MASTER, MOMENT, embed, master, moment, save_ranks, weight
 from tests.test_translated import FACTS, HF, LLAMA, Values, saved, values_of
 from unickpt import converting
 from unickpt.cli.main import main
@@ -285,6 +285,8 @@ def test_a_vocabulary_of_other_rows(llama: tuple[Checkpoint, Values], tmp_path: 
     found = made(checkpoint, tmp_path / "a", Resize(rows, fill=fill))
     assert_holds(found, resized(values, rows, fill))
     assert found.manifest.aliases == TIED
+    alone = made(checkpoint, tmp_path / "b", Resize(rows, fill=fill), drop("*:master"))  # weights tell themselves then
+    assert_holds(alone, {key: v for key, v in resized(values, rows, fill).items() if key[1] != "master"})
 
 
 def test_rows_up_to_a_multiple_and_what_the_manifest_tells_of_them(tmp_path: Path) -> None:
@@ -366,10 +368,12 @@ def test_masters_are_averaged_and_weights_are_their_casts(tmp_path: Path, decay:
 
 def test_buffers_are_the_last_ones(handmade: Path, tmp_path: Path) -> None:
     other = made(handmade, tmp_path / "b", Cast.parse("embed.*=float32"))
-    table = Average().of([table_of(Checkpoint.open(handmade)), table_of(other)])
+    last, count = table_of(other), torch.tensor(7)
+    entries = {**last.entries, COUNT.key: dataclasses.replace(last.entries[COUNT.key], read=lambda _: count.reshape(1))}
+    table = Average().of([table_of(Checkpoint.open(handmade)), dataclasses.replace(last, entries=entries)])
     convert(source_of(table, ()), tmp_path / "mean")
     expected = {key: v.float() if key == EMBED.key else v for key, v in HANDMADE.items() if key[1] != "exp_avg"}
-    assert_holds(Checkpoint.open(tmp_path / "mean"), expected)
+    assert_holds(Checkpoint.open(tmp_path / "mean"), {**expected, COUNT.key: count})
 
 
 def test_the_last_ones_of_a_save_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
