@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from unickpt.errors import FormatError, MismatchError
 from unickpt.fragments import Box, cut
 from unickpt.index import TensorInfo
 from unickpt.loading import is_checkpoint
-from unickpt.manifest import FileRecord, OptimizerRecord, Writer
+from unickpt.manifest import FileRecord, JSONValue, OptimizerRecord, Writer
 from unickpt.posix import PosixStorage
 from unickpt.writing import DataFile, Pace, write_rows
 
@@ -81,7 +81,11 @@ class Portion:
 
 @dataclass
 class Source:
-    """A checkpoint to be. Attributes as of ``Contribution``; ``left_out``: what of the source is not in it, and why."""
+    """A checkpoint to be.
+
+    Attributes as of ``Contribution``; ``left_out``: what of the source is not in it, and why; ``encoded_objects``: those of a
+    checkpoint of ours, as its manifest has them. Their tensors are among the parts.
+    """
 
     kind: str
     portions: Sequence[Portion]
@@ -94,6 +98,7 @@ class Source:
     objects: dict[str, Any] = field(default_factory=dict)
     shared_objects: dict[str, Any] = field(default_factory=dict)
     left_out: Sequence[str] = ()
+    encoded_objects: Mapping[str, JSONValue] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
@@ -160,6 +165,7 @@ def convert(
         excluded=source.excluded, objects=source.objects, shared_objects=source.shared_objects,
     )  # fmt: skip
     described = prepare(contribution, 0)
+    described.objects = {**described.objects, **source.encoded_objects}
     first = _described(storage, described)
     with ThreadPoolExecutor(workers, "unickpt-convert") as pool:
         tasks = [

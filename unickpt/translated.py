@@ -194,7 +194,7 @@ def translated(
     for name, pieces in translation.pieces.items():
         tensors += _states(source, name, tuple(wanted[name]), [stored[piece.source] for piece in pieces])
     tensors.sort(key=lambda info: info.key)
-    index = _without_fragments(tensors)
+    index = without_fragments(tensors)
     record = source.manifest.optimizer
     manifest = dataclasses.replace(
         source.manifest,
@@ -228,7 +228,7 @@ def _states(source: Checkpoint, name: str, shape: tuple[int, ...], names: Sequen
         yield TensorInfo(name, state, dtype, shape, kind, derived_from)
 
 
-def _without_fragments(tensors: Sequence[TensorInfo]) -> Index:
+def without_fragments(tensors: Sequence[TensorInfo]) -> Index:
     """A table of tensors; where they are, only their source knows."""
     none = np.zeros(0, np.int64)
     ndim = max((len(info.shape) for info in tensors), default=0)

@@ -11,7 +11,7 @@ import pytest
 from tests.deepspeed.scenario_worker import scenarios
 from tests.launch import torchrun
 
-MODULES = ("scenarios_state", "scenarios_promises", "scenarios_errors", "scenarios_unsupported")
+MODULES = ("scenarios_state", "scenarios_promises", "scenarios_errors", "scenarios_unsupported", "scenarios_surgery")
 CASES = [
     (module, world, name)
     for module in MODULES

@@ -33,6 +33,10 @@ COMMANDS = (
     _Command("diff", "unickpt.cli.diff_command", "say what differs between two checkpoints, whatever wrote them"),
     _Command("convert", "unickpt.cli.convert_command", "make a checkpoint of a model of transformers"),
     _Command("export", "unickpt.cli.export_command", "write a checkpoint's weights as a model of transformers"),
+    _Command(
+        "edit", "unickpt.cli.edit_command", "make a checkpoint of another one: cast, drop, rename, resize, merge adapters"
+    ),
+    _Command("average", "unickpt.cli.average_command", "make a checkpoint that is the mean of several"),
     _Command("diagnose", "unickpt.cli.diagnose_command", "say which rank or link a job waits for"),
     _Command("agent", "unickpt.cli.agent_command", "watch the ranks of this host, and say what is wrong"),
     _Command("report", "unickpt.cli.report_command", "draw what a job's ranks did on one HTML page"),

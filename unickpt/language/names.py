@@ -43,8 +43,12 @@ class Template:
     pattern: re.Pattern[str]
 
     @classmethod
-    def parse(cls, text: str) -> Template:
+    def parse(cls, text: str, *, texts: int = 1) -> Template:
         """Read one.
+
+        Args:
+            text: a name with holes.
+            texts: holes of any text that it may have; with more than one, which of them has what is a matter of luck.
 
         Raises:
             LanguageError: this is none.
@@ -70,8 +74,8 @@ class Template:
                    if isinstance(before, Hole) and isinstance(after, Hole)]  # fmt: skip
         if any(isinstance(part, str) and not re.search(r"[^0-9]", part) for part in between):
             raise LanguageError(f"{text!r}: between two holes there has to be something that is no number")
-        if sum(hole.text for hole in holes) > 1:
-            raise LanguageError(f"{text!r}: only one hole can be any text")
+        if sum(hole.text for hole in holes) > texts:
+            raise LanguageError(f"{text!r}: only {'one hole' if texts == 1 else f'{texts} holes'} can be any text")
         pattern = "".join(re.escape(part) if isinstance(part, str) else "(.+)" if part.text else _NUMBER for part in parts)
         return cls(tuple(part for part in parts if part), re.compile(pattern))
 

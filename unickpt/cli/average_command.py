@@ -1,0 +1,44 @@
+"""``unickpt average``: the mean of several checkpoints of one model."""
+
+from __future__ import annotations
+
+import argparse
+
+from unickpt.cli.locate import list_tags
+from unickpt.cli.operating import check_destination, configure_writing, opened, operate
+from unickpt.cli.output import Output
+from unickpt.errors import ConfigError, MismatchError
+from unickpt.storage import join
+from unickpt.surgery.averaging import Average
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("destination", metavar="DST", help="directory of the new one; one that was cut off is gone on with")
+    parser.add_argument(
+        "sources", metavar="SRC", nargs="+", help="checkpoints, in their order; with --last, a save directory; paths or URLs"
+    )
+    parser.add_argument("--last", type=int, metavar="K", help="the K newest whole checkpoints of the save directory")
+    parser.add_argument(
+        "--ema", type=float, metavar="DECAY", help="exponential: m = DECAY * m + (1 - DECAY) * x, in their order"
+    )
+    configure_writing(parser)
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Plan all of it, then write."""
+    check_destination(args.destination)
+    sources = args.sources if args.last is None else _newest(args.sources, args.last)
+    step = Average(args.ema)
+    return operate(step.of([opened(source) for source in sources]), sources, [step], args, out)
+
+
+def _newest(directories: list[str], count: int) -> list[str]:
+    """Of a save directory, oldest first."""
+    if len(directories) != 1 or count < 2:
+        raise ConfigError("--last K, of two or more, is of one save directory")
+    whole = [tag for tag in list_tags(directories[0]) if tag.whole]
+    if len(whole) < count:
+        some = ", ".join(tag.tag for tag in whole) or "none"
+        raise MismatchError(f"{directories[0]}: {count} whole checkpoints are wanted, there are {len(whole)} ({some})")
+    return [join(directories[0], tag.tag) for tag in whole[-count:]]

@@ -1,0 +1,120 @@
+"""``unickpt edit``: a checkpoint made of another one, step by step."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from unickpt.cli.operating import check_destination, configure_writing, opened, operate
+from unickpt.cli.output import Output
+from unickpt.errors import ConfigError
+from unickpt.surgery.casting import Cast
+from unickpt.surgery.choosing import Drop, Keep, NoOptimizer
+from unickpt.surgery.lora import LoraConfig, MergeLora
+from unickpt.surgery.renaming import Rename, Renaming
+from unickpt.surgery.selecting import Selection
+from unickpt.surgery.table import Step
+from unickpt.surgery.translating import Translate
+from unickpt.surgery.vocabulary import Resize
+from unickpt.surgery.writing import after
+
+
+class _Append(argparse.Action):
+    """One more step, in the order of the command line."""
+
+    def __call__(self, _parser: object, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        namespace.steps = [*namespace.steps, (str(option_string), values)]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("source", metavar="SRC", help="a checkpoint, or a save directory (follows 'latest'); a path or a URL")
+    parser.add_argument("destination", metavar="DST", help="directory of the new one; one that was cut off is gone on with")
+    parser.set_defaults(steps=[])
+    steps = parser.add_argument_group("steps, which are taken in the order in which they are written")
+    for option, metavar, told in (
+        ("--drop", "PATTERN", "leave out what it selects: NAME or NAME:STATE; * is any text, {layer} a number"),
+        ("--keep", "PATTERN", "leave out all else; several in a row keep what any of them selects"),
+        ("--cast", "PATTERN=DTYPE", "convert, as '*:exp_avg=bfloat16'"),
+        ("--rename", "OLD=NEW", "other names, as 'model.layers.{i + 4}.*=model.layers.{i}.*'; several in a row at once"),
+        ("--rules", "FILE", "split, fuse, transpose, stack by the rules of a dialect's file"),
+        ("--vocabulary", "ROWS", "cut or add rows of the vocabulary"),
+        ("--pad-vocabulary-to", "MULTIPLE", "add rows, up to the next multiple"),
+    ):
+        steps.add_argument(option, metavar=metavar, action=_Append, help=told)
+    steps.add_argument("--no-optimizer", nargs=0, action=_Append, help="weights and buffers alone")
+    steps.add_argument("--merge-lora", nargs=0, action=_Append, help="add adapters of peft to the weights that they are of")
+    rows = parser.add_argument_group("of the vocabulary")
+    rows.add_argument(
+        "--new-rows", choices=("mean", "zeros"), default="mean", help="the mean of the old ones (default), or zeros"
+    )
+    rows.add_argument(
+        "--vocabulary-tensors", metavar="PATTERN", help="that have a row for each entry (default: by the dialect)"
+    )
+    rows.add_argument("--vocabulary-dim", type=int, default=0, metavar="N", help="in which dimension of these (default: 0)")
+    lora = parser.add_argument_group("of adapters")
+    lora.add_argument("--lora-config", type=Path, metavar="FILE", help="their adapter_config.json")
+    lora.add_argument("--lora-alpha", type=float, metavar="N", help="instead of it: scaling is N / rank")
+    lora.add_argument("--lora-rslora", action="store_true", help="with --lora-alpha: scaling is N / sqrt(rank)")
+    lora.add_argument("--lora-adapter", default="", metavar="NAME", help="which one, if there are several")
+    lora.add_argument("--lora-base", metavar="DIR", help="checkpoint of the model, where SRC was saved without its weights")
+    configure_writing(parser)
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Plan all of it, then write."""
+    check_destination(args.destination)
+    steps = _steps(args.steps, args)
+    if not steps:
+        raise ConfigError("nothing is to be done: name a step, such as --drop or --cast (unickpt edit --help lists them)")
+    table = after(opened(args.source), steps)
+    used = [args.source, *([args.lora_base] if args.lora_base else [])]
+    return operate(table, used, steps, args, out)
+
+
+def _steps(written: Sequence[tuple[str, Any]], args: argparse.Namespace) -> list[Step]:
+    """Steps of the command line; those of one kind that follow each other are one, where that makes a difference."""
+    found: list[Step] = []
+    for option, group in groupby(written, key=lambda each: each[0]):
+        values = [value for _, value in group]
+        if option in ("--drop", "--keep"):
+            selections = tuple(map(Selection.parse, values))
+            found.append(Drop(selections) if option == "--drop" else Keep(selections))
+        elif option == "--rename":
+            found.append(Rename(tuple(map(Renaming.parse, values))))
+        else:
+            found += [_step(option, value, args) for value in values]
+    for option, given in (("--merge-lora", "lora_"), ("--vocabulary or --pad-vocabulary-to", "vocabulary_")):
+        alone = [name for name, value in vars(args).items() if name.startswith(given) and value]
+        if alone and not any(each in option.split() for each, _ in written):
+            raise ConfigError(f"--{alone[0].replace('_', '-')} is of {option}, which is not asked for")
+    return found
+
+
+def _step(option: str, value: Any, args: argparse.Namespace) -> Step:
+    if option == "--no-optimizer":
+        return NoOptimizer()
+    if option == "--cast":
+        return Cast.parse(value)
+    if option == "--rules":
+        return Translate.read(Path(value))
+    if option == "--merge-lora":
+        return _merge(args)
+    if not value.isdecimal():
+        raise ConfigError(f"{option} {value}: a whole number is wanted")
+    selection = Selection.parse(args.vocabulary_tensors) if args.vocabulary_tensors else None
+    rows, multiple = (int(value), 0) if option == "--vocabulary" else (0, int(value))
+    return Resize(rows, multiple, args.new_rows, selection, args.vocabulary_dim)
+
+
+def _merge(args: argparse.Namespace) -> MergeLora:
+    if (args.lora_config is None) == (args.lora_alpha is None):
+        raise ConfigError("--merge-lora: --lora-config FILE (peft's adapter_config.json), or --lora-alpha N, is wanted")
+    if args.lora_rslora and args.lora_config is not None:
+        raise ConfigError("--lora-rslora goes with --lora-alpha; --lora-config tells it itself")
+    config = LoraConfig.read(args.lora_config) if args.lora_config else LoraConfig(args.lora_alpha, rslora=args.lora_rslora)
+    base = opened(args.lora_base) if args.lora_base else None
+    return MergeLora(config, args.lora_adapter, base, "+".join(base.identity) if base else "")

@@ -1,0 +1,88 @@
+"""What ``unickpt edit`` and ``unickpt average`` share: sound sources, a plan that is shown, a checkpoint that is written."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from unickpt.cli.exit_codes import DAMAGED, SOUND
+from unickpt.cli.locate import locate_checkpoint
+from unickpt.cli.output import Output, human_bytes
+from unickpt.cli.progress import progress_bar
+from unickpt.converting import convert
+from unickpt.errors import ConfigError, MismatchError, UnickptError
+from unickpt.loading import Checkpoint, is_checkpoint
+from unickpt.storage import is_url
+from unickpt.surgery.table import Table, table_of
+from unickpt.surgery.writing import source_of
+from unickpt.verification import verify
+
+
+def configure_writing(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of both."""
+    parser.add_argument("--dry-run", action="store_true", help="print the tensors that there would be; write nothing")
+    parser.add_argument("--no-verify", action="store_true", help="do not read sources against their checksums before")
+    parser.add_argument("--workers", type=int, default=2, help="files at a time (default: 2)")
+
+
+def check_destination(directory: str) -> Path:
+    """Where the new checkpoint will be. Raises ConfigError, MismatchError."""
+    if is_url(directory):
+        raise ConfigError(f"{directory}: a new checkpoint is written into a directory; copy it to a URL afterwards")
+    if is_checkpoint(directory):
+        raise MismatchError(f"{directory}: holds a checkpoint already; name another directory")
+    return Path(directory)
+
+
+def opened(directory: str) -> Table:
+    """A checkpoint, or the one that ``latest`` names, as a table."""
+    return table_of(Checkpoint.open(locate_checkpoint(directory)))
+
+
+def operate(table: Table, sources: Sequence[str], steps: Sequence[object], args: argparse.Namespace, out: Output) -> int:
+    """Show what was planned; then verify the sources, and write.
+
+    Args:
+        table: after all steps.
+        sources: directories of checkpoints.
+        steps: that led to the table.
+    """
+    directory = Path(args.destination)
+    source = source_of(table, steps)
+    if args.dry_run:
+        rows = [
+            (entry.info.name, entry.info.state, entry.info.dtype, list(entry.info.shape), entry.was)
+            for entry in table.tensors()
+        ]
+        out.table(str(directory), ("tensor", "state", "dtype", "shape", ""), rows)
+        out.line()
+    for line in table.done:
+        out.line(line)
+    for line in table.left_out:
+        out.line(f"left out: {line}")
+    if args.dry_run:
+        out.line(f"{directory}: would be {len(table.entries):,} tensors; nothing is written", style="bold")
+        return SOUND
+    if not args.no_verify and not _sound(sources, out):
+        return DAMAGED
+    try:
+        with progress_bar("write", source.size_bytes) as advance:
+            made = convert(source, directory, workers=max(args.workers, 1), progress=advance)
+    except OSError as err:
+        raise UnickptError(f"{directory}: cannot be made of {', '.join(sources)}: {err}") from err
+    kept = f", {made.kept} of them from before" if made.kept else ""
+    files = f"{made.files} file{'s' * (made.files != 1)}"
+    out.line(f"{directory}: {made.tensors:,} tensors, {human_bytes(made.size_bytes)}, in {files}{kept}", style="bold green")
+    return SOUND
+
+
+def _sound(sources: Sequence[str], out: Output) -> bool:
+    problems: list[str] = []
+    for directory in map(locate_checkpoint, sources):
+        total = sum(record.size_bytes for record in Checkpoint.open(directory).manifest.files)
+        with progress_bar("verify", total) as advance:
+            problems += verify(directory, progress=advance).problems
+    for problem in problems:
+        out.line(problem, style="red")
+    return not problems

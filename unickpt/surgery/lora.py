@@ -1,0 +1,341 @@
+"""Adapters merged into the model, as ``merge_and_unload`` of peft does it (peft/tuners/lora/layer.py, ``merge``).
+
+    W += (B @ A) * scaling        in the type of A and B; of half precision in float32, and then rounded to it
+
+The product is made of whole rows, some tens of them at least: that of a few rows alone may sum in another order, and would
+not be bit for bit that of the whole matrix.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unickpt.converting import Reading
+from unickpt.dtypes import torch_dtype
+from unickpt.errors import FormatError, MismatchError
+from unickpt.fragments import Box
+from unickpt.surgery.casting import is_float
+from unickpt.surgery.choosing import NoOptimizer
+from unickpt.surgery.table import Entry, Table, count_of, keyed, some_of
+
+PREFIX = "base_model.model."
+_BASE, _SAVED, _ORIGINAL = ".base_layer.", ".modules_to_save.", ".original_module."
+_GRID = 64  # rows
+_UNKNOWN = ("use_dora", "lora_bias", "trainable_token_indices", "megatron_config", "target_parameters", "use_qalora",
+            "alora_invocation_tokens", "arrow_config", "layer_replication")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """What is wanted of ``adapter_config.json``.
+
+    Attributes:
+        alpha: ``lora_alpha``.
+        rank: ``r``, or 0 if it is not known: the adapters' shapes tell it.
+        rslora: scaling is alpha / sqrt(r), not alpha / r.
+        transposed: ``fan_in_fan_out``: weights are [in, out], as of GPT-2.
+        ranks, alphas: ``rank_pattern``, ``alpha_pattern``: regular expressions of modules' names, as peft has them.
+    """
+
+    alpha: float
+    rank: int = 0
+    rslora: bool = False
+    transposed: bool = False
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> LoraConfig:
+        """From peft's file.
+
+        Raises:
+            FormatError: it is none, or of adapters that cannot be merged here.
+        """
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as err:
+            raise FormatError(f"{path}: cannot be read as an adapter_config.json ({err})") from err
+        if not isinstance(found, dict) or str(found.get("peft_type", "LORA")).upper() != "LORA":
+            kind = found.get("peft_type") if isinstance(found, dict) else type(found).__name__
+            raise FormatError(f"{path}: is of {kind!r}; only LoRA can be merged")
+        other = [key for key in _UNKNOWN if found.get(key)]
+        if other:
+            raise FormatError(f"{path}: {other[0]} is set: adapters of this kind are not merged; peft can merge them")
+        try:
+            return cls(
+                _number(found["lora_alpha"]), int(found["r"]), bool(found.get("use_rslora")), bool(found.get("fan_in_fan_out")),
+                {str(key): int(value) for key, value in (found.get("rank_pattern") or {}).items()},
+                {str(key): _number(value) for key, value in (found.get("alpha_pattern") or {}).items()},
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, AttributeError) as err:
+            raise FormatError(f"{path}: lora_alpha, r or a pattern of them is missing or no number ({err!r})") from None
+
+    def scaling(self, module: str, rank: int, where: str) -> float:
+        """Of a module, by its name without ``base_model.model.``, and by the rank that its adapters have.
+
+        Raises:
+            MismatchError: the configuration says another rank.
+        """
+        told = self.ranks.get(_pattern(self.ranks, module), self.rank)
+        if told and told != rank:
+            raise MismatchError(f"{where}: the adapters of {module} have rank {rank}, their configuration says {told}")
+        alpha = self.alphas.get(_pattern(self.alphas, module), self.alpha)
+        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+
+def _number(value: Any) -> float:
+    """As JSON has it; not of text. A whole number stays one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no number")
+    return value
+
+
+def _pattern(patterns: Mapping[str, Any], module: str) -> str:
+    """As ``get_pattern_key`` of peft/utils/other.py."""
+    try:
+        return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
+    except re.error as err:
+        raise FormatError(f"a pattern of rank_pattern or alpha_pattern is no regular expression ({err})") from None
+
+
+@dataclass(frozen=True)
+class MergeLora:
+    """Add adapters to the weights that they are of; what is left has the names and types of the model without them.
+
+    Attributes:
+        config: of the adapters.
+        adapter: which of them; '' if there is only one.
+        base: weights of the model, where the checkpoint was saved without them (``exclude_frozen_parameters``).
+        base_identity: of that; '' if there is none.
+    """
+
+    config: LoraConfig
+    adapter: str = ""
+    base: Table | None = field(default=None, repr=False, compare=False)
+    base_identity: str = ""
+
+    def apply(self, table: Table) -> Table:
+        bare = NoOptimizer().apply(table)
+        adapters, rest, adapter = _sorted_out(bare, self.adapter)
+        model = _plain(bare, rest, adapter)
+        if self.base is not None:
+            model = _over(self.base, model, table)
+        merged: dict[tuple[str, str], Entry] = {}
+        stored = {alias: name for alias, name in model.aliases.items()} | {e.info.name: e.info.name for e in model.tensors()}
+        for module, (a, b, embedding) in adapters.items():
+            name = f"{module}.weight"
+            key = (stored.get(name, name), "weight")
+            if key not in model.entries:
+                told = "it was saved without it (exclude_frozen_parameters)" if table.excluded else "it is not there"
+                raise MismatchError(
+                    f"{table.where}: the adapter of {module} is to be added to {name}: {told}; --lora-base names a checkpoint "
+                    "of the model (unickpt convert makes one of a model of transformers)"
+                )
+            before = merged.get(key, model.entries[key])
+            scaling = self.config.scaling(module, a.info.shape[0] if a.info.shape else 0, table.where)
+            delta = _Delta(a, b, scaling, embedding or self.config.transposed)
+            if delta.shape != before.info.shape:
+                raise MismatchError(
+                    f"{table.where}: the adapter of {module} is {list(delta.shape)}, its weight {list(before.info.shape)}"
+                    + ("" if embedding else "; fan_in_fan_out tells of weights that are transposed")
+                )
+            if not is_float(before.info.dtype):
+                raise MismatchError(f"{table.where}: {name} is {before.info.dtype}: nothing can be added to a quantized weight")
+            merged[key] = replace(
+                before,
+                read=_added(before.read, delta, rounded=embedding),
+                was=before.told(f"adapter of rank {delta.rank} added, times {scaling:g}"),
+            )
+        entries = [merged.get(entry.info.key, entry) for entry in model.tensors()]
+        after = model.with_entries(entries)
+        return after.did(
+            f"{count_of(len(adapters), 'adapter')} merged into {count_of(len(merged), 'weight')}; names are those of the model"
+        ).lost(f"adapters: {count_of(2 * len(adapters))}")
+
+
+@dataclass(frozen=True)
+class _Delta:
+    """What an adapter adds. ``transposed``: the weight is the transpose of B @ A."""
+
+    a: Entry
+    b: Entry
+    scaling: float
+    transposed: bool
+
+    @property
+    def rank(self) -> int:
+        return self.a.info.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        out, into = self.b.info.shape[0], self.a.info.shape[1]
+        return (into, out) if self.transposed else (out, into)
+
+    def rows(self, lo: int, hi: int) -> torch.Tensor:
+        """Rows ``[lo, hi)`` of it, and of all columns."""
+        first, last = _grid(lo, hi, self.shape[0])
+        a, b = self.a.info.shape, self.b.info.shape
+        if self.transposed:
+            left, right = Box.whole(b), Box((0, first), (a[0], last - first))
+        else:
+            left, right = Box((first, 0), (last - first, b[1])), Box.whole(a)
+        dtype = torch_dtype(self.b.info.dtype)
+        up, down = self.b.read(left).view(left.shape), self.a.read(right).view(right.shape)
+        if dtype in (torch.float16, torch.bfloat16):
+            up, down = up.float(), down.float()
+        product = up @ down
+        product = (product.T if self.transposed else product) * self.scaling
+        return product.to(dtype)[lo - first : hi - first]
+
+
+def _grid(lo: int, hi: int, rows: int) -> tuple[int, int]:
+    """Rows around some, of which the product is bit for bit that of all: neither few, nor but a few at the end."""
+    first, last = lo // _GRID * _GRID, min(-(-hi // _GRID) * _GRID, rows)
+    if rows - last < _GRID:
+        last = rows
+    if last - first < _GRID:
+        first = max(last // _GRID * _GRID - _GRID, 0)
+    return first, last
+
+
+def _added(read: Reading, delta: _Delta, *, rounded: bool) -> Reading:
+    """Reading of a weight with an adapter. ``rounded``: what is added is rounded to the weight's type, as of embeddings."""
+
+    def merged(box: Box) -> torch.Tensor:
+        weight = read(box).view(box.shape)
+        lo, extent = box.start[0], box.shape[0]
+        columns = slice(box.start[1], box.stop[1])
+        more = delta.rows(lo, lo + extent)[:, columns]
+        return weight.add_(more.to(weight.dtype) if rounded else more).reshape(-1)
+
+    return merged
+
+
+def _sorted_out(table: Table, chosen: str) -> tuple[dict[str, tuple[Entry, Entry, bool]], list[Entry], str]:
+    """Adapters by the name of their module, each (A, B, whether it is of an embedding); all other tensors; which adapter it is.
+
+    Raises:
+        MismatchError: there are none, several that could be meant, halves of one, or parts that are not known.
+    """
+    halves: dict[str, dict[str, tuple[str, Entry]]] = {}
+    rest: list[Entry] = []
+    names: set[str] = set()
+    for entry in table.tensors():
+        module, part, adapter = _adapter(entry.info.name)
+        if not part:
+            rest.append(entry)
+        else:
+            names.add(adapter)
+            halves.setdefault(f"{module}\0{adapter}", {})[part] = (module, entry)
+    if not names:
+        raise MismatchError(f"{table.where}: no adapters are there (names like {PREFIX}...lora_A.default.weight)")
+    if not chosen and len(names) > 1:
+        raise MismatchError(f"{table.where}: has the adapters {', '.join(sorted(names))}; --lora-adapter says which is meant")
+    if chosen and chosen not in names:
+        raise MismatchError(f"{table.where}: has no adapter {chosen!r}, but {', '.join(sorted(names))}")
+    adapter = chosen or min(names)
+    found = {}
+    for key, parts in halves.items():
+        module, name = key.split("\0")
+        if name != adapter:
+            continue
+        embedding = "lora_embedding_A" in parts
+        pair = [parts.get(f"lora_embedding_{half}" if embedding else f"lora_{half}") for half in "AB"]
+        if pair[0] is None or pair[1] is None or len(parts) != 2:
+            raise MismatchError(f"{table.where}: of the adapter of {module} there is {', '.join(sorted(parts))}; lora_A and "
+                                "lora_B are wanted")  # fmt: skip
+        (_, a), (_, b) = pair[0], pair[1]
+        if len(a.info.shape) != 2 or len(b.info.shape) != 2 or a.info.shape[0] != b.info.shape[1] or not a.info.shape[0]:
+            raise MismatchError(
+                f"{table.where}: the adapter of {module} is {list(b.info.shape)} @ {list(a.info.shape)}; only those of linear "
+                "layers and embeddings are merged"
+            )
+        found[module.removeprefix(PREFIX)] = (a, b, embedding)
+    return found, rest, adapter
+
+
+def _adapter(name: str) -> tuple[str, str, str]:
+    """Module, part (``lora_A``, ...) and adapter of a name; empty if it is none of an adapter."""
+    found = re.fullmatch(r"(.+)\.(lora_(?:embedding_)?[AB])\.([^.]+)(?:\.weight)?", name)
+    if found is not None:
+        return found[1], found[2], found[3]
+    if re.search(r"(^|\.)lora_|\.token_adapter\.", name):
+        raise MismatchError(f"{name}: a part of an adapter that is not known; peft can merge it")
+    return "", "", ""
+
+
+def _plain(table: Table, rest: list[Entry], adapter: str) -> Table:
+    """The model without adapters, under its own names."""
+    less = table.with_entries(rest)
+    known = {
+        name for name in (*(entry.info.name for entry in less.tensors()), *less.aliases, *less.aliases.values(), *less.excluded)
+    }
+    modules = {name.partition(_SAVED)[0] for name in known if f"{_SAVED}{adapter}." in name}
+    new = {name: None if _adapter(name)[1] else _own_name(name, adapter, modules) for name in known}
+    entries = [
+        replace(entry, info=replace(entry.info, name=name))
+        for entry in less.tensors() if (name := new[entry.info.name]) is not None
+    ]  # fmt: skip
+    objects = {key: entry for key, entry in less.entries.items() if entry.info.kind == "object"}
+    aliases = {
+        alias: name for before, of in less.aliases.items()
+        if (alias := new[before]) is not None and (name := new[of]) is not None and alias != name
+    }  # fmt: skip
+    excluded = tuple(sorted({name for each in less.excluded if (name := new[each]) is not None}))
+    return replace(
+        less, entries={**dict(sorted(keyed(entries, table.where).items())), **objects}, aliases=aliases, excluded=excluded
+    )
+
+
+def _own_name(name: str, adapter: str, modules: Collection[str]) -> str | None:
+    """As the model without peft has it; None of what is another adapter's, or is replaced by this one's.
+
+    Args:
+        name: of a parameter, not of an adapter.
+        adapter: that is merged.
+        modules: of ``modules_to_save`` that it has trained.
+    """
+    module, original, parameter = name.partition(_ORIGINAL)
+    if original:
+        return None if module in modules else f"{module.removeprefix(PREFIX)}.{parameter}"
+    module, saved, parameter = name.partition(_SAVED)
+    if saved:
+        own, _, parameter = parameter.partition(".")
+        return f"{module.removeprefix(PREFIX)}.{parameter}" if own == adapter else None
+    return name.removeprefix(PREFIX).replace(_BASE, ".")
+
+
+def _over(base: Table, model: Table, table: Table) -> Table:
+    """A base model with what was trained of it besides adapters."""
+    own = {entry.info.key: entry for entry in model.tensors()}
+    plain = NoOptimizer().apply(base)
+    unknown = [name for name, _ in own if (name, "weight") not in plain.entries and name not in plain.aliases]
+    if unknown:
+        raise MismatchError(f"{base.where}: the model has no {some_of(unknown)}, which {table.where} has")
+    over = {}
+    for key, entry in own.items():
+        target = (plain.aliases.get(key[0], key[0]), "weight")
+        if plain.entries[target].info.shape != entry.info.shape:
+            raise MismatchError(
+                f"{key[0]} is {list(entry.info.shape)} in {table.where}, and {list(plain.entries[target].info.shape)} in "
+                f"{base.where}"
+            )
+        over[target] = replace(entry, info=replace(entry.info, name=target[0]))
+    missing = [name for name in model.excluded if (plain.aliases.get(name, name), "weight") not in plain.entries]
+    if missing:
+        raise MismatchError(f"{base.where}: has no {some_of(missing)}, which {table.where} was saved without")
+    entries = [over.get(entry.info.key, entry) for entry in plain.tensors()]
+    objects = {key: entry for key, entry in model.entries.items() if entry.info.kind == "object"}
+    return replace(
+        model, entries={**{entry.info.key: entry for entry in entries}, **objects}, aliases=plain.aliases,
+        excluded=plain.excluded, identity=(*model.identity, *base.identity), inputs=(*model.inputs, *base.inputs),
+        writer=replace(model.writer, model=model.writer.model or base.writer.model),
+    ).did(f"{count_of(len(plain.tensors()) - len(over))} taken from {base.where}")  # fmt: skip
