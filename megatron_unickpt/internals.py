@@ -306,9 +306,21 @@ def model() -> Model:
         "groups": getattr(arguments, "num_query_groups", None) if getattr(arguments, "group_query_attention", False) else heads,
         "head_dim": getattr(arguments, "kv_channels", None),
         "experts": getattr(arguments, "num_experts", None),
-        "vocab": getattr(arguments, "vocab_size", None),  # without padding
+        "vocab": _vocabulary(arguments),
     }
     return Model("", {name: number for name, number in facts.items() if type(number) is int and number > 0})
+
+
+def _vocabulary(arguments: Any) -> int | None:
+    """Entries without padding, if the arguments tell: without a tokenizer's file, they do.
+
+    Up to 0.16, ``--vocab-size`` of the NullTokenizer is without its end-of-document token, which the model has.
+    """
+    tokenizer = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_TOKENIZER", None)
+    told = getattr(arguments, "vocab_size", None)
+    if told is not None and getattr(arguments, "tokenizer_type", None) == "NullTokenizer":
+        return getattr(tokenizer, "vocab_size", None)
+    return told
 
 
 def coordinates() -> dict[str, int]:
