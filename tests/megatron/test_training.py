@@ -7,10 +7,12 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.launch import torchrun
+from tests.megatron.deepspeed_leg import MEGATRON
 
 TREE = os.environ.get("MEGATRON_LM", "")
 pytestmark = pytest.mark.skipif(not TREE, reason="MEGATRON_LM names no Megatron-LM tree")
@@ -18,9 +20,11 @@ pytestmark = pytest.mark.skipif(not TREE, reason="MEGATRON_LM names no Megatron-
 LOSS = re.compile(r"iteration +(\d+)/.*lm loss: ([0-9.E+-]+)")
 
 
-def run(world: int, arguments: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
-    env = {"MEGATRON_LM": TREE, "GLOO_SOCKET_IFNAME": "lo"}
-    return torchrun(world, "tests.megatron.pretrain", *arguments.split(), env=env, timeout_s=300, check=check)
+def run(
+    world: int, arguments: str, *, check: bool = True, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    given = {"MEGATRON_LM": TREE, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
+    return torchrun(world, "tests.megatron.pretrain", *arguments.split(), env=given, timeout_s=300, check=check)
 
 
 def losses(output: str) -> dict[int, float]:
@@ -177,3 +181,51 @@ def test_the_arguments_are_stored_readable(saved: Path) -> None:
     assert arguments["num_layers"] == 4
     assert arguments["tensor_model_parallel_size"] == 2
     assert manifest["step"] == 3
+
+
+# ---------------------------------------------------------------- DeepSpeed
+
+
+def deepspeed_leg(batches: Path, source: Path | str, first: int, last: int, out: Path) -> dict[str, Any]:
+    out.mkdir()
+    torchrun(2, "tests.megatron.deepspeed_leg", str(batches), str(source), str(first), str(last), str(out))
+    found: dict[str, Any] = json.loads((out / "leg.json").read_text())
+    return {**found, "losses": {int(at): loss for at, loss in found["losses"].items()}}
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the script's data loader gives in nine iterations."""
+    file = tmp_path_factory.mktemp("batches") / "batches.pt"
+    run(1, f"{until(9)} {MEGATRON}", env={"RECORD_BATCHES": str(file)})
+    return file
+
+
+def test_from_deepspeed_to_the_script_and_back(batches: Path, tmp_path: Path) -> None:
+    """Three iterations each, against one DeepSpeed job that makes all nine, all in float32.
+
+    Losses differ as those of the journeys between frameworks do (``tests/language/test_journeys.py``, 2e-6 of them: the two
+    sum in other orders), and Megatron's log rounds to seven digits.
+    """
+    whole = deepspeed_leg(batches, "-", 1, 9, tmp_path / "deepspeed")
+    files = sorted(tmp_path.glob("deepspeed/**"))
+    first = f"--load {tmp_path / 'deepspeed'} --save {tmp_path / 'megatron'} --save-interval 3 --ckpt-format unickpt"
+    done = run(2, f"{first} {until(6)} {MEGATRON} --use-distributed-optimizer --tensor-model-parallel-size 2")
+    found = losses(done.stdout)
+    assert sorted(found) == [4, 5, 6], done.stdout[-3000:]
+    expected = {at: whole["losses"][at] for at in found}
+    expected[5] = (expected[4] + expected[5]) / 2  # the second one after a start: Megatron logs the mean of both
+    assert found == pytest.approx(expected, rel=3e-6)
+    assert re.search(r"iteration +4/.*consumed samples: +32 .*learning rate: (7.5|1.0)0*E-0[34]", done.stdout), done.stdout[-3000:]
+    told = [line for line in done.stdout.splitlines() if "unickpt:" in line]
+    print("\n".join(told))
+    for name in ("iteration", "consumed_train_samples", "opt_param_scheduler"):
+        assert any(f" set: {name}: " in line for line in told), told
+    assert any("generators of deepspeed are not Megatron's: seeded with" in line for line in told)
+    assert sorted(tmp_path.glob("deepspeed/**")) == files, "it is another framework's folder"
+    back = deepspeed_leg(batches, tmp_path / "megatron", 7, 9, tmp_path / "back")
+    resumed = back["resumed"]
+    print("\n".join(resumed["report"]))
+    assert (resumed["steps"], resumed["samples"], resumed["last_epoch"]) == (6, 48, 6)
+    assert resumed["rate"] == pytest.approx(94 / 96 * 1e-3)
+    assert back["losses"] == pytest.approx({at: whole["losses"][at] for at in back["losses"]}, rel=2e-6)
