@@ -327,7 +327,10 @@ def _native(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _chosen(choices: choosing.Choices) -> dict[str, Any]:
     """On the coordinator: what to load next, for all ranks."""
-    choice = choices.next()
+    try:
+        choice = choices.next()
+    except (UnickptError, OSError) as err:  # the other ranks wait for this one's word
+        return asdict(choosing.Choice(refused=f"rank 0 cannot see what is there: {type(err).__name__}: {err}"))
     if choice.directory and Path(choice.directory).name.startswith("iter_"):
         with contextlib.suppress(OSError):  # a job that was killed right after the commit, or a read-only directory
             job.mark(choice.directory)

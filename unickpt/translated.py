@@ -136,7 +136,9 @@ class TranslatedCheckpoint(Checkpoint):
         if self.job_objects is None:
             return self.source.objects(allow_pickle=allow_pickle)
         told = self.job_objects.keys() | {note.name for note in self.job_notes}
-        others = sorted(name for name, value in self.source.manifest.objects.items() if value is not None and name not in told)
+        others = sorted(
+            name for name, value in self.source.manifest.objects.items() if value not in ({}, None) and name not in told
+        )
         reason = f"state of {self.source.manifest.writer.framework}, which has no counterpart here"
         return objects_module.Decoded(dict(self.job_objects), [f"{name}: {reason}" for name in others])
 

@@ -216,7 +216,9 @@ def test_from_deepspeed_to_the_script_and_back(batches: Path, tmp_path: Path) ->
     expected = {at: whole["losses"][at] for at in found}
     expected[5] = (expected[4] + expected[5]) / 2  # the second one after a start: Megatron logs the mean of both
     assert found == pytest.approx(expected, rel=3e-6)
-    assert re.search(r"iteration +4/.*consumed samples: +32 .*learning rate: (7.5|1.0)0*E-0[34]", done.stdout), done.stdout[-3000:]
+    assert re.search(r"iteration +4/.*consumed samples: +32 .*learning rate: (7.5|1.0)0*E-0[34]", done.stdout), done.stdout[
+        -3000:
+    ]
     told = [line for line in done.stdout.splitlines() if "unickpt:" in line]
     print("\n".join(told))
     for name in ("iteration", "consumed_train_samples", "opt_param_scheduler"):
