@@ -49,7 +49,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     settings: dict[str, Any] = {
         "train_batch_size": GLOBAL_BATCH, "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world,
-        "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "unickpt": {"enabled": True},
+        "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True,
+        "unickpt": {"enabled": True},
     }  # fmt: skip
     engine, *_ = deepspeed.initialize(
         model=model,
