@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from ds_unickpt import capture, internals
 from ds_unickpt.capture import Names
 from ds_unickpt.huggingface import model_of
+from unickpt import schedules
 from unickpt.language.facts import Model
 from unickpt.language.shipped import choose
 from unickpt.loading import Checkpoint
+from unickpt.report import Entry
 from unickpt.translated import translated
 
 OWN = "huggingface"
+SCHEDULE = "schedule"  # in the job's objects: how far the other framework's learning-rate schedule was (Progress)
 
 
 def as_named_here(checkpoint: Checkpoint, engine: Any, chosen: str) -> Checkpoint:
@@ -40,7 +42,8 @@ def as_named_here(checkpoint: Checkpoint, engine: Any, chosen: str) -> Checkpoin
         if persistent:
             wanted[name] = tuple(buffer.shape)
     view = translated(checkpoint, rules.rules, wanted, rules.sizes_of(model.facts), outward=True)
-    return dataclasses.replace(view, job_objects=_objects(checkpoint))
+    found, notes = _objects(checkpoint, engine)
+    return dataclasses.replace(view, job_objects=found, job_notes=notes)
 
 
 def _has_own_names(checkpoint: Checkpoint, engine: Any) -> bool:
@@ -49,14 +52,16 @@ def _has_own_names(checkpoint: Checkpoint, engine: Any) -> bool:
                for name in Names.read(engine.module).parameters)  # fmt: skip
 
 
-def _objects(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What of the other framework's state means the same here: counters."""
-    return {"engine": {"global_steps": checkpoint.manifest.step, "global_samples": _samples(checkpoint), "skipped_steps": 0}}
-
-
-def _samples(checkpoint: Checkpoint) -> int:
-    """Samples that were trained on, as Megatron's arguments tell."""
-    common = checkpoint.objects().value.get("common")
-    arguments = common.get("args") if isinstance(common, Mapping) else None
-    found = getattr(arguments, "consumed_train_samples", None)
-    return found if type(found) is int and found >= 0 else 0
+def _objects(checkpoint: Checkpoint, engine: Any) -> tuple[dict[str, Any], list[Entry]]:
+    """What of the other framework's state means the same here: counters; and what to say about it."""
+    step, objects = checkpoint.manifest.step, checkpoint.objects().value
+    job, schedule = schedules.of_job(step, objects), schedules.of_schedule(step, objects)
+    known, batch = job.samples is not None, int(engine.train_batch_size())
+    job, schedule = job.with_batch(batch), schedule.with_batch(batch)
+    how = "of the checkpoint" if known else f"as {step} steps of {batch} samples, because the checkpoint does not tell"
+    notes = [Entry("engine", "object", "set", f"global_steps {job.steps:,}, global_samples {job.samples:,} {how}")]
+    if objects.get("common") is not None:
+        reason = "but for its counters: Megatron's arguments, and the form of its schedule, are Megatron's"
+        notes.append(Entry("common", "object", "left out", reason))
+    counters = {"global_steps": job.steps, "global_samples": job.samples, "skipped_steps": 0}
+    return {"engine": counters, SCHEDULE: schedule}, notes

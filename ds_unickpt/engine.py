@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +34,7 @@ from unickpt.report import LoadReport
 from unickpt.resuming import Candidates, whole
 from unickpt.saves import PendingSave, Request, SaveResult
 from unickpt.saving import Saver
-from unickpt.storage import Storage, is_url, join, open_storage, usable
+from unickpt.storage import Storage, is_url, join, open_storage, split, usable
 
 logger = logging.getLogger("unickpt")
 
@@ -311,6 +312,8 @@ def load_checkpoint(
         if not choice["universal"]:
             return run_native(tag if not tried else choice["tag"])
         name = choice["tag"]
+        if choice["itself"]:
+            load_dir, tag = _place_of(load_dir)
         tried.append(name)
         skipped += choice["notes"]
         reason = internals.unsupported_reason(engine)
@@ -338,7 +341,7 @@ class _DamagedError(Exception):
 
 def _chosen(candidates: Candidates, load_dir: str, tag: Any, *, first: bool) -> dict[str, Any]:
     """``_choose``, and if the storage does not answer, what it said: the other ranks wait for the coordinator's word."""
-    nothing: dict[str, Any] = {"tag": None, "universal": False, "present": [], "notes": [], "error": ""}
+    nothing: dict[str, Any] = {"tag": None, "universal": False, "present": [], "notes": [], "error": "", "itself": False}
     try:
         return {**nothing, **_choose(candidates, load_dir, tag, first=first)}
     except (UnickptError, OSError) as err:
@@ -350,6 +353,8 @@ def _choose(candidates: Candidates, load_dir: str, tag: Any, *, first: bool) -> 
     folder = open_storage(load_dir)
     if tag is not None:
         return {"tag": str(tag), "universal": not _is_native(folder.inside(str(tag)))}
+    if first and is_checkpoint(load_dir):  # not a folder of checkpoints
+        return {"tag": _place_of(load_dir)[1], "universal": True, "itself": True}
     choice = candidates.next()
     for note in choice.notes:
         logger.warning("unickpt: %s. Looking for the newest whole checkpoint.", note)
@@ -357,6 +362,11 @@ def _choose(candidates: Candidates, load_dir: str, tag: Any, *, first: bool) -> 
         return {"present": [name for _, name in whole(load_dir)], "notes": [*choice.notes]}
     native = first and _is_native(folder.inside(choice.tag))
     return {"tag": choice.tag, "universal": not native, "notes": [*choice.notes]}
+
+
+def _place_of(checkpoint: str) -> tuple[str, str]:
+    """Its folder and its tag."""
+    return split(checkpoint if is_url(checkpoint) else os.path.abspath(checkpoint))
 
 
 def _is_native(directory: Storage) -> bool:

@@ -8,6 +8,7 @@ weights, sets hyperparameters and non-tensor state, and completes the report.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ import torch
 from ds_unickpt import capture, internals
 from ds_unickpt.capture import NOT_HYPERPARAMETERS, Names
 from ds_unickpt.config import Options
+from ds_unickpt.dialects import SCHEDULE
 from ds_unickpt.internals import Held, Partition
-from unickpt import objects, rng
+from unickpt import objects, rng, schedules
 from unickpt.dtypes import name_of, torch_dtype
 from unickpt.errors import MismatchError
 from unickpt.fragments import split_flat_range
@@ -27,8 +29,10 @@ from unickpt.index import TensorInfo
 from unickpt.loading import Checkpoint, Planned
 from unickpt.neighbours import Neighbours
 from unickpt.reading import Request
-from unickpt.report import LoadReport
+from unickpt.report import Entry, LoadReport
+from unickpt.schedules import Progress
 from unickpt.topology import describe
+from unickpt.translated import TranslatedCheckpoint, translated_from
 
 logger = logging.getLogger("unickpt")
 
@@ -90,7 +94,7 @@ class Restore:
         source = checkpoint.manifest.writer
         self.report = LoadReport(
             source=f"{checkpoint.storage} (step {checkpoint.manifest.step}, {source.framework} "
-            f"{source.framework_version}, {describe(source.topology)})",
+            f"{source.framework_version}, {describe(source.topology)}{translated_from(checkpoint)})",
             target=describe(capture.topology(engine)),
         )
         self._stored = self._match()
@@ -99,6 +103,7 @@ class Restore:
         self._copies: list[_Copy] = []
         self._objects: dict[str, Any] = {}
         self._rank_objects: dict[int, dict[str, Any]] = {}
+        self._notes: list[Entry] = []
 
     # ---------------------------------------------------------------- names and shapes
 
@@ -225,6 +230,8 @@ class Restore:
         for line in decoded.left_out:
             path, reason = line.split(":", 1)
             self.report.add(path, "object", "left out", reason.strip())
+        self._notes = list(self.checkpoint.job_notes) if isinstance(self.checkpoint, TranslatedCheckpoint) else []
+        self.report.entries += [note for note in self._notes if note.outcome == "left out"]
         for rank in {0, 1, int(self.engine.global_rank)}:
             self._rank_objects[rank] = self.checkpoint.rank_objects(rank, allow_pickle=self.options.allow_pickle).value
 
@@ -556,8 +563,9 @@ class Restore:
             setattr(self.engine, key, int(counters.get(key, 0)))
         self.engine.loaded_checkpoint_dp_world_size = self.checkpoint.manifest.writer.topology.get("world_size")
         self.engine.loaded_checkpoint_mp_world_size = 1
-        self._object("engine", "restored")
-        self._set_scheduler(saved.get("lr_scheduler"))
+        counted = [note for note in self._notes if note.outcome == "set"]
+        self.report.entries += counted or [Entry("engine", "object", "restored")]
+        self._set_scheduler(saved.get("lr_scheduler"), saved.get(SCHEDULE))
         self._set_loss_scaler(saved.get("loss_scaler"))
         self._set_stateful("grad_scaler", saved.get("grad_scaler"), internals.grad_scaler(self.engine))
         for name, target in internals.extra_states(self.engine).items():
@@ -590,10 +598,12 @@ class Restore:
             extras["lr_scheduler"] = (saved.get("lr_scheduler") or {}).get("state")
         return {**extras, **client_state}
 
-    def _set_scheduler(self, saved: dict[str, Any] | None) -> None:
+    def _set_scheduler(self, saved: dict[str, Any] | None, progress: Progress | None) -> None:
         target = internals.lr_scheduler(self.engine)
         if not self.wanted.scheduler:
             self._object("lr_scheduler", "left out", "not asked for (load_lr_scheduler_states)")
+        elif progress is not None and target is not None:
+            self._move_scheduler(target, progress)
         elif saved is None:
             self._none_saved("lr_scheduler", target)
         elif target is None:
@@ -603,6 +613,20 @@ class Restore:
         else:
             target.load_state_dict(saved["state"])
             self._object("lr_scheduler", "restored")
+
+    def _move_scheduler(self, target: Any, progress: Progress) -> None:
+        """This job's own schedule, to where another framework's was: the last step is taken, so that it sets the rates."""
+        kind = type(target).__name__
+        meaning = schedules.SCHEDULERS.get(kind)
+        before = dataclasses.replace(progress, steps=progress.steps - 1)
+        state = schedules.state_at(kind, target.state_dict(), before) if meaning and meaning.unit == "steps" else None
+        if state is None:
+            reason = f"{kind} cannot be moved to step {progress.steps}: it starts anew"
+            self._object("lr_scheduler", "left out", reason)
+            return
+        target.load_state_dict(state)
+        target.step()
+        self._object("lr_scheduler", "set", f"{progress.steps:,} steps of this job's own {kind} are over")
 
     def _set_loss_scaler(self, saved: dict[str, Any] | None) -> None:
         target = internals.loss_scaler(self.engine)
@@ -647,7 +671,12 @@ class Restore:
         rank, now = int(self.engine.global_rank), int(self.engine.seq_dp_world_size)
         first = self._rng_of(0)
         own = self._rng_of(rank) if 0 < rank < world else first
-        if first is None or own is None:
+        if isinstance(self.checkpoint, TranslatedCheckpoint):
+            framework = self.checkpoint.manifest.writer.framework
+            self._object(
+                "rng", "left out", f"generators of {framework} have no counterpart: this job's own go on as it seeded them"
+            )
+        elif first is None or own is None:
             self._object("rng", "left out", "none was saved")
         elif rank < world:
             missing = rng.restore(own)

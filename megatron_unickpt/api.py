@@ -12,7 +12,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import random as tracker_module
 
-from megatron_unickpt import internals, loading, saving
+from megatron_unickpt import crossing, internals, loading, saving
 from megatron_unickpt import metadata as metadata_module
 from megatron_unickpt.optimizer import METADATA
 from unickpt import rng
@@ -67,6 +67,8 @@ def load(
 ) -> dict[str, Any]:
     """Load what ``save`` wrote, under any parallel shape and optimizer wrapper. All ranks call it.
 
+    Of a checkpoint of another framework, too; a scheduler of Megatron's is then moved to the samples that were trained on.
+
     Args:
         directory, model, optimizer, scheduler, metadata: as for ``save``. Without ``optimizer`` its state is left out.
         strict: passed to the modules' ``load_state_dict``.
@@ -82,7 +84,8 @@ def load(
     known = metadata_module.load_sharded_metadata(directory)
     if here.unique_key not in known:
         state.pop(_RNG)
-    loaded = loading.load(state, directory)
+    with crossing.into(crossing.Job(scheduler=scheduler)):
+        loaded = loading.load(state, directory)
     for key, chunk in _chunks(model).items():
         chunk.load_state_dict(loaded[key], strict=strict)
     if optimizer is not None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron_unickpt import capture, internals, mapping
+from megatron_unickpt import capture, crossing, internals, mapping
+from megatron_unickpt.crossing import DIALECT as OWN
 from unickpt.coordination import Rendezvous
 from unickpt.errors import MismatchError
 from unickpt.language.facts import Model
@@ -16,7 +17,6 @@ from unickpt.language.shipped import choose
 from unickpt.loading import Checkpoint
 from unickpt.translated import translated
 
-OWN = "megatron-core"
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -48,7 +48,8 @@ def as_named_here(checkpoint: Checkpoint, items: Iterable[ShardedTensor], meet: 
     if view.untranslated and meet is not None:
         names = ", ".join(view.untranslated[:8]) + (f" and {len(view.untranslated) - 8} more" if view.untranslated[8:] else "")
         raise MismatchError(f"{where}: this model has no counterpart of {names}. Nothing is loaded.")
-    return dataclasses.replace(view, job_objects={capture.COMMON: {"iteration": checkpoint.manifest.step}})
+    common, notes = crossing.common_state(checkpoint)
+    return dataclasses.replace(view, job_objects={capture.COMMON: common}, job_notes=notes)
 
 
 def _of_all_ranks(own: Shapes, meet: Rendezvous) -> Shapes:

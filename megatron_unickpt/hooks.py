@@ -211,6 +211,9 @@ SCRIPTS = [
     _script("checkpointing", "save_checkpoint", "save_checkpoint", ("iteration",), "a failed save must not end training"),
     _script("checkpointing", "load_checkpoint", "load_checkpoint", ("load_arg",), "formats by directory; damaged ones; RNG"),
     _script("checkpointing", "get_rng_state", "get_rng_state", ("ckpt_format",), "states of all data parallel ranks"),
+    _script("checkpointing", "get_checkpoint_name", "checkpoint_name", ("return_base_dir",), "tags are no iter_..."),
+    _script("checkpointing", "find_checkpoint_rank_0", "first_file", ("checkpoints_path", "iteration"), "the same"),
+    _script("checkpointing", "_get_checkpoint_format", "checkpoint_format", ("checkpoint_name",), "they lack Megatron's mark"),
 ]  # fmt: skip
 # Since 0.13; before, the sharding type is an argument of the optimizer's sharded_state_dict.
 METADATA = [

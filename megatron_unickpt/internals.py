@@ -298,7 +298,22 @@ def topology() -> dict[str, Any]:
 
 def model() -> Model:
     """What the arguments of Megatron's training scripts tell of the model; nothing without the scripts."""
-    return Model.of_megatron(global_arguments())
+    arguments = global_arguments()
+    found, vocabulary = Model.of_megatron(arguments), _vocabulary(arguments)
+    told = {"vocab": vocabulary} if type(vocabulary) is int and vocabulary > 0 else {}
+    return Model(found.family, {**found.facts, **told})
+
+
+def _vocabulary(arguments: Any) -> int | None:
+    """Entries without padding, if the arguments tell: without a tokenizer's file, they do.
+
+    Up to 0.16, ``--vocab-size`` of the NullTokenizer is without its end-of-document token, which the model has.
+    """
+    tokenizer = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_TOKENIZER", None)
+    told = getattr(arguments, "vocab_size", None)
+    if told is not None and getattr(arguments, "tokenizer_type", None) == "NullTokenizer":
+        return getattr(tokenizer, "vocab_size", None)
+    return told
 
 
 def coordinates() -> dict[str, int]:

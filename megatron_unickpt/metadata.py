@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from megatron_unickpt import mapping, restore
+from megatron_unickpt import crossing, mapping, restore
 from megatron_unickpt.job import CONTENT_METADATA, in_megatrons_terms
 from megatron_unickpt.optimizer import METADATA
 from unickpt.dtypes import torch_dtype
@@ -26,7 +26,8 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
     """Megatron's common state dict, without tensors. Needs no process group."""
     with in_megatrons_terms():
         work = restore.Restore(Checkpoint.open(str(checkpoint_dir)))
-        state = work.common()
+        foreign = crossing.is_foreign(work.checkpoint)
+        state = crossing.common_state(work.checkpoint)[0] if foreign else work.common()
     if isinstance(state, dict):
         if work.checkpoint.manifest.optimizer is not None:  # optimizers have described themselves our way
             state[CONTENT_METADATA] = {**(state.get(CONTENT_METADATA) or {}), **METADATA}

@@ -21,7 +21,7 @@ from unickpt.neighbours import Neighbours
 from unickpt.reading import Request
 from unickpt.report import LoadReport
 from unickpt.topology import describe
-from unickpt.translated import TranslatedCheckpoint
+from unickpt.translated import TranslatedCheckpoint, translated_from
 
 OBJECT = "object"
 
@@ -71,7 +71,8 @@ class Restore:
         source = self.checkpoint.manifest.writer
         self.report.source = (
             f"{self.checkpoint.storage} (step {self.checkpoint.manifest.step}, {source.framework} "
-            f"{source.framework_version}, {describe(source.topology)})"
+            f"{source.framework_version}, {describe(source.topology)}"
+            f"{translated_from(self.checkpoint)})"
         )
         self._stepped = any(info.kind == "optimizer" for info in self.checkpoint.index.tensors)
         self._requests: list[Request] = []
@@ -182,6 +183,8 @@ class Restore:
         for line in decoded.left_out:
             path, _, reason = line.partition(":")
             self.report.add(path, OBJECT, "left out", reason.strip())
+        if isinstance(self.checkpoint, TranslatedCheckpoint):
+            self.report.entries += self.checkpoint.job_notes
         return decoded.value.get(capture.COMMON) or {}
 
     def objects(self, items: Iterable[ShardedObject]) -> dict[str, Any]:

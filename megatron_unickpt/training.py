@@ -13,14 +13,14 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_unickpt import internals, job, loading, metadata, optimizer_hooks
+from megatron_unickpt import choosing, crossing, internals, job, loading, metadata, optimizer_hooks
 from megatron_unickpt.job import BACKEND, MegatronCheckpointError, SaveFailedError
 from megatron_unickpt.optimizer import METADATA
 from unickpt import interruption
@@ -33,8 +33,9 @@ from unickpt.errors import (
     StorageError,
     UnickptError,
 )
-from unickpt.loading import Checkpoint, is_checkpoint, read_manifest
+from unickpt.loading import Checkpoint
 from unickpt.reading import VERIFY
+from unickpt.resuming import TRACKER
 from unickpt.retention import Retention
 from unickpt.saves import ON_BUSY, SaveOptions
 from unickpt.storage import is_url, open_storage, split, usable
@@ -44,7 +45,6 @@ from unickpt.topology import describe
 logger = logging.getLogger("unickpt")
 
 NATIVE_FORMAT = "torch_dist"
-TRACKER = "latest_checkpointed_iteration.txt"
 RNG = "rng_state"
 _DAMAGE = (CorruptCheckpointError, FormatError, NotACheckpointError, StorageError)
 
@@ -290,28 +290,30 @@ def load_checkpoint(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     interruption.finish_all()  # what this process has just saved is there to be chosen
     meet = job.rendezvous()
     meet.begin(f"choose/{load_dir}")
-    tried: list[int] = []
+    choices = choosing.Choices(str(load_dir), getattr(options, "ckpt_step", None))
+    tried = False
     skipped: list[str] = []
     while True:
-        choice = meet.broadcast("choice", _chosen(options, str(load_dir), tried) if meet.rank == 0 else None)
-        if choice["iteration"] is None:
+        choice = choosing.Choice(**meet.broadcast("choice", _chosen(choices) if meet.rank == 0 else None))
+        if choice.refused:
+            raise MegatronCheckpointError(choice.refused)
+        if not choice.directory:
             if tried:
                 raise MegatronCheckpointError(f"no whole checkpoint is left in {load_dir}: " + "; ".join(skipped))
             return _native(wrapped, args, kwargs)
-        iteration = int(choice["iteration"])
-        tried.append(iteration)
-        if choice["notes"] and meet.rank == 0:
-            logger.warning("unickpt: %s. It now names iteration %d.", "; ".join(choice["notes"]), iteration)
+        tried = True
+        if choice.notes and meet.rank == 0:
+            logger.warning("unickpt: %s. Now iteration %d is loaded.", "; ".join(choice.notes), choice.iteration)
         try:
-            return _ours(wrapped, args, kwargs, options, Path(choice["directory"]), iteration, skipped)
+            return _ours(wrapped, bound, options, choice, skipped)
         except MegatronCheckpointError as err:
             damaged = isinstance(err.__cause__, _DAMAGE) or any(kind.__name__ in str(err) for kind in _DAMAGE)
-            if not damaged or choice["explicit"]:
+            if not damaged or choice.explicit:
                 raise
-            skipped.append(f"iteration {iteration}: {err}")
+            skipped.append(f"iteration {choice.iteration}: {err}")
             if meet.rank == 0:
                 logger.warning(
-                    "unickpt: iteration %d in %s cannot be used: %s. Looking for an older one.", iteration, load_dir, err
+                    "unickpt: iteration %d in %s cannot be used: %s. Looking for an older one.", choice.iteration, load_dir, err
                 )
 
 
@@ -323,85 +325,46 @@ def _native(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         _mode.loading = False
 
 
-def _chosen(options: argparse.Namespace, load_dir: str, tried: list[int]) -> dict[str, Any]:
-    """``_choose``, and a tracker file that names what is not there put right: Megatron reads it, and would exit."""
-    choice = _choose(options, load_dir, tried)
-    if choice["notes"] and choice["iteration"] is not None:
-        with contextlib.suppress(StorageError):  # a full disk or a read-only one: Megatron then says so itself
-            open_storage(load_dir).write_atomic(TRACKER, str(choice["iteration"]).encode())
-    if choice["iteration"] is not None:
+def _chosen(choices: choosing.Choices) -> dict[str, Any]:
+    """On the coordinator: what to load next, for all ranks."""
+    try:
+        choice = choices.next()
+    except (UnickptError, OSError) as err:  # the other ranks wait for this one's word
+        return asdict(choosing.Choice(refused=f"rank 0 cannot see what is there: {type(err).__name__}: {err}"))
+    if choice.directory and Path(choice.directory).name.startswith("iter_"):
         with contextlib.suppress(OSError):  # a job that was killed right after the commit, or a read-only directory
-            job.mark(choice["directory"])
-    return choice
+            job.mark(choice.directory)
+    return asdict(choice)
 
 
-def _choose(options: argparse.Namespace, load_dir: str, tried: list[int]) -> dict[str, Any]:
-    """On the coordinator: which iteration to load next, if it is one of ours. Reads manifests, never data."""
-    nothing: dict[str, Any] = {"iteration": None, "directory": "", "notes": [], "explicit": False}
-    folder = Path(load_dir)
-    explicit = getattr(options, "ckpt_step", None)
-    if explicit:
-        directory = folder / _name(int(explicit))
-        if tried or not is_checkpoint(directory):
-            return nothing
-        return {"iteration": int(explicit), "directory": str(directory), "notes": [], "explicit": True}
-    tracked, notes = _tracked(folder)
-    whole = _whole(folder)
-    if not tried and tracked is not None:
-        directory = folder / _name(tracked)
-        if is_checkpoint(directory) or not whole or any(directory.glob("*")):
-            ours = is_checkpoint(directory)
-            return {**nothing, "iteration": tracked if ours else None, "directory": str(directory)}
-        notes.append(f"{folder / TRACKER} names iteration {tracked}, which is not there")
-    if not tried and tracked is None and not notes:
-        return nothing  # no tracker file: Megatron starts from random weights, or exits if it was told to
-    older = [iteration for iteration in whole if iteration not in tried]
-    if not older:
-        return nothing
-    return {"iteration": older[0], "directory": str(folder / _name(older[0])), "notes": notes, "explicit": False}
+def checkpoint_name(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``get_checkpoint_name``: the directory of the checkpoint that is being loaded, whatever it is called."""
+    base = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get("return_base_dir", False)
+    return str(_mode.source.storage) if _mode.source is not None and base else wrapped(*args, **kwargs)
 
 
-def _tracked(folder: Path) -> tuple[int | None, list[str]]:
-    """What the tracker file says: an iteration, or None with the reason unless there simply is no file."""
-    path = folder / TRACKER
-    if not path.is_file():
-        return None, []
-    text = path.read_text(errors="replace").strip()
-    if text.isdigit():
-        return int(text), []
-    if text == "release":
-        return None, []
-    return None, [f"{path} holds {text[:40]!r} instead of an iteration (was the job killed while it was written?)"]
+def first_file(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``find_checkpoint_rank_0``: a distributed checkpoint is a directory."""
+    return str(_mode.source.storage) if _mode.source is not None else wrapped(*args, **kwargs)
 
 
-def _name(iteration: int) -> str:
-    return f"iter_{iteration:07d}"
-
-
-def _whole(folder: Path) -> list[int]:
-    """Iterations that have a sound manifest, newest first."""
-    found = []
-    for path in folder.glob("iter_*"):
-        if path.name[5:].isdigit() and is_checkpoint(path):
-            try:
-                read_manifest(open_storage(path))
-            except (UnickptError, OSError):
-                continue
-            found.append(int(path.name[5:]))
-    return sorted(found, reverse=True)
+def checkpoint_format(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``_get_checkpoint_format``: also of a directory that does not bear Megatron's mark, as other frameworks' do not."""
+    return NATIVE_FORMAT if _mode.source is not None else wrapped(*args, **kwargs)
 
 
 def _ours(
-    wrapped: Callable[..., Any], args: Any, kwargs: Any, options: argparse.Namespace, directory: Path, iteration: int,
+    wrapped: Callable[..., Any], bound: inspect.BoundArguments, options: argparse.Namespace, choice: choosing.Choice,
     skipped: list[str],
 ) -> Any:  # fmt: skip
     """Load one of our checkpoints through Megatron's own function."""
+    finetune = bool(getattr(options, "finetune", False))
     try:
-        checkpoint = Checkpoint.open(directory)
-        stored = metadata.load_common_state_dict(directory).get("args")
-        finetune = bool(getattr(options, "finetune", False))
+        checkpoint = Checkpoint.open(choice.directory)
+        foreign = crossing.is_foreign(checkpoint)
+        stored = None if foreign else metadata.load_common_state_dict(choice.directory).get("args")
         if stored is not None and not finetune:
-            compare_arguments(vars(stored), vars(options), where=str(directory))
+            compare_arguments(vars(stored), vars(options), where=choice.directory)
     except MegatronCheckpointError:
         raise
     except UnickptError as err:
@@ -409,17 +372,20 @@ def _ours(
     kept = any(name.startswith(f"{RNG}/") for name in checkpoint.shared_names())
     same = kept and _same_positions(checkpoint.manifest.writer.topology)
     wanted = not (finetune or getattr(options, "no_load_rng", False) or getattr(stored, "no_save_rng", False))
-    changes = {"ckpt_format": NATIVE_FORMAT, "ckpt_step": iteration}
+    # a directory is chosen already; the step, which must not be 0 then, keeps Megatron from looking for one
+    changes = {"ckpt_format": NATIVE_FORMAT, "ckpt_step": max(choice.iteration, 1), "pretrained_checkpoint": None}
     if wanted and not same:
         changes["no_load_rng"] = True
+    with_schedule = not (finetune or getattr(options, "no_load_optim", False))
+    mine = crossing.Job(options, bound.arguments["opt_param_scheduler"] if with_schedule else None)
     _mode.loading, _mode.source = True, checkpoint
     try:
-        with _changed(options, changes), _optimizers_asked():
-            result = wrapped(*args, **kwargs)
+        with _changed(options, changes), _optimizers_asked(), crossing.into(mine):
+            result = wrapped(*bound.args, **bound.kwargs)
     finally:
         _mode.loading, _mode.source = False, None
     if wanted and not same:
-        _reseed(options, iteration, checkpoint.manifest.writer.topology)
+        _reseed(options, choice.iteration, checkpoint)
     report = loading.last_report
     if report is not None:
         report.skipped = list(skipped)
@@ -479,14 +445,18 @@ def _same_positions(source: Mapping[str, Any]) -> bool:
     return all(int(source.get(key, 1)) == int(now.get(key, 1)) for key in ("pipeline", "tensor", "expert"))
 
 
-def _reseed(options: argparse.Namespace, iteration: int, source: Mapping[str, Any]) -> None:
+def _reseed(options: argparse.Namespace, iteration: int, source: Checkpoint) -> None:
     """Seed the generators and trackers as Megatron does when a job starts, from the seed plus the iteration.
 
     With the seed alone, dropout would repeat the masks of the first iterations.
     """
     seed = int(getattr(options, "seed", 1234)) + iteration
     internals.seed_scripts(options, seed)
-    reason = f"{describe(source)} became {describe(internals.topology())}: seeded with {seed} (seed + iteration)"
+    writer, now = source.manifest.writer, describe(internals.topology())
+    why = f"{describe(writer.topology)} became {now}"
+    if crossing.is_foreign(source):
+        why = f"generators of {writer.framework} are not Megatron's"
+    reason = f"{why}: seeded with {seed} (seed + iteration)"
     if loading.last_report is not None:
         loading.last_report.add(RNG, "object", "re-seeded", reason)
     if torch.distributed.get_rank() == 0:

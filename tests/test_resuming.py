@@ -15,7 +15,7 @@ from unickpt import retention
 from unickpt.commit import HOLD_FILE
 from unickpt.errors import FormatError, UnickptError
 from unickpt.posix import PosixStorage
-from unickpt.resuming import Candidates, latest_tag
+from unickpt.resuming import TRACKER, Candidates, latest_tag, tracked_iteration
 from unickpt.retention import Retention
 from unickpt.saves import SaveOptions
 from unickpt.saving import Saver
@@ -63,6 +63,25 @@ def test_a_latest_that_names_nothing_gives_way_to_the_newest(tmp_path: Path, con
     assert choice.tag == "b"
     assert "latest" in choice.notes[0]
     assert order(candidates) == ["a", None]
+
+
+def test_without_latest_megatrons_tracker_file_counts(tmp_path: Path) -> None:
+    saved(tmp_path, "iter_0000001", "iter_0000002", "iter_0000003")
+    (tmp_path / "latest").unlink()
+    (tmp_path / TRACKER).write_text("2\n")
+    assert tracked_iteration(tmp_path) == 2
+    assert order(Candidates(tmp_path)) == ["iter_0000002", "iter_0000003", "iter_0000001", None]
+    (tmp_path / "latest").write_text("iter_0000001")  # DeepSpeed's own comes first
+    assert Candidates(tmp_path).next().tag == "iter_0000001"
+    (tmp_path / "latest").unlink()
+    (tmp_path / TRACKER).write_text("7")  # which Megatron has saved in a format of its own: not ours to load
+    assert Candidates(tmp_path).next().tag is None
+    (tmp_path / TRACKER).write_text("release")
+    assert Candidates(tmp_path).next().tag is None
+    (tmp_path / TRACKER).write_text("")
+    choice = Candidates(tmp_path).next()
+    assert choice.tag == "iter_0000003"
+    assert "instead of an iteration" in choice.notes[0]
 
 
 def test_a_latest_that_is_a_folder_gives_way_too(tmp_path: Path) -> None:

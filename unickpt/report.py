@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from unickpt.errors import MismatchError
 
-Outcome = Literal["restored", "cast", "re-seeded", "left out"]
-OUTCOMES: tuple[Outcome, ...] = ("restored", "cast", "re-seeded", "left out")
+Outcome = Literal["restored", "cast", "set", "re-seeded", "left out"]
+OUTCOMES: tuple[Outcome, ...] = ("restored", "cast", "set", "re-seeded", "left out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class Entry:
     Attributes:
         name: parameter, buffer or object name.
         state: ``weight``, ``master``, an optimizer key, or ``object``.
-        outcome: ``restored`` (bit for bit), ``cast`` (to another dtype, or from the master),
-            ``re-seeded`` (given a fresh, deterministic value), ``left out``.
+        outcome: ``restored`` (bit for bit), ``cast`` (to another dtype, or from the master), ``set`` (to what counters of
+            another framework's checkpoint mean here), ``re-seeded`` (given a fresh, deterministic value), ``left out``.
         reason: why, unless it was simply restored.
     """
 

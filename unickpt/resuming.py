@@ -16,6 +16,7 @@ from unickpt.loading import read_manifest
 from unickpt.manifest import MANIFEST_FILE, check_path
 from unickpt.storage import join, open_storage
 
+TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's scripts write it (megatron/training/checkpointing.py)
 _MAX_LATEST_BYTES = 4096
 _AGAIN = 20  # times that one being saved again and again is tried again
 
@@ -56,6 +57,32 @@ def latest_tag(folder: str | os.PathLike[str]) -> str | None:
     return check_path(tag, where=where)
 
 
+def iteration_name(iteration: int) -> str:
+    """The directory of an iteration, as Megatron's scripts name it."""
+    return f"iter_{iteration:07d}"
+
+
+def tracked_iteration(folder: str | os.PathLike[str]) -> int | None:
+    """What Megatron's tracker file names; None if there is none, or if it names a release, which has no iteration.
+
+    Raises:
+        FormatError: it holds something else (was the job killed while it was written?).
+        StorageError: it cannot be read.
+    """
+    place = open_storage(folder)
+    size = place.size_bytes(TRACKER)
+    if size is None:
+        return None
+    text = place.read(TRACKER, 0, min(size, _MAX_LATEST_BYTES)).decode("utf-8", "replace").strip()
+    if text.isdecimal() and text.isascii() and size <= _MAX_LATEST_BYTES:
+        return int(text)
+    if text == "release":
+        return None
+    raise FormatError(
+        f"{place.where(TRACKER)} holds {text[:40]!r} instead of an iteration (was the job killed while it was written?)"
+    )
+
+
 def whole(folder: str | os.PathLike[str]) -> list[tuple[int, str]]:
     """(step, name) of everything in a folder that has a sound manifest, newest first.
 
@@ -73,8 +100,8 @@ def whole(folder: str | os.PathLike[str]) -> list[tuple[int, str]]:
 class Candidates:
     """The checkpoints of a folder in the order in which a job tries them; ask again if one turned out to be damaged.
 
-    First what ``latest`` names; no tag if there is no ``latest`` (the job is new). If ``latest`` cannot be
-    used, or what it names could not, the newest whole one that was not tried. One that was saved again while it
+    First what ``latest`` names, or without one Megatron's tracker file; no tag if there is neither (the job is new). If that
+    cannot be used, or what it names could not, the newest whole one that was not tried. One that was saved again while it
     was being read comes again: its old files are gone, and its new ones have not been looked at.
     """
 
@@ -97,7 +124,7 @@ class Candidates:
         notes = []
         if self._offered is None:
             try:
-                return Choice(latest_tag(self._folder))
+                return Choice(latest_tag(self._folder) or self._tracked())
             except StorageError:
                 raise  # a storage that does not answer is no reason to resume from an older checkpoint
             except UnickptError as err:
@@ -109,6 +136,14 @@ class Candidates:
                 return Choice(tag, (f"{join(self._folder, tag)} was saved again while it was being read",))
         older = [name for _, name in whole(self._folder) if name not in self._tried]
         return Choice(older[0] if older else None, tuple(notes))
+
+    def _tracked(self) -> str | None:
+        """What Megatron's scripts have saved last, if they have saved it as unickpt."""
+        iteration = tracked_iteration(self._folder)
+        name = None if iteration is None else iteration_name(iteration)
+        if name is None or open_storage(self._folder).inside(name).size_bytes(MANIFEST_FILE) is None:
+            return None
+        return name
 
 
 def identity(directory: str) -> Identity:

@@ -27,6 +27,7 @@ from unickpt.loading import Checkpoint, Planned
 from unickpt.manifest import OptimizerRecord, ParameterGroup
 from unickpt.neighbours import Neighbours
 from unickpt.reading import ReadStats, Request
+from unickpt.report import Entry
 
 TENSORS = ("parameter", "buffer")
 HUGGINGFACE = "huggingface"
@@ -64,12 +65,14 @@ class TranslatedCheckpoint(Checkpoint):
         translation: of the tensors that are wanted.
         stored: names under which the sources of pieces are stored (tied parameters have several).
         job_objects: non-tensor state in this dialect's terms; None: as it is stored.
+        job_notes: how that was made, for the report of a load.
     """
 
     source: Checkpoint = field(kw_only=True)
     translation: Translation = field(kw_only=True, repr=False)
     stored: Mapping[str, str] = field(kw_only=True, repr=False)
     job_objects: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False)
+    job_notes: Sequence[Entry] = field(default=(), kw_only=True, repr=False)
 
     @property
     def identity(self) -> str:
@@ -132,7 +135,10 @@ class TranslatedCheckpoint(Checkpoint):
     def objects(self, *, allow_pickle: bool = False) -> objects_module.Decoded:
         if self.job_objects is None:
             return self.source.objects(allow_pickle=allow_pickle)
-        others = sorted(self.source.manifest.objects.keys() - self.job_objects.keys())
+        told = self.job_objects.keys() | {note.name for note in self.job_notes}
+        others = sorted(
+            name for name, value in self.source.manifest.objects.items() if value not in ({}, None) and name not in told
+        )
         reason = f"state of {self.source.manifest.writer.framework}, which has no counterpart here"
         return objects_module.Decoded(dict(self.job_objects), [f"{name}: {reason}" for name in others])
 
@@ -146,6 +152,13 @@ class TranslatedCheckpoint(Checkpoint):
 
     def shared_object(self, name: str, *, allow_pickle: bool = False) -> objects_module.Decoded:
         return self.source.shared_object(name, allow_pickle=allow_pickle)
+
+
+def translated_from(checkpoint: Checkpoint) -> str:
+    """For the heading of a load's report; '' of a checkpoint that is read as it is."""
+    if not isinstance(checkpoint, TranslatedCheckpoint):
+        return ""
+    return f"; {len(checkpoint.translation.pieces)} tensors translated from {checkpoint.manifest.writer.dialect}"
 
 
 def _is_sum(pieces: Sequence[Piece]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+BATCH, DECAY = 4, 20  # sequences of a step; steps in which the learning rate goes linearly to zero
 LAYERS, WIDTH, HEADS, GROUPS, FFN, VOCABULARY, LENGTH = 4, 32, 4, 2, 48, 96, 16
 
 
@@ -69,7 +70,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def rows(step: int, batch: int = 4) -> Any:
+def rows(step: int, batch: int = BATCH) -> Any:
     """Tokens of a global batch, int64 ``[batch, length + 1]``; they depend on the step alone."""
     import torch
 

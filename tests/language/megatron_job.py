@@ -14,12 +14,13 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 import megatron_unickpt
-from tests.language.families import FAMILIES, FFN, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, Family, rows
+from tests.language.families import BATCH, DECAY, FAMILIES, FFN, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, Family, rows
 from tests.megatron.layouts import Layout
 
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh")}
@@ -34,7 +35,11 @@ class FamilyJob(Job):
             Layout.parse(layout), seed=seed, tied=self.family.tied, vocabulary=VOCABULARY, width=WIDTH, length=LENGTH, lr=lr
         )
         for group in self.optimizer.param_groups:  # as the other framework's job has it
-            group["weight_decay"] = 0.0
+            group |= {"weight_decay": 0.0, "max_lr": lr, "min_lr": 0.0}
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer, init_lr=0.0, max_lr=lr, min_lr=0.0, lr_warmup_steps=0, lr_decay_steps=DECAY * BATCH,
+            lr_decay_style="linear", start_wd=0.0, end_wd=0.0, wd_incr_steps=1, wd_incr_style="constant",
+        )  # fmt: skip
 
     def _config(self, width: int) -> TransformerConfig:
         layout, low = self.layout, self.layout.optimizer != "fp32"
@@ -75,11 +80,18 @@ class FamilyJob(Job):
 
     def load(self, source: str) -> None:
         """A checkpoint of whatever framework."""
-        found = megatron_unickpt.load(source, self.chunks, self.optimizer)
+        found = megatron_unickpt.load(source, self.chunks, self.optimizer, scheduler=self.scheduler)
         self.step = int(found["iteration"])
 
     def save(self, directory: Path) -> None:
-        megatron_unickpt.save(directory, self.chunks, self.optimizer, iteration=self.step)
+        megatron_unickpt.save(directory, self.chunks, self.optimizer, scheduler=self.scheduler, iteration=self.step)
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            losses += super().train(1)
+            self.scheduler.step(self.batch)
+        return losses
 
     def logits(self, tokens: torch.Tensor) -> list[Any] | None:
         """Of the whole vocabulary, float32, on the last stage's first tensor parallel rank; None elsewhere."""

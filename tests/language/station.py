@@ -3,7 +3,8 @@
 station deepspeed|megatron LAYOUT FAMILY PRECISION SOURCE OUT STEPS FIRST_STEP
 
 ``SOURCE`` is a checkpoint (``-``: begin with random weights). ``OUT/loaded`` and ``OUT/trained`` are checkpoints,
-``OUT/station.json`` has losses, the logits of fixed tokens before and after training, and the load's report.
+``OUT/station.json`` has counters (of the schedule: its samples), the learning rate, losses, the logits of fixed tokens before
+and after training, and the load's report.
 """
 
 from __future__ import annotations
@@ -13,9 +14,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.language.families import huggingface_model, rows
+from tests.language.families import BATCH, DECAY, huggingface_model, rows
 
 LR, SEED = 1e-3, 7
+
+
+def linear(optimizer: Any) -> Any:
+    """As Trainer makes it; the same as Megatron's ``linear``."""
+    from torch.optim.lr_scheduler import LambdaLR
+
+    return LambdaLR(optimizer, lambda step: 1 - step / DECAY)
 
 
 def deepspeed_station(
@@ -28,18 +36,20 @@ def deepspeed_station(
     deepspeed.init_distributed("gloo", verbose=False)
     rank, world = dist.get_rank(), dist.get_world_size()
     config: dict[str, Any] = {
-        "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4 // world,
+        "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": BATCH // world,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0, "torch_adam": True}},
         "bf16": {"enabled": precision == "bf16"},
         "zero_optimization": {"stage": int(layout.removeprefix("zero")), "stage3_param_persistence_threshold": 0},
         "unickpt": {"enabled": True},
     }  # fmt: skip
     model = huggingface_model(family, SEED + (source != "-"))
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, lr_scheduler=linear)
     if source != "-":
         path, _ = engine.load_checkpoint(str(Path(source).parent), tag=Path(source).name)
         assert path is not None
-    found: dict[str, Any] = {"steps_before": engine.global_steps}
+    schedule = engine.lr_scheduler.state_dict()["last_epoch"] * BATCH
+    found = {"counters": {"steps": engine.global_steps, "samples": engine.global_samples, "schedule": schedule}}
+    found |= {"rate": engine.get_lr()[0]}
 
     def logits() -> Any:
         engine.eval()
@@ -52,7 +62,7 @@ def deepspeed_station(
     engine.save_checkpoint(str(out), tag="loaded")
     losses = []
     for step in range(first, first + steps):
-        batch = rows(step)[rank * 4 // world : (rank + 1) * 4 // world]
+        batch = rows(step)[rank * BATCH // world : (rank + 1) * BATCH // world]
         scores = engine(batch[:, :-1]).logits.float()
         loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
         engine.backward(loss)
@@ -82,7 +92,8 @@ def megatron_station(
         job.load(source)
         assert loading.last_report is not None
         report = loading.last_report.lines()
-    found: dict[str, Any] = {"steps_before": job.step, "logits": job.logits(rows(0)[:, :-1]), "report": report}
+    found: dict[str, Any] = {"logits": job.logits(rows(0)[:, :-1]), "report": report}
+    found |= {"counters": {"steps": job.step, "schedule": job.scheduler.num_steps}, "rate": job.optimizer.param_groups[0]["lr"]}
     job.save(out / "loaded")
     job.step = first
     found["losses"] = job.train(steps)

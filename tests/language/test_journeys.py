@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.language.families import huggingface_model, rows
+from tests.language.families import BATCH, DECAY, huggingface_model, rows
 from tests.language.journeys import STEPS, Station, differences, steps_of, travelled, uninterrupted
+from tests.language.station import LR
 from unickpt.cli.main import main
 
 ZERO1, ZERO3 = Station("deepspeed", "zero1", 2), Station("deepspeed", "zero3", 2)
@@ -48,6 +49,10 @@ def test_a_training_goes_on_in_the_other_framework(
         assert wrong == []
         assert compared > 100
         assert steps_of(tmp_path / str(at) / "loaded") == {at * STEPS}
+        steps = at * STEPS
+        counters = {"steps": steps, "samples": steps * BATCH, "schedule": steps * BATCH}
+        assert found[at]["counters"].items() <= counters.items()
+        assert found[at]["rate"] == LR * (1 - steps / DECAY)
         assert any("unaccounted: 0" in line for line in found[at]["report"])
         before, after = torch.tensor(found[at - 1]["logits_after"]), torch.tensor(found[at]["logits"])
         assert (before - after).abs().max() <= 4e-7 * max(float(before.abs().max()), 1.0)  # float32, other orders of sums

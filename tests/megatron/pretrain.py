@@ -1,13 +1,19 @@
 """Run the unmodified ``pretrain_gpt.py`` of ``$MEGATRON_LM`` on CPU and gloo, under torchrun.
 
 MEGATRON_LM=/path/to/Megatron-LM torchrun --nproc-per-node 4 -m tests.megatron.pretrain <arguments of Megatron>
+
+With ``RECORD_BATCHES=FILE`` the micro batches that a job of one rank trains on are written there when it ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from tests.megatron import cpu
 
@@ -22,10 +28,31 @@ ARGUMENTS = (
 )
 
 
+def record_batches(file: str) -> None:
+    """Keep tokens, labels and loss masks of what the script's own data loader gives: ``[micro batches, 1, length]`` each."""
+    import megatron.core.utils
+    import megatron.training.utils
+
+    module = megatron.training.utils
+    if not hasattr(module, "get_batch_on_this_tp_rank"):  # the development branch
+        module = megatron.core.utils
+    original, found = module.get_batch_on_this_tp_rank, []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        batch = original(*args, **kwargs)
+        found.append({key: batch[key].cpu().clone() for key in ("tokens", "labels", "loss_mask")})
+        return batch
+
+    module.get_batch_on_this_tp_rank = recorded
+    atexit.register(lambda: torch.save({key: torch.stack([batch[key] for batch in found]) for key in found[0]}, file))
+
+
 def main() -> None:
     tree = os.environ["MEGATRON_LM"]
     sys.path.insert(1, tree)  # behind the project, which has a ``tests`` as well
     cpu.adapt_megatron()
+    if "RECORD_BATCHES" in os.environ:
+        record_batches(os.environ["RECORD_BATCHES"])
     sys.argv = [os.path.join(tree, "pretrain_gpt.py"), *ARGUMENTS.split(), *sys.argv[1:]]
     # in this module and not in one of its own: processes that Megatron spawns import the main module, and need the harness
     exec(compile(Path(sys.argv[0]).read_text(), sys.argv[0], "exec"), globals())

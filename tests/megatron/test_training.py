@@ -5,22 +5,30 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.launch import torchrun
+from tests.megatron import deepspeed_leg as leg
 
 TREE = os.environ.get("MEGATRON_LM", "")
+# The NullTokenizer of the development branch counts its end-of-document token among --vocab-size.
+COUNTED = "" if (Path(TREE) / "megatron/training/tokenizer").is_dir() else f" --vocab-size {leg.LLAMA['vocab_size']}"
+MEGATRON = leg.MEGATRON + COUNTED
 pytestmark = pytest.mark.skipif(not TREE, reason="MEGATRON_LM names no Megatron-LM tree")
 
 LOSS = re.compile(r"iteration +(\d+)/.*lm loss: ([0-9.E+-]+)")
 
 
-def run(world: int, arguments: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
-    env = {"MEGATRON_LM": TREE, "GLOO_SOCKET_IFNAME": "lo"}
-    return torchrun(world, "tests.megatron.pretrain", *arguments.split(), env=env, timeout_s=300, check=check)
+def run(
+    world: int, arguments: str, *, check: bool = True, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    given = {"MEGATRON_LM": TREE, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
+    return torchrun(world, "tests.megatron.pretrain", *arguments.split(), env=given, timeout_s=300, check=check)
 
 
 def losses(output: str) -> dict[int, float]:
@@ -177,3 +185,72 @@ def test_the_arguments_are_stored_readable(saved: Path) -> None:
     assert arguments["num_layers"] == 4
     assert arguments["tensor_model_parallel_size"] == 2
     assert manifest["step"] == 3
+
+
+# ---------------------------------------------------------------- DeepSpeed
+
+
+def deepspeed_leg(batches: Path, source: Path | str, first: int, last: int, out: Path) -> dict[str, Any]:
+    out.mkdir()
+    torchrun(2, "tests.megatron.deepspeed_leg", str(batches), str(source), str(first), str(last), str(out))
+    found: dict[str, Any] = json.loads((out / "leg.json").read_text())
+    return {**found, "losses": {int(at): loss for at, loss in found["losses"].items()}}
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the script's data loader gives in nine iterations."""
+    file = tmp_path_factory.mktemp("batches") / "batches.pt"
+    run(1, f"{until(9)} {MEGATRON}", env={"RECORD_BATCHES": str(file)})
+    return file
+
+
+@pytest.fixture(scope="module")
+def deepspeed(batches: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
+    """A folder with a checkpoint of every step, whose ``latest`` names the third; and the losses of all nine."""
+    folder = tmp_path_factory.mktemp("deepspeed") / "folder"
+    return folder, deepspeed_leg(batches, "-", 1, 9, folder)["losses"]
+
+
+def test_from_deepspeed_to_the_script_and_back(deepspeed: tuple[Path, dict[int, float]], batches: Path, tmp_path: Path) -> None:
+    """Three iterations each, against one DeepSpeed job that makes all nine, all in float32.
+
+    Losses differ as those of the journeys between frameworks do (``tests/language/test_journeys.py``, 2e-6 of them: the two
+    sum in other orders), and Megatron's log rounds to seven digits.
+    """
+    folder, whole = deepspeed
+    files = sorted(folder.rglob("*"))
+    first = f"--load {folder} --save {tmp_path / 'megatron'} --save-interval 3 --ckpt-format unickpt"
+    done = run(2, f"{first} {until(6)} {MEGATRON} --use-distributed-optimizer --tensor-model-parallel-size 2")
+    found = losses(done.stdout)
+    assert sorted(found) == [4, 5, 6], done.stdout[-3000:]
+    expected = {at: whole[at] for at in found}
+    expected[5] = (expected[4] + expected[5]) / 2  # the second one after a start: Megatron logs the mean of both
+    assert found == pytest.approx(expected, rel=3e-6)
+    assert re.search(r"iteration +6/.*consumed samples: +48 ", done.stdout)
+    told = [line for line in done.stdout.splitlines() if "unickpt:" in line]
+    for name in ("iteration", "consumed_train_samples", "opt_param_scheduler"):
+        assert any(f" set: {name}: " in line for line in told), told
+    assert any("generators of deepspeed are not Megatron's: seeded with" in line for line in told)
+    assert sorted(folder.rglob("*")) == files, "it is another framework's folder"
+    back = deepspeed_leg(batches, tmp_path / "megatron", 7, 9, tmp_path / "back")
+    resumed = back["resumed"]
+    assert (resumed["steps"], resumed["samples"], resumed["last_epoch"]) == (6, 48, 6)
+    assert resumed["rate"] == pytest.approx(94 / 96 * 1e-3)
+    assert back["losses"] == pytest.approx({at: whole[at] for at in back["losses"]}, rel=2e-6)
+    assert any(" set: lr_scheduler: 6 steps" in line for line in resumed["report"])
+
+
+def test_flags_and_folders_of_deepspeed(deepspeed: tuple[Path, dict[int, float]], tmp_path: Path) -> None:
+    folder, whole = deepspeed
+    shape = f"--ckpt-format unickpt {MEGATRON}"
+    weights = run(1, f"--load {folder} --ckpt-step 2 --no-load-optim {until(3)} {shape}")
+    assert losses(weights.stdout) == pytest.approx({3: whole[3]}, rel=3e-6)
+    itself = run(1, f"--load {folder / 'global_step3'} --finetune {until(1)} {shape}")
+    assert list(losses(itself.stdout)) == [1]
+    assert "--finetune: weights alone" in itself.stdout
+    same = tmp_path / "same"
+    shutil.copytree(folder, same)
+    run(1, f"--load {same} --save {same} --save-interval 1 {until(4)} {shape}")
+    again = run(1, f"--load {same} {until(5)} {shape}")
+    assert losses(again.stdout) == pytest.approx({5: whole[5]}, rel=3e-6)

@@ -83,16 +83,20 @@ class Model:
 
     @classmethod
     def of_megatron(cls, arguments: Any) -> Model:
-        """What the arguments of Megatron's training scripts tell; nothing without any."""
+        """What the arguments of Megatron's training scripts tell; nothing without any.
+
+        Whether ``vocab_size`` counts the NullTokenizer's own token differs by release, so that it tells nothing there.
+        """
         heads = getattr(arguments, "num_attention_heads", None)
         grouped = getattr(arguments, "group_query_attention", False)
+        null = getattr(arguments, "tokenizer_type", None) == "NullTokenizer"
         facts = {
             "layers": getattr(arguments, "num_layers", None),
             "heads": heads,
             "groups": getattr(arguments, "num_query_groups", None) if grouped else heads,
             "head_dim": getattr(arguments, "kv_channels", None),
             "experts": getattr(arguments, "num_experts", None),
-            "vocab": getattr(arguments, "vocab_size", None),  # without padding
+            "vocab": None if null else getattr(arguments, "vocab_size", None),  # without padding
         }
         return cls("", {name: number for name, number in facts.items() if type(number) is int and number > 0})
 
