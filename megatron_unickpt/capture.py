@@ -112,8 +112,8 @@ def contribution(state: Any, common: Any, *, share: bool = True) -> Contribution
     out.share()
     _override(out, weights, weight_infos)
     parts = optimizer_parts(state)
-    record = next((r for part in parts if (r := optimizer.record_of(part)) is not None), None)
     first = torch.distributed.get_rank() == 0
+    record = next((r for part in parts if (r := optimizer.record_of(part, alone=first)) is not None), None)
     scalers = [part.grad_scaler for part in parts if part.grad_scaler is not None]
     return Contribution(
         shards=out.shards,
@@ -126,7 +126,7 @@ def contribution(state: Any, common: Any, *, share: bool = True) -> Contribution
         step=_step(common),
         writer=writer(),
         optimizer=record if first else None,
-        optimizer_part=record if not first and internals.coordinates()["data"] == 0 else None,
+        optimizer_part=None if first else record,
         objects={COMMON: readable(common), "grad_scaler": scalers[0] if scalers else None} if first else {},
     )
 

@@ -42,6 +42,7 @@ class OptimizerPart:
         optimizer: whose state it is.
         leaves: what it holds on this rank.
         names: parameter (by id) -> names of the global tensors it is part of.
+        described: parameters (by id) that this rank tells of when it saves: of which it holds the first copy of something.
         record: hyperparameters and step by parameter name; filled by a load.
         grad_scaler: state of the loss scaler; filled by a load, or to be saved.
         loaded: a load has filled the tensors.
@@ -51,6 +52,7 @@ class OptimizerPart:
     optimizer: Any
     leaves: list[Leaf]
     names: dict[int, tuple[str, ...]]
+    described: frozenset[int] = frozenset()
     record: OptimizerRecord | None = None
     grad_scaler: Any = None
     loaded: bool = False
@@ -79,9 +81,12 @@ def sharded_state_dict(optimizer: Any, model: Any, *, is_loading: bool) -> dict[
     known = _by_parameter(model)
     names: dict[int, tuple[str, ...]] = {}
     tensors: dict[str, ShardedTensor] = {}
+    described: set[int] = set()
     for leaf in leaves:
         for held in leaf.held:
             parts = _parts(held.parameter, known)
+            if any(mapping.is_main(_replica(part.replica_id, held.instance)) for part in parts):
+                described.add(id(held.parameter))
             names[id(held.parameter)] = tuple(dict.fromkeys(part.key for part in parts))
             for state, data in {MASTER: held.main, **held.states}.items():
                 for item in _sharded(parts, held, state, data):
@@ -93,7 +98,9 @@ def sharded_state_dict(optimizer: Any, model: Any, *, is_loading: bool) -> dict[
                 tensors[str(len(tensors))] = _marker(part)
     scalers = [getattr(leaf.optimizer, "grad_scaler", None) for leaf in leaves]
     scaler = next((s for s in scalers if s), None)
-    part = OptimizerPart(optimizer, leaves, names, grad_scaler=None if scaler is None else scaler.state_dict())
+    part = OptimizerPart(
+        optimizer, leaves, names, frozenset(described), grad_scaler=None if scaler is None else scaler.state_dict()
+    )
     return {PART: LocalNonpersistentObject(part), TENSORS: tensors}
 
 
@@ -175,8 +182,13 @@ def _marker(part: ShardedTensor) -> ShardedTensor:
 # ---------------------------------------------------------------- hyperparameters
 
 
-def record_of(part: OptimizerPart) -> OptimizerRecord | None:
-    """Hyperparameters and step of every parameter on this rank, by name."""
+def record_of(part: OptimizerPart, *, alone: bool = True) -> OptimizerRecord | None:
+    """Hyperparameters and step of the parameters on this rank, by name.
+
+    Args:
+        part: what it holds.
+        alone: also of parameters that another rank tells of, and of groups without any.
+    """
     groups: list[ParameterGroup] = []
     scalars: list[ParameterGroup] = []
     for leaf in part.leaves:
@@ -184,7 +196,11 @@ def record_of(part: OptimizerPart) -> OptimizerRecord | None:
         for held in leaf.held:
             by_group.setdefault(id(held.group), (held.group, []))[1].append(held)
         for group in leaf.inner.param_groups:
-            members = by_group.get(id(group), (group, []))[1]
+            members = [
+                held for held in by_group.get(id(group), (group, []))[1] if alone or id(held.parameter) in part.described
+            ]
+            if not members and not alone:
+                continue
             names = tuple(dict.fromkeys(n for held in members for n in part.names[id(held.parameter)]))
             values = {key: value for key, value in group.items() if key not in ("params", "step")}
             groups.append(ParameterGroup(_plain(values), names))
@@ -197,7 +213,7 @@ def record_of(part: OptimizerPart) -> OptimizerRecord | None:
                 if encoded:
                     by_value.setdefault(repr(encoded), (encoded, []))[1].extend(part.names[id(held.parameter)])
             scalars += [ParameterGroup(values, tuple(dict.fromkeys(names))) for values, names in by_value.values()]
-    if not part.leaves:
+    if not part.leaves or not (alone or groups):
         return None
     return OptimizerRecord(type(part.leaves[0].inner).__name__, tuple(groups), tuple(scalars))
 

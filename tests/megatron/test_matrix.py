@@ -17,6 +17,7 @@ import pytest
 
 from tests.launch import torchrun
 from tests.megatron.layouts import HARD, Layout, layouts, pairs, worlds
+from unickpt.loading import Checkpoint
 
 pytest.importorskip("megatron.core")
 
@@ -72,4 +73,19 @@ def test_the_loss_goes_on(folder: Path) -> None:
         allowed = 0.0 if exact else FP32_NOISE if same_precision and source.optimizer == "fp32" else BF16_NOISE
         if apart > allowed:
             bad.append(f"{source.name} -> {target.name}: {apart:.3g} > {allowed}")
+    assert not bad, bad
+
+
+def test_every_trained_parameter_has_its_hyperparameters_and_its_step(folder: Path) -> None:
+    """Also those whose states are all on ranks other than the first of their data parallel group."""
+    bad = []
+    for layout in layouts():
+        checkpoint = Checkpoint.open(folder / layout.name)
+        record = checkpoint.manifest.optimizer
+        assert record is not None
+        trained = {info.name for info in checkpoint.index.tensors if info.state == "exp_avg"}
+        grouped = {name for group in record.groups for name in group.parameters}
+        stepped = {name for group in record.scalars for name in group.parameters if "step" in group.hyperparameters}
+        if not trained or grouped != trained or stepped != trained:
+            bad.append(f"{layout.name}: {sorted(trained - grouped)[:3]}, {sorted(trained - stepped)[:3]}")
     assert not bad, bad
