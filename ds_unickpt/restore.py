@@ -608,8 +608,9 @@ class Restore:
             self._none_saved("lr_scheduler", target)
         elif target is None:
             self._object("lr_scheduler", "left out", "this job has none")
-        elif saved["class"] != type(target).__name__:
-            self._object("lr_scheduler", "left out", f"saved from {saved['class']}, this job has {type(target).__name__}")
+        elif not _same_scheduler(saved, target):
+            named = saved["class"] or f"one that counts {', '.join(map(str, saved['state']))}"
+            self._object("lr_scheduler", "left out", f"saved from {named}, this job has {type(target).__name__}")
         else:
             target.load_state_dict(saved["state"])
             self._object("lr_scheduler", "restored")
@@ -725,3 +726,10 @@ class Restore:
 def _some(items: Iterable[str], separator: str = ", ", most: int = 10) -> str:
     listed = list(items)
     return separator.join(listed[:most]) + (f"{separator}and {len(listed) - most} more" if len(listed) > most else "")
+
+
+def _same_scheduler(saved: Mapping[str, Any], target: Any) -> bool:
+    """Whether the state is of this scheduler; a converted checkpoint may not tell its class, but what it counts."""
+    if saved["class"]:
+        return bool(saved["class"] == type(target).__name__)
+    return hasattr(target, "state_dict") and saved["state"].keys() == target.state_dict().keys()
