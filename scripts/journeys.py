@@ -2,9 +2,10 @@
 
     python scripts/journeys.py [--families llama ...] [--out docs/dialects.md]
 
-Each station begins with random weights of another seed, loads what the one before has saved, saves that again at once, trains
-three steps and saves. Compared are all weights, masters and moments at every border, bit for bit; the logits of the two
-frameworks' models for the same tokens; and the losses with those of one DeepSpeed job that makes all steps.
+A model of transformers with random weights is converted. Each station begins with random weights of another seed, loads what
+the one before has saved, saves that again at once, trains three steps and saves; in the end a model of transformers is made.
+Compared are all weights, masters and moments at every border, bit for bit; the logits of the two frameworks' models for the
+same tokens; and the losses with those of one DeepSpeed job that makes all steps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from benchmarks.measure import machine
 from tests.language.families import FAMILIES
-from tests.language.journeys import Station, differences, travelled, uninterrupted
+from tests.language.journeys import Station, apart, differences, exported, of_transformers, travelled, uninterrupted
 
 ZERO1, ZERO3 = Station("deepspeed", "zero1", 2), Station("deepspeed", "zero3", 2)
 DENSE = ("gpt-tp2-fp32", "gpt-pp2-fp32", "gpt-tp2pp2-fp32")
@@ -44,19 +45,25 @@ def journeys(family: str) -> list[tuple[str, list[Station]]]:
 def row(family: str, precision: str, stations: list[Station]) -> str:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         folder = Path(place)
-        found = travelled(folder, family, precision, stations)
+        begin, first = of_transformers(folder, family)
+        found = travelled(folder, family, precision, stations, begin)
         compared = unequal = 0
-        apart = 0.0
-        for at in range(1, len(stations)):
-            count, wrong = differences(folder / str(at - 1) / "trained", folder / str(at) / "loaded", family)
+        borders = [(begin, first), *((folder / str(at) / "trained", told["logits_after"]) for at, told in enumerate(found))]
+        off_logits = 0.0
+        for at, (saved, logits) in enumerate(borders[:-1]):
+            count, wrong = differences(saved, folder / str(at) / "loaded", family)
             compared, unequal = compared + count, unequal + len(wrong)
-            before, after = torch.tensor(found[at - 1]["logits_after"]), torch.tensor(found[at]["logits"])
-            apart = max(apart, float((before - after).abs().max() / before.abs().max()))
+            if precision == "fp32" or at:  # a job in bf16 begins with rounded weights
+                off_logits = max(off_logits, apart(logits, found[at]["logits"]))
+        low = torch.bfloat16 if precision == "bf16" else torch.float32
+        last = exported(borders[-1][0], folder / "end", folder / "model", dtype=low)
+        off_logits = max(off_logits, apart(borders[-1][1], last))
         losses = [loss for station in found for loss in station["losses"]]
-        alone = uninterrupted(folder / "alone", family, precision, len(losses))
+        alone = uninterrupted(folder / "alone", family, precision, len(losses), begin)
     off = max(abs(a - b) / b for a, b in zip(losses, alone, strict=True))
-    way = " → ".join(f"{station.kind} {station.layout.rpartition('-')[0] or station.layout}" for station in stations)
-    return f"| {family} | {precision} | {way} | {compared - unequal} of {compared} | {apart:.1e} | {off:.1e} |"
+    names = [f"{station.kind} {station.layout.rpartition('-')[0] or station.layout}" for station in stations]
+    way = " → ".join(["HF", *names, "HF"])
+    return f"| {family} | {precision} | {way} | {compared - unequal} of {compared} | {off_logits:.1e} | {off:.1e} |"
 
 
 def main() -> None:

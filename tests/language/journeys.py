@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
+from tests.language.families import huggingface_model, rows
+from tests.language.station import SEED
 from tests.launch import torchrun
+from unickpt.cli.main import main
 from unickpt.language.shipped import dialect
 from unickpt.loading import Checkpoint
 from unickpt.translated import shapes_of, translated
@@ -29,9 +32,41 @@ class Station:
         return f"{self.kind} {self.layout} x{self.ranks}"
 
 
-def travelled(folder: Path, family: str, precision: str, stations: list[Station]) -> list[dict[str, Any]]:
-    """What the stations told; each begins with what the one before has saved."""
-    found, source, step = [], "-", 0
+def of_transformers(folder: Path, family: str) -> tuple[Path, torch.Tensor]:
+    """A model of transformers with random weights, in ``folder/model``; as a checkpoint, and its logits."""
+    model = huggingface_model(family, seed=SEED)
+    model.save_pretrained(folder / "model")
+    assert main(["convert", str(folder / "model"), str(folder / "begin")]) == 0
+    return folder / "begin", _logits(model)
+
+
+def exported(checkpoint: Path, folder: Path, like: Path, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Logits of the model that ``from_pretrained`` makes of a checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    assert main(["export", str(checkpoint), str(folder), "--config", str(like), "--shard-gigabytes", "1e-4"]) == 0
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return _logits(AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype))
+
+
+def _logits(model: Any) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        found: torch.Tensor = model(rows(0)[:, :-1]).logits.float()
+    return found
+
+
+def apart(one: Any, other: Any) -> float:
+    """How far logits are apart, of the largest."""
+    a, b = torch.as_tensor(one), torch.as_tensor(other)
+    return float((a - b).abs().max() / max(float(a.abs().max()), 1.0))
+
+
+def travelled(
+    folder: Path, family: str, precision: str, stations: list[Station], begin: Path | None = None
+) -> list[dict[str, Any]]:
+    """What the stations told; each begins with what the one before has saved, the first with ``begin``."""
+    found, source, step = [], str(begin or "-"), 0
     for at, station in enumerate(stations):
         out = folder / str(at)
         out.mkdir(parents=True)
@@ -42,10 +77,11 @@ def travelled(folder: Path, family: str, precision: str, stations: list[Station]
     return found
 
 
-def uninterrupted(folder: Path, family: str, precision: str, steps: int) -> list[float]:
+def uninterrupted(folder: Path, family: str, precision: str, steps: int, begin: Path | None = None) -> list[float]:
     """Losses of one DeepSpeed job that makes all the steps."""
     folder.mkdir(parents=True)
-    torchrun(2, "tests.language.station", "deepspeed", "zero1", family, precision, "-", str(folder), str(steps), "0")
+    torchrun(2, "tests.language.station", "deepspeed", "zero1", family, precision, str(begin or "-"), str(folder), str(steps),
+             "0")  # fmt: skip
     losses: list[float] = json.loads((folder / "station.json").read_text())["losses"]
     return losses
 
@@ -65,6 +101,8 @@ def differences(saved: Path, loaded: Path, family: str) -> tuple[int, list[str]]
             continue
         compared += 1
         a, b = one.read_tensor(*info.key), other.read_tensor(name, state)
+        if a.dtype != b.dtype and other.info(name, "master") is not None:  # the job computes in another type than it began with
+            b = other.read_tensor(name, "master")
         if not torch.equal(a, b):
             wrong.append(f"{name} ({state}): {int((a != b).sum())} of {a.numel()} elements differ")
     return compared, wrong

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.language.families import BATCH, DECAY, huggingface_model, rows
+from unickpt.loading import Checkpoint
 
 LR, SEED = 1e-3, 7
 
@@ -45,7 +46,10 @@ def deepspeed_station(
     model = huggingface_model(family, SEED + (source != "-"))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, lr_scheduler=linear)
     if source != "-":
-        path, _ = engine.load_checkpoint(str(Path(source).parent), tag=Path(source).name)
+        trained = Checkpoint.open(source).manifest.optimizer is not None  # or it is a model of transformers
+        path, _ = engine.load_checkpoint(
+            str(Path(source).parent), tag=Path(source).name, load_optimizer_states=trained, load_lr_scheduler_states=trained
+        )
         assert path is not None
     schedule = engine.lr_scheduler.state_dict()["last_epoch"] * BATCH
     found = {"counters": {"steps": engine.global_steps, "samples": engine.global_samples, "schedule": schedule}}
