@@ -23,6 +23,7 @@ import pytest
 from tests.launch import REPO, environment
 from unickpt.agent import hub as hubs
 from unickpt.agent import starting
+from unickpt.agent.crowding import Crowding
 from unickpt.agent.hub import Hub, fetch, secret_of, send, serve
 from unickpt.agent.watching import Agent, Memory
 from unickpt.cli.main import main
@@ -33,7 +34,7 @@ from unickpt.diagnosis.summaries import SUMMARY
 from unickpt.diagnosis.transfers import transfers_of
 from unickpt.diagnosis.transport import LINK, WINDOW, Sampler, Usual, links_of
 from unickpt.diagnosis.verdicts import Syndrome
-from unickpt.diagnosis.view import CALL, Group, View, view_of
+from unickpt.diagnosis.view import CALL, Group, RankView, View, view_of
 from unickpt.diagnosis.wire import packed, unpacked
 from unickpt.errors import FormatError
 from unickpt.timing import stacks
@@ -397,6 +398,40 @@ def test_links_of_a_job_that_waits_for_a_late_rank_tell_nothing(late_ms: int, na
         view = dataclasses.replace(made_up([], now_ns=look * S), steps=steps, windows=windows)
         found = examine(view, usual=usual).verdicts
     assert [verdict.link for verdict in found if verdict.syndrome is Syndrome.COMMUNICATION_SLOW] == named
+
+
+@pytest.mark.parametrize(("share", "named"), [(0.0, [(2, 3)]), (0.5, [])])
+def test_links_of_a_rank_that_is_starved_of_processors_tell_nothing(share: float, named: list[Any]) -> None:
+    usual = Usual()
+    for look in range(30):
+        windows = np.zeros(2, WINDOW)
+        windows["rank"], windows["here"], windows["there"] = [2, 3], [1, 2], [2, 1]
+        windows["window_ns"], windows["bytes"] = 2 * S, 1 << 20
+        windows["busy_ns"] = [400 * MS if look > 22 else 20 * MS, 20 * MS]
+        view = made_up([], now_ns=look * S)
+        ranks = {at: RankView(9, "a", State.RUNNING, False, 1, 0, crowded=share if at == 3 else 0.02) for at in range(4)}
+        view = dataclasses.replace(view, ranks=ranks, windows=windows)
+        found = examine(view, usual=usual).verdicts
+    assert [verdict.link for verdict in found if verdict.syndrome is Syndrome.COMMUNICATION_SLOW] == named
+
+
+def test_a_process_that_wants_a_processor_and_has_none_is_seen() -> None:
+    """Two processes of one processor, of which each has half of it; a third one sleeps."""
+    loop = [sys.executable, "-c", "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhile True: pass"]
+    others = [subprocess.Popen(loop), subprocess.Popen(loop), subprocess.Popen(["sleep", "60"])]
+    try:
+        time.sleep(1.0)
+        crowding, pids = Crowding(), {rank: other.pid for rank, other in enumerate(others)}
+        assert crowding.shares(time.monotonic_ns(), pids) == {}
+        time.sleep(2.0)
+        found = crowding.shares(time.monotonic_ns(), pids)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert found[0] > 0.25
+    assert found[1] > 0.25
+    assert found[2] < 0.1
 
 
 def test_the_way_back_is_slow_for_its_acknowledgements() -> None:

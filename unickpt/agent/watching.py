@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from unickpt.agent import hub as hubs
+from unickpt.agent.crowding import Crowding
 from unickpt.agent.hub import Answer, Hub
 from unickpt.agent.starting import read_address
 from unickpt.diagnosis.clocks import on_one_clock
@@ -132,13 +133,16 @@ class Agent:
         self._slow: dict[object, tuple[int, float]] = {}
         self._stacks: dict[int, tuple[str, float]] = {}
         self._memory = Memory()
-        self._sampler, self._usual = Sampler(), Usual()
+        self._sampler, self._usual, self._crowding = Sampler(), Usual(), Crowding()
 
     def look(self, job: Job, endings: Mapping[int, Ending] | None = None) -> None:
         """At the rings as they were read, and at how processes ended."""
         own = view_of(job, {rank: text for rank, (text, _) in self._stacks.items()}, endings)
         pids = {rank: one.pid for rank, one in own.ranks.items() if one.state is not State.DEAD}
-        own = dataclasses.replace(own, windows=self._sampler.window(time.monotonic_ns(), connections_of(pids)))
+        shares = self._crowding.shares(time.monotonic_ns(), pids)
+        ranks = {rank: dataclasses.replace(one, crowded=shares.get(rank, 0.0)) for rank, one in own.ranks.items()}
+        windows = self._sampler.window(time.monotonic_ns(), connections_of(pids))
+        own = dataclasses.replace(own, ranks=ranks, windows=windows)
         if self._hub is None:
             said = self._sent(own)
             if said is not None:

@@ -26,6 +26,7 @@ STANDING = 3.0  # deadlines that all ranks make no call for until it is the netw
 _LONG = (Phase.CHECKPOINT, Phase.EVALUATION, Phase.DATA)
 WRITING_S = 600.0  # that a rank may be in a save, or in an evaluation, while others wait for it
 
+CROWDED, CROWDED_TIMES = 0.15, 2.0  # of its time, and of what is usual, that a rank wants for a processor and is starved
 LATE, LATE_OF = 6, 8  # steps of the newest in which a rank was late, so that links tell nothing
 TOGETHER_NS = int(TOGETHER_S * 1e9)
 AT_ONCE_NS = 5_000_000  # between the ends of processes of which none has died of another's
@@ -53,7 +54,9 @@ def examine(view: View, *, after_s: float | None = None, usual: Usual | None = N
     links = links_of(view.windows)
     hosts = {rank: one.host for rank, one in view.ranks.items()}
     late = stragglers(view.steps, last=LATE_OF, fewest=LATE)  # then acknowledgements have nothing to go with, and wait, too
-    slow = usual.slow(links, view.now_ns, hosts) if usual is not None and not late else []
+    starved = _starved(view)
+    judged = links[~np.isin(links["source"], starved) & ~np.isin(links["destination"], starved)]
+    slow = usual.slow(judged, view.now_ns, hosts) if usual is not None and not late else []
     if usual is not None and late:
         usual.forget()
     verdicts = [_with_link(verdict, links) for verdict in _hangs(view, limit_s, patient=after_s is None)]
@@ -63,6 +66,13 @@ def examine(view: View, *, after_s: float | None = None, usual: Usual | None = N
             verdicts = slow_links(transfers_of(view.calls))
     verdicts = [_with_cause(verdict, view) for verdict in verdicts]
     return Examination(verdicts, [told(verdict, view) for verdict in verdicts], limit_s)
+
+
+def _starved(view: View) -> list[int]:
+    """Ranks that want for a processor much more than the others do: whatever goes to or from them is slow for that."""
+    crowded = {rank: one.crowded for rank, one in view.ranks.items()}
+    usual = float(np.median(list(crowded.values()))) if crowded else 0.0
+    return [rank for rank, share in crowded.items() if share > max(CROWDED, CROWDED_TIMES * usual)]
 
 
 def _hangs(view: View, limit_s: float, *, patient: bool) -> list[Verdict]:
@@ -237,6 +247,8 @@ def _doing(rank: int, view: View) -> str:
         return f"nothing is known of rank {rank}"
     where = f" ({one.place})" if one.place else ""
     who = f"process {one.pid} on {one.host}{where} is {one.condition}, in step {one.step} ({_phase(one)})"
+    if rank in _starved(view):
+        who = f"{who}, and has waited for a processor {one.crowded:.0%} of its time"
     stack = f"; its main thread is in {one.stack}" if one.stack else ""
     if not one.last:
         return f"{who}; no call of it has ended{stack}"

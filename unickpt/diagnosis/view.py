@@ -86,6 +86,7 @@ class RankView:
         last_ns: when that was.
         stack: where its main thread is, innermost first; '' if that was not asked.
         ended: by what: ``SIGKILL``, ``exit code 1``; '' if it has not, or nobody knows.
+        crowded: part of the last seconds in which its main thread wanted a processor and had none, 0 to 1.
     """
 
     pid: int
@@ -100,6 +101,7 @@ class RankView:
     last_ns: int = 0
     stack: str = ""
     ended: str = ""
+    crowded: float = 0.0
 
     @property
     def condition(self) -> str:

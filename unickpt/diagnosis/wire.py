@@ -19,7 +19,7 @@ from unickpt.timing.processes import State
 from unickpt.timing.ranks import MOST_RANKS, believable
 from unickpt.timing.records import Op
 
-VERSION = 4
+VERSION = 5
 _LENGTH = struct.Struct("<Q")
 _TABLES = {"rows": SUMMARY, "steps": STEP, "calls": CALL, "windows": WINDOW}
 
@@ -47,6 +47,7 @@ def packed(view: View) -> bytes:
                 r.last_ns,
                 r.stack,
                 r.ended,
+                r.crowded,
             ]
             for rank, r in view.ranks.items()
         },
@@ -101,11 +102,11 @@ def _number(value: Any, end: int) -> int:
 
 def _rank(
     pid: Any, host: Any, state: Any, closed: Any, step: Any, phase: Any, heard_ns: Any, place: Any, last: Any, last_ns: Any,
-    stack: Any, ended: Any,
+    stack: Any, ended: Any, crowded: Any,
 ) -> RankView:  # fmt: skip
     return RankView(
         int(pid), str(host), State(state), bool(closed), int(step), int(phase), int(heard_ns), str(place), str(last),
-        int(last_ns), str(stack), str(ended),
+        int(last_ns), str(stack), str(ended), float(crowded),
     )  # fmt: skip
 
 

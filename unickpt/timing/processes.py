@@ -26,6 +26,17 @@ _BY_LETTER = {
 }  # fmt: skip
 
 
+def waited_ns(pid: int) -> int | None:
+    """For how long a process's main thread has wanted a processor and had none, since it began; None if nobody tells.
+
+    The second number of ``/proc/PID/schedstat`` (kernel documentation, scheduler/sched-stats).
+    """
+    try:
+        return int((_PROC / str(pid) / "schedstat").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def state_of(pid: int, *, started_before_ns: int | None = None) -> State:
     """Of a process on this host.
 
