@@ -204,8 +204,12 @@ def translated(
     names = {stored[name] for name in used}
     translation.unused = [name for name in translation.unused if stored.get(name) not in names]  # but for other names of it
     tensors: list[TensorInfo] = []
+    by_name: dict[str, dict[str, TensorInfo]] = {}
+    for info in source.index.tensors:
+        by_name.setdefault(info.name, {})[info.state] = info
     for name, pieces in translation.pieces.items():
-        tensors += _states(source, name, tuple(wanted[name]), [stored[piece.source] for piece in pieces])
+        made_of = [by_name[of] for of in dict.fromkeys(stored[piece.source] for piece in pieces)]
+        tensors += _states(str(source.storage), name, tuple(wanted[name]), made_of, shapes)
     tensors.sort(key=lambda info: info.key)
     index = without_fragments(tensors)
     record = source.manifest.optimizer
@@ -220,23 +224,29 @@ def translated(
     )
 
 
-def _states(source: Checkpoint, name: str, shape: tuple[int, ...], names: Sequence[str]) -> Iterable[TensorInfo]:
-    """What there is of a target: the states that all of its sources have."""
-    if not names:
-        return
-    first, shapes = names[0], shapes_of(source)[0]
-    for state in [info.state for info in source.index.tensors if info.name == first]:
-        infos = [source.info(each, state) for each in dict.fromkeys(names)]
-        known = [info for info in infos if info is not None]
-        if len(known) < len(infos):
+def _states(
+    where: str, name: str, shape: tuple[int, ...], made_of: Sequence[Mapping[str, TensorInfo]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Iterable[TensorInfo]:  # fmt: skip
+    """What there is of a target: the states that all of its sources have.
+
+    Args:
+        where: the checkpoint is, for messages.
+        name, shape: of the target.
+        made_of: of each source its states.
+        shapes: of all sources' parameters.
+    """
+    for state in made_of[0] if made_of else ():
+        known = [states[state] for states in made_of if state in states]
+        if len(known) < len(made_of):
             continue
         cut = [info for info in known if info.shape != shapes[info.name]]
         if cut:
-            raise MismatchError(f"{source.storage}: {cut[0].name} ({state}) is {cut[0].shape}, its parameter is not")
+            raise MismatchError(f"{where}: {cut[0].name} ({state}) is {cut[0].shape}, its parameter is not")
         kinds = {(info.dtype, info.kind, info.derived_from) for info in known}
         if len(kinds) > 1:
             told = "; ".join(f"{info.name}: {info.dtype}" for info in known[:4])
-            raise MismatchError(f"{source.storage}: {name} ({state}) is made of tensors of several types: {told}")
+            raise MismatchError(f"{where}: {name} ({state}) is made of tensors of several types: {told}")
         ((dtype, kind, derived_from),) = kinds
         yield TensorInfo(name, state, dtype, shape, kind, derived_from)
 
