@@ -1,6 +1,7 @@
 """Under torchrun: jobs saved in Megatron's ``torch`` format and by the adapter, and what the first became loaded again.
 
-torch_format_worker save DIR LAYOUT...           DIR/<layout>/iter_0000002 and .../ours; what the job holds: DIR/<layout>.truth
+torch_format_worker save DIR TRUTHS LAYOUT...    DIR/<layout>/iter_0000002 and .../ours; what the jobs of the layouts in TRUTHS
+                                                 (with commas) hold: DIR/<layout>.truth
 torch_format_worker load DIR SOURCE TARGET ...   pairs: DIR/<source>/converted into a job; DIR/<source>-<target>.json
 """
 
@@ -81,16 +82,16 @@ def native(job: Job, folder: Path) -> None:
     torch.save(state, path)
 
 
-def save(folder: Path, layout: Layout) -> None:
+def save(folder: Path, layout: Layout, *, truth: bool) -> None:
     job = Job(layout, seed=1, tied=not layout.moe)
     job.train(STEPS)
     place = folder / layout.name
     native(job, place / f"iter_{STEPS:07d}")
     megatron_unickpt.save(place / "ours", job.chunks, job.optimizer, iteration=job.step)
-    truth = consolidated(job, folder / "scratch")
+    held = consolidated(job, folder / "scratch") if truth else None
     if dist.get_rank() == 0:
         (place / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
-        torch.save(truth, folder / f"{layout.name}.truth")
+        torch.save(held, folder / f"{layout.name}.truth")
 
 
 def buffers(folder: Path) -> None:
@@ -110,6 +111,12 @@ def buffers(folder: Path) -> None:
                 "bucket_size": bucket_size, "param_to_name": {each: str(at) for at, each in enumerate(parameters)},
                 "gradient_scaling_factor": 1.0, "param_indices": list(range(len(sizes))), "nccl_ub": False,
             }  # fmt: skip
+            if "pg_collection" in known:
+                from megatron.core.process_groups_config import ProcessGroupCollection
+
+                given["pg_collection"] = ProcessGroupCollection()
+                given["pg_collection"].tp = parallel_state.get_tensor_model_parallel_group()
+                given["pg_collection"].dp_cp = given["data_parallel_group"]
             buffer = _ParamAndGradBuffer(**{key: value for key, value in given.items() if key in known})
             begins, at = [], 0
             for bucket in buffer.buckets:  # as distrib_optimizer.py (``get_parameter_state_dp_zero``) puts them together
@@ -125,8 +132,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     folder, names = Path(sys.argv[2]), sys.argv[3:]
     if sys.argv[1] == "save":
-        for name in names:
-            save(folder, Layout.parse(name))
+        for name in names[1:]:
+            save(folder, Layout.parse(name), truth=name in names[0].split(","))
         if dist.get_rank() == 0:
             buffers(folder)
     else:

@@ -151,28 +151,48 @@ def placed(name: str, shape: Shape, model: Model, chunk: Chunk) -> Placed:
     Raises:
         UnknownNameError: there is no rule for it.
     """
-    kind, inner, lead, prefix = "", name, [], ""
+    prefix, inner, lead = _numbered(name, model, chunk)
+    axis = _axis(name, inner, shape, model, chunk)
+    return Placed(prefix + _renamed(inner, model), lead, axis, name in chunk.gated)
+
+
+def object_key(name: str, model: Model, chunk: Chunk) -> str:
+    """The name among all of a module's extra state (dist_checkpointing/mapping.py, ``ShardedObject.unique_key``).
+
+    Raises:
+        UnknownNameError: it is of several experts together, which only TransformerEngine can tell apart.
+    """
+    prefix, inner, lead = _numbered(name, model, chunk)
+    if inner.startswith("mlp.experts.linear_"):
+        raise UnknownNameError(f"{name}: of several experts together")
+    at, of = (".".join(str(pair[which]) for pair in lead or ((0, 1),)) for which in range(2))
+    return f"{prefix}{_renamed(inner, model)}/shard_{at}_{of}"
+
+
+def _numbered(name: str, model: Model, chunk: Chunk) -> tuple[str, str, tuple[tuple[int, int], ...]]:
+    """The layer's part of a name, the rest, and the axes that layers and experts make."""
     match = _LAYER.match(name)
-    if match is not None:
-        kind, number, inner = match.group(1), int(match.group(2)), match.group(3)
-        at = chunk.first.get(kind, 0) + number
-        prefix = f"{kind}.layers.{at}."
-        if kind == "decoder" and model.stacked:
-            prefix = f"{kind}.layers."
-            lead.append((at, model.layers))
-        wrapped = _INNER.match(inner) if kind == "mtp" else None
-        if wrapped is not None:
-            prefix += inner[: wrapped.start(1)]
-            inner = wrapped.group(1)
+    if match is None:
+        return "", name, ()
+    kind, number, inner = match.group(1), int(match.group(2)), match.group(3)
+    at = chunk.first.get(kind, 0) + number
+    prefix, lead = f"{kind}.layers.{at}.", []
+    if kind == "decoder" and model.stacked:
+        prefix = f"{kind}.layers."
+        lead.append((at, model.layers))
+    wrapped = _INNER.match(inner) if kind == "mtp" else None
+    if wrapped is not None:
+        prefix, inner = prefix + inner[: wrapped.start(1)], wrapped.group(1)
     expert = expert_of(inner)
     if expert is not None:
         lead.append((chunk.first_expert + expert, chunk.experts))
         inner = _GROUPED.sub(r"\1.experts.\2", _SEQUENTIAL.sub(r"\1.experts.\3", inner))
-    axis = _axis(name, inner, shape, model, chunk)
-    if model.renamed:
-        old = next((old for old in _RENAMED if inner.startswith(old)), None)
-        inner = inner if old is None else _RENAMED[old] + inner.removeprefix(old)
-    return Placed(prefix + inner, tuple(lead), axis, name in chunk.gated)
+    return prefix, inner, tuple(lead)
+
+
+def _renamed(inner: str, model: Model) -> str:
+    old = next((old for old in _RENAMED if inner.startswith(old)), None) if model.renamed else None
+    return inner if old is None else _RENAMED[old] + inner.removeprefix(old)
 
 
 def _axis(name: str, inner: str, shape: Shape, model: Model, chunk: Chunk) -> int | None:

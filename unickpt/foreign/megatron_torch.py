@@ -35,6 +35,7 @@ from unickpt.foreign.megatron_rules import (
     is_expert,
     is_renamed,
     layer_of,
+    object_key,
     placed,
 )
 from unickpt.foreign.megatron_state import (
@@ -55,6 +56,7 @@ from unickpt.index import TensorInfo
 from unickpt.manifest import OptimizerRecord, ParameterGroup, merge_optimizers
 from unickpt.megatron_keys import MASTER, WEIGHT
 
+_OUTPUT_STATE = f"output_layer.{EXTRA_STATE}"  # gpt_model.py takes it out
 _KINDS = ("decoder", "mtp")
 # Arguments of models whose layers are not alike.
 _UNLIKE = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json", "hetereogenous_dist_checkpoint")
@@ -88,7 +90,7 @@ class _Reader:
         self._inputs: dict[Path, set[Path]] = defaultdict(set)
         self._records: list[OptimizerRecord] = []
         self._leaves: list[Leaf] = []
-        self._extra_states = 0
+        self._shared: dict[str, Any] = {}
 
     # ---------------------------------------------------------------- the whole
 
@@ -96,10 +98,6 @@ class _Reader:
         first = self._first_layers()
         for rank in self.job.ranks:
             self._rank(rank, first)
-        if self._extra_states:
-            self.left_out.append(
-                f"extra states of {self._extra_states} modules (TransformerEngine), which are for its own code"
-            )
         trained = any(state == MASTER for _, state in self._tensors)
         common = {key: value for key, value in self.job.first.content.items() if key not in _NOT_COMMON and not _is_model(key)}
         portions = [
@@ -110,7 +108,7 @@ class _Reader:
             "Megatron torch", portions, writer_of(self.job.arguments), step=step_of(self.job.first.content),
             tensors=list(self._tensors.values()), optimizer=merge_optimizers(None, self._records),
             objects=objects_of(common, self.job.arguments, self._leaves, trained, self.left_out.append),
-            shared_objects=self._generators(), left_out=self.left_out,
+            shared_objects={**self._shared, **self._generators()}, left_out=self.left_out,
         )  # fmt: skip
 
     def _argument(self, name: str) -> Any:
@@ -175,6 +173,8 @@ class _Reader:
     def _rank(self, rank: Rank, first: Mapping[tuple[int, int], Mapping[str, int]]) -> None:
         weights = [self._weights(rank, number) for number in range(len(rank.chunks))]
         chunks = [self._chunk(rank, found, first[number, rank.pipeline]) for number, found in enumerate(weights)]
+        for number, chunk in enumerate(chunks):
+            self._extra_states(rank, number, chunk)
         parameters = self._parameters(rank, weights)
         places = {}
         for number, (found, chunk) in enumerate(zip(weights, chunks, strict=True)):
@@ -193,13 +193,11 @@ class _Reader:
         """A chunk's parameters and buffers, in the order of the model."""
         found = {}
         for name, value in rank.chunks[number].items():
-            if isinstance(value, Located) and not str(name).endswith(EXTRA_STATE):
-                found[str(name)] = value
-            elif str(name).endswith(EXTRA_STATE):
-                empty = value is None or (isinstance(value, Located) and not value.numel)
-                self._extra_states += not empty and rank.dense
-            else:
+            if str(name).endswith(EXTRA_STATE):
+                continue
+            if not isinstance(value, Located):
                 raise FormatError(f"{rank.path}: {name} of the model is {value!r:.60}, not a plain tensor")
+            found[str(name)] = value
         return found
 
     def _chunk(self, rank: Rank, weights: Mapping[str, Located], first: Mapping[str, int]) -> Chunk:
@@ -366,6 +364,18 @@ class _Reader:
             self._parts[data.path].append(Part(info, whole, _reader(data, local, whole), unless))
 
     # ---------------------------------------------------------------- what is no tensor
+
+    def _extra_states(self, rank: Rank, number: int, chunk: Chunk) -> None:
+        """Of modules, which the adapter keeps as objects by position, those that are empty, too."""
+        for name, value in rank.chunks[number].items():
+            if not str(name).endswith(EXTRA_STATE) or name == _OUTPUT_STATE or (not rank.dense and not is_expert(str(name))):
+                continue
+            try:
+                key = object_key(str(name), self._model, chunk)
+                self._shared.setdefault(key, plain(value, str(name)))
+            except (UnknownNameError, NotPlainError) as err:
+                if str(err) not in self.left_out:
+                    self.left_out.append(str(err))
 
     def _generators(self) -> dict[str, Any]:
         """States of random generators by position, as Megatron names them in its other formats (``get_rng_state``)."""
