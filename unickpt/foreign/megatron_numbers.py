@@ -246,7 +246,7 @@ def _by_buffer(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
 def _buffers(value: Any, path: Path) -> list[Mapping[str, Located]]:
     """The tensors of every buffer, all of them flat."""
     if not isinstance(value, dict) or value.get("buckets_coalesced") is not True:
-        raise _unfit(path, "holds the states in a form of before megatron-core 0.7")
+        raise _unfit(path, "holds the states bucket by bucket, as older releases wrote them")
     found: list[Mapping[str, Located]] = []
     for key in sorted(key for key in value if type(key) is int):
         inner = list(value[key].values()) if isinstance(value[key], dict) else []

@@ -278,6 +278,10 @@ class _Reader:
         apart = [any(group.get("is_expert_parallel") for group in leaf.groups) for leaf in found]
         if len(found) > 2 or (len(found) == 2 and apart != [False, True]):
             raise FormatError(f"{rank.path}: holds {len(found)} optimizers, where one, and one more for experts, are known")
+        if found and self._argument("optimizer_cpu_offload"):
+            raise FormatError(
+                f"{rank.path}: of an optimizer that is partly on the CPU (--optimizer-cpu-offload), which is not read"
+            )
         self._leaves += found
         states: dict[str, Mapping[str, Located]] = {}
         buffers: list[Any] | None = None
