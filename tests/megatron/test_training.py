@@ -14,6 +14,7 @@ import pytest
 
 from tests.launch import torchrun
 from tests.megatron import deepspeed_leg as leg
+from unickpt.cli.main import main
 
 TREE = os.environ.get("MEGATRON_LM", "")
 # The NullTokenizer of the development branch counts its end-of-document token among --vocab-size.
@@ -93,6 +94,20 @@ SHAPES = {
         "--bf16 --use-distributed-optimizer --ckpt-fully-parallel-save --ckpt-fully-parallel-load --async-save",
     ),
 }
+
+
+def test_resumes_from_megatrons_torch_format(uninterrupted: dict[int, float], tmp_path: Path) -> None:
+    """With buckets that are several, converted, and resumed under another shape."""
+    saving = f"--save {tmp_path / 'torch'} --save-interval 3 {until(3)} --ckpt-format torch --bf16 --use-distributed-optimizer"
+    run(2, f"{saving} --tensor-model-parallel-size 2 --overlap-grad-reduce --ddp-bucket-size 20000")
+    where = tmp_path / "converted"
+    where.mkdir()
+    assert main(["convert", str(tmp_path / "torch"), str(where / "iter_0000003")]) == 0
+    (where / "latest_checkpointed_iteration.txt").write_text("3")
+    done = run(2, f"{common(where, 6)} --bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2")
+    found = losses(done.stdout)
+    assert sorted(found) == [4, 5, 6], done.stdout[-3000:]
+    assert close(found, uninterrupted), (found, uninterrupted)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

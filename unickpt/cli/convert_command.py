@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
         "source", metavar="SRC", type=Path,
-        help="a model of transformers (safetensors), a checkpoint that DeepSpeed has written, Megatron (torch_dist), or "
+        help="a model of transformers (safetensors), a checkpoint that DeepSpeed has written, Megatron (torch_dist, torch), or "
         "torch.distributed.checkpoint (FSDP, torchtitan); or the save directory of one",
     )  # fmt: skip
     parser.add_argument("directory", metavar="DST", type=Path, help="of the checkpoint; one that was cut off is gone on with")

@@ -14,6 +14,8 @@ from unickpt.foreign.deepspeed_universal import deepspeed_universal, is_universa
 from unickpt.foreign.huggingface import huggingface
 from unickpt.foreign.located import Files
 from unickpt.foreign.megatron_dist import BACKEND, backend_of, megatron_dist
+from unickpt.foreign.megatron_files import MODEL, is_megatron_torch
+from unickpt.foreign.megatron_torch import megatron_torch
 from unickpt.loading import is_checkpoint
 
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest_universal")
@@ -36,6 +38,8 @@ def open_source(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Sour
         return deepspeed_universal(folder, files, also=also)
     if is_deepspeed(folder):
         return deepspeed(folder, files, also=also)
+    if is_megatron_torch(folder):
+        return megatron_torch(folder, files, also=also)
     if backend_of(folder) == BACKEND and is_dcp(folder):
         return megatron_dist(folder, files, also=also)
     if is_dcp(folder):
@@ -46,7 +50,7 @@ def open_source(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Sour
         raise NotACheckpointError(f"{folder}: is a checkpoint of unickpt already")
     raise NotACheckpointError(
         f"{folder}: neither safetensors files of transformers are there nor mp_rank_*_model_states.pt of DeepSpeed nor "
-        ".metadata of torch.distributed.checkpoint (also Megatron's torch_dist)"
+        f".metadata of torch.distributed.checkpoint (also Megatron's torch_dist) nor mp_rank_*/{MODEL} of Megatron"
     )
 
 

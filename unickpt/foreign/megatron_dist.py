@@ -7,40 +7,38 @@ adapter would have written of the same job (megatron_unickpt/capture.py): the sa
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from unickpt import __version__, objects
 from unickpt.converting import Source
 from unickpt.errors import FormatError, NotACheckpointError
 from unickpt.foreign.distcp import METADATA, Stored, Table, portions_of
-from unickpt.foreign.located import Files, Located
-from unickpt.foreign.pickles import Record, load
-from unickpt.foreign.plain import NotPlainError, members, plain
+from unickpt.foreign.located import Files
+from unickpt.foreign.megatron_state import (
+    GROUPS_NOT_TOLD,
+    arguments_of,
+    content_of,
+    dimensions,
+    encoded,
+    hyperparameters,
+    leaves,
+    name_of_optimizer,
+    objects_of,
+    owners,
+    step_of,
+    writer_of,
+)
+from unickpt.foreign.pickles import load
+from unickpt.foreign.plain import NotPlainError, plain
 from unickpt.index import TensorInfo
-from unickpt.language.facts import Model
-from unickpt.manifest import OptimizerRecord, ParameterGroup, Writer
+from unickpt.manifest import OptimizerRecord, ParameterGroup
 from unickpt.megatron_keys import MASTER, WEIGHT, tensor_of
 
 CONFIG, COMMON, BACKEND = "metadata.json", "common.pt", "torch_dist"
-DIALECT = "megatron-core"
-_CONTENT = "content_metadata"
-# By which Megatron tells groups apart (``_filter_and_reorder_param_groups``).
-_IDENTITY = ("wd_mult", "is_expert_parallel")
 _BUCKETS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(gbuf_idx_\d+\.)?")
-_SIZES = {
-    "world_size": "world_size", "tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size",
-    "virtual_pipeline": "virtual_pipeline_model_parallel_size", "context": "context_parallel_size",
-    "expert": "expert_model_parallel_size", "expert_tensor": "expert_tensor_parallel_size", "data": "data_parallel_size",
-}  # fmt: skip
-# The adapter's own mark of optimizers that have described themselves by parameter (megatron_unickpt/optimizer.py).
-_BY_PARAMETER = {"unickpt": True, "distrib_optim_sharding_type": "fully_sharded_model_space"}
 
 
 def backend_of(folder: Path) -> str:
@@ -77,7 +75,7 @@ class _Reader:
         if not isinstance(common, dict):
             raise FormatError(f"{folder / COMMON}: holds a {type(common).__name__}, not a dictionary")
         self._common: Mapping[str, Any] = common
-        self._optimizer = list(_leaves(common.get("optimizer")))
+        self._optimizer = list(leaves(common.get("optimizer")))
         self._table = Table(folder, files, also)
         self._refuse_buckets()
 
@@ -94,8 +92,7 @@ class _Reader:
             )
 
     def _content(self) -> Mapping[str, Any]:
-        found = self._common.get(_CONTENT)
-        return found if isinstance(found, dict) else {}
+        return content_of(self._common)
 
     # ---------------------------------------------------------------- the whole
 
@@ -105,11 +102,11 @@ class _Reader:
         described = list(self._described(named, trained))
         portions, empty = portions_of(described)
         derived = [info for info, _, _ in described if info.derived_from is not None]
-        arguments = self._arguments()
-        step = self._common.get("iteration", 0)
+        arguments = arguments_of(self._common, self.left_out.append)
         return Source(
-            "Megatron torch_dist", portions, self._writer(arguments), step=step if type(step) is int and step >= 0 else 0,
-            tensors=[*derived, *empty], optimizer=self._record(named, trained), objects=self._objects(arguments, trained),
+            "Megatron torch_dist", portions, writer_of(arguments), step=step_of(self._common),
+            tensors=[*derived, *empty], optimizer=self._record(named, trained),
+            objects=objects_of(self._common, arguments, self._optimizer, bool(trained), self.left_out.append),
             shared_objects=self._shared(), left_out=self.left_out,
         )  # fmt: skip
 
@@ -151,32 +148,7 @@ class _Reader:
             else:
                 yield TensorInfo(name, state, stored.dtype, stored.shape, kind), stored, None
 
-    def _arguments(self) -> argparse.Namespace | None:
-        found = self._common.get("args")
-        if not isinstance(found, Record) or found.kind != "argparse.Namespace":
-            return None
-        made = argparse.Namespace()
-        vars(made).update(members({str(key): value for key, value in found.state.items()}, "args", self.left_out.append))
-        return made
-
-    def _writer(self, arguments: argparse.Namespace | None) -> Writer:
-        sizes = {name: getattr(arguments, argument, None) for name, argument in _SIZES.items()}
-        topology = {name: size for name, size in sizes.items() if type(size) is int}
-        model = Model.of_megatron(arguments).as_json()
-        return Writer("megatron", "", __version__, torch.__version__, DIALECT, topology, model)
-
     # ---------------------------------------------------------------- what is no tensor
-
-    def _objects(self, arguments: argparse.Namespace | None, trained: Sequence[str]) -> dict[str, Any]:
-        """Megatron's common state as the adapter keeps it: without the optimizer, which is told by parameter."""
-        rest = {key: value for key, value in self._common.items() if key not in ("args", "optimizer")}
-        common = members(rest, "", self.left_out.append)
-        if arguments is not None:
-            common["args"] = arguments
-        if trained:
-            common[_CONTENT] = {**self._content(), **_BY_PARAMETER}
-        scalers = [leaf["grad_scaler"] for leaf in self._optimizer if leaf.get("grad_scaler")]
-        return {"common": common, "grad_scaler": plain(scalers[0], "grad_scaler") if scalers else None}
 
     def _shared(self) -> dict[str, Any]:
         """Objects by position, of which Megatron keeps a list (strategies/torch.py, ``_mcore_to_torch_sharded_object``)."""
@@ -200,86 +172,25 @@ class _Reader:
         (``get_standard_config_overrides``: no weight decay for biases and for what has one dimension; experts apart), it is
         known; where not, the groups are kept without parameters, and Megatron finds them by what makes them differ.
         """
-        groups = [group for leaf in self._optimizer for group in leaf["groups"]]
+        groups = [group for leaf in self._optimizer for group in leaf.groups]
         if not groups:
             if trained:
                 self.left_out.append(f"hyperparameters: {COMMON} has none, although there are states of an optimizer")
             return None
-        held = [{key: value for key, value in group.items() if key not in ("params", "step")} for group in groups]
-        owners = self._owners(held, named, trained)
+        held = [hyperparameters(group) for group in groups]
+        owner_of = self._owners(held, {name: named[name, WEIGHT].shape for name in trained})
         described = tuple(
-            ParameterGroup(_encoded(values), tuple(name for name in trained if owners.get(name) == at))
+            ParameterGroup(encoded(values), tuple(name for name in trained if owner_of.get(name) == at))
             for at, values in enumerate(held)
         )
-        steps = {leaf_step for leaf in self._optimizer for leaf_step in leaf["steps"]}
+        steps = {leaf_step for leaf in self._optimizer for leaf_step in leaf.steps}
         if len(steps) > 1:
             self.left_out.append(f"steps of the optimizer: {sorted(steps)}, and nothing tells of what")
         scalars = tuple(ParameterGroup({"step": step}, tuple(trained)) for step in steps) if len(steps) == 1 and trained else ()
-        states = {state for _, state in named}
-        return OptimizerRecord(_name_of(states, held), described, scalars)
+        return OptimizerRecord(name_of_optimizer({state for _, state in named}, held), described, scalars)
 
-    def _owners(
-        self, groups: Sequence[Mapping[str, Any]], named: Mapping[tuple[str, str], Stored], trained: Sequence[str]
-    ) -> dict[str, int]:
-        """The group of every parameter, by number; empty if the groups are not those of the default."""
-        identities = [tuple(group.get(key, group.get(f"pre_{key}")) for key in _IDENTITY) for group in groups]
-        numbers = {identity: at for at, identity in enumerate(identities)}
-        apart = any(expert for _, expert in numbers)
-        owners = {}
-        for name in trained:
-            decays = _dimensions(name, named[name, WEIGHT].shape) > 1 and not name.endswith(".bias")
-            at = numbers.get((1.0 if decays else 0.0, apart and ".experts." in name))
-            if at is None or len(numbers) != len(groups):
-                self.left_out.append(
-                    "which parameter is in which group of the optimizer: the groups are not Megatron's usual ones, and the "
-                    "files do not tell"
-                )
-                return {}
-            owners[name] = at
-        return owners
-
-
-def _dimensions(name: str, shape: Sequence[int]) -> int:
-    """Of the parameter itself: layers of one kind, and experts, are stacked (transformer_block.py, moe/experts.py)."""
-    stacked = len(re.findall(r"(?:^|\.)layers\.(?!\d+\.)", name)) + (".experts.experts." in name)
-    return len(shape) - stacked
-
-
-def _leaves(tree: Any) -> Iterator[dict[str, Any]]:
-    """The optimizers of a common state dict: ``groups``, their ``steps``, and the ``grad_scaler``."""
-    if not isinstance(tree, dict):
-        return
-    inner = tree.get("optimizer", tree)
-    groups = inner.get("param_groups") if isinstance(inner, dict) else None
-    if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
-        states = inner.get("state")
-        told = [states.get("common_step")] if isinstance(states, dict) else []
-        steps = [_number(step) for step in (*told, *(group.get("step") for group in groups))]
-        yield {
-            "groups": groups, "steps": [step for step in steps if isinstance(step, (int, float))],
-            "grad_scaler": tree.get("grad_scaler"),
-        }  # fmt: skip
-        return
-    for key in sorted(key for key in tree if isinstance(key, int)):
-        yield from _leaves(tree[key])
-
-
-def _number(value: Any) -> Any:
-    return value.read().item() if isinstance(value, Located) and value.numel == 1 else value
-
-
-def _encoded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of hyperparameters, those that are plain."""
-    found = {}
-    for key, value in values.items():
-        encoded = objects.encode(_number(value), prefix="optimizer")
-        if not encoded.tensors and not encoded.opaque:
-            found[str(key)] = encoded.value
-    return found
-
-
-def _name_of(states: set[str], groups: Sequence[Mapping[str, Any]]) -> str:
-    """The class of the optimizer, which the files do not tell: by its states, and by keys that only fused ones have."""
-    if {"exp_avg", "exp_avg_sq"} <= states:
-        return "FusedAdam" if any("bias_correction" in group for group in groups) else "AdamW"
-    return "SGD" if "momentum_buffer" in states else "unknown"
+    def _owners(self, groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]) -> Mapping[str, int]:
+        found = owners(groups, {name: (dimensions(name, shape), ".experts." in name) for name, shape in shapes.items()})
+        if found is None:
+            self.left_out.append(GROUPS_NOT_TOLD)
+        return found or {}

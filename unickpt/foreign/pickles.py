@@ -25,7 +25,9 @@ from unickpt.errors import FormatError
 from unickpt.foreign.located import Files, Located
 
 # Of these, whatever they are, only what was stored of them is taken; their modules are not imported.
-RECORDS = ("deepspeed.", "megatron.", "transformer_engine.", "argparse.Namespace", "torch.distributed.", "pathlib.")
+RECORDS = (
+    "deepspeed.", "megatron.", "transformer_engine.", "argparse.Namespace", "torch.distributed.", "pathlib.", "signal.Signals",
+)  # fmt: skip
 MAX_PICKLE_BYTES = 1 << 30
 _LOCAL_HEADER_BYTES = 30
 
