@@ -415,7 +415,7 @@ def test_numbers_that_facts_tell() -> None:
     for text in ("a{=}", "a{= 3}", "a{= x.y}", "{= layers}{n}", "{n}1{= layers}"):
         with pytest.raises(LanguageError):
             Template.parse(text)
-    with pytest.raises(LanguageError, match="rule 1: .*'hoods' is no fact"):
+    with pytest.raises(LanguageError, match=r"rule 1: .*'hoods' is no fact"):
         parse(HEAD + RULE.replace("l.{layer}", "{= hoods}.{layer}"))
 
 
