@@ -34,6 +34,8 @@ def thirds() -> bool:
 
 
 def train(folder: Path, mode: str, precision: str) -> Checkpoint:
+    if mode == "pipe" and not (Path(TREE) / "megatron/model/layernorm.py").is_file():
+        pytest.skip("no pipeline of this tree runs on a CPU: torch's LayerNorm, which it takes there, has no sequence_parallel")
     torchrun(4, "tests.deepspeed.megatron_deepspeed_worker", "train", str(folder), mode, precision)
     assert main(["convert", str(folder / "job"), str(folder / "converted")]) == 0
     assert main(["verify", str(folder / "converted")]) == 0

@@ -25,7 +25,7 @@ PLAIN, PIPE = "megatron-deepspeed", "megatron-deepspeed-pipe"
 FIRST_LAYER = 2  # of a pipeline: before it come a cast and the embedding
 _FPDT = "ds_sequence_parallel_fpdt"
 _FUSED = re.compile(r".*\.self_attention\.query_key_value\.(weight|bias)")
-_LAYER = re.compile(r"(\d+)\.input_layernorm\.weight")
+_LAYER = re.compile(r"(\d+)\.self_attention\.query_key_value\.weight")
 _ORDERED = 2.0  # the checkpoint_version since which query_key_value is as it is said here
 
 
@@ -53,7 +53,7 @@ def megatron_deepspeed(first: File, names: Collection[str], told: Mapping[str, A
     found = first.content.get("args")
     arguments = found.state if isinstance(found, Record) and found.kind == "argparse.Namespace" else {}
     layers = [int(match[1]) for name in names if (match := _LAYER.fullmatch(name))]
-    plain = any(name.startswith("language_model.") for name in names)
+    plain = any(name.startswith("language_model.encoder.layers.") for name in names)
     if "num_attention_heads" not in arguments or not (plain or layers):
         return None
     heads = arguments["num_attention_heads"]
