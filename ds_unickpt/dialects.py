@@ -37,6 +37,7 @@ def as_named_here(checkpoint: Checkpoint, engine: Any, chosen: str) -> Checkpoin
     where = str(checkpoint.storage)
     model = model_of(engine.module).with_more(Model.from_json(stored.model), where)
     rules = choose(stored.dialect, OWN, chosen, model.family, where=where, option='"unickpt": {"load_dialect": ...}')
+    rules = rules.of_model(model.facts)
     wanted = {name: internals.shape_of(parameter) for name, parameter in Names.read(engine.module).parameters.items()}
     for name, buffer, persistent in capture.buffers(engine.module):
         if persistent:

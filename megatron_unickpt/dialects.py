@@ -43,7 +43,9 @@ def as_named_here(checkpoint: Checkpoint, items: Iterable[ShardedTensor], meet: 
     where = str(checkpoint.storage)
     model = internals.model().with_more(Model.from_json(stored.model), where)
     chosen = str(getattr(arguments, "unickpt_load_dialect", None) or "")
-    rules = choose(OWN, stored.dialect, chosen, model.family, where=where, option="--unickpt-load-dialect")
+    rules = choose(OWN, stored.dialect, chosen, model.family, where=where, option="--unickpt-load-dialect").of_model(
+        model.facts
+    )
     view = translated(checkpoint, rules.rules, wanted, rules.sizes_of(model.facts))
     if view.untranslated and meet is not None:
         names = ", ".join(view.untranslated[:8]) + (f" and {len(view.untranslated) - 8} more" if view.untranslated[8:] else "")

@@ -305,6 +305,6 @@ def under_names_of(source: Checkpoint, like: Checkpoint, *, chosen: str = "", op
     model = Model.from_json(wanted.model).with_more(Model.from_json(stored.model), where)
     outward = wanted.dialect == HUGGINGFACE
     name, other = (stored.dialect, wanted.dialect) if outward else (wanted.dialect, stored.dialect)
-    rules = choose(name, other, chosen, model.family, where=where, option=option)
+    rules = choose(name, other, chosen, model.family, where=where, option=option).of_model(model.facts)
     shapes = {info.name: info.shape for info in like.index.tensors if info.kind in TENSORS or info.state == "master"}
     return translated(source, rules.rules, shapes, rules.sizes_of(model.facts), outward=outward)

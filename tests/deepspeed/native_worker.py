@@ -22,6 +22,10 @@ from tests.launch import leave
 
 STATES = ("exp_avg", "exp_avg_sq")
 VOCABULARY = 11
+HALVES = {  # of the pipeline's layers; all others are cut along their first dimension
+    "universal_checkpoint_version": 0.2, "parameter_with_row_parallelism_patterns": [r"4.weight"],
+    "tp_replicated_parameter_patterns": [r"3.weight", r"3.bias", r"4.bias"],
+}  # fmt: skip
 
 
 def plain(folder: Path, name: str, **_options: str) -> None:
@@ -41,8 +45,13 @@ def plain(folder: Path, name: str, **_options: str) -> None:
 
 
 def pipe(folder: Path, name: str, **options: str) -> None:
-    """Two stages, with a layer that is on both."""
+    """Two stages, with a layer that is on both; with ``slices=2``, of two tensor parallel ranks each.
+
+    These have halves as Megatron's have, but compute nothing together: each trains what it has. Which files that is written
+    to, and how it is named there, is DeepSpeed's own doing.
+    """
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     embed = torch.nn.Embedding
     layers = [
@@ -54,13 +63,18 @@ def pipe(folder: Path, name: str, **options: str) -> None:
     def loss(out: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(out.float().view(-1, VOCABULARY), targets.view(-1))
 
-    net = PipelineModule(layers=layers, num_stages=2, loss_fn=loss, partition_method="uniform")
+    slices = int(options.get("slices", "1"))
+    topology = PipeModelDataParallelTopology(2, slices, dist.get_world_size() // (2 * slices))
+    net = PipelineModule(layers=layers, topology=topology, loss_fn=loss, partition_method="uniform")
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(0.01 * topology.get_coord(dist.get_rank()).model)
     engine = _engine(net, [p for p in net.parameters() if p.requires_grad], options)
     g = torch.Generator().manual_seed(0)
     rows = [tuple(torch.randint(0, VOCABULARY, (1, 4), generator=g) for _ in range(2)) for _ in range(64)]
     for _ in range(2):
         engine.train_batch(iter(rows))
-    _save(engine, folder, name)
+    _save(engine, folder, name, told={"universal_checkpoint_info": HALVES} if slices > 1 else {})
 
 
 def moe(folder: Path, name: str, **options: str) -> None:
@@ -133,12 +147,12 @@ def _engine(net: torch.nn.Module, parameters: Any, options: dict[str, str], **ex
     return engine
 
 
-def _save(engine: Any, folder: Path, name: str, named: Any = str) -> None:
+def _save(engine: Any, folder: Path, name: str, named: Any = str, told: Any = None) -> None:
     """DeepSpeed's save, and what this rank holds, by DeepSpeed's own mapping.
 
     ``{(name, state): (first element in the rank's parameter, elements, the parameter's shape)}``
     """
-    assert engine.save_checkpoint(str(folder / name), client_state={"note": name}) is True
+    assert engine.save_checkpoint(str(folder / name), client_state={"note": name, **(told or {})}) is True
     held: dict[Any, Any] = {}
     base = optimizer_of(engine)
     states = {master.untyped_storage().data_ptr(): state for master, state in base.state.items()}

@@ -22,9 +22,10 @@ from unickpt.foreign.deepspeed_parallel import SCALE_POWERS, Division, division
 from unickpt.foreign.deepspeed_states import Described, is_flat, number_in, reader, tensor_in
 from unickpt.foreign.located import Files, Located
 from unickpt.foreign.matching import NoOrderError, matched
+from unickpt.foreign.megatron_deepspeed import megatron_deepspeed
 from unickpt.fragments import Box, split_flat_range
 from unickpt.index import TensorInfo
-from unickpt.manifest import OptimizerRecord, merge_optimizers
+from unickpt.manifest import OptimizerRecord, Writer, merge_optimizers
 
 
 @dataclass
@@ -62,6 +63,9 @@ class _Reader(Described):
         self.ranks, self.job = folder.ranks, folder
         self.tensors: dict[str, _Tensor] = {}
         self._owner: dict[str, int] = {}  # pipeline stage of which a parameter is taken: tied ones are on several
+        names = {name for rank in self.ranks for name in rank.weights}
+        self.told = next((found for rank in self.ranks if (found := _universal_info(rank))), {})
+        self.megatron = megatron_deepspeed(self.first, names, self.told)
         self._means: dict[tuple[str, str, str], list[list[tuple[Box, Located]]]] = {}
         if self.first.get("ds_autoep_layers", (list, dict)) or self.first.get("autoep_layers", (list, dict)):
             raise FormatError(f"{self.first.path}: of AutoEP, whose files are not read")
@@ -81,10 +85,14 @@ class _Reader(Described):
         files = [file for rank in self.ranks for file in rank.optimizers.values()]
         scaler = next((_states(file).get("loss_scaler") for file in files), None)
         return Source(
-            f"DeepSpeed ZeRO-{stage}", portions, self.writer(self._topology(stage)), step=self.number("global_steps"),
+            f"DeepSpeed ZeRO-{stage}", portions, self._writer(stage), step=self.number("global_steps"),
             tensors=self.listed, optimizer=merge_optimizers(None, found), aliases=self._aliases, objects=self.objects(scaler),
             left_out=self.left_out,
         )  # fmt: skip
+
+    def _writer(self, stage: int) -> Writer:
+        found = self.megatron
+        return self.writer(self._topology(stage), *((found.dialect, found.model) if found is not None else ()))
 
     def _inputs(self, path: Path, parts: Sequence[Part]) -> list[Path]:
         """Of a portion: weights are compared with their masters, in whatever file those are."""
@@ -128,7 +136,6 @@ class _Reader(Described):
 
     def _divide(self, stage: int) -> None:
         """What every parameter is, of all ranks together."""
-        told = next((found for rank in self.ranks if (found := _universal_info(rank))), {})
         shapes: dict[str, dict[int, tuple[int, ...]]] = {}
         self._local = {rank.number: self._local_shapes(rank, stage) for rank in self.ranks}
         for rank in self.ranks:
@@ -139,7 +146,8 @@ class _Reader(Described):
             if len(of_rank) != self.job.tensors:
                 raise FormatError(f"{self.folder}: {name} is on tensor parallel ranks {sorted(of_rank)} of {self.job.tensors}")
             each = [of_rank[rank] for rank in range(self.job.tensors)]
-            self.tensors[name] = _Tensor(division(name, each, told, str(self.first.path)))
+            parts = self.megatron.parts(name) if self.megatron is not None else 0
+            self.tensors[name] = _Tensor(division(name, each, self.told, str(self.first.path), parts=parts))
 
     def _local_shapes(self, rank: ModelRank, stage: int) -> dict[str, tuple[int, ...]]:
         """Of a rank's parameters and buffers, as it holds them; of experts by their number among all."""

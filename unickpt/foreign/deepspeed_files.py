@@ -19,6 +19,7 @@ EXPERTS_OPTIMIZER = re.compile(r"expp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_
 LAYER = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<model>\d+))?-model_states\.pt")
 EXPERT = re.compile(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<model>\d+)_model_states\.pt")
 EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."  # in names: before the number of an expert
+EXTRA_STATE = "_extra_state"  # of a module, by PyTorch's name; whatever it likes
 _KNOWN = (MODEL, OPTIMIZER, EXPERTS_OPTIMIZER, LAYER, EXPERT)
 
 
@@ -52,7 +53,8 @@ class ModelRank:
     """What one model parallel rank (a pipeline stage, a tensor parallel rank) has written.
 
     Attributes:
-        number, stage, tensor: its number in file names, its pipeline stage, its tensor parallel rank.
+        number, stage, tensor: its number in file names, its pipeline stage, its tensor parallel rank. Stages come first:
+            number = stage * tensor parallel ranks + tensor (runtime/pipe/topology.py, ``ds_model_rank``).
         models, optimizers: its files by data parallel rank.
         weights: by name, tied parameters under all of theirs; whole (but for ZeRO 3, where they have no elements).
         other: what the module holds that is no tensor.
@@ -127,14 +129,14 @@ def read_folder(folder: Path, files: Files, also: Sequence[str]) -> Folder:
     if missing:
         raise FormatError(f"{folder}: mp_rank_{min(missing):02d}_model_states.pt is not there")
     dims = found[MODEL][0][1].get("checkpoint_parallel_dimensions", dict, {})
-    stages = int(dims.get("pp_degree", len(numbers) if found[LAYER] else 1))
-    tensors = int(dims.get("tp_degree", 1 if found[LAYER] else len(numbers)))
-    if stages * tensors != len(numbers):
+    slices = len({match["model"] for match, _ in found[LAYER]})  # of every layer of a pipeline: a file per tensor parallel rank
+    tensors = int(dims.get("tp_degree", slices or len(numbers)))
+    stages = int(dims.get("pp_degree", max(len(numbers) // max(tensors, 1), 1)))
+    if stages * tensors != len(numbers) or slices not in (0, tensors):
         raise FormatError(
             f"{folder}: of {stages} pipeline stages with {tensors} tensor parallel ranks, but {len(numbers)} are there"
+            + (f", and layers of {slices}" if slices else "")
         )
-    if stages > 1 and tensors > 1:
-        raise FormatError(f"{folder}: pipeline and tensor parallel at once, which is not read")
     ranks = {number: ModelRank(number, number // tensors, number % tensors) for number in numbers}
     for match, file in found[MODEL]:
         ranks[int(match["model"])].models[int(match["data"] or 0)] = file
@@ -144,7 +146,9 @@ def read_folder(folder: Path, files: Files, also: Sequence[str]) -> Folder:
         _weights(rank, rank.first.path, rank.first.get("module", dict, {}))
     for match, file in found[EXPERT]:
         _weights(ranks[int(match["model"])], file.path, file.content)
-    _layers([(int(match["layer"]), file) for match, file in found[LAYER]], list(ranks.values()))
+    for tensor in range(tensors):
+        layers = [(int(match["layer"]), file) for match, file in found[LAYER] if int(match["model"] or 0) == tensor]
+        _layers(layers, [rank for rank in ranks.values() if rank.tensor == tensor])
     return Folder(folder, tuple(ranks.values()), stages, tensors, _experts(list(ranks.values())))
 
 
@@ -156,16 +160,20 @@ def read_file(path: Path, files: Files, also: Sequence[str]) -> File:
     return File(path, content)
 
 
-def _weights(rank: ModelRank, path: Path, module: Mapping[str, Any]) -> None:
-    for name, value in module.items():
+def _weights(rank: ModelRank, path: Path, module: Mapping[str, Any], prefix: str = "") -> None:
+    """Of a module; Megatron's have dictionaries in dictionaries (``state_dict_for_save_checkpoint``)."""
+    for key, value in module.items():
+        name = f"{prefix}{key}"
         if isinstance(value, Located):
-            rank.weights[str(name)] = Weight(path, value)
+            rank.weights[name] = Weight(path, value)
+        elif isinstance(value, dict) and not name.endswith(EXTRA_STATE):
+            _weights(rank, path, value, f"{name}.")
         else:
-            rank.other.append(str(name))
+            rank.other.append(name)
 
 
 def _layers(layers: Sequence[tuple[int, File]], ranks: Sequence[ModelRank]) -> None:
-    """Of a pipeline: every layer has a file, whose names lack the layer's number, or the name of what it is tied by."""
+    """Of the ranks of one slice of a pipeline: a layer has a file, whose names lack its number, or the name that ties it."""
     names = [rank.numels() for rank in ranks]
     for number, file in layers:
         plain = {f"{number}.{name}": value for name, value in file.content.items()}

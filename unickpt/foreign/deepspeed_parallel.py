@@ -56,7 +56,7 @@ def undivided(shape: Shape, ranks: int = 1) -> Division:
     return Division(shape, ((Placed(Box.whole(shape), Box.whole(shape)),), *(() for _ in range(ranks - 1))))
 
 
-def division(name: str, shapes: Sequence[Shape], told: Mapping[str, Any], where: str) -> Division:
+def division(name: str, shapes: Sequence[Shape], told: Mapping[str, Any], where: str, *, parts: int = 0) -> Division:
     """How a parameter is divided.
 
     Args:
@@ -64,6 +64,7 @@ def division(name: str, shapes: Sequence[Shape], told: Mapping[str, Any], where:
         shapes: of it on every tensor parallel rank.
         told: the ``universal_checkpoint_info``.
         where: names the file in messages.
+        parts: equal ones along the first dimension that every rank has, if something but ``told`` tells that; else 0.
 
     Raises:
         FormatError: nothing tells, or something that is not known, or it does not fit the shapes.
@@ -74,7 +75,7 @@ def division(name: str, shapes: Sequence[Shape], told: Mapping[str, Any], where:
     if affine and affine.get("version") != AFFINE_VERSION:
         raise FormatError(f"{where}: describes its tensors in version {affine.get('version')!r} of affine_map, 1 is known")
     entry = _match(affine.get("params") or {}, name, where)
-    found = _affine(name, shapes, entry, where) if entry is not None else _by_patterns(name, shapes, told, where)
+    found = _affine(name, shapes, entry, where) if entry is not None else _by_patterns(name, shapes, told, where, parts)
     rows = told.get("original_vocab_size")
     if isinstance(rows, int) and _listed(told, "vocabulary_parameter_patterns", name, where) and rows < found.shape[0]:
         return _without_padding(found, rows)
@@ -145,7 +146,7 @@ def _box(extent: Shape, at: Sequence[Any], shape: Shape, name: str, where: str) 
     return Box(tuple(start), extent)
 
 
-def _by_patterns(name: str, shapes: Sequence[Shape], told: Mapping[str, Any], where: str) -> Division:
+def _by_patterns(name: str, shapes: Sequence[Shape], told: Mapping[str, Any], where: str, parts: int) -> Division:
     if not told:
         raise FormatError(
             f"{where}: of {len(shapes)} tensor parallel ranks, and nothing tells how they divide {name} "
@@ -165,13 +166,13 @@ def _by_patterns(name: str, shapes: Sequence[Shape], told: Mapping[str, Any], wh
         len(shape) <= dim or (*shape[:dim], *shape[dim + 1 :]) != (*shapes[0][:dim], *shapes[0][dim + 1 :]) for shape in shapes
     ):
         raise FormatError(f"{where}: {name} has shapes {list(shapes)}, which dimension {dim} does not join")
-    parts = 2 if _listed(told, "parameter_with_2_sub_params_cat_dim_0", name, where) else 1
+    parts = parts or (2 if _listed(told, "parameter_with_2_sub_params_cat_dim_0", name, where) else 1)
     whole = (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
     placed = []
     begin = 0
     for shape in shapes:
         if shape[dim] % parts:
-            raise FormatError(f"{where}: {name} of shape {shape} has no two halves")
+            raise FormatError(f"{where}: {name} of shape {shape} cannot be divided into {parts} equal parts")
         step = shape[dim] // parts
         pieces = []
         for part in range(parts):

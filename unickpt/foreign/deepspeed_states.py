@@ -94,12 +94,12 @@ class Described:
         found: int = self.first.get(key, int, 0)
         return found
 
-    def writer(self, topology: Mapping[str, Any]) -> Writer:
-        """Who wrote it, of what shape."""
+    def writer(self, topology: Mapping[str, Any], dialect: str = HUGGINGFACE, model: Model | None = None) -> Writer:
+        """Who wrote it, of what shape; in which dialect, and what it tells of its model beyond a configuration beside it."""
         config = configuration(self.folder) or configuration(self.folder.parent)
         version = self.first.get("ds_version", str, "")
-        model = Model.of_config(config).as_json()
-        return Writer("deepspeed", version, __version__, torch.__version__, HUGGINGFACE, dict(topology), model)
+        told = Model.of_config(config).with_more(model or Model(), str(self.folder)).as_json()
+        return Writer("deepspeed", version, __version__, torch.__version__, dialect, dict(topology), told)
 
     def add(self, path: Path, part: Part) -> None:
         """A part that is in a file."""

@@ -19,6 +19,7 @@ Formulas of sizes are of the facts that are known of a model (``facts.py``). The
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,17 @@ class Dialect:
     sizes: Mapping[str, str | int]
     rules: tuple[Rule, ...]
     where: str = "dialect"
+
+    def of_model(self, facts: Mapping[str, int]) -> Dialect:
+        """The same with the numbers in names that facts of a model tell (``{= layers + 2}``).
+
+        Raises:
+            LanguageError: one of them is not known; names the rule.
+        """
+        try:
+            return dataclasses.replace(self, rules=tuple(rule.with_facts(facts) for rule in self.rules))
+        except LanguageError as err:
+            raise LanguageError(f"{self.where}: {err}") from None
 
     def sizes_of(self, facts: Mapping[str, int]) -> dict[str, int]:
         """Sizes of axes for a model; those whose facts are not known are left out, and asked of shapes.
@@ -122,6 +134,9 @@ def parse(text: str, *, where: str = "dialect") -> Dialect:
         there = entry["there"] if isinstance(entry["there"], str) else _texts(entry["there"], f"{place}: there")
         try:
             rule = Rule.parse(entry["here"], there, repeat=entry.get("repeat"))
+            unknown = set().union(*(item.name.facts for item in (rule.here, *rule.there))) - FACTS.keys()
+            if unknown:
+                raise LanguageError(f"{rule}: {min(unknown)!r} is no fact; there are {', '.join(FACTS)}")
             rules += stacked(rule, stack)
         except LanguageError as err:
             raise LanguageError(f"{place}: {err}") from None

@@ -141,6 +141,20 @@ class Rule:
     def __str__(self) -> str:
         return f"rule {self.here} = {' + '.join(map(str, self.there))}"
 
+    def with_facts(self, facts: Mapping[str, int]) -> Rule:
+        """The same with the numbers in names that facts of a model tell.
+
+        Raises:
+            LanguageError: one of them is not known.
+        """
+        if not any(item.name.facts for item in (self.here, *self.there)):
+            return self
+        try:
+            here, *there = (Item(item.name.with_facts(facts), item.arrangement) for item in (self.here, *self.there))
+        except LanguageError as err:
+            raise LanguageError(f"{self}: {err}") from None
+        return Rule(here, tuple(there), self.repeat)
+
     def pairs(self) -> Iterator[tuple[Side, Side]]:
         """Options of here, and what they are there."""
         theirs = (Side(item, option) for item in self.there for option in item.options)

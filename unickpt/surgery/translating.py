@@ -45,7 +45,8 @@ class Translate:
             raise LanguageError(f"{path}: cannot be read as a dialect ({err})") from err
 
     def apply(self, table: Table) -> Table:
-        rules, own = self.dialect, table.writer.dialect
+        facts, own = Model.from_json(table.writer.model).facts, table.writer.dialect
+        rules = self.dialect.of_model(facts)
         if own not in (rules.name, rules.other):
             raise LanguageError(
                 f"{table.where} is of the dialect {own!r}; {rules.where} has rules for {rules.name!r} and {rules.other!r}"
@@ -57,13 +58,13 @@ class Translate:
         within = rules.name == rules.other
         outward = own == rules.name and not within
         source = as_checkpoint(table)
-        sizes = rules.sizes_of(Model.from_json(table.writer.model).facts)
+        sizes = rules.sizes_of(facts)
         given, _ = shapes_of(source)
         stored = {name: shape for name, shape in given.items() if name not in table.aliases}
         wanted = listed(rules.rules, stored, sizes, outward=outward)
         if not wanted:
             raise MismatchError(f"{table.where}: {rules.where} has no rule for any of {some_of(stored, 4)}")
-        aliases = self._aliases(table, given, wanted, sizes, outward)
+        aliases = self._aliases(table, rules, given, wanted, sizes, outward)
         view = translated(source, rules.rules, wanted, sizes, outward=outward)
         absent = sorted(wanted.keys() - view.translation.pieces.keys())
         if absent:
@@ -85,13 +86,15 @@ class Translate:
         after = table.with_entries(entries, optimizer=record, aliases=aliases, writer=writer)
         return after.did(f"{told} by {rules.where}").lost(*_lost(table, view))
 
-    def _aliases(self, table: Table, given: Shapes, wanted: Shapes, sizes: Mapping[str, int], outward: bool) -> dict[str, str]:
+    def _aliases(
+        self, table: Table, rules: Dialect, given: Shapes, wanted: Shapes, sizes: Mapping[str, int], outward: bool
+    ) -> dict[str, str]:
         """Further names in the new dialect. Raises MismatchError if tied tensors become what is not tied."""
         found: dict[str, str] = {}
         for alias, name in table.aliases.items():
             if name not in given:
                 continue
-            of, to = (list(listed(self.dialect.rules, {each: given[name]}, sizes, outward=outward)) for each in (alias, name))
+            of, to = (list(listed(rules.rules, {each: given[name]}, sizes, outward=outward)) for each in (alias, name))
             if not to:
                 continue
             if len(of) != len(to) or any(wanted.get(each) is None for each in to):

@@ -91,12 +91,13 @@ class Resize:
         """Tensors with a row for each entry, and in which dimension."""
         if self.selection is not None:
             return {entry.info.name: self.dim for entry in self.selection.among(table)}
-        own, family = table.writer.dialect, Model.from_json(table.writer.model).family
+        own, model = table.writer.dialect, Model.from_json(table.writer.model)
+        family = model.family
         found: dict[str, int] = {}
         for each in dialects():
             if family not in each.families or own not in (each.name, each.other):
                 continue
-            for rule in each.rules:
+            for rule in each.of_model(model.facts).rules:
                 for item in (rule.here,) if own == each.name else rule.there:
                     dim = None if item.arrangement is None else _dim_of(item.arrangement)
                     if dim is not None:
