@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.language.families import huggingface_model, rows
+from tests.language.families import FAMILIES, huggingface_model, rows
 from tests.language.station import SEED
 from tests.launch import torchrun
 from unickpt.cli.main import main
@@ -32,10 +32,16 @@ class Station:
         return f"{self.kind} {self.layout} x{self.ranks}"
 
 
-def of_transformers(folder: Path, family: str) -> tuple[Path, torch.Tensor]:
-    """A model of transformers with random weights, in ``folder/model``; as a checkpoint, and its logits."""
+def of_transformers(folder: Path, family: str) -> tuple[Path | None, torch.Tensor]:
+    """A model of transformers with random weights, in ``folder/model``; as a checkpoint, and its logits.
+
+    Of experts there is no checkpoint: transformers 5 stacks them in memory, but names each by itself in its files, and no
+    rules tell the one from the other yet.
+    """
     model = huggingface_model(family, seed=SEED)
     model.save_pretrained(folder / "model")
+    if FAMILIES[family].moe:
+        return None, _logits(model)
     assert main(["convert", str(folder / "model"), str(folder / "begin")]) == 0
     return folder / "begin", _logits(model)
 

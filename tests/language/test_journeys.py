@@ -30,9 +30,10 @@ def test_a_training_goes_on_in_the_other_framework(
 ) -> None:
     begin, before = of_transformers(tmp_path, family)
     found = travelled(tmp_path, family, precision, stations, begin)
-    compared, wrong = differences(begin, tmp_path / "0" / "loaded", family)
-    assert wrong == []
-    assert compared > 30
+    if begin is not None:
+        compared, wrong = differences(begin, tmp_path / "0" / "loaded", family)
+        assert wrong == []
+        assert compared > 30
     assert apart(before, found[0]["logits"]) <= ROUNDING
     for at in range(1, len(stations)):
         compared, wrong = differences(tmp_path / str(at - 1) / "trained", tmp_path / str(at) / "loaded", family)
@@ -45,7 +46,7 @@ def test_a_training_goes_on_in_the_other_framework(
         assert found[at]["rate"] == LR * (1 - steps / DECAY)
         assert any("unaccounted: 0" in line for line in found[at]["report"])
         assert apart(found[at - 1]["logits_after"], found[at]["logits"]) <= ROUNDING
-    for at in (1, len(stations) - 1):  # what Megatron has trained, and what comes out in the end
+    for at in {1, len(stations) - 1}:  # what Megatron has trained, and what comes out in the end
         after = exported(tmp_path / str(at) / "trained", tmp_path / f"model{at}", tmp_path / "model")
         assert apart(after, found[at]["logits_after"]) <= ROUNDING
     losses = [loss for station in found for loss in station["losses"]]
