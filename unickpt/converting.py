@@ -28,7 +28,7 @@ from unickpt.manifest import FileRecord, JSONValue, OptimizerRecord, Writer
 from unickpt.posix import PosixStorage
 from unickpt.writing import DataFile, Pace, write_rows
 
-BATCH_BYTES = 32 << 20  # of a portion that are in memory
+BATCH_BYTES = 16 << 20  # of a portion that are in memory
 _EMPTY = torch.empty(0)
 
 Reading = Callable[[Box], torch.Tensor]  # of a box in the tensor's coordinates: its elements, 1-D in row-major order
@@ -204,7 +204,7 @@ def _converted(
         progress(sum(part.size_bytes for part in portion.parts))
         return known, True
     shards, readings = _shards(portion, progress)
-    with storage.create(names.data, about_bytes=sum(shard.size_bytes for shard in shards)) as sink:
+    with storage.create(names.data, direct=True, about_bytes=sum(shard.size_bytes for shard in shards)) as sink:
         out = DataFile(sink, shards, rank=names.rank, step=step, pace=Pace(None))
         for lo, hi in _batches(shards):
             read = [
