@@ -13,6 +13,7 @@ from unickpt.language.facts import Model
 from unickpt.language.shipped import choose
 from unickpt.loading import Checkpoint
 from unickpt.report import Entry
+from unickpt.spellings import as_wanted
 from unickpt.translated import translated
 
 OWN = "huggingface"
@@ -32,19 +33,24 @@ def as_named_here(checkpoint: Checkpoint, engine: Any, chosen: str) -> Checkpoin
         MismatchError: the checkpoint is of another model.
     """
     stored = checkpoint.manifest.writer
-    if stored.dialect == OWN or _has_own_names(checkpoint, engine):
+    if stored.dialect == OWN:
+        return as_wanted(checkpoint, _wanted(engine), model_of(engine.module).family)
+    if _has_own_names(checkpoint, engine):
         return checkpoint
     where = str(checkpoint.storage)
     model = model_of(engine.module).with_more(Model.from_json(stored.model), where)
     rules = choose(stored.dialect, OWN, chosen, model.family, where=where, option='"unickpt": {"load_dialect": ...}')
-    rules = rules.of_model(model.facts)
-    wanted = {name: internals.shape_of(parameter) for name, parameter in Names.read(engine.module).parameters.items()}
-    for name, buffer, persistent in capture.buffers(engine.module):
-        if persistent:
-            wanted[name] = tuple(buffer.shape)
+    rules, wanted = rules.of_model(model.facts), _wanted(engine)
     view = translated(checkpoint, rules.rules, wanted, rules.sizes_of(model.facts), outward=True)
     found, notes = _objects(checkpoint, engine)
     return dataclasses.replace(view, job_objects=found, job_notes=notes)
+
+
+def _wanted(engine: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters and persistent buffers of this job's model, by name."""
+    found = {name: internals.shape_of(parameter) for name, parameter in Names.read(engine.module).parameters.items()}
+    found |= {name: tuple(buffer.shape) for name, buffer, persistent in capture.buffers(engine.module) if persistent}
+    return found
 
 
 def _has_own_names(checkpoint: Checkpoint, engine: Any) -> bool:

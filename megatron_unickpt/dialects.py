@@ -15,6 +15,7 @@ from unickpt.errors import MismatchError
 from unickpt.language.facts import Model
 from unickpt.language.shipped import choose
 from unickpt.loading import Checkpoint
+from unickpt.spellings import in_memory
 from unickpt.translated import translated
 
 Shapes = dict[str, tuple[int, ...]]
@@ -39,6 +40,7 @@ def as_named_here(checkpoint: Checkpoint, items: Iterable[ShardedTensor], meet: 
     wanted = own if meet is None else _of_all_ranks(own, meet)
     if not stored.model and any(checkpoint.info(name, state) for name in wanted for state in (mapping.WEIGHT, mapping.MASTER)):
         return checkpoint  # of something that has the same names
+    checkpoint = in_memory(checkpoint)
     arguments = internals.global_arguments()
     where = str(checkpoint.storage)
     model = internals.model().with_more(Model.from_json(stored.model), where)

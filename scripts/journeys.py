@@ -49,14 +49,13 @@ def row(family: str, precision: str, stations: list[Station]) -> str:
         found = travelled(folder, family, precision, stations, begin)
         compared = unequal = 0
         borders = [
-            (begin or folder, first),
+            (begin, first),
             *((folder / str(at) / "trained", told["logits_after"]) for at, told in enumerate(found)),
         ]
         off_logits = 0.0
         for at, (saved, logits) in enumerate(borders[:-1]):
-            if at or begin is not None:
-                count, wrong = differences(saved, folder / str(at) / "loaded", family)
-                compared, unequal = compared + count, unequal + len(wrong)
+            count, wrong = differences(saved, folder / str(at) / "loaded", family)
+            compared, unequal = compared + count, unequal + len(wrong)
             if precision == "fp32" or at:  # a job in bf16 begins with rounded weights
                 off_logits = max(off_logits, apart(logits, found[at]["logits"]))
         low = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -66,7 +65,7 @@ def row(family: str, precision: str, stations: list[Station]) -> str:
         alone = uninterrupted(folder / "alone", family, precision, len(losses), begin)
     off = max(abs(a - b) / b for a, b in zip(losses, alone, strict=True))
     names = [f"{station.kind} {station.layout.rpartition('-')[0] or station.layout}" for station in stations]
-    way = " → ".join([*(["HF"] if begin is not None else []), *names, "HF"])
+    way = " → ".join(["HF", *names, "HF"])
     return f"| {family} | {precision} | {way} | {compared - unequal} of {compared} | {off_logits:.1e} | {off:.1e} |"
 
 

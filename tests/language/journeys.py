@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from tests.language.families import FAMILIES, huggingface_model, rows
+from tests.language.families import huggingface_model, rows
 from tests.language.station import SEED
 from tests.launch import torchrun
 from unickpt.cli.main import main
 from unickpt.language.shipped import dialect
 from unickpt.loading import Checkpoint
-from unickpt.translated import shapes_of, translated
+from unickpt.spellings import in_memory
+from unickpt.translated import HUGGINGFACE, shapes_of, translated
 
 STEPS = 3
 
@@ -32,16 +33,10 @@ class Station:
         return f"{self.kind} {self.layout} x{self.ranks}"
 
 
-def of_transformers(folder: Path, family: str) -> tuple[Path | None, torch.Tensor]:
-    """A model of transformers with random weights, in ``folder/model``; as a checkpoint, and its logits.
-
-    Of experts there is no checkpoint: transformers 5 stacks them in memory, but names each by itself in its files, and no
-    rules tell the one from the other yet.
-    """
+def of_transformers(folder: Path, family: str) -> tuple[Path, torch.Tensor]:
+    """A model of transformers with random weights, in ``folder/model``; as a checkpoint, and its logits."""
     model = huggingface_model(family, seed=SEED)
     model.save_pretrained(folder / "model")
-    if FAMILIES[family].moe:
-        return None, _logits(model)
     assert main(["convert", str(folder / "model"), str(folder / "begin")]) == 0
     return folder / "begin", _logits(model)
 
@@ -68,11 +63,9 @@ def apart(one: Any, other: Any) -> float:
     return float((a - b).abs().max() / max(float(a.abs().max()), 1.0))
 
 
-def travelled(
-    folder: Path, family: str, precision: str, stations: list[Station], begin: Path | None = None
-) -> list[dict[str, Any]]:
+def travelled(folder: Path, family: str, precision: str, stations: list[Station], begin: Path) -> list[dict[str, Any]]:
     """What the stations told; each begins with what the one before has saved, the first with ``begin``."""
-    found, source, step = [], str(begin or "-"), 0
+    found, source, step = [], str(begin), 0
     for at, station in enumerate(stations):
         out = folder / str(at)
         out.mkdir(parents=True)
@@ -83,11 +76,11 @@ def travelled(
     return found
 
 
-def uninterrupted(folder: Path, family: str, precision: str, steps: int, begin: Path | None = None) -> list[float]:
+def uninterrupted(folder: Path, family: str, precision: str, steps: int, begin: Path) -> list[float]:
     """Losses of one DeepSpeed job that makes all the steps."""
     folder.mkdir(parents=True)
-    torchrun(2, "tests.language.station", "deepspeed", "zero1", family, precision, str(begin or "-"), str(folder), str(steps),
-             "0")  # fmt: skip
+    arguments = ("deepspeed", "zero1", family, precision, str(begin), str(folder), str(steps), "0")
+    torchrun(2, "tests.language.station", *arguments)
     losses: list[float] = json.loads((folder / "station.json").read_text())["losses"]
     return losses
 
@@ -115,8 +108,8 @@ def differences(saved: Path, loaded: Path, family: str) -> tuple[int, list[str]]
 
 
 def _as_huggingface(checkpoint: Checkpoint, family: str, first: Path) -> Checkpoint:
-    if checkpoint.manifest.writer.dialect == "huggingface":
-        return checkpoint
+    if checkpoint.manifest.writer.dialect == HUGGINGFACE:
+        return in_memory(checkpoint)
     home = next(path for path in (first.parents[1] / "0" / "trained", first) if path.exists())
     model = Checkpoint.open(home)
     shapes, _ = shapes_of(model)

@@ -30,10 +30,9 @@ def test_a_training_goes_on_in_the_other_framework(
 ) -> None:
     begin, before = of_transformers(tmp_path, family)
     found = travelled(tmp_path, family, precision, stations, begin)
-    if begin is not None:
-        compared, wrong = differences(begin, tmp_path / "0" / "loaded", family)
-        assert wrong == []
-        assert compared > 30
+    compared, wrong = differences(begin, tmp_path / "0" / "loaded", family)
+    assert wrong == []
+    assert compared > 30
     assert apart(before, found[0]["logits"]) <= ROUNDING
     for at in range(1, len(stations)):
         compared, wrong = differences(tmp_path / str(at - 1) / "trained", tmp_path / str(at) / "loaded", family)

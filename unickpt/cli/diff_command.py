@@ -10,6 +10,7 @@ from unickpt.cli.locate import locate_checkpoint
 from unickpt.cli.output import Output
 from unickpt.differences import Difference, differences
 from unickpt.loading import Checkpoint
+from unickpt.spellings import in_memory
 from unickpt.translated import under_names_of
 
 JSON_SCHEMA = 1
@@ -30,8 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Compare and print; 0 if all tensors are equal, 1 if some differ."""
-    first = Checkpoint.open(locate_checkpoint(args.first))
-    second = under_names_of(Checkpoint.open(locate_checkpoint(args.second)), first, chosen=args.dialect, option="--dialect")
+    first, second = (in_memory(Checkpoint.open(locate_checkpoint(each))) for each in (args.first, args.second))
+    second = under_names_of(second, first, chosen=args.dialect, option="--dialect")
     found = list(differences(first, second))
     found += [Difference(name, "", told="only in the second, without a counterpart") for name in second.untranslated]
     wrong = [each for each in found if not each.equal]

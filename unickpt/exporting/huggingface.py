@@ -22,6 +22,7 @@ from unickpt.language.translation import listed
 from unickpt.loading import Checkpoint
 from unickpt.reading import bytes_of
 from unickpt.safetensors_io import build_header
+from unickpt.spellings import in_files
 from unickpt.translated import HUGGINGFACE, shapes_of, translated
 
 INDEX, CONFIG, SINGLE = "model.safetensors.index.json", "config.json", "model.safetensors"
@@ -81,7 +82,7 @@ def export(
     """Write a folder that ``from_pretrained`` loads.
 
     Args:
-        checkpoint: under the names of transformers (``as_huggingface``).
+        checkpoint: under the names of transformers (``as_huggingface``). Files name experts one by one (``spellings.py``).
         folder: that is made; there is no model in it yet.
         config_from: folder of a model of that kind: everything in it but weights is copied (configuration, tokenizer).
         dtype: of all floating point weights; as they are stored if not given.
@@ -92,6 +93,7 @@ def export(
 
     Raises:
         MismatchError: the folder holds a model, or the checkpoint no weights.
+        LanguageError: how many experts there are is not known.
         CorruptCheckpointError, StorageError: damaged or unreadable.
         OSError: it cannot be written.
     """
@@ -99,6 +101,7 @@ def export(
     present = sorted(path.name for path in folder.iterdir() if path.name.endswith(WEIGHTS))
     if present:
         raise MismatchError(f"{folder}: holds a model already ({present[0]}); name another folder, or empty it")
+    checkpoint = in_files(checkpoint)
     infos = _weights(checkpoint)
     if checkpoint.manifest.excluded:
         some = ", ".join(checkpoint.manifest.excluded[:8])
