@@ -97,7 +97,7 @@ def test_what_is_noted_of_a_call(job: list[tuple[Snapshot, list[Any]]]) -> None:
         assert (records["end_ns"] >= records["call_ns"]).all()  # everything has ended
         assert (np.diff(records["begun"].astype(int)) == 1).all()
         native = records[(records["flags"] & int(Flag.FROM_NATIVE)) > 0]
-        assert len(native) == 4 + 7  # functional ones; those of the reducer, from its check of the parameters on
+        assert len(native) == 2 * 4 + 7  # functional ones, twice; those of the reducer, from its check of the parameters on
         assert set(native["phase"].tolist()) == {int(Phase.UNKNOWN), int(Phase.BACKWARD)}
         assert snapshot.closed
         labels = {entry["label"]: members(entry["ranks"]) for entry in snapshot.communicators}

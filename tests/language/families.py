@@ -46,7 +46,8 @@ FAMILIES = {
     "qwen2": Family({**_LLAMA, "tie_word_embeddings": True}, {**_GATED, "add_qkv_bias": True}, tied=True),
     "qwen3": Family({**_LLAMA, "head_dim": 16}, {**_GATED, "qk_layernorm": True, "kv_channels": 16}),
     "mixtral": Family(
-        {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+        {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},  # Megatron's --rotary-base, by default
         {**_GATED, **_MOE, "moe_ffn_hidden_size": FFN},
     ),
     "deepseek_v3": Family(

@@ -76,6 +76,8 @@ def main() -> None:
     with Watch(folder, "calls"):
         through_python(rank, world, halves[rank % 2])
         through_operators(world)
+        with torch.inference_mode():
+            through_operators(world)
         through_the_reducer()
         dist.barrier()
     dist.all_reduce(torch.ones(1))  # of this one, nothing is noted

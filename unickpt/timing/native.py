@@ -1,8 +1,8 @@
 """Calls that torch makes in C++: functional collectives, and the reducer of DistributedDataParallel.
 
-Their operators are overridden at autograd's key, from where a kernel in Python can call on without the interpreter's lock.
-That costs some microseconds, and it is paid where it must: by functional collectives always, by all other calls once there is a
-module that reduces in C++. Not seen: functional collectives in inference mode, which leaves that key out.
+Their operators are overridden at the key ``BackendSelect``: below autograd, which inference mode leaves out, and above every
+device; from there a kernel in Python can call on without the interpreter's lock. That costs some microseconds, and it is paid
+where it must: by functional collectives always, by all other calls once there is a module that reduces in C++.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch.distributed as dist
 from unickpt.timing.recorder import DTYPE_CODES, Recorder
 from unickpt.timing.records import Flag, Op
 
-DEVICES = ("CPU", "CUDA")
 _library: Any = torch.library
 _c10d: Any = dist.distributed_c10d
 
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FLAGS = int(Flag.ASYNC | Flag.FROM_NATIVE)
 _MAX_OPEN = 4096
@@ -68,13 +68,13 @@ def _override(namespace: str, makers: dict[str, Any], recorder: Callable[[], Rec
     library = _library.Library(namespace, "IMPL")
     for name, make in makers.items():
         operator = _operator(namespace, name)
-        for device in DEVICES if operator is not None else ():
-            library.impl(name, make(operator, recorder), f"Autograd{device}", with_keyset=True)
+        if operator is not None:
+            library.impl(name, make(operator, recorder), "BackendSelect", with_keyset=True)
     _libraries.append(library)
 
 
 def waiting(original: Callable[[Any], Any], recorder: Callable[[], Recorder | None]) -> Callable[[Any], Any]:
-    """``wait_tensor`` of torch's functional collectives, whose tensors call it below autograd's key."""
+    """``wait_tensor`` of torch's functional collectives, whose tensors call it below that key."""
 
     def wait_tensor(tensor: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -136,9 +136,9 @@ def _noting_the_wait(tensor: Any, recorder: Callable[[], Recorder | None], wait:
 
 
 def _below(operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call on, below autograd. Without the interpreter's lock (``get_kernel(...).call_boxed`` would keep it): gloo's threads
+    """Call the device's own. Without the interpreter's lock (``get_kernel(...).call_boxed`` would keep it): gloo's threads
     need that to let tensors go, and hold a lock of their own meanwhile that the call wants."""
-    return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+    return operator.redispatch(keyset & _BELOW, *args, **kwargs)
 
 
 def _call(operator: Any, recorder: Callable[[], Recorder | None], *, describe: Describe) -> Callable[..., Any]:
