@@ -108,15 +108,21 @@ def test_a_rank_that_is_out_of_step_is_named(job: Callable[..., Any], fault: str
     assert (verdict["syndrome"], verdict["ranks"]) == (syndrome, [2])
 
 
+@pytest.mark.parametrize("flights", ["2000", "0"])
 @pytest.mark.parametrize(("fault", "rank"), [("loop@device", 1), ("stop@device", 3)])
-def test_ends_of_calls_need_not_be_known(job: Callable[..., Any], fault: str, rank: int) -> None:
-    """What ends on a device is only seen to begin: who has not entered what the others are in is named all the same."""
+def test_ends_of_calls_need_not_be_known(
+    job: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, fault: str, rank: int, flights: str
+) -> None:
+    """What ends on a device is only seen to begin: who has not entered what the others are in is named all the same, whether
+    torch's flight recorder tells what has ended or not."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", flights)
     folder, process = job(2, fault, rank, AT)
     verdict, *_ = until_found(folder, process)["verdicts"]
     assert (verdict["syndrome"], verdict["ranks"]) == ("non-communication hang", [rank])
-    assert not any(
-        (ring.records["end_ns"][ring.records["op"] <= Op.RECEIVE] > 0).any() for ring in read_folder(folder).ranks.values()
-    )
+    rings = read_folder(folder).ranks
+    calls = [ring.records[ring.records["op"] <= Op.RECEIVE] for number, ring in rings.items() if number != rank]
+    assert [int((each["wait_ns"] > 0).sum()) for each in calls] == [int(flights != "0")] * (WORLD - 1)
+    assert flights != "0" or not any((each["end_ns"] > 0).any() for each in calls)
 
 
 def test_a_rank_that_has_not_come_to_the_checkpoint_is_named(job: Callable[..., Any]) -> None:

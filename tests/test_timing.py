@@ -18,6 +18,7 @@ import pytest
 from tests.launch import environment, torchrun
 from tests.timing.calls_worker import LISTED
 from tests.timing.counting import ENVIRONMENT, NAMES, flown, noted
+from tests.timing.flights_worker import BEFORE
 from unickpt import dtypes
 from unickpt.errors import FormatError
 from unickpt.timing.ranks import members, progressions
@@ -104,6 +105,17 @@ def test_what_is_noted_of_a_call(job: list[tuple[Snapshot, list[Any]]]) -> None:
         assert labels["every second"] in ([*range(0, world, 2)], [*range(1, world, 2)])
         rooted = records[records["op"] == Op.SCATTER]
         assert rooted["peer"].tolist() == [0]
+
+
+def test_the_flight_recorder_tells_what_a_device_has_done(tmp_path: Path) -> None:
+    """Of calls that are only seen to begin: while a rank stands, which have ended, and which of the others came first."""
+    torchrun(2, "tests.timing.flights_worker", str(tmp_path), env=ENVIRONMENT)
+    first, half = [""] * BEFORE, [""]
+    moments = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert moments["at once"] == [*first, *half, "", ""]
+    assert moments["late"] == [*first[1:], "ended", "ended", "waits", ""]
+    assert moments["over"] == [*first[1:], "ended", "ended", "ended", "ended"]
+    assert moments["next"] == [*moments["over"], ""]
 
 
 # ---------------------------------------------------------------- frameworks

@@ -45,7 +45,7 @@ def exported(checkpoint: Path, folder: Path, like: Path, *, dtype: torch.dtype =
     """Logits of the model that ``from_pretrained`` makes of a checkpoint."""
     from transformers import AutoModelForCausalLM
 
-    assert main(["export", str(checkpoint), str(folder), "--config", str(like), "--shard-gigabytes", "1e-4"]) == 0
+    assert main(["export", str(checkpoint), str(folder), "--config", str(like), "--shard-gigabytes", "4e-5"]) == 0
     assert len(list(folder.glob("*.safetensors"))) > 1
     return _logits(AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype))
 

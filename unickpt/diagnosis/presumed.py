@@ -1,4 +1,5 @@
-"""Who waits in calls of which only the beginning is known: those that end on a device, as NCCL's do.
+"""Who waits in calls of which only the beginning is known: those that end on a device, as NCCL's do, where torch's flight
+recorder does not tell (``unickpt/timing/flights.py``).
 
 The host goes on as soon as such a call is in its stream, and stands still later, in whatever asks the device for a value. What
 can be seen is that a rank makes no further call. Then it waits in its newest one, if somebody has not entered that; a call that
@@ -31,7 +32,7 @@ def presumed(rows: Summaries, on_device: Collection[int], members: Members, *, a
     rows = rows[np.lexsort((rows["call_ns"], rows["rank"]))]
     newest = np.append(rows["rank"][1:] != rows["rank"][:-1], True)
     elsewhere = np.isin(rows["rank"], rows["rank"][rows["blocked"] > 0])
-    asked = newest & ~elsewhere & np.isin(rows["comm"], list(on_device))
+    asked = newest & ~elsewhere & np.isin(rows["comm"], list(on_device)) & (rows["ended"] < rows["entered"])
     waits = asked & np.where(rows["source"] < 0, _lacks_members(rows, members), _lacks_the_other(rows, asked))
     if not waits.any() and all_stand and not rows["blocked"].any():
         waits = asked

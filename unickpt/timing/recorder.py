@@ -8,12 +8,14 @@ import struct
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from unickpt.dtypes import torch_dtype
+from unickpt.timing import flights
 from unickpt.timing.ranks import progressions
 from unickpt.timing.records import DTYPES, END_OFFSET, RECORD, Flag, Op, Phase
 from unickpt.timing.ring import CLOSED, RingWriter
@@ -23,6 +25,8 @@ logger = logging.getLogger("unickpt")
 _now = time.monotonic_ns
 _in_backward = torch._C._current_graph_task_id  # -1 outside of autograd's own threads and calls
 TICK_S = 0.01
+STANDS_NS = 2_000_000_000  # without a note: then it is worth to ask how far the device is
+_REMEMBERED = 4096  # calls of a communicator that may be under way on a device
 _MAX_COMMUNICATORS = 1 << 16
 _MAX_ERRORS = 3
 DTYPE_CODES = {torch_dtype(name): at for at, name in enumerate(DTYPES, start=1)}
@@ -41,13 +45,16 @@ class Communicator:
         ranks: global ranks of the members, by their rank in the group.
         on_device: its calls end on a device: that the host goes on tells nothing of it.
         sequence: numbers of its collectives.
+        given: records of what was given to the device last, the newest at the end.
+        group: the process group, while it lives.
     """
 
-    __slots__ = ("_pairs", "number", "on_device", "ranks", "sequence")
+    __slots__ = ("_pairs", "given", "group", "number", "on_device", "ranks", "sequence")
 
-    def __init__(self, number: int, ranks: Sequence[int], *, on_device: bool = False) -> None:
-        self.number, self.ranks, self.on_device = number, tuple(ranks), on_device
+    def __init__(self, number: int, group: Any, ranks: Sequence[int], *, on_device: bool = False) -> None:
+        self.number, self.group, self.ranks, self.on_device = number, weakref.ref(group), tuple(ranks), on_device
         self.sequence = itertools.count(1)
+        self.given: deque[int] = deque(maxlen=_REMEMBERED)
         self._pairs: dict[tuple[int, int], itertools.count[int]] = {}
 
     def pair(self, source: int, destination: int) -> itertools.count[int]:
@@ -85,6 +92,8 @@ class Recorder:
         self._lock = threading.Lock()
         self._pending: dict[int, tuple[Any, int | tuple[int, ...], int]] = {}  # id of the work -> it, its records, their flags
         self._errors = 0
+        self._quiet = (0, 0)  # the newest record, and when to ask if it still is that
+        self._waiting = 0  # record of the call that this rank waits in, as the device tells
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="unickpt-timing", daemon=True)
         self._thread.start()
@@ -108,7 +117,7 @@ class Recorder:
         line = {**entry, "name": name, "ranks": progressions(ranks), "on_device": on_device}
         if number >= _MAX_COMMUNICATORS or not self.ring.list_communicator(line):
             raise OverflowError(f"the table of communicators is full: {number} are in it")
-        return Communicator(number, ranks, on_device=on_device)
+        return Communicator(number, group, ranks, on_device=on_device)
 
     def call(self, group: Any, what: tuple[int, int, int, int, int, int, int, int], more: int = 0) -> int:
         """Note a call that is about to be made; the number of its record, 0 if there is nothing more to note of it.
@@ -137,7 +146,10 @@ class Recorder:
             self._map, at, number, now, 0, wait, 0, seq, elements_in, elements_out, communicator.number, op, dtype,
             flags | more, phase, 0, peer, tag, self.step, shape, number,
         )  # fmt: skip
-        return 0 if communicator.on_device else number
+        if communicator.on_device:
+            communicator.given.append(number)
+            return 0
+        return number
 
     def end(self, numbers: int | tuple[int, ...]) -> None:
         """Note that records have ended now."""
@@ -210,6 +222,7 @@ class Recorder:
         while not self._over.wait(TICK_S):
             try:
                 self._sweep()
+                self._ask()
                 self.publish()
             except Exception as err:
                 if self.error(err):
@@ -222,6 +235,36 @@ class Recorder:
                 found = self._pending.get(key)
                 if found is not None and found[0] is work:
                     del self._pending[key]
+
+    def _ask(self) -> None:
+        """Once a second while this rank stands: what of its calls has ended on the device, and which it waits in.
+
+        Nothing is noted unless that is known of all of its communicators: what stands may be another one's call.
+        """
+        now, newest = _now(), self._last
+        if newest != self._quiet[0]:
+            self._quiet = newest, now + STANDS_NS
+        if now < self._quiet[1] or not newest:
+            return
+        self._quiet = newest, now + STANDS_NS // 2
+        given = [(each.given, group) for each in self._communicators.values() if each.given and (group := each.group())]
+        known = flights.counts() if given else ()
+        left = [flights.in_flight(group, known) for _, group in given]
+        if newest != self._last:
+            return
+        over, under_way = [self._waiting], list[int]()
+        for (records, _), count in zip(given, left, strict=True):
+            if count is None or count > len(records):  # or some of them were begun before, or are counted in another way
+                return
+            if count:
+                under_way.append(records[-count])
+            if count < len(records):
+                over.append(records[-1 - count])
+        waits = min(under_way, default=0)  # for what was given first
+        if waits and waits != self._waiting:
+            self.wait(waits)
+        self._waiting = waits
+        self.end(tuple(number for number in over if number not in (0, waits) and not self.ring.ended(number)))
 
 
 def _succeeded(work: Any) -> bool:

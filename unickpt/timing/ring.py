@@ -133,6 +133,11 @@ class RingWriter:
         """Note when a record has ended. The caller knows that its slot has not been taken by another one."""
         _SIGNED.pack_into(self.map, self.first_byte + (number - 1) % self.capacity * RECORD.itemsize + END_OFFSET, end_ns)
 
+    def ended(self, number: int) -> bool:
+        """Whether that was noted, in the same way."""
+        at = self.first_byte + (number - 1) % self.capacity * RECORD.itemsize + END_OFFSET
+        return bool(_SIGNED.unpack_from(self.map, at)[0])
+
     def wait(self, number: int, wait_ns: int) -> None:
         """Note since when somebody waits for it, in the same way."""
         _SIGNED.pack_into(self.map, self.first_byte + (number - 1) % self.capacity * RECORD.itemsize + WAIT_OFFSET, wait_ns)

@@ -1,0 +1,68 @@
+"""Under torchrun, two ranks: calls of which the host sees the beginning alone, as on a device; the second rank is late.
+
+flights_worker DIR        DIR/<moment>.json: which of the first rank's calls have ended then, and which it waits in
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from unickpt.timing import collectives, recorder
+from unickpt.timing.recorder import STANDS_NS, Recorder
+from unickpt.timing.ring import Identity, RingReader, RingWriter
+
+BEFORE, OPEN = 3, 2  # calls of both ranks; calls that only the first one has made
+STANDS_S = STANDS_NS / 1e9
+
+
+def keep(folder: Path, moment: str) -> None:
+    records = RingReader(folder / "0.ring").snapshot().records
+    told = ["ended" if end else "waits" if wait else "" for end, wait in records[["end_ns", "wait_ns"]].tolist()]
+    (folder / f"{moment}.json").write_text(json.dumps(told))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    recorder.HOST_BACKENDS = ("none",)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    half = dist.new_group([0, 1])
+    ring = RingWriter(folder / f"{rank}.ring", Identity.here(rank, 2, "test"), capacity=64)
+    noting = Recorder(ring, lambda group: {"ranks": dist.get_process_group_ranks(group), "backend": "gloo"})
+    collectives.install(noting)
+    x = torch.ones(8)
+    for _ in range(BEFORE):
+        dist.all_reduce(x)
+    dist.all_reduce(x, group=half)
+    if rank == 0:
+        open_calls = [dist.all_reduce(x, async_op=True) for _ in range(OPEN)]
+        keep(folder, "at once")
+        time.sleep(2 * STANDS_S)
+        keep(folder, "late")
+        (folder / "go").touch()
+        time.sleep(2 * STANDS_S)
+        keep(folder, "over")
+        dist.all_reduce(x)
+        keep(folder, "next")
+        del open_calls
+    else:
+        while not (folder / "go").exists():
+            time.sleep(0.05)
+        for _ in range(OPEN + 1):
+            dist.all_reduce(x)
+    collectives.uninstall()
+    noting.close()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
