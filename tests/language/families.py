@@ -44,6 +44,7 @@ FAMILIES = {
     "llama": Family(_LLAMA, _GATED),
     "mistral": Family({**_LLAMA, "sliding_window": None}, _GATED),
     "qwen2": Family({**_LLAMA, "tie_word_embeddings": True}, {**_GATED, "add_qkv_bias": True}, tied=True),
+    "phi3": Family({**_LLAMA, "original_max_position_embeddings": 64}, _GATED),
     "qwen3": Family({**_LLAMA, "head_dim": 16}, {**_GATED, "qk_layernorm": True, "kv_channels": 16}),
     "mixtral": Family(
         {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None,

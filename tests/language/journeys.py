@@ -13,10 +13,9 @@ from tests.language.families import huggingface_model, rows
 from tests.language.station import SEED
 from tests.launch import torchrun
 from unickpt.cli.main import main
-from unickpt.language.shipped import dialect
 from unickpt.loading import Checkpoint
 from unickpt.spellings import in_memory
-from unickpt.translated import HUGGINGFACE, shapes_of, translated
+from unickpt.translated import HUGGINGFACE, under_names_of
 
 STEPS = 3
 
@@ -86,8 +85,12 @@ def uninterrupted(folder: Path, family: str, precision: str, steps: int, begin: 
 
 
 def differences(saved: Path, loaded: Path, family: str) -> tuple[int, list[str]]:
-    """Tensors compared under the names of transformers, and those that are not equal bit for bit."""
-    one, other = (_as_huggingface(Checkpoint.open(path), family, saved) for path in (saved, loaded))
+    """Tensors compared, under the names of transformers if one has them, and those that are not equal bit for bit."""
+    one, other = (in_memory(Checkpoint.open(path)) for path in (saved, loaded))
+    if one.manifest.writer.dialect == HUGGINGFACE:
+        other = under_names_of(other, one, chosen=family)
+    else:
+        one = under_names_of(one, other, chosen=family)
     compared, wrong = 0, []
     for info in one.index.tensors:
         if info.kind == "object":
@@ -105,16 +108,6 @@ def differences(saved: Path, loaded: Path, family: str) -> tuple[int, list[str]]
         if not torch.equal(a, b):
             wrong.append(f"{name} ({state}): {int((a != b).sum())} of {a.numel()} elements differ")
     return compared, wrong
-
-
-def _as_huggingface(checkpoint: Checkpoint, family: str, first: Path) -> Checkpoint:
-    if checkpoint.manifest.writer.dialect == HUGGINGFACE:
-        return in_memory(checkpoint)
-    home = next(path for path in (first.parents[1] / "0" / "trained", first) if path.exists())
-    model = Checkpoint.open(home)
-    shapes, _ = shapes_of(model)
-    rules = dialect("megatron-core", family)
-    return translated(checkpoint, rules.rules, shapes, rules.sizes_of(model.manifest.writer.model["facts"]), outward=True)
 
 
 def steps_of(path: Path) -> set[float]:
