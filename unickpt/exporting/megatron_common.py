@@ -34,6 +34,8 @@ _OWN = "unickpt"  # marks of the Megatron adapter, which mean nothing without it
 _CONTENT: Mapping[str, Any] = {
     "distrib_optim_fully_reshardable_mem_efficient": False, "singleton_local_shards": False, "chained_optim_avoid_prefix": True,
 }  # fmt: skip
+_WANTED: Mapping[str, Any] = {"bias_correction": True}  # of Adam in TransformerEngine and Apex; in all others it goes without
+_OF_SCHEDULERS = ("initial_lr",)  # keys that torch's schedulers leave in groups
 _COUNTS_IN_GROUPS = "FusedAdam"  # of TransformerEngine and Apex; optimizers of torch count by parameter
 _SCALARS = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _LEFT = object()
@@ -138,7 +140,10 @@ def _translated(checkpoint: Checkpoint, trained: bool, told: Told) -> dict[str, 
     job, schedule = schedules.of_job(step, stored), schedules.of_schedule(step, stored)
     facts = Model.from_json(checkpoint.manifest.writer.model).facts
     embedding = checkpoint.info("embedding.word_embeddings.weight", "weight")
-    found: dict[str, Any] = {"num_floating_point_operations_so_far": 0}
+    found: dict[str, Any] = {
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": {"non_homogeneous_layers": True},  # names have numbers of layers (transformer_block.py)
+    }
     if embedding is not None and {"layers", "heads"} <= facts.keys():
         found["args"] = argparse.Namespace(
             num_layers=facts["layers"], hidden_size=embedding.shape[1], num_attention_heads=facts["heads"],
@@ -244,7 +249,8 @@ def _standard(where: str, record: OptimizerRecord, trained: Mapping[str, Sequenc
                 f"{where}: parameters that are one group in Megatron ({names[0]} and {len(names) - 1} more) have different "
                 "hyperparameters; Megatron itself loads such a checkpoint with --ckpt-format unickpt"
             )
-        values = {**next(iter(held.values())), **_IDENTITY, "wd_mult": multiplier, "default_config": True}
+        own = {key: value for key, value in next(iter(held.values())).items() if key not in _OF_SCHEDULERS}
+        values = {**_WANTED, **own, **_IDENTITY, "wd_mult": multiplier, "default_config": True}
         experts = [_is_expert(name) for name in names]
         found.append(_Group(values, any(experts), not all(experts)))
     return found

@@ -38,8 +38,10 @@ from unickpt.translated import HUGGINGFACE, shapes_of, translated
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 _POSITION = re.compile(r"^rng_state/shard_(\d+)\.(\d+)\.0_(\d+)\.(\d+)\.\d+$")
+_LINEAR = re.compile(r"^(.*\.layers\.\d+\..*)\.(linear_\w+)(?=\.weight$)")
 # The adapter's own generators; and a state that is nothing without its part in the common one, of Megatron's own classes.
 _NOT_MEGATRONS = ("unickpt_rng/", "rerun_state_machine_state/")
+_EXPERT = "expert"  # hole of names in dialects: Megatron stacks the experts of a layer
 _ELSEWHERE = "Megatron itself loads it with --ckpt-format unickpt"
 
 Progress = Callable[[int], None]
@@ -65,7 +67,7 @@ class Exported:
 
 
 def as_megatron(checkpoint: Checkpoint, *, chosen: str = "", config: Mapping[str, Any] | None = None) -> Checkpoint:
-    """A checkpoint under the names of megatron-core.
+    """A checkpoint under the names of megatron-core: layers by number, experts stacked.
 
     Args:
         checkpoint: of Megatron, or under the names of transformers.
@@ -85,7 +87,8 @@ def as_megatron(checkpoint: Checkpoint, *, chosen: str = "", config: Mapping[str
     sizes = rules.sizes_of(model.facts)
     given, _ = shapes_of(checkpoint)
     own = {name: shape for name, shape in given.items() if name not in checkpoint.manifest.aliases}
-    view = translated(checkpoint, rules.rules, listed(rules.rules, own, sizes), sizes)
+    wanted = [rule for rule in rules.rules if all(hole.name != _EXPERT for hole in rule.here.name.holes)]
+    view = translated(checkpoint, wanted, listed(wanted, own, sizes), sizes)
     if view.untranslated:
         raise MismatchError(f"{where}: Megatron has no counterpart of {', '.join(view.untranslated[:8])}; {_ELSEWHERE}")
     return view
@@ -189,6 +192,21 @@ def _write(
     return [info for info, _ in states.values()]
 
 
+def _extra_states(checkpoint: Checkpoint) -> Iterator[str]:
+    """Keys of the states that TransformerEngine's modules have beside tensors; without fp8 there is nothing in them.
+
+    Megatron's own modules have the same ones, so that a job looks for them in any case. Those of experts are by expert.
+    """
+    for info in checkpoint.index.tensors:
+        module = _LINEAR.match(info.name)
+        if module is None or info.state != WEIGHT:
+            continue
+        count = info.shape[0] if ".experts." in info.name else 1
+        yield from (f"{module[0]}._extra_state/shard_{at}_{count}" for at in range(count))
+        if module[2] == "linear_proj":
+            yield f"{module[1]}.core_attention._extra_state/shard_0_1"
+
+
 def _objects(checkpoint: Checkpoint, told: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
     """Objects by position, by Megatron's unique keys: extra states of modules, and generators.
 
@@ -196,6 +214,7 @@ def _objects(checkpoint: Checkpoint, told: Callable[[str], None]) -> Iterator[tu
     for one of each stage and tensor parallel rank.
     """
     if is_translated(checkpoint):
+        yield from ((key, None) for key in _extra_states(checkpoint))
         return
     for name in checkpoint.shared_names():
         if name.startswith(_NOT_MEGATRONS):
