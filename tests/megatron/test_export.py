@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 
 from tests.language.families import huggingface_model
 from tests.launch import torchrun
@@ -145,12 +146,14 @@ def test_weights_alone_are_a_checkpoint_too(folder: Path, tmp_path: Path, capsys
     assert main(["edit", str(where(folder, GPT)), str(tmp_path / "weights"), "--no-optimizer"]) == 0
     assert main(["export", str(tmp_path / "weights"), str(tmp_path / "x"), "--to", "torch-dist"]) == 0
     assert "--no-load-optim or --finetune" in capsys.readouterr().out
-    tensors = dist_checkpointing.load_plain_tensors(str(tmp_path / "x" / "iter_0000002"))
+    directory = str(tmp_path / "x" / "iter_0000002")
     truth = torch.load(folder / f"{GPT}.truth")
     weights = {key.removeprefix("weight/"): tensor for key, tensor in truth.items() if key.startswith("weight/")}
-    assert tensors.keys() == weights.keys()
-    assert all(torch.equal(tensors[key], weights[key]) for key in weights)
-    assert "optimizer" not in dist_checkpointing.load_common_state_dict(str(tmp_path / "x" / "iter_0000002"))
+    assert dist_checkpointing.load_tensors_metadata(directory).keys() == weights.keys()
+    found = {key: torch.empty_like(tensor) for key, tensor in weights.items()}
+    torch_dcp.load(found, checkpoint_id=directory, no_dist=True)
+    assert all(torch.equal(found[key], weights[key]) for key in weights)
+    assert "optimizer" not in dist_checkpointing.load_common_state_dict(directory)
 
 
 def test_a_model_of_transformers_is_a_release(tmp_path: Path) -> None:
