@@ -24,12 +24,11 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from unickpt.fragments import Box, split_flat_range
+from unickpt.megatron_keys import BYTES_IO
 from unickpt.megatron_keys import MASTER as MASTER
 from unickpt.megatron_keys import WEIGHT as WEIGHT
 from unickpt.megatron_keys import key_of as key_of
 from unickpt.megatron_keys import tensor_of as tensor_of
-
-_BYTES_IO = "io.BytesIO"
 
 
 @dataclass
@@ -142,9 +141,9 @@ def is_main(replica_id: int | tuple[int, ...]) -> bool:
 
 def plain_object(value: Any) -> Any:
     """A sharded object's data in plain values: TransformerEngine's extra states are ``BytesIO``, which would be opaque."""
-    return {_BYTES_IO: value.getvalue()} if type(value) is io.BytesIO else value
+    return {BYTES_IO: value.getvalue()} if type(value) is io.BytesIO else value
 
 
 def object_of(plain: Any) -> Any:
     """Inverse of ``plain_object``."""
-    return io.BytesIO(plain[_BYTES_IO]) if isinstance(plain, dict) and plain.keys() == {_BYTES_IO} else plain
+    return io.BytesIO(plain[BYTES_IO]) if isinstance(plain, dict) and plain.keys() == {BYTES_IO} else plain

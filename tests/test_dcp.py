@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from tests.launch import torchrun
 from tests.test_translated import saved as saved_by_hand
 from unickpt.cli.main import main
-from unickpt.exporting import dcp as exporting_dcp
+from unickpt.exporting import distcp as exporting_distcp
 from unickpt.loading import Checkpoint, is_checkpoint
 from unickpt.manifest import ParameterGroup
 
@@ -146,7 +146,7 @@ def test_what_is_not_used_is_not_opened(plain: Path, tmp_path: Path, monkeypatch
 
 def test_out_and_in_again(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own reader finds the same tensors, in whatever blocks; and so does a conversion of that."""
-    monkeypatch.setattr(exporting_dcp, "BLOCK_ELEMENTS", 16)
+    monkeypatch.setattr(exporting_distcp, "BLOCK_ELEMENTS", 16)
     first = converted(saved / "flat0", tmp_path / "first")
     assert main(["export", str(tmp_path / "first"), str(tmp_path / "dcp"), "--to", "dcp", "--shard-gigabytes", "1e-5"]) == 0
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) > 3

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 
 WEIGHT, MASTER = "weight", "master"
+BYTES_IO = "io.BytesIO"  # key of the bytes that stand for such an object among a checkpoint's objects
+# Of a master: as the distributed optimizer names it (distrib_optimizer.py), and as the others do (optimizer.py).
+MASTER_STATES = ("param", "fp32_param")
 _OPTIMIZER_KEY = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)$")
-_MASTER_NAMES = {"fp32_param": MASTER, "param": MASTER}
+_MASTER_NAMES = dict.fromkeys(MASTER_STATES, MASTER)
 
 
 def tensor_of(key: str) -> tuple[str, str]:
@@ -22,3 +25,10 @@ def key_of(name: str, state: str) -> str:
     if state == WEIGHT:
         return name
     return f"optimizer.state.{'fp32_param' if state == MASTER else state}.{name}"
+
+
+def keys_of(name: str, state: str) -> tuple[str, ...]:
+    """All keys under which one or another of Megatron's own optimizers keeps a tensor in its checkpoints."""
+    if state == WEIGHT:
+        return (name,)
+    return tuple(f"optimizer.state.{each}.{name}" for each in (MASTER_STATES if state == MASTER else (state,)))

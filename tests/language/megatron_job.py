@@ -19,7 +19,6 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-import megatron_unickpt
 from tests.language.families import BATCH, DECAY, FAMILIES, FFN, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, Family, rows
 from tests.megatron.layouts import Layout
 
@@ -80,10 +79,14 @@ class FamilyJob(Job):
 
     def load(self, source: str) -> None:
         """A checkpoint of whatever framework."""
+        import megatron_unickpt  # not before: jobs without the adapter are of this class, too
+
         found = megatron_unickpt.load(source, self.chunks, self.optimizer, scheduler=self.scheduler)
         self.step = int(found["iteration"])
 
     def save(self, directory: Path) -> None:
+        import megatron_unickpt
+
         megatron_unickpt.save(directory, self.chunks, self.optimizer, scheduler=self.scheduler, iteration=self.step)
 
     def train(self, steps: int) -> list[float]:

@@ -110,6 +110,25 @@ def test_resumes_from_megatrons_torch_format(uninterrupted: dict[int, float], tm
     assert close(found, uninterrupted), (found, uninterrupted)
 
 
+EXPORTS = {
+    "pp2": "--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2",
+    "same": "--bf16 --use-distributed-optimizer --tensor-model-parallel-size 2",
+    "dp2_plain": "--bf16",
+}
+
+
+@pytest.mark.parametrize("shape", EXPORTS)
+def test_megatron_alone_resumes_from_an_export(saved: Path, tmp_path: Path, shape: str) -> None:
+    """``--ckpt-format torch_dist`` without the package goes on exactly as ``--ckpt-format unickpt`` does with it."""
+    where = tmp_path / "exported"
+    assert main(["export", str(saved / "iter_0000003"), str(where), "--to", "torch-dist"]) == 0
+    stop = f"--save-interval 3 {until(6)} {EXPORTS[shape]}"
+    alone = run(2, f"--load {where} --ckpt-format torch_dist {stop}", env={"UNICKPT_AUTOLOAD": "0"}).stdout
+    adapted = run(2, f"--load {saved} --ckpt-format unickpt {stop}").stdout
+    assert sorted(losses(alone)) == [4, 5, 6], alone[-3000:]
+    assert losses(alone) == losses(adapted)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_resumes_under_another_shape(
     saved: Path, uninterrupted: dict[int, float], resumed_by_megatron: dict[int, float], tmp_path: Path, shape: str

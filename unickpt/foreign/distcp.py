@@ -85,6 +85,11 @@ class Stored:
     def numel(self) -> int:
         return Box.whole(self.shape).numel
 
+    def is_same_as(self, other: Stored) -> bool:
+        """Whether both are the same bytes, under two names."""
+        boxes, others = ({chunk.box: chunk.place for chunk in each.chunks} for each in (self, other))
+        return (self.dtype, self.shape, boxes) == (other.dtype, other.shape, others)
+
     def read(self) -> torch.Tensor:
         """All of it, in its shape."""
         regions = Regions(self.dtype, [(chunk.box, chunk.read) for chunk in self.chunks])

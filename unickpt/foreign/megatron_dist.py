@@ -114,7 +114,7 @@ class _Reader:
         found: dict[tuple[str, str], Stored] = {}
         for key, stored in self._table.tensors.items():
             name = tensor_of(key)
-            if name in found:
+            if name in found and not stored.is_same_as(found[name]):
                 raise FormatError(f"{self.folder}: {key} and {found[name].name} are both {name[1]} of {name[0]}")
             found[name] = stored
         return found

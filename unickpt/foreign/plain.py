@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from unickpt import megatron_keys
 from unickpt.foreign.located import Located
 from unickpt.foreign.pickles import Record
 
@@ -72,7 +73,7 @@ def _bytes_io(value: Record, where: str) -> dict[str, bytes]:
     data = held[0] if isinstance(held, tuple) and held else value.arguments[0] if value.arguments else b""
     if not isinstance(data, bytes):
         raise NotPlainError(f"{where or 'it'} is a {BYTES_IO} of {type(data).__name__}")
-    return {"io.BytesIO": data}
+    return {megatron_keys.BYTES_IO: data}
 
 
 def _dtype(value: Any, where: str) -> np.dtype[Any]:
