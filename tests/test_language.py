@@ -527,7 +527,7 @@ def test_shipped_dialects_are_as_their_schema_says(path: Path) -> None:
     schema = json.loads((REPO / "configs" / "dialect.schema.json").read_text())
     jsonschema.Draft202012Validator(schema).validate(tomllib.loads(path.read_text()))
     made = parse(path.read_text(), where=path.name)
-    assert all(dialect(made.name, family) for family in made.families)
+    assert all(dialect(made.name, family, other=made.other) for family in made.families)
     assert {fact for rule in made.rules for item in (rule.here, *rule.there) for fact in item.name.facts} <= set(FACTS)
     assert {name for formula in made.sizes.values() for name in names_in(formula)} <= set(FACTS)
 

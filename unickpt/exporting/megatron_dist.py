@@ -34,6 +34,7 @@ from unickpt.language.shipped import choose
 from unickpt.language.translation import listed
 from unickpt.loading import Checkpoint
 from unickpt.megatron_keys import BYTES_IO, MASTER, WEIGHT, keys_of
+from unickpt.spellings import in_memory
 from unickpt.translated import HUGGINGFACE, shapes_of, translated
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
@@ -82,6 +83,7 @@ def as_megatron(checkpoint: Checkpoint, *, chosen: str = "", config: Mapping[str
         return checkpoint
     if stored.dialect != HUGGINGFACE:
         raise MismatchError(f"{where}: has names of {stored.dialect or 'no dialect'}; those of {HUGGINGFACE} become Megatron's")
+    checkpoint = in_memory(checkpoint)
     model = Model.of_config(config or {}).with_more(Model.from_json(stored.model), where)
     rules = choose(DIALECT, HUGGINGFACE, chosen, model.family, where=where, option="--dialect").of_model(model.facts)
     sizes = rules.sizes_of(model.facts)
