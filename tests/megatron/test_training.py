@@ -15,6 +15,8 @@ import pytest
 from tests.launch import torchrun
 from tests.megatron import deepspeed_leg as leg
 from unickpt.cli.main import main
+from unickpt.timing.folder import read_folder
+from unickpt.timing.records import Op
 
 TREE = os.environ.get("MEGATRON_LM", "")
 # The NullTokenizer of the development branch counts its end-of-document token among --vocab-size.
@@ -288,3 +290,19 @@ def test_flags_and_folders_of_deepspeed(deepspeed: tuple[Path, dict[int, float]]
     run(1, f"--load {same} --save {same} --save-interval 1 {until(4)} {shape}")
     again = run(1, f"--load {same} {until(5)} {shape}")
     assert losses(again.stdout) == pytest.approx({5: whole[5]}, rel=3e-6)
+
+
+def test_timing_is_an_argument(tmp_path: Path) -> None:
+    """``--unickpt-timing``: every rank notes its steps and calls, under Megatron's names for the groups."""
+    rings = tmp_path / "rings"
+    shape = "--bf16 --use-distributed-optimizer --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    done = run(4, f"{until(3)} {shape} --unickpt-timing --unickpt-timing-folder {rings}")
+    assert f"collectives are timed; rings in {rings}" in done.stdout + done.stderr
+    found = read_folder(rings)
+    assert sorted(found.ranks) == [0, 1, 2, 3]
+    for rank in found.ranks.values():
+        assert rank.closed
+        assert int((rank.records["op"] == Op.STEP).sum()) == 2  # of three: the beginning of the first is not known
+        labels = {entry["label"] for entry in rank.communicators}
+        assert labels >= {"tensor model parallel", "pipeline model parallel", "data parallel"}, labels
+    assert main(["diagnose", str(rings), "--after", "2"]) == 0
