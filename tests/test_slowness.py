@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 
 from unickpt.diagnosis.deadlines import BEFORE_S, deadline_s
+from unickpt.diagnosis.examining import examine
 from unickpt.diagnosis.links import TRANSFER, Transfers, slow_links
 from unickpt.diagnosis.middles import grouped, middles, middles_of_others
-from unickpt.diagnosis.steps import Steps, steps_of
+from unickpt.diagnosis.steps import STEP, Steps, steps_of
 from unickpt.diagnosis.stragglers import stragglers
+from unickpt.diagnosis.summaries import SUMMARY
 from unickpt.diagnosis.verdicts import Syndrome
+from unickpt.diagnosis.view import CALL, Group, RankView, View
+from unickpt.timing.processes import State
 from unickpt.timing.records import RECORD, Op
 
 MS = 1_000_000
@@ -269,3 +273,20 @@ def test_few_transfers_say_nothing_of_a_link() -> None:
     here = (every["source"] == 1) & (every["destination"] == 3)
     assert slow_links(np.concatenate([every[~here], every[here][:7]])) == []
     assert slow_links(every[:0]) == []
+
+
+@pytest.mark.parametrize(("step", "told"), [(3, 0), (12, 0), (13, 1)])
+def test_the_first_steps_tell_nothing_of_links(step: int, told: int) -> None:
+    """Point-to-point calls of four ranks, ten on each link; one link takes five times as long."""
+    pairs = [(a, b) for a in range(4) for b in range(4) if a != b for _ in range(10)]
+    calls = np.zeros(2 * len(pairs), CALL)
+    calls["op"] = [int(Op.SEND), int(Op.RECEIVE)] * len(pairs)
+    calls["source"], calls["destination"] = np.repeat(pairs, 2, axis=0).T
+    calls["rank"] = np.where(calls["op"] == int(Op.SEND), calls["source"], calls["destination"])
+    calls["seq"] = np.repeat(np.tile(np.arange(1, 11), len(pairs) // 10), 2)
+    calls["bytes"], calls["call_ns"] = 1 << 16, 1_000
+    took = np.where((calls["source"] == 0) & (calls["destination"] == 2), 5_000_000, 1_000_000)
+    calls["end_ns"] = np.where(calls["op"] == int(Op.RECEIVE), calls["call_ns"] + took, 0)
+    ranks = {at: RankView(9, "a", State.RUNNING, False, step, 0) for at in range(4)}
+    view = View(10_000_000, ranks, [Group("g", "", ((0, 1, 4),))], np.zeros(0, SUMMARY), np.zeros(0, STEP), calls)
+    assert [verdict.link for verdict in examine(view).verdicts] == [(0, 2)] * told

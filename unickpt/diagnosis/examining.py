@@ -17,7 +17,7 @@ from unickpt.diagnosis.summaries import SUMMARY, Summaries
 from unickpt.diagnosis.transfers import transfers_of
 from unickpt.diagnosis.transport import Links, Usual, links_of, stuck_links
 from unickpt.diagnosis.verdicts import Syndrome, Verdict
-from unickpt.diagnosis.view import Calls, RankView, View
+from unickpt.diagnosis.view import WARM_UP, Calls, RankView, View
 from unickpt.timing.endings import TOGETHER_S
 from unickpt.timing.processes import State
 from unickpt.timing.records import Phase
@@ -62,10 +62,16 @@ def examine(view: View, *, after_s: float | None = None, usual: Usual | None = N
     verdicts = [_with_link(verdict, links) for verdict in _hangs(view, limit_s, patient=after_s is None)]
     if not verdicts:
         verdicts = [*slow, *stragglers(view.steps)]
-        if not verdicts and not late and not len(view.windows):  # else the kernel tells of the connections themselves
+        kernel = len(view.windows) > 0  # it tells of the connections themselves
+        if not verdicts and not late and not kernel and _in_motion(view):
             verdicts = slow_links(transfers_of(view.calls))
     verdicts = [_with_cause(verdict, view) for verdict in verdicts]
     return Examination(verdicts, [told(verdict, view) for verdict in verdicts], limit_s)
+
+
+def _in_motion(view: View) -> bool:
+    """Training has made steps that say something of its links: not the first, which allocate and compile."""
+    return max((one.step for one in view.ranks.values()), default=0) >= WARM_UP + LATE_OF
 
 
 def _starved(view: View) -> list[int]:
