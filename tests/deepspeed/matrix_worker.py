@@ -10,17 +10,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed import comm as dist
 
-from tests.deepspeed.jobs import Layout, build, layouts, scramble, train
+from tests.deepspeed.jobs import Layout, build, in_a_group, layouts, scramble, train
 from tests.deepspeed.truth import consolidated, differences
 from tests.launch import leave
 from tests.turns import in_turn
@@ -88,17 +85,14 @@ def comparable(truth: Any, found: Any, source: Layout, target: Layout) -> Any:
     return expected, found
 
 
-def run(work: Callable[[Path], None], folder: Path) -> None:
-    warnings.filterwarnings("ignore")
-    deepspeed.init_distributed("gloo", verbose=False)
-    work(folder)
-    dist.barrier()
-
-
 def main() -> None:
     kinds, folder = {"save": [save_all], "load": [load_all], "both": [save_all, load_all]}[sys.argv[1]], Path(sys.argv[2])
     worlds = range(1, int(os.environ["WORLD_SIZE"]) + 1)
-    in_turn((world, partial(run, work, folder)) for work in kinds for world in (worlds if len(kinds) > 1 else worlds[-1:]))
+    in_turn(
+        (world, partial(in_a_group, partial(work, folder)))
+        for work in kinds
+        for world in (worlds if len(kinds) > 1 else worlds[-1:])
+    )
     leave()
 
 

@@ -14,8 +14,6 @@ import io
 import json
 import os
 import sys
-import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
 
-from tests.deepspeed.jobs import Layout, build, config, scramble, train
+from tests.deepspeed.jobs import Layout, build, config, in_a_group, scramble, train
 from tests.deepspeed.matrix_worker import STATES, comparable
 from tests.deepspeed.truth import consolidated, differences, optimizer_of
 from tests.launch import leave
@@ -169,17 +167,10 @@ def _shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def run(work: Callable[[Path], None], folder: Path) -> None:
-    warnings.filterwarnings("ignore")
-    deepspeed.init_distributed("gloo", verbose=False)
-    work(folder)
-    dist.barrier()
-
-
 def main() -> None:
     kind, folder, world = sys.argv[1], Path(sys.argv[2]), int(os.environ["WORLD_SIZE"])
     jobs = [(world, save)] if kind == "save" else [(1, details), *((n, load) for n in range(1, world + 1))]
-    in_turn((n, partial(run, job, folder)) for n, job in jobs)
+    in_turn((n, partial(in_a_group, partial(job, folder))) for n, job in jobs)
     leave()
 
 
