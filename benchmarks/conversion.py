@@ -28,7 +28,7 @@ import psutil
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from benchmarks.measure import machine, ratio, size_of  # noqa: E402
+from benchmarks.measure import machine, ratio, size_of, small_buckets  # noqa: E402
 from tests.launch import environment, torchrun  # noqa: E402
 
 COPY = "copy and sync"
@@ -60,13 +60,7 @@ def make(folder: Path, stage: int, millions: int) -> None:
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
         "bf16": {"enabled": True},
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 50_000_000,
-            "stage3_prefetch_bucket_size": 10_000_000,
-            "stage3_max_live_parameters": 50_000_000,
-            "stage3_max_reuse_distance": 50_000_000,
-        },
+        "zero_optimization": small_buckets(stage),
     }
     count = max(1, millions * 1_000_000 // width**2)
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(count)))

@@ -39,7 +39,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from benchmarks.measure import Peak, cold, machine, most, settle, size_of, slowest, table, warm  # noqa: E402
+from benchmarks.measure import Peak, cold, machine, most, publish, settle, size_of, slowest, small_buckets, table, warm  # noqa: E402
 
 AGAINST = {
     "raw write": ("raw write", ""),
@@ -181,14 +181,7 @@ def worker(args: argparse.Namespace) -> None:
         config = {
             "train_batch_size": world,
             "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
-            # whole models of 350M shall fit beside each other: not 2 GB per rank for buckets, nor all parameters gathered
-            "zero_optimization": {
-                "stage": stage,
-                "reduce_bucket_size": 50_000_000,
-                "stage3_prefetch_bucket_size": 10_000_000,
-                "stage3_max_live_parameters": 50_000_000,
-                "stage3_max_reuse_distance": 50_000_000,
-            },
+            "zero_optimization": small_buckets(stage),
             "unickpt": {"enabled": True},
         }
         model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(count)))
@@ -351,10 +344,7 @@ def main() -> None:
     read = ", ".join(f"{name} {a:,} for {b:,} ({a / b:.3f})" for name, (a, b) in result["read"].items())
     text += f"\n\nBytes on disk: {sizes}. Read from storage by all ranks for bytes that they need: {read}."
     text += f" Memory of a rank above what it had, at its peak, in MB: {peaks}.\n"
-    print(text)
-    if args.out:
-        with args.out.open("a") as file:
-            file.write("\n" + text)
+    publish(text, args.out)
     if args.json:
         title = f"DeepSpeed ZeRO-{args.stage}, {args.millions}M, {args.ranks} ranks"
         args.json.write_text(json.dumps([{"title": title, "seconds": result["seconds"]}]))

@@ -16,7 +16,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from benchmarks.measure import machine  # noqa: E402
+from benchmarks.measure import machine, publish  # noqa: E402
 from unickpt.posix import PosixStorage  # noqa: E402
 from unickpt.staging import StagingBuffer  # noqa: E402
 
@@ -49,10 +49,7 @@ def main() -> None:
             f"| {'past the cache' if direct else 'through the cache'} | {seconds:.3f} | {rate:.2f} | {processor:.3f} |"
         )
     text = "\n".join(lines) + "\n"
-    print(text)
-    if args.out:
-        with args.out.open("a") as file:
-            file.write("\n" + text)
+    publish(text, args.out)
 
 
 if __name__ == "__main__":

@@ -134,6 +134,25 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
 
 
+def small_buckets(stage: int) -> dict[str, int]:
+    """ZeRO for whole models beside each other: not 2 GB per rank for buckets, nor all parameters gathered."""
+    return {
+        "stage": stage,
+        "reduce_bucket_size": 50_000_000,
+        "stage3_prefetch_bucket_size": 10_000_000,
+        "stage3_max_live_parameters": 50_000_000,
+        "stage3_max_reuse_distance": 50_000_000,
+    }
+
+
+def publish(text: str, out: Path | None) -> None:
+    """Print a result, and add it to a file."""
+    print(text)
+    if out:
+        with out.open("a") as file:
+            file.write("\n" + text)
+
+
 def size_of(folder: Path) -> int:
     """Bytes of all files in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

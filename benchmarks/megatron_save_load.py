@@ -29,7 +29,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from benchmarks.measure import cold, ratio, slowest, warm  # noqa: E402
+from benchmarks.measure import cold, publish, ratio, slowest, warm  # noqa: E402
 from tests.launch import torchrun  # noqa: E402
 
 FORMATS = ("dp_reshardable", "fully_reshardable", "unickpt")
@@ -224,10 +224,7 @@ def main() -> None:
     for name, result in results.items():
         lines += ["", f"### {name}, then loaded as {TARGETS[name]}", "", *table(result)]
     text = "\n".join(lines) + "\n"
-    print(text)
-    if args.out:
-        with args.out.open("a") as file:
-            file.write("\n" + text)
+    publish(text, args.out)
     if args.json:
         title = f"Megatron, {args.millions}M"
         args.json.write_text(json.dumps([{"title": f"{title}, {n}", "seconds": r["seconds"]} for n, r in results.items()]))

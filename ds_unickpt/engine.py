@@ -14,6 +14,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 
 from ds_unickpt import capture, dialects, huggingface, internals, restore
 from ds_unickpt.config import Options, read_options, save_options
+from ds_unickpt.wanted import Wanted
 from unickpt import interruption
 from unickpt import neighbours as neighbours_module
 from unickpt.coordination import Rendezvous
@@ -262,7 +263,7 @@ def load_checkpoint(
         UnickptError: the checkpoint is damaged or does not fit; nothing unaccounted for is passed over.
     """
     ours = _ours(engine)
-    wanted = restore.Wanted(
+    wanted = Wanted(
         strict=load_module_strict,
         optimizer=load_optimizer_states and not load_module_only,
         scheduler=load_lr_scheduler_states and not load_module_only,
@@ -378,7 +379,7 @@ def _is_native(directory: Storage) -> bool:
 
 
 def _load(
-    ours: UnickptCheckpointEngine, engine: Any, load_dir: str, tag: str, wanted: restore.Wanted, skipped: list[str]
+    ours: UnickptCheckpointEngine, engine: Any, load_dir: str, tag: str, wanted: Wanted, skipped: list[str]
 ) -> tuple[str, dict[str, Any]]:
     begin = time.monotonic()
     directory = join(load_dir, tag)

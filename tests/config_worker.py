@@ -1,13 +1,13 @@
-"""Under torchrun: a few steps and a checkpoint with every ready JSON, or every such checkpoint into every JSON.
+"""Under torchrun on two ranks: a few steps and a checkpoint with every ready JSON; on one, each of these into every JSON.
 
-config_worker save DIR          DIR/<name>/global_step3, DIR/<name>.truth
-config_worker load DIR          DIR/results.json: pair -> what differs
+config_worker DIR          DIR/<name>/global_step3, DIR/<name>.truth, DIR/results.json: pair -> what differs
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from deepspeed import comm as dist
 
 from tests.deepspeed.truth import consolidated, differences
 from tests.launch import REPO, leave
+from tests.turns import in_turn
 
 NAMES = ("zero1_bf16", "zero2", "zero3", "zero3_offload")
 STATES = ("exp_avg", "exp_avg_sq")
@@ -42,6 +43,7 @@ def save_all(folder: Path) -> None:
         if dist.get_rank() == 0:
             torch.save(truth, folder / f"{name}.truth")
         engine.destroy()
+    dist.barrier()
 
 
 def load_all(folder: Path) -> None:
@@ -59,6 +61,5 @@ def load_all(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"save": save_all, "load": load_all}[sys.argv[1]](Path(sys.argv[2]))
-    dist.barrier()
+    in_turn((world, partial(work, Path(sys.argv[1]))) for world, work in ((2, save_all), (1, load_all)))
     leave()

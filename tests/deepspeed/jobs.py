@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -94,6 +96,14 @@ def train(engine: Any, steps: int) -> list[float]:
         dist.all_reduce(total)
         losses.append(total.item() / world)
     return losses
+
+
+def in_a_group(work: Callable[[], None]) -> None:
+    """Work that needs DeepSpeed's process groups, on all ranks of this job."""
+    warnings.filterwarnings("ignore")
+    deepspeed.init_distributed("gloo", verbose=False)
+    work()
+    dist.barrier()
 
 
 def scramble(engine: Any) -> None:

@@ -2,23 +2,25 @@
 
 matrix_worker save DIR          DIR/<layout>/global_step3, DIR/<layout>.truth, DIR/<layout>.json
 matrix_worker load DIR          DIR/results-w<world>.json; DIR/pairs.json says which sources to load
+matrix_worker both DIR          on every world size up to this one: all saves, then all loads
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed import comm as dist
 
-from tests.deepspeed.jobs import Layout, build, layouts, scramble, train
+from tests.deepspeed.jobs import Layout, build, in_a_group, layouts, scramble, train
 from tests.deepspeed.truth import consolidated, differences
 from tests.launch import leave
+from tests.turns import in_turn
 
 STEPS_BEFORE, STEPS_AFTER = 3, 3
 STATES = ("exp_avg", "exp_avg_sq")
@@ -84,10 +86,13 @@ def comparable(truth: Any, found: Any, source: Layout, target: Layout) -> Any:
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore")
-    deepspeed.init_distributed("gloo", verbose=False)
-    {"save": save_all, "load": load_all}[sys.argv[1]](Path(sys.argv[2]))
-    dist.barrier()
+    kinds, folder = {"save": [save_all], "load": [load_all], "both": [save_all, load_all]}[sys.argv[1]], Path(sys.argv[2])
+    worlds = range(1, int(os.environ["WORLD_SIZE"]) + 1)
+    in_turn(
+        (world, partial(in_a_group, partial(work, folder)))
+        for work in kinds
+        for world in (worlds if len(kinds) > 1 else worlds[-1:])
+    )
     leave()
 
 

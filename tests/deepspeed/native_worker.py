@@ -1,14 +1,16 @@
 """Under torchrun: jobs that DeepSpeed saves itself, with what its own accessors say of them.
 
-native_worker KIND DIR NAME [key=value ...]      DIR/NAME/<tag>, DIR/NAME.truth or DIR/NAME.rank<n>
-native_worker load DIR NAME TARGET               a converted checkpoint DIR/NAME/converted into an engine of a layout
+native_worker DIR JOB ...        jobs one after the other: KIND:WORLD:NAME[:key=value ...]
+
+plain, pipe, moe, tensor         DIR/NAME/<tag>, DIR/NAME.truth or DIR/NAME.rank<n>
+load:WORLD:NAME:target=LAYOUT    a converted checkpoint DIR/NAME/converted into an engine of a layout
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 
-from tests.deepspeed.jobs import Layout, build, layouts, scramble, train
+from tests.deepspeed.jobs import Layout, build, in_a_group, layouts, scramble, train
 from tests.deepspeed.truth import consolidated, differences, optimizer_of
 from tests.launch import leave
+from tests.turns import in_turn
 
 STATES = ("exp_avg", "exp_avg_sq")
 VOCABULARY = 11
@@ -188,15 +191,17 @@ def load(folder: Path, name: str, target: str, **_options: str) -> None:
         (folder / f"{name}.loaded").write_text(json.dumps(found))
 
 
-def main() -> None:
-    warnings.filterwarnings("ignore")
-    deepspeed.init_distributed("gloo", verbose=False)
-    kind, folder, name, *rest = sys.argv[1:]
+def run(kind: str, folder: Path, name: str, options: dict[str, str]) -> None:
     torch.manual_seed(1)
-    target = {"target": rest.pop(0)} if kind == "load" else {}
-    options = target | dict(option.split("=") for option in rest)
-    {"plain": plain, "pipe": pipe, "moe": moe, "tensor": tensor, "load": load}[kind](Path(folder), name, **options)
-    dist.barrier()
+    {"plain": plain, "pipe": pipe, "moe": moe, "tensor": tensor, "load": load}[kind](folder, name, **options)
+
+
+def main() -> None:
+    folder, jobs = Path(sys.argv[1]), [job.split(":") for job in sys.argv[2:]]
+    in_turn(
+        (int(world), partial(in_a_group, partial(run, kind, folder, name, dict(option.split("=") for option in options))))
+        for kind, world, name, *options in jobs
+    )
     leave()
 
 

@@ -117,8 +117,9 @@ def cpu_adam_to_torch_adam_and_back(folder: Path) -> None:
         train(target, 1)
 
 
-@scenario(2)
+@scenario(2, long=True)
 def lion(folder: Path) -> None:
+    """Its C++ is compiled first, which takes a minute. SGD, too, has one state, and DeepSpeedCPUAdam is of the same make."""
     hand_over(folder, _offloaded(2, 1, "Lion"), _offloaded(3, 2, "Lion"), ("exp_avg",))
 
 

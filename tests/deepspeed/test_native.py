@@ -17,16 +17,28 @@ from unickpt.loading import Checkpoint
 
 FP32_ULP = 4e-7  # of a loss between 2 and 4, as in test_matrix
 WORLD = 3  # which divides nothing in the model
+WORKER = "tests.deepspeed.native_worker"
+LOADS = (("z3w3bf16", "1-bf16"), ("z1w3fp32", "3-fp32"))
+JOBS = (
+    ("pipe", 4, "stage=1", "bf16=1"), ("pipe", 2, "stage=1"), ("pipe", 2, "stage=0", "bf16=1"),
+    ("moe", 4, "stage=1"), ("moe", 4, "stage=2", "bf16=1"), ("moe", 2, "stage=0"),
+    ("pipe", 4, "stage=1", "bf16=1", "slices=2"), ("tensor", 4, "stage=1", "bf16=1"), ("tensor", 2, "stage=0"),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("native")
-    torchrun(WORLD, "tests.deepspeed.native_worker", "plain", str(folder), "plain")
+    jobs = [":".join([kind, str(world), named(job), *options]) for job in JOBS for kind, world, *options in [job]]
+    torchrun(4, WORKER, str(folder), f"plain:{WORLD}:plain", *jobs)
     for name in layout_names(WORLD):
         source = folder / f"plain-{name}"
         assert main(["convert", str(source), str(source / "converted")]) == 0
     return folder
+
+
+def named(job: Any) -> str:
+    return "-".join(map(str, job))
 
 
 @pytest.mark.parametrize("layout", layout_names(WORLD))
@@ -58,9 +70,14 @@ def test_every_stage_and_precision(folder: Path, layout: str) -> None:
     assert value["lr_scheduler"] == {"class": "WarmupLR", "state": truth["scheduler"]}
 
 
-@pytest.mark.parametrize(("source", "target", "world"), [("z3w3bf16", "1-bf16", 2), ("z1w3fp32", "3-fp32", 2)])
-def test_a_training_goes_on_from_it_under_another_layout(folder: Path, source: str, target: str, world: int) -> None:
-    torchrun(world, "tests.deepspeed.native_worker", "load", str(folder), f"plain-{source}", target)
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> None:
+    torchrun(2, WORKER, str(folder), *(f"load:2:plain-{source}:target={target}" for source, target in LOADS))
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("source", [source for source, _ in LOADS])
+def test_a_training_goes_on_from_it_under_another_layout(folder: Path, source: str) -> None:
     found = json.loads((folder / f"plain-{source}.loaded").read_text())
     assert found["note"] == source
     assert found["problems"] == []
@@ -69,24 +86,16 @@ def test_a_training_goes_on_from_it_under_another_layout(folder: Path, source: s
     assert max(abs(a - b) for a, b in zip(found["losses"], expected, strict=True)) <= noise
 
 
-JOBS = (
-    ("pipe", 4, "stage=1", "bf16=1"), ("pipe", 2, "stage=1"), ("pipe", 2, "stage=0", "bf16=1"),
-    ("moe", 4, "stage=1"), ("moe", 4, "stage=2", "bf16=1"), ("moe", 2, "stage=0"),
-    ("pipe", 4, "stage=1", "bf16=1", "slices=2"), ("tensor", 4, "stage=1", "bf16=1"), ("tensor", 2, "stage=0"),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: "-".join(map(str, job)))
-def test_pipelines_experts_and_tensor_parallel_ranks(tmp_path: Path, job: Any) -> None:
+@pytest.mark.parametrize("job", JOBS, ids=named)
+def test_pipelines_experts_and_tensor_parallel_ranks(folder: Path, tmp_path: Path, job: Any) -> None:
     kind, world, *options = job
-    torchrun(world, "tests.deepspeed.native_worker", kind, str(tmp_path), "job", *options)
-    assert main(["convert", str(tmp_path / "job"), str(tmp_path / "converted")]) == 0
+    assert main(["convert", str(folder / named(job)), str(tmp_path / "converted")]) == 0
     assert main(["verify", str(tmp_path / "converted")]) == 0
     found = Checkpoint.open(tmp_path / "converted")
     seen: set[tuple[str, str]] = set()
     for rank in range(world):
         tensor_rank = rank % 2 if kind == "tensor" or "slices=2" in options else None
-        for (name, state), (at, values, local) in torch.load(tmp_path / f"job.rank{rank}", weights_only=False).items():
+        for (name, state), (at, values, local) in torch.load(folder / f"{named(job)}.rank{rank}", weights_only=False).items():
             whole = found.read_tensor(name, state)
             if tensor_rank and whole.shape == local and "slices=2" in options:
                 continue  # what both have, of which the first counts

@@ -2,8 +2,8 @@
 
 universal_worker save DIR     of every source: DIR/<layout>/own, DIR/<layout>/native, DIR/<layout>/universal (which DeepSpeed's
                               own script makes of the native one), DIR/<layout>.truth, DIR/<layout>.json (losses)
-universal_worker details DIR  DIR/details.json: what DeepSpeed's loading does of its own accord
-universal_worker load DIR     every DIR/<layout>/exported into engines of every stage; DIR/loaded-w<world>.json
+universal_worker load DIR     every DIR/<layout>/exported into engines of every stage, on every world size up to this one:
+                              DIR/loaded-w<world>.json; what DeepSpeed's loading does of its own accord: DIR/details.json
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import sys
-import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
 
-from tests.deepspeed.jobs import Layout, build, config, scramble, train
+from tests.deepspeed.jobs import Layout, build, config, in_a_group, scramble, train
 from tests.deepspeed.matrix_worker import STATES, comparable
 from tests.deepspeed.truth import consolidated, differences, optimizer_of
 from tests.launch import leave
+from tests.turns import in_turn
 from unickpt.exporting.deepspeed_universal import export
 from unickpt.loading import Checkpoint
 
@@ -166,10 +168,9 @@ def _shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore")
-    deepspeed.init_distributed("gloo", verbose=False)
-    {"save": save, "load": load, "details": details}[sys.argv[1]](Path(sys.argv[2]))
-    dist.barrier()
+    kind, folder, world = sys.argv[1], Path(sys.argv[2]), int(os.environ["WORLD_SIZE"])
+    jobs = [(world, save)] if kind == "save" else [(1, details), *((n, load) for n in range(1, world + 1))]
+    in_turn((n, partial(in_a_group, partial(job, folder))) for n, job in jobs)
     leave()
 
 

@@ -1,14 +1,7 @@
-"""Under torchrun: jobs saved by Megatron's own ``torch_dist`` and by the adapter, and what the first became loaded again.
-
-dist_worker save DIR LAYOUT...           DIR/<layout>/iter_0000002 and .../ours; what the job holds: DIR/<layout>.truth
-dist_worker load DIR SOURCE TARGET ...   pairs: DIR/<source>/converted into a job; DIR/<source>-<target>.json
-"""
+"""Under torchrun: jobs saved by Megatron's own ``torch_dist``; see conversions.py. Also DIR/<layout>-buckets/iter_0000002."""
 
 from __future__ import annotations
 
-import json
-import sys
-import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -21,13 +14,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.transformer.enums import AttnBackend
 
-import megatron_unickpt
-from megatron_unickpt import loading
-from tests.launch import leave
-from tests.megatron.layouts import Layout
-from tests.megatron.truth import close, consolidated, differences
-
-STEPS = 2
+from tests.megatron.conversions import iteration, main
 
 
 def content(sharding: str) -> dict[str, Any]:
@@ -69,47 +56,11 @@ def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in metadata.items() if key != "dp_cp_group"}
 
 
-def save(folder: Path, layout: Layout) -> None:
-    job = Job(layout, seed=1, tied=not layout.moe)
-    job.train(STEPS)
-    place = folder / layout.name
-    native(job, place / f"iter_{STEPS:07d}", "fully_reshardable")
-    megatron_unickpt.save(place / "ours", job.chunks, job.optimizer, iteration=job.step)
-    truth = consolidated(job, folder / "scratch")
-    if layout.optimizer == "dist":
-        native(job, folder / f"{layout.name}-buckets" / f"iter_{STEPS:07d}", "dp_reshardable")
-    if dist.get_rank() == 0:
-        (place / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
-        torch.save(truth, folder / f"{layout.name}.truth")
-
-
-def load(folder: Path, source: str, target: Layout) -> None:
-    job = Job(target, seed=9, tied=not target.moe)
-    found = megatron_unickpt.load(folder / source / "converted", job.chunks, job.optimizer)
-    state, report = consolidated(job, folder / "scratch"), loading.last_report
-    if state is None or report is None:
-        return
-    problems = differences(torch.load(folder / f"{source}.truth"), state)
-    problems += [f"{e.name} ({e.state}): {e.reason}" for e in report.entries if e.outcome == "left out" and e.state != "object"]
-    groups = sorted((group["wd_mult"], group["lr"], group.get("step")) for group in job.hyperparameters())
-    result = {"iteration": found["iteration"], "problems": problems, "groups": groups}
-    (folder / f"{source}-{target.name}.json").write_text(json.dumps(result))
-
-
-def main() -> None:
-    warnings.filterwarnings("ignore")
-    dist.init_process_group("gloo")
-    folder, names = Path(sys.argv[2]), sys.argv[3:]
-    if sys.argv[1] == "save":
-        for name in names:
-            save(folder, Layout.parse(name))
-    else:
-        for source, target in zip(names[::2], names[1::2], strict=True):
-            load(folder, source, Layout.parse(target))
-    dist.barrier()
-    close()
-    leave()
+def save(job: Job, place: Path) -> None:
+    native(job, iteration(place), "fully_reshardable")
+    if job.layout.optimizer == "dist":
+        native(job, iteration(place.with_name(f"{place.name}-buckets")), "dp_reshardable")
 
 
 if __name__ == "__main__":
-    main()
+    main(save)

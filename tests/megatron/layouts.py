@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -60,6 +59,7 @@ HARD = (
     ("moe-tp2ep2dp2-plain", "moe-one-fp32"),
     ("moe-one-fp32", "moe-ep2dp4-dist"),
 )
+SAME = (("gpt-pp2vpp2dp2-dist", "gpt-pp2vpp2dp2-dist"), ("moe-ep2dp4-dist", "moe-ep2dp4-dist"))
 
 
 def layouts() -> list[Layout]:
@@ -73,27 +73,26 @@ def layouts() -> list[Layout]:
     return [Layout.parse(name) for name in dict.fromkeys(names)]
 
 
-def _values(layout: Layout) -> set[tuple[str, object]]:
-    return {(field.name, getattr(layout, field.name)) for field in fields(layout)}
-
-
-def _covered(source: Layout, target: Layout) -> set[tuple[object, object, object]]:
-    return {(source.moe, a, b) for a, b in itertools.product(_values(source), _values(target))}
+def _covered(source: Layout, target: Layout) -> set[tuple[object, ...]]:
+    """Of every field, its two values."""
+    return {(source.moe, field.name, getattr(source, field.name), getattr(target, field.name)) for field in fields(source)}
 
 
 def pairs(*, full: bool = False) -> list[tuple[Layout, Layout]]:
     """Pairs of layouts of one model: the hard ones, some layouts into themselves, and then greedily until every value
-    of every field meets every value of every field on the other side; with ``full`` all of them."""
+    of a field meets every value of that field on the other side; with ``full`` all of them."""
     known = layouts()
     every = [(a, b) for a in known for b in known if a.moe == b.moe]
     if full:
         return every
-    chosen = [(Layout.parse(a), Layout.parse(b)) for a, b in HARD] + [(a, a) for a in known[::5]]
-    left = set().union(*(_covered(a, b) for a, b in every)) - set().union(*(_covered(a, b) for a, b in chosen))
+    chosen = [(Layout.parse(a), Layout.parse(b)) for a, b in (*HARD, *SAME)]
+    covers = [(pair, _covered(*pair)) for pair in every]
+    left = set().union(*(covered for _, covered in covers)) - set().union(*(_covered(*pair) for pair in chosen))
     while left:
-        best = max(every, key=lambda pair: (len(_covered(*pair) & left), -every.index(pair)))
+        saved = {source for source, _ in chosen}  # a further load of what is there costs less than another save
+        best, covered = max(covers, key=lambda each: (len(each[1] & left), each[0][0] in saved))
         chosen.append(best)
-        left -= _covered(*best)
+        left -= covered
     return list(dict.fromkeys(chosen))
 
 

@@ -2,14 +2,16 @@
 
 matrix_worker save DIR          DIR/<layout>/, DIR/<layout>.truth, DIR/<layout>.json
 matrix_worker load DIR          DIR/results-w<world>.json
+matrix_worker both DIR          on every world size of the pairs: all saves, then all loads
 DIR/pairs.json: [[source, target], ...]
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,11 @@ import megatron_unickpt
 from megatron_unickpt import loading
 from tests.launch import leave
 
-from tests.megatron.layouts import Layout
-from tests.megatron.truth import close, consolidated, differences
+from tests.megatron.layouts import Layout, worlds
+from tests.megatron.truth import consolidated, differences, in_a_group
+from tests.turns import in_turn
 
+Pairs = list[tuple[Layout, Layout]]
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 
 
@@ -73,22 +77,25 @@ def _group_differences(expected: list[dict[str, Any]], found: list[dict[str, Any
     return [] if b <= a else [f"groups: {sorted(map(str, a))} expected, {sorted(map(str, b))} found"]
 
 
+def save_all(folder: Path, pairs: Pairs) -> None:
+    for layout in dict.fromkeys(a for a, _ in pairs if a.world == dist.get_world_size()):
+        save_one(folder, layout)
+
+
+def load_all(folder: Path, pairs: Pairs) -> None:
+    world = dist.get_world_size()
+    mine = [pair for pair in pairs if pair[1].world == world]
+    results = [load_one(folder, *pair, seed) for seed, pair in enumerate(mine, start=20)]
+    if dist.get_rank() == 0:
+        (folder / f"results-w{world}.json").write_text(json.dumps(results))
+
+
 def main() -> None:
-    warnings.filterwarnings("ignore")
-    dist.init_process_group("gloo")
-    folder, world = Path(sys.argv[2]), dist.get_world_size()
-    named = json.loads((folder / "pairs.json").read_text())
-    pairs = [(Layout.parse(a), Layout.parse(b)) for a, b in named]
-    if sys.argv[1] == "save":
-        for layout in dict.fromkeys(a for a, _ in pairs if a.world == world):
-            save_one(folder, layout)
-    else:
-        mine = [pair for pair in pairs if pair[1].world == world]
-        results = [load_one(folder, *pair, seed) for seed, pair in enumerate(mine, start=20)]
-        if dist.get_rank() == 0:
-            (folder / f"results-w{world}.json").write_text(json.dumps(results))
-    dist.barrier()
-    close()
+    kind, folder = sys.argv[1], Path(sys.argv[2])
+    pairs = [(Layout.parse(a), Layout.parse(b)) for a, b in json.loads((folder / "pairs.json").read_text())]
+    known = worlds(layout for pair in pairs for layout in pair) if kind == "both" else [int(os.environ["WORLD_SIZE"])]
+    work = {"save": [save_all], "load": [load_all], "both": [save_all, load_all]}[kind]
+    in_turn((world, partial(in_a_group, partial(each, folder, pairs))) for each in work for world in known)
     leave()
 
 

@@ -1,19 +1,15 @@
 """Under torchrun: run every scenario of ``tests.megatron.scenarios`` on this world size.
 
-scenario_worker DIR [NAME ...]      writes DIR/w<world>.json: {scenario: {rank: failure}}, without those that skip:
-they are about something that this version of Megatron does not have.
+scenario_worker DIR [NAME ...] [--worlds 1,2]    writes DIR/w<world>.json: {scenario: {rank: failure}}, without those that
+skip: they are about something that this version of Megatron does not have. Worlds smaller than this one can be asked for.
 """
 
 from __future__ import annotations
 
 import ast
 import datetime
-import json
-import sys
-import traceback
-import unittest
-import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 Scenario = Callable[[Path], None]
@@ -43,39 +39,16 @@ def declared() -> dict[str, tuple[int, ...]]:
 
 
 def main() -> None:
-    from tests.megatron import scenarios  # before anything of megatron
-
-    import torch.distributed as dist
+    from tests.megatron import scenarios  # before anything of megatron, and before ranks fork
 
     from tests.launch import leave
-    from tests.megatron.truth import close
+    from tests.megatron.truth import in_a_group
+    from tests.scenarios import asked, run
+    from tests.turns import in_turn
 
-    warnings.filterwarnings("ignore")
-    folder, only = Path(sys.argv[1]), set(sys.argv[2:])
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    rank, world = dist.get_rank(), dist.get_world_size()
-    outcome: dict[str, dict[int, str]] = {}
-    for name, (worlds, function) in scenarios.REGISTRY.items():
-        if world not in worlds or (only and name not in only):
-            continue
-        place = folder / f"{name}-w{world}"
-        place.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        failure = None
-        try:
-            function(place)
-        except unittest.SkipTest:  # on every rank
-            continue
-        except BaseException:  # torch's CheckpointException is no Exception
-            failure = traceback.format_exc()
-            print(f"rank {rank}: {name}\n{failure}", flush=True)
-        found: list[str | None] = [None] * world
-        dist.all_gather_object(found, failure)
-        outcome[name] = {r: text for r, text in enumerate(found) if text is not None}
-    if rank == 0:
-        (folder / f"w{world}.json").write_text(json.dumps(outcome))
-    dist.barrier()
-    close()
+    told = asked()
+    work = partial(run, scenarios.REGISTRY, told.folder, set(told.names))
+    in_turn((world, partial(in_a_group, work, timeout=datetime.timedelta(seconds=60))) for world in told.worlds)
     leave()
 
 

@@ -1,8 +1,8 @@
 """Any parallel shape and optimizer wrapper resumes under any other, bit for bit, and the loss goes on.
 
 The truth is Megatron's own: its sharded state dicts, resharded by its ``torch_dist`` format, before
-the save and after the load. CI loads pairs that let every value of every dimension meet every other,
-each layout into itself, and those that Megatron's own formats refuse;
+the save and after the load. CI loads 39 pairs that let every value of every dimension meet every other of it,
+some layouts into themselves, and those that Megatron's own formats refuse;
 ``UNICKPT_FULL_MATRIX=1`` loads all pairs (``docs/megatron.md`` has the result).
 """
 
@@ -28,13 +28,11 @@ FP32_NOISE, BF16_NOISE = 5e-6, 2e-3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All sources, then all loads: one torchrun per world size each."""
+    """All sources, then all loads."""
     folder = tmp_path_factory.mktemp("megatron")
     chosen = pairs(full=FULL)
     (folder / "pairs.json").write_text(json.dumps([(a.name, b.name) for a, b in chosen]))
-    for mode in ("save", "load"):
-        for world in worlds(layouts()):
-            torchrun(world, "tests.megatron.matrix_worker", mode, str(folder), timeout_s=3600 if FULL else 900)
+    torchrun(worlds(layouts())[-1], "tests.megatron.matrix_worker", "both", str(folder), timeout_s=3600 * 2 if FULL else 900)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The scenarios of ``scenarios.py``, each on real process groups; one torchrun per world size."""
+"""The scenarios of ``scenarios.py``, each on real process groups; one torchrun for all."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def outcomes(root: Path, world: int) -> dict[str, dict[str, str]]:
-    """Run all scenarios on one world size; failures by scenario and rank."""
-    torchrun(world, "tests.megatron.scenario_worker", str(root), timeout_s=600)
-    found: dict[str, dict[str, str]] = json.loads((root / f"w{world}.json").read_text())
-    return found
+def outcomes(root: Path) -> dict[tuple[str, int], dict[str, str]]:
+    """Run all scenarios on all their world sizes; failures by rank, of a scenario and a world."""
+    worlds = sorted({world for _, world in CASES})
+    torchrun(worlds[-1], "tests.megatron.scenario_worker", str(root), "--worlds", ",".join(map(str, worlds)), timeout_s=900)
+    found = {world: json.loads((root / f"w{world}.json").read_text()) for world in worlds}
+    return {(name, world): failures for world in worlds for name, failures in found[world].items()}
 
 
 @pytest.mark.parametrize(("name", "world"), CASES, ids=[f"{name}-{world}" for name, world in CASES])
 def test_scenario(root: Path, name: str, world: int) -> None:
-    failures = outcomes(root, world)[name]
+    failures = outcomes(root)[name, world]
     assert failures == {}, "\n".join(f"rank {rank}:\n{text}" for rank, text in failures.items())

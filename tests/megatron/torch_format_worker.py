@@ -1,17 +1,10 @@
-"""Under torchrun: jobs saved in Megatron's ``torch`` format and by the adapter, and what the first became loaded again.
-
-torch_format_worker save DIR TRUTHS LAYOUT...    DIR/<layout>/iter_0000002 and .../ours; what the jobs of the layouts in TRUTHS
-                                                 (with commas) hold: DIR/<layout>.truth
-torch_format_worker load DIR SOURCE TARGET ...   pairs: DIR/<source>/converted into a job; DIR/<source>-<target>.json
-"""
+"""Under torchrun: jobs saved in Megatron's ``torch`` format; see conversions.py. Its buffers: DIR/buffers.json."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import random
-import sys
-import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -26,11 +19,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.transformer.enums import AttnBackend
 
-import megatron_unickpt
-from tests.launch import leave
-from tests.megatron.dist_worker import STEPS, load
+from tests.megatron.conversions import iteration, main
 from tests.megatron.layouts import Layout
-from tests.megatron.truth import close, consolidated
 
 BUFFERS = "buffers.json"
 
@@ -58,7 +48,7 @@ def checkpoint_name(folder: Path) -> Path:
     return folder / name / "model_optim_rng.pt"
 
 
-def native(job: Job, folder: Path) -> None:
+def native(job: Job, place: Path) -> None:
     """The calls of training/checkpointing.py (``save_checkpoint`` with ``--ckpt-format torch``, ``generate_state_dict``)."""
     generators = [
         {
@@ -66,7 +56,7 @@ def native(job: Job, folder: Path) -> None:
             "torch_rng_state": torch.get_rng_state(), "cuda_rng_state": torch.get_rng_state(), "rng_tracker_states": {},
         }
     ]  # fmt: skip
-    path = checkpoint_name(folder)
+    path = checkpoint_name(iteration(place))
     path.parent.mkdir(parents=True, exist_ok=True)
     if job.layout.optimizer == "dist":
         job.optimizer.save_parameter_state(str(path.with_name("distrib_optim.pt")))
@@ -82,20 +72,10 @@ def native(job: Job, folder: Path) -> None:
     torch.save(state, path)
 
 
-def save(folder: Path, layout: Layout, *, truth: bool) -> None:
-    job = Job(layout, seed=1, tied=not layout.moe)
-    job.train(STEPS)
-    place = folder / layout.name
-    native(job, place / f"iter_{STEPS:07d}")
-    megatron_unickpt.save(place / "ours", job.chunks, job.optimizer, iteration=job.step)
-    held = consolidated(job, folder / "scratch") if truth else None
-    if dist.get_rank() == 0:
-        (place / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
-        torch.save(held, folder / f"{layout.name}.truth")
-
-
 def buffers(folder: Path) -> None:
     """Where Megatron's own buffers put parameters, with several buckets and with embeddings that two stages have."""
+    if dist.get_rank() != 0:
+        return
     sizes = [96 * 32, 33, 32 * 32, 5, 64, 1000, 96 * 32]
     found = []
     for bucket_size in (None, 1, 100, 1500, 4000):
@@ -127,22 +107,5 @@ def buffers(folder: Path) -> None:
     (folder / BUFFERS).write_text(json.dumps({"sizes": sizes, "found": found}))
 
 
-def main() -> None:
-    warnings.filterwarnings("ignore")
-    dist.init_process_group("gloo")
-    folder, names = Path(sys.argv[2]), sys.argv[3:]
-    if sys.argv[1] == "save":
-        for name in names[1:]:
-            save(folder, Layout.parse(name), truth=name in names[0].split(","))
-        if dist.get_rank() == 0:
-            buffers(folder)
-    else:
-        for source, target in zip(names[::2], names[1::2], strict=True):
-            load(folder, source, Layout.parse(target))
-    dist.barrier()
-    close()
-    leave()
-
-
 if __name__ == "__main__":
-    main()
+    main(native, buffers)

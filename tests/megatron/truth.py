@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import inspect
 import re
 import shutil
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,15 @@ def differences(expected: Truth, found: Truth) -> list[str]:
             problems.append(f"{key}: {a.dtype} {tuple(a.shape)} sum {a.double().sum():.9g} expected, "
                             f"{b.dtype} {tuple(b.shape)} sum {b.double().sum():.9g} found")  # fmt: skip
     return problems
+
+
+def in_a_group(work: Callable[[], None], timeout: datetime.timedelta | None = None) -> None:
+    """Work that needs a process group, on all ranks of this job."""
+    warnings.filterwarnings("ignore")
+    dist.init_process_group("gloo", timeout=timeout)
+    work()
+    dist.barrier()
+    close()
 
 
 def close() -> None:

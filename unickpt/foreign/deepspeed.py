@@ -9,37 +9,21 @@ in the order of ``param_shapes``; without ZeRO they are whole, by number.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unickpt.converting import Part, Portion, Reading, Regions, Source
+from unickpt.converting import Part, Portion, Source
 from unickpt.errors import FormatError
-from unickpt.foreign.deepspeed_files import EXPERTS, File, Folder, ModelRank, read_folder
-from unickpt.foreign.deepspeed_parallel import SCALE_POWERS, Division, division
-from unickpt.foreign.deepspeed_states import Described, is_flat, number_in, reader, tensor_in
+from unickpt.foreign.deepspeed_files import EXPERTS, File, ModelRank, read_folder, states_of
+from unickpt.foreign.deepspeed_parts import Parts, Tensor
+from unickpt.foreign.deepspeed_states import is_flat, number_in, reader, tensor_in
 from unickpt.foreign.located import Files, Located
 from unickpt.foreign.matching import NoOrderError, matched
-from unickpt.foreign.megatron_deepspeed import megatron_deepspeed
-from unickpt.fragments import Box, split_flat_range
+from unickpt.fragments import Box
 from unickpt.index import TensorInfo
 from unickpt.manifest import OptimizerRecord, Writer, merge_optimizers
-
-
-@dataclass
-class _Tensor:
-    """What is known of a parameter while files are read. Attributes: how it is divided, type of its weight, its masters."""
-
-    division: Division
-    dtype: str = ""
-    masters: list[tuple[Box, Reading]] = field(default_factory=list)
-    master_dtype: str = ""
-
-    def info(self, name: str, state: str, dtype: str) -> TensorInfo:
-        kind = "parameter" if state in ("weight", "master") else "optimizer"
-        return TensorInfo(name, state, dtype, self.division.shape, kind)
 
 
 def deepspeed(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source:
@@ -57,36 +41,26 @@ def deepspeed(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source
     return _Reader(read_folder(folder, files, also)).source()
 
 
-class _Reader(Described):
-    def __init__(self, folder: Folder) -> None:
-        super().__init__(folder.path, folder.first)
-        self.ranks, self.job = folder.ranks, folder
-        self.tensors: dict[str, _Tensor] = {}
-        self._owner: dict[str, int] = {}  # pipeline stage of which a parameter is taken: tied ones are on several
-        names = {name for rank in self.ranks for name in rank.weights}
-        self.told = next((found for rank in self.ranks if (found := _universal_info(rank))), {})
-        self.megatron = megatron_deepspeed(self.first, names, self.told)
-        self._means: dict[tuple[str, str, str], list[list[tuple[Box, Located]]]] = {}
-        if self.first.get("ds_autoep_layers", (list, dict)) or self.first.get("autoep_layers", (list, dict)):
-            raise FormatError(f"{self.first.path}: of AutoEP, whose files are not read")
+class _Reader(Parts):
+    """The files of a folder, from what the optimizer holds to what the source is."""
 
     # ---------------------------------------------------------------- the whole
 
     def source(self) -> Source:
         stage = self._stage()
-        self._aliases = self._tied()
-        self._divide(stage)
+        self.tied = self._further_names()
+        self.divide(stage)
         described = [self._optimizer(rank) for rank in self.ranks]
         for rank in self.ranks:
             self._weights(rank, stage)
-        self._averaged()
+        self.add_means()
         portions = [Portion(path.name, parts, self._inputs(path, parts)) for path, parts in sorted(self.parts.items()) if parts]
         found = [record for record in described if record is not None]
         files = [file for rank in self.ranks for file in rank.optimizers.values()]
-        scaler = next((_states(file).get("loss_scaler") for file in files), None)
+        scaler = next((states_of(file).get("loss_scaler") for file in files), None)
         return Source(
             f"DeepSpeed ZeRO-{stage}", portions, self._writer(stage), step=self.number("global_steps"),
-            tensors=self.listed, optimizer=merge_optimizers(None, found), aliases=self._aliases, objects=self.objects(scaler),
+            tensors=self.listed, optimizer=merge_optimizers(None, found), aliases=self.tied, objects=self.objects(scaler),
             left_out=self.left_out,
         )  # fmt: skip
 
@@ -102,7 +76,7 @@ class _Reader(Described):
 
     def _stage(self) -> int:
         files = [file for rank in self.ranks for file in rank.optimizers.values()]
-        stages = {int(number_in(_states(file).get("zero_stage", -1))) for file in files}
+        stages = {int(number_in(states_of(file).get("zero_stage", -1))) for file in files}
         if len(stages) > 1:
             raise FormatError(f"{self.folder}: files of several stages of ZeRO ({sorted(stages)})")
         told = self.first.get("ds_config", dict, {}).get("zero_optimization")
@@ -118,7 +92,7 @@ class _Reader(Described):
         }
         return found | {key: n for key, n in (("pipeline", self.job.stages), ("tensor", self.job.tensors)) if n > 1}
 
-    def _tied(self) -> dict[str, str]:
+    def _further_names(self) -> dict[str, str]:
         """Further names of tied parameters."""
         told = self.first.get("shared_params", dict, {})
         aliases = {str(alias): str(name) for alias, name in told.items()}
@@ -132,100 +106,6 @@ class _Reader(Described):
                 seen.setdefault(place, name)
         return aliases
 
-    # ---------------------------------------------------------------- shapes
-
-    def _divide(self, stage: int) -> None:
-        """What every parameter is, of all ranks together."""
-        shapes: dict[str, dict[int, tuple[int, ...]]] = {}
-        self._local = {rank.number: self._local_shapes(rank, stage) for rank in self.ranks}
-        for rank in self.ranks:
-            for name, shape in self._local[rank.number].items():
-                if self._owner.setdefault(name, rank.stage) == rank.stage:
-                    shapes.setdefault(name, {})[rank.tensor] = shape
-        for name, of_rank in shapes.items():
-            if len(of_rank) != self.job.tensors:
-                raise FormatError(f"{self.folder}: {name} is on tensor parallel ranks {sorted(of_rank)} of {self.job.tensors}")
-            each = [of_rank[rank] for rank in range(self.job.tensors)]
-            parts = self.megatron.parts(name) if self.megatron is not None else 0
-            self.tensors[name] = _Tensor(division(name, each, self.told, str(self.first.path), parts=parts))
-
-    def _local_shapes(self, rank: ModelRank, stage: int) -> dict[str, tuple[int, ...]]:
-        """Of a rank's parameters and buffers, as it holds them; of experts by their number among all."""
-        buffers = set(rank.first.get("buffer_names", (list, tuple), ()))
-        found = {
-            name: weight.data.shape for name, weight in rank.weights.items()
-            if name not in self._aliases and (stage < 3 or name in buffers)
-        }  # fmt: skip
-        for group in rank.group_shapes():
-            found |= {name: shape for name, shape in group.items() if EXPERTS not in name}
-        for file in rank.models.values():
-            for name, shape in file.get("frozen_param_shapes", dict, {}).items():
-                found[str(name)] = tuple(shape)
-        return found
-
-    # ---------------------------------------------------------------- parts
-
-    def _range(self, rank: ModelRank, file: File, name: str, state: str, lo: int, data: Located) -> None:
-        """Elements of a rank's tensor, from ``lo`` on in row-major order, 1-D."""
-        tensor = self._known(name, file)
-        if self._owner.get(name, rank.stage) != rank.stage:
-            return
-        shape = self._shape(rank, name)
-        if lo + data.numel > Box.whole(shape).numel:
-            raise FormatError(f"{file.path}: {name} has shape {shape}, and {lo + data.numel:,} elements of it are there")
-        at = 0
-        for box in split_flat_range(shape, lo, lo + data.numel):
-            self._box(rank, file.path, name, state, box, data.narrow(at, at + box.numel).view(box.shape))
-            at += box.numel
-        if not data.numel:
-            self.listed.append(tensor.info(name, state, data.dtype))
-
-    def _box(self, rank: ModelRank, path: Path, name: str, state: str, box: Box, data: Located) -> None:
-        """A box of a rank's tensor."""
-        tensor = self.tensors[name]
-        info = tensor.info(name, state, data.dtype)
-        if tensor.division.averaged:
-            ranks = self._means.setdefault((name, state, data.dtype), [[] for _ in range(self.job.tensors)])
-            ranks[rank.tensor].append((box, data))
-            return
-        for placed in tensor.division.placed[rank.tensor]:
-            common = placed.local.intersect(box)
-            if common is None:
-                continue
-            start = tuple(a + b for a, b in zip(placed.whole.start, common.within(placed.local).start, strict=True))
-            whole = Box(start, common.shape)
-            read = reader(whole, data.at(common.within(box)), placed.scale ** SCALE_POWERS.get(state, 1))
-            if state == "weight" and tensor.masters:
-                derived = TensorInfo(name, "weight", data.dtype, tensor.division.shape, "parameter", derived_from="master")
-                self.add(path, Part(derived, whole, read, unless=Regions(tensor.master_dtype, tensor.masters).read))
-                continue
-            self.add(path, Part(info, whole, read))
-            if state == "master":
-                tensor.masters.append((whole, read))
-                tensor.master_dtype = data.dtype
-
-    def _averaged(self) -> None:
-        """What every tensor parallel rank holds, with differences: the mean, as ds_to_universal.py computes it."""
-        for (name, state, dtype), ranks in self._means.items():
-            tensor = self.tensors[name]
-            readings = [Regions(dtype, [(box, reader(box, data)) for box, data in each]) for each in ranks]
-            path = ranks[0][0][1].path if ranks[0] else self.first.path
-            whole = Box.whole(tensor.division.shape)
-            info = tensor.info(name, state, dtype)
-            if state == "weight" and (name, "master", tensor.master_dtype) in self._means:
-                continue  # told by the mean of the masters
-            self.add(path, Part(info, whole, _mean(readings)))
-
-    def _known(self, name: str, file: File) -> _Tensor:
-        found = self.tensors.get(name)
-        if found is None:
-            raise FormatError(f"{file.path}: {name} is a parameter whose shape no file tells")
-        return found
-
-    def _shape(self, rank: ModelRank, name: str) -> tuple[int, ...]:
-        """Of a rank's tensor, which is the whole but for tensor parallel ranks."""
-        return self._local[rank.number][name] if self.job.tensors > 1 else self.tensors[name].division.shape
-
     # ---------------------------------------------------------------- weights and buffers
 
     def _weights(self, rank: ModelRank, stage: int) -> None:
@@ -233,7 +113,7 @@ class _Reader(Described):
         if rank.number == 0:
             self.left_out += [f"{name}: extra state of a module, which is for its own code" for name in rank.other]
         for name, weight in rank.weights.items():
-            if name in self._aliases or self._owner.get(name, rank.stage) != rank.stage:
+            if name in self.tied or self.owner.get(name, rank.stage) != rank.stage:
                 continue
             data = weight.data
             if name in buffers:
@@ -248,13 +128,13 @@ class _Reader(Described):
                 if tensor is not None and tensor.masters:
                     self._derived(name, tensor)
             elif tensor is not None:
-                if tensor.masters or (name, "master", tensor.master_dtype) in self._means:
+                if tensor.masters or (name, "master", tensor.master_dtype) in self.means:
                     self._derived(name, tensor)
-                self._box(rank, weight.path, name, "weight", Box.whole(data.shape), data)
+                self.add_box(rank, weight.path, name, "weight", Box.whole(data.shape), data)
         if stage == 3:
             self._frozen(rank)
 
-    def _derived(self, name: str, tensor: _Tensor) -> None:
+    def _derived(self, name: str, tensor: Tensor) -> None:
         """A weight that its master tells; what differs of it is a part."""
         shape = tensor.division.shape
         self.listed.append(TensorInfo(name, "weight", tensor.dtype, shape, "parameter", derived_from="master"))
@@ -264,16 +144,8 @@ class _Reader(Described):
         for data_rank, file in sorted(rank.models.items()):
             for name, found in file.get("frozen_param_fragments", dict, {}).items():
                 part = tensor_in(file, found, name).flat()
-                self._known(name, file).dtype = part.dtype
-                self._part_of_rank(rank, file, name, "weight", part, data_rank, len(rank.models))
-
-    def _part_of_rank(self, rank: ModelRank, file: File, name: str, state: str, data: Located, part: int, parts: int) -> None:
-        """The n-th part of a tensor under ZeRO 3, of which the last ones may be filled up."""
-        self._known(name, file)
-        numel = Box.whole(self._shape(rank, name)).numel
-        length = -(-numel // parts)
-        lo, hi = min(part * length, numel), min((part + 1) * length, numel)
-        self._range(rank, file, name, state, lo, data.narrow(0, hi - lo))
+                self.known(name, file).dtype = part.dtype
+                self.add_part_of_rank(rank, file, name, "weight", part, data_rank, len(rank.models))
 
     # ---------------------------------------------------------------- masters and states
 
@@ -293,7 +165,7 @@ class _Reader(Described):
         records = []
         done: dict[str, int] = {}
         for data_rank, file in sorted(rank.optimizers.items()):
-            states = _states(file)
+            states = states_of(file)
             if "fp32_flat_groups" in states:
                 found_one = self._partitioned_parameters(rank, file, states, data_rank)
             elif "single_partition_of_fp32_groups" in states:
@@ -302,7 +174,7 @@ class _Reader(Described):
                 raise FormatError(f"{file.path}: holds masters in a form that is not known ({', '.join(sorted(states))})")
             records.append(found_one)
         for name, count in done.items():
-            shape = self._shape(rank, name)
+            shape = self.shape_in(rank, name)
             if count != Box.whole(shape).numel:
                 raise FormatError(f"{self.folder}: the files hold {count:,} elements of {name}, whose shape is {shape}")
         return merge_optimizers(None, records)
@@ -348,7 +220,7 @@ class _Reader(Described):
                 lo = done.get(name, 0)
                 done[name] = lo + count
                 for key, data in tensors.items():
-                    self._range(rank, file, name, key, lo, data.narrow(start, start + count))
+                    self.add_range(rank, file, name, key, lo, data.narrow(start, start + count))
             names.append(listed)
         return self.described(groups, scalars, names, states)
 
@@ -376,7 +248,7 @@ class _Reader(Described):
             if group >= len(flats) or at + length > flats[group].numel:
                 raise FormatError(f"{file.path}: its flat group {group} ends within {name}")
             for key, data in held.items():
-                self._part_of_rank(rank, file, name, key, data.narrow(at, at + length), data_rank, world)
+                self.add_part_of_rank(rank, file, name, key, data.narrow(at, at + length), data_rank, world)
             names[group].append(name)
             at += length
         scalars = [
@@ -414,7 +286,7 @@ class _Reader(Described):
         buffers = set(rank.first.get("buffer_names", (list, tuple), ()))
         module = {
             name: weight.data for name, weight in rank.weights.items()
-            if name not in buffers and name not in self._aliases and self._is_of(name, expert_rank, len(rank.optimizers))
+            if name not in buffers and name not in self.tied and self._is_of(name, expert_rank, len(rank.optimizers))
         }  # fmt: skip
         wanted = [
             [_shape_of(file, states.get(number, {}), low[at][place] if low is not None else None)
@@ -433,7 +305,7 @@ class _Reader(Described):
                 }
                 if expert_rank == 0 or EXPERTS in name:
                     for key, data in tensors.items():
-                        self._range(rank, file, name, key, 0, data.flat())
+                        self.add_range(rank, file, name, key, 0, data.flat())
                 scalars.append({key: value for key, value in held.items() if key not in tensors})
                 listed.append([name])
         return self.described(groups, scalars, names, {}, per_parameter=listed)
@@ -463,31 +335,6 @@ class _Reader(Described):
             raise FormatError(
                 f"{file.path}: without ZeRO, DeepSpeed's optimizer states have numbers for names, and {err}"
             ) from None
-
-
-def _mean(readings: Sequence[Regions]) -> Reading:
-    def read(box: Box) -> torch.Tensor:
-        total = readings[0].read(box)
-        for each in readings[1:]:
-            total = total + each.read(box)
-        return total / len(readings)
-
-    return read
-
-
-def _states(file: File) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = file.get("optimizer_state_dict", dict, {})
-    return found
-
-
-def _universal_info(rank: ModelRank) -> Mapping[str, Any]:
-    """What it says of its division over tensor parallel ranks."""
-    for file in (rank.first, *rank.optimizers.values()):
-        for content in (file.content, _states(file)):
-            found = content.get("universal_checkpoint_info")
-            if isinstance(found, dict) and found:
-                return found
-    return {}
 
 
 def _shape_of(file: File, state: Mapping[str, Any], master: Located | None) -> tuple[int, ...]:

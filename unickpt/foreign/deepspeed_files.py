@@ -210,3 +210,9 @@ def _experts(ranks: Sequence[ModelRank]) -> dict[str, int]:
             if is_expert:
                 found.setdefault(layer, set()).add(int(rest.split(".", 1)[0]))
     return {layer: len(numbers) for layer, numbers in found.items()}
+
+
+def states_of(file: File) -> Mapping[str, Any]:
+    """Of the optimizer, as the ZeRO optimizers save them."""
+    found: Mapping[str, Any] = file.get("optimizer_state_dict", dict, {})
+    return found

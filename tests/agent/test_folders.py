@@ -1,0 +1,77 @@
+"""Folders of rings: what is removed, seen and left in them, and when an agent ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.agent.made import hung, ring
+from unickpt.timing import stacks
+from unickpt.timing.folder import read_folder, remove_old
+from unickpt.timing.processes import State
+from unickpt.timing.ring import SUFFIX, Identity, RingWriter
+
+
+def test_old_jobs_are_removed_with_all_their_files(tmp_path: Path) -> None:
+    for name, age_s in (("old", 1000.0), ("new", 0.0)):
+        ring(tmp_path / name, 0)
+        (tmp_path / name / "agent").write_text("x")
+        at = time.time() - age_s
+        os.utime(tmp_path / name / f"00000{SUFFIX}", (at, at))
+    (tmp_path / "else").mkdir()
+    remove_old(tmp_path, older_than_s=500)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["else", "new"]
+    remove_old(tmp_path / "nowhere", older_than_s=0)
+
+
+def test_rings_of_another_host_are_of_unknown_processes(tmp_path: Path) -> None:
+    who = dataclasses.replace(Identity.here(0, 1, "job"), host="elsewhere")
+    RingWriter(tmp_path / f"0{SUFFIX}", who, capacity=8)
+    who = dataclasses.replace(Identity.here(1, 2, "job"), boot="before")
+    RingWriter(tmp_path / f"1{SUFFIX}", who, capacity=8)
+    job = read_folder(tmp_path)
+    assert job.states == {0: State.UNKNOWN, 1: State.DEAD}
+
+
+def test_a_look_sees_more_than_what_has_come() -> None:
+    from unickpt.agent.watching import FEWEST, RECORDS, window
+
+    assert window({}, {}) == RECORDS
+    assert window({0: 100, 1: 100}, {0: 150, 1: 120}) == FEWEST
+    assert window({0: 1000, 1: 100}, {0: 3000, 1: 120}) == 8000
+    assert window({0: 1000}, {0: 3000, 1: 90_000}) == RECORDS  # a rank that is new
+
+
+def test_an_agent_gives_way_to_a_newer_one(tmp_path: Path) -> None:
+    """Of a job that was started again in the same folder, where there are always ranks that live."""
+    from unickpt.agent import watching
+
+    hung(tmp_path, culprit=-1)
+    options = {"every_s": 0.05, "gives_way": True}
+    thread = threading.Thread(target=watching.watch, args=(tmp_path, print), kwargs=options, daemon=True)
+    thread.start()
+    time.sleep(0.5)
+    assert thread.is_alive()
+    (started,) = tmp_path.glob(f"{watching.STARTED}-*")
+    started.write_text("another one")
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_stacks_are_done_without_where_there_is_no_room(tmp_path: Path) -> None:
+    assert stacks.listen(tmp_path / "nowhere" / "0.stacks") is None
+
+
+def test_watching_ends_when_nobody_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from unickpt.agent import watching
+
+    monkeypatch.setattr(watching, "_WITHOUT_RANKS_S", 0.2)
+    thread = threading.Thread(target=watching.watch, args=(tmp_path, print), kwargs={"every_s": 0.05}, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()

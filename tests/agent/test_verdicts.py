@@ -1,0 +1,186 @@
+"""What an agent tells of a job: who is stopped, out of step, dead, or merely writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.agent.made import S, call, hung, made_up, ring
+from unickpt.agent.watching import Memory
+from unickpt.diagnosis.examining import examine
+from unickpt.diagnosis.steps import STEP
+from unickpt.diagnosis.transfers import transfers_of
+from unickpt.diagnosis.verdicts import Syndrome
+from unickpt.diagnosis.view import CALL, View, view_of
+from unickpt.timing.endings import Endings
+from unickpt.timing.folder import read_folder
+from unickpt.timing.processes import State
+from unickpt.timing.records import Op, Phase
+
+
+def test_a_rank_that_is_stopped_inside_of_a_call_is_named(tmp_path: Path) -> None:
+    hung(tmp_path, culprit=-1)
+    view = view_of(read_folder(tmp_path))
+    assert [v.syndrome for v in examine(view, after_s=5).verdicts] == [Syndrome.COMMUNICATION_HANG]
+    ranks = {
+        rank: dataclasses.replace(one, state=State.STOPPED if rank == 3 else one.state) for rank, one in view.ranks.items()
+    }
+    (verdict,) = examine(dataclasses.replace(view, ranks=ranks), after_s=5).verdicts
+    assert (verdict.syndrome, verdict.ranks, verdict.victims) == (Syndrome.NON_COMMUNICATION_HANG, (3,), 3)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_who_got_through_a_call_with_another_shape_is_named(tmp_path: Path, goes_on: bool) -> None:
+    """Gloo lets one pass whose tensor is smaller; the others stay in the call, and it waits in the next one."""
+    hung(tmp_path, culprit=-1)
+    now = time.monotonic_ns()
+    odd = ring(tmp_path, 2)
+    for number in (1, 2):
+        call(odd, number, now - 40 * S, now - 39 * S)
+    odd.put(3, now - 30 * S, 0, now - 30 * S, now - 29 * S, 3, 5, 5, 0, int(Op.ALL_REDUCE), 2, 0, 0, 0, -1, 0, 20, 8)
+    if goes_on:
+        call(odd, 4, now - 29 * S, 0)
+    odd.state(heartbeat_ns=now, step=20, newest=3 + goes_on, phase=int(Phase.BACKWARD))
+    (verdict,) = examine(view_of(read_folder(tmp_path)), after_s=5).verdicts
+    assert (verdict.syndrome, verdict.ranks, verdict.seq) == (Syndrome.MISMATCH, (2,), 3)
+
+
+def dead(view: View, heard_s: dict[int, float], ended: dict[int, str] | None = None) -> View:
+    ranks = {
+        rank: dataclasses.replace(one, state=State.DEAD, heard_ns=int(heard_s[rank] * S), ended=(ended or {}).get(rank, ""))
+        if rank in heard_s
+        else one
+        for rank, one in view.ranks.items()
+    }
+    return dataclasses.replace(view, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("heard_s", "named"),
+    [
+        ({2: 5.0}, [(2,)]),  # the others live
+        ({0: 6.0, 1: 6.1, 2: 5.0, 3: 6.2}, [(2,)]),  # they have died of it
+        ({0: 6.0, 1: 6.01, 2: 6.02, 3: 6.03}, []),  # somebody has ended the job
+        ({0: 6.08, 1: 6.09, 2: 6.0, 3: 6.09}, []),  # and rank 2 was looked at first
+    ],
+)
+def test_nobody_waits_for_the_dead_until_a_deadline(tmp_path: Path, heard_s: dict[int, float], named: list[Any]) -> None:
+    hung(tmp_path, culprit=2, since_s=0.2)
+    view = dead(view_of(read_folder(tmp_path)), heard_s)
+    assert [verdict.ranks for verdict in examine(view, after_s=60).verdicts] == named
+
+
+@pytest.mark.parametrize(
+    ("heard_s", "ended", "named"),
+    [
+        ({2: 6.0, 0: 6.03, 1: 6.04, 3: 6.04}, {2: "SIGKILL", 0: "SIGTERM", 1: "SIGTERM", 3: "SIGTERM"}, [(2,)]),  # the launcher
+        (
+            {2: 6.0, 0: 6.03, 1: 6.04, 3: 6.04},
+            {2: "SIGKILL", 0: "exit code 1", 1: "SIGTERM", 3: "SIGTERM"},
+            [(2,)],
+        ),  # died of it
+        ({2: 6.0, 0: 6.0, 1: 6.001, 3: 6.002}, dict.fromkeys(range(4), "SIGTERM"), []),  # somebody has ended the job
+        ({2: 6.0, 0: 6.0, 1: 6.001, 3: 6.002}, dict.fromkeys(range(4), "SIGKILL"), []),
+        ({2: 6.0}, {2: "SIGTERM"}, [(2,)]),  # the others live
+    ],
+)
+def test_who_was_asked_to_end_has_not_died_first(
+    tmp_path: Path, heard_s: dict[int, float], ended: dict[int, str], named: list[Any]
+) -> None:
+    hung(tmp_path, culprit=2, since_s=0.2)
+    found = examine(dead(view_of(read_folder(tmp_path)), heard_s, ended), after_s=60)
+    assert [verdict.ranks for verdict in found.verdicts] == named
+    assert all(f"is dead ({ended[2]})" in line for line in found.lines)
+
+
+@pytest.mark.parametrize(("ended", "named"), [("SIGSEGV", [(1,)]), ("exit code 1", [(1,)]), ("exit code 0", []), ("", [])])
+def test_a_death_is_told_before_anybody_waits(tmp_path: Path, ended: str, named: list[Any]) -> None:
+    hung(tmp_path, culprit=-1, since_s=0.2)
+    for rank in range(4):  # nobody is in any call
+        call(ring(tmp_path, rank), 1, time.monotonic_ns() - S, time.monotonic_ns() - S // 2)
+    view = dead(view_of(read_folder(tmp_path)), {1: 6.0}, {1: ended})
+    found = examine(view, after_s=60)
+    assert [verdict.ranks for verdict in found.verdicts] == named
+    assert all(line.startswith(f"rank 1 has ended ({ended}) since ") for line in found.lines)
+
+
+@pytest.mark.parametrize("reaped", [False, True])
+@pytest.mark.parametrize(("how", "told"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGTERM, "SIGTERM"), (None, "exit code 3")])
+def test_how_a_process_ended_is_seen_at_once(how: signal.Signals | None, told: str, reaped: bool) -> None:
+    command = [sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        endings = Endings()
+        endings.watch([process.pid, os.getpid()])
+        parent = threading.Thread(target=process.wait)
+        if reaped:
+            parent.start()
+        begin = time.monotonic_ns()
+        assert process.stdin is not None
+        process.stdin.close() if how is None else process.send_signal(how)
+        endings.sleep(60)
+        now = time.monotonic_ns()
+        assert begin < endings.known[process.pid].at_ns < now < begin + 30 * S
+        assert endings.known[process.pid].how in ((told, "") if reaped else (told,))  # before Linux 6.15, nobody knows any more
+        assert os.getpid() not in endings.known
+        endings.close()
+
+
+@pytest.mark.parametrize(
+    ("phase", "count"), [(Phase.CHECKPOINT, 0), (Phase.EVALUATION, 0), (Phase.FORWARD, 1), (Phase.DATA, 1)]
+)
+def test_a_rank_that_writes_may_take_its_time(tmp_path: Path, phase: Phase, count: int) -> None:
+    hung(tmp_path, phase=phase, since_s=130)  # 120 s are allowed where no steps are known
+    found = examine(view_of(read_folder(tmp_path)))
+    assert len(found.verdicts) == count
+    if phase is Phase.DATA:
+        assert "waiting for data" in found.lines[0]
+
+
+def test_coordinates_are_told(tmp_path: Path) -> None:
+    hung(tmp_path)
+    (line,) = examine(view_of(read_folder(tmp_path)), after_s=5).lines
+    assert "(dp 2)" in line
+
+
+def test_a_wall_clock_that_is_set_makes_no_call_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hung(tmp_path, since_s=1)
+    later = time.time_ns() + 3600 * S
+    monkeypatch.setattr("unickpt.timing.folder.time.time_ns", lambda: later)
+    assert examine(view_of(read_folder(tmp_path)), after_s=5).verdicts == []
+
+
+def test_transfers_begin_when_both_sides_are_there() -> None:
+    calls = np.zeros(4, CALL)
+    calls["rank"], calls["op"] = [0, 1, 0, 1], [int(Op.SEND), int(Op.RECEIVE)] * 2
+    calls["source"], calls["destination"], calls["seq"], calls["bytes"] = 0, 1, [1, 1, 2, 2], 64
+    calls["call_ns"], calls["end_ns"] = [100, 50, 200, 900], [0, 130, 0, 925]
+    assert transfers_of(calls)["ns"].tolist() == [30.0, 25.0]
+    calls["wait_ns"] = [0, 125, 0, 700]
+    assert transfers_of(calls)["ns"].tolist() == [25.0]  # the first may have been there for long when somebody looked
+
+
+def test_a_hang_does_not_lengthen_the_deadline() -> None:
+    memory = Memory()
+    empty = made_up([])
+    memory.deadline_s = 5.0
+    assert memory.with_more(dataclasses.replace(empty, longest_wait_ns=2 * S)).longest_wait_ns == 2 * S
+    assert memory.with_more(dataclasses.replace(empty, longest_wait_ns=60 * S)).longest_wait_ns == 2 * S
+
+
+def test_steps_are_remembered_beyond_one_look() -> None:
+    memory, empty = Memory(), made_up([])
+    for first in (1, 3, 20, 40):
+        steps = np.zeros(4, STEP)
+        steps["number"] = np.arange(first, first + 4)
+        seen = memory.with_more(dataclasses.replace(empty, steps=steps)).steps["number"].tolist()
+    assert seen == [1, 2, 3, 4, 5, 6, 20, 21, 22, 23, 40, 41, 42, 43]

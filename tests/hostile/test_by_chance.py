@@ -1,0 +1,66 @@
+"""A few of the mutations that ``scripts/fuzz.py`` makes. See attacks.py."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import handmade
+from tests.faults.mutation import Attacker, limited_memory, text_of
+from tests.handmade import IndexParts
+from tests.hostile.attacks import refused
+from unickpt import manifest
+from unickpt.errors import UnickptError
+
+INPUTS = {"a checkpoint's directory": 60}  # it is slower
+
+
+@pytest.fixture(scope="module")
+def attacker(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> Attacker:
+    return Attacker(sound, tmp_path_factory.mktemp("attacked") / "global_step3")
+
+
+@pytest.mark.parametrize("name", Attacker.NAMES)
+def test_mutations(attacker: Attacker, name: str) -> None:
+    target = attacker.targets[name]
+    for number in range(INPUTS.get(name, 300)):
+        made = target.make(random.Random(f"tests/{number}"))
+        with limited_memory(), contextlib.suppress(UnickptError):
+            target.use(made)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_random_cells_of_the_index(sound: Path, tmp_path: Path, version: int) -> None:
+    victim = tmp_path / "victim"
+    for number in range(60):
+        chance = random.Random(f"cells/{version}/{number}")
+        shutil.rmtree(victim, ignore_errors=True)
+        shutil.copytree(sound, victim)
+        if version == 1:
+            handmade.to_version_1(victim)
+        parts = IndexParts(victim)
+        column = chance.choice(sorted(parts.columns))
+        if version == 2 and chance.random() < 0.5:
+            parts.columns[column] = parts.columns[column].astype(np.uint64)
+        values = parts.columns[column].reshape(-1)
+        limits = np.iinfo(values.dtype)
+        for _ in range(chance.randint(1, 4)):
+            small = chance.randint(max(-3, int(limits.min)), 30)
+            values[chance.randrange(len(values))] = chance.choice([small, chance.randint(int(limits.min), int(limits.max))])
+        parts.write()
+        refused(victim)
+
+
+def test_what_is_nested_at_the_limit_of_the_reader_is_refused_too(attacker: Attacker) -> None:
+    """There is one depth, and it depends on the caller's, that can be read but not written for the checksum."""
+    rest = {key: value for key, value in attacker.body.items() if key != "checksum"}
+    for depth in range(800, 1001):
+        text = text_of({**rest, "objects": {"deep": f"NEST:{depth}:0"}})
+        signed = text[:-1] + f',"checksum":"{handmade.digest(text)}"'.encode() + b"}"
+        with contextlib.suppress(UnickptError):
+            manifest.from_bytes(signed, where="deep")
