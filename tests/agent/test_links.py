@@ -92,6 +92,21 @@ def test_links_of_a_rank_that_is_starved_of_processors_tell_nothing(share: float
     assert [verdict.link for verdict in found if verdict.syndrome is Syndrome.COMMUNICATION_SLOW] == named
 
 
+@pytest.mark.parametrize(
+    ("shares", "step", "named"),
+    [
+        ([0.1, 0.1, 0.9, 0.2], 20, [2]), ([0.1, 0.1, 0.9, 0.2], 12, []), ([0.1, 0.1, 0.45, 0.2], 20, []),
+        ([0.1, 0.1, 0.9, 0.8], 20, []), ([0.5, 0.6, 0.9, 0.5], 20, []), ([0.0, 0.0, 0.0, 0.0], 20, []),
+    ],
+)  # fmt: skip
+def test_the_one_rank_that_has_no_processor_is_named(shares: list[float], step: int, named: list[int]) -> None:
+    """Not in the first steps, and not where many want for one."""
+    ranks = {at: RankView(9, "a", State.RUNNING, False, step, 0, crowded=share) for at, share in enumerate(shares)}
+    found = examine(dataclasses.replace(made_up([], now_ns=100 * S), ranks=ranks))
+    assert [verdict.ranks[0] for verdict in found.verdicts] == named
+    assert all("rank 2 waits for a processor 90% of the time, the others 10%" in line for line in found.lines)
+
+
 def test_a_process_that_wants_a_processor_and_has_none_is_seen() -> None:
     """Two processes of one processor, of which each has half of it; a third one sleeps."""
     loop = [sys.executable, "-c", "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhile True: pass"]

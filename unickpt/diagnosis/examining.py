@@ -26,6 +26,7 @@ STANDING = 3.0  # deadlines that all ranks make no call for until it is the netw
 _LONG = (Phase.CHECKPOINT, Phase.EVALUATION, Phase.DATA)
 WRITING_S = 600.0  # that a rank may be in a save, or in an evaluation, while others wait for it
 
+STARVED, CROWDED_FOR_NS = 0.5, 5_000_000_000  # of its time for so long, and it is slow for that alone
 CROWDED, CROWDED_TIMES = 0.15, 2.0  # of its time, and of what is usual, that a rank wants for a processor and is starved
 LATE, LATE_OF = 6, 8  # steps of the newest in which a rank was late, so that links tell nothing
 TOGETHER_NS = int(TOGETHER_S * 1e9)
@@ -53,7 +54,9 @@ def examine(view: View, *, after_s: float | None = None, usual: Usual | None = N
     limit_s = deadline_s(view.steps, [view.longest_wait_ns] * len(view.ranks)) if after_s is None else after_s
     links = links_of(view.windows)
     hosts = {rank: one.host for rank, one in view.ranks.items()}
-    late = stragglers(view.steps, last=LATE_OF, fewest=LATE)  # then acknowledgements have nothing to go with, and wait, too
+    wanting = _wanting(view)
+    # where one is late, acknowledgements have nothing to go with, and wait, too
+    late = bool(wanting or stragglers(view.steps, last=LATE_OF, fewest=LATE))
     starved = _starved(view)
     judged = links[~np.isin(links["source"], starved) & ~np.isin(links["destination"], starved)]
     slow = usual.slow(judged, view.now_ns, hosts) if usual is not None and not late else []
@@ -61,7 +64,7 @@ def examine(view: View, *, after_s: float | None = None, usual: Usual | None = N
         usual.forget()
     verdicts = [_with_link(verdict, links) for verdict in _hangs(view, limit_s, patient=after_s is None)]
     if not verdicts:
-        verdicts = [*slow, *stragglers(view.steps)]
+        verdicts = [*slow, *(stragglers(view.steps) or wanting)]
         kernel = len(view.windows) > 0  # it tells of the connections themselves
         if not verdicts and not late and not kernel and _in_motion(view):
             verdicts = slow_links(transfers_of(view.calls))
@@ -79,6 +82,21 @@ def _starved(view: View) -> list[int]:
     crowded = {rank: one.crowded for rank, one in view.ranks.items()}
     usual = float(np.median(list(crowded.values()))) if crowded else 0.0
     return [rank for rank, share in crowded.items() if share > max(CROWDED, CROWDED_TIMES * usual)]
+
+
+def _wanting(view: View) -> list[Verdict]:
+    """The one rank that wants for a processor most of the time, if the others do not."""
+    starved = [rank for rank in _starved(view) if view.ranks[rank].crowded > STARVED]
+    if len(starved) != 1 or not _in_motion(view):
+        return []
+    (rank,) = starved
+    others = float(np.median([one.crowded for number, one in view.ranks.items() if number != rank]))
+    told = (
+        f"rank {rank} waits for a processor {view.ranks[rank].crowded:.0%} of the time, the others {others:.0%}: something "
+        "else takes it; cause: compute"
+    )
+    since_ns, victims = view.now_ns - CROWDED_FOR_NS, len(view.ranks) - 1
+    return [Verdict(Syndrome.NON_COMMUNICATION_SLOW, (rank,), since_ns, victims=victims, cause="compute", evidence=(told,))]
 
 
 def _hangs(view: View, limit_s: float, *, patient: bool) -> list[Verdict]:
