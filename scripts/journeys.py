@@ -1,6 +1,6 @@
 """Trainings that go from framework to framework: every family, all shapes. Writes a table.
 
-    python scripts/journeys.py [--families llama ...] [--out docs/dialects.md]
+    python scripts/journeys.py [--families llama ...] [--out docs/dialects.md]    (rows of other families stay)
 
 A model of transformers with random weights is converted. Each station begins with random weights of another seed, loads what
 the one before has saved, saves that again at once, trains three steps and saves; in the end a model of transformers is made.
@@ -75,18 +75,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="Markdown file whose part below the mark is replaced")
     args = parser.parse_args()
     packages = ", ".join(f"{name} {version(name)}" for name in ("deepspeed", "megatron-core", "transformers"))
-    lines = [
-        f"`python scripts/journeys.py {' '.join(sys.argv[1:])}`: {machine()}, {packages}", "",
-        "| family | precision | way | equal, bit for bit | logits, of the largest | losses, off the uninterrupted |",
-        "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    before, _, table = args.out.read_text().partition(MARK) if args.out and args.out.is_file() else ("", "", "")
+    rows = {family: [line for line in table.splitlines() if line.startswith(f"| {family} |")] for family in FAMILIES}
     for family in args.families:
+        rows[family] = []
         for precision, stations in journeys(family):
-            lines.append(row(family, precision, stations))
-            print(lines[-1], flush=True)
-    if args.out:
-        before = args.out.read_text().partition(MARK)[0] if args.out.is_file() else ""
-        args.out.write_text(f"{before.rstrip()}\n\n{MARK}\n\n" + "\n".join(lines) + "\n")
+            rows[family].append(row(family, precision, stations))
+            print(rows[family][-1], flush=True)
+        if args.out:
+            lines = [
+                f"Made by `python scripts/journeys.py --out {args.out}`: {machine()}, {packages}",
+                "",
+                "| family | precision | way | equal, bit for bit | logits, of the largest | losses, off the uninterrupted |",
+                "|---|---|---|---|---|---|",
+                *(line for each in rows.values() for line in each),
+            ]
+            args.out.write_text(f"{before.rstrip()}\n\n{MARK}\n\n" + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

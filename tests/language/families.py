@@ -55,9 +55,10 @@ FAMILIES = {
         {**_LLAMA, "num_key_value_heads": HEADS, "n_routed_experts": 4, "moe_intermediate_size": 24, "q_lora_rank": 16,
          "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
          "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_shared_experts": 1, "norm_topk_prob": True,
-         "routed_scaling_factor": 2.5},
-        {**_GATED, **_MOE, "num_query_groups": HEADS, "moe_ffn_hidden_size": 24, "multi_latent_attention": True,
-         "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8,
+         "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6},  # transformers has 1e-6 in the inner norms whatever is said
+        {**_GATED, **_MOE, "layernorm_epsilon": 1e-6, "num_query_groups": HEADS, "moe_ffn_hidden_size": 24,
+         "multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16,
+         "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8,
          "qk_layernorm": True, "rope_type": "rope", "rotary_base": 10000, "rotary_scaling_factor": 1.0, "mscale": 1.0,
          "mscale_all_dim": 1.0,
          "moe_shared_expert_intermediate_size": 24, "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0,
