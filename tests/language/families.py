@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-BATCH, DECAY = 4, 20  # sequences of a step; steps in which the learning rate goes linearly to zero
+BATCH, DECAY = 4, 80  # sequences of a step; steps in which the learning rate goes linearly to zero
+COMMON = 16  # tokens that there are in the data
 LAYERS, WIDTH, HEADS, GROUPS, FFN, VOCABULARY, LENGTH = 4, 32, 4, 2, 48, 96, 16
 
 
@@ -74,10 +75,19 @@ FAMILIES = {
 
 
 def rows(step: int, batch: int = BATCH) -> Any:
-    """Tokens of a global batch, int64 ``[batch, length + 1]``; they depend on the step alone."""
+    """Tokens of a global batch, int64 ``[batch, length + 1]``; they depend on the step alone.
+
+    A few of the vocabulary's, each mostly followed by the same other one: something that can be learnt.
+    """
     import torch
 
-    return torch.randint(0, VOCABULARY, (batch, LENGTH + 1), generator=torch.Generator().manual_seed(1000 + step))
+    chance = torch.Generator().manual_seed(1000 + step)
+    any_one = torch.randint(0, COMMON, (batch, LENGTH + 1), generator=chance)
+    rare = torch.rand(batch, LENGTH + 1, generator=chance) < 0.1
+    found = any_one.clone()
+    for at in range(1, LENGTH + 1):
+        found[:, at] = torch.where(rare[:, at], any_one[:, at], (5 * found[:, at - 1] + 3) % COMMON)
+    return found
 
 
 def huggingface_model(name: str, seed: int) -> Any:
