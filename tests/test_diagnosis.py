@@ -175,7 +175,9 @@ def test_a_sound_job_has_steps_and_phases_and_no_verdict(tmp_path: Path, stage: 
 def on_device(entries: Any, members: dict[int, list[int]], *, all_stand: bool = False) -> list[Verdict]:
     """No call is known to have ended, or to be waited for."""
     groups = {c: np.array(m) for c, m in members.items()}
-    made = presumed(rows(*entries), set(members), groups, all_stand=all_stand)
+    known = rows(*entries)
+    known["ended"] = 0
+    made = presumed(known, set(members), groups, all_stand=all_stand)
     return hangs(made, groups, {comm: f"group {comm}" for comm in members}, before_ns=1_000)
 
 
@@ -190,6 +192,11 @@ def test_what_all_have_entered_on_a_device_has_presumably_ended() -> None:
     assert on_device(entries, {0: [0, 1]}) == []
     (verdict,) = on_device(entries, {0: [0, 1]}, all_stand=True)
     assert (verdict.syndrome, verdict.ranks) == (Syndrome.COMMUNICATION_HANG, (0, 1))
+
+
+def test_what_is_known_to_have_ended_on_a_device_is_not_presumed() -> None:
+    made = presumed(rows((0, 0, 5, 0), (1, 0, 5, 0)), {0}, {0: np.array([0, 1])}, all_stand=True)
+    assert not made["blocked"].any()
 
 
 def rows(*entries: tuple[Any, ...]) -> Any:
