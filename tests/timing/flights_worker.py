@@ -15,17 +15,27 @@ import torch
 import torch.distributed as dist
 
 from unickpt.timing import collectives, recorder
-from unickpt.timing.recorder import STANDS_NS, Recorder
+from unickpt.timing.recorder import Recorder
 from unickpt.timing.ring import Identity, RingReader, RingWriter
 
 BEFORE, OPEN = 3, 2  # calls of both ranks; calls that only the first one has made
-STANDS_S = STANDS_NS / 1e9
+LONGEST_S = 60.0
+
+
+def told(folder: Path) -> list[str]:
+    records = RingReader(folder / "0.ring").snapshot().records
+    return ["ended" if end else "waits" if wait else "" for end, wait in records[["end_ns", "wait_ns"]].tolist()]
 
 
 def keep(folder: Path, moment: str) -> None:
-    records = RingReader(folder / "0.ring").snapshot().records
-    told = ["ended" if end else "waits" if wait else "" for end, wait in records[["end_ns", "wait_ns"]].tolist()]
-    (folder / f"{moment}.json").write_text(json.dumps(told))
+    (folder / f"{moment}.json").write_text(json.dumps(told(folder)))
+
+
+def until(folder: Path, *, waits: bool) -> None:
+    """Until the first rank is seen to wait, or not to."""
+    end = time.monotonic() + LONGEST_S
+    while ("waits" in told(folder)) != waits and time.monotonic() < end:
+        time.sleep(0.1)
 
 
 def main() -> None:
@@ -44,10 +54,10 @@ def main() -> None:
     if rank == 0:
         open_calls = [dist.all_reduce(x, async_op=True) for _ in range(OPEN)]
         keep(folder, "at once")
-        time.sleep(2 * STANDS_S)
+        until(folder, waits=True)
         keep(folder, "late")
         (folder / "go").touch()
-        time.sleep(2 * STANDS_S)
+        until(folder, waits=False)
         keep(folder, "over")
         dist.all_reduce(x)
         keep(folder, "next")

@@ -17,14 +17,17 @@ Counts = Sequence[tuple[int, int]]  # of each process group of this process: col
 
 
 def counts() -> Counts:
-    """Of this moment; nothing where torch does not record flights."""
+    """Of this moment; nothing where torch does not record flights, or in a form that this release does not know."""
     found: list[tuple[int, int]] = []
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump: Callable[[bool, bool], bytes] | None = getattr(_c10d, name, None)
-        groups = json.loads(dump(False, True)).get("pg_status", {}) if dump is not None else {}
-        found += [
-            (int(group["last_enqueued_collective"]), int(group["last_completed_collective"])) for group in groups.values()
-        ]
+        try:
+            groups = json.loads(dump(False, True)).get("pg_status", {}) if dump is not None else {}
+            found += [
+                (int(group["last_enqueued_collective"]), int(group["last_completed_collective"])) for group in groups.values()
+            ]
+        except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):  # another torch tells it otherwise
+            return ()
     return found
 
 
@@ -40,7 +43,7 @@ def in_flight(group: Any, known: Counts) -> int | None:
     """
     try:
         begun = int(group._get_sequence_number_for_group())
-    except RuntimeError:  # its backend does not count
+    except (RuntimeError, AttributeError):  # its backend does not count, or this torch does not tell
         return None
     left = {other - ended for other, ended in known if other == begun}
     return left.pop() if len(left) == 1 else None
