@@ -31,7 +31,7 @@ def _save(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) ->
 
 
 def _load(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    from ds_unickpt.engine import load_checkpoint
+    from ds_unickpt.load import load_checkpoint
 
     return load_checkpoint(wrapped, instance, *args, **kwargs)
 

@@ -567,7 +567,7 @@ def test_deepspeed_saves_to_a_url_and_resumes_from_it(tmp_path: Path, bucket: Bu
 
 
 def test_a_store_that_does_not_answer_is_no_reason_to_resume_from_an_older_checkpoint() -> None:
-    engine = pytest.importorskip("ds_unickpt.engine")
+    engine = pytest.importorskip("ds_unickpt.load")
     silent, broken = StorageError("timed out"), CorruptCheckpointError("a checksum differs")
     for where, failure, expected in (
         ("s3://bucket/run/a", silent, StorageError),
