@@ -419,7 +419,7 @@ def test_checkpoints_of_two_models_have_no_mean(handmade: Path, llama: tuple[Che
         (["--vocabulary", "many"], "a whole number is wanted"),
         (["--vocabulary", "0", "--vocabulary-tensors", "embed.*"], "a whole number above 0 is wanted"),
         (["--no-optimizer", "--vocabulary-tensors", "embed.*"], "which is not asked for"),
-        (["--merge-lora"], "--lora-config FILE"),
+        (["--merge-lora"], "--lora-config PATH"),
         (["--merge-lora", "--lora-alpha", "8"], "no adapters are there"),
         ([], "nothing is to be done"),
     ],

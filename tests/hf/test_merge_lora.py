@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,72 @@ def test_what_is_merged_is_what_peft_merges(
     assert "left out: adapters: " in out
     assert "left out: the optimizer: " in out
     assert_merged(Checkpoint.open(tmp_path / "merged"), model)
+
+
+HALVES = (torch.float32, torch.bfloat16, torch.float16)
+MIXED = {
+    "linear": (llama, {"target_modules": ["q_proj", "down_proj"]}),
+    "rslora": (llama, {"target_modules": ["k_proj"], "use_rslora": True, "r": 5}),
+    "embedding": (llama, {"target_modules": ["embed_tokens"]}),
+    "transposed": (gpt2, {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
+}
+
+
+def in_dtypes(kind: str, base: torch.dtype, adapter: torch.dtype) -> Any:
+    """A model whose weights have one dtype, and its adapters another one."""
+    from peft import LoraConfig, get_peft_model
+
+    build, options = MIXED[kind]
+    config = LoraConfig(**{"r": 8, "lora_alpha": 12, "task_type": "CAUSAL_LM", **options})
+    model = get_peft_model(build(base), config, autocast_adapter_dtype=False)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(adapter)
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("kind", MIXED)
+@pytest.mark.parametrize("adapter", HALVES, ids=str)
+@pytest.mark.parametrize("base", HALVES, ids=str)
+def test_every_pair_of_dtypes_is_merged_as_peft_merges_it(
+    kind: str, base: torch.dtype, adapter: torch.dtype, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    model = in_dtypes(kind, base, adapter)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    saved(model, tmp_path / "trained")
+    arguments = ["edit", str(tmp_path / "trained"), "--merge-lora", "--lora-config", str(tmp_path / "adapter")]
+    assert main([*arguments[:2], str(tmp_path / "merged"), *arguments[2:]]) == 0
+    loaded = PeftModel.from_pretrained(MIXED[kind][0](base), str(tmp_path / "adapter"))
+    assert_merged(Checkpoint.open(tmp_path / "merged"), loaded)
+    assert main([*arguments[:2], str(tmp_path / "kept"), *arguments[2:], "--lora-keep-dtype"]) == 0
+    assert_merged(Checkpoint.open(tmp_path / "kept"), model)
+
+
+def test_settings_that_change_the_arithmetic_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = in_dtypes("linear", torch.float32, torch.float32)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    saved(model, tmp_path / "trained", frozen=False)
+    llama(torch.float32).save_pretrained(str(tmp_path / "base"))
+    assert main(["convert", str(tmp_path / "base"), str(tmp_path / "converted")]) == 0
+    path = tmp_path / "adapter" / "adapter_config.json"
+    sound = json.loads(path.read_text())
+    arguments = ["edit", str(tmp_path / "trained"), str(tmp_path / "merged"), "--merge-lora", "--lora-config", str(path)]
+    arguments += ["--lora-base", str(tmp_path / "converted")]
+    for setting in ({"use_dora": True}, {"kasa_config": {"a": 1}}, {"init_lora_weights": "mica"}, {"not_known_yet": True}):
+        path.write_text(json.dumps({**sound, **setting}))
+        assert main(arguments) == 2
+        assert next(iter(setting)) in capsys.readouterr().err
+    for changed in ("pissa_niter_4", "olora"):  # peft changes the base weights when the training starts
+        path.write_text(json.dumps({**sound, "init_lora_weights": changed}))
+        assert main(arguments) == 2
+        err = capsys.readouterr().err
+        assert changed in err
+        assert "base weights" in err
+    path.write_text(json.dumps(sound))
+    assert main(arguments) == 0
 
 
 def test_adapters_alone_find_their_weights_in_another_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,12 +55,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--vocabulary-tensors", metavar="PATTERN", help="that have a row for each entry (default: by the dialect)"
     )
     rows.add_argument("--vocabulary-dim", type=int, default=0, metavar="N", help="in which dimension of these (default: 0)")
-    lora = parser.add_argument_group("of adapters")
-    lora.add_argument("--lora-config", type=Path, metavar="FILE", help="their adapter_config.json")
-    lora.add_argument("--lora-alpha", type=float, metavar="N", help="instead of it: scaling is N / rank")
+    lora = parser.add_argument_group("options of --merge-lora")
+    lora.add_argument(
+        "--lora-config", type=Path, metavar="PATH", help="adapter_config.json, or the folder that peft saved the adapter in"
+    )
+    lora.add_argument("--lora-alpha", type=float, metavar="N", help="instead of --lora-config: scaling is N / rank")
     lora.add_argument("--lora-rslora", action="store_true", help="with --lora-alpha: scaling is N / sqrt(rank)")
-    lora.add_argument("--lora-adapter", default="", metavar="NAME", help="which one, if there are several")
-    lora.add_argument("--lora-base", metavar="DIR", help="checkpoint of the model, where SRC was saved without its weights")
+    lora.add_argument("--lora-adapter", default="", metavar="NAME", help="name of the adapter, if there are several")
+    lora.add_argument("--lora-base", metavar="DIR", help="checkpoint of the model, if SRC was saved without its weights")
+    lora.add_argument(
+        "--lora-keep-dtype", action="store_true",
+        help="round the product to the dtype of the adapters, as peft with autocast_adapter_dtype=False (default: float32)",
+    )  # fmt: skip
     configure_writing(parser)
 
 
@@ -112,9 +118,10 @@ def _step(option: str, value: Any, args: argparse.Namespace) -> Step:
 
 def _merge(args: argparse.Namespace) -> MergeLora:
     if (args.lora_config is None) == (args.lora_alpha is None):
-        raise ConfigError("--merge-lora: --lora-config FILE (peft's adapter_config.json), or --lora-alpha N, is wanted")
+        raise ConfigError("--merge-lora needs either --lora-config PATH (peft's adapter_config.json) or --lora-alpha N")
     if args.lora_rslora and args.lora_config is not None:
-        raise ConfigError("--lora-rslora goes with --lora-alpha; --lora-config tells it itself")
+        raise ConfigError("--lora-rslora needs --lora-alpha; with --lora-config the file says it")
     config = LoraConfig.read(args.lora_config) if args.lora_config else LoraConfig(args.lora_alpha, rslora=args.lora_rslora)
     base = opened(args.lora_base) if args.lora_base else None
-    return MergeLora(config, args.lora_adapter, base, "+".join(base.identity) if base else "")
+    identity = "+".join(base.identity) if base else ""
+    return MergeLora(config, args.lora_adapter, base, identity, args.lora_keep_dtype)

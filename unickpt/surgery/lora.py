@@ -1,9 +1,13 @@
 """Adapters merged into the model, as ``merge_and_unload`` of peft does it (peft/tuners/lora/layer.py, ``merge``).
 
-    W += (B @ A) * scaling        in the type of A and B; of half precision in float32, and then rounded to it
+    W += (B @ A) * scaling        computed in float32, rounded once, to the dtype of W
 
-The product is made of whole rows, some tens of them at least: that of a few rows alone may sum in another order, and would
-not be bit for bit that of the whole matrix.
+This is what peft does after ``PeftModel.from_pretrained``, which casts adapters of half precision to float32
+(``autocast_adapter_dtype``, on by default). peft merges a model whose adapters still have half precision in memory in a
+different way: it rounds ``(B @ A) * scaling`` to the dtype of the adapters before the addition. ``keep_dtype`` does that.
+
+The product is computed for blocks of at least 64 whole rows. A product of fewer rows may sum in another order, so its bits
+may differ from those of the whole matrix.
 """
 
 from __future__ import annotations
@@ -27,22 +31,34 @@ from unickpt.surgery.choosing import NoOptimizer
 from unickpt.surgery.table import Entry, Table, count_of, keyed, some_of
 
 PREFIX = "base_model.model."
+ADAPTER_CONFIG = "adapter_config.json"
 _BASE, _SAVED, _ORIGINAL = ".base_layer.", ".modules_to_save.", ".original_module."
 _GRID = 64  # rows
-_UNKNOWN = ("use_dora", "lora_bias", "trainable_token_indices", "megatron_config", "target_parameters", "use_qalora",
-            "alora_invocation_tokens", "arrow_config", "layer_replication")  # fmt: skip
+# Settings of adapter_config.json that do not change how adapters are merged, or that are handled here. A setting of a
+# later peft that is not listed and not off may change the arithmetic, so it is refused.
+_HARMLESS = frozenset((
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",
+    "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core", "modules_to_save", "peft_type",
+    "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type",
+    "use_rslora",
+))  # fmt: skip
+# Values of init_lora_weights that leave the base weights as they are. The others subtract the first product from them.
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal")
+_CHANGED_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """What is wanted of ``adapter_config.json``.
+    """The settings of ``adapter_config.json`` that a merge needs.
 
     Attributes:
         alpha: ``lora_alpha``.
-        rank: ``r``, or 0 if it is not known: the adapters' shapes tell it.
+        rank: ``r``, or 0 if it is not known; the shapes of the adapters then give the rank.
         rslora: scaling is alpha / sqrt(r), not alpha / r.
-        transposed: ``fan_in_fan_out``: weights are [in, out], as of GPT-2.
-        ranks, alphas: ``rank_pattern``, ``alpha_pattern``: regular expressions of modules' names, as peft has them.
+        transposed: ``fan_in_fan_out``: weights are [in, out], as in GPT-2.
+        ranks, alphas: ``rank_pattern``, ``alpha_pattern``: regular expressions of module names, as in peft.
+        changed_base: value of ``init_lora_weights`` with which peft changes the base weights when the training starts, or ''.
     """
 
     alpha: float
@@ -51,29 +67,44 @@ class LoraConfig:
     transposed: bool = False
     ranks: Mapping[str, int] = field(default_factory=dict)
     alphas: Mapping[str, float] = field(default_factory=dict)
+    changed_base: str = ""
 
     @classmethod
     def read(cls, path: Path) -> LoraConfig:
-        """From peft's file.
+        """Read peft's ``adapter_config.json``.
+
+        Args:
+            path: the file, or the folder that holds it.
 
         Raises:
-            FormatError: it is none, or of adapters that cannot be merged here.
+            FormatError: the file is missing or malformed, or its adapters cannot be merged here.
         """
+        if path.is_dir():
+            path = path / ADAPTER_CONFIG
+            if not path.is_file():
+                raise FormatError(f"{path.parent}: has no {ADAPTER_CONFIG}; name a folder that peft saved an adapter in")
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as err:
             raise FormatError(f"{path}: cannot be read as an adapter_config.json ({err})") from err
         if not isinstance(found, dict) or str(found.get("peft_type", "LORA")).upper() != "LORA":
             kind = found.get("peft_type") if isinstance(found, dict) else type(found).__name__
-            raise FormatError(f"{path}: is of {kind!r}; only LoRA can be merged")
-        other = [key for key in _UNKNOWN if found.get(key)]
+            raise FormatError(f"{path}: describes {kind!r}; only LoRA adapters can be merged")
+        other = sorted(key for key, value in found.items() if value and key not in _HARMLESS)
         if other:
-            raise FormatError(f"{path}: {other[0]} is set: adapters of this kind are not merged; peft can merge them")
+            raise FormatError(f"{path}: {other[0]} is set. Merge such adapters with peft")
+        start = found.get("init_lora_weights")
+        changed = isinstance(start, str) and start.lower().startswith(_CHANGED_STARTS)
+        if isinstance(start, str) and not changed and start.lower() not in _PLAIN_STARTS:
+            raise FormatError(
+                f"{path}: init_lora_weights is {start!r}. Such adapters are not merged here; merge them with peft"
+            )
         try:
             return cls(
                 _number(found["lora_alpha"]), int(found["r"]), bool(found.get("use_rslora")), bool(found.get("fan_in_fan_out")),
                 {str(key): int(value) for key, value in (found.get("rank_pattern") or {}).items()},
                 {str(key): _number(value) for key, value in (found.get("alpha_pattern") or {}).items()},
+                str(start) if changed else "",
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError) as err:
             raise FormatError(f"{path}: lora_alpha, r or a pattern of them is missing or no number ({err!r})") from None
@@ -108,24 +139,32 @@ def _pattern(patterns: Mapping[str, Any], module: str) -> str:
 
 @dataclass(frozen=True)
 class MergeLora:
-    """Add adapters to the weights that they are of; what is left has the names and types of the model without them.
+    """Add adapters to their weights. The result has the names and dtypes of the model without adapters.
 
     Attributes:
-        config: of the adapters.
-        adapter: which of them; '' if there is only one.
-        base: weights of the model, where the checkpoint was saved without them (``exclude_frozen_parameters``).
-        base_identity: of that; '' if there is none.
+        config: settings of the adapters.
+        adapter: name of the adapter to merge; '' if there is only one.
+        base: weights of the model, if the checkpoint was saved without them (``exclude_frozen_parameters``).
+        base_identity: identity of the checkpoint of ``base``; '' without one.
+        keep_dtype: round the product to the dtype of the adapters before the addition, as peft does with
+            ``autocast_adapter_dtype=False``.
     """
 
     config: LoraConfig
     adapter: str = ""
     base: Table | None = field(default=None, repr=False, compare=False)
     base_identity: str = ""
+    keep_dtype: bool = False
 
     def apply(self, table: Table) -> Table:
         bare = NoOptimizer().apply(table)
         adapters, rest, adapter = _sorted_out(bare, self.adapter)
         model = _plain(bare, rest, adapter)
+        if self.base is not None and self.config.changed_base:
+            raise MismatchError(
+                f"{table.where}: the adapters were initialized with {self.config.changed_base!r}, for which peft changes the "
+                f"base weights when the training starts, so they do not fit {self.base.where}; merge them with peft"
+            )
         if self.base is not None:
             model = _over(self.base, model, table)
         merged: dict[tuple[str, str], Entry] = {}
@@ -141,7 +180,7 @@ class MergeLora:
                 )
             before = merged.get(key, model.entries[key])
             scaling = self.config.scaling(module, a.info.shape[0] if a.info.shape else 0, table.where)
-            delta = _Delta(a, b, scaling, embedding or self.config.transposed)
+            delta = _Delta(a, b, scaling, embedding or self.config.transposed, self.keep_dtype)
             if delta.shape != before.info.shape:
                 raise MismatchError(
                     f"{table.where}: the adapter of {module} is {list(delta.shape)}, its weight {list(before.info.shape)}"
@@ -163,12 +202,20 @@ class MergeLora:
 
 @dataclass(frozen=True)
 class _Delta:
-    """What an adapter adds. ``transposed``: the weight is the transpose of B @ A."""
+    """What an adapter adds to its weight.
+
+    Attributes:
+        a, b: the two factors, [rank, in] and [out, rank].
+        scaling: factor of the product.
+        transposed: the weight is the transpose of B @ A.
+        keep_dtype: round the product to the dtype of ``b``.
+    """
 
     a: Entry
     b: Entry
     scaling: float
     transposed: bool
+    keep_dtype: bool
 
     @property
     def rank(self) -> int:
@@ -180,7 +227,7 @@ class _Delta:
         return (into, out) if self.transposed else (out, into)
 
     def rows(self, lo: int, hi: int) -> torch.Tensor:
-        """Rows ``[lo, hi)`` of it, and of all columns."""
+        """Rows ``[lo, hi)`` and all columns, in float32 (float64 for adapters in float64) unless ``keep_dtype``."""
         first, last = _grid(lo, hi, self.shape[0])
         a, b = self.a.info.shape, self.b.info.shape
         if self.transposed:
@@ -188,12 +235,10 @@ class _Delta:
         else:
             left, right = Box((first, 0), (last - first, b[1])), Box.whole(a)
         dtype = torch_dtype(self.b.info.dtype)
-        up, down = self.b.read(left).view(left.shape), self.a.read(right).view(right.shape)
-        if dtype in (torch.float16, torch.bfloat16):
-            up, down = up.float(), down.float()
-        product = up @ down
+        exact = torch.promote_types(torch.float32, torch_dtype(self.a.info.dtype)) if dtype.itemsize < 8 else torch.float64
+        product = self.b.read(left).view(left.shape).to(exact) @ self.a.read(right).view(right.shape).to(exact)
         product = (product.T if self.transposed else product) * self.scaling
-        return product.to(dtype)[lo - first : hi - first]
+        return (product.to(dtype) if self.keep_dtype else product)[lo - first : hi - first]
 
 
 def _grid(lo: int, hi: int, rows: int) -> tuple[int, int]:
