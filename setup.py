@@ -59,6 +59,7 @@ setup(
             "moto[server]>=5",
             "prometheus-client>=0.17",
             "tensorboard>=2.13",
+            "lightning>=2.4",
         ],
     },
     entry_points={

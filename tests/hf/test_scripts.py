@@ -10,7 +10,7 @@ import pytest
 FOLDER = Path(__file__).parent
 
 
-@pytest.mark.parametrize("name", ["train_trainer", "train_accelerate", "train_sft_lora", "recorder"])
+@pytest.mark.parametrize("name", ["train_trainer", "train_accelerate", "train_sft_lora", "train_lightning", "recorder"])
 def test_no_script_imports_this_project(name: str) -> None:
     imported = set()
     for node in ast.walk(ast.parse((FOLDER / f"{name}.py").read_text())):
