@@ -415,6 +415,37 @@ def test_hooks_status_survives_a_broken_framework(run: Any, run_json: Any, monke
     assert document["adapters"][0]["reason"] == "RuntimeError: no libcudart"
 
 
+@pytest.mark.parametrize(
+    ("framework", "missing"),
+    [
+        ("megatron", "megatron.core.optimizer.distrib_optimizer"),  # of the framework, when some hooks are in place already
+        ("megatron", "megatron_unickpt.optimizer"),  # of the adapter, which a hook imports when a job calls it
+        ("deepspeed", "ds_unickpt.engine"),
+        ("megatron", "megatron_unickpt.hooks"),  # autoload reports it in one line, and the import goes on
+        ("megatron", "wrapt"),
+    ],
+)
+def test_hooks_status_says_failed_after_an_import_error(framework: str, missing: str) -> None:
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"needs {framework}")
+    program = (
+        "import sys, importlib.abc\n"
+        "class Broken(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {missing!r}: raise ImportError('cannot import name Gone')\n"
+        "sys.meta_path.insert(0, Broken())\n"
+        "from unickpt.cli.main import main\n"
+        "assert main(['hooks', 'status', '--json']) == 0\n"
+    )
+    document = json.loads(_python("-c", program).stdout)
+    adapter = next(each for each in document["adapters"] if each["framework"] == framework)
+    assert adapter["state"] == "failed"
+    assert "cannot import name Gone" in adapter["reason"]
+    for hook in document["hooks"]:
+        if hook["target"].startswith(f"{framework}."):
+            assert (hook["state"], "cannot import name Gone" in hook["reason"]) == ("failed", True), hook
+
+
 # ---------------------------------------------------------------- the document of the JSON
 
 

@@ -127,3 +127,41 @@ def test_versions_and_fingerprints() -> None:
     assert fingerprint_of_source("def f():\n    # note\n    return 1\n") == fingerprint_of_source("  def f():\n      return 1")
     assert fingerprint_of_source("def f():\n    return 1") != fingerprint_of_source("def f():\n    return 2")
     assert hooks.ALLOW_UNTESTED == "UNICKPT_ALLOW_UNTESTED"
+
+
+def _hook(name: str, attribute: str, versions: str = ">=1") -> hooks.Hook:
+    return hooks.Hook(
+        name, __name__, attribute, lambda wrapped, _, args, kwargs: wrapped(*args, **kwargs), SpecifierSet(versions),
+        frozenset(), "", "", "",
+    )  # fmt: skip
+
+
+def _first() -> int:
+    return 1
+
+
+def _second() -> int:
+    return 2
+
+
+def test_all_hooks_of_an_adapter_are_in_place_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_status", {})
+    monkeypatch.setattr(hooks, "_installed", {})
+    before = (_first, _second)
+    assert not hooks.install([_hook("first", "_first"), _hook("second", "_second", ">=3")], framework="it", version="2")
+    assert {status.hook.name: status.state for status in hooks.status()} == {"first": "refused", "second": "refused"}
+    assert hooks.status()[0].reason == "second is refused"
+
+    import wrapt
+
+    def broken(function: object, wrapper: object) -> object:
+        if function is before[1]:
+            raise ImportError("no C extension")
+        return wrapt_proxy(function, wrapper)
+
+    wrapt_proxy = wrapt.FunctionWrapper
+    monkeypatch.setattr(wrapt, "FunctionWrapper", broken)
+    with pytest.raises(ImportError):
+        hooks.install([_hook("first", "_first"), _hook("second", "_second")], framework="it", version="2")
+    assert {(status.state, status.reason) for status in hooks.status()} == {("failed", "ImportError: no C extension")}
+    assert (_first, _second) == before

@@ -56,7 +56,14 @@ class Hook:
 
 @dataclass(frozen=True, slots=True)
 class HookStatus:
-    """State of one hook in this process: ``installed``, ``refused`` (with the reason) or ``removed``."""
+    """State of one hook in this process.
+
+    Attributes:
+        state: ``installed``, ``refused`` (this version or source is unknown), ``failed`` (an error while it was put in
+            place) or ``removed``.
+        reason: why it is in that state, if it is not simply installed.
+        fingerprint: of the framework's function; '' if it cannot be examined.
+    """
 
     hook: Hook
     state: str
@@ -115,31 +122,50 @@ def install(hooks: list[Hook], *, framework: str, version: str) -> bool:
 
     Returns:
         Whether they are in place. If not, one warning has said why.
+
+    Raises:
+        Exception: a hook cannot be put in place (wrapt cannot be imported, say). None of them is, then.
     """
     checks = [_check(hook, version) for hook in hooks]
-    for check in checks:
-        _status[check.hook.name] = check
     refused = [check for check in checks if check.state == "refused"]
     if refused and os.environ.get(ALLOW_UNTESTED) != "1":
+        _note(checks, "refused", f"{refused[0].hook.name} is refused")
         logger.warning(
             "unickpt: %s %s is not a version that this release knows (%s: %s); %s keeps its own behaviour. "
             "A newer unickpt may know it; %s=1 uses it all the same.",
             framework, version, refused[0].hook.name, refused[0].reason, framework, ALLOW_UNTESTED,
         )  # fmt: skip
         return False
-    for check in checks:
-        _wrap(check)
+    before = set(_installed)
+    try:
+        for check in checks:
+            _wrap(check)
+    except Exception as err:
+        for name in set(_installed) - before:
+            _restore(name)
+        _note(checks, "failed", f"{type(err).__name__}: {err}")
+        raise
     return True
+
+
+def _note(checks: list[HookStatus], state: str, reason: str) -> None:
+    """All hooks or none are in place: those without a reason of their own get this one."""
+    for check in checks:
+        _status[check.hook.name] = HookStatus(check.hook, state, check.reason or reason, check.fingerprint)
 
 
 def uninstall(hooks: list[Hook]) -> None:
     """Put the framework's own functions back."""
     for hook in hooks:
         if hook.name in _installed:
-            owner, attribute, original = _installed.pop(hook.name)
-            setattr(owner, attribute, original)
+            _restore(hook.name)
             old = _status[hook.name]
             _status[hook.name] = HookStatus(hook, "removed", "", old.fingerprint)
+
+
+def _restore(name: str) -> None:
+    owner, attribute, original = _installed.pop(name)
+    setattr(owner, attribute, original)
 
 
 def status() -> list[HookStatus]:
@@ -175,6 +201,7 @@ def _check(hook: Hook, version: str) -> HookStatus:
 def _wrap(check: HookStatus) -> None:
     hook = check.hook
     if hook.name in _installed:
+        _status[hook.name] = HookStatus(hook, "installed", check.reason and f"in spite of: {check.reason}", check.fingerprint)
         return
     if hook.name in _in_source:
         _status[hook.name] = HookStatus(hook, "installed", "by the framework's own source", check.fingerprint)

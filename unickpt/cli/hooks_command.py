@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import Any
 
 from unickpt import hooks
@@ -38,7 +39,7 @@ only looks at arguments and otherwise calls through; it checks that the argument
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    """One adapter package and what became of it: ``imported``, ``not installed`` or ``failed`` (with the reason)."""
+    """One adapter package: ``imported``, ``not installed``, or ``failed`` with the error of the framework or the adapter."""
 
     adapter: str
     framework: str
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         out.text(_markdown([hook for adapter in ADAPTERS for hook in import_module(f"{adapter}.hooks").DECLARED]))
         return 0
     adapters = [_import("ds_unickpt", "deepspeed", DEEPSPEED), _import("megatron_unickpt", "megatron", MEGATRON)]
-    found = sorted(hooks.status(), key=lambda status: status.hook.name)
+    found = sorted((_usable(status, adapters) for status in hooks.status()), key=lambda status: status.hook.name)
     if args.json:
         documents = {"adapters": [asdict(adapter) for adapter in adapters], "hooks": [_document(status) for status in found]}
         out.json({"schema": JSON_SCHEMA, **documents})
@@ -73,19 +74,37 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _import(adapter: str, framework: str, modules: dict[str, str]) -> _Adapter:
+def _import(adapter: str, framework: str, installers: dict[str, str]) -> _Adapter:
     if find_spec(framework) is None:
         return _Adapter(adapter, framework, None, "not installed", "")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # frameworks greet; standard output is the table's
-            import_module(adapter)
-            for module in modules:
+            package = import_module(adapter)
+            for module, installer in installers.items():
                 if _exists(module):
                     import_module(module)
+                    _install(module, installer)
+            for part in iter_modules(package.__path__):  # hooks import them when a job calls them
+                import_module(f"{adapter}.{part.name}")
     except Exception as err:  # whatever a broken installation raises is what the user needs to see
         return _Adapter(adapter, framework, None, "failed", f"{type(err).__name__}: {err}")
     version = getattr(sys.modules.get(framework), "__version__", None)
     return _Adapter(adapter, framework, None if version is None else str(version), "imported", "")
+
+
+def _install(module: str, installer: str) -> None:
+    """Install the hooks that a module lacks: its import swallows an error of the installer, a direct call raises it."""
+    if not any(status.hook.module == module and status.state != "failed" for status in hooks.status()):
+        place, _, name = installer.partition(":")
+        getattr(import_module(place), name)()
+
+
+def _usable(status: HookStatus, adapters: list[_Adapter]) -> HookStatus:
+    """The status of a hook, ``failed`` where its framework or adapter cannot be imported: no job can use it there."""
+    for adapter in adapters:
+        if adapter.state == "failed" and status.hook.module.partition(".")[0] == adapter.framework:
+            return replace(status, state="failed", reason=adapter.reason)
+    return status
 
 
 def _exists(module: str) -> bool:
