@@ -233,6 +233,102 @@ def test_a_second_save_under_a_tag_is_shown_as_such(checkpoint: Path, run: Any, 
     assert "generation 1 (this tag was saved again)" in run("inspect", checkpoint)[1]
 
 
+# ---------------------------------------------------------------- a Trainer run, and the newest checkpoint
+
+
+def trainer_run(folder: Path, *steps: int) -> Path:
+    """The output directory of a Trainer run: ``checkpoint-N``, each with Trainer's own state and a save directory."""
+    for step in steps:
+        run = folder / f"checkpoint-{step}"
+        handmade.save_single(run, f"global_step{step}", step=step)
+        (run / "trainer_state.json").write_text("{}")
+    return folder
+
+
+def test_inspect_of_a_trainer_run_lists_its_checkpoints(tmp_path: Path, run: Any, run_json: Any) -> None:
+    folder = trainer_run(tmp_path / "out", 3, 12, 6)
+    (folder / "checkpoint-12" / "trainer_state.json").unlink()
+    (folder / "checkpoint-15").mkdir()
+    code, document = run_json("inspect", folder)
+    assert code == 0
+    assert document["checkpoint"] is None
+    assert [(tag["tag"], tag["step"], tag["whole"]) for tag in document["save_directory"]["tags"]] == [
+        ("checkpoint-15", None, False), ("checkpoint-3/global_step3", 3, True), ("checkpoint-6/global_step6", 6, True),
+        ("checkpoint-12/global_step12", 12, False),
+    ]  # fmt: skip
+    code, out, _ = run("inspect", folder)
+    assert code == 0
+    assert "newest whole checkpoint: checkpoint-6/global_step6" in out
+    assert "trainer_state.json is missing: Trainer cannot resume from it" in out
+    assert "it holds no checkpoint of unickpt" in out
+    code, _, err = run("verify", folder)
+    assert code == 2
+    assert "name one of the checkpoints there: checkpoint-3/global_step3, checkpoint-6/global_step6" in err
+
+
+def test_latest_prints_what_a_job_resumes_from(tmp_path: Path, run: Any, run_json: Any) -> None:
+    folder = trainer_run(tmp_path / "out", 3, 6)
+    assert run("latest", folder) == (0, f"{folder}/checkpoint-6\n", "")
+    assert run("latest", folder / "checkpoint-6") == (0, f"{folder}/checkpoint-6/global_step6\n", "")
+    found = {"schema": 1, "path": f"{folder}/checkpoint-6", "checkpoint": f"{folder}/checkpoint-6/global_step6", "step": 6}
+    assert run_json("latest", folder) == (0, found)
+    (folder / "checkpoint-6" / "global_step6" / "data" / "rank00000.safetensors").unlink()
+    assert run("latest", folder) == (0, f"{folder}/checkpoint-3\n", "")
+    (folder / "checkpoint-3" / "trainer_state.json").unlink()
+    (folder / "checkpoint-3" / "training_args.bin").touch()
+    code, out, err = run("latest", folder)
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1
+    assert "no whole checkpoint; checkpoint-6/global_step6: " in err
+
+
+def test_latest_needs_no_state_of_trainer_where_there_is_no_trainer(tmp_path: Path, run: Any) -> None:
+    folder = trainer_run(tmp_path / "out", 3, 6)  # as a script of accelerate writes them
+    for path in folder.rglob("trainer_state.json"):
+        path.unlink()
+    assert run("latest", folder) == (0, f"{folder}/checkpoint-6\n", "")
+
+
+def test_latest_of_a_save_directory_looks_at_files_and_not_at_the_pointer(tmp_path: Path, run: Any) -> None:
+    for step in (9, 10):
+        handmade.save_single(tmp_path / "out", f"global_step{step}", step=step)
+    (tmp_path / "out" / "latest").write_text("global_step9")
+    checkpoint = tmp_path / "out" / "global_step10"
+    assert run("latest", tmp_path / "out") == (0, f"{checkpoint}\n", "")
+    assert run("latest", checkpoint) == (0, f"{checkpoint}\n", "")
+
+
+def test_latest_names_what_deepspeed_itself_has_saved(tmp_path: Path, run: Any) -> None:
+    folder = trainer_run(tmp_path / "out", 3)
+    own = folder / "checkpoint-6" / "global_step6"
+    own.mkdir(parents=True)
+    (own / "mp_rank_00_model_states.pt").touch()
+    (own.parent / "latest").write_text("global_step6")
+    code, out, err = run("latest", folder)
+    assert (code, out) == (0, f"{folder}/checkpoint-3\n")
+    assert "other programs wrote checkpoint-6 (DeepSpeed)" in err
+    shutil.rmtree(folder / "checkpoint-3")
+    assert run("latest", folder)[0] == 1  # not a first start
+
+
+def test_latest_tells_a_first_start_from_a_failure(
+    tmp_path: Path, run: Any, run_json: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = run("latest", tmp_path / "nowhere")
+    assert (code, out) == (3, "")
+    assert "no checkpoint of unickpt is there" in err
+    assert run_json("latest", tmp_path) == (3, {"schema": 1, "path": None, "checkpoint": None, "step": None})
+    handmade.save_single(tmp_path / "out")
+
+    def refuse(self: PosixStorage, *_: Any) -> None:
+        raise StorageError(f"{self}: stale file handle")
+
+    monkeypatch.setattr(PosixStorage, "folders", refuse)
+    code, out, err = run("latest", tmp_path / "out")
+    assert (code, out) == (2, "")
+    assert "stale file handle" in err
+
+
 # ---------------------------------------------------------------- verify
 
 
@@ -459,7 +555,8 @@ def test_docs_cli_names_every_member_of_the_json(
     tensors, verified = run_json("inspect", ranks, "--tensor", "layer.weight")[1], run_json("verify", ranks)[1]
     for member in ("writer", "files", "optimizer", "objects", "aliases"):  # as the manifest has them
         del inspected["checkpoint"][member]
-    documents = [inspected, listed["save_directory"], tensors, verified, json.loads(hooks_in_a_process[0])]
+    newest = run_json("latest", ranks)[1]
+    documents = [inspected, listed["save_directory"], tensors, verified, newest, json.loads(hooks_in_a_process[0])]
     assert {key for document in documents for key in _members(document)} <= described
 
 

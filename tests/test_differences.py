@@ -154,7 +154,7 @@ def test_an_empty_tensor_is_kept(tmp_path: Path) -> None:
 
 def test_files_that_are_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(tmp_path), str(tmp_path / "b")]) == 2
-    assert "neither safetensors files" in capsys.readouterr().err
+    assert "there is no checkpoint that can be converted" in capsys.readouterr().err
     for name in "ab":
         save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
     (tmp_path / "model-00001-of-00002.safetensors").touch()

@@ -29,9 +29,10 @@ _SHOWN_NAMES = 20
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "directory", metavar="DIR", help="a checkpoint, or a save directory (follows 'latest'); a path or a URL"
-    )
-    parser.add_argument("--all", action="store_true", help=f"list all parameters, not the first {_SHOWN_PARAMETERS} only")
+        "directory", metavar="DIR",
+        help="a checkpoint, a save directory (follows 'latest'), or the output directory of a Trainer run; a path or a URL",
+    )  # fmt: skip
+    parser.add_argument("--all", action="store_true", help=f"list all parameters, not only the first {_SHOWN_PARAMETERS}")
     parser.add_argument("--grep", metavar="REGEX", help="only parameters whose name contains a match")
     parser.add_argument("--objects", action="store_true", help="show the non-tensor state in full")
     parser.add_argument("--tensor", metavar="NAME", help="show the fragments of one tensor instead")
@@ -147,6 +148,8 @@ def _show_tags(out: Output, directory: str, tags: list[Tag]) -> None:
     latest = latest_tag(directory)
     out.line(f"save directory {directory}", style="bold")
     out.line(f"latest: {latest or '(no such file)'}")
+    complete = [tag.tag for tag in tags if tag.whole]
+    out.line(f"newest whole checkpoint: {complete[-1] if complete else 'none'}")
     rows = [[tag.tag, "" if tag.step is None else str(tag.step), "yes" if tag.whole else f"no: {tag.problem}"] for tag in tags]
     out.table(f"checkpoints ({len(tags)})", ["tag", "step", "whole"], rows)
     out.line()

@@ -30,6 +30,7 @@ class _Command:
 COMMANDS = (
     _Command("inspect", "unickpt.cli.inspect_command", "show what a checkpoint holds, without reading its data"),
     _Command("verify", "unickpt.cli.verify_command", "read every byte of a checkpoint and say what is wrong with it"),
+    _Command("latest", "unickpt.cli.latest_command", "print the newest whole checkpoint of a directory"),
     _Command("diff", "unickpt.cli.diff_command", "say what differs between two checkpoints, whatever wrote them"),
     _Command("convert", "unickpt.cli.convert_command", "make a checkpoint of a model of transformers"),
     _Command("export", "unickpt.cli.export_command", "write a checkpoint's weights as a model of transformers"),

@@ -23,21 +23,25 @@ from unickpt.manifest import Writer
 from unickpt.safetensors_io import Header, header_bytes_of, parse_header
 from unickpt.translated import HUGGINGFACE
 
+# Files beside a model that do not belong to it: adapters of peft, and the same weights under Mistral's own names.
+_BESIDE = re.compile(r"(adapter_model|consolidated)(\.\d+|-\d{5}-of-\d{5})?\.safetensors")
+
 
 def huggingface(folder: Path, files: Files) -> Source:
-    """A model of transformers: weights, of step 0, without an optimizer.
+    """A model of transformers: weights at step 0, without an optimizer.
 
     Args:
-        folder: with safetensors files and ``config.json``.
-        files: through which it is read.
+        folder: holds safetensors files and ``config.json``.
+        files: reads the files.
 
     Raises:
-        NotACheckpointError: no such files are there.
-        FormatError: one of them is damaged or missing, or two have a tensor of one name.
+        NotACheckpointError: there are no safetensors files.
+        FormatError: a file is damaged or missing, or two files have a tensor of the same name.
     """
-    paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    if not paths:
-        raise NotACheckpointError(f"{folder}: no safetensors files are there")
+    present = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not present:
+        raise NotACheckpointError(f"{folder}: there are no safetensors files")
+    paths = [path for path in present if not _BESIDE.fullmatch(path.name)] or present
     _check_whole(folder, paths)
     seen: dict[str, Path] = {}
     portions = []
@@ -57,11 +61,12 @@ def huggingface(folder: Path, files: Files) -> Source:
     version = str(config.get("transformers_version") or "")
     model = Model.of_config(config).as_json()
     writer = Writer("transformers", version, __version__, torch.__version__, HUGGINGFACE, {}, model)
-    return Source("transformers", portions, writer)
+    left_out = [f"{path.name}: not a file of the model" for path in present if path not in paths]
+    return Source("transformers", portions, writer, left_out=left_out)
 
 
 def configuration(folder: Path) -> dict[str, Any]:
-    """Of the model in a folder of transformers; nothing if there is none."""
+    """The ``config.json`` of a folder; empty without a readable one."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         if isinstance(found, dict):
@@ -70,17 +75,17 @@ def configuration(folder: Path) -> dict[str, Any]:
 
 
 def _check_whole(folder: Path, paths: Sequence[Path]) -> None:
-    """All files that there should be are there, and no others."""
+    """Raise FormatError unless the folder has exactly the files of the model."""
     strange = [path for path in paths if not path.is_file()]
     if strange:
-        raise FormatError(f"{strange[0]}: is no file")
+        raise FormatError(f"{strange[0]}: is not a regular file")
     names = {path.name for path in paths}
     index = folder / INDEX
     if index.is_file():
         try:
             listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
-            raise FormatError(f"{index}: cannot be read as an index ({err})") from None
+            raise FormatError(f"{index}: is not an index of a model ({err})") from None
         missing, more = sorted(map(str, listed - names)), sorted(names - listed)
     else:
         parts = [match for name in names if (match := re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})(\.safetensors)", name))]

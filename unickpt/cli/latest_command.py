@@ -1,0 +1,52 @@
+"""``unickpt latest``: the newest whole checkpoint of a directory, for scripts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from unickpt.cli.exit_codes import DAMAGED, NONE, SOUND
+from unickpt.cli.locate import foreign_beside, list_tags, newest
+from unickpt.cli.output import Output, one_line
+from unickpt.storage import open_storage
+
+JSON_SCHEMA = 1
+_SHOWN = 8  # names in a message
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "directory", metavar="DIR",
+        help="a save directory, the output directory of a Trainer run (checkpoint-*), or a checkpoint; a path or a URL",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="path, checkpoint and step as one JSON document")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Print the path alone; 0 if there is one, 1 if no checkpoint there is whole or of unickpt, 3 if there is none.
+
+    The file ``latest`` does not count: it may name a checkpoint whose files were lost since.
+    """
+    directory = open_storage(args.directory).where()
+    found = newest(directory)
+    others = foreign_beside(directory)
+    if others:
+        names = ", ".join(f"{name} ({kind})" for name, kind in list(others.items())[-_SHOWN:])
+        _say(f"{directory}: other programs wrote {names}; they do not count here")
+    if found is not None:
+        if args.json:
+            out.json({"schema": JSON_SCHEMA, "path": found.path, "checkpoint": found.checkpoint, "step": found.step})
+        else:
+            out.text(found.path)
+        return SOUND
+    if args.json:
+        out.json({"schema": JSON_SCHEMA, "path": None, "checkpoint": None, "step": None})
+    broken = list_tags(directory)
+    told = f"no whole checkpoint; {broken[-1].tag}: {broken[-1].problem}" if broken else "no checkpoint of unickpt is there"
+    _say(f"{directory}: {told}")
+    return DAMAGED if broken or others else NONE
+
+
+def _say(text: str) -> None:
+    print(f"unickpt: {one_line(text, sys.stderr)}", file=sys.stderr)
