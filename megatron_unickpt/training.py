@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_unickpt import choosing, crossing, internals, job, loading, metadata, optimizer_hooks
+from megatron_unickpt import choosing, crossing, internals, job, loading, metadata, non_persistent, optimizer_hooks
 from megatron_unickpt.job import BACKEND, MegatronCheckpointError, SaveFailedError
 from megatron_unickpt.optimizer import METADATA
 from unickpt import interruption
@@ -222,6 +222,8 @@ def save_checkpoint(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if not active():
         return wrapped(*args, **kwargs)
     options = _arguments()
+    if non_persistent.is_local_save(options, kwargs):
+        return _native(wrapped, args, kwargs)
     job.saver(_save_options(options))
     _go_behind_training(options)
     _mode.saving = True
@@ -290,7 +292,7 @@ def load_checkpoint(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     interruption.finish_all()  # what this process has just saved is there to be chosen
     meet = job.rendezvous()
     meet.begin(f"choose/{load_dir}")
-    choices = choosing.Choices(str(load_dir), getattr(options, "ckpt_step", None))
+    choices = non_persistent.choices_of(options, str(load_dir), getattr(options, "ckpt_step", None))
     tried = False
     skipped: list[str] = []
     while True:
@@ -300,6 +302,8 @@ def load_checkpoint(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         if not choice.directory:
             if tried:
                 raise MegatronCheckpointError(f"no whole checkpoint is left in {load_dir}: " + "; ".join(skipped))
+            return _native(wrapped, args, kwargs)
+        if not tried and _local_is_newer(options, bound, choice):
             return _native(wrapped, args, kwargs)
         tried = True
         if choice.notes and meet.rank == 0:
@@ -317,7 +321,14 @@ def load_checkpoint(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
                 )
 
 
+def _local_is_newer(options: argparse.Namespace, bound: inspect.BoundArguments, choice: choosing.Choice) -> bool:
+    """Whether Megatron has a local checkpoint that is to be loaded instead of this one."""
+    local = non_persistent.newest_local(options, bound.arguments.get("checkpointing_context"))
+    return local == choice.iteration if choice.explicit else local >= max(choice.iteration, 0)
+
+
 def _native(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Megatron's own load, or its save of a local checkpoint: nothing is described in our way."""
     _mode.loading, _mode.source = True, None
     try:
         return wrapped(*args, **kwargs)
@@ -325,10 +336,10 @@ def _native(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         _mode.loading = False
 
 
-def _chosen(choices: choosing.Choices) -> dict[str, Any]:
+def _chosen(choices: Callable[[], choosing.Choice]) -> dict[str, Any]:
     """On the coordinator: what to load next, for all ranks."""
     try:
-        choice = choices.next()
+        choice = choices()
     except (UnickptError, OSError) as err:  # the other ranks wait for this one's word
         return asdict(choosing.Choice(refused=f"rank 0 cannot see what is there: {type(err).__name__}: {err}"))
     if choice.directory and Path(choice.directory).name.startswith("iter_"):
@@ -373,7 +384,18 @@ def _ours(
     same = kept and _same_positions(checkpoint.manifest.writer.topology)
     wanted = not (finetune or getattr(options, "no_load_rng", False) or getattr(stored, "no_save_rng", False))
     # a directory is chosen already; the step, which must not be 0 then, keeps Megatron from looking for one
-    changes = {"ckpt_format": NATIVE_FORMAT, "ckpt_step": max(choice.iteration, 1), "pretrained_checkpoint": None}
+    changes = {
+        "ckpt_format": NATIVE_FORMAT,
+        "ckpt_step": max(choice.iteration, 1),
+        "pretrained_checkpoint": None,
+        "non_persistent_ckpt_type": None,
+    }
+    load_dir = str(getattr(options, bound.arguments["load_arg"]))
+    folder, name = split(choice.directory)
+    if folder == non_persistent.folder_of(options, load_dir):
+        changes[bound.arguments["load_arg"]] = folder  # Megatron's log says where it loads from
+        if torch.distributed.get_rank() == 0:
+            logger.info("unickpt: the newest checkpoint of %s is the non-persistent one %s in %s", load_dir, name, folder)
     if wanted and not same:
         changes["no_load_rng"] = True
     with_schedule = not (finetune or getattr(options, "no_load_optim", False))

@@ -160,6 +160,29 @@ def test_the_old_format_is_read_and_the_new_one_written(uninterrupted: dict[int,
     assert (tmp_path / "iter_0000009/.metadata").is_file()
 
 
+@pytest.mark.parametrize("own_folder", [False, True])
+def test_resumes_from_the_newer_of_persistent_and_non_persistent(
+    uninterrupted: dict[int, float], tmp_path: Path, own_folder: bool
+) -> None:
+    """A persistent checkpoint of iteration 2, a non-persistent one of 3; then a persistent one of 4."""
+    run_folder, scratch = tmp_path / "run", tmp_path / "run/non_persistent"
+    base = f"--save {run_folder} --load {run_folder} --save-interval 2 --ckpt-format unickpt --bf16"
+    base += " --use-distributed-optimizer --non-persistent-save-interval 3 --non-persistent-ckpt-type global"
+    if own_folder:
+        scratch = tmp_path / "scratch"
+        base += f" --non-persistent-global-ckpt-dir {scratch}"
+    run(2, f"{base} {until(3)} --tensor-model-parallel-size 2")
+    assert (run_folder / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert (scratch / "iter_0000003/manifest.json").is_file()
+    done = run(2, f"{base} {until(4)} --pipeline-model-parallel-size 2")
+    assert list(losses(done.stdout)) == [4], done.stdout[-3000:]
+    assert close(losses(done.stdout), uninterrupted)
+    assert f"loading distributed checkpoint from {scratch} at iteration 3" in done.stdout
+    done = run(1, f"{base} {until(5)}")
+    assert list(losses(done.stdout)) == [5], done.stdout[-3000:]
+    assert f"loading distributed checkpoint from {run_folder} at iteration 4" in done.stdout
+
+
 def test_flags_mean_what_they_mean_in_megatron(saved: Path, tmp_path: Path) -> None:
     where = copied(saved, tmp_path / "ck")
     load = f"--load {where} --ckpt-format unickpt --bf16 {until(5)}"

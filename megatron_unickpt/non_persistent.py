@@ -1,0 +1,108 @@
+"""``--non-persistent-ckpt-type``: which of a job's persistent and non-persistent checkpoints it resumes from.
+
+Megatron's scripts save non-persistent checkpoints between the persistent ones, in a folder of their own, and resume from the
+newer of the two (``megatron/training/checkpointing.py``, ``_load_base_checkpoint``). ``global`` ones are ordinary checkpoints
+in the job's format. ``local`` ones belong to NVIDIA's resiliency extension, which keeps them on each node in its own form.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from megatron_unickpt.choosing import Choice, Choices
+from unickpt.errors import UnickptError
+from unickpt.resuming import tracked_iteration
+
+SUBDIRECTORY = "non_persistent"  # _NON_PERSISTENT_CKPT_SUBDIR in Megatron's checkpointing.py
+GLOBAL, LOCAL = "global", "local"
+
+
+def kind_of(options: Any) -> str | None:
+    """``--non-persistent-ckpt-type``; None for a job or a version without it."""
+    return getattr(options, "non_persistent_ckpt_type", None)
+
+
+def folder_of(options: Any, load_dir: str) -> str | None:
+    """The folder of a job's global non-persistent checkpoints; None if it has none.
+
+    Args:
+        options: the scripts' arguments.
+        load_dir: ``--load``.
+    """
+    if kind_of(options) != GLOBAL:
+        return None
+    return getattr(options, "non_persistent_global_ckpt_dir", None) or os.path.join(load_dir, SUBDIRECTORY)
+
+
+def newest_local(options: Any, context: Any) -> int:
+    """The iteration of the newest local checkpoint that is complete over all ranks; -1 if there is none. A collective.
+
+    Args:
+        options: the scripts' arguments.
+        context: ``checkpointing_context`` of the load.
+    """
+    manager = (context or {}).get("local_checkpoint_manager") if kind_of(options) == LOCAL else None
+    return -1 if manager is None else int(manager.find_latest())
+
+
+def is_local_save(options: Any, arguments: Any) -> bool:
+    """Whether ``save_checkpoint`` is called for a local checkpoint, by its arguments."""
+    return bool(arguments.get("non_persistent_ckpt")) and kind_of(options) == LOCAL
+
+
+class BothChoices:
+    """The checkpoints of a ``--load`` folder and of its non-persistent folder, in the order in which a job tries them.
+
+    It starts with the one of the higher iteration, the non-persistent one if they are equal, as Megatron does. If that is
+    damaged, the next is again the newest that is left in either folder. ``--ckpt-step`` names an iteration in either folder;
+    Megatron would load a newer non-persistent one instead.
+    """
+
+    def __init__(self, persistent: str, other: str, step: int | None) -> None:
+        """``persistent``: ``--load``. ``other``: the non-persistent folder. ``step``: ``--ckpt-step``."""
+        self._step = step
+        self._folders = (persistent, other)
+        self._choices = (Choices(persistent, step), Choices(other, step))
+        self._heads: list[Choice | None] = [None, None]
+        self._begun = False
+
+    def next(self) -> Choice:
+        """What to try now. Without a directory at the first call: Megatron's own format has the newest, or nothing is there."""
+        for at, choices in enumerate(self._choices):
+            if self._heads[at] is None:
+                self._heads[at] = choices.next()
+        heads = [head for head in self._heads if head is not None]
+        refused = next((head for head in heads if head.refused), None)
+        if refused is not None:
+            return refused
+        native = -1 if self._begun else self._newest_native()
+        self._begun = True
+        at = max(range(len(heads)), key=lambda each: (bool(heads[each].directory), heads[each].iteration, each))
+        if not heads[at].directory or native >= heads[at].iteration + (at == 1):
+            return Choice()
+        self._heads[at] = None
+        return heads[at]
+
+    def _newest_native(self) -> int:
+        """The highest iteration that a tracker file names and that is not in our format; -1 if there is none."""
+        found = -1
+        for folder, head in zip(self._folders, self._heads, strict=True):
+            if head is not None and not head.directory and not self._step:
+                with contextlib.suppress(UnickptError, OSError):
+                    found = max(found, tracked_iteration(folder) or -1)
+        return found
+
+
+def choices_of(options: Any, load_dir: str, step: int | None) -> Callable[[], Choice]:
+    """A function that returns what to try next, and on each further call what to try after that.
+
+    Args:
+        options: the scripts' arguments.
+        load_dir: ``--load``.
+        step: ``--ckpt-step``.
+    """
+    other = folder_of(options, load_dir)
+    return Choices(load_dir, step).next if other is None else BothChoices(load_dir, other, step).next
