@@ -1,7 +1,7 @@
 """Packaging of unickpt: the core, and the adapters for DeepSpeed and Megatron.
 
 The ``torch.backends`` entry point is what makes the JSON key work without an import line: torch
-calls it at the end of ``import torch`` (see ``unickpt/autoload.py``).
+calls it at the end of ``import torch`` (see ``_unickpt_autoload.py``).
 """
 
 import re
@@ -21,6 +21,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=[*find_packages(include=["unickpt*", "ds_unickpt*", "megatron_unickpt*"]), "unickpt.dialects"],
+    py_modules=["_unickpt_autoload"],
     package_dir={"unickpt.dialects": "configs/dialects"},
     package_data={
         "unickpt": ["py.typed", "views/*.html", "views/*.js"],
@@ -64,6 +65,6 @@ setup(
     },
     entry_points={
         "console_scripts": ["unickpt = unickpt.cli.main:main"],
-        "torch.backends": ["unickpt = unickpt.autoload:arm"],
+        "torch.backends": ["unickpt = _unickpt_autoload:arm"],
     },
 )

@@ -1,6 +1,6 @@
 """The DeepSpeed adapter: ``"unickpt": {"enabled": true}`` in the DeepSpeed JSON.
 
-Importing this package (which ``unickpt.autoload`` does by itself as soon as DeepSpeed is
+Importing this package (which ``_unickpt_autoload`` does by itself as soon as DeepSpeed is
 imported) installs three hooks on ``DeepSpeedEngine``. An engine whose config lacks the key, or
 has ``enabled: false``, runs through them unchanged.
 """

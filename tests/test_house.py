@@ -59,16 +59,16 @@ def test_the_entry_point_imports_nothing_heavy() -> None:
     code = """
 import sys
 before = set(sys.modules)
-from unickpt.autoload import arm
+from _unickpt_autoload import arm
 arm()
 print(sorted({m.split(".")[0] for m in set(sys.modules) - before}))
 """
-    assert set(json.loads(python(code).replace("'", '"'))) <= {"unickpt", "importlib", "__future__"}
+    assert set(json.loads(python(code).replace("'", '"'))) <= {"_unickpt_autoload", "importlib", "__future__"}
 
 
 def test_importing_torch_alone_loads_neither_deepspeed_nor_the_adapter() -> None:
     code = (
-        "import torch, sys; print('deepspeed' in sys.modules, 'ds_unickpt' in sys.modules, 'unickpt.autoload' in sys.modules)"
+        "import torch, sys; print('deepspeed' in sys.modules, 'ds_unickpt' in sys.modules, '_unickpt_autoload' in sys.modules)"
     )
     assert python(code) == "False False True"
 

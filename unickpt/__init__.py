@@ -4,8 +4,8 @@ This package is the framework-free core: the format, the layout algebra, plannin
 It never imports ``deepspeed`` or ``megatron``; the adapters ``ds_unickpt`` and
 ``megatron_unickpt`` depend on it, never the other way round.
 
-Importing ``unickpt`` itself imports nothing but the standard library: the autoload entry
-point (``unickpt.autoload``) runs inside every ``import torch`` and has to be free.
+Importing ``unickpt`` itself imports nothing but the standard library. What runs inside every ``import torch`` is not in
+here, but in the module ``_unickpt_autoload`` beside the package.
 """
 
 __version__ = "0.1.0"
