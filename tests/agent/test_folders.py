@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,14 +20,23 @@ from unickpt.timing.ring import SUFFIX, Identity, RingWriter
 
 
 def test_old_jobs_are_removed_with_all_their_files(tmp_path: Path) -> None:
-    for name, age_s in (("old", 1000.0), ("new", 0.0)):
-        ring(tmp_path / name, 0)
-        (tmp_path / name / "agent").write_text("x")
+    """Those of this user in which nothing was changed for long, unless a process of the job lives."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    own = f"unickpt-{os.geteuid()}-"
+    for name, age_s, pid in ((f"{own}old", 1000, ended.pid), (f"{own}new", 0, ended.pid), (f"{own}lives", 1000, os.getpid())):
+        folder = tmp_path / name
+        ring(folder, 0, pid=pid)
+        (folder / "agent").write_text("x")
         at = time.time() - age_s
-        os.utime(tmp_path / name / f"00000{SUFFIX}", (at, at))
+        for path in (*folder.iterdir(), folder):
+            os.utime(path, (at, at))
     (tmp_path / "else").mkdir()
+    os.utime(tmp_path / "else", (1, 1))
+    (tmp_path / f"{own}link").symlink_to(tmp_path / "else")
+    left = ["else", f"{own}link", f"{own}lives", f"{own}new"]
     remove_old(tmp_path, older_than_s=500)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["else", "new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(left)
     remove_old(tmp_path / "nowhere", older_than_s=0)
 
 
@@ -52,7 +63,7 @@ def test_an_agent_gives_way_to_a_newer_one(tmp_path: Path) -> None:
     from unickpt.agent import watching
 
     hung(tmp_path, culprit=-1)
-    options = {"every_s": 0.05, "gives_way": True}
+    options: dict[str, Any] = {"every_s": 0.05, "gives_way": True}
     thread = threading.Thread(target=watching.watch, args=(tmp_path, print), kwargs=options, daemon=True)
     thread.start()
     time.sleep(0.5)

@@ -50,8 +50,7 @@ def looked_at_by_two(tmp_path: Path, served: tuple[Hub, str], since_s: float) ->
     hub, address = served
     first, second = split(tmp_path, since_s)
     lines: dict[str, list[str]] = {"a": [], "b": []}
-    starting.write_address(second, address)
-    agents = Agent(first, lines["a"].append, hub), Agent(second, lines["b"].append)
+    agents = Agent(first, lines["a"].append, hub), Agent(second, lines["b"].append, address=lambda: address)
     for _ in range(2):
         agents[1].look(read_folder(second))
         agents[0].look(read_folder(first))
@@ -83,8 +82,7 @@ def test_alone_an_agent_tells_nothing_of_others(tmp_path: Path) -> None:
     hung(tmp_path / "a", since_s=130)
     (tmp_path / "a" / f"00002{SUFFIX}").unlink()
     lines: list[str] = []
-    starting.write_address(tmp_path / "a", "http://127.0.0.1:9/gone")  # nobody answers
-    Agent(tmp_path / "a", lines.append).look(read_folder(tmp_path / "a"))
+    Agent(tmp_path / "a", lines.append, address=lambda: "http://127.0.0.1:9/gone").look(read_folder(tmp_path / "a"))
     assert lines == []
 
 

@@ -10,24 +10,33 @@ The address has a secret in it that only processes of the job know.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import http.client
 import json
 import threading
 import time
-import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import socket
+from socket import SHUT_RDWR, socket
 from typing import Any
 from urllib.parse import urlsplit
 
+from unickpt.agent.serving import Handler, Limits, Server
 from unickpt.diagnosis.examining import Examination
 from unickpt.diagnosis.view import View
 from unickpt.diagnosis.wire import packed, unpacked
 from unickpt.errors import ConfigError, FormatError
 
 LARGEST = 64 << 20  # bytes of a view
-_TIMEOUT_S = 5.0
+_DIGITS = 12  # of a length that is looked at
+_ANSWER, _LINES = 1 << 20, 64  # bytes, and lines, of an answer to an agent
+_TIMEOUT_S, _SEND_S, _FETCH_S = 5.0, 10.0, 60.0  # of one read, and of whole exchanges
+_SCHEMES: dict[str, type[http.client.HTTPConnection]] = {
+    "http": http.client.HTTPConnection,
+    "https": http.client.HTTPSConnection,
+}
+_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,8 @@ class Hub:
         self._views: dict[str, tuple[View, float]] = {}
         self._job: View | None = None
         self._found = Examination([], [], 0.0)
+        self._measuring = threading.Lock()
+        self._measured: tuple[View, tuple[int, bytes]] | None = None
 
     def take(self, agent: str, view: View) -> Answer:
         """A view of another host has come."""
@@ -79,14 +90,18 @@ class Hub:
         from unickpt.views.live import live
         from unickpt.views.metrics import exposition
 
-        with self._lock:
-            job, found = self._job, self._found
-        if job is None:
-            return 503, b"nothing is known of the job yet\n"
-        try:
-            return 200, exposition(live(job, found.verdicts)).encode()
-        except ConfigError as err:
-            return 501, f"{err}\n".encode()
+        with self._measuring:  # once for all who ask between two looks
+            with self._lock:
+                job, found = self._job, self._found
+            if job is None:
+                return 503, b"nothing is known of the job yet\n"
+            if self._measured is None or self._measured[0] is not job:
+                try:
+                    answer = 200, exposition(live(job, found.verdicts)).encode()
+                except ConfigError as err:
+                    answer = 501, f"{err}\n".encode()
+                self._measured = job, answer
+            return self._measured[1]
 
     def verdicts(self) -> dict[str, Any]:
         """As they were published."""
@@ -105,7 +120,15 @@ def answer(found: Examination, view: View) -> Answer:
     return Answer(sorted({rank for rank, _ in about}), list(dict.fromkeys(line for _, line in about)))
 
 
-def serve(hub: Hub, listener: socket, secret: str, *, open_metrics: bool = False) -> ThreadingHTTPServer:
+def serve(
+    hub: Hub,
+    listener: socket,
+    secret: str,
+    *,
+    open_metrics: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
+    limits: Limits = _LIMITS,
+) -> Server:
     """Answer in threads of their own, until ``shutdown``.
 
     Args:
@@ -113,46 +136,45 @@ def serve(hub: Hub, listener: socket, secret: str, *, open_metrics: bool = False
         listener: bound and listening.
         secret: first part of all paths.
         open_metrics: answer ``/metrics`` to whoever asks.
+        tell: a line for the log, now and then: how many connections were refused.
+        limits: of connections.
     """
 
-    class Handler(BaseHTTPRequestHandler):
-        timeout = _TIMEOUT_S
-
-        def do_POST(self) -> None:
+    class HubHandler(Handler):
+        def do_POST(self) -> None:  # noqa: N802  (http.server calls it so)
             length = self.headers.get("Content-Length", "")
-            if not self._is_for("view") or not length.isdecimal() or int(length) > LARGEST:
-                return self._reply(404, b"")
+            if not self._is_for("view"):
+                return self._refuse()
+            if not length.isdecimal() or len(length) > _DIGITS or int(length) > LARGEST:
+                return self.reply(413, b"")
             try:
                 view = unpacked(self.rfile.read(int(length)))
             except FormatError as err:
-                return self._reply(400, str(err).encode())
+                return self.reply(400, str(err).encode(errors="backslashreplace"))
             said = hub.take(self.headers.get("Unickpt-Agent", "")[:256], view)
-            return self._reply(200, json.dumps({"ask": said.ask, "lines": said.lines}).encode())
+            return self.reply(200, json.dumps({"ask": said.ask, "lines": said.lines}).encode())
 
-        def do_GET(self) -> None:
+        def do_GET(self) -> None:  # noqa: N802
             if self._is_for("verdicts"):
-                return self._reply(200, json.dumps(hub.verdicts()).encode())
+                return self.reply(200, json.dumps(hub.verdicts()).encode())
             if self._is_for("metrics") or (open_metrics and self.path == "/metrics"):
-                return self._reply(*hub.metrics())
-            job = hub.job() if self._is_for("view") else None
-            return self._reply(200, packed(job)) if job is not None else self._reply(404, b"")
+                return self.reply(*hub.metrics())
+            if not self._is_for("view"):
+                return self._refuse()
+            job = hub.job()
+            return self.reply(200, packed(job)) if job is not None else self.reply(404, b"")
 
         def _is_for(self, name: str) -> bool:
-            return hmac.compare_digest(self.path.encode(), f"/{secret}/{name}".encode())
+            found = hmac.compare_digest(self.path.encode(), f"/{secret}/{name}".encode())
+            if found:
+                self.server.knows(self.request)
+            return found
 
-        def _reply(self, code: int, body: bytes) -> None:
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+        def _refuse(self) -> None:
+            self.server.stranger(self.client_address)
+            self.reply(404, b"")
 
-        def log_message(self, *_: Any) -> None:
-            """Nothing of it belongs into a training log."""
-
-    server = ThreadingHTTPServer(listener.getsockname()[:2], Handler, bind_and_activate=False)
-    server.socket.close()
-    server.socket = listener
-    server.daemon_threads = True
+    server = Server(listener, HubHandler, tell, limits)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
@@ -169,13 +191,12 @@ def send(address: str, agent: str, view: View) -> Answer:
         OSError: the hub cannot be reached, or does not want it.
         FormatError: it answers something else.
     """
-    request = urllib.request.Request(f"{address}/view", packed(view), {"Unickpt-Agent": agent})
-    with _open(request) as reply:
-        try:
-            said = json.loads(reply.read(LARGEST))
-            return Answer([int(rank) for rank in said["ask"]], [str(line) for line in said["lines"]])
-        except (ValueError, KeyError, TypeError) as err:
-            raise FormatError(f"{address}: not the answer of an agent ({err})") from err
+    reply = _asked(f"{address}/view", packed(view), {"Unickpt-Agent": agent}, most_bytes=_ANSWER, within_s=_SEND_S)
+    try:
+        said = json.loads(reply)
+        return Answer([int(rank) for rank in said["ask"]], [str(line) for line in said["lines"][:_LINES]])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as err:
+        raise FormatError(f"{_without_secret(address)}: not the answer of an agent ({err})") from err
 
 
 def fetch(address: str) -> View:
@@ -185,12 +206,45 @@ def fetch(address: str) -> View:
         OSError: it cannot be reached, or has nothing yet.
         FormatError: it answers something else.
     """
-    with _open(urllib.request.Request(f"{address.rstrip('/')}/view")) as reply:
-        return unpacked(reply.read(LARGEST))
+    return unpacked(_asked(f"{address.rstrip('/')}/view", None, {}, most_bytes=LARGEST, within_s=_FETCH_S))
 
 
-def _open(request: urllib.request.Request) -> Any:
-    if urlsplit(request.full_url).scheme not in ("http", "https"):
-        raise FormatError(f"{request.full_url}: not an address of an agent (http://...)")
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # inside of a cluster
-    return opener.open(request, timeout=_TIMEOUT_S)
+def _asked(url: str, data: bytes | None, headers: dict[str, str], *, most_bytes: int, within_s: float) -> bytes:
+    """The body of an answer. Redirections are not followed and no proxy is asked: this stays inside of a cluster."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in _SCHEMES or not parts.hostname:
+            raise ValueError("not http://...")
+        connection = _SCHEMES[parts.scheme](parts.hostname, parts.port, timeout=_TIMEOUT_S)
+    except ValueError as err:
+        raise FormatError(f"{_without_secret(url)}: not an address of an agent (http://...): {err}") from err
+    with contextlib.closing(connection):
+        connection.connect()
+        line = connection.sock
+        clock = threading.Timer(within_s, _end, [line])  # a time-out is of a single read: one that drips would never end
+        clock.daemon = True
+        clock.start()
+        try:
+            connection.request("GET" if data is None else "POST", parts.path, data, headers)
+            with connection.getresponse() as reply:
+                body = reply.read(most_bytes + 1)
+        except http.client.HTTPException as err:
+            raise FormatError(f"{_without_secret(url)}: no agent answers there ({type(err).__name__})") from err
+        finally:
+            clock.cancel()
+    if reply.status != 200:
+        raise ConnectionError(f"HTTP status {reply.status}")
+    if len(body) > most_bytes:
+        raise FormatError(f"{_without_secret(url)}: the answer has more than {most_bytes} bytes")
+    return body
+
+
+def _end(line: socket) -> None:
+    with contextlib.suppress(OSError):
+        line.shutdown(SHUT_RDWR)
+
+
+def _without_secret(url: str) -> str:
+    """For a message, which may end in a log."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.partition('/')[0]}/..."

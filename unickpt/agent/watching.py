@@ -17,7 +17,7 @@ import numpy as np
 from unickpt.agent import hub as hubs
 from unickpt.agent.crowding import Crowding
 from unickpt.agent.hub import Answer, Hub
-from unickpt.agent.starting import read_address
+from unickpt.agent.serving import Seldom
 from unickpt.diagnosis.clocks import on_one_clock
 from unickpt.diagnosis.deadlines import LONGEST_S
 from unickpt.diagnosis.examining import Examination, examine, told
@@ -26,6 +26,8 @@ from unickpt.diagnosis.transport import Sampler, Usual
 from unickpt.diagnosis.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.view import NEWEST_STEPS, View, view_of
 from unickpt.errors import UnickptError
+from unickpt.logs import printable
+from unickpt.private_files import append, read_text, replacing
 from unickpt.timing import stacks
 from unickpt.timing.endings import Ending, Endings
 from unickpt.timing.folder import Job, read_folder
@@ -43,31 +45,44 @@ _LASTING_STEPS = {Syndrome.NON_COMMUNICATION_SLOW: 4, Syndrome.COMMUNICATION_SLO
 _GONE_S = 3.0  # one that has not been found for so long is a new one
 _STACK_S = 10.0  # a rank that stays in question is asked again
 _SILENT_S = 10.0  # after which nothing is known of a host any more
+_LONGEST = 4096  # characters of a line
+_TOUCHED_S = 3600.0  # its folder is marked as used so often: an unused one is removed after days
 _LINGER_S = 30.0  # that the hub stays after its own ranks, while others have some
 
 Tell = Callable[[str], None]
+Address = Callable[[], str]
 
 
-def watch(folder: Path, tell: Tell, *, hub: Hub | None = None, every_s: float = EVERY_S, gives_way: bool = False) -> None:
+def watch(
+    folder: Path,
+    tell: Tell,
+    *,
+    hub: Hub | None = None,
+    address: Address = lambda: "",
+    every_s: float = EVERY_S,
+    gives_way: bool = False,
+) -> None:
     """Look until all ranks of this host have ended.
 
     Args:
         folder: of the rings.
         tell: what a person shall read.
         hub: where the other agents come to, if this is the first one.
+        address: where the first one listens, if this is another one; '' as long as it is not known.
         every_s: seconds between two looks.
         gives_way: end when another one that does was started: a job that is started again in the same folder has its own.
     """
-    agent, endings = Agent(folder, tell, hub), Endings()
-    begin, ended = time.monotonic(), 0.0
+    agent, endings = Agent(folder, tell, hub, address), Endings()
+    failures = Seldom(agent.tell, "looks at the rings that failed; the agent goes on")
+    begin, ended, touched = time.monotonic(), 0.0, time.monotonic()
     started, own = folder / f"{STARTED}-{socket.gethostname()}", str(os.getpid())
     if gives_way:
-        with contextlib.suppress(OSError):
-            started.write_text(own)
+        with contextlib.suppress(OSError), replacing(started) as file:
+            file.write(own.encode())
     before: dict[int, int] = {}
     numbers: dict[int, int] = {}
     for look in itertools.count():
-        if gives_way and _text(started) not in (own, ""):
+        if gives_way and read_text(started, 64) not in (own, ""):
             return
         try:
             job = read_folder(folder, last=RECORDS if look % _ALL_LOOKS == 0 else window(before, numbers))
@@ -78,7 +93,14 @@ def watch(folder: Path, tell: Tell, *, hub: Hub | None = None, every_s: float = 
             continue
         endings.watch(ring.identity.pid for rank, ring in job.ranks.items() if _is_alive(job, rank))
         before, numbers = numbers, {rank: int(ring.records["begun"].max(initial=0)) for rank, ring in job.ranks.items()}
-        agent.look(job, endings.known)
+        try:
+            agent.look(job, endings.known)
+        except Exception as err:  # what was read, or was sent, is not trusted
+            failures.note(f"{type(err).__name__}: {err}")
+        if time.monotonic() - touched > _TOUCHED_S:
+            touched = time.monotonic()
+            with contextlib.suppress(OSError):
+                os.utime(folder)
         if over(job):
             ended = ended or time.monotonic()
             awaited = hub is not None and any(_lives(view) for view, age in hub.others() if age < _SILENT_S)
@@ -95,13 +117,6 @@ def window(before: dict[int, int], now: dict[int, int]) -> int:
     """
     new = max((number - before.get(rank, 0) for rank, number in now.items()), default=RECORDS)
     return min(max(4 * new, FEWEST), RECORDS)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def _is_alive(job: Job, rank: int) -> bool:
@@ -124,10 +139,11 @@ class Agent:
         folder: of the rings.
         tell: what a person shall read.
         hub: where the other agents come to, if this is the first one.
+        address: as in ``watch``.
     """
 
-    def __init__(self, folder: Path, tell: Tell, hub: Hub | None = None) -> None:
-        self._folder, self._tell, self._hub = folder, tell, hub
+    def __init__(self, folder: Path, tell: Tell, hub: Hub | None = None, address: Address = lambda: "") -> None:
+        self._folder, self._tell, self._hub, self._address = folder, tell, hub, address
         self._last_told: dict[object, float] = {}
         self._last_found: dict[object, float] = {}
         self._slow: dict[object, tuple[int, float]] = {}
@@ -185,7 +201,7 @@ class Agent:
         return dataclasses.replace(view, ranks=ranks)
 
     def _sent(self, own: View) -> Answer | None:
-        address = read_address(self._folder)
+        address = self._address()
         if not address:
             return None
         try:
@@ -211,19 +227,27 @@ class Agent:
         if now - self._last_found.get(key, now) > _GONE_S:
             self._last_told.pop(key, None)
         self._last_found[key] = now
+        for old in [known for known, at in self._last_found.items() if now - at > _AGAIN_S]:
+            self._last_found.pop(old)
+            self._last_told.pop(old, None)
         if now - self._last_told.get(key, -_AGAIN_S) < _AGAIN_S:
             return False
         self._last_told[key] = now
-        self._tell(line)
+        self.tell(line)
         return True
+
+    def tell(self, line: str) -> None:
+        """Tell a person. The names in the line come from rings and from other hosts."""
+        cut = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}... ({len(line)} characters)"
+        self._tell(printable(cut))
 
     def _note(self, verdict: Verdict, line: str, found: Examination, view: View) -> None:
         entry = {
             **dataclasses.asdict(verdict), "syndrome": verdict.syndrome.value, "told": line, "at_ns": view.now_ns,
             "deadline_s": found.deadline_s,
         }  # fmt: skip
-        with contextlib.suppress(OSError), (self._folder / VERDICTS).open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+        with contextlib.suppress(OSError):
+            append(self._folder / VERDICTS, f"{json.dumps(entry)}\n".encode())
 
 
 def _aged(view: View, age_s: float) -> View:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from unickpt.errors import FormatError
+from unickpt.logs import printable
 
 
 class Output:
@@ -77,9 +78,8 @@ class Output:
 
 def one_line(text: str, stream: TextIO) -> str:
     """The text with everything escaped that is not printable, or that the stream's encoding lacks."""
-    visible = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    return visible.encode(encoding, "backslashreplace").decode(encoding)
+    return printable(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def human_bytes(size_bytes: int) -> str:

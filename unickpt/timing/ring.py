@@ -14,7 +14,6 @@ rests on stores being seen in their order, as on x86; elsewhere a reader may rar
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
@@ -27,9 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.errors import FormatError
+from unickpt.errors import ConfigError, FormatError
+from unickpt.private_files import make_named_folder, open_regular, replacing
+from unickpt.timing.ranks import MOST_RANKS
 from unickpt.timing.records import END_OFFSET, FLAGS_OFFSET, FORMAT, RECORD, WAIT_OFFSET, Records
 
+_MOST_PIDS = 1 << 31
 MAGIC = b"UNICKRNG"
 VERSION = 2
 SUFFIX = ".ring"
@@ -37,6 +39,7 @@ HEADER_BYTES = 4096
 TABLE_BYTES = 256 << 10
 _FIXED = struct.Struct("<8sIIQQIIQqq64s64s40s")  # magic, version, record size, capacity, table, rank, world, pid, clocks, names
 _CHANGING = struct.Struct("<QqqQII")  # bytes of the table, heartbeat, step, newest record, phase, state
+MOST_RECORDS = 1 << 24  # 1.6 GB
 _SLACK = 8192  # records that may have been written since the newest was told
 _CHANGING_OFFSET = 512
 _WORD, _SIGNED, _SHORT = struct.Struct("<Q"), struct.Struct("<q"), struct.Struct("<H")
@@ -88,39 +91,35 @@ class RingWriter:
     """One rank's ring. Nothing here allocates or calls the system once it is made.
 
     Args:
-        path: of the file; one that is there is replaced.
+        path: of the file; one that is there is replaced. Its folder is created with mode 0700, or checked.
         identity: who writes.
-        capacity: records that it holds.
+        capacity: records that it holds, at most ``MOST_RECORDS``.
 
     Attributes:
         map, pack, first_byte: for a caller that writes a record in one call, without one of ours between.
 
     Raises:
-        OSError: the file cannot be made, or there is no room for it.
+        ConfigError: ``capacity`` is out of range.
+        OSError: the file cannot be made, there is no room for it, or its folder is open to other users.
     """
 
     def __init__(self, path: Path, identity: Identity, *, capacity: int) -> None:
         self.path, self.identity, self.capacity = path, identity, capacity
+        if not 0 < capacity <= MOST_RECORDS:
+            raise ConfigError(f"a ring of {capacity} records: 1 to {MOST_RECORDS} are possible")
         size = HEADER_BYTES + TABLE_BYTES + capacity * RECORD.itemsize
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f"{path.name}.{identity.pid}")
-        with fresh.open("wb+") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)  # a full file system says so now, and not by a signal later
-                self.map = mmap.mmap(file.fileno(), size)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    fresh.unlink()
-                raise
-        who = identity
-        _FIXED.pack_into(
-            self.map, 0, MAGIC, VERSION, RECORD.itemsize, capacity, TABLE_BYTES, who.rank, who.world, who.pid,
-            who.monotonic_ns, who.wall_ns, who.host.encode()[:64], who.job.encode()[:64],
-            who.boot.encode()[:40],
-        )  # fmt: skip
+        make_named_folder(path.parent)
         self._table_bytes = 0
-        _CHANGING.pack_into(self.map, _CHANGING_OFFSET, 0, 0, 0, 0, 0, RUNNING)
-        fresh.replace(path)
+        with replacing(path) as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # a full file system says so now, and not by a signal later
+            self.map = mmap.mmap(file.fileno(), size)
+            who = identity
+            _FIXED.pack_into(
+                self.map, 0, MAGIC, VERSION, RECORD.itemsize, capacity, TABLE_BYTES, who.rank, who.world, who.pid,
+                who.monotonic_ns, who.wall_ns, who.host.encode()[:64], who.job.encode()[:64],
+                who.boot.encode()[:40],
+            )  # fmt: skip
+            _CHANGING.pack_into(self.map, _CHANGING_OFFSET, 0, 0, 0, 0, 0, RUNNING)
         self.first_byte = HEADER_BYTES + TABLE_BYTES
         self.pack = struct.Struct(FORMAT).pack_into
 
@@ -187,13 +186,13 @@ class RingReader:
     """Reads a ring, whatever its writer does.
 
     Raises:
-        FormatError: it is not one, or one of another version.
-        OSError: it cannot be opened.
+        FormatError: it is not one, one of another version, or its header contradicts itself or the size of the file.
+        OSError: it cannot be opened, is a link or no regular file, or belongs to another user than its folder.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size < HEADER_BYTES + TABLE_BYTES:
                 raise FormatError(f"{path}: {size} bytes, too short for a ring of records")
@@ -205,8 +204,12 @@ class RingReader:
             raise FormatError(f"{path}: not a ring of records")
         if version != VERSION or record != RECORD.itemsize or table != TABLE_BYTES:
             raise FormatError(f"{path}: ring version {version} with records of {record} bytes; this release reads {VERSION}")
-        if size != HEADER_BYTES + TABLE_BYTES + capacity * record:
+        if not 0 < capacity <= MOST_RECORDS or size != HEADER_BYTES + TABLE_BYTES + capacity * record:
             raise FormatError(f"{path}: {size} bytes, which is not what {capacity} records take")
+        if not rank < world <= MOST_RANKS:
+            raise FormatError(f"{path}: rank {rank} of {world}; a job has at most {MOST_RANKS} ranks")
+        if not 0 < pid <= _MOST_PIDS or min(monotonic, wall) < 0:
+            raise FormatError(f"{path}: no process has the number {pid} and the clocks {monotonic} and {wall}")
         self.identity = Identity(rank, world, pid, _text(host), _text(job), monotonic, wall, _text(boot))
         self.capacity = capacity
 

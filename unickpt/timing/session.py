@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from unickpt.agent import starting
 from unickpt.timing import collectives, stacks
-from unickpt.timing.folder import remove_old
+from unickpt.timing.folder import SHARED_MEMORY, remove_old, shared_folder
 from unickpt.timing.moments import Moments
 from unickpt.timing.options import TimingOptions
 from unickpt.timing.recorder import Recorder
@@ -27,8 +27,7 @@ from unickpt.timing.ring import SUFFIX, Identity, RingWriter
 
 logger = logging.getLogger("unickpt")
 
-SHARED_MEMORY = Path("/dev/shm")
-_KEPT_S = 7 * 24 * 3600.0  # memory-mapped writes change a file's time now and then only
+_KEPT_S = 7 * 24 * 3600.0
 _UNNAMED = {"undefined": "", "default_pg": "default"}  # torch's names for groups that nobody has named
 Labels = Callable[[], Mapping[str, Sequence[Any]]]  # the framework's name of a kind of group -> its process groups
 
@@ -45,18 +44,24 @@ class Session:
         self._labels = labels
         rank, world = dist.get_rank(), dist.get_world_size()
         job = job_name()
-        shared = SHARED_MEMORY / f"unickpt-{os.getuid()}"
-        self.folder = Path(options.folder) if options.folder else shared / job
-        if rank == 0:
-            remove_old(shared, older_than_s=_KEPT_S)
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        if first:
+            remove_old(SHARED_MEMORY, older_than_s=_KEPT_S)
+        named = Path(options.folder).absolute() if options.folder else None  # the agent has another working directory
+        self.folder = named or shared_folder(SHARED_MEMORY, job, _store())
         ring = RingWriter(self.folder / f"{rank:05d}{SUFFIX}", Identity.here(rank, world, job), capacity=options.records)
         self._recorder = Recorder(ring, self._described)
         self.moments = Moments(self._recorder)
         collectives.install(self._recorder)
         self.moments.install()
         self._stacks = stacks.listen(stacks.path_of(self.folder, rank))
-        first = os.environ.get("LOCAL_RANK", "0") == "0"
-        self._agent = starting.start(self.folder, rank, _store(), options.metrics_port) if options.watch and first else None
+        self._agent = (
+            starting.start(
+                self.folder, rank, _store(), metrics_port=options.metrics_port, metrics_address=options.metrics_address
+            )
+            if options.watch and first
+            else None
+        )
 
     def _described(self, group: Any) -> dict[str, Any]:
         named = [label for label, groups in self._labels().items() if any(group is known for known in groups)]

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import IO
 
+from unickpt.private_files import open_regular, replacing
+
 SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else None
 SUFFIX = ".stacks"
 DEEPEST = 6  # frames that are told
@@ -32,7 +34,8 @@ def listen(path: Path) -> IO[bytes] | None:
     if SIGNAL is None or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return None
     try:
-        file = path.open("wb+", buffering=0)
+        with replacing(path) as made:
+            file = os.fdopen(os.dup(made.fileno()), "wb+", buffering=0)
         file.write(f"main 0x{threading.main_thread().ident or 0:016x}\n".encode())
         faulthandler.register(SIGNAL, file, all_threads=True, chain=False)
     except (OSError, RuntimeError, ValueError):
@@ -57,19 +60,21 @@ def ask(pid: int, path: Path, *, within_s: float = 1.0) -> str:
     with contextlib.suppress(OSError):
         if SIGNAL is None or not _listens(pid, SIGNAL):
             return ""
-        begin = path.stat().st_size
-        os.kill(pid, SIGNAL)
-        end = time.monotonic() + within_s
-        text = ""
-        while time.monotonic() < end:
-            time.sleep(0.05)
-            with path.open("rb") as file:
-                file.seek(begin)
+        with open_regular(path) as file:
+            about = os.fstat(file.fileno())
+            if os.stat(f"/proc/{pid}").st_uid != about.st_uid:  # the number of the process is what some ring says
+                return ""
+            os.kill(pid, SIGNAL)
+            end = time.monotonic() + within_s
+            text = ""
+            while time.monotonic() < end:
+                time.sleep(0.05)
+                file.seek(about.st_size)
                 new = file.read(1 << 20).decode(errors="replace")
-            if new and new == text:  # nothing more has come
-                break
-            text = new
-        with path.open("rb") as file:
+                if new and new == text:  # nothing more has come
+                    break
+                text = new
+            file.seek(0)
             main = file.readline(64).decode(errors="replace").split()
         return innermost(text, main[1] if len(main) == 2 else "")
     return ""

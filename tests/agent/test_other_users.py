@@ -1,0 +1,140 @@
+"""What another user of the machine plants in shared memory is neither followed nor truncated nor believed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.agent.made import hung, ring
+from tests.launch import REPO, environment
+from unickpt.agent import watching
+from unickpt.agent.watching import Agent
+from unickpt.timing import stacks
+from unickpt.timing.folder import read_folder
+from unickpt.timing.ring import SUFFIX
+
+OTHER = 65534
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="what another user has planted can be made by root only")
+
+PRECIOUS = b"the only copy"
+
+
+def plant(*commands: str) -> None:
+    """Run as another user of this machine."""
+    for command in commands:
+        subprocess.run(["/bin/sh", "-c", command], user=OTHER, group=OTHER, extra_groups=[], check=True, cwd="/")
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Path:
+    """A file that nobody but its owner may change."""
+    path = tmp_path / "precious"
+    path.write_bytes(PRECIOUS)
+    return path
+
+
+@pytest.fixture
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of all users, as /dev/shm is one."""
+    path = tmp_path_factory.mktemp("shm")
+    for parent in list(path.parents)[:2]:
+        if parent.stat().st_uid == os.getuid() and parent.name.startswith("pytest"):
+            parent.chmod(0o755)
+    path.chmod(0o1777)
+    return path
+
+
+TIMED = """
+import os, sys
+from pathlib import Path
+import torch.distributed as dist
+from unickpt.timing import session
+from unickpt.timing.options import TimingOptions
+session.SHARED_MEMORY = Path(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)
+begun = session.start(TimingOptions(enabled=True, watch=False, records=64), dict)
+print(begun.folder if begun else "none")
+"""
+
+
+@as_root
+def test_a_folder_that_another_user_has_planted_is_not_used(shared: Path, tmp_path: Path, precious: Path) -> None:
+    """With links in the places of the files that a rank makes there."""
+    guessed = shared / f"unickpt-{os.getuid()}" / "job"
+    plant(
+        f"mkdir -m 777 -p {guessed.parent} {guessed}",
+        f"ln -s {precious} {guessed}/00000{stacks.SUFFIX}",
+        f"ln -s {precious} {guessed}/00000{SUFFIX}",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", TIMED, str(shared), str(tmp_path / "store")], cwd=REPO, capture_output=True, text=True,
+        env=environment(GLOO_SOCKET_IFNAME="lo"),
+    )  # fmt: skip
+    folder = Path(done.stdout.splitlines()[-1])
+    assert precious.read_bytes() == PRECIOUS
+    assert guessed not in (folder, *folder.parents), done.stderr[-2000:]
+    about = folder.lstat()
+    assert (about.st_uid, about.st_mode & 0o7777) == (os.getuid(), 0o700)
+    assert (folder / f"00000{SUFFIX}").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("kind", ["ring", "ring of a process", "stacks", "started", "verdicts"])
+def test_no_file_of_a_job_is_made_through_a_link(tmp_path: Path, precious: Path, kind: str) -> None:
+    folder = tmp_path / "rings"
+    hung(folder, since_s=130)
+    name = {
+        "ring": f"00007{SUFFIX}", "ring of a process": f"00007{SUFFIX}.{os.getpid()}", "stacks": "00000.stacks",
+        "started": f"{watching.STARTED}-{watching.socket.gethostname()}", "verdicts": watching.VERDICTS,
+    }[kind]  # fmt: skip
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(precious)
+    if kind.startswith("ring"):
+        ring(folder, 7, world=8)
+    elif kind == "stacks":
+        listening = stacks.listen(folder / name)
+        assert listening is not None
+        stacks.ignore()
+        listening.close()
+    elif kind == "started":
+        options = {"every_s": 0.05, "gives_way": True}
+        thread = threading.Thread(target=watching.watch, args=(folder, lambda _: None), kwargs=options, daemon=True)
+        thread.start()
+        time.sleep(0.3)
+        (folder / name).unlink()
+        (folder / name).write_text("another one")
+        thread.join(10)
+        assert not thread.is_alive()
+    else:
+        Agent(folder, lambda _: None).look(read_folder(folder))
+    assert precious.read_bytes() == PRECIOUS
+
+
+@as_root
+@pytest.mark.parametrize("kind", ["link", "fifo", "of another user", "folder"])
+def test_what_is_no_file_of_the_owner_is_not_read(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "rings"
+    hung(folder)
+    path = folder / f"00009{SUFFIX}"
+    if kind == "link":
+        (folder / f"00003{SUFFIX}").rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        (folder / f"00003{SUFFIX}").rename(path)
+        os.chown(path, OTHER, OTHER)
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(read_folder(folder)), daemon=True)
+    thread.start()
+    thread.join(10)
+    (job,) = found
+    assert path.name in job.unreadable[0]  # type: ignore[attr-defined]
+    assert set(job.ranks) == ({0, 1, 2, 3} if kind in ("fifo", "folder") else {0, 1, 2})  # type: ignore[attr-defined]

@@ -1,0 +1,93 @@
+"""How training starts its agent: with nothing that lies in the working directory, and with the secret where nobody looks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from tests.agent.made import hung
+from tests.launch import REPO, environment
+from unickpt.agent import starting
+
+STARTS = """
+import sys, time, torch.distributed as dist
+from pathlib import Path
+from unickpt.agent import starting
+store = dist.HashStore()
+process = starting.start(Path(sys.argv[1]), 0, store)
+print(process.pid, flush=True)
+sys.stdin.read()
+process.kill()
+process.wait()
+"""
+PLANTED = "import os, sys; open({mark!r}, 'a').write(__name__ + ' '); os._exit(3)\n"
+SHADOWED = ("argparse", "json", "numpy", "unickpt", "site", "encodings", "prometheus_client")
+
+
+@pytest.fixture
+def downloaded(tmp_path: Path) -> Path:
+    """A folder with modules of another origin, and training's working directory."""
+    folder = tmp_path / "downloaded"
+    folder.mkdir()
+    for name in SHADOWED:
+        (folder / f"{name}.py").write_text(PLANTED.format(mark=str(tmp_path / "executed")))
+    return folder
+
+
+@pytest.mark.parametrize("found_by", ["PYTHONPATH", "directory"])
+def test_the_agent_runs_nothing_from_the_working_directory(tmp_path: Path, downloaded: Path, found_by: str) -> None:
+    """And gets its secret through a pipe: not by its command line, nor its environment."""
+    rings = tmp_path / "rings"
+    hung(rings, since_s=130)
+    script = tmp_path / "script" / "train.py"
+    script.parent.mkdir()
+    env = environment()
+    if found_by == "PYTHONPATH":
+        script.write_text(STARTS)
+    else:  # beside the script, which names its own folder
+        shutil.copytree(REPO / "unickpt", script.parent / "unickpt", ignore=shutil.ignore_patterns("__pycache__"))
+        script.write_text(STARTS)
+        env["PYTHONPATH"] = ""
+    with subprocess.Popen(
+        [sys.executable, str(script), str(rings)], cwd=downloaded, env={**env, "UNICKPT_AUTOLOAD": "0"}, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            agent = psutil.Process(int(process.stdout.readline()))
+            end = time.monotonic() + 60
+            while not (rings / "verdicts.jsonl").exists() and not (tmp_path / "executed").exists():
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            assert not (tmp_path / "executed").exists(), (tmp_path / "executed").read_text()
+            address = starting.read_address(rings)
+            secret = address.rpartition("/")[2]
+            assert len(secret) == 32
+            assert secret not in " ".join(agent.cmdline())
+            assert secret not in str(agent.environ())
+            assert agent.cwd() == "/"
+            found = json.loads(urllib.request.urlopen(f"{address}/verdicts").read())
+            assert found["lines"][0].startswith("rank 2 has not entered")
+        finally:
+            process.communicate("")
+    assert sorted(path.name for path in downloaded.iterdir()) == sorted(f"{name}.py" for name in SHADOWED)
+
+
+def test_what_the_store_holds_has_to_be_an_address(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = dist.HashStore()
+    store.set(starting._key(), "http://elsewhere:80/x?y\x1b[2J")
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    starting._find(process, tmp_path, store)
+    assert process.communicate()[0] == b""
+    assert "holds no address" in caplog.text
+    assert "\x1b" not in caplog.text
+    assert not list(tmp_path.iterdir())
