@@ -55,6 +55,7 @@ def test_the_agent_runs_nothing_from_the_working_directory(tmp_path: Path, downl
         script.write_text(STARTS)
     else:  # beside the script, which names its own folder
         shutil.copytree(REPO / "unickpt", script.parent / "unickpt", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(REPO / "_unickpt_autoload.py", script.parent)
         script.write_text(STARTS)
         env["PYTHONPATH"] = ""
     with subprocess.Popen(

@@ -261,7 +261,10 @@ def told(verdict: Verdict, view: View) -> str:
 
 
 def _clock(verdict: Verdict) -> str:
-    return datetime.datetime.fromtimestamp(verdict.since_ns / 1e9).strftime("%H:%M:%S")
+    try:
+        return datetime.datetime.fromtimestamp(verdict.since_ns / 1e9).strftime("%H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # rings are not trusted
+        return "an impossible time"
 
 
 def _doing(rank: int, view: View) -> str:

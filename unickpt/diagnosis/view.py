@@ -20,7 +20,7 @@ from unickpt.diagnosis.transport import WINDOW, Windows
 from unickpt.timing.endings import Ending
 from unickpt.timing.folder import Job
 from unickpt.timing.processes import State
-from unickpt.timing.ranks import Progressions, believable, coordinates, members
+from unickpt.timing.ranks import MOST_MEMBERS, Progressions, believable, coordinates, count_of, expanded, members
 from unickpt.timing.records import Op, Records, bytes_in, bytes_out
 from unickpt.timing.ring import Snapshot
 
@@ -41,6 +41,7 @@ CALL = np.dtype(
     ]
 )
 Calls = npt.NDArray[Any]  # of dtype ``CALL``
+_LABEL, _NAME = 128, 256  # characters of what a ring says a group is called
 WARM_UP = 5  # steps that allocate and compile
 NEWEST_CALLS, NEWEST_STEPS = 256, 32  # of a rank
 
@@ -63,13 +64,21 @@ class Group:
 
     def members(self) -> npt.NDArray[np.int64]:
         """int64: global ranks, in the order of the group."""
-        return np.array(members(self.ranks), np.int64)
+        return expanded(self.ranks)
+
+    @property
+    def count(self) -> int:
+        """How many members it has."""
+        return count_of(self.ranks)
 
     def told(self) -> str:
         """For a person."""
-        ranks = members(self.ranks)
-        of = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 2 else f"ranks {', '.join(map(str, ranks))}"
-        return f"the {self.label or repr(self.name)} group of {of}"
+        if self.count > 2:
+            first, step, count = self.ranks[-1]
+            of = f"{self.ranks[0][0]} to {first + step * (count - 1)}"
+        else:
+            of = ", ".join(map(str, members(self.ranks)))
+        return f"the {self.label or repr(self.name)} group of ranks {of}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +158,7 @@ def view_of(job: Job, stacks: Mapping[int, str] | None = None, endings: Mapping[
     ranks, rows, steps, calls = {}, [np.zeros(0, SUMMARY)], [np.zeros(0, STEP)], [np.zeros(0, CALL)]
     longest = 0
     for rank, ring in job.ranks.items():
-        table = [_group(entry, at) for at, entry in enumerate(ring.communicators)]
+        table = [_group(entry, at, ring.identity.world) for at, entry in enumerate(ring.communicators)]
         numbers = numbered([group.name for group in table], known)
         groups += [group for group, number in zip(table, numbers.tolist(), strict=True) if number >= len(groups)]
         offset = job.offsets_ns[rank]
@@ -160,18 +169,28 @@ def view_of(job: Job, stacks: Mapping[int, str] | None = None, endings: Mapping[
         longest = max(longest, _longest_wait_ns(made))
         ranks[rank] = _rank(rank, ring, table, made, job, (stacks or {}).get(rank, ""), endings or {})
     return View(
-        job.now_ns, ranks, groups, np.concatenate(rows), np.concatenate(steps), np.concatenate(calls), longest_wait_ns=longest,
+        job.now_ns, ranks, believed(groups), np.concatenate(rows), np.concatenate(steps), np.concatenate(calls),
+        longest_wait_ns=longest,
         problems=job.unreadable,
     )  # fmt: skip
 
 
-def _group(entry: Mapping[str, Any], at: int) -> Group:
-    name = str(entry.get("name", f"?{at}"))
+def _group(entry: Mapping[str, Any], at: int, world: int) -> Group:
+    name = str(entry.get("name", f"?{at}"))[:_NAME]
     try:
-        ranks = believable(entry.get("ranks", []))
+        ranks = believable(entry.get("ranks", []), world)
     except ValueError:  # whoever has written it
         ranks = ()
-    return Group(name, str(entry.get("label", "")), ranks, bool(entry.get("on_device", False)))
+    return Group(name, str(entry.get("label", ""))[:_LABEL], ranks, bool(entry.get("on_device", False)))
+
+
+def believed(groups: Sequence[Group]) -> list[Group]:
+    """The same groups; those that no longer fit into what all members together may be have none."""
+    total, found = 0, []
+    for group in groups:
+        total += group.count
+        found.append(group if total <= MOST_MEMBERS else dataclasses.replace(group, ranks=()))
+    return found
 
 
 def _calls(rank: int, records: Records, numbers: npt.NDArray[np.int32], offset_ns: int) -> Calls:
@@ -214,7 +233,7 @@ def _rank(
 
 
 def _place(rank: int, table: Sequence[Group]) -> str:
-    found = coordinates(rank, ((group.label, members(group.ranks)) for group in table))
+    found = coordinates(rank, ((group.label, group.ranks) for group in table))
     return " ".join(f"{axis} {at}" for axis, at in found.items())
 
 

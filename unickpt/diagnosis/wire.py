@@ -13,13 +13,14 @@ import numpy.typing as npt
 from unickpt.diagnosis.steps import STEP
 from unickpt.diagnosis.summaries import SUMMARY
 from unickpt.diagnosis.transport import WINDOW
-from unickpt.diagnosis.view import CALL, Group, RankView, View
+from unickpt.diagnosis.view import CALL, Group, RankView, View, believed
 from unickpt.errors import FormatError
 from unickpt.timing.processes import State
 from unickpt.timing.ranks import MOST_RANKS, believable
 from unickpt.timing.records import Op
 
 VERSION = 5
+_LATEST_NS = 1 << 62
 _LENGTH = struct.Struct("<Q")
 _TABLES = {"rows": SUMMARY, "steps": STEP, "calls": CALL, "windows": WINDOW}
 
@@ -73,8 +74,9 @@ def unpacked(data: bytes) -> View:
         tables = _tables(data, _LENGTH.size + length, head["tables"])
         problems = [str(text) for text in head["problems"]]
         found = View(
-            int(head["now_ns"]), ranks, groups, **tables, longest_wait_ns=int(head["longest_wait_ns"]), problems=problems
-        )
+            _time(head["now_ns"]), ranks, believed(groups), **tables, longest_wait_ns=_time(head["longest_wait_ns"]),
+            problems=problems,
+        )  # fmt: skip
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, struct.error) as err:
         raise FormatError(f"not the bytes of a view: {type(err).__name__}: {err}") from err
     _check(found)
@@ -100,13 +102,19 @@ def _number(value: Any, end: int) -> int:
     return value
 
 
+def _time(value: Any) -> int:
+    if not isinstance(value, int) or not -_LATEST_NS < value < _LATEST_NS:
+        raise ValueError(f"{value!r} is no time in nanoseconds")
+    return value
+
+
 def _rank(
     pid: Any, host: Any, state: Any, closed: Any, step: Any, phase: Any, heard_ns: Any, place: Any, last: Any, last_ns: Any,
     stack: Any, ended: Any, crowded: Any,
 ) -> RankView:  # fmt: skip
     return RankView(
-        int(pid), str(host), State(state), bool(closed), int(step), int(phase), int(heard_ns), str(place), str(last),
-        int(last_ns), str(stack), str(ended), float(crowded),
+        _number(pid, 1 << 31), str(host), State(state), bool(closed), _time(step), _number(phase, 1 << 32), _time(heard_ns),
+        str(place), str(last), _time(last_ns), str(stack), str(ended), float(crowded),
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ import numpy as np
 from unickpt.errors import ConfigError, FormatError
 from unickpt.private_files import make_named_folder, open_regular, replacing
 from unickpt.timing.ranks import MOST_RANKS
-from unickpt.timing.records import END_OFFSET, FLAGS_OFFSET, FORMAT, RECORD, WAIT_OFFSET, Records
+from unickpt.timing.records import DTYPES, END_OFFSET, FLAGS_OFFSET, FORMAT, RECORD, WAIT_OFFSET, Op, Records
 
 _MOST_PIDS = 1 << 31
 MAGIC = b"UNICKRNG"
@@ -42,6 +42,8 @@ _CHANGING = struct.Struct("<QqqQII")  # bytes of the table, heartbeat, step, new
 MOST_RECORDS = 1 << 24  # 1.6 GB
 _SLACK = 8192  # records that may have been written since the newest was told
 _CHANGING_OFFSET = 512
+_LOOKED_AT = 1 << 16  # slots at a time: what is empty, or says nothing, costs no memory
+_KNOWN_OPS = np.isin(np.arange(256), [int(op) for op in Op])
 _WORD, _SIGNED, _SHORT = struct.Struct("<Q"), struct.Struct("<q"), struct.Struct("<H")
 
 RUNNING, CLOSED = 1, 2
@@ -236,7 +238,9 @@ class RingReader:
         return np.concatenate(parts)
 
     def _part(self, lo: int, hi: int) -> Records:
-        """The records in some slots, but those that change meanwhile."""
+        """The records in some slots, but those that change meanwhile, or say what does not exist."""
+        if hi - lo > _LOOKED_AT:
+            return np.concatenate([self._part(at, min(at + _LOOKED_AT, hi)) for at in range(lo, hi, _LOOKED_AT)])
         slots = np.frombuffer(self.map, RECORD, self.capacity, HEADER_BYTES + TABLE_BYTES)[lo:hi]
         written = slots["written"].copy()
         found = slots.copy()
@@ -244,6 +248,7 @@ class RingReader:
         place = np.arange(lo, hi, dtype=np.uint64)
         sound = (written > 0) & (written == found["begun"]) & (written == begun)
         sound &= (written - np.uint64(1)) % np.uint64(self.capacity) == place
+        sound &= _KNOWN_OPS[found["op"]] & (found["dtype"] <= len(DTYPES))
         part: Records = found[sound]
         return part
 
@@ -255,6 +260,6 @@ def _text(field: bytes) -> str:
 def _line(line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {}

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from unickpt.timing.folder import Job
 from unickpt.timing.processes import State
-from unickpt.timing.ranks import believable, members
+from unickpt.timing.ranks import MOST_MEMBERS, Progressions, believable, count_of, expanded
 from unickpt.timing.ranks import coordinates as place_among
 from unickpt.timing.records import DTYPES, Flag, Op, Records
 from unickpt.timing.ring import Snapshot
@@ -159,11 +159,15 @@ def _sound(records: Records) -> Records:
 def _listed(ring: Snapshot, groups: dict[str, Group]) -> list[int]:
     """Numbers in the job of a rank's communicators; those that are new are added to ``groups``."""
     numbers = []
+    left = MOST_MEMBERS - sum(len(group.ranks) for group in groups.values())
     for at, entry in enumerate(ring.communicators):
         name = str(entry.get("name", f"?{ring.identity.rank}/{at}"))
         if name not in groups:
             label = str(entry.get("label") or name)
-            groups[name] = Group(len(groups), name, label, str(entry.get("backend", _ON_HOST[0])), _members(entry))
+            parts = _parts(entry, ring.identity.world)
+            left -= count_of(parts)
+            ranks = expanded(parts if left >= 0 else ())
+            groups[name] = Group(len(groups), name, label, str(entry.get("backend", _ON_HOST[0])), ranks)
         numbers.append(groups[name].number)
     return numbers
 
@@ -180,16 +184,16 @@ def _numbers(records: Records, at: list[int], rank: int, groups: dict[str, Group
     return numbers
 
 
-def _members(entry: Mapping[str, Any]) -> Ints:
+def _parts(entry: Mapping[str, Any], world: int) -> Progressions:
     try:
-        return np.array(members(believable(entry.get("ranks", []))), np.int64)
+        return believable(entry.get("ranks", []), world)
     except ValueError:
-        return np.zeros(0, np.int64)
+        return ()
 
 
 def coordinates(ring: Snapshot) -> dict[str, int]:
     """A rank's place in the parallel layout, by the groups that it has called: ``{"tp": 1, "pp": 0, "dp": 2}``."""
-    groups = ((str(entry.get("label", "")), _members(entry).tolist()) for entry in ring.communicators)
+    groups = ((str(entry.get("label", "")), _parts(entry, ring.identity.world)) for entry in ring.communicators)
     return place_among(ring.identity.rank, groups)
 
 
