@@ -99,3 +99,11 @@ for value in ("0", "false", "False", "no", "NO", "off", "", " ", "1"):
 """
     lines = run(code, tmp_path).stdout.splitlines()
     assert [line for line in lines if line.endswith("True")] == ["'1' True"], lines
+
+
+def test_an_editable_installation_from_before_this_module_goes_on(tmp_path: Path) -> None:
+    """It has the entry point ``unickpt.autoload:arm``, and knows the packages alone."""
+    code = EDITABLE.format(repo=str(REPO)).replace('name + ".py"', '"nothing"')
+    code += "import unickpt.autoload as a; a.arm(); print(any(type(f).__name__ == '_Finder' for f in sys.meta_path))"
+    done = run(code, tmp_path, PYTHONPATH="", UNICKPT_AUTOLOAD="1")
+    assert done.stdout == "True\n", done.stderr
