@@ -7,36 +7,16 @@ Megatron's own folder has a tracker file and ``iter_...`` directories; one that 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from pathlib import Path
 
 from unickpt.commit import LATEST_FILE
 from unickpt.errors import FormatError, StorageError, UnickptError
+from unickpt.load.resume import Offer
 from unickpt.loading import is_checkpoint, read_manifest
-from unickpt.resuming import TRACKER, Candidates, iteration_name, latest_tag, tracked_iteration, whole
+from unickpt.resuming import TRACKER, Candidates, iteration_name, latest_tag, loadable, tracked_iteration, whole
 from unickpt.storage import open_storage
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What to load next.
-
-    Attributes:
-        directory: of the checkpoint; '' if there is none of ours, or no more.
-        iteration: its step.
-        notes: what is wrong with the folder, for the log.
-        explicit: the user named it: no other one will do.
-        refused: why nothing can be loaded, although something is there.
-    """
-
-    directory: str = ""
-    iteration: int = 0
-    notes: tuple[str, ...] = ()
-    explicit: bool = False
-    refused: str = ""
-
-
-_NOTHING = Choice()
+_NOTHING = Offer()
 
 
 class Choices:
@@ -53,36 +33,36 @@ class Choices:
         """Whether something was offered before."""
         return bool(self._tried)
 
-    def next(self) -> Choice:
+    def next(self) -> Offer:
         """What to try now."""
         if self._step:
             choice = self._named(self._step)
         elif (self._folder / TRACKER).is_file():
             choice = self._megatrons()
         elif is_checkpoint(self._folder):
-            choice = _NOTHING if self._tried else Choice(str(self._folder), _step_of(self._folder), explicit=True)
+            choice = _NOTHING if self._tried else Offer(str(self._folder), step=_step_of(self._folder), explicit=True)
         else:
             choice = self._deepspeeds()
         if choice.directory:
             self._tried.add(choice.directory)
         return choice
 
-    def _named(self, step: int) -> Choice:
+    def _named(self, step: int) -> Offer:
         """``--ckpt-step``: Megatron's directory of that iteration, or whatever checkpoint of that step there is."""
         if self._tried:
             return _NOTHING
         directory = self._folder / iteration_name(step)
         if is_checkpoint(directory):
-            return Choice(str(directory), step, explicit=True)
+            return Offer(str(directory), directory.name, step, explicit=True)
         if directory.exists() or not self._folder.is_dir():
             return _NOTHING
         tags = [name for found, name in whole(self._folder) if found == step]
         if len(tags) > 1:
             told = f"{self._folder} has several checkpoints of step {step}: {', '.join(tags)}. Give one of them to --load."
-            return Choice(refused=told)
-        return Choice(str(self._folder / tags[0]), step, explicit=True) if tags else _NOTHING
+            return Offer(refused=told)
+        return Offer(str(self._folder / tags[0]), tags[0], step, explicit=True) if tags else _NOTHING
 
-    def _megatrons(self) -> Choice:
+    def _megatrons(self) -> Offer:
         """What the tracker file names, and once that was tried, the newest whole iteration before it."""
         tracked: int | None = None
         notes: list[str] = []
@@ -90,24 +70,23 @@ class Choices:
             tracked = tracked_iteration(self._folder)
         except FormatError as err:
             notes.append(str(err))
-        iterations = _whole(self._folder)
         if not self._tried and tracked is not None:
             directory = self._folder / iteration_name(tracked)
-            later = self._later(tracked)
             if is_checkpoint(directory):
-                return Choice(str(directory), tracked, tuple(later))
-            if not iterations or any(directory.glob("*")):
+                later = self._later(tracked)
+                return Offer(str(directory), directory.name, tracked, tuple(later))
+            if any(directory.glob("*")):
                 return _NOTHING
             notes.append(f"{self._folder / TRACKER} names iteration {tracked}, which is not there")
         if not self._tried and tracked is None and not notes:
             return _NOTHING  # "release"
-        older = [at for at in iterations if str(self._folder / iteration_name(at)) not in self._tried]
+        older = _iterations(self._folder, without={Path(tried).name for tried in self._tried})
         if not older:
             return _NOTHING
         if notes:  # Megatron reads the tracker file, and would exit
             with contextlib.suppress(StorageError):  # a full disk or a read-only one: Megatron then says so itself
                 open_storage(self._folder).write_atomic(TRACKER, str(older[0]).encode())
-        return Choice(str(self._folder / iteration_name(older[0])), older[0], tuple(notes))
+        return Offer(str(self._folder / iteration_name(older[0])), iteration_name(older[0]), older[0], tuple(notes))
 
     def _later(self, tracked: int) -> list[str]:
         """A word on what DeepSpeed has saved there since: the tracker file counts."""
@@ -121,15 +100,15 @@ class Choices:
                 ]
         return []
 
-    def _deepspeeds(self) -> Choice:
+    def _deepspeeds(self) -> Offer:
         """What ``latest`` names, and once that was tried, the newest whole one; nothing if there is no ``latest``."""
         found = self._candidates.next()
         if found.tag is None:
             return _NOTHING
         directory = self._folder / found.tag
         if is_checkpoint(directory):
-            return Choice(str(directory), _step_of(directory), found.notes)
-        return Choice(
+            return Offer(str(directory), found.tag, _step_of(directory), found.notes)
+        return Offer(
             refused=f"{directory}, which {self._folder / LATEST_FILE} names, is no unickpt checkpoint. If it is one of "
             "DeepSpeed's own, convert it first (unickpt convert)."
         )
@@ -143,6 +122,7 @@ def _step_of(directory: Path) -> int:
         return 0
 
 
-def _whole(folder: Path) -> list[int]:
-    """Iterations that have a sound manifest, newest first."""
-    return sorted((int(name[5:]) for _, name in whole(folder) if name.startswith("iter_") and name[5:].isdigit()), reverse=True)
+def _iterations(folder: Path, *, without: set[str]) -> list[int]:
+    """Iterations that may be loaded, newest first."""
+    found = loadable(folder, without=without)
+    return sorted((int(name[5:]) for _, name in found if name.startswith("iter_") and name[5:].isdigit()), reverse=True)

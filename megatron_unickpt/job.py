@@ -14,6 +14,8 @@ from megatron.core.dist_checkpointing.mapping import CheckpointingException
 from megatron_unickpt import internals
 from unickpt.coordination import Rendezvous
 from unickpt.errors import UnickptError
+from unickpt.load.failure import Failure
+from unickpt.load.resume import AgreedFailureError
 from unickpt.loading import is_checkpoint
 from unickpt.saves import SaveOptions
 from unickpt.saving import Saver
@@ -28,7 +30,13 @@ _saver: Saver | None = None
 
 
 class MegatronCheckpointError(CheckpointingException, UnickptError):  # type: ignore[misc]
-    """An error of unickpt that is one of Megatron's too."""
+    """An error of unickpt that is one of Megatron's too.
+
+    Attributes:
+        failures: of all ranks, if they agreed on them; empty if this rank raises on its own.
+    """
+
+    failures: tuple[Failure, ...] = ()
 
 
 class SaveFailedError(MegatronCheckpointError):
@@ -44,6 +52,14 @@ def in_megatrons_terms() -> Iterator[None]:
         if isinstance(err, CheckpointingException):
             raise
         raise MegatronCheckpointError(f"{type(err).__name__}: {err}") from err
+    except AgreedFailureError as agreed:
+        error = agreed.error
+        if isinstance(error, UnickptError) and not isinstance(error, MegatronCheckpointError):
+            error = MegatronCheckpointError(f"{type(error).__name__}: {error}")
+            error.__cause__ = agreed.error
+        if isinstance(error, MegatronCheckpointError):
+            error.failures = agreed.failures
+        raise error from error.__cause__
 
 
 def rendezvous(*, timeout_s: float = 1800.0) -> Rendezvous:

@@ -6,10 +6,11 @@ which the hooks send here when the directory is ours.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,21 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from megatron_unickpt import dialects, internals, job, mapping, metadata, restore
-from megatron_unickpt.job import MegatronCheckpointError, in_megatrons_terms
+from megatron_unickpt.job import in_megatrons_terms
 from megatron_unickpt.optimizer import OptimizerPart
 from unickpt import interruption
 from unickpt.index import TensorInfo
-from unickpt.loading import Checkpoint
+from unickpt.load.resume import Together
+from unickpt.loading import Checkpoint, Planned
 from unickpt.logs import make_visible
-from unickpt.neighbours import Neighbours, meet, reason_of
+from unickpt.neighbours import Neighbours
 from unickpt.report import LoadReport
 from unickpt.topology import describe
 
 logger = logging.getLogger("unickpt")
 
 last_report: LoadReport | None = None
+agreements_begun = 0  # how many loads this process has begun to agree on
 
 
 def load(
@@ -67,51 +70,87 @@ def load(
     """
     make_visible()
     begin = time.monotonic()
-    _dequantize(sharded_state_dict)
-    wanted, local, factories = load_preprocess(sharded_state_dict)
-    parts = [leaf for leaf in mapping.walk(local) if isinstance(leaf, OptimizerPart)]
-    wanted, _ = extract_sharded_base(wanted)
-    missing: set[str] = set()
-    unexpected: set[str] = set()
-    failure: Exception | None = None
-    state: Any = None
     handling = validation.parse_strict_flag(strict)
     arguments = internals.global_arguments()
     verify = verify or str(getattr(arguments, "unickpt_verify", "always"))
     if read_once_per_host is None:
         read_once_per_host = not getattr(arguments, "unickpt_no_read_once", False)
     interruption.finish_all()
+    together = begin_together(checkpoint_dir)
+
+    def opened() -> tuple[Checkpoint, _Request]:
+        return Checkpoint.open(str(checkpoint_dir)), _Request.of(sharded_state_dict)
+
     with in_megatrons_terms():
-        checkpoint = _open_together(checkpoint_dir, validate_access_integrity)
+        source, request = together.step("open", opened)
+        with_others = together.meet if validate_access_integrity else None
+        checkpoint = together.step("named", lambda: dialects.as_named_here(source, request.items(), with_others))
+        wanted, missing, unexpected = request.wanted, set[str](), set[str]()
+        if handling != validation.StrictHandling.ASSUME_OK_UNEXPECTED:  # may raise on some ranks only
+            wanted, missing, unexpected = together.step(
+                "strictly", lambda: _strictly(checkpoint, wanted, handling, validate_access_integrity)
+            )
         filling: _Filling | None = None
-        try:
-            items = [leaf for leaf in mapping.walk(wanted) if isinstance(leaf, ShardedTensor)]
-            checkpoint = dialects.as_named_here(checkpoint, items, job.rendezvous() if validate_access_integrity else None)
-            if handling != validation.StrictHandling.ASSUME_OK_UNEXPECTED:  # may raise on some ranks only
-                wanted, missing, unexpected = _strictly(checkpoint, wanted, handling, validate_access_integrity)
+        state: Any = None
+
+        def planned() -> Planned:
+            nonlocal filling, state
             filling = _Filling(restore.Restore(checkpoint, verify=verify, allow_pickle=allow_pickle), wanted)
             state = filling.work.common()
-        except Exception as err:
-            failure = err
-        reasons, neighbours = _meet(filling, failure, read_once_per_host)
-        if not reasons:
-            assert filling is not None
-            try:
-                with neighbours or contextlib.nullcontext():
-                    filling.read(neighbours)
-            except Exception as err:
-                failure = err
-            reasons = job.rendezvous().agree("read", reason_of(failure))
-        _raise_agreed(checkpoint, failure, reasons)
+            return filling.planned
+
+        _, opener = together.plan(planned, identity=lambda: checkpoint.identity, share=read_once_per_host)
         assert filling is not None
-        merge(state, filling.tree())
-        filling.work.optimizers(parts)
-        _account(filling.work, wanted, validate_access_integrity, time.monotonic() - begin, with_optimizer=bool(parts))
-    merge(state, local)
-    state = apply_factory_merges(state, factories)
+        together.read(filling.read, opener)
+        together.step("finish", partial(_finish, filling, request, state))
+        _account(filling.work, wanted, validate_access_integrity, time.monotonic() - begin, with_optimizer=bool(request.parts))
+    merge(state, request.local)
+    state = apply_factory_merges(state, request.factories)
     if validation.StrictHandling.requires_returning_mismatch_keys(handling):
         return state, missing, unexpected
     return state
+
+
+def begin_together(checkpoint_dir: str | Path) -> Together:
+    """The agreements of a load from a directory. All ranks call this together."""
+    global agreements_begun
+    agreements_begun += 1
+    meet = job.rendezvous()
+    meet.begin(f"load/{checkpoint_dir}")
+    return Together(meet, str(checkpoint_dir))
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What this rank's sharded state dict asks for.
+
+    Attributes:
+        wanted: sharded tensors and objects, to be filled.
+        local: the rest, which stays as it is.
+        factories: of megatron-core, to be applied to what was loaded.
+        parts: optimizers that have to be told what was loaded.
+    """
+
+    wanted: Any
+    local: Any
+    factories: Any
+    parts: list[OptimizerPart]
+
+    @classmethod
+    def of(cls, sharded_state_dict: dict[str, Any]) -> _Request:
+        _dequantize(sharded_state_dict)
+        wanted, local, factories = load_preprocess(sharded_state_dict)
+        parts = [leaf for leaf in mapping.walk(local) if isinstance(leaf, OptimizerPart)]
+        return cls(extract_sharded_base(wanted)[0], local, factories, parts)
+
+    def items(self) -> list[ShardedTensor]:
+        return [leaf for leaf in mapping.walk(self.wanted) if isinstance(leaf, ShardedTensor)]
+
+
+def _finish(filling: _Filling, request: _Request, state: Any) -> None:
+    """Complete the state dict with what was read, and tell the optimizers."""
+    merge(state, filling.tree())
+    filling.work.optimizers(request.parts)
 
 
 def load_sharded(wanted: Any, checkpoint_dir: str | Path) -> Any:
@@ -128,47 +167,6 @@ def _dequantize(state: Any) -> None:
     for leaf in mapping.walk(state):
         if isinstance(leaf, ShardedTensor) and leaf.data is not None:
             leaf.data = internals.dequantized(leaf.data)
-
-
-def _open_together(checkpoint_dir: str | Path, together: bool) -> Checkpoint:
-    """Open on every rank; if one cannot, none goes on."""
-    checkpoint, failure = None, None
-    try:
-        checkpoint = Checkpoint.open(str(checkpoint_dir))
-    except Exception as err:
-        failure = err
-    if together:
-        meet = job.rendezvous()
-        meet.begin(f"load/{checkpoint_dir}")
-        reasons = meet.agree("open", None if failure is None else f"{type(failure).__name__}: {failure}")
-        if reasons and failure is None:
-            rank, reason = min(reasons.items())
-            failure = MegatronCheckpointError(f"{checkpoint_dir}: rank {rank} could not open it: {reason}")
-    if failure is not None:
-        raise failure
-    assert checkpoint is not None
-    return checkpoint
-
-
-def _meet(filling: _Filling | None, failure: Exception | None, share: bool) -> tuple[dict[int, str], Neighbours | None]:
-    planned = None if filling is None else filling.planned
-    return meet(
-        job.rendezvous(),
-        None if planned is None else planned.rows,
-        reason_of(failure),
-        identity="" if filling is None else filling.work.checkpoint.identity,
-        wanted_bytes=0 if planned is None else planned.size_bytes,
-        share=share,
-    )
-
-
-def _raise_agreed(checkpoint: Checkpoint, failure: Exception | None, reasons: dict[int, str]) -> None:
-    """If a rank failed, every rank raises, and names it."""
-    if reasons and reason_of(failure) is None:
-        rank, reason = min(reasons.items())
-        raise MegatronCheckpointError(f"{checkpoint.storage}: rank {rank} could not load it: {reason}")
-    if failure is not None:
-        raise failure
 
 
 class _Filling:

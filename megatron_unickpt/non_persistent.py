@@ -12,8 +12,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatron_unickpt.choosing import Choice, Choices
+from megatron_unickpt.choosing import Choices
 from unickpt.errors import UnickptError
+from unickpt.load.resume import Offer
 from unickpt.resuming import tracked_iteration
 
 SUBDIRECTORY = "non_persistent"  # _NON_PERSISTENT_CKPT_SUBDIR in Megatron's checkpointing.py
@@ -66,10 +67,10 @@ class BothChoices:
         self._step = step
         self._folders = (persistent, other)
         self._choices = (Choices(persistent, step), Choices(other, step))
-        self._heads: list[Choice | None] = [None, None]
+        self._heads: list[Offer | None] = [None, None]
         self._begun = False
 
-    def next(self) -> Choice:
+    def next(self) -> Offer:
         """What to try now. Without a directory at the first call: Megatron's own format has the newest, or nothing is there."""
         for at, choices in enumerate(self._choices):
             if self._heads[at] is None:
@@ -80,9 +81,9 @@ class BothChoices:
             return refused
         native = -1 if self._begun else self._newest_native()
         self._begun = True
-        at = max(range(len(heads)), key=lambda each: (bool(heads[each].directory), heads[each].iteration, each))
-        if not heads[at].directory or native >= heads[at].iteration + (at == 1):
-            return Choice()
+        at = max(range(len(heads)), key=lambda each: (bool(heads[each].directory), heads[each].step, each))
+        if not heads[at].directory or native >= heads[at].step + (at == 1):
+            return Offer()
         self._heads[at] = None
         return heads[at]
 
@@ -96,7 +97,7 @@ class BothChoices:
         return found
 
 
-def choices_of(options: Any, load_dir: str, step: int | None) -> Callable[[], Choice]:
+def choices_of(options: Any, load_dir: str, step: int | None) -> Callable[[], Offer]:
     """A function that returns what to try next, and on each further call what to try after that.
 
     Args:

@@ -13,26 +13,18 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_unickpt import choosing, crossing, internals, job, loading, metadata, non_persistent, optimizer_hooks
-from megatron_unickpt.job import BACKEND, MegatronCheckpointError, SaveFailedError
+from megatron_unickpt import crossing, internals, job, loading, metadata, non_persistent, optimizer_hooks
+from megatron_unickpt.job import BACKEND, MegatronCheckpointError, SaveFailedError, in_megatrons_terms
 from megatron_unickpt.optimizer import METADATA
 from unickpt import interruption
-from unickpt.errors import (
-    ConfigError,
-    CorruptCheckpointError,
-    FormatError,
-    MismatchError,
-    NotACheckpointError,
-    StorageError,
-    UnickptError,
-)
+from unickpt.errors import ConfigError, MismatchError, StorageError
+from unickpt.load.resume import AgreedFailureError, Offer, Together, resume
 from unickpt.loading import Checkpoint
 from unickpt.reading import VERIFY
 from unickpt.resuming import TRACKER
@@ -46,7 +38,6 @@ logger = logging.getLogger("unickpt")
 
 NATIVE_FORMAT = "torch_dist"
 RNG = "rng_state"
-_DAMAGE = (CorruptCheckpointError, FormatError, NotACheckpointError, StorageError)
 
 # Arguments that make another model: they must be the same in the checkpoint and in the job.
 MODEL_ARGUMENTS = (
@@ -294,37 +285,22 @@ def load_checkpoint(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     meet.begin(f"choose/{load_dir}")
     choices = non_persistent.choices_of(options, str(load_dir), getattr(options, "ckpt_step", None))
     tried = False
-    skipped: list[str] = []
-    while True:
-        choice = choosing.Choice(**meet.broadcast("choice", _chosen(choices) if meet.rank == 0 else None))
-        if choice.refused:
-            raise MegatronCheckpointError(choice.refused)
-        if not choice.directory:
-            if tried:
-                raise MegatronCheckpointError(f"no whole checkpoint is left in {load_dir}: " + "; ".join(skipped))
+
+    def attempt(offer: Offer, skipped: tuple[str, ...]) -> Any:
+        nonlocal tried
+        first, tried = not tried, True
+        if first and _local_is_newer(options, bound, offer):
             return _native(wrapped, args, kwargs)
-        if not tried and _local_is_newer(options, bound, choice):
-            return _native(wrapped, args, kwargs)
-        tried = True
-        if choice.notes and meet.rank == 0:
-            logger.warning("unickpt: %s. Now iteration %d is loaded.", "; ".join(choice.notes), choice.iteration)
-        try:
-            return _ours(wrapped, bound, options, choice, skipped)
-        except MegatronCheckpointError as err:
-            damaged = isinstance(err.__cause__, _DAMAGE) or any(kind.__name__ in str(err) for kind in _DAMAGE)
-            if not damaged or choice.explicit:
-                raise
-            skipped.append(f"iteration {choice.iteration}: {err}")
-            if meet.rank == 0:
-                logger.warning(
-                    "unickpt: iteration %d in %s cannot be used: %s. Looking for an older one.", choice.iteration, load_dir, err
-                )
+        return _ours(wrapped, bound, options, offer, skipped)
+
+    with in_megatrons_terms():
+        return resume(meet, lambda: _marked(choices()), attempt, lambda _: _native(wrapped, args, kwargs), where=str(load_dir))
 
 
-def _local_is_newer(options: argparse.Namespace, bound: inspect.BoundArguments, choice: choosing.Choice) -> bool:
+def _local_is_newer(options: argparse.Namespace, bound: inspect.BoundArguments, offer: Offer) -> bool:
     """Whether Megatron has a local checkpoint that is to be loaded instead of this one."""
     local = non_persistent.newest_local(options, bound.arguments.get("checkpointing_context"))
-    return local == choice.iteration if choice.explicit else local >= max(choice.iteration, 0)
+    return local == offer.step if offer.explicit else local >= max(offer.step, 0)
 
 
 def _native(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -336,16 +312,12 @@ def _native(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         _mode.loading = False
 
 
-def _chosen(choices: Callable[[], choosing.Choice]) -> dict[str, Any]:
-    """On the coordinator: what to load next, for all ranks."""
-    try:
-        choice = choices()
-    except (UnickptError, OSError) as err:  # the other ranks wait for this one's word
-        return asdict(choosing.Choice(refused=f"rank 0 cannot see what is there: {type(err).__name__}: {err}"))
-    if choice.directory and Path(choice.directory).name.startswith("iter_"):
-        with contextlib.suppress(OSError):  # a job that was killed right after the commit, or a read-only directory
-            job.mark(choice.directory)
-    return asdict(choice)
+def _marked(offer: Offer) -> Offer:
+    """On the coordinator: Megatron finds its own mark in what is loaded next."""
+    if offer.name.startswith("iter_"):
+        with contextlib.suppress(OSError, StorageError):  # a job that was killed right after the commit; a read-only directory
+            job.mark(offer.directory)
+    return offer
 
 
 def checkpoint_name(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -365,33 +337,37 @@ def checkpoint_format(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def _ours(
-    wrapped: Callable[..., Any], bound: inspect.BoundArguments, options: argparse.Namespace, choice: choosing.Choice,
-    skipped: list[str],
+    wrapped: Callable[..., Any], bound: inspect.BoundArguments, options: argparse.Namespace, offer: Offer,
+    skipped: tuple[str, ...],
 ) -> Any:  # fmt: skip
-    """Load one of our checkpoints through Megatron's own function."""
+    """Load one of our checkpoints through Megatron's own function.
+
+    Raises:
+        AgreedFailureError: it failed, on all ranks.
+    """
     finetune = bool(getattr(options, "finetune", False))
-    try:
-        checkpoint = Checkpoint.open(choice.directory)
+
+    def opened() -> tuple[Checkpoint, Any]:
+        checkpoint = Checkpoint.open(offer.directory)
         foreign = crossing.is_foreign(checkpoint)
-        stored = None if foreign else metadata.load_common_state_dict(choice.directory).get("args")
+        stored = None if foreign else metadata.load_common_state_dict(offer.directory).get("args")
         if stored is not None and not finetune:
-            compare_arguments(vars(stored), vars(options), where=choice.directory)
-    except MegatronCheckpointError:
-        raise
-    except UnickptError as err:
-        raise MegatronCheckpointError(f"{type(err).__name__}: {err}") from err
+            compare_arguments(vars(stored), vars(options), where=offer.directory)
+        return checkpoint, stored
+
+    checkpoint, stored = Together(job.rendezvous(), offer.directory).step("compare", opened)
     kept = any(name.startswith(f"{RNG}/") for name in checkpoint.shared_names())
     same = kept and _same_positions(checkpoint.manifest.writer.topology)
     wanted = not (finetune or getattr(options, "no_load_rng", False) or getattr(stored, "no_save_rng", False))
     # a directory is chosen already; the step, which must not be 0 then, keeps Megatron from looking for one
     changes = {
         "ckpt_format": NATIVE_FORMAT,
-        "ckpt_step": max(choice.iteration, 1),
+        "ckpt_step": max(offer.step, 1),
         "pretrained_checkpoint": None,
         "non_persistent_ckpt_type": None,
     }
     load_dir = str(getattr(options, bound.arguments["load_arg"]))
-    folder, name = split(choice.directory)
+    folder, name = split(offer.directory)
     if folder == non_persistent.folder_of(options, load_dir):
         changes[bound.arguments["load_arg"]] = folder  # Megatron's log says where it loads from
         if torch.distributed.get_rank() == 0:
@@ -401,17 +377,38 @@ def _ours(
     with_schedule = not (finetune or getattr(options, "no_load_optim", False))
     mine = crossing.Job(options, bound.arguments["opt_param_scheduler"] if with_schedule else None)
     _mode.loading, _mode.source = True, checkpoint
+    begun = loading.agreements_begun
     try:
         with _changed(options, changes), _optimizers_asked(), crossing.into(mine):
             result = wrapped(*bound.args, **bound.kwargs)
+    except MegatronCheckpointError as err:
+        if err.failures:
+            raise AgreedFailureError(err.failures, err) from None
+        _take_part(offer, err, begun)
+        raise
+    except Exception as err:
+        _take_part(offer, err, begun)
+        raise
     finally:
         _mode.loading, _mode.source = False, None
     if wanted and not same:
-        _reseed(options, choice.iteration, checkpoint)
+        _reseed(options, offer.step, checkpoint)
     report = loading.last_report
     if report is not None:
         report.skipped = list(skipped)
     return result
+
+
+def _take_part(offer: Offer, error: Exception, begun: int) -> None:
+    """Tell the other ranks of a failure in Megatron's own part of the load. They wait for this rank at the first agreement.
+
+    Args:
+        offer: what is being loaded.
+        error: this rank's.
+        begun: ``loading.agreements_begun`` before. If it has grown, the other ranks have agreed without this failure.
+    """
+    if loading.agreements_begun == begun:
+        loading.begin_together(offer.directory).agree("open", error)
 
 
 @contextmanager

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_unickpt.choosing import Choice, Choices
+from megatron_unickpt.choosing import Choices
 from tests.test_resuming import saved
+from unickpt.load.resume import Offer
 from unickpt.resuming import TRACKER
 
 
@@ -45,7 +46,7 @@ def test_megatrons_own_folder(megatrons: Path) -> None:
 def test_a_tracker_that_names_nothing_is_put_right(megatrons: Path, content: str) -> None:
     (megatrons / TRACKER).write_text(content)
     choice = Choices(str(megatrons), None).next()
-    assert (Path(choice.directory).name, choice.iteration) == ("iter_0000003", 3)
+    assert (choice.name, choice.step) == ("iter_0000003", 3)
     assert TRACKER in choice.notes[0]
     assert (megatrons / TRACKER).read_text() == "3"
 
@@ -63,7 +64,7 @@ def test_megatrons_own_formats_are_left_to_it(megatrons: Path) -> None:
 
 def test_deepspeeds_folder(deepspeeds: Path) -> None:
     choices = Choices(str(deepspeeds), None)
-    assert choices.next() == Choice(str(deepspeeds / "best"), 2)
+    assert choices.next() == Offer(str(deepspeeds / "best"), "best", 2)
     assert order(deepspeeds) == ["best", "global_step3", "global_step1"]
     assert order(deepspeeds, 3) == ["global_step3"]
     (deepspeeds / "latest").unlink()
@@ -81,8 +82,8 @@ def test_a_step_that_several_checkpoints_have_is_no_choice(tmp_path: Path) -> No
 def test_a_checkpoint_itself(deepspeeds: Path, megatrons: Path) -> None:
     for folder, name, step in ((deepspeeds, "best", 2), (megatrons, "iter_0000003", 3)):
         choices = Choices(str(folder / name), None)
-        assert choices.next() == Choice(str(folder / name), step, explicit=True)
-        assert choices.next() == Choice()
+        assert choices.next() == Offer(str(folder / name), step=step, explicit=True)
+        assert choices.next() == Offer()
 
 
 def test_deepspeeds_own_format_is_refused_with_what_to_do(deepspeeds: Path) -> None:

@@ -17,11 +17,12 @@ from unickpt import contribution, handover, neighbours
 from unickpt import rows as rows_module
 from unickpt.contribution import Contribution, shards_of_flat_range
 from unickpt.coordination import Rendezvous
-from unickpt.errors import CorruptCheckpointError
+from unickpt.errors import CorruptCheckpointError, NeighbourFailedError
 from unickpt.fragments import Box, split_flat_range
 from unickpt.index import FragmentRow, TensorInfo
+from unickpt.load.failure import Failure
 from unickpt.loading import Checkpoint
-from unickpt.neighbours import NeighbourFailedError, meet
+from unickpt.neighbours import meet
 from unickpt.reading import ReadStats, Request
 from unickpt.saving import save
 
@@ -69,8 +70,8 @@ def loaded(directory: Path, rendezvous: Rendezvous, *, share: bool = True, verif
     if near is None:
         stats = checkpoint.fill(planned, verify=verify)
     else:
-        with near:
-            stats = checkpoint.fill(planned, verify=verify, neighbours=near)
+        with near() as ranks:
+            stats = checkpoint.fill(planned, verify=verify, neighbours=ranks)
     for request, expected in pairs:
         assert torch.equal(request.out.view(expected.shape), expected)
     return stats
@@ -116,8 +117,8 @@ def test_damage_that_one_rank_finds_ends_the_load_of_all(tmp_path: Path, rank: i
             loaded(directory, rendezvous)
         except CorruptCheckpointError as err:
             return "found it" if path.name in str(err) else str(err)
-        except NeighbourFailedError as err:
-            return "told" if neighbours.reason_of(err) is None else str(err)
+        except NeighbourFailedError:
+            return "told"
         return "nothing"
 
     assert sorted(on_all_ranks(run, timeout_s=20.0)) == ["found it", "told", "told"]
@@ -125,12 +126,13 @@ def test_damage_that_one_rank_finds_ends_the_load_of_all(tmp_path: Path, rank: i
 
 
 def test_a_rank_that_cannot_plan_keeps_the_others_from_reading(tmp_path: Path) -> None:
-    def run(rendezvous: Rendezvous) -> tuple[dict[int, str], bool]:
-        failure = "MismatchError: no" if rendezvous.rank == 1 else None
-        failures, near = meet(rendezvous, np.arange(3), failure, wanted_bytes=10)
+    told = Failure("mismatch", 1, "w", "", "no")
+
+    def run(rendezvous: Rendezvous) -> tuple[tuple[Failure, ...], bool]:
+        failures, near = meet(rendezvous, np.arange(3), told if rendezvous.rank == 1 else None, wanted_bytes=10)
         return failures, near is None
 
-    assert on_all_ranks(run) == [({1: "MismatchError: no"}, True)] * WORLD
+    assert on_all_ranks(run) == [((told,), True)] * WORLD
 
 
 def test_ranks_that_opened_different_saves_under_one_name_do_not_load() -> None:
@@ -138,8 +140,8 @@ def test_ranks_that_opened_different_saves_under_one_name_do_not_load() -> None:
         identity = "new" if rendezvous.rank == 2 else "old"
         failures, near = meet(rendezvous, np.arange(3), None, identity=identity, wanted_bytes=10)
         assert near is None
-        assert "index new, there old" in failures[2]
-        return list(failures)
+        assert "index new, there old" in failures[0].text
+        return [failure.rank for failure in failures]
 
     assert on_all_ranks(run) == [[2]] * WORLD
 

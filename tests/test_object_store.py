@@ -566,20 +566,6 @@ def test_deepspeed_saves_to_a_url_and_resumes_from_it(tmp_path: Path, bucket: Bu
     assert not any(failures.values()), failures
 
 
-def test_a_store_that_does_not_answer_is_no_reason_to_resume_from_an_older_checkpoint() -> None:
-    engine = pytest.importorskip("ds_unickpt.load")
-    silent, broken = StorageError("timed out"), CorruptCheckpointError("a checksum differs")
-    for where, failure, expected in (
-        ("s3://bucket/run/a", silent, StorageError),
-        ("s3://bucket/run/a", broken, engine._DamagedError),
-        ("/disk/run/a", silent, engine._DamagedError),
-    ):
-        with pytest.raises(expected):
-            engine._raise_agreed(where, failure, {1: f"{type(failure).__name__}: {failure}"})
-        with pytest.raises(engine.CoordinationError if expected is StorageError else expected, match="rank 1 could not load"):
-            engine._raise_agreed(where, None, {1: f"{type(failure).__name__}: {failure}"})
-
-
 # ---------------------------------------------------------------- Megatron
 
 

@@ -8,7 +8,19 @@ from __future__ import annotations
 
 
 class UnickptError(Exception):
-    """Base of every error raised on purpose by this package."""
+    """Base of every error raised on purpose by this package.
+
+    Attributes:
+        file, tensor: what it is about, as the message says too; '' if it is about nothing in particular.
+    """
+
+    file: str = ""
+    tensor: str = ""
+
+    def about(self, *, file: str = "", tensor: str = "") -> UnickptError:
+        """This error, with the file and the tensor that it is about."""
+        self.file, self.tensor = file, tensor
+        return self
 
 
 class ConfigError(UnickptError):
@@ -57,6 +69,10 @@ class UnsupportedLayoutError(UnickptError):
 
 class CoordinationError(UnickptError):
     """Ranks of one save or load did not all arrive, or did not all succeed."""
+
+
+class NeighbourFailedError(CoordinationError):
+    """Another rank of this host failed while this one waited for what it reads. Its own error is the one to show."""
 
 
 class StorageError(UnickptError):

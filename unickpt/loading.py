@@ -273,7 +273,9 @@ def read_index(storage: Storage, manifest: Manifest) -> Index:
         raise FormatError(f"{path}: {record.size_bytes:,} bytes are too many for an index")
     data = storage.read(record.path, 0, record.size_bytes)
     if digest(data) != record.checksum:
-        raise CorruptCheckpointError(f"{path}: checksum differs from the manifest's; the index is damaged")
+        raise CorruptCheckpointError(f"{path}: checksum differs from the manifest's; the index is damaged").about(
+            file=record.path
+        )
     index = index_file.from_bytes(data, where=path)
     try:
         index_module.check_complete(index)
@@ -328,4 +330,4 @@ def check_header(storage: Storage, record: FileRecord) -> None:
     if digest(storage.read(record.path, 0, record.header_bytes)) != record.header_checksum:
         raise CorruptCheckpointError(
             f"{storage.where(record.path)}: the safetensors header differs from the one that was written; the file is damaged"
-        )
+        ).about(file=record.path)

@@ -13,14 +13,17 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
 from unickpt.coordination import Message, Rendezvous
-from unickpt.errors import CoordinationError
+from unickpt.errors import NeighbourFailedError
 from unickpt.fragments import Ints
+from unickpt.load.failure import Failure
 
 logger = logging.getLogger("unickpt")
 
@@ -32,15 +35,6 @@ OPENED, READY, CONSUMED, FAILED = range(4)
 _FIELDS = 4
 _RANK_BYTES = 16 << 20  # of shared memory for each rank: touching new pages costs more than copying
 _LEAST_RANK_BYTES = 256 << 10
-
-
-class NeighbourFailedError(CoordinationError):
-    """Another rank of this host failed while this one waited for what it reads. Its own error is the one to show."""
-
-
-def reason_of(failure: Exception | None) -> str | None:
-    """What a rank tells the others of its failure: nothing, if that is another rank's."""
-    return None if failure is None or isinstance(failure, NeighbourFailedError) else f"{type(failure).__name__}: {failure}"
 
 
 class Neighbours:
@@ -110,13 +104,13 @@ class Neighbours:
 def meet(
     rendezvous: Rendezvous,
     rows: Ints | None,
-    failure: str | None,
+    failure: Failure | None,
     *,
     identity: str = "",
     wanted_bytes: int,
     share: bool = True,
-) -> tuple[dict[int, str], Neighbours | None]:
-    """All ranks agree that each has its plan, and those of one host open their shared memory. Every rank calls it.
+) -> tuple[tuple[Failure, ...], Callable[[], Neighbours] | None]:
+    """All ranks agree that each has its plan, and those of one host prepare their shared memory. Every rank calls it.
 
     Args:
         rendezvous: of the whole job.
@@ -128,13 +122,14 @@ def meet(
         share: False on any rank: nobody shares with it.
 
     Returns:
-        rank -> reason of all failures, and the neighbours if there are any and none failed.
+        All failures, the same on every rank, and what opens the shared memory, if this rank shares any and none failed.
     """
     host = _host() if share and rendezvous.world > 1 else ""
-    messages = rendezvous.gather("planned", {"failure": failure, "host": host, "identity": identity})
+    told = None if failure is None else failure.to_message()
+    messages = rendezvous.gather("planned", {"failure": told, "host": host, "identity": identity})
     verdicts = None if messages is None else _verdicts(messages)
     verdict = rendezvous.scatter("planned-verdict", verdicts, notice=False)
-    failures = {int(rank): reason for rank, reason in verdict["failures"].items()}
+    failures = tuple(map(Failure.from_message, verdict["failures"]))
     if failures or not verdict["shared"]:
         return failures, None
     ranks: list[int] = verdict["ranks"]
@@ -146,8 +141,8 @@ def meet(
         if rendezvous.rank == 0:
             rank, reason = min(problems.items())
             logger.warning("unickpt: every rank reads all that it needs itself: rank %d cannot share memory (%s)", rank, reason)
-        return {}, None
-    return {}, Neighbours(folder, ranks, rendezvous.rank, timeout_s=rendezvous.timeout_s) if ranks else None
+        return (), None
+    return (), partial(Neighbours, folder, ranks, rendezvous.rank, timeout_s=rendezvous.timeout_s) if ranks else None
 
 
 def _verdicts(messages: list[Message]) -> list[Message]:
@@ -158,16 +153,18 @@ def _verdicts(messages: list[Message]) -> list[Message]:
     return [{**common, "ranks": own.get(rank, [])} for rank in range(len(messages))]
 
 
-def _failures(messages: list[Message]) -> Message:
-    found = {str(rank): m["failure"] for rank, m in enumerate(messages) if m["failure"] is not None}
-    for rank, message in enumerate(messages) if not found else ():
-        if message["identity"] != messages[0]["identity"]:
-            found[str(rank)] = (
-                "CorruptCheckpointError: the checkpoint that it opened is not the one that rank 0 opened "
-                f"(index {message['identity']}, there {messages[0]['identity']}): it was saved again meanwhile, or the "
-                "storage is not shared. Load again"
-            )
-    return found
+def _failures(messages: list[Message]) -> list[Message]:
+    found: list[Message] = [m["failure"] for m in messages if m["failure"] is not None]
+    return found or [
+        Failure(
+            "damaged", rank, "", "",
+            "the checkpoint that it opened is not the one that rank 0 opened "
+            f"(index {message['identity']}, there {messages[0]['identity']}): it was saved again meanwhile, or the "
+            "storage is not shared. Load again",
+        ).to_message()
+        for rank, message in enumerate(messages)
+        if message["identity"] != messages[0]["identity"]
+    ]  # fmt: skip
 
 
 def _host() -> str:

@@ -307,7 +307,7 @@ def check(fragment: Fragment, checksum: int, path: str) -> None:
             f"{path}: checksum of {fragment.info.name} ({fragment.info.state}) {fragment.box} differs from the one "
             f"written: the file is damaged at bytes {fragment.offset:,} to {fragment.end:,}. "
             "Resume from an older checkpoint."
-        )
+        ).about(file=path, tensor=fragment.info.name)
 
 
 def files_of(index: Index, plan: ReadPlan) -> list[str]:

@@ -7,14 +7,18 @@ caller asks again.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from unickpt.commit import LATEST_FILE
-from unickpt.errors import FormatError, StorageError, UnickptError
+from unickpt.errors import FormatError, NewerFormatError, StorageError, UnickptError
+from unickpt.load.failure import DAMAGE, failure_of
 from unickpt.loading import read_manifest
 from unickpt.manifest import MANIFEST_FILE, check_path
-from unickpt.storage import join, open_storage
+from unickpt.storage import Storage, join, open_storage
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's scripts write it (megatron/training/checkpointing.py)
 _MAX_LATEST_BYTES = 4096
@@ -97,6 +101,41 @@ def whole(folder: str | os.PathLike[str]) -> list[tuple[int, str]]:
     return sorted(found, reverse=True)
 
 
+def loadable(folder: str | os.PathLike[str], *, without: Collection[str] = ()) -> list[tuple[int, str]]:
+    """(step, name) of what may be tried after a damaged checkpoint, newest first.
+
+    Also what a newer release has written: passing it over would resume from an older checkpoint in silence.
+
+    Args:
+        folder: of checkpoints.
+        without: names that were tried.
+
+    Raises:
+        StorageError: the storage does not answer, or does not permit to look. That says nothing of the checkpoints.
+    """
+    place = open_storage(folder)
+    found = []
+    for name in place.folders():
+        if name in without:
+            continue
+        inside = place.inside(name)
+        try:
+            found.append((read_manifest(inside).step, name))
+        except NewerFormatError:
+            found.append((_step_of_newer(inside), name))
+        except UnickptError as err:
+            if failure_of(err, rank=0, where=inside.where()).kind not in DAMAGE:
+                raise
+    return sorted(found, reverse=True)
+
+
+def _step_of_newer(checkpoint: Storage) -> int:
+    """The step in a manifest of a newer format. If it is not where it is in this one, the checkpoint counts as the newest."""
+    size = checkpoint.size_bytes(MANIFEST_FILE) or 0
+    step = json.loads(checkpoint.read(MANIFEST_FILE, 0, size)).get("step")
+    return step if type(step) is int else sys.maxsize
+
+
 class Candidates:
     """The checkpoints of a folder in the order in which a job tries them; ask again if one turned out to be damaged.
 
@@ -110,9 +149,16 @@ class Candidates:
         self._tried: list[str] = []
         self._offered: tuple[str, Identity] | None = None
         self._again = 0
+        self._begun = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether something was offered before, or looked for in vain."""
+        return self._begun
 
     def next(self) -> Choice:
         """What to try now."""
+        self._begun = True
         choice = self._next()
         if choice.tag is not None:
             self._offered = (choice.tag, identity(join(self._folder, choice.tag)))
@@ -134,7 +180,7 @@ class Candidates:
             if identity(join(self._folder, tag)) not in (before, None) and self._again < _AGAIN:
                 self._again += 1
                 return Choice(tag, (f"{join(self._folder, tag)} was saved again while it was being read",))
-        older = [name for _, name in whole(self._folder) if name not in self._tried]
+        older = [name for _, name in loadable(self._folder, without=self._tried)]
         return Choice(older[0] if older else None, tuple(notes))
 
     def _tracked(self) -> str | None:

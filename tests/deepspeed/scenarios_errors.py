@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
+import unittest
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 from deepspeed import comm as dist
 
 from tests.deepspeed.jobs import Layout, build, train
+from tests.deepspeed.logs import Log
 from tests.deepspeed.model import Model
 from tests.deepspeed.scenario_worker import scenario
 from unickpt import manifest as manifest_module
@@ -153,6 +157,145 @@ def a_header_that_lies_about_sizes(folder: Path) -> None:
         data(directory).write_bytes(content[:8] + lie + content[8 + len(header) :])
 
     fails(folder, "safetensors header differs from the one that was written|rank . could not load", damage)
+
+
+# ---------------------------------------------------------------- what one rank alone meets
+
+
+def two_views(folder: Path, change: Callable[[Path], None]) -> Path:
+    """A folder of two checkpoints as this rank sees it: the last rank sees the newest one changed, as on a mount of its own."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    engine = build(here(1), seed=1)
+    for _ in range(2):
+        train(engine, 1)
+        engine.save_checkpoint(str(folder / "seen"))
+    dist.barrier()
+    if rank == world - 1:
+        shutil.copytree(folder / "seen", folder / "otherwise")
+        change(folder / "otherwise" / "global_step2")
+    return folder / ("otherwise" if rank == world - 1 else "seen")
+
+
+def outcome_of(view: Path, **options: Any) -> tuple[str, str]:
+    """What a load did on this rank: the directory, or the class of the error; and what it said."""
+    engine = build(here(2), seed=2, unickpt={"enabled": True, "timeout_seconds": 20, **options})
+    with Log() as log:
+        try:
+            path, _ = engine.load_checkpoint(str(view))
+        except UnickptError as err:
+            return type(err).__name__, str(err)
+    return Path(path).parent.name, "\n".join(log.lines)
+
+
+def same_on_all_ranks(value: Any) -> Any:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    assert len(set(found)) == 1, found
+    return value
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "no manifest": lambda d: (d / "manifest.json").unlink(),
+    "damaged manifest": lambda d: (d / "manifest.json").write_text("{"),
+    "damaged index": lambda d: (d / "index.safetensors").write_bytes(b"\0" * (d / "index.safetensors").stat().st_size),
+    "missing file": lambda d: data(d).unlink(),
+    "damaged data": lambda d: data(d).write_bytes(data(d).read_bytes()[:-64] + b"\xaa" * 64),
+}
+
+
+@scenario(2)
+def what_one_rank_alone_finds_damaged_takes_all_to_the_same_older_checkpoint(folder: Path) -> None:
+    for name, damage in DAMAGES.items():
+        view = two_views(folder / name, damage)
+        tag, said = outcome_of(view, read_once_per_host=False)
+        assert same_on_all_ranks(tag) == TAG, (name, said)
+        assert dist.get_rank() or "cannot be used" in said, (name, said)
+
+
+@scenario(2)
+def a_newer_format_that_one_rank_alone_meets_ends_the_load_on_all(folder: Path) -> None:
+    view = two_views(folder, lambda d: rewrite(d, lambda m: m.update(version=99)))
+    kind, said = outcome_of(view)
+    assert same_on_all_ranks(kind) == "NewerFormatError", said
+    assert "upgrade unickpt" in said
+    assert dist.get_rank() or "rank 1 could not load it" in said
+
+
+@scenario(2)
+def a_newer_format_is_not_passed_over_where_the_latest_is_damaged(folder: Path) -> None:
+    engine = build(here(1), seed=1)
+    for _ in range(3):
+        train(engine, 1)
+        engine.save_checkpoint(str(folder / "seen"))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        rewrite(folder / "seen/global_step2", lambda m: m.update(version=99))
+        data(folder / "seen/global_step3").unlink()
+    dist.barrier()
+    assert same_on_all_ranks(outcome_of(folder / "seen")[0]) == "NewerFormatError"
+
+
+@scenario(2)
+def a_rank_that_may_not_read_is_no_reason_to_resume_from_an_older_checkpoint(folder: Path) -> None:
+    if os.geteuid():
+        raise unittest.SkipTest("only root can become another user")
+    view = two_views(folder, untouched)
+    if dist.get_rank() == 1:
+        os.chmod(view / "global_step2" / "data", 0o700)
+        os.seteuid(65534)
+    try:
+        kind, said = outcome_of(view)
+    finally:
+        os.seteuid(0)
+    assert same_on_all_ranks(kind) == "StorageError", said
+    assert "ermission denied" in said
+
+
+@scenario(2)
+def a_rank_without_file_descriptors_is_no_reason_to_resume_from_an_older_checkpoint(folder: Path) -> None:
+    """What a machine lacks for a moment says nothing of the checkpoint."""
+    view = two_views(folder, untouched)
+    engine = build(here(2), seed=2, unickpt={"enabled": True, "timeout_seconds": 20})
+    limits, kind, said = resource.getrlimit(resource.RLIMIT_NOFILE), "loaded", ""
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1]))
+    try:
+        engine.load_checkpoint(str(view))
+    except UnickptError as err:
+        kind, said = type(err).__name__, str(err)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert same_on_all_ranks(kind) == "StorageError", said
+    assert "Too many open files" in said
+
+
+@scenario(2)
+def an_unexpected_exception_on_one_rank_ends_the_load_on_all(folder: Path) -> None:
+    """A model whose own code raises when it is asked for its parameters."""
+    view = two_views(folder, untouched)
+    engine = build(here(2), seed=2, unickpt={"enabled": True, "timeout_seconds": 20})
+    if dist.get_rank() == 1:
+        engine.module.named_parameters = None
+    kind, said = "loaded", ""
+    try:
+        engine.load_checkpoint(str(view))
+    except Exception as err:
+        kind, said = type(err).__name__, str(err)
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, (kind, said))
+    assert found[0][0] == "CoordinationError", found
+    assert "rank 1 could not load it: TypeError" in found[0][1], found
+    assert found[1][0] == "TypeError", found
+
+
+@scenario(2)
+def a_damaged_checkpoint_asked_for_by_name_is_an_error_that_names_those_that_are_whole(folder: Path) -> None:
+    two_views(folder, untouched)
+    if dist.get_rank() == 0:
+        data(folder / "seen/global_step2").unlink()
+    dist.barrier()
+    with pytest.raises(UnickptError, match=r"is missing.*Whole checkpoints in .*seen, newest first: global_step1"):
+        build(here(2), seed=2).load_checkpoint(str(folder / "seen"), tag="global_step2")
 
 
 def _other(change: Callable[[Model], None]) -> Any:

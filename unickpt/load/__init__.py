@@ -1,0 +1,1 @@
+"""Loading a checkpoint that all ranks of a job agree on."""
