@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.hf.jobs import assert_same_state, log_of, losses, recorded, run, shipped
+from unickpt.cli.main import main
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(600)]
 
@@ -168,3 +169,17 @@ def test_a_checkpoint_from_before_the_key_is_resumed_and_the_next_one_is_univers
 def test_the_key_changes_nothing_in_training(stock: Path, zero2_zero3: Pair) -> None:
     with_key = log_of(zero2_zero3.uninterrupted / f"checkpoint-{STEPS}")
     assert losses(with_key) == losses(log_of(stock / f"checkpoint-{STEPS}"))
+
+
+def test_a_checkpoint_is_exported_as_the_model_that_trainer_saves(zero2_zero3: Pair, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = zero2_zero3.uninterrupted / f"checkpoint-{SAVED}"
+    assert main(["export", str(checkpoint), str(tmp_path / "hf")]) == 0
+    found = []
+    for folder in (checkpoint, tmp_path / "hf"):  # the first has Trainer's own model.safetensors
+        model, told = AutoModelForCausalLM.from_pretrained(str(folder), output_loading_info=True)
+        assert not any(told.values())
+        found.append(model(torch.arange(12)[None]).logits)
+    assert torch.equal(*found)
+    assert not {path.name for path in (tmp_path / "hf").iterdir()} & {"latest", "trainer_state.json", "training_args.bin"}

@@ -1,9 +1,8 @@
-"""``unickpt export``: a checkpoint in the form of others."""
+"""``unickpt export``: a checkpoint in the form of another program."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,57 +11,72 @@ from unickpt.cli.locate import locate_checkpoint
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.progress import progress_bar
 from unickpt.dtypes import torch_dtype
-from unickpt.errors import FormatError, UnickptError
+from unickpt.errors import ConfigError, FormatError, UnickptError
 from unickpt.exporting import dcp, deepspeed_universal, megatron_dist
-from unickpt.exporting.huggingface import CONFIG, Exported, as_huggingface, export
+from unickpt.exporting.huggingface import CONFIG, Exported, as_huggingface, check_no_model, configuration, export
 from unickpt.loading import Checkpoint
+from unickpt.storage import is_url
 from unickpt.verification import verify
 
 HF, UNIVERSAL, DCP, TORCH_DIST = "hf", "deepspeed-universal", "dcp", "torch-dist"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_SHOWN = 8  # names in a line
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "directory", metavar="DIR", help="a checkpoint, or a save directory (follows 'latest'); a path or a URL"
-    )
-    parser.add_argument("output", metavar="FOLDER", type=Path, help="that is made")
+        "directory", metavar="DIR",
+        help="a checkpoint, a save directory (follows 'latest'), or checkpoint-500 of a Trainer run; a path or a URL",
+    )  # fmt: skip
+    parser.add_argument("output", metavar="FOLDER", type=Path, help="output directory")
     parser.add_argument(
         "--to", choices=(HF, UNIVERSAL, DCP, TORCH_DIST), default=HF,
-        help="hf: weights, as safetensors that from_pretrained of transformers loads (default); deepspeed-universal: masters "
-        "and optimizer states, as files that DeepSpeed loads with \"checkpoint\": {\"load_universal\": true}; dcp: what "
-        "torch.distributed.checkpoint loads, with the optimizer's states, under the names that they have; torch-dist: what "
-        "Megatron loads with --ckpt-format torch_dist, under any parallel shape",
+        help="hf (default): weights as safetensors, for from_pretrained of transformers. deepspeed-universal: masters and "
+        'optimizer states, for DeepSpeed with "checkpoint": {"load_universal": true}. dcp: weights and optimizer states under '
+        "their own names, for torch.distributed.checkpoint. torch-dist: the same for Megatron with --ckpt-format torch_dist, "
+        "under any parallel shape",
     )  # fmt: skip
-    parser.add_argument("--config", type=Path, metavar="FOLDER", help="of a model of this kind: all but its weights is copied")
     parser.add_argument(
-        "--dialect", default="", metavar="FAMILY", help="of the model, where nothing tells, or a dialect's file"
+        "--config", type=Path, metavar="FOLDER",
+        help="folder of a model of the same kind: gives the configuration; --to hf copies config.json and the tokenizer from "
+        "it (default: the folder of the checkpoint or the one above, as in a Trainer run)",
+    )  # fmt: skip
+    parser.add_argument("--with-code", action="store_true", help="copy *.py from --config, too (custom code of a model)")
+    parser.add_argument(
+        "--dialect",
+        default="",
+        metavar="FAMILY",
+        help="family of the model, if nothing else tells it, or file of a dialect",
     )
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of all floating point weights (default: as they are stored)")
-    parser.add_argument("--shard-gigabytes", type=float, default=5.0, help="of a file, at most (default: 5)")
-    parser.add_argument("--tag", default="", help="of deepspeed-universal (default: global_step<step>_universal)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="dtype of all floating point weights (default: as stored)")
+    parser.add_argument(
+        "--shard-gigabytes", type=float, default=5.0, metavar="N", help="maximum size of a file, in GB (default: 5)"
+    )
+    parser.add_argument(
+        "--tag", default="", help="with deepspeed-universal: tag to write (default: global_step<step>_universal)"
+    )
     parser.add_argument(
         "--expert-parallel", choices=("yes", "no"),
-        help="of torch-dist, of a model with experts: whether jobs that load it have --expert-model-parallel-size above 1, "
-        "where experts have an optimizer of their own (default: as in the job that saved it)",
+        help="with torch-dist, for a model with experts: whether the jobs that load it have --expert-model-parallel-size above "
+        "1, where experts have an optimizer of their own (default: as in the job that saved it)",
     )  # fmt: skip
-    parser.add_argument("--no-verify", action="store_true", help="do not read the checkpoint against its checksums before")
+    parser.add_argument(
+        "--no-verify", action="store_true", help="do not check the checkpoint against its checksums before the export"
+    )
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Write the folder."""
-    if args.to != HF and args.dtype:
-        raise UnickptError("--dtype is for --to hf: masters and states are exported as they are")
-    if args.to == DCP and (args.config or args.dialect):
-        raise UnickptError(f"--config and --dialect are not for --to {DCP}, which keeps the names that there are")
-    if args.to != TORCH_DIST and args.expert_parallel:
-        raise UnickptError(f"--expert-parallel is for --to {TORCH_DIST}")
+    _check_options(args)
     directory = locate_checkpoint(args.directory)
+    if args.to == HF:
+        check_no_model(args.output)
     checkpoint = Checkpoint.open(directory)
+    config = _config_folder(args.config, directory)
     if args.to != DCP:
         under_names = megatron_dist.as_megatron if args.to == TORCH_DIST else as_huggingface
-        checkpoint = under_names(checkpoint, chosen=args.dialect, config=_config(args.config))
+        checkpoint = under_names(checkpoint, chosen=args.dialect, config=_config(config))
     if not args.no_verify:
         total = sum(record.size_bytes for record in checkpoint.manifest.files)
         with progress_bar("verify", total) as advance:
@@ -79,10 +93,28 @@ def run(args: argparse.Namespace, out: Output) -> int:
         elif args.to == TORCH_DIST:
             _torch_dist(checkpoint, args, out)
         else:
-            _huggingface(checkpoint, args, out)
+            _huggingface(checkpoint, args, config, out)
     except OSError as err:
         raise UnickptError(f"{args.output}: cannot be written ({err})") from err
     return SOUND
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise ConfigError for options that do not fit together."""
+    if args.to != HF and args.dtype:
+        raise ConfigError(f"--dtype needs --to {HF}: masters and optimizer states are exported as they are")
+    if args.to != HF and args.with_code:
+        raise ConfigError(f"--with-code needs --to {HF}")
+    if args.to == DCP and (args.config or args.dialect):
+        raise ConfigError(f"--config and --dialect have no effect with --to {DCP}, which keeps all names")
+    if args.to != TORCH_DIST and args.expert_parallel:
+        raise ConfigError(f"--expert-parallel needs --to {TORCH_DIST}")
+    if args.to != UNIVERSAL and args.tag:
+        raise ConfigError(f"--tag needs --to {UNIVERSAL}")
+    if not args.shard_gigabytes > 0:
+        raise ConfigError(f"--shard-gigabytes {args.shard_gigabytes:g}: expected a number above 0")
+    if args.output.exists() and not args.output.is_dir():
+        raise ConfigError(f"{args.output}: is a file; name a directory")
 
 
 def _universal(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> None:
@@ -118,29 +150,51 @@ def _told(made: Exported, args: argparse.Namespace, out: Output) -> None:
     files = f"{len(made.files)} file{'s' * (len(made.files) != 1)}"
     out.line(f"{args.output}: {made.tensors:,} tensors, {human_bytes(made.size_bytes)}, in {files}", style="bold green")
     if made.tied:
-        out.line(f"tied, and left to transformers: {', '.join(made.tied)}")
+        out.line(f"tied, left to transformers: {_some(made.tied)}")
 
 
-def _huggingface(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> None:
+def _huggingface(checkpoint: Checkpoint, args: argparse.Namespace, config: Path | None, out: Output) -> None:
     dtype = torch_dtype(DTYPES[args.dtype]) if args.dtype else None
     total = sum(info.size_bytes for info in checkpoint.index.tensors if info.state == "weight")
     with progress_bar("export", total) as advance:
         made = export(
-            checkpoint, args.output, config_from=args.config, dtype=dtype, shard_bytes=int(args.shard_gigabytes * 1e9),
-            progress=advance,
+            checkpoint, args.output, config_from=config, with_code=args.with_code, dtype=dtype,
+            shard_bytes=int(args.shard_gigabytes * 1e9), progress=advance,
         )  # fmt: skip
     _told(made, args, out)
+    if made.copied:
+        out.line(f"copied from {config}: {_some(made.copied)}")
+    if args.config is not None and made.left:
+        out.line(f"not copied, not part of a model: {_some(made.left)}")
     if made.without_config:
-        out.line("from_pretrained wants a config.json there, too: --config FOLDER copies that of another model of its kind")
+        out.line(
+            "there is no config.json yet, which from_pretrained needs: --config FOLDER copies that of a model of the same kind"
+        )
+    if made.needs_code:
+        out.line("config.json names Python code (auto_map), which was not copied: --with-code copies *.py")
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")
+
+
+def _config_folder(named: Path | None, checkpoint: str) -> Path | None:
+    """The folder of the model's configuration: what ``--config`` names, or one beside the checkpoint that has a model's.
+
+    A Trainer run has it in ``checkpoint-500``, above the checkpoint.
+    """
+    if named is not None:
+        return named.parent if named.name == CONFIG and named.is_file() else named
+    if is_url(checkpoint):
+        return None
+    found = Path(checkpoint)
+    return next((folder for folder in (found, found.parent) if configuration(folder).get("model_type")), None)
 
 
 def _config(folder: Path | None) -> dict[str, Any] | None:
     if folder is None:
         return None
-    try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as err:
-        raise FormatError(f"{folder / CONFIG}: cannot be read as a configuration ({err})") from err
-    if not isinstance(found, dict):
-        raise FormatError(f"{folder / CONFIG}: is no configuration")
+    found = configuration(folder)
+    if not found:
+        raise FormatError(f"{folder / CONFIG}: not a configuration of transformers; --config takes the folder of a model")
     return found

@@ -79,7 +79,10 @@ def locate(directory: str) -> Location:
     latest = latest_tag(directory)
     if latest is not None and (is_checkpoint(place.where(latest)) or not _foreign(directory)):
         return Location(place.where(latest), place.where())
-    if any(is_checkpoint(place.where(name)) for name in place.folders()) or _runs(place):
+    inside = [name for name in place.folders() if is_checkpoint(place.where(name))]
+    if len(inside) == 1 and place.size_bytes(_TRAINER_STATE) is not None:  # checkpoint-500, which never holds two
+        return Location(place.where(inside[0]), place.where())
+    if inside or _runs(place):
         return Location(None, place.where())
     raise NotACheckpointError(f"{place}: {_what_it_is(place, directory)}")
 

@@ -1,8 +1,11 @@
-"""A checkpoint's weights as a model of transformers: ordinary safetensors files, written one block after the other."""
+"""A checkpoint's weights as a model of transformers: ordinary safetensors files, written block by block."""
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 
 from unickpt.differences import BLOCK_ELEMENTS
-from unickpt.dtypes import name_of
+from unickpt.dtypes import name_of, torch_dtype
 from unickpt.errors import MismatchError
 from unickpt.fragments import Box, cut
 from unickpt.index import TensorInfo
@@ -27,7 +30,18 @@ from unickpt.translated import HUGGINGFACE, shapes_of, translated
 
 INDEX, CONFIG, SINGLE = "model.safetensors.index.json", "config.json", "model.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".index.json")
-_METADATA = {"format": "pt"}  # transformers asks for it
+ADDED_TEMPLATES = "additional_chat_templates"  # the one folder that belongs to a tokenizer
+# What a folder of transformers holds besides weights and code. Trainer adds its own state and a save directory.
+_MODEL_FILES = (
+    CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
+    "*.model", "*.spm", "*.tiktoken", "tekken.json", "bpe.codes", "normalizer.json", "chat_template*",
+    "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
+    "video_preprocessor_config.json", "audio_tokenizer_config.json",
+    "feature_extractor_config.json",
+)  # fmt: skip
+_CODE = "*.py"
+_ADAPTER = re.compile(r"(^|\.)lora_|\.modules_to_save\.|^base_model\.model\.")
+_METADATA = {"format": "pt"}  # transformers requires it
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +50,13 @@ class Exported:
 
     Attributes:
         files: names of the files with weights.
-        tensors: how many.
-        size_bytes: of them.
-        tied: names that are left out, for they are the same as others: transformers ties them by its configuration.
-        without_config: transformers needs a ``config.json`` beside them, and none was given.
+        tensors: number of tensors.
+        size_bytes: bytes of all tensors.
+        tied: names that are not written because they are equal to others: transformers ties them by its configuration.
+        without_config: transformers needs a ``config.json`` in the folder, and there is none.
+        copied: names of the configuration and tokenizer files that were copied.
+        left: names of files beside the configuration that were not copied, apart from weights.
+        needs_code: the configuration names Python code (``auto_map``) that was not copied.
     """
 
     files: tuple[str, ...]
@@ -47,6 +64,9 @@ class Exported:
     size_bytes: int
     tied: tuple[str, ...]
     without_config: bool
+    copied: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    needs_code: bool = False
 
 
 def as_huggingface(checkpoint: Checkpoint, *, chosen: str = "", config: Mapping[str, Any] | None = None) -> Checkpoint:
@@ -76,56 +96,119 @@ def as_huggingface(checkpoint: Checkpoint, *, chosen: str = "", config: Mapping[
 
 
 def export(
-    checkpoint: Checkpoint, folder: Path, *, config_from: Path | None = None, dtype: torch.dtype | None = None,
-    shard_bytes: int = 5 << 30, verify: str = "off", progress: Callable[[int], None] = lambda _: None,
+    checkpoint: Checkpoint, folder: Path, *, config_from: Path | None = None, with_code: bool = False,
+    dtype: torch.dtype | None = None, shard_bytes: int = 5 << 30, verify: str = "off",
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Exported:  # fmt: skip
     """Write a folder that ``from_pretrained`` loads.
 
+    The files get their names when all of them are written, so a folder that was cut off holds no model.
+
     Args:
         checkpoint: under the names of transformers (``as_huggingface``). Files name experts one by one (``spellings.py``).
-        folder: that is made; there is no model in it yet.
-        config_from: folder of a model of that kind: everything in it but weights is copied (configuration, tokenizer).
-        dtype: of all floating point weights; as they are stored if not given.
-        shard_bytes: of a file, at most, but for a single tensor.
-        verify: what is read against its checksum. Tensors are read a block at a time; ``always`` would read a large
-            fragment again for each.
-        progress: called with the bytes that were written.
+        folder: output directory; it must not hold a model yet.
+        config_from: folder of a model of the same kind, or None. Its configuration and tokenizer files are copied. ``dtype`` in
+            the copied ``config.json`` becomes that of the weights, as ``save_pretrained`` has it.
+        with_code: copy Python files, too (models with ``trust_remote_code``).
+        dtype: dtype of all floating point weights; None keeps the stored ones.
+        shard_bytes: size of a file, at most; a single larger tensor has a file of its own.
+        verify: which data are read against their checksums. Tensors are read a block at a time; ``always`` would read a large
+            fragment again for each block.
+        progress: called with the number of bytes written.
 
     Raises:
-        MismatchError: the folder holds a model, or the checkpoint no weights.
-        LanguageError: how many experts there are is not known.
-        CorruptCheckpointError, StorageError: damaged or unreadable.
-        OSError: it cannot be written.
+        MismatchError: the folder holds a model, or the checkpoint has no weights, not all of them, or adapters of peft.
+        LanguageError: the number of experts is unknown.
+        CorruptCheckpointError, StorageError: the checkpoint is damaged or unreadable.
+        OSError: the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    present = sorted(path.name for path in folder.iterdir() if path.name.endswith(WEIGHTS))
-    if present:
-        raise MismatchError(f"{folder}: holds a model already ({present[0]}); name another folder, or empty it")
+    check_no_model(folder)
     checkpoint = in_files(checkpoint)
     infos = _weights(checkpoint)
+    _check_adapters(checkpoint, infos)
     if checkpoint.manifest.excluded:
         some = ", ".join(checkpoint.manifest.excluded[:8])
-        raise MismatchError(f"{checkpoint.storage}: was saved without {some}: no whole model can be made of it")
+        raise MismatchError(
+            f"{checkpoint.storage}: was saved without {some}: it holds no whole model. Save without exclude_frozen_parameters"
+        )
     if not infos:
         raise MismatchError(f"{checkpoint.storage}: has no weights")
     shards = _sharded(infos, dtype, shard_bytes)
     names = [SINGLE] if len(shards) == 1 else [
         f"model-{at:05d}-of-{len(shards):05d}.safetensors" for at in range(1, len(shards) + 1)
     ]  # fmt: skip
-    place: dict[str, str] = {}
-    total = 0
-    for name, shard in zip(names, shards, strict=True):
-        total += _write(checkpoint, folder / name, shard, dtype, verify, progress)
-        place |= {info.name: name for info in shard}
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = [folder / f"{name}.part" for name in names]
+    try:
+        sizes = [_write(checkpoint, path, shard, dtype, verify, progress) for path, shard in zip(fresh, shards, strict=True)]
+        copied, left = _copy(config_from, folder, with_code, {_dtype(info, dtype) for info in infos if _is_float(info)})
+        for path, name in zip(fresh, names, strict=True):
+            path.replace(folder / name)
+    except BaseException:
+        for path in fresh:
+            path.unlink(missing_ok=True)
+        raise
     if len(names) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(place.items()))}
+        place = {info.name: name for name, shard in zip(names, shards, strict=True) for info in shard}
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(place.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
-    if config_from is not None:
-        for path in sorted(config_from.iterdir()):
-            if path.is_file() and not path.name.endswith(WEIGHTS):
-                shutil.copy(path, folder / path.name)
-    missing = not (folder / CONFIG).is_file()
-    return Exported(tuple(names), len(infos), total, tuple(sorted(checkpoint.manifest.aliases)), missing)
+    config = configuration(folder)
+    needs_code = "auto_map" in config and not any(folder.glob(_CODE))
+    tied = tuple(sorted(checkpoint.manifest.aliases))
+    return Exported(tuple(names), len(infos), sum(sizes), tied, not config, copied, left, needs_code)
+
+
+def check_no_model(folder: Path) -> None:
+    """Raise MismatchError if a folder holds weights already."""
+    present = sorted(path.name for path in folder.iterdir() if path.name.endswith(WEIGHTS)) if folder.is_dir() else []
+    if present:
+        raise MismatchError(f"{folder}: holds a model already ({present[0]}); name another folder, or empty this one")
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` of a folder; empty without a readable one."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _check_adapters(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> None:
+    """Raise MismatchError for a checkpoint of peft: transformers would ignore its names and begin with random weights."""
+    adapters = [info.name for info in infos if _ADAPTER.search(info.name)]
+    if not adapters:
+        return
+    where = checkpoint.storage
+    frozen = bool(checkpoint.manifest.excluded)
+    base = "Convert the base model ('unickpt convert BASE_MODEL BASE'), then merge" if frozen else "Merge"
+    more = " --lora-base BASE" if frozen else ""
+    raise MismatchError(
+        f"{where}: holds adapters of peft ({adapters[0]}), and transformers needs a model without them. {base}: 'unickpt edit "
+        f"{where} MERGED --merge-lora --lora-config ADAPTER_FOLDER{more}'; then export MERGED with --config BASE_MODEL"
+    )
+
+
+def _copy(source: Path | None, folder: Path, with_code: bool, dtypes: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Copy configuration and tokenizer; returns the names of what was copied, and of what was not."""
+    if source is None or source.resolve() == folder.resolve():
+        return (), ()
+    patterns = (*_MODEL_FILES, *((_CODE,) if with_code else ()))
+    names = sorted(path.name for path in source.iterdir() if path.is_file() and not path.name.endswith(WEIGHTS))
+    chosen = tuple(name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    for name in chosen:
+        shutil.copy(source / name, folder / name)
+    templates = sorted((source / ADDED_TEMPLATES).glob("*.jinja"))
+    for path in templates:
+        (folder / ADDED_TEMPLATES).mkdir(exist_ok=True)
+        shutil.copy(path, folder / ADDED_TEMPLATES / path.name)
+    config = configuration(folder)
+    if len(dtypes) == 1:
+        stored = str(torch_dtype(next(iter(dtypes)))).removeprefix("torch.")
+        other = {key: stored for key in ("dtype", "torch_dtype") if config.get(key, stored) != stored}
+        if other:
+            (folder / CONFIG).write_text(json.dumps({**config, **other}, indent=2) + "\n", encoding="utf-8")
+    return (*chosen, *(f"{ADDED_TEMPLATES}/{path.name}" for path in templates)), tuple(n for n in names if n not in chosen)
 
 
 def _weights(checkpoint: Checkpoint) -> list[TensorInfo]:
@@ -137,9 +220,12 @@ def _weights(checkpoint: Checkpoint) -> list[TensorInfo]:
     return sorted(found.values(), key=lambda info: info.name)
 
 
+def _is_float(info: TensorInfo) -> bool:
+    return info.dtype.startswith(("F", "BF"))
+
+
 def _dtype(info: TensorInfo, dtype: torch.dtype | None) -> str:
-    floats = info.dtype.startswith(("F", "BF"))
-    return info.dtype if dtype is None or not floats else name_of(dtype)
+    return info.dtype if dtype is None or not _is_float(info) else name_of(dtype)
 
 
 def _sharded(infos: Sequence[TensorInfo], dtype: torch.dtype | None, limit: int) -> list[list[TensorInfo]]:
@@ -159,20 +245,14 @@ def _write(
     checkpoint: Checkpoint, path: Path, infos: Sequence[TensorInfo], dtype: torch.dtype | None, verify: str,
     progress: Callable[[int], None],
 ) -> int:  # fmt: skip
-    """One file; it bears its name only when it is whole. Returns the bytes of its tensors."""
+    """Write one file; returns the bytes of its tensors."""
     text, header = build_header(((info.name, _dtype(info, dtype), info.shape) for info in infos), _METADATA)
-    fresh = path.with_name(f"{path.name}.part")
-    try:
-        with fresh.open("wb") as file:
-            file.write(text)
-            for info in infos:
-                for box in cut(Box.whole(info.shape), BLOCK_ELEMENTS) if info.numel else ():
-                    data = checkpoint.read_box(info, box, verify=verify)
-                    data = data if dtype is None or not data.is_floating_point() else data.to(dtype)
-                    file.write(bytes_of(data))
-                    progress(data.numel() * data.element_size())
-        fresh.replace(path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
+    with path.open("wb") as file:
+        file.write(text)
+        for info in infos:
+            for box in cut(Box.whole(info.shape), BLOCK_ELEMENTS) if info.numel else ():
+                data = checkpoint.read_box(info, box, verify=verify)
+                data = data if dtype is None or not data.is_floating_point() else data.to(dtype)
+                file.write(bytes_of(data))
+                progress(data.numel() * data.element_size())
     return header.slots[-1].end_byte

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from unickpt import __version__
 from unickpt.converting import Part, Portion, Source
 from unickpt.errors import FormatError, NotACheckpointError
-from unickpt.exporting import CONFIG, INDEX
+from unickpt.exporting.huggingface import INDEX
+from unickpt.exporting.huggingface import configuration as configuration
 from unickpt.foreign.located import Files, Located
 from unickpt.fragments import Box, strides_of
 from unickpt.index import TensorInfo
@@ -63,15 +62,6 @@ def huggingface(folder: Path, files: Files) -> Source:
     writer = Writer("transformers", version, __version__, torch.__version__, HUGGINGFACE, {}, model)
     left_out = [f"{path.name}: not a file of the model" for path in present if path not in paths]
     return Source("transformers", portions, writer, left_out=left_out)
-
-
-def configuration(folder: Path) -> dict[str, Any]:
-    """The ``config.json`` of a folder; empty without a readable one."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-    return {}
 
 
 def _check_whole(folder: Path, paths: Sequence[Path]) -> None:
