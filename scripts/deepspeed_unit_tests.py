@@ -33,11 +33,6 @@ from tests.launch import environment  # noqa: E402
 UNIT = "tests/unit"
 RANKS = 4  # as many as the tests ask for at most; with fewer accelerators they skip
 ATTEMPTS = 3  # of a test that ends pytest itself
-BUILD = """
-from deepspeed.accelerator import get_accelerator
-for name in "FusedAdamBuilder", "CPUAdamBuilder":
-    get_accelerator().create_op_builder(name).load()
-"""
 # Why a test that passes stock does not pass with the key
 REASONS: dict[str, str] = {}
 
@@ -56,7 +51,6 @@ def main() -> None:
     if not (tree / UNIT / "common.py").exists():
         parser.error(f"{tree} has no {UNIT}/common.py: give a checkout of DeepSpeed's repository")
     files = args.files or sorted(str(p.relative_to(tree / UNIT)) for p in (tree / UNIT / "checkpoint").glob("test_*.py"))
-    subprocess.run([sys.executable, "-c", BUILD], env=environment(), check=True, stdout=subprocess.DEVNULL)
     end = time.time() + 60 * args.minutes
     rows = {}
     with tempfile.TemporaryDirectory() as temporary:

@@ -15,6 +15,7 @@ No file of the tests is changed. What differs from ``pytest`` in DeepSpeed's tre
 - The fixtures that are classes (``DistributedFixture``) are also declared in the way that pytest 8.4 and later accept.
 - The CPU accelerator says that it supports fp16. It computes in fp16, and the tests of MoE and pipelines want it.
 - ``DeepSpeedEngine`` has the attribute ``sparse_tensor_module_names`` (empty) where the version no longer has it.
+- With the key, ``ds_to_universal`` copies a unickpt checkpoint: it needs no conversion, and the tests load the result.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 import traceback
@@ -33,6 +35,7 @@ from typing import Any
 
 import pytest
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -49,16 +52,30 @@ def _adapt_deepspeed() -> None:
         DeepSpeedEngine.sparse_tensor_module_names = frozenset()
     if os.environ.get("UNICKPT_UNIT_KEY") != "1":
         return
-    native = DeepSpeedConfig.__init__
+    initialise, convert = DeepSpeedConfig.__init__, ds_to_universal.main
 
     def with_key(self: Any, *args: Any, **kwargs: Any) -> None:
-        native(self, *args, **kwargs)
+        initialise(self, *args, **kwargs)
         self._param_dict = {**self._param_dict, **KEY}
 
+    def convert_or_copy(args: Any) -> None:
+        if Path(args.input_folder, MANIFEST_FILE).exists():
+            shutil.copytree(args.input_folder, args.output_folder)
+        else:
+            convert(args)
+
     DeepSpeedConfig.__init__ = with_key
+    ds_to_universal.main = convert_or_copy
+
+
+def _load_operators() -> None:
+    """Before ranks are forked: loading a C++ operator takes a second, in every rank of every test."""
+    for name in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
+        get_accelerator().create_op_builder(name).load()
 
 
 _adapt_deepspeed()
+_load_operators()
 
 
 def run_rank(test: Any, rank: int, world: int, port: str, init_method: str, pipe: Connection) -> None:
