@@ -149,6 +149,7 @@ def save_checkpoint(
     reason = internals.unsupported_reason(engine) or ours.unsupported
     if not reason:
         save = _save(ours, engine, str(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
+        internals.gather_persistent(engine)
         if save is None or not save.done:
             return save is not None
         if save.result is None or not save.result.unsupported:

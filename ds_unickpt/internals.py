@@ -291,6 +291,18 @@ def held(parameter: Any) -> Held | None:
     return Held(lo, hi, parameter.ds_tensor.detach().narrow(0, 0, hi - lo), live=True, replicated=False)
 
 
+def gather_persistent(engine: Any) -> None:
+    """Gather ZeRO-3's persistent parameters if the caller has released them. Collective in that case.
+
+    DeepSpeed's own ``save_checkpoint`` ends so (``checkpoint_event_epilogue``), also after
+    ``empty_partition_cache``. States that are offloaded stay offloaded.
+    """
+    persistent = getattr(engine.optimizer, "persistent_parameters", [])
+    released = any(p.ds_status.name == "NOT_AVAILABLE" for p in persistent)
+    if released and not getattr(engine.optimizer, "offloaded_states", None):
+        persistent[0].all_gather(persistent)
+
+
 def before_restore(engine: Any) -> None:
     """ZeRO-3: give up gathered copies, so that what is written into the partitions is what counts."""
     prologue = getattr(engine.optimizer, "checkpoint_event_prologue", None)
