@@ -24,6 +24,7 @@ from unickpt.coordination import Message, Rendezvous
 from unickpt.errors import NeighbourFailedError
 from unickpt.fragments import Ints
 from unickpt.load.failure import Failure
+from unickpt.private_files import create, make_folder, own_folders
 
 logger = logging.getLogger("unickpt")
 
@@ -188,14 +189,16 @@ def _hosts(keys: list[str]) -> list[list[int]]:
 def _prepare(folder: Path, ranks: list[int], rank: int, rows: Ints | None, wanted_bytes: int) -> str | None:
     """This rank's files in the host's folder; the first rank of the host makes the memory. Returns what went wrong."""
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        make_folder(folder)
         at = ranks.index(rank)
-        np.asarray(rows if rows is not None else [], np.int64).tofile(folder / f"rows.{at}")
+        with create(folder / f"rows.{at}") as file:
+            np.asarray(rows if rows is not None else [], np.int64).tofile(file)
         if at == 0:
             _remove_stale()
-            (folder / "progress").write_bytes(bytes(8 * _FIELDS * len(ranks)))
+            with create(folder / "progress") as progress:
+                progress.write(bytes(8 * _FIELDS * len(ranks)))
             size = len(ranks) * max(min(_RANK_BYTES, wanted_bytes), _LEAST_RANK_BYTES)
-            with open(folder / "segment", "wb") as segment:
+            with create(folder / "segment") as segment:
                 os.posix_fallocate(segment.fileno(), 0, size)  # a hole in a full /dev/shm would be a SIGBUS
     except OSError as err:
         return f"{folder}: {err}"
@@ -204,7 +207,7 @@ def _prepare(folder: Path, ranks: list[int], rank: int, rows: Ints | None, wante
 
 def _remove_stale() -> None:
     """What loads left behind that were killed in the moment between making it and opening it."""
-    for path in FOLDER.glob(f"{_PREFIX}*"):
+    for path in own_folders(FOLDER, _PREFIX):
         with contextlib.suppress(OSError):
-            if path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > _STALE_S:
+            if time.time() - path.lstat().st_mtime > _STALE_S:
                 shutil.rmtree(path, ignore_errors=True)

@@ -7,12 +7,16 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.agent.made import hung, ring
 from tests.launch import REPO, environment
+from tests.test_saving import on_all_ranks
+from unickpt import neighbours
 from unickpt.agent import watching
 from unickpt.agent.watching import Agent
 from unickpt.timing import stacks
@@ -138,3 +142,27 @@ def test_what_is_no_file_of_the_owner_is_not_read(tmp_path: Path, kind: str) -> 
     (job,) = found
     assert path.name in job.unreadable[0]  # type: ignore[attr-defined]
     assert set(job.ranks) == ({0, 1, 2, 3} if kind in ("fifo", "folder") else {0, 1, 2})  # type: ignore[attr-defined]
+
+
+@as_root
+@pytest.mark.parametrize("kind", ["folder", "link", "own, open to all"])
+def test_a_load_shares_no_memory_in_a_folder_that_another_user_has_planted(
+    tmp_path: Path, shared: Path, precious: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Even if the token of the load was seen on another host. Every rank reads for itself then."""
+    monkeypatch.setattr(neighbours, "FOLDER", shared)
+    monkeypatch.setattr(neighbours.uuid, "uuid4", lambda: uuid.UUID(int=7))
+    folder = shared / f"unickpt-load-{uuid.UUID(int=7).hex}-0"
+    if kind == "link":
+        (tmp_path / "elsewhere").mkdir()
+        plant(f"ln -s {tmp_path / 'elsewhere'} {folder}")
+    elif kind == "folder":
+        plant(f"mkdir -m 777 {folder}", f"ln -s {precious} {folder}/rows.0", f"ln -s {precious} {folder}/segment")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+        (folder / "rows.0").symlink_to(precious)
+    found = on_all_ranks(lambda rendezvous: neighbours.meet(rendezvous, np.arange(3), None, wanted_bytes=100))
+    assert found == [({}, None)] * len(found)
+    assert precious.read_bytes() == PRECIOUS
+    assert not (tmp_path / "elsewhere").exists() or not list((tmp_path / "elsewhere").iterdir())
