@@ -163,6 +163,6 @@ def test_a_load_shares_no_memory_in_a_folder_that_another_user_has_planted(
         folder.chmod(0o777)
         (folder / "rows.0").symlink_to(precious)
     found = on_all_ranks(lambda rendezvous: neighbours.meet(rendezvous, np.arange(3), None, wanted_bytes=100))
-    assert found == [({}, None)] * len(found)
+    assert found == [((), None)] * len(found)
     assert precious.read_bytes() == PRECIOUS
     assert not (tmp_path / "elsewhere").exists() or not list((tmp_path / "elsewhere").iterdir())
