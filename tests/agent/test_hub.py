@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.made import hung
+from tests.launch import free_port
 from unickpt.agent import hub as hubs
 from unickpt.agent import starting
 from unickpt.agent.hub import Hub, fetch, secret_of, send, serve
@@ -143,6 +145,8 @@ def test_diagnose_asks_an_agent(tmp_path: Path, served: tuple[Hub, str], capsys:
     hung(tmp_path)
     Agent(tmp_path, print, hub).look(read_folder(tmp_path))
     assert main(["diagnose", address, "--after", "5"]) == 1
+    starting.write_address(tmp_path, address)
+    assert main(["diagnose", str(tmp_path / starting.ADDRESS), "--after", "5"]) == 1  # no secret on a command line
     assert "rank 2 has not entered" in " ".join(capsys.readouterr().out.split())
     assert main(["diagnose", "http://127.0.0.1:9/x"]) == 2
     assert "no agent answers there" in capsys.readouterr().err
@@ -162,3 +166,19 @@ def test_an_answer_is_about_ranks_that_are_there(tmp_path: Path) -> None:
     assert hubs.answer(found, view).ask == [2]
     others = dataclasses.replace(view, ranks={rank: one for rank, one in view.ranks.items() if rank != 2})
     assert hubs.answer(found, others) == hubs.Answer()
+
+
+def test_prometheus_is_answered_where_it_is_wanted(capfd: pytest.CaptureFixture[str]) -> None:
+    """On this host alone, unless ``metrics_address`` says otherwise."""
+    from unickpt.agent.__main__ import _answer_prometheus
+    from unickpt.timing.options import TimingOptions
+
+    assert TimingOptions().metrics_address == "127.0.0.1"
+    port = free_port()
+    assert _answer_prometheus(Hub(), "127.0.0.2", port, "secret")
+    for host, answers in (("127.0.0.2", True), ("127.0.0.1", False)):
+        with contextlib.closing(socket.socket()) as client:
+            assert (client.connect_ex((host, port)) == 0) is answers
+    assert not _answer_prometheus(Hub(), "no such\x1b[2J", port, "secret")
+    assert not _answer_prometheus(Hub(), "127.0.0.1", 1 << 20, "secret")
+    assert "Prometheus is not answered on no such\\x1b[2J" in capfd.readouterr().err

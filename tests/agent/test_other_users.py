@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -19,8 +20,10 @@ from tests.test_saving import on_all_ranks
 from unickpt import neighbours
 from unickpt.agent import watching
 from unickpt.agent.watching import Agent
+from unickpt.cli import diagnose_command
+from unickpt.cli.main import main
 from unickpt.timing import stacks
-from unickpt.timing.folder import read_folder
+from unickpt.timing.folder import own_jobs, read_folder
 from unickpt.timing.ring import SUFFIX
 
 OTHER = 65534
@@ -61,10 +64,26 @@ import torch.distributed as dist
 from unickpt.timing import session
 from unickpt.timing.options import TimingOptions
 session.SHARED_MEMORY = Path(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)
+rank, world = int(sys.argv[3]), int(sys.argv[4])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=world)
 begun = session.start(TimingOptions(enabled=True, watch=False, records=64), dict)
+dist.barrier()
 print(begun.folder if begun else "none")
 """
+
+
+def timed(shared: Path, store: Path, world: int) -> list[Path]:
+    """Start a job whose ranks time their collectives; the folder that each of them uses."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TIMED, str(shared), str(store), str(rank), str(world)], cwd=REPO, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env=environment(GLOO_SOCKET_IFNAME="lo"),
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    found = [process.communicate(timeout=120) for process in processes]
+    assert all(process.returncode == 0 for process in processes), found
+    return [Path(out.splitlines()[-1]) for out, _ in found]
 
 
 @as_root
@@ -76,16 +95,17 @@ def test_a_folder_that_another_user_has_planted_is_not_used(shared: Path, tmp_pa
         f"ln -s {precious} {guessed}/00000{stacks.SUFFIX}",
         f"ln -s {precious} {guessed}/00000{SUFFIX}",
     )
-    done = subprocess.run(
-        [sys.executable, "-c", TIMED, str(shared), str(tmp_path / "store")], cwd=REPO, capture_output=True, text=True,
-        env=environment(GLOO_SOCKET_IFNAME="lo"),
-    )  # fmt: skip
-    folder = Path(done.stdout.splitlines()[-1])
+    folders = timed(shared, tmp_path / "store", world=2)
     assert precious.read_bytes() == PRECIOUS
-    assert guessed not in (folder, *folder.parents), done.stderr[-2000:]
+    assert len(set(folders)) == 1
+    folder = folders[0]
+    assert guessed not in (folder, *folder.parents)
     about = folder.lstat()
     assert (about.st_uid, about.st_mode & 0o7777) == (os.getuid(), 0o700)
     assert (folder / f"00000{SUFFIX}").stat().st_mode & 0o077 == 0
+    assert sorted(read_folder(folder).ranks) == [0, 1]
+    assert own_jobs(shared) == [folder]
+    assert re.fullmatch(rf"unickpt-{os.getuid()}-job-[0-9a-f]{{32}}", folder.name)
 
 
 @pytest.mark.parametrize("kind", ["ring", "ring of a process", "stacks", "started", "verdicts"])
@@ -166,3 +186,39 @@ def test_a_load_shares_no_memory_in_a_folder_that_another_user_has_planted(
     assert found == [((), None)] * len(found)
     assert precious.read_bytes() == PRECIOUS
     assert not (tmp_path / "elsewhere").exists() or not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775])
+def test_a_named_folder_that_is_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "rings"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(PermissionError, match="chmod 700"):
+        ring(folder, 0)
+    assert not list(folder.iterdir())
+
+
+@as_root
+def test_a_named_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "rings"
+    folder.mkdir()
+    os.chown(folder, OTHER, OTHER)
+    with pytest.raises(PermissionError, match=f"belongs to user {OTHER}, not to user 0"):
+        ring(folder, 0)
+
+
+def test_the_only_job_of_a_user_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder has a name that nobody can guess; that of another user is not looked at."""
+    monkeypatch.setattr(diagnose_command, "SHARED_MEMORY", tmp_path)
+    assert main(["diagnose"]) == 2
+    assert "no folder of a job of yours" in capsys.readouterr().err
+    own = f"unickpt-{os.geteuid()}-job-"
+    hung(tmp_path / f"{own}1")
+    hung(tmp_path / "unickpt-4711-job-1")
+    assert main(["diagnose", "--after", "5"]) == 1
+    assert "rank 2 has not entered" in " ".join(capsys.readouterr().out.split())
+    hung(tmp_path / f"{own}2")
+    assert main(["diagnose"]) == 2
+    assert f"{own}2" in capsys.readouterr().err

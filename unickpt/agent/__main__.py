@@ -58,13 +58,15 @@ def main() -> None:
         watch(args.folder, tell, hub=hub, address=pipe.address, gives_way=True)
 
 
-def _answer_prometheus(hub: Hub, address: str, port: int, secret: str) -> None:
+def _answer_prometheus(hub: Hub, address: str, port: int, secret: str) -> bool:
+    """Whether it can be."""
     try:
         listener = create_server((address, port), family=AF_INET6 if ":" in address else AF_INET)
-    except OSError as err:
+    except (OSError, ValueError, OverflowError) as err:
         tell(f"Prometheus is not answered on {address} port {port}: {err}")
-        return
+        return False
     serve(hub, listener, secret, open_metrics=True, tell=tell)
+    return True
 
 
 if __name__ == "__main__":
