@@ -142,7 +142,7 @@ def test_a_pickle_that_would_run_code_is_refused(
 def test_records_do_not_run_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class of an allowed module that would do something when it is made, filled or called."""
     monkeypatch.chdir(tmp_path)
-    text = b"cdeepspeed.utils.os\nsystem\n(S'touch ran'\ntR."
+    text = b"cdeepspeed.utils.os\nsystem\n(Vtouch ran\ntR."
     with Files() as files:
         found = load_plain(text, tmp_path / "x", files)
     assert isinstance(found, Record)
@@ -234,9 +234,5 @@ def test_tensors_beyond_their_storage_are_refused(tmp_path: Path) -> None:
         with zipfile.ZipFile(tmp_path / "a.pt", "w") as new:
             new.writestr("x/data.pkl", text.getvalue())
             new.writestr("x/data/0", bytes(32))
-        with Files() as files:
-            if strides == (0, 0):  # many times the same element is no lie; who reads all of it asks for it
-                assert load(tmp_path / "a.pt", files)["w"].numel == 1 << 62
-                continue
-            with pytest.raises(FormatError, match="tensor of shape"):
-                load(tmp_path / "a.pt", files)
+        with Files() as files, pytest.raises(FormatError, match="tensor of shape"):
+            load(tmp_path / "a.pt", files)

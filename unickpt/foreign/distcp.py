@@ -20,12 +20,12 @@ from unickpt.dtypes import name_of
 from unickpt.errors import FormatError
 from unickpt.foreign.located import Files, Located
 from unickpt.foreign.pickles import Record, load_archive, load_plain
+from unickpt.foreign.source_files import named_file
 from unickpt.fragments import Box, find_overlap
 from unickpt.index import MAX_NDIM, TensorInfo
-from unickpt.manifest import check_path
 
 METADATA = ".metadata"
-MAX_METADATA_BYTES = 4 << 30
+MAX_METADATA_BYTES = 1 << 30
 MAX_OBJECT_BYTES = 1 << 30
 _PARTS_OF_A_METADATA = "torch.distributed.checkpoint.metadata."
 
@@ -119,9 +119,10 @@ class Table:
         self._sizes: dict[str, int] = {}
         if not self.where.is_file():
             raise FormatError(f"{folder}: has no {METADATA} of all ranks together (was it saved without collectives?)")
-        if self.where.stat().st_size > MAX_METADATA_BYTES:
-            raise FormatError(f"{self.where}: has {self.where.stat().st_size:,} bytes")
-        root = load_plain(self.where.read_bytes(), self.where, files, also=also)
+        size = files.size_bytes(self.where)
+        if size > MAX_METADATA_BYTES:
+            raise FormatError(f"{self.where}: has {size:,} bytes; {MAX_METADATA_BYTES:,} are read")
+        root = load_plain(files.read(self.where, 0, size), self.where, files, also=also)
         state = self._state(root, "Metadata")
         self.version = str(state.get("version") or "")
         places = self._places(state.get("storage_data"))
@@ -146,18 +147,16 @@ class Table:
 
     def load(self, place: Place, name: str) -> Any:
         """What an archive holds, its tensors ``Located``. Raises FormatError."""
-        with place.path.open("rb") as file:
-            file.seek(place.begin_byte)
-            if file.read(2) != b"PK":
-                raise FormatError(
-                    f"{place.path}: {name} at byte {place.begin_byte:,} is no archive of torch.save; what DCP has written in "
-                    "another serialization (safetensors) is not supported"
-                )
-            return load_archive(file, place.path, place.begin_byte, place.size_bytes, self._files, also=self._also)
+        if place.size_bytes < 2 or self._files.read(place.path, place.begin_byte, 2) != b"PK":
+            raise FormatError(
+                f"{place.path}: {name} at byte {place.begin_byte:,} is no archive of torch.save; what DCP has written in "
+                "another serialization (safetensors) is not supported"
+            )
+        return load_archive(place.path, place.begin_byte, place.size_bytes, self._files, also=self._also)
 
     # ---------------------------------------------------------------- the pickle
 
-    def _state(self, value: Any, kind: str) -> dict[str, Any]:
+    def _state(self, value: Any, kind: str) -> Mapping[str, Any]:
         if not isinstance(value, Record) or value.kind.rpartition(".")[2] != kind:
             raise FormatError(f"{self.where}: holds {value!r:.80} where a {kind} is expected")
         return value.state
@@ -174,7 +173,7 @@ class Table:
             raise FormatError(f"{self.where}: {what} is {value!r:.80}")
         return tuple(value)
 
-    def _places(self, value: Any) -> dict[tuple[str, tuple[int, ...] | None], dict[str, Any]]:
+    def _places(self, value: Any) -> dict[tuple[str, tuple[int, ...] | None], Mapping[str, Any]]:
         """What is said of where things are, by name and first index."""
         found = {}
         for index, info in self._dict(value, "storage_data").items():
@@ -185,7 +184,7 @@ class Table:
             )
         return found
 
-    def _place(self, places: Mapping[Any, dict[str, Any]], name: str, offset: tuple[int, ...] | None) -> Place:
+    def _place(self, places: Mapping[Any, Mapping[str, Any]], name: str, offset: tuple[int, ...] | None) -> Place:
         state = places.get((name, offset))
         at = "" if offset is None else f" at {list(offset)}"
         if state is None:
@@ -198,19 +197,16 @@ class Table:
             )
         if not isinstance(relative, str) or type(begin) is not int or type(size) is not int or begin < 0 or size < 0:
             raise FormatError(f"{self.where}: {name}{at} is said to be at {state!r:.120}")
-        check_path(relative, where=str(self.where))
         path = self.folder / relative
         if relative not in self._sizes:
-            if not path.is_file():
-                raise FormatError(f"{path}: is not there; {name} is in it")
-            self._sizes[relative] = path.stat().st_size
+            self._sizes[relative] = named_file(self.folder, relative, str(self.where)).stat().st_size
         if begin + size > self._sizes[relative]:
             raise FormatError(
                 f"{path}: has {self._sizes[relative]:,} bytes; {name}{at} should be in bytes {begin:,} to {begin + size:,}"
             )
         return Place(path, relative, begin, size)
 
-    def _tensor(self, name: str, state: Mapping[str, Any], places: Mapping[Any, dict[str, Any]]) -> Stored:
+    def _tensor(self, name: str, state: Mapping[str, Any], places: Mapping[Any, Mapping[str, Any]]) -> Stored:
         dtype = self._dtype(name, state.get("properties"))
         shape = self._numbers(state.get("size"), f"the shape of {name}")
         told = state.get("chunks")

@@ -14,10 +14,12 @@ import torch
 
 from unickpt.dtypes import itemsize_bytes, torch_dtype
 from unickpt.errors import FormatError
+from unickpt.foreign.source_files import open_regular
 from unickpt.fragments import Box, strides_of
 from unickpt.reading import bytes_of
 
 MAX_OPEN = 256  # files at a time, but for those that are being read
+_GAPS, _SMALL_SPAN_BYTES = 4, 1 << 20  # a span of more elements than this per element that is wanted is read in pieces
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ class Files:
     @contextmanager
     def _opened(self, path: Path) -> Iterator[int]:
         with self._lock:
-            file = self._open.pop(path, None) or _Opened(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            file = self._open.pop(path, None) or _Opened(open_regular(path))
             self._open[path] = file
             file.readers += 1
             idle = [each for each, other in self._open.items() if not other.readers]
@@ -60,6 +62,19 @@ class Files:
         finally:
             with self._lock:
                 file.readers -= 1
+
+    def size_bytes(self, path: Path) -> int:
+        """Size of a file. Raises FormatError if it is not a regular one, OSError."""
+        with self._opened(path) as descriptor:
+            return os.fstat(descriptor).st_size
+
+    def read(self, path: Path, begin_byte: int, size_bytes: int) -> bytes:
+        """Exactly these bytes. Raises as ``read_into``; nothing is allocated for bytes that the file does not have."""
+        if begin_byte + size_bytes > self.size_bytes(path):
+            raise FormatError(f"{path}: ends within bytes {begin_byte:,} to {begin_byte + size_bytes:,}")
+        data = bytearray(size_bytes)
+        self.read_into(path, begin_byte, memoryview(data))
+        return bytes(data)
 
     def read_into(self, path: Path, begin_byte: int, into: memoryview) -> None:
         """Fill ``into``. Raises FormatError if the file ends before, OSError."""
@@ -127,9 +142,23 @@ class Located:
             return torch.empty(0, dtype=dtype)
         first = sum(at * step for at, step in zip(box.start, self.strides, strict=True))
         span = 1 + sum((extent - 1) * step for extent, step in zip(box.shape, self.strides, strict=True))
+        if span > _GAPS * box.numel and span * item > _SMALL_SPAN_BYTES:
+            return self._read_in_pieces(box)
         data = torch.empty(span, dtype=dtype)
         self.files.read_into(self.path, self.begin_byte + first * item, bytes_of(data))
         return data if self._dense(box.shape) else data.as_strided(box.shape, self.strides).reshape(-1)
+
+    def _read_in_pieces(self, box: Box) -> torch.Tensor:
+        """A box whose elements lie far apart: halved along the dimension that spans most."""
+        spans = [(extent - 1) * step for extent, step in zip(box.shape, self.strides, strict=True)]
+        dim = max(range(box.ndim), key=spans.__getitem__)
+        half = box.shape[dim] // 2
+        pieces = []
+        for lo, hi in ((0, half), (half, box.shape[dim])):
+            start = (*box.start[:dim], box.start[dim] + lo, *box.start[dim + 1 :])
+            part = Box(start, (*box.shape[:dim], hi - lo, *box.shape[dim + 1 :]))
+            pieces.append(self.read(part).view(part.shape))
+        return torch.cat(pieces, dim).reshape(-1)
 
     def _dense(self, shape: Sequence[int]) -> bool:
         """Whether a box of this shape lies in row-major order, without gaps."""

@@ -1,0 +1,70 @@
+"""How large a value becomes when it is written out, where references are many.
+
+A list that holds the same list twice, sixty levels deep, takes sixty lists of memory and 2^60 steps to walk. What reads the
+values of a pickle walks them recursively, so the limits are checked once, before that. Cycles exceed the depth.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from unickpt.dtypes import itemsize_bytes
+from unickpt.errors import FormatError
+from unickpt.foreign.located import Located
+from unickpt.foreign.records import Name, Record
+
+MAX_DEPTH = 100
+# What a value may take written out: a fixed amount and a multiple of the pickle's length, or of the file's for its tensors.
+VALUES_BYTES, VALUES_FACTOR = 64 << 20, 32
+TENSORS_BYTES, TENSORS_FACTOR = 64 << 20, 256
+_EDGE_BYTES = 8
+_LEAVES = frozenset({int, float, complex, bool, type(None), torch.dtype, Name, MappingProxyType})
+_TEXTS = frozenset({str, bytes, bytearray})
+_ROWS, _MAPPINGS = frozenset({list, tuple, set, frozenset, deque}), frozenset({dict, OrderedDict})
+
+
+def check_unfolding(value: Any, *, pickle_bytes: int, file_bytes: int) -> None:
+    """Refuse a value that is cyclic, nested too deeply, or far larger written out than what it was read from.
+
+    Args:
+        value: of containers, records, and leaves.
+        pickle_bytes: length of the pickle.
+        file_bytes: length of the file that its tensors lie in.
+
+    Raises:
+        FormatError: says which limit is exceeded.
+    """
+    values_limit = VALUES_BYTES + VALUES_FACTOR * pickle_bytes
+    tensors_limit = TENSORS_BYTES + TENSORS_FACTOR * file_bytes
+    values = tensors = 0
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for each in level:
+            kind = type(each)
+            if kind in _TEXTS:
+                values += len(each)
+            elif kind is Record:
+                inner += (each.arguments, each.state, each.items, each.entries)
+            elif kind in _ROWS:
+                inner += each
+            elif kind in _MAPPINGS:
+                inner += each
+                inner += each.values()
+            elif kind is Located:
+                tensors += each.numel * itemsize_bytes(each.dtype)
+            if len(inner) * _EDGE_BYTES > values_limit:
+                break
+        values += len(inner) * _EDGE_BYTES
+        if values > values_limit:
+            raise FormatError(f"refers to the same values so often that they would take more than {values_limit:,} bytes")
+        if tensors > tensors_limit:
+            raise FormatError(f"its tensors would take {tensors:,} bytes, in a file of {file_bytes:,}")
+        level = [each for each in inner if type(each) not in _LEAVES]
+        if not level:
+            return
+    raise FormatError(f"is nested more than {MAX_DEPTH} levels deep, or refers to itself")
