@@ -6,7 +6,6 @@ import copy
 import os
 import pickle
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,15 +125,16 @@ def test_what_is_not_used_is_not_opened(plain: Path, tmp_path: Path, monkeypatch
     """Chunks are opened as they are read, not all at the start."""
     from unickpt.foreign.detect import open_source
     from unickpt.foreign.located import Files
+    from unickpt.foreign.torch_archive import Archive
 
     opened: list[int] = []
-    make = zipfile.ZipFile.__init__
+    make = Archive.__init__
 
-    def counting(self: zipfile.ZipFile, *arguments: Any, **named: Any) -> None:
+    def counting(self: Archive, *arguments: Any) -> None:
         opened.append(1)
-        make(self, *arguments, **named)
+        make(self, *arguments)
 
-    monkeypatch.setattr(zipfile.ZipFile, "__init__", counting)
+    monkeypatch.setattr(Archive, "__init__", counting)
     with Files() as files:
         source = open_source(plain, files)
         assert len(opened) == 1  # the object

@@ -21,6 +21,7 @@ from unickpt.dtypes import itemsize_bytes
 from unickpt.errors import FormatError
 from unickpt.foreign.distcp import MAX_OBJECT_BYTES, METADATA, Stored, Table, portions_of
 from unickpt.foreign.huggingface import configuration
+from unickpt.foreign.limits import bounded
 from unickpt.foreign.located import Files
 from unickpt.foreign.matching import NoOrderError, matched
 from unickpt.foreign.plain import NotPlainError, plain
@@ -45,6 +46,7 @@ def is_dcp(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob(f"*{METADATA}"))
 
 
+@bounded
 def dcp(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source:
     """A state dict that ``FileSystemWriter`` has written.
 

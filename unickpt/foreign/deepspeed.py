@@ -16,9 +16,10 @@ import torch
 
 from unickpt.converting import Part, Portion, Source
 from unickpt.errors import FormatError
-from unickpt.foreign.deepspeed_files import EXPERTS, File, ModelRank, read_folder, states_of
+from unickpt.foreign.deepspeed_files import EXPERTS, File, ModelRank, first_missing, read_folder, states_of
 from unickpt.foreign.deepspeed_parts import Parts, Tensor
 from unickpt.foreign.deepspeed_states import is_flat, number_in, reader, tensor_in
+from unickpt.foreign.limits import bounded
 from unickpt.foreign.located import Files, Located
 from unickpt.foreign.matching import NoOrderError, matched
 from unickpt.fragments import Box
@@ -26,6 +27,7 @@ from unickpt.index import TensorInfo
 from unickpt.manifest import OptimizerRecord, Writer, merge_optimizers
 
 
+@bounded
 def deepspeed(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source:
     """A checkpoint that DeepSpeed has written.
 
@@ -155,12 +157,11 @@ class _Reader(Parts):
         if any("optimizer_state_dict" not in file.content for file in rank.optimizers.values()):
             found = [self._whole(rank, file, expert) for expert, file in sorted(rank.optimizers.items())]
             return merge_optimizers(None, [record for record in found if record is not None])
-        missing = set(range(max(rank.optimizers) + 1)) - set(rank.optimizers)
         told = self.number("dp_world_size")
-        if missing or (told and told != len(rank.optimizers)):
+        if first_missing(rank.optimizers) is not None or (told and told != len(rank.optimizers)):
             raise FormatError(
                 f"{self.folder}: of model parallel rank {rank.number}, {len(rank.optimizers)} files of optimizer states "
-                f"where {told or len(rank.optimizers) + len(missing)} are to be"
+                f"where {told or max(rank.optimizers) + 1} are to be"
             )
         records = []
         done: dict[str, int] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,9 +125,9 @@ def read_folder(folder: Path, files: Files, also: Sequence[str]) -> Folder:
             if match:
                 found[pattern].append((match, read_file(path, files, also)))
     numbers = sorted({int(match["model"]) for match, _ in found[MODEL]})
-    missing = set(range(numbers[-1] + 1)) - set(numbers)
-    if missing:
-        raise FormatError(f"{folder}: mp_rank_{min(missing):02d}_model_states.pt is not there")
+    missing = first_missing(numbers)
+    if missing is not None:
+        raise FormatError(f"{folder}: mp_rank_{missing:02d}_model_states.pt is not there")
     dims = found[MODEL][0][1].get("checkpoint_parallel_dimensions", dict, {})
     slices = len({match["model"] for match, _ in found[LAYER]})  # of every layer of a pipeline: a file per tensor parallel rank
     tensors = int(dims.get("tp_degree", slices or len(numbers)))
@@ -150,6 +150,13 @@ def read_folder(folder: Path, files: Files, also: Sequence[str]) -> Folder:
         layers = [(int(match["layer"]), file) for match, file in found[LAYER] if int(match["model"] or 0) == tensor]
         _layers(layers, [rank for rank in ranks.values() if rank.tensor == tensor])
     return Folder(folder, tuple(ranks.values()), stages, tensors, _experts(list(ranks.values())))
+
+
+def first_missing(numbers: Collection[int]) -> int | None:
+    """The smallest number from 0 to the largest that is not among them. A file name may claim any number."""
+    if len(set(numbers)) == max(numbers) + 1:
+        return None
+    return next(number for number in range(len(numbers) + 1) if number not in numbers)
 
 
 def read_file(path: Path, files: Files, also: Sequence[str]) -> File:

@@ -16,6 +16,7 @@ from unickpt.converting import Part, Portion, Source
 from unickpt.errors import FormatError, NotACheckpointError
 from unickpt.foreign.deepspeed_files import MODEL, File, is_deepspeed, read_file
 from unickpt.foreign.deepspeed_states import MODEL_FILE_WHOLE, States, number_in, read_files, tensor_in
+from unickpt.foreign.limits import bounded
 from unickpt.foreign.located import Files, Located
 from unickpt.foreign.pickles import load
 from unickpt.fragments import Box
@@ -35,6 +36,7 @@ def is_universal(folder: Path) -> bool:
     return (folder / FOLDER / OPTIMIZER_FILE).is_file() and is_deepspeed(folder)
 
 
+@bounded
 def deepspeed_universal(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source:
     """A universal checkpoint of DeepSpeed, of ZeRO 1 to 3.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,9 @@ from unickpt.converting import Part, Portion, Source
 from unickpt.errors import FormatError, NotACheckpointError
 from unickpt.exporting.huggingface import INDEX
 from unickpt.exporting.huggingface import configuration as configuration
+from unickpt.foreign.limits import bounded
 from unickpt.foreign.located import Files, Located
+from unickpt.foreign.source_files import open_regular, read_json
 from unickpt.fragments import Box, strides_of
 from unickpt.index import TensorInfo
 from unickpt.language.facts import Model
@@ -26,6 +28,7 @@ from unickpt.translated import HUGGINGFACE
 _BESIDE = re.compile(r"(adapter_model|consolidated)(\.\d+|-\d{5}-of-\d{5})?\.safetensors")
 
 
+@bounded
 def huggingface(folder: Path, files: Files) -> Source:
     """A model of transformers: weights at step 0, without an optimizer.
 
@@ -73,8 +76,8 @@ def _check_whole(folder: Path, paths: Sequence[Path]) -> None:
     index = folder / INDEX
     if index.is_file():
         try:
-            listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+            listed = set(read_json(index)["weight_map"].values())
+        except (OSError, FormatError, KeyError, TypeError, AttributeError) as err:
             raise FormatError(f"{index}: is not an index of a model ({err})") from None
         missing, more = sorted(map(str, listed - names)), sorted(names - listed)
     else:
@@ -87,8 +90,8 @@ def _check_whole(folder: Path, paths: Sequence[Path]) -> None:
 
 
 def _header(path: Path) -> Header:
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         length = header_bytes_of(prefix, file_bytes=size, where=str(path))
         return parse_header(prefix + file.read(length - 8), file_bytes=size, where=str(path))

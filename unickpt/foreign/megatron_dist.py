@@ -7,7 +7,6 @@ adapter would have written of the same job (megatron_unickpt/capture.py): the sa
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from unickpt.converting import Source
 from unickpt.errors import FormatError, NotACheckpointError
 from unickpt.foreign.distcp import METADATA, Stored, Table, portions_of
+from unickpt.foreign.limits import bounded
 from unickpt.foreign.located import Files
 from unickpt.foreign.megatron_state import (
     GROUPS_NOT_TOLD,
@@ -33,6 +33,7 @@ from unickpt.foreign.megatron_state import (
 )
 from unickpt.foreign.pickles import load
 from unickpt.foreign.plain import NotPlainError, plain
+from unickpt.foreign.source_files import read_json
 from unickpt.index import TensorInfo
 from unickpt.manifest import OptimizerRecord, ParameterGroup
 from unickpt.megatron_keys import MASTER, WEIGHT, tensor_of
@@ -44,12 +45,12 @@ _BUCKETS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_
 def backend_of(folder: Path) -> str:
     """What Megatron says that a folder holds (``torch_dist``, ``fsdp_dtensor``, ...); '' if it says nothing."""
     try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return str(read_json(folder / CONFIG).get("sharded_backend", ""))
+    except (OSError, FormatError):
         return ""
-    return str(found.get("sharded_backend", "")) if isinstance(found, dict) else ""
 
 
+@bounded
 def megatron_dist(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source:
     """A checkpoint of Megatron's, as ``--ckpt-format torch_dist`` writes it.
 

@@ -18,6 +18,7 @@ from unickpt.foreign.megatron_state import arguments_of
 from unickpt.foreign.pickles import load
 
 MODEL, BUFFERS = "model_optim_rng.pt", "distrib_optim.pt"
+MAX_FILES = 1 << 20
 _LAYER_WISE = "layer_wise_optimizer_*.pt"
 
 
@@ -155,6 +156,8 @@ def _sizes(arguments: argparse.Namespace, path: Path) -> Sizes:
     context = size("context_parallel_size", 1)
     world = size("world_size", tensor * pipeline * context)
     found = Sizes(tensor, pipeline, expert, size("expert_tensor_parallel_size", tensor), max(world // (tensor * pipeline), 1))
+    if found.pipeline * found.expert * found.expert_tensor > MAX_FILES:
+        raise FormatError(f"{path}: its arguments tell of {_told(found)} ranks, more than {MAX_FILES:,} files")
     if len({place[0] for place in written(tensor, expert, found.expert_tensor)}) < tensor or found.expert_tensor > tensor:
         raise FormatError(
             f"{path}: with {tensor} tensor, {expert} expert and {found.expert_tensor} expert tensor parallel ranks, not every "

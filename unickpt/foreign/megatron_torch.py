@@ -15,6 +15,7 @@ from typing import Any
 
 from unickpt.converting import Part, Portion, Reading, Source
 from unickpt.errors import FormatError
+from unickpt.foreign.limits import bounded
 from unickpt.foreign.located import Files, Located
 from unickpt.foreign.megatron_buffers import bucket_size
 from unickpt.foreign.megatron_files import Job, Rank, read_job
@@ -63,6 +64,7 @@ _UNLIKE = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_enco
 _NOT_COMMON = ("args", "optimizer", "rng_state", "rerun_state_machine")
 
 
+@bounded
 def megatron_torch(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source:
     """A checkpoint of Megatron's, as ``--ckpt-format torch`` writes it.
 
