@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -13,6 +14,7 @@ from unickpt.errors import FormatError, UnickptError
 
 SOURCE_BYTES, SOURCE_FACTOR = 64 << 20, 256
 _ODD = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, RuntimeError, AssertionError)
+_HALF = re.compile("[\ud800-\udfff]")
 _Read = TypeVar("_Read", bound=Callable[..., Source])
 
 
@@ -28,6 +30,7 @@ def bounded(read: _Read) -> _Read:
         try:
             source = read(folder, *args, **named)
             _check_size(folder, source)
+            _check_names(folder, source)
             return source
         except (UnickptError, OSError):
             raise
@@ -51,3 +54,11 @@ def _check_size(folder: Path, source: Source) -> None:
             f"{folder}: its tensors would take {source.size_bytes:,} bytes, the files that they are in have {there:,}: "
             "the same bytes are named again and again"
         )
+
+
+def _check_names(folder: Path, source: Source) -> None:
+    """Refuse names that are not text: the half of a surrogate pair, which UTF-8 cannot hold."""
+    tensors = [part.tensor for portion in source.portions for part in portion.parts]
+    for info in {info.key: info for info in (*tensors, *source.tensors)}.values():
+        if _HALF.search(info.name) or _HALF.search(info.state):
+            raise FormatError(f"{folder}: the name {info.name[:80]!r} is not text, and no checkpoint can hold it")
