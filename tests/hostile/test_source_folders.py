@@ -102,7 +102,7 @@ def test_a_path_that_a_table_names_stays_below_the_folder(tmp_path: Path) -> Non
     assert converted(folder, tmp_path / "inside")
     file.unlink()
     file.symlink_to(secret)
-    with Files() as files, pytest.raises(FormatError, match="leads to .*, outside of"):
+    with Files() as files, pytest.raises(FormatError, match=r"leads to .*, outside of"):
         open_source(folder, files)
     file.unlink()
     (folder / "linked").symlink_to(private)
@@ -183,12 +183,12 @@ def test_a_configuration_that_is_a_pipe_is_passed_over(tmp_path: Path, make: Cal
 def test_a_number_in_a_file_name_takes_no_memory(tmp_path: Path) -> None:
     folder = deepspeed(tmp_path / "source")
     shutil.copy(folder / "mp_rank_00_model_states.pt", folder / "mp_rank_99999999999_model_states.pt")
-    with limited_memory(), Files() as files, pytest.raises(FormatError, match="mp_rank_01_model_states.pt is not there"):
+    with limited_memory(), Files() as files, pytest.raises(FormatError, match=r"mp_rank_01_model_states\.pt is not there"):
         open_source(folder, files)
     (folder / "mp_rank_99999999999_model_states.pt").unlink()
     state = {"optimizer_state_dict": {"zero_stage": 1}}
     torch.save(state, folder / "zero_pp_rank_99999999999_mp_rank_00_optim_states.pt")
-    with limited_memory(), Files() as files, pytest.raises(FormatError, match="100000000000 are to be|1 are to be"):
+    with limited_memory(), Files() as files, pytest.raises(FormatError, match="optimizer states"):
         open_source(folder, files)
 
 
