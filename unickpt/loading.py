@@ -249,7 +249,7 @@ def read_manifest(storage: Storage) -> Manifest:
             "or the directory is not a unickpt checkpoint"
         )
     if size > MAX_MANIFEST_BYTES:
-        raise FormatError(f"{path}: {size:,} bytes are too many for a manifest")
+        raise FormatError(f"{path}: {size:,} bytes are too many for a manifest; {MAX_MANIFEST_BYTES:,} are read")
     return manifest_module.from_bytes(storage.read(MANIFEST_FILE, 0, size), where=path)
 
 

@@ -16,12 +16,13 @@ from typing import Any
 
 from unickpt.checksums import PREFIX, digest
 from unickpt.errors import FormatError, NewerFormatError, UnsafePathError
+from unickpt.json_text import parse_json
 from unickpt.safetensors_io import MAX_HEADER_BYTES
 
 FORMAT_NAME = "unickpt"
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
-MAX_MANIFEST_BYTES = 1 << 30
+MAX_MANIFEST_BYTES = 256 << 20  # of 100,000 ranks it has 30 MB
 
 JSONValue = Any  # what ``unickpt.objects`` encodes to
 
@@ -125,18 +126,24 @@ class Manifest:
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """Serialise, with the checksum of everything else as the last member. Raises FormatError for what is nested too deeply."""
+    """Serialise, with the checksum of everything else as the last member.
+
+    Raises:
+        FormatError: it is nested too deeply, or larger than any that is read.
+    """
     try:
         body: dict[str, Any] = {"format": FORMAT_NAME, **asdict(manifest), "version": FORMAT_VERSION}
         body["checksum"] = digest(_canonical(body))
         text = json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False)
     except RecursionError:
         raise FormatError("the manifest is nested too deeply to be written") from None
-    return text.encode("utf-8", "backslashreplace")  # a lone surrogate (from a file name that is no UTF-8) as JSON's escape
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    data = text.encode("utf-8", "backslashreplace")  # a lone surrogate (from a file name that is no UTF-8) as JSON's escape
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise FormatError(
+            f"the manifest would have {len(data):,} bytes, and {MAX_MANIFEST_BYTES:,} are read; keep large state as tensors or "
+            "numpy arrays, which are stored apart, instead of lists of numbers"
+        )
+    return data
 
 
 def _canonical(body: Mapping[str, Any]) -> bytes:
@@ -154,12 +161,11 @@ def from_bytes(data: bytes, *, where: str) -> Manifest:
     Raises:
         NewerFormatError: written in a later format version.
         UnsafePathError: a file path is absolute or leaves the checkpoint directory.
-        FormatError: not JSON, a member missing or of another type, checksum wrong.
+        FormatError: too large, not JSON, a member missing or of another type, checksum wrong.
     """
-    try:
-        body = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as err:
-        raise FormatError(f"{where}: not JSON ({err}); the file is damaged") from None
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise FormatError(f"{where}: {len(data):,} bytes are too many for a manifest; {MAX_MANIFEST_BYTES:,} are read")
+    body = parse_json(data, where=where)
     if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
         raise FormatError(f"{where}: not a unickpt manifest")
     version = body.get("version")

@@ -19,6 +19,7 @@ from typing import Any
 
 from unickpt.dtypes import itemsize_bytes
 from unickpt.errors import FormatError
+from unickpt.json_text import parse_json
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors reference reader
 
@@ -108,10 +109,7 @@ def parse_header(data: bytes, *, file_bytes: int, where: str) -> Header:
             size contradicts dtype and shape, tensors overlap or leave a hole.
     """
     end = header_bytes_of(data, file_bytes=file_bytes, where=where)
-    try:
-        body = json.loads(data[8:end].decode("utf-8"))
-    except (ValueError, RecursionError) as err:
-        raise FormatError(f"{where}: header is not JSON ({err})") from None
+    body = parse_json(data[8:end], where=f"{where}: header")
     if not isinstance(body, dict):
         raise FormatError(f"{where}: header is a {type(body).__name__}, expected an object")
     metadata = body.pop("__metadata__", {})

@@ -14,6 +14,7 @@ from typing import Any
 from unickpt.dtypes import itemsize_bytes
 from unickpt.errors import FormatError
 from unickpt.index import KINDS, MAX_NDIM, TensorInfo
+from unickpt.json_text import parse_json
 
 
 def to_text(tensors: Sequence[TensorInfo]) -> str:
@@ -81,7 +82,6 @@ def collector_paused() -> Iterator[None]:
 
 def json_of(text: str | bytes, *, where: str) -> Any:
     """Parsed JSON, or FormatError."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as err:
-        raise FormatError(f"{where}: index metadata is not JSON ({err})") from None
+    return parse_json(
+        text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"), where=f"{where}: index metadata"
+    )

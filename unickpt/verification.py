@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from unickpt import index as index_module
-from unickpt.checksums import RunningDigest, fragment_checksum
+from unickpt.checksums import RunningChecksum, RunningDigest
 from unickpt.errors import CorruptCheckpointError, CoverageError, FormatError, StorageError, UnsafePathError
 from unickpt.index import Index
 from unickpt.loading import read_index, read_manifest
-from unickpt.manifest import FileRecord
+from unickpt.manifest import MANIFEST_FILE, FileRecord, Manifest
 from unickpt.safetensors_io import parse_header
-from unickpt.storage import Storage, open_storage
+from unickpt.storage import Reader, Storage, open_storage
 from unickpt.writing import fragment_key
 
 _CHUNK_BYTES = 1 << 24
@@ -53,6 +53,7 @@ def verify(directory: str | os.PathLike[str], *, progress: Callable[[int], None]
     index: Index | None = None
     try:
         index = read_index(storage, manifest)
+        problems += _alias_problems(storage.where(MANIFEST_FILE), manifest, index)
         index_module.check_coverage(index)
     except UnsafePathError:
         raise
@@ -73,6 +74,21 @@ def verify(directory: str | os.PathLike[str], *, progress: Callable[[int], None]
     )
 
 
+def _alias_problems(where: str, manifest: Manifest, index: Index) -> list[str]:
+    """Further names of tied parameters: each names a tensor that is stored, or one that the caller asked to leave out."""
+    stored = {info.name for info in index.tensors}
+    known = stored | set(manifest.excluded)
+    problems = []
+    for alias, name in manifest.aliases.items():
+        if alias in stored:
+            problems.append(f"{where}: {alias[:200]!r} is a further name of {name[:200]!r}, and a stored tensor too")
+        elif name in manifest.aliases:
+            problems.append(f"{where}: {alias[:200]!r} is a further name of {name[:200]!r}, which is a further name itself")
+        elif name not in known:
+            problems.append(f"{where}: {alias[:200]!r} is a further name of {name[:200]!r}, which is not stored")
+    return problems
+
+
 def _file_problems(storage: Storage, record: FileRecord, index: Index | None) -> list[str]:
     path = storage.where(record.path)
     size = storage.size_bytes(record.path)
@@ -80,10 +96,8 @@ def _file_problems(storage: Storage, record: FileRecord, index: Index | None) ->
         return [f"{path}: {'missing' if size is None else f'{size:,} bytes'}, expected {record.size_bytes:,} bytes"]
     whole = RunningDigest()
     with storage.reader(record.path) as reader:
-        for at in range(0, size, _CHUNK_BYTES):
-            buffer = bytearray(min(_CHUNK_BYTES, size - at))
-            reader.read_into([memoryview(buffer)], at)
-            whole.update(buffer)
+        for block in _blocks(reader, 0, size):
+            whole.update(block)
     problems = []
     if index is not None:
         problems += _header_problems(storage, record, index)
@@ -119,11 +133,23 @@ def _damaged_fragments(storage: Storage, record: FileRecord, index: Index) -> li
     path = storage.where(record.path)
     sizes = index.size_bytes()
     problems = []
-    for row in _rows_of_file(index, record.path):
-        offset, size = int(index.offset_bytes[row]), int(sizes[row])
-        if fragment_checksum(storage.read(record.path, offset, size)) != int(index.checksum[row]):
-            info = index.tensors[int(index.tensor[row])]
-            problems.append(
-                f"{path}: {info.name} ({info.state}) {index.box(row)} is damaged (bytes {offset:,} to {offset + size:,})"
-            )
+    with storage.reader(record.path) as reader:
+        for row in _rows_of_file(index, record.path):
+            offset, size = int(index.offset_bytes[row]), int(sizes[row])
+            running = RunningChecksum()
+            for block in _blocks(reader, offset, size):
+                running.update(block)
+            if running.value() != int(index.checksum[row]):
+                info = index.tensors[int(index.tensor[row])]
+                problems.append(
+                    f"{path}: {info.name} ({info.state}) {index.box(row)} is damaged (bytes {offset:,} to {offset + size:,})"
+                )
     return problems
+
+
+def _blocks(reader: Reader, begin: int, size: int) -> Iterator[bytearray]:
+    """Bytes of a file, some MiB at a time."""
+    for at in range(begin, begin + size, _CHUNK_BYTES):
+        buffer = bytearray(min(_CHUNK_BYTES, begin + size - at))
+        reader.read_into([memoryview(buffer)], at)
+        yield buffer

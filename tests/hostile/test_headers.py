@@ -99,7 +99,7 @@ HEADER_REASONS: Reasons = {
     "the header has": ["data key of another tensor"],
     "too few for a safetensors file": ["no bytes", "seven bytes"],
     "header claims": ["length 2**64-1", "length 2**63", "length of 100 MB", "length that takes in data"],
-    "header is not JSON": ["length 0", "not UTF-8", "nested 100000 deep"],
+    "header: not JSON": ["length 0", "not UTF-8", "nested 100000 deep"],
     "header is a list, expected an object": ["a list"],
     "__metadata__ must map strings to strings": ["metadata of numbers", "metadata a list"],
     "not a unickpt index": ["another kind of file", "no metadata"],
@@ -112,10 +112,11 @@ HEADER_REASONS: Reasons = {
         "offsets negative", "offsets of one", "offsets of floats",
     ],
     "its offsets": ["shape huge", "shape shorter", "offsets huge", "offsets reversed"],
-    "begins at byte": ["offsets overlap", "offsets leave a hole", "column given twice"],
+    "begins at byte": ["offsets overlap", "offsets leave a hole"],
+    "an object has one key twice": ["column given twice"],
     "header describes": ["bytes behind the last column"],
     "rank00000.safetensors: header claims": ["data length 2**63"],
-    "rank00000.safetensors: header is not JSON": ["data length 16", "data header not JSON"],
+    "rank00000.safetensors: header: not JSON": ["data length 16", "data header not JSON"],
     "rank00000.safetensors: at byte": ["data header of another dtype", "data header of another shape"],
 }  # fmt: skip
 

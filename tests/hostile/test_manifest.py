@@ -15,6 +15,7 @@ from tests import handmade
 from tests.faults.mutation import load_everything
 from tests.handmade import IndexParts, edit_manifest, replace_file
 from tests.hostile.attacks import DATA, INDEX, Attack, Reasons, cases, reason, refused
+from unickpt import manifest
 from unickpt.errors import FormatError, UnickptError, UnsafePathError
 from unickpt.loading import Checkpoint
 from unickpt.verification import verify
@@ -163,6 +164,8 @@ RAW_MANIFESTS: dict[str, bytes] = {
     "integer of 5000 digits": b'{"format": "unickpt", "version": 1, "step": ' + b"1" * 5000 + b"}",
     "nested 960 deep": b'{"format": "unickpt", "version": 1, "x": ' + b"[" * 960 + b"]" * 960 + b"}",
     "nested 100000 deep": b'{"format": "unickpt", "version": 1, "x": ' + b'{"":' * 100_000,
+    "a key twice": b'{"format": "unickpt", "version": 2, "format": "unickpt"}',
+    "34 million values": b'{"format": "unickpt", "version": 2, "x": [' + b"[]," * 17_000_000 + b"1]}",
     "version 0": b'{"format": "unickpt", "version": 0}',
     "version true": b'{"format": "unickpt", "version": true}',
     "version of 10**400": b'{"format": "unickpt", "version": 1' + b"0" * 400 + b"}",
@@ -172,6 +175,8 @@ RAW_MANIFESTS: dict[str, bytes] = {
 
 
 RAW_REASONS: Reasons = {
+    "one key twice": ["a key twice"],
+    "more than": ["34 million values"],
     "not JSON": ["empty", "not UTF-8", "UTF-16", "NaN", "integer of 5000 digits", "nested 960 deep", "nested 100000 deep"],
     "not JSON compliant": ["infinite"],
     "not a unickpt manifest": ["a list", "another format"],
@@ -189,6 +194,36 @@ def test_bytes_that_are_no_manifest_are_refused(victim: Path, name: str) -> None
     assert refused(victim)
 
 
-def test_a_manifest_that_is_too_large_is_not_read(victim: Path) -> None:
-    os.truncate(victim / "manifest.json", 2 << 30)
+@pytest.mark.parametrize("size", [300 << 20, 2 << 30])
+def test_a_manifest_that_is_too_large_is_not_read(victim: Path, size: int) -> None:
+    os.truncate(victim / "manifest.json", size)
     assert all("too many for a manifest" in reason for reason in refused(victim))
+
+
+def test_a_manifest_that_would_not_be_read_is_not_written(victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = manifest.from_bytes((victim / "manifest.json").read_bytes(), where="x")
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 1000)
+    with pytest.raises(FormatError, match="keep large state as tensors"):
+        manifest.to_bytes(found)
+
+
+ALIASES: dict[str, tuple[dict[str, str], str]] = {
+    "of nothing": ({"tied": "nowhere"}, "which is not stored"),
+    "of itself": ({"tied": "tied"}, "which is a further name itself"),
+    "in a circle": ({"a": "b", "b": "a"}, "which is a further name itself"),
+    "in a chain": ({"a": "b", "b": "layer.weight"}, "which is a further name itself"),
+    "that is stored": ({"layer.weight": "layer.weight"}, "and a stored tensor too"),
+}
+
+
+@pytest.mark.parametrize("name", cases(ALIASES))
+def test_an_alias_that_is_not_sound_is_a_problem(victim: Path, name: str) -> None:
+    aliases, words = ALIASES[name]
+    edit_manifest(victim, lambda body: body.update(aliases=aliases))
+    assert any(words in problem for problem in verify(victim).problems)
+    refused(victim)
+
+
+def test_an_alias_of_what_is_stored_or_left_out_is_sound(victim: Path) -> None:
+    edit_manifest(victim, lambda body: body.update(aliases={"a": "layer.weight", "b": "frozen"}, excluded=["frozen"]))
+    assert verify(victim).problems == ()
