@@ -20,9 +20,9 @@ from unickpt.dtypes import name_of
 from unickpt.errors import FormatError
 from unickpt.foreign.located import Files, Located
 from unickpt.foreign.pickles import Record, load_archive, load_plain
-from unickpt.foreign.source_files import named_file
 from unickpt.fragments import Box, find_overlap
 from unickpt.index import MAX_NDIM, TensorInfo
+from unickpt.regular_files import named_file
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 1 << 30

@@ -16,11 +16,11 @@ from unickpt.exporting.huggingface import INDEX
 from unickpt.exporting.huggingface import configuration as configuration
 from unickpt.foreign.limits import bounded
 from unickpt.foreign.located import Files, Located
-from unickpt.foreign.source_files import open_regular, read_json
 from unickpt.fragments import Box, strides_of
 from unickpt.index import TensorInfo
 from unickpt.language.facts import Model
 from unickpt.manifest import Writer
+from unickpt.regular_files import open_regular, read_json
 from unickpt.safetensors_io import Header, header_bytes_of, parse_header
 from unickpt.translated import HUGGINGFACE
 

@@ -14,9 +14,9 @@ import torch
 
 from unickpt.dtypes import itemsize_bytes, torch_dtype
 from unickpt.errors import FormatError
-from unickpt.foreign.source_files import open_regular
 from unickpt.fragments import Box, strides_of
 from unickpt.reading import bytes_of
+from unickpt.regular_files import open_regular
 
 MAX_OPEN = 256  # files at a time, but for those that are being read
 _GAPS, _SMALL_SPAN_BYTES = 4, 1 << 20  # a span of more elements than this per element that is wanted is read in pieces

@@ -33,10 +33,10 @@ from unickpt.foreign.megatron_state import (
 )
 from unickpt.foreign.pickles import load
 from unickpt.foreign.plain import NotPlainError, plain
-from unickpt.foreign.source_files import read_json
 from unickpt.index import TensorInfo
 from unickpt.manifest import OptimizerRecord, ParameterGroup
 from unickpt.megatron_keys import MASTER, WEIGHT, tensor_of
+from unickpt.regular_files import read_json
 
 CONFIG, COMMON, BACKEND = "metadata.json", "common.pt", "torch_dist"
 _BUCKETS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(gbuf_idx_\d+\.)?")

@@ -2,7 +2,8 @@
 
 Two rules. A file that is found by listing the folder which the user names may be a symbolic link: users and the cache of the
 Hugging Face hub make such folders. A path that is written *inside* a file must lead to a file below that folder after all links
-are resolved; in a snapshot of the hub's cache, also to the blobs of the same repository.
+are resolved; in a snapshot of the hub's cache, also to the blobs of the same repository. The same holds for files that are
+copied byte for byte, as ``export --config`` does.
 """
 
 from __future__ import annotations
@@ -66,14 +67,29 @@ def named_file(folder: Path, name: str, where: str) -> Path:
     """
     path = folder / check_path(name, where=where)
     try:
+        check_inside(folder, path)
+    except UnsafePathError as err:
+        raise UnsafePathError(f"{err}; {where} names it") from None
+    except FormatError as err:
+        raise FormatError(f"{err}; {where} names it") from None
+    return path
+
+
+def check_inside(folder: Path, path: Path) -> None:
+    """Check a file whose bytes or tensors are copied because something in its folder says so.
+
+    Raises:
+        UnsafePathError: a symbolic link leads out of the folder.
+        FormatError: there is no regular file.
+    """
+    try:
         target, root = path.resolve(strict=True), folder.resolve(strict=True)
         mode = target.stat().st_mode
     except (OSError, RuntimeError, ValueError) as err:
         what = "is not there" if isinstance(err, FileNotFoundError) else f"cannot be examined ({err})"
-        raise FormatError(f"{path}: {what}; {where} names it") from None
+        raise FormatError(f"{path}: {what}") from None
     blobs = root.parent.parent / _BLOBS if root.parent.name == _SNAPSHOTS else None
     if not target.is_relative_to(root) and (blobs is None or target.parent != blobs):
-        raise UnsafePathError(f"{path}: leads to {target}, outside of {root}; {where} names it")
+        raise UnsafePathError(f"{path}: leads to {target}, outside of {root}")
     if not stat.S_ISREG(mode):
-        raise FormatError(f"{path}: is not a regular file; {where} names it")
-    return path
+        raise FormatError(f"{path}: is not a regular file")
