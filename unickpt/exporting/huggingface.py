@@ -16,7 +16,7 @@ import torch
 
 from unickpt.differences import BLOCK_ELEMENTS
 from unickpt.dtypes import name_of, torch_dtype
-from unickpt.errors import MismatchError
+from unickpt.errors import FormatError, MismatchError
 from unickpt.fragments import Box, cut
 from unickpt.index import TensorInfo
 from unickpt.language.facts import Model
@@ -24,6 +24,7 @@ from unickpt.language.shipped import choose
 from unickpt.language.translation import listed
 from unickpt.loading import Checkpoint
 from unickpt.reading import bytes_of
+from unickpt.regular_files import check_inside, read_json
 from unickpt.safetensors_io import build_header
 from unickpt.spellings import in_files
 from unickpt.translated import HUGGINGFACE, shapes_of, translated
@@ -119,6 +120,7 @@ def export(
     Raises:
         MismatchError: the folder holds a model, or the checkpoint has no weights, not all of them, or adapters of peft.
         LanguageError: the number of experts is unknown.
+        UnsafePathError: a file of ``config_from`` is a symbolic link that leads out of that folder.
         CorruptCheckpointError, StorageError: the checkpoint is damaged or unreadable.
         OSError: the folder cannot be written.
     """
@@ -167,10 +169,8 @@ def check_no_model(folder: Path) -> None:
 
 def configuration(folder: Path) -> dict[str, Any]:
     """The ``config.json`` of a folder; empty without a readable one."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
+    with contextlib.suppress(OSError, FormatError):
+        return dict(read_json(folder / CONFIG))
     return {}
 
 
@@ -196,9 +196,11 @@ def _copy(source: Path | None, folder: Path, with_code: bool, dtypes: set[str]) 
     patterns = (*_MODEL_FILES, *((_CODE,) if with_code else ()))
     names = sorted(path.name for path in source.iterdir() if path.is_file() and not path.name.endswith(WEIGHTS))
     chosen = tuple(name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    templates = sorted((source / ADDED_TEMPLATES).glob("*.jinja"))
+    for path in (*(source / name for name in chosen), *templates):
+        check_inside(source, path)  # a downloaded folder could link to a private file, which would be published with the model
     for name in chosen:
         shutil.copy(source / name, folder / name)
-    templates = sorted((source / ADDED_TEMPLATES).glob("*.jinja"))
     for path in templates:
         (folder / ADDED_TEMPLATES).mkdir(exist_ok=True)
         shutil.copy(path, folder / ADDED_TEMPLATES / path.name)
