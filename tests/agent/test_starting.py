@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -16,12 +17,20 @@ import torch.distributed as dist
 
 from tests.agent.made import hung
 from tests.launch import REPO, environment
-from unickpt.agent import starting
+from unickpt.agent import starting, watching
+from unickpt.agent.hub import Hub, fetch
+from unickpt.diagnosis.view import view_of
+from unickpt.errors import UnickptError
+from unickpt.timing.folder import read_folder
 
 STARTS = """
 import sys, time, torch.distributed as dist
 from pathlib import Path
-from unickpt.agent import starting
+from unickpt.agent import starting, watching
+from unickpt.agent.hub import Hub, fetch
+from unickpt.diagnosis.view import view_of
+from unickpt.errors import UnickptError
+from unickpt.timing.folder import read_folder
 store = dist.HashStore()
 process = starting.start(Path(sys.argv[1]), 0, store)
 print(process.pid, flush=True)
@@ -92,3 +101,45 @@ def test_what_the_store_holds_has_to_be_an_address(tmp_path: Path, caplog: pytes
     assert "holds no address" in caplog.text
     assert "\x1b" not in caplog.text
     assert not list(tmp_path.iterdir())
+
+
+def test_agents_of_several_hosts_find_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As training starts them on two hosts: the second one is told where the first one listens when that is in the store."""
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    first, second = tmp_path / "a", tmp_path / "b"
+    hung(first, since_s=20)
+    second.mkdir()
+    for rank in (2, 3):
+        (first / f"{rank:05d}.ring").rename(second / f"{rank:05d}.ring")
+    store = dist.HashStore()
+    agents = [starting.start(second, 2, store), starting.start(first, 0, store)]
+    try:
+        end = time.monotonic() + 90
+        found: set[int] = set()
+        while found != {0, 1, 2, 3}:
+            assert time.monotonic() < end, found
+            time.sleep(0.2)
+            with contextlib.suppress(OSError, UnickptError):
+                found = set(fetch(starting.read_address(first)).ranks)
+        assert starting.read_address(second) == starting.read_address(first) == store.get(starting._key()).decode()
+    finally:
+        for agent in agents:
+            assert agent is not None
+            agent.kill()
+            agent.wait()
+
+
+def test_hosts_whose_folders_have_the_same_name_are_several_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they have in shared memory: all hosts of a job agree on one name."""
+    names = []
+    for host in "ab":
+        monkeypatch.setattr(watching.socket, "gethostname", lambda host=host: host)
+        names.append(watching.name_of(tmp_path))
+    assert names[0] != names[1]
+    hung(tmp_path)
+    view = view_of(read_folder(tmp_path))
+    hub = Hub()
+    for name in names:
+        hub.take(name, view)
+    assert len(hub.others()) == 2

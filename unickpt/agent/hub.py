@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from socket import SHUT_RDWR, socket
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from unickpt.agent.serving import Handler, Limits, Server
 from unickpt.diagnosis.examining import Examination
@@ -97,7 +97,7 @@ class Hub:
                 return 503, b"nothing is known of the job yet\n"
             if self._measured is None or self._measured[0] is not job:
                 try:
-                    answer = 200, exposition(live(job, found.verdicts)).encode()
+                    answer = 200, exposition(live(job, found.verdicts)).encode(errors="backslashreplace")
                 except ConfigError as err:
                     answer = 501, f"{err}\n".encode()
                 self._measured = job, answer
@@ -151,7 +151,7 @@ def serve(
                 view = unpacked(self.rfile.read(int(length)))
             except FormatError as err:
                 return self.reply(400, str(err).encode(errors="backslashreplace"))
-            said = hub.take(self.headers.get("Unickpt-Agent", "")[:256], view)
+            said = hub.take(self.headers.get("Unickpt-Agent", "")[:512], view)
             return self.reply(200, json.dumps({"ask": said.ask, "lines": said.lines}).encode())
 
         def do_GET(self) -> None:  # noqa: N802
@@ -191,7 +191,7 @@ def send(address: str, agent: str, view: View) -> Answer:
         OSError: the hub cannot be reached, or does not want it.
         FormatError: it answers something else.
     """
-    reply = _asked(f"{address}/view", packed(view), {"Unickpt-Agent": agent}, most_bytes=_ANSWER, within_s=_SEND_S)
+    reply = _asked(f"{address}/view", packed(view), {"Unickpt-Agent": quote(agent)}, most_bytes=_ANSWER, within_s=_SEND_S)
     try:
         said = json.loads(reply)
         return Answer([int(rank) for rank in said["ask"]], [str(line) for line in said["lines"][:_LINES]])

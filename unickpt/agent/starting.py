@@ -74,7 +74,7 @@ def _run(arguments: list[str], *, pass_fds: tuple[int, ...] = (), metrics: bool 
     """
     places = places_of(["unickpt", "numpy", *(["prometheus_client"] if metrics else [])])
     code = f"import sys; sys.path += {places!r}; from unickpt.agent.__main__ import main; main()"
-    flags = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
+    flags = ["-I", "-S", "-W", "ignore", *(["-B"] if sys.dont_write_bytecode else [])]
     env = {**os.environ, "UNICKPT_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, *flags, "-c", code, *arguments], stdin=subprocess.PIPE, env=env, cwd="/", start_new_session=True,

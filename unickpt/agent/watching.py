@@ -32,6 +32,7 @@ from unickpt.timing import stacks
 from unickpt.timing.endings import Ending, Endings
 from unickpt.timing.folder import Job, read_folder
 from unickpt.timing.processes import State
+from unickpt.timing.ring import boot_id
 from unickpt.timing.sockets import connections_of
 
 EVERY_S = 1.0
@@ -132,6 +133,18 @@ def _lives(view: View) -> bool:
     return any(not rank.closed and rank.state is not State.DEAD for rank in view.ranks.values())
 
 
+def name_of(folder: Path) -> str:
+    """What the hub knows an agent by: the folder has the same name on all hosts of a job.
+
+    The device tells containers apart that have one name and a shared memory each.
+    """
+    try:
+        device = folder.stat().st_dev
+    except OSError:
+        device = 0
+    return f"{socket.gethostname()} {boot_id()} {device} {folder}"
+
+
 class Agent:
     """Of one host.
 
@@ -144,6 +157,7 @@ class Agent:
 
     def __init__(self, folder: Path, tell: Tell, hub: Hub | None = None, address: Address = lambda: "") -> None:
         self._folder, self._tell, self._hub, self._address = folder, tell, hub, address
+        self._name = name_of(folder)
         self._last_told: dict[object, float] = {}
         self._last_found: dict[object, float] = {}
         self._slow: dict[object, tuple[int, float]] = {}
@@ -205,7 +219,7 @@ class Agent:
         if not address:
             return None
         try:
-            return hubs.send(address, str(self._folder), own)
+            return hubs.send(address, self._name, own)
         except (OSError, UnickptError):
             return None
 
