@@ -11,21 +11,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.agent.made import MS, S, call, hung, ring
 from unickpt.agent import hub as hubs
+from unickpt.agent import watching
 from unickpt.agent.hub import Hub, fetch, send, serve
 from unickpt.agent.serving import Limits, Seldom
 from unickpt.agent.watching import Agent
 from unickpt.diagnosis.examining import examine
 from unickpt.diagnosis.view import view_of
-from unickpt.diagnosis.wire import packed
+from unickpt.diagnosis.wire import packed, unpacked
 from unickpt.errors import FormatError, UnickptError
 from unickpt.timing.folder import read_folder
-from unickpt.timing.records import Phase
-from unickpt.timing.ring import SUFFIX
+from unickpt.timing.records import RECORD, Phase
+from unickpt.timing.ring import HEADER_BYTES, SUFFIX, TABLE_BYTES
+from unickpt.views.gathering import gathered
 
 LIMITS = Limits(connections=16, head_s=1.0, whole_s=3.0)
 
@@ -315,3 +319,52 @@ def test_times_beyond_any_calendar_are_told(tmp_path: Path) -> None:
     rows["call_ns"] = 1 << 62
     far = dataclasses.replace(view, rows=rows, now_ns=(1 << 63) - 1)
     assert examine(far, after_s=5).verdicts
+
+
+def test_rings_changed_by_chance_are_read_or_refused(tmp_path: Path) -> None:
+    """Headers, tables and records; by the agent, by the reports, and by the first agent when they are sent there."""
+    hung(tmp_path / "a")
+    sound = {path.name: path.read_bytes() for path in (tmp_path / "a").glob(f"*{SUFFIX}")}
+    areas = [(0, 300), (512, 40), (HEADER_BYTES, 150), (HEADER_BYTES + TABLE_BYTES, 3 * RECORD.itemsize)]
+    folder = tmp_path / "b"
+    folder.mkdir()
+    for seed in range(60):
+        chance = np.random.default_rng(seed)
+        for name, data in sound.items():
+            bad = bytearray(data)
+            for _ in range(int(chance.integers(0, 30))):
+                begin, length = areas[chance.integers(0, len(areas))]
+                bad[begin + int(chance.integers(0, length))] = int(
+                    chance.choice([0, 1, 0x7F, 0x80, 0xFF, chance.integers(256)])
+                )
+            (folder / name).write_bytes(bad)
+        job = read_folder(folder)
+        gathered([job])
+        view = view_of(job)
+        examine(view, after_s=5)
+        with contextlib.suppress(FormatError):
+            examine(unpacked(packed(view)), after_s=5)
+
+
+def test_an_agent_goes_on_after_a_look_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it reads is not trusted: whatever that leads to is one line a minute."""
+    hung(tmp_path, since_s=130)
+    looks: list[int] = []
+
+    def fails_twice(*args: Any, **options: Any) -> Any:
+        looks.append(1)
+        if len(looks) < 3:
+            raise ZeroDivisionError("\x1b[2J")
+        return examine(*args, **options)
+
+    monkeypatch.setattr(watching, "examine", fails_twice)
+    lines: list[str] = []
+    options: dict[str, Any] = {"every_s": 0.05, "gives_way": True}
+    thread = threading.Thread(target=watching.watch, args=(tmp_path, lines.append), kwargs=options, daemon=True)
+    thread.start()
+    until(lambda: len(lines) == 2)
+    assert "the last one: ZeroDivisionError: \\x1b[2J" in lines[0]
+    assert lines[1].startswith("rank 2 has not entered")
+    next(tmp_path.glob(f"{watching.STARTED}-*")).write_text("another one")
+    thread.join(10)
+    assert not thread.is_alive()
