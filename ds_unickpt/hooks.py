@@ -7,7 +7,9 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
+from ds_unickpt import trainer_hooks
 from unickpt import hooks
+from unickpt.autoload import watch
 from unickpt.hooks import Hook
 
 VERSIONS = SpecifierSet(">=0.17.0,<0.20")
@@ -72,16 +74,20 @@ HOOKS = [
     ),
 ]
 
-DECLARED = HOOKS
+DECLARED = [*HOOKS, *trainer_hooks.HOOKS]
 
 
 def install() -> bool:
     """Hook into the installed DeepSpeed; on a version that is not known, say so and leave it alone."""
     from deepspeed.git_version_info import version
 
-    return hooks.install(HOOKS, framework="DeepSpeed", version=version)
+    installed = hooks.install(HOOKS, framework="DeepSpeed", version=version)
+    if installed:
+        watch({trainer_hooks.TRAINER: "ds_unickpt.trainer_hooks:install"})
+    return installed
 
 
 def uninstall() -> None:
-    """Give DeepSpeed its own functions back."""
+    """Give DeepSpeed and transformers their own functions back."""
+    trainer_hooks.uninstall()
     hooks.uninstall(HOOKS)

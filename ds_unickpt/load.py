@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_unickpt import dialects, internals, restore
+from ds_unickpt import batches, dialects, internals, restore, trainer_folders
+from ds_unickpt.batches import Batch
 from ds_unickpt.engine import UnickptCheckpointEngine, ours_of
 from ds_unickpt.wanted import Wanted
 from unickpt import interruption
-from unickpt.errors import UnsupportedLayoutError
+from unickpt.errors import NotACheckpointError, UnickptError, UnsupportedLayoutError
+from unickpt.load.failure import DAMAGE, failure_of
 from unickpt.load.resume import Offer, Together, resume
 from unickpt.loading import Checkpoint, is_checkpoint
 from unickpt.manifest import MANIFEST_FILE
@@ -66,11 +69,16 @@ def load_checkpoint(
     interruption.finish_all()
     ours.meet.begin("load")
     folder, candidates = str(load_dir), Candidates(load_dir)
+    of_trainer = "transformers.trainer" in sys.modules and not is_url(folder) and trainer_folders.is_one(folder)
 
     def attempt(offer: Offer, skipped: tuple[str, ...]) -> Any:
         if offer.native:
             return run_native(tag)
-        return _load(ours, engine, join(folder, offer.name) if offer.name else folder, wanted, skipped)
+        loaded = _load(ours, engine, join(folder, offer.name) if offer.name else folder, wanted, skipped)
+        _warn_of_batch(ours, engine, wanted, loaded[1].get("ds_config"), of_trainer)
+        if of_trainer and ours.meet.rank == 0:
+            trainer_folders.forget_damage(folder)
+        return loaded
 
     def nothing(offer: Offer) -> Any:
         if ours.meet.rank == 0 and offer.present:
@@ -82,16 +90,47 @@ def load_checkpoint(
             if ours.meet.rank == 0 and not offer.present:
                 logger.warning("unickpt: %s has no 'latest' and no checkpoint, so nothing is loaded", folder)
             return None, None
+        if of_trainer and trainer_folders.has_our_files(folder):
+            raise NotACheckpointError(f"{folder} has no 'latest' file, so its save did not finish")
         return run_native(tag)
 
-    return resume(
-        ours.meet,
-        lambda: _offer(candidates, folder, tag),
-        attempt,
-        nothing,
-        where=folder,
-        fall_back=ours.options.fall_back,
+    try:
+        return resume(
+            ours.meet,
+            lambda: _offer(candidates, folder, tag),
+            attempt,
+            nothing,
+            where=folder,
+            fall_back=ours.options.fall_back,
+        )
+    except UnickptError as err:
+        if not of_trainer or failure_of(err, rank=ours.meet.rank, where=folder).kind not in DAMAGE:
+            raise
+        raise _of_trainer(err, folder, first=ours.meet.rank == 0) from err.__cause__
+
+
+def _warn_of_batch(ours: UnickptCheckpointEngine, engine: Any, wanted: Wanted, saved: Any, of_trainer: bool) -> None:
+    """A global batch that is not the checkpoint's: nothing else would say so."""
+    if ours.meet.rank or wanted.module_only or not isinstance(saved, Mapping):
+        return
+    total, per_device, accumulation = (
+        int(value())
+        for value in (engine.train_batch_size, engine.train_micro_batch_size_per_gpu, engine.gradient_accumulation_steps)
     )
+    now = Batch(total, per_device, accumulation, max(total // (per_device * accumulation), 1))
+    before = batches.of_config(saved, int(engine.loaded_checkpoint_dp_world_size or 1))
+    told = batches.changed(before, now, step=int(engine.global_steps), trainer=of_trainer)
+    if told:
+        logger.warning("unickpt: %s", told)
+
+
+def _of_trainer(error: UnickptError, folder: str, *, first: bool) -> UnickptError:
+    """What is said where a ``checkpoint-N`` folder is damaged, which showed after Trainer had read its own state from it."""
+    if first:
+        trainer_folders.note_damage(folder, str(error))
+    advice = trainer_folders.advice(folder) or "No folder beside it can be resumed."
+    text = f"{error} {folder} is noted as damaged: resume_from_checkpoint=True passes it over from now on. {advice}"
+    return type(error)(text).about(file=error.file, tensor=error.tensor)
 
 
 def _offer(candidates: Candidates, load_dir: str, tag: Any) -> Offer:

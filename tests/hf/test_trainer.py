@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 
+import psutil
 import pytest
 import torch
 
-from tests.hf.jobs import assert_same_state, log_of, losses, recorded, run, shipped
+from tests.hf.jobs import GLOBAL_BATCH, assert_same_state, log_of, losses, recorded, run, shipped
 from unickpt.cli.main import main
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(600)]
 
-STEPS, SAVED = 9, 3  # five steps make an epoch: step 3 lies in the middle of the first, step 9 in the second
+STEPS, SAVED, TORN = 9, 3, 6  # five steps make an epoch: step 3 lies in the middle of the first, step 9 in the second
 COMMON = (
     "--use_cpu", "--max_steps", str(STEPS), "--save_steps", str(SAVED), "--logging_steps", "1",
     "--learning_rate", "5e-3", "--warmup_steps", "2", "--report_to", "none", "--disable_tqdm", "True",
@@ -27,6 +31,27 @@ BEST = (
 GPT2_BF16 = ("--model", "gpt2", "--bf16", "True")
 
 REFUSAL = "The checkpoint being loaded used a DP world size of 2 but the current world size is 1"
+
+
+class Killing(threading.Thread):
+    """Kills every rank with SIGKILL as soon as there is a file in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(daemon=True)
+        self._folder = folder
+        self.killed = 0
+
+    def run(self) -> None:
+        end = time.monotonic() + 200
+        while time.monotonic() < end and not any(self._folder.glob("*")):
+            time.sleep(0.02)
+        ranks = [p for p in psutil.process_iter(["cmdline"]) if self._is_rank(p.info["cmdline"] or [])]
+        for rank in ranks:
+            rank.kill()
+        self.killed = len(ranks)
+
+    def _is_rank(self, command: list[str]) -> bool:
+        return str(self._folder.parent.parent.parent) in command and "torch.distributed.run" not in command
 
 
 @dataclass(frozen=True)
@@ -183,3 +208,68 @@ def test_a_checkpoint_is_exported_as_the_model_that_trainer_saves(zero2_zero3: P
         found.append(model(torch.arange(12)[None]).logits)
     assert torch.equal(*found)
     assert not {path.name for path in (tmp_path / "hf").iterdir()} & {"latest", "trainer_state.json", "training_args.bin"}
+
+
+# ---------------------------------------------------------------- torn and damaged folders
+
+
+def resumed_at(process: CompletedProcess[str], folder: Path) -> int:
+    """The step at which a run went on."""
+    assert process.returncode == 0, process.stdout[-4000:]
+    _, begin = recorded(folder, "begin")
+    return int(begin["step"])
+
+
+@pytest.fixture(scope="module")
+def killed(work: Path) -> Path:
+    """A run of two processes, both killed with SIGKILL while the second checkpoint was being written."""
+    folder = work / "killed"
+    config = shipped("hf_zero2_auto")
+    config["unickpt"] |= {"async_save": False, "write_megabytes_per_second": 0.06}
+    kill = Killing(folder / f"checkpoint-{TORN}" / f"global_step{TORN}" / "data")
+    kill.start()
+    process = run("train_trainer", 2, folder, config, *COMMON, check=False)
+    kill.join()
+    assert kill.killed == 2, process.stdout[-4000:]
+    assert process.returncode != 0
+    return folder
+
+
+def test_after_a_kill_during_a_save_the_newest_whole_checkpoint_is_resumed(killed: Path, zero2_zero3: Pair) -> None:
+    torn, whole = killed / f"checkpoint-{TORN}", killed / f"checkpoint-{SAVED}"
+    assert torn.is_dir()
+    assert not (torn / "trainer_state.json").exists()
+    explicit = run("train_trainer", 1, killed, shipped("hf_zero2_auto"), *COMMON, "--resume", str(torn), check=False)
+    assert explicit.returncode != 0
+    assert f"{whole} can be resumed: pass it as resume_from_checkpoint, or pass True" in explicit.stdout
+    process = run("train_trainer", 1, killed, shipped("hf_zero2_auto"), *COMMON, "--resume", "last")
+    assert resumed_at(process, killed) == SAVED
+    told = [line for line in process.stdout.splitlines() if "cannot be resumed" in line]
+    assert len(told) == 1, told
+    assert f"checkpoint-{TORN} cannot be resumed: it has no trainer_state.json" in told[0]
+    assert f"Resuming from {whole} instead" in told[0]
+    assert (torn / f"global_step{TORN}" / "manifest.json").is_file(), "saved again, whole"
+    expected = losses(log_of(zero2_zero3.uninterrupted / f"checkpoint-{STEPS}"))
+    assert losses(log_of(killed / f"checkpoint-{STEPS}")) == pytest.approx(expected, abs=1e-5)
+
+
+def test_damage_found_while_reading_ends_one_run_and_the_next_one_goes_on(killed: Path) -> None:
+    """All files have their sizes, so the folder is chosen; Trainer has read its own state when the checksum differs."""
+    newest = killed / f"checkpoint-{STEPS}"
+    for path in (newest / f"global_step{STEPS}" / "data").iterdir():
+        content = bytearray(path.read_bytes())
+        content[-64:] = bytes(byte ^ 1 for byte in content[-64:])
+        path.write_bytes(content)
+    arguments = (*COMMON, "--max_steps", str(STEPS + 1), "--resume", "last")
+    first = run("train_trainer", 2, killed, shipped("hf_zero2_auto"), *arguments, check=False)
+    assert first.returncode != 0
+    assert "is noted as damaged: resume_from_checkpoint=True passes it over from now on" in first.stdout
+    half = ("--per_device_train_batch_size", str(GLOBAL_BATCH // 4))
+    second = run("train_trainer", 2, killed, shipped("hf_zero2_auto"), *arguments, *half)
+    assert resumed_at(second, killed) == TORN
+    assert f"checkpoint-{STEPS} cannot be resumed: global_step{STEPS} was found damaged before" in second.stdout
+    told = [line for line in second.stdout.splitlines() if "global batch" in line]
+    assert len(told) == 1, told
+    assert "changes from 12 (12 per device x 1 accumulated x 1 ranks) to 6 (3 per device x 1 accumulated x 2 ranks)" in told[0]
+    assert "36 samples are seen twice" in told[0]
+    assert "--gradient_accumulation_steps 2, or --per_device_train_batch_size 6." in told[0]

@@ -23,7 +23,7 @@ MODELS = {
 
 @dataclass
 class ScriptArguments:
-    """What is not Trainer's own."""
+    """What is not Trainer's own. ``resume``: ``last`` for the newest checkpoint in ``output_dir``."""
 
     model: str = field(default="llama", metadata={"choices": sorted(MODELS)})
     resume: str | None = None
@@ -52,7 +52,7 @@ def main() -> None:
     trainer = Trainer(model=model, args=args, train_dataset=Counting(60), eval_dataset=Counting(12))
     if script.record:
         trainer.add_callback(Recorder(script.record))
-    trainer.train(resume_from_checkpoint=script.resume)
+    trainer.train(resume_from_checkpoint=True if script.resume == "last" else script.resume)
     trainer.accelerator.end_training()  # ends the process group: a rank that is still busy does not lose its peers
 
 

@@ -1,0 +1,105 @@
+"""The global batch of the job that saved a checkpoint against that of the job that resumes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples of one optimizer step.
+
+    Attributes:
+        total: samples over all ranks.
+        per_device, accumulation, ranks: the factors of ``total``; None where they are not known.
+    """
+
+    total: int
+    per_device: int | None = None
+    accumulation: int | None = None
+    ranks: int | None = None
+
+    def __str__(self) -> str:
+        if None in (self.per_device, self.accumulation, self.ranks):
+            return f"{self.total}"
+        return f"{self.total} ({self.per_device} per device x {self.accumulation} accumulated x {self.ranks} ranks)"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the settings are called where the user writes them."""
+
+    per_device: str
+    accumulation: str
+
+
+TRAINER = Names("--per_device_train_batch_size {}", "--gradient_accumulation_steps {}")
+DEEPSPEED = Names('"train_micro_batch_size_per_gpu": {}', '"gradient_accumulation_steps": {}')
+
+
+def of_config(config: Mapping[str, Any] | None, ranks: int) -> Batch | None:
+    """The batch that a DeepSpeed config sets, with all values filled in; None if it does not tell.
+
+    Args:
+        config: of the job that saved.
+        ranks: data parallel ranks of that job.
+    """
+    total, per_device, accumulation = (_count((config or {}).get(key)) for key in _KEYS)
+    if total is None and per_device is not None:
+        total = per_device * (accumulation or 1) * ranks
+    if total is None:
+        return None
+    factors = (per_device, accumulation or 1, ranks)
+    known = per_device is not None and per_device * (accumulation or 1) * ranks == total
+    return Batch(total, *factors) if known else Batch(total)
+
+
+def changed(saved: Batch | None, now: Batch, *, step: int, trainer: bool) -> str:
+    """What another global batch does to a resumed run, and the setting that keeps it; '' if it is the same.
+
+    Args:
+        saved: of the checkpoint.
+        now: of this job, with its factors.
+        step: of the checkpoint.
+        trainer: Trainer of transformers places the data; otherwise the user's own loop does.
+    """
+    if saved is None or saved.total == now.total:
+        return ""
+    longer = saved.total > now.total
+    ratio = (saved.total / now.total) if longer else (now.total / saved.total)
+    moved = step * abs(saved.total - now.total)
+    place = f"{moved:,} samples are {'seen twice' if longer else 'skipped'}"
+    who = "Trainer finds its place in the data by steps" if trainer else "If your loop finds its place in the data by steps"
+    return (
+        f"the global batch changes from {saved} to {now}. One pass over the data takes {ratio:.3g} times as "
+        f"{'many' if longer else 'few'} steps, and a schedule in steps does not follow. {who}{', so' if trainer else ','} "
+        f"{place}. {kept(saved.total, now, trainer)}"
+    )
+
+
+def kept(total: int, now: Batch, trainer: bool) -> str:
+    """The settings that give a global batch on the ranks of this job, as a sentence."""
+    names = TRAINER if trainer else DEEPSPEED
+    per_device, accumulation, ranks = now.per_device or 1, now.accumulation or 1, now.ranks or 1
+    share, rest = divmod(total, ranks)
+    if rest:
+        near = [value for value in (share * ranks, (share + 1) * ranks) if value]
+        return f"{ranks} ranks cannot make {total}; nearest are {' and '.join(map(str, near))}."
+    ways = []
+    if share % per_device == 0:
+        ways.append(names.accumulation.format(share // per_device))
+    if share % accumulation == 0:
+        ways.append(names.per_device.format(share // accumulation))
+    if not ways:
+        fits = max(size for size in range(1, per_device + 1) if share % size == 0)
+        ways.append(f"{names.per_device.format(fits)} with {names.accumulation.format(share // fits)}")
+    text = f"To keep {total}: {', or '.join(ways)}"
+    return f"{text}." if trainer else f'{text}, and "train_batch_size": {total}.'
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and value > 0 else None

@@ -1,0 +1,121 @@
+"""Which ``checkpoint-N`` folder of a Trainer run is resumed: folders made by hand, checkpoints in them by the real saver."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from ds_unickpt import trainer_folders
+from ds_unickpt.trainer_folders import choose, note_damage, unusable
+from tests.test_resuming import saved
+from unickpt import manifest as manifest_module
+from unickpt.checksums import digest
+from unickpt.errors import CorruptCheckpointError
+
+
+def made(folder: Path, *steps: int) -> Path:
+    """An output directory with a whole checkpoint for each step."""
+    for step in steps:
+        place = folder / f"checkpoint-{step}"
+        saved(place, f"global_step{step}")
+        (place / "latest").write_text(f"global_step{step}")
+        torch.save({"cpu": torch.get_rng_state()}, place / "rng_state_0.pth")
+        (place / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return folder
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def newer(place: Path) -> None:
+    path = place / "global_step10" / "manifest.json"
+    body = {**json.loads(path.read_text()), "version": 99}
+    path.write_text(json.dumps({**body, "checksum": digest(manifest_module._canonical(body))}))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "killed while Trainer wrote its state": (lambda d: cut(d / "trainer_state.json"), "trainer_state.json is damaged"),
+    "killed before": (lambda d: (d / "trainer_state.json").unlink(), "no trainer_state.json"),
+    "killed while a generator was written": (lambda d: cut(d / "rng_state_0.pth"), "rng_state_0.pth is not whole"),
+    "killed before the commit": (lambda d: (d / "global_step10/manifest.json").unlink(), "no manifest.json"),
+    "killed before latest": (lambda d: (d / "latest").unlink(), "no 'latest' file"),
+    "no checkpoint inside": (lambda d: shutil.rmtree(d / "global_step10"), r"no DeepSpeed checkpoint \(global_step\*\)"),
+    "a file is missing": (lambda d: next((d / "global_step10/data").iterdir()).unlink(), "is missing"),
+    "a file is cut": (lambda d: cut(next((d / "global_step10/data").iterdir())), "bytes, expected"),
+    "the index is damaged": (
+        lambda d: (d / "global_step10/index.safetensors").write_bytes(
+            bytes((d / "global_step10/index.safetensors").stat().st_size)
+        ),
+        "the index is damaged",
+    ),
+    "damage found while reading": (lambda d: note_damage(str(d), "rank 1: a checksum"), "found damaged before: rank 1"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_the_newest_whole_folder_is_chosen(tmp_path: Path, name: str) -> None:
+    damage, reason = DAMAGES[name]
+    made(tmp_path, 2, 9, 10)
+    assert choose(tmp_path).folder == str(tmp_path / "checkpoint-10")
+    assert choose(tmp_path).line() == ""
+    damage(tmp_path / "checkpoint-10")
+    chosen = choose(tmp_path)
+    assert chosen.folder == str(tmp_path / "checkpoint-9")
+    with pytest.raises(
+        AssertionError, match=f"checkpoint-10 cannot be resumed: .*{reason}.* Resuming from .*checkpoint-9 inst"
+    ):
+        raise AssertionError(chosen.line())
+    assert trainer_folders.advice(str(tmp_path / "checkpoint-10")).startswith(f"{tmp_path / 'checkpoint-9'} can be resumed")
+
+
+def test_a_newer_format_is_not_passed_over(tmp_path: Path) -> None:
+    made(tmp_path, 9, 10)
+    newer(tmp_path / "checkpoint-10")
+    assert choose(tmp_path).folder == str(tmp_path / "checkpoint-10")
+
+
+def test_a_run_of_which_nothing_was_ever_saved_whole_starts_anew(tmp_path: Path) -> None:
+    made(tmp_path, 10)
+    (tmp_path / "checkpoint-10/trainer_state.json").unlink()
+    (tmp_path / "checkpoint-10/global_step10/manifest.json").unlink()
+    chosen = choose(tmp_path)
+    assert chosen.folder is None
+    assert "No checkpoint is left to resume from" in chosen.line()
+    assert choose(tmp_path / "checkpoint-10").folder is None
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(tmp_path: Path) -> None:
+    made(tmp_path, 9, 10)
+    for step in (9, 10):
+        next((tmp_path / f"checkpoint-{step}/global_step{step}/data").iterdir()).unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"checkpoint-10 cannot be resumed.*checkpoint-9 cannot be resumed"):
+        choose(tmp_path)
+
+
+def test_folders_without_our_checkpoints_are_left_to_trainer(tmp_path: Path) -> None:
+    made(tmp_path, 9, 10)
+    shutil.rmtree(tmp_path / "checkpoint-10/global_step10")
+    (tmp_path / "checkpoint-10/global_step10").mkdir()
+    (tmp_path / "checkpoint-10/global_step10/mp_rank_00_model_states.pt").touch()
+    assert unusable(str(tmp_path / "checkpoint-10")) == ""
+    for step in (9, 10):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}/global_step{step}")
+    assert choose(tmp_path).folder == str(tmp_path / "checkpoint-10"), "save_only_model"
+
+
+def test_a_note_of_damage_ends_with_the_next_save(tmp_path: Path) -> None:
+    made(tmp_path, 9, 10)
+    assert note_damage(str(tmp_path / "checkpoint-10"), "a checksum")
+    made(tmp_path, 10)
+    assert choose(tmp_path).folder == str(tmp_path / "checkpoint-10")
+    note_damage(str(tmp_path / "checkpoint-10"), "a checksum")
+    trainer_folders.forget_damage(str(tmp_path / "checkpoint-10"))
+    assert choose(tmp_path).folder == str(tmp_path / "checkpoint-10")
