@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import io
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ import pytest
 import torch
 
 from tests import handmade
+from unickpt import converting
 from unickpt.cli import main as main_module
 from unickpt.cli.main import main
 from unickpt.cli.output import human_bytes, one_line
@@ -318,6 +324,7 @@ def test_latest_tells_a_first_start_from_a_failure(
     assert (code, out) == (3, "")
     assert "no checkpoint of unickpt is there" in err
     assert run_json("latest", tmp_path) == (3, {"schema": 1, "path": None, "checkpoint": None, "step": None})
+    assert run("latest", __file__)[0] == 2
     handmade.save_single(tmp_path / "out")
 
     def refuse(self: PosixStorage, *_: Any) -> None:
@@ -542,6 +549,95 @@ def test_hooks_status_says_failed_after_an_import_error(framework: str, missing:
             assert (hook["state"], "cannot import name Gone" in hook["reason"]) == ("failed", True), hook
 
 
+# ---------------------------------------------------------------- Ctrl-C
+
+
+def test_ctrl_c_says_how_to_go_on_and_the_same_command_does(tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = handmade.save_ranks(tmp_path / "source", world=3)
+    monkeypatch.setattr(converting, "FRAGMENT_BYTES", 8)
+    monkeypatch.setattr(converting, "BATCH_BYTES", 8)
+    batches, slow = converting._batches, threading.Event()
+
+    def interrupted(shards: Any) -> Any:
+        for at, batch in enumerate(batches(shards)):
+            if at == 1 and not slow.is_set():
+                slow.set()
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.5)  # the main thread stops the others meanwhile
+            yield batch
+
+    monkeypatch.setattr(converting, "_batches", interrupted)
+    command = ["edit", source, tmp_path / "new", "--cast", "*:exp_avg=bfloat16"]
+    code, _, err = run(*command)
+    assert (code, err) == (
+        130, "unickpt: interrupted: what is written is kept: run the same command again to go on. Until then DST is not a "
+        "checkpoint\n",
+    )  # fmt: skip
+    assert not (tmp_path / "new" / "manifest.json").exists()
+    assert run(*command)[0] == 0
+    assert run("verify", tmp_path / "new")[0] == 0
+
+
+@pytest.mark.parametrize("command", [command.name for command in main_module.COMMANDS])
+def test_ctrl_c_in_every_command_is_one_line(command: str, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(next(each.module for each in main_module.COMMANDS if each.name == command))
+
+    def interrupt(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "run", interrupt)
+    given = {"hooks": ["status"], "completion": ["bash"], "trace": ["x", "-o", "y"]}
+    pairs = ("diff", "convert", "export", "edit", "average")
+    code, out, err = run(command, *given.get(command, ["x", "y"] if command in pairs else ["x"]))
+    assert (code, out) == (130, "")
+    assert err.startswith("unickpt: interrupted: ")
+    assert err.count("\n") == 1
+
+
+def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "rich.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom unickpt.cli.main import main\nmain(['inspect', '.'])"
+    found = _python("-c", program, code=130)
+    assert found.stdout == ""
+    assert found.stderr == "unickpt: interrupted: nothing was changed; run the same command again\n"
+
+
+# ---------------------------------------------------------------- completion
+
+
+def test_bash_completes_commands_options_and_values(run: Any) -> None:
+    code, script, _ = run("completion", "bash")
+    assert code == 0
+
+    def completed(*words: str) -> list[str]:
+        quoted = " ".join(map(shlex.quote, words))
+        program = f"{script}\nCOMP_WORDS=({quoted}) COMP_CWORD={len(words) - 1}; _unickpt; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+        done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=60)
+        assert done.stderr == ""
+        return done.stdout.split()
+
+    assert completed("unickpt", "") == [command.name for command in main_module.COMMANDS]
+    assert completed("unickpt", "ex") == ["export"]
+    assert completed("unickpt", "edit", "--lora-") == [
+        "--lora-config", "--lora-alpha", "--lora-rslora", "--lora-adapter", "--lora-base", "--lora-keep-dtype"
+    ]  # fmt: skip
+    assert completed("unickpt", "export", "--to", "d") == ["deepspeed-universal", "dcp"]
+    assert completed("unickpt", "hooks", "") == ["status"]
+    assert completed("unickpt", "inspect", "") == []  # the shell completes files then
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_the_script_of_another_shell_has_every_option_and_can_be_read(shell: str, tmp_path: Path, run: Any) -> None:
+    code, script, _ = run("completion", shell)
+    assert code == 0
+    options = (command.name for command in main_module.COMMANDS), ("lora-keep-dtype", "shard-gigabytes", "torch-dist")
+    assert all(word in script for words in options for word in words)
+    if shutil.which(shell) is None:
+        pytest.skip(f"without {shell} the script is not read")
+    (tmp_path / "script").write_text(script)
+    subprocess.run([shell, "-n", tmp_path / "script"], check=True, timeout=60)
+
+
 # ---------------------------------------------------------------- the document of the JSON
 
 
@@ -687,4 +783,4 @@ def test_every_command_is_a_module_that_can_be_configured(capsys: pytest.Capture
         with pytest.raises(SystemExit) as caught:
             main([command.name, "--help"])
         assert caught.value.code == 0
-        assert command.help.capitalize() in " ".join(capsys.readouterr().out.split())
+        assert f"{command.help[:1].upper()}{command.help[1:]}." in " ".join(capsys.readouterr().out.split())

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -167,14 +168,16 @@ def convert(
     described = prepare(contribution, 0)
     described.objects = {**described.objects, **source.encoded_objects}
     first = _described(storage, described)
+    stopped = threading.Event()
     with ThreadPoolExecutor(workers, "unickpt-convert") as pool:
         tasks = [
-            pool.submit(_converted, storage, portion, Names(at, 0), source.step, progress)
+            pool.submit(_converted, storage, portion, Names(at, 0), source.step, progress, stopped)
             for at, portion in enumerate(source.portions, start=1)
         ]
         try:
             made = [task.result() for task in tasks]
         except BaseException:
+            stopped.set()  # portions can be large: those that are being written end at their next block
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     size = commit(storage, [first, *(record for record, _ in made)], described, generation=0)
@@ -194,9 +197,9 @@ def _described(storage: PosixStorage, described: Prepared) -> FileRecord:
 
 
 def _converted(
-    storage: PosixStorage, portion: Portion, names: Names, step: int, progress: Callable[[int], None]
+    storage: PosixStorage, portion: Portion, names: Names, step: int, progress: Callable[[int], None], stopped: threading.Event
 ) -> tuple[FileRecord, bool]:
-    """One portion; and whether it was there already."""
+    """Write one portion; returns its file, and whether it was there already. Raises CancelledError once ``stopped`` is set."""
     note = f"{ROWS_FOLDER}/{names.rank:05d}.{portion.name}.done"
     before = portion.state()
     known = _done(storage, note, before, names)
@@ -207,6 +210,8 @@ def _converted(
     with storage.create(names.data, direct=True, about_bytes=sum(shard.size_bytes for shard in shards)) as sink:
         out = DataFile(sink, shards, rank=names.rank, step=step, pace=Pace(None))
         for lo, hi in _batches(shards):
+            if stopped.is_set():
+                raise CancelledError(f"{portion.name}: another portion failed, or the conversion was interrupted")
             read = [
                 replace(shard, data=reading(shard.box)) for shard, reading in zip(shards[lo:hi], readings[lo:hi], strict=True)
             ]

@@ -1,4 +1,4 @@
-"""``unickpt convert``: what others have written, as a checkpoint of ours."""
+"""``unickpt convert``: a checkpoint of another program as one of unickpt."""
 
 from __future__ import annotations
 
@@ -6,45 +6,53 @@ import argparse
 from pathlib import Path
 
 from unickpt.cli.exit_codes import SOUND
+from unickpt.cli.operating import check_destination
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.progress import progress_bar
 from unickpt.converting import convert
-from unickpt.errors import UnickptError
+from unickpt.errors import ConfigError, UnickptError
 from unickpt.foreign.detect import open_source
 from unickpt.foreign.located import Files
+from unickpt.storage import is_url
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "source", metavar="SRC", type=Path,
-        help="a model of transformers (safetensors), a checkpoint that DeepSpeed has written, Megatron (torch_dist, torch), or "
-        "torch.distributed.checkpoint (FSDP, torchtitan); or the save directory of one",
+        "source", metavar="SRC",
+        help="directory of a transformers model (safetensors), a DeepSpeed checkpoint (its own or a universal one, also of "
+        "Megatron-DeepSpeed), a Megatron checkpoint (torch_dist or torch), torch.distributed.checkpoint (FSDP, torchtitan); or "
+        "the save directory above it",
     )  # fmt: skip
-    parser.add_argument("directory", metavar="DST", type=Path, help="of the checkpoint; one that was cut off is gone on with")
-    parser.add_argument("--workers", type=int, default=2, help="files at a time (default: 2)")
+    parser.add_argument(
+        "directory", metavar="DST", help="output directory; an interrupted conversion into it goes on where it stopped"
+    )
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="number of files at a time (default: 2)")
     parser.add_argument(
         "--take", action="append", default=[], metavar="CLASS",
-        help="a class in its pickles (module.Class, or module. for all of it) that may be read as what was stored of it; "
-        "nothing of it is run",
+        help="class in pickles (module.Class, or module. for all of a module) whose stored values may be read; its code never "
+        "runs",
     )  # fmt: skip
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Convert."""
+    if is_url(args.source):
+        raise ConfigError(f"{args.source}: convert reads a directory; copy the checkpoint to one")
+    source_folder, directory = Path(args.source), check_destination(args.directory)
     try:
         with Files() as files:
-            source = open_source(args.source, files, also=args.take)
+            source = open_source(source_folder, files, also=args.take)
             with progress_bar("convert", source.size_bytes) as advance:
-                made = convert(source, args.directory, workers=max(args.workers, 1), progress=advance)
+                made = convert(source, directory, workers=max(args.workers, 1), progress=advance)
     except OSError as err:
-        raise UnickptError(f"{args.source} cannot be converted into {args.directory}: {err}") from err
+        raise UnickptError(f"{source_folder} cannot be converted into {directory}: {err}") from err
     for line in source.left_out:
         out.line(f"left out: {line}")
     kept = f", {made.kept} of them from before" if made.kept else ""
     files_made = f"{made.files} file{'s' * (made.files != 1)}"
     out.line(
-        f"{args.directory}: {source.kind}, {made.tensors:,} tensors, {human_bytes(made.size_bytes)}, in {files_made}{kept}",
+        f"{directory}: {source.kind}, {made.tensors:,} tensors, {human_bytes(made.size_bytes)}, in {files_made}{kept}",
         style="bold green",
     )
     return SOUND

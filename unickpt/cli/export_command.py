@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "directory", metavar="DIR",
         help="a checkpoint, a save directory (follows 'latest'), or checkpoint-500 of a Trainer run; a path or a URL",
     )  # fmt: skip
-    parser.add_argument("output", metavar="FOLDER", type=Path, help="output directory")
+    parser.add_argument("output", metavar="FOLDER", type=_folder, help="output directory")
     parser.add_argument(
         "--to", choices=(HF, UNIVERSAL, DCP, TORCH_DIST), default=HF,
         help="hf (default): weights as safetensors, for from_pretrained of transformers. deepspeed-universal: masters and "
@@ -97,6 +97,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
     except OSError as err:
         raise UnickptError(f"{args.output}: cannot be written ({err})") from err
     return SOUND
+
+
+def _folder(text: str) -> Path:
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{text}: an export is written into a directory; copy it to a URL afterwards")
+    return Path(text)
 
 
 def _check_options(args: argparse.Namespace) -> None:

@@ -6,8 +6,9 @@ import argparse
 import sys
 
 from unickpt.cli.exit_codes import DAMAGED, NONE, SOUND
-from unickpt.cli.locate import foreign_beside, list_tags, newest
+from unickpt.cli.locate import foreign_beside, is_file, list_tags, newest
 from unickpt.cli.output import Output, one_line
+from unickpt.errors import NotACheckpointError
 from unickpt.storage import open_storage
 
 JSON_SCHEMA = 1
@@ -28,6 +29,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
     The file ``latest`` does not count: it may name a checkpoint whose files were lost since.
     """
+    if is_file(args.directory):
+        raise NotACheckpointError(f"{args.directory}: is a file; name a directory")  # and not code 3: no first start
     directory = open_storage(args.directory).where()
     found = newest(directory)
     others = foreign_beside(directory)

@@ -213,14 +213,20 @@ def _foreign(directory: str) -> str:
     return "" if is_url(directory) else kind_of(Path(directory))
 
 
+def is_file(directory: str) -> bool:
+    """Whether a path names a file; never so for a URL."""
+    return not is_url(directory) and Path(directory).is_file()
+
+
 def _what_it_is(place: Storage, directory: str) -> str:
     kind = _foreign(directory)
     if kind:
         return f"is a checkpoint of {kind}, not of unickpt; 'unickpt convert {directory} DIR' makes one of it"
-    if not is_url(directory) and Path(directory).is_file():
+    if is_file(directory):
         return "is a file; name the directory of a checkpoint"
     if not place.folders() and not place.names():
-        return "there is no such directory, or nothing in it"
+        there = not is_url(directory) and Path(directory).is_dir()
+        return "the directory is empty" if there else "there is no such directory" + (", or nothing in it" * is_url(directory))
     if _is_unfinished(place):
         return "no manifest.json: the save of this checkpoint did not finish; use an earlier one"
     return "neither a checkpoint (it has no manifest.json) nor a directory of checkpoints (no 'latest', none inside)"

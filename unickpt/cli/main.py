@@ -1,51 +1,82 @@
-"""Entry point of the command line: finds the command, runs it, turns errors into one line and an exit code."""
+"""Entry point of the command line: finds the command, runs it, turns errors into one line and an exit code.
+
+Only the standard library is imported here. Everything else is imported inside ``main``, where Ctrl-C is taken care of.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
 from unickpt import __version__
 from unickpt.cli.exit_codes import INTERRUPTED, SOUND, UNUSABLE
-from unickpt.cli.output import Output, one_line
 from unickpt.errors import UnickptError
+
+_NOTHING_DONE = "nothing was changed; run the same command again"
+_GOES_ON = "what is written is kept: run the same command again to go on. Until then DST is not a checkpoint"
+_REPEAT = "the output is not complete; run the same command again"
 
 
 @dataclass(frozen=True, slots=True)
 class _Command:
     """A subcommand: its module has ``configure(parser)`` and ``run(args, out) -> exit code``.
 
-    Only the module of the command that is called is imported, so that ``--help`` need not wait for torch.
+    Only the module of the called command is imported, so that ``--help`` need not wait for torch.
+
+    Attributes:
+        name, module: of the command.
+        help: one line for ``unickpt --help``.
+        interrupted: what to do after Ctrl-C.
     """
 
     name: str
     module: str
     help: str
+    interrupted: str = _NOTHING_DONE
 
 
 COMMANDS = (
     _Command("inspect", "unickpt.cli.inspect_command", "show what a checkpoint holds, without reading its data"),
-    _Command("verify", "unickpt.cli.verify_command", "read every byte of a checkpoint and say what is wrong with it"),
+    _Command("verify", "unickpt.cli.verify_command", "read every byte of a checkpoint and report what is damaged"),
     _Command("latest", "unickpt.cli.latest_command", "print the newest whole checkpoint of a directory"),
-    _Command("diff", "unickpt.cli.diff_command", "say what differs between two checkpoints, whatever wrote them"),
-    _Command("convert", "unickpt.cli.convert_command", "make a checkpoint of a model of transformers"),
-    _Command("export", "unickpt.cli.export_command", "write a checkpoint's weights as a model of transformers"),
+    _Command("diff", "unickpt.cli.diff_command", "compare two checkpoints, also of different frameworks"),
     _Command(
-        "edit", "unickpt.cli.edit_command", "make a checkpoint of another one: cast, drop, rename, resize, merge adapters"
+        "convert", "unickpt.cli.convert_command",
+        "make a checkpoint from one of transformers, DeepSpeed, Megatron or torch.distributed.checkpoint", _GOES_ON,
     ),
-    _Command("average", "unickpt.cli.average_command", "make a checkpoint that is the mean of several"),
-    _Command("diagnose", "unickpt.cli.diagnose_command", "say which rank or link a job waits for"),
-    _Command("agent", "unickpt.cli.agent_command", "watch the ranks of this host, and say what is wrong"),
-    _Command("report", "unickpt.cli.report_command", "draw what a job's ranks did on one HTML page"),
-    _Command("trace", "unickpt.cli.trace_command", "write every call of a job as a trace for Perfetto"),
     _Command(
-        "metrics", "unickpt.cli.metrics_command", "print measurements of a job for Prometheus, or write them for TensorBoard"
+        "export", "unickpt.cli.export_command",
+        "write a checkpoint for transformers, DeepSpeed (universal), Megatron (torch_dist) or torch.distributed.checkpoint",
+        "FOLDER is not complete; run the same command again",
     ),
-    _Command("hooks", "unickpt.cli.hooks_command", "show what is put into the installed frameworks"),
+    _Command(
+        "edit", "unickpt.cli.edit_command",
+        "make a checkpoint from another one: cast, drop, rename, resize the vocabulary, merge adapters", _GOES_ON,
+    ),
+    _Command("average", "unickpt.cli.average_command", "make a checkpoint that is the mean of several", _GOES_ON),
+    _Command("diagnose", "unickpt.cli.diagnose_command", "find the rank or link that a job waits for"),
+    _Command(
+        "agent", "unickpt.cli.agent_command", "watch the ranks of this host and report what is wrong",
+        "the ranks of this host are not watched any more; run the same command again",
+    ),
+    _Command("report", "unickpt.cli.report_command", "draw what a job's ranks did, on one HTML page", _REPEAT),
+    _Command("trace", "unickpt.cli.trace_command", "write every call of a job as a trace for Perfetto", _REPEAT),
+    _Command(
+        "metrics", "unickpt.cli.metrics_command", "print measurements of a job for Prometheus, or write them for TensorBoard",
+        _REPEAT,
+    ),
+    _Command("hooks", "unickpt.cli.hooks_command", "show the hooks in the installed frameworks"),
+    _Command("completion", "unickpt.cli.completion_command", "print a script that completes commands in bash, zsh or fish"),
+)  # fmt: skip
+_EPILOG = (
+    "exit codes: 0 in order; 1 damaged, different or not whole; 2 nothing could be looked at, or wrong usage; 3 no checkpoint "
+    "yet (latest); 130 stopped by Ctrl-C. 'unickpt COMMAND --help' describes a command."
 )
 
 
@@ -60,8 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit (0 and 2).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args = _parse(arguments)
-    out = Output(sys.stdout)
+    called = next((word for word in arguments if not word.startswith("-")), None)
+    advice = next((command.interrupted for command in COMMANDS if command.name == called), _NOTHING_DONE)
+    with _ended_at_once_by_ctrl_c():
+        args = _parse(arguments, called)
+        from unickpt.cli.output import Output, one_line
+
+        out = Output(sys.stdout)
     try:
         code: int = args.run(args, out)
         sys.stdout.flush()
@@ -75,16 +111,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return SOUND
     except KeyboardInterrupt:
+        print(f"unickpt: interrupted: {advice}", file=sys.stderr)
         return INTERRUPTED
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="unickpt", description="Universal checkpoints for DeepSpeed and Megatron.")
+@contextlib.contextmanager
+def _ended_at_once_by_ctrl_c() -> Iterator[None]:
+    """During imports Ctrl-C ends the process at once: nothing was written, and libraries answer it with odd errors."""
+
+    def end(*_: object) -> None:
+        os.write(2, f"unickpt: interrupted: {_NOTHING_DONE}\n".encode())
+        os._exit(INTERRUPTED)
+
+    try:
+        before = signal.signal(signal.SIGINT, end) if signal.getsignal(signal.SIGINT) is signal.default_int_handler else None
+    except ValueError:  # not in the main thread, which alone may set handlers
+        before = None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+
+
+def _parse(arguments: list[str], called: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="unickpt", description="Universal checkpoints for DeepSpeed and Megatron.", epilog=_EPILOG
+    )
     parser.add_argument("--version", action="version", version=f"unickpt {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    called = next((word for word in arguments if not word.startswith("-")), None)
     for command in COMMANDS:
-        subparser = commands.add_parser(command.name, help=command.help, description=f"{command.help.capitalize()}.")
+        subparser = commands.add_parser(
+            command.name, help=command.help, description=f"{command.help[:1].upper()}{command.help[1:]}."
+        )
         if command.name == called:
             module = import_module(command.module)
             module.configure(subparser)

@@ -1,4 +1,4 @@
-"""What ``unickpt edit`` and ``unickpt average`` share: sound sources, a plan that is shown, a checkpoint that is written."""
+"""Common parts of ``unickpt convert``, ``edit`` and ``average``: check the sources, show the plan, write a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unickpt.cli.exit_codes import DAMAGED, SOUND
-from unickpt.cli.locate import locate_checkpoint
+from unickpt.cli.locate import is_file, locate_checkpoint
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.progress import progress_bar
 from unickpt.converting import convert
@@ -20,16 +20,18 @@ from unickpt.verification import verify
 
 
 def configure_writing(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of both."""
-    parser.add_argument("--dry-run", action="store_true", help="print the tensors that there would be; write nothing")
-    parser.add_argument("--no-verify", action="store_true", help="do not read sources against their checksums before")
-    parser.add_argument("--workers", type=int, default=2, help="files at a time (default: 2)")
+    """Declare the arguments that ``edit`` and ``average`` have in common."""
+    parser.add_argument("--dry-run", action="store_true", help="print the tensors of the result; write nothing")
+    parser.add_argument("--no-verify", action="store_true", help="do not check the sources against their checksums first")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="number of files at a time (default: 2)")
 
 
 def check_destination(directory: str) -> Path:
-    """Where the new checkpoint will be. Raises ConfigError, MismatchError."""
+    """The directory for the new checkpoint. Raises ConfigError, MismatchError if it cannot hold one."""
     if is_url(directory):
         raise ConfigError(f"{directory}: a new checkpoint is written into a directory; copy it to a URL afterwards")
+    if is_file(directory):
+        raise ConfigError(f"{directory}: is a file; name a directory")
     if is_checkpoint(directory):
         raise MismatchError(f"{directory}: holds a checkpoint already; name another directory")
     return Path(directory)
@@ -41,12 +43,12 @@ def opened(directory: str) -> Table:
 
 
 def operate(table: Table, sources: Sequence[str], steps: Sequence[object], args: argparse.Namespace, out: Output) -> int:
-    """Show what was planned; then verify the sources, and write.
+    """Show the plan, verify the sources, and write the checkpoint.
 
     Args:
-        table: after all steps.
-        sources: directories of checkpoints.
-        steps: that led to the table.
+        table: the result of all steps.
+        sources: directories of the checkpoints that are read.
+        steps: the steps, in their order.
     """
     directory = Path(args.destination)
     source = source_of(table, steps)
