@@ -14,8 +14,10 @@ from megatron.core.tensor_parallel import random as tracker_module
 
 from megatron_unickpt import crossing, internals, loading, saving
 from megatron_unickpt import metadata as metadata_module
+from megatron_unickpt.capture import VOCABULARY
 from megatron_unickpt.optimizer import METADATA
 from unickpt import rng
+from unickpt.errors import ConfigError
 
 _RNG = "unickpt_rng"
 
@@ -30,6 +32,7 @@ def save(
     extra: dict[str, Any] | None = None,
     metadata: dict[str, Any] | None = None,
     asynchronous: bool = False,
+    vocabulary: int | None = None,
 ) -> Any:
     """Save a model and its optimizer. All ranks call it.
 
@@ -42,6 +45,8 @@ def save(
         extra: further values, the same on all ranks (rank 0's are kept).
         metadata: passed to the model's ``sharded_state_dict``.
         asynchronous: return after a copy of this rank's part; see Returns.
+        vocabulary: entries of the tokenizer, without padding. A later job with less padding can load the checkpoint only
+            if this is known.
 
     Returns:
         None; with ``asynchronous`` a ``MegatronSave``: call its ``conclude()`` on every rank, at the latest
@@ -49,9 +54,14 @@ def save(
 
     Raises:
         SaveFailedError: on every rank, if any rank could not write.
+        ConfigError: ``vocabulary`` is not a positive integer.
     """
+    if vocabulary is not None and (type(vocabulary) is not int or vocabulary < 1):
+        raise ConfigError(f"vocabulary={vocabulary!r}: the number of the tokenizer's entries is wanted")
     state = _state(model, optimizer, scheduler, metadata, is_loading=False)
     state |= {"iteration": iteration, "extra": extra or {}}
+    if vocabulary is not None:
+        state[VOCABULARY] = vocabulary
     request = saving.save(state, directory, content_metadata={**(metadata or {}), **METADATA}, asynchronous=asynchronous)
     return request.async_fn.pending if asynchronous else None
 

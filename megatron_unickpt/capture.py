@@ -21,16 +21,27 @@ from unickpt.contribution import Contribution, Shard
 from unickpt.dtypes import name_of
 from unickpt.fragments import Box, split_flat_range
 from unickpt.index import TensorInfo
+from unickpt.language.facts import Model
 from unickpt.manifest import Writer
 from unickpt.planning import share_of_replicas
 
 COMMON = "common"  # name of Megatron's common state dict among the job's objects
 
 
-def writer() -> Writer:
-    """Who writes, for the manifest."""
+VOCABULARY = "vocabulary"  # key of the common state: entries of the tokenizer, where no scripts tell
+
+
+def writer(vocabulary: int | None = None) -> Writer:
+    """Who writes, for the manifest.
+
+    Args:
+        vocabulary: entries of the tokenizer, without padding. None: as the scripts' tokenizer has it.
+    """
+    model = internals.model()
+    if vocabulary is not None:
+        model = Model(model.family, {**model.facts, "tokens": vocabulary})
     return Writer("megatron", megatron.core.__version__, __version__, torch.__version__, "megatron-core", internals.topology(),
-                  internals.model().as_json())  # fmt: skip
+                  model.as_json())  # fmt: skip
 
 
 def optimizer_parts(state: Any) -> list[OptimizerPart]:
@@ -124,7 +135,7 @@ def contribution(state: Any, common: Any, *, share: bool = True) -> Contribution
             if isinstance(f.item, ShardedObject) and mapping.is_main(f.item.replica_id)
         },
         step=_step(common),
-        writer=writer(),
+        writer=writer(common.get(VOCABULARY) if isinstance(common, dict) else None),
         optimizer=record if first else None,
         optimizer_part=None if first else record,
         objects={COMMON: readable(common), "grad_scaler": scalers[0] if scalers else None} if first else {},

@@ -299,9 +299,20 @@ def topology() -> dict[str, Any]:
 def model() -> Model:
     """What the arguments of Megatron's training scripts tell of the model; nothing without the scripts."""
     arguments = global_arguments()
-    found, vocabulary = Model.of_megatron(arguments), _vocabulary(arguments)
-    told = {"vocab": vocabulary} if type(vocabulary) is int and vocabulary > 0 else {}
+    found = Model.of_megatron(arguments)
+    counted = {"vocab": _vocabulary(arguments), "tokens": tokens()}
+    told = {name: count for name, count in counted.items() if type(count) is int and count > 0}
     return Model(found.family, {**found.facts, **told})
+
+
+def tokens() -> int | None:
+    """Entries of the scripts' tokenizer, without padding; None without the scripts, or if its tokenizer does not tell."""
+    found = getattr(_tokenizer(), "vocab_size", None)
+    return found if type(found) is int and found > 0 else None
+
+
+def _tokenizer() -> Any:
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_TOKENIZER", None)
 
 
 def _vocabulary(arguments: Any) -> int | None:
@@ -309,10 +320,9 @@ def _vocabulary(arguments: Any) -> int | None:
 
     Up to 0.16, ``--vocab-size`` of the NullTokenizer is without its end-of-document token, which the model has.
     """
-    tokenizer = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_TOKENIZER", None)
     told = getattr(arguments, "vocab_size", None)
     if told is not None and getattr(arguments, "tokenizer_type", None) == "NullTokenizer":
-        return getattr(tokenizer, "vocab_size", None)
+        return tokens()
     return told
 
 

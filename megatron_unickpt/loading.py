@@ -31,6 +31,7 @@ from unickpt.logs import make_visible
 from unickpt.neighbours import Neighbours
 from unickpt.report import LoadReport
 from unickpt.topology import describe
+from unickpt.translated import TranslatedCheckpoint
 
 logger = logging.getLogger("unickpt")
 
@@ -175,8 +176,9 @@ class _Filling:
     def __init__(self, work: restore.Restore, wanted: Any) -> None:
         leaves = list(mapping.walk(wanted))
         self.work, self._wanted = work, wanted
-        self._objects = work.objects(leaf for leaf in leaves if isinstance(leaf, ShardedObject))
+        # names and shapes first: of another model, the objects do not fit either, which says less
         self.planned = work.plan([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
+        self._objects = work.objects(leaf for leaf in leaves if isinstance(leaf, ShardedObject))
 
     def read(self, neighbours: Neighbours | None = None) -> None:
         """The tensors, in place."""
@@ -256,6 +258,8 @@ def _account(work: restore.Restore, wanted: Any, together: bool, seconds: float,
             for info in left:
                 report.add(info.name, info.state, "left out", "no rank of this job asked for it")
             _warn_of_lost_states(left, with_optimizer)
+            if work.vocabulary.change and not isinstance(checkpoint, TranslatedCheckpoint):
+                logger.warning("unickpt: %s", work.vocabulary.change)
             for line in report.lines():
                 logger.info("unickpt: %s", line)
     last_report = report

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from megatron_unickpt import capture, mapping
+from megatron_unickpt import capture, internals, mapping
+from megatron_unickpt import vocabulary as vocabulary_module
 from megatron_unickpt.mapping import MASTER, WEIGHT, Piece, StateTensor
 from megatron_unickpt.optimizer import OptimizerPart
+from megatron_unickpt.vocabulary import TENSORS as VOCABULARY_TENSORS
+from megatron_unickpt.vocabulary import Rows, Vocabulary
 from unickpt.dtypes import name_of, torch_dtype
 from unickpt.errors import MismatchError
 from unickpt.fragments import Box
 from unickpt.index import TensorInfo
+from unickpt.language.facts import Model
 from unickpt.loading import Checkpoint, Planned
 from unickpt.neighbours import Neighbours
 from unickpt.reading import Request
@@ -90,6 +96,7 @@ class Restore:
         """
         missing: list[str] = []
         shapes: list[str] = []
+        rows: list[str] = []
         wanted: list[tuple[ShardedTensor, TensorInfo]] = []
         for item in items:
             name, state = mapping.tensor_of(item.key)
@@ -103,9 +110,11 @@ class Restore:
                 missing.append(item.key)
             elif not _fits(item, info):
                 shapes.append(f"{item.key}: {info.shape} in the checkpoint, {tuple(item.global_shape)} in this job")
+            elif refused := self._rows_of(item, info).refused:
+                rows.append(f"{name}: {refused}")
             else:
                 wanted.append((item, info))
-        self._complain(missing, shapes)
+        self._complain(missing, shapes, rows)
         for item, info in wanted:
             self._request(item, info)
         return self.checkpoint.plan([*self._requests, *self._overrides])
@@ -123,9 +132,13 @@ class Restore:
         self.report.bytes_needed += stats.bytes_needed
         self.report.read_seconds += stats.seconds
 
-    def _complain(self, missing: list[str], shapes: list[str]) -> None:
+    def _complain(self, missing: list[str], shapes: list[str], rows: list[str]) -> None:
         lines = []
-        for what, entries in (("not in the checkpoint", sorted(set(missing))), ("of another shape", sorted(set(shapes)))):
+        for what, entries in (
+            ("not in the checkpoint", sorted(set(missing))),
+            ("of another shape", sorted(set(shapes))),
+            ("with more rows of the vocabulary than this job has", sorted(set(rows))),
+        ):
             if entries:
                 shown = "; ".join(entries[:10]) + (f"; and {len(entries) - 10} more" if len(entries) > 10 else "")
                 lines.append(f"{what} ({len(entries)}): {shown}")
@@ -133,6 +146,8 @@ class Restore:
         states = sorted({info.state for info in self.checkpoint.index.tensors if info.kind == "optimizer"})
         if lines and record is not None and any(key.startswith("optimizer.state.") for key in missing):
             lines.append(f"It was saved with {record.name}, whose states are {', '.join(states) or 'none'}")
+        if rows:
+            lines.append(vocabulary_module.advice(self.vocabulary))
         if lines:
             raise MismatchError(f"{self.checkpoint.storage} does not fit this job: {'. '.join(lines)}. Nothing is loaded.")
 
@@ -141,7 +156,7 @@ class Restore:
         if item.data.numel() == 0:
             return
         if item.allow_shape_mismatch and info.shape != tuple(item.global_shape):
-            item.data.detach().zero_()  # padding that the checkpoint does not have is zero, as torch_dist loads it
+            self._begin_rows(item, info)
         name, state = mapping.tensor_of(item.key)
         stored = info if info.derived_from is None else self.checkpoint.info(name, info.derived_from)
         assert stored is not None  # the index checks it
@@ -168,12 +183,61 @@ class Restore:
 
     def _account(self, name: str, state: str, item: ShardedTensor, info: TensorInfo, stored: TensorInfo) -> None:
         dtype = name_of(item.data.dtype)
+        rows = self._rows_of(item, info)
+        if rows.initialised != (0, 0):
+            how = "initialised by the model" if state in (WEIGHT, MASTER) else "zeros"
+            reason = f"rows {rows.initialised[0]}:{rows.initialised[1]} are not in the checkpoint: {how}"
+            self.report.add(name, state, "re-seeded", reason)
         if info.shape != tuple(item.global_shape):
             self.report.add(name, state, "restored", f"{info.shape} of {tuple(item.global_shape)}: the rest is padding")
         elif info.dtype == dtype and info.state == state:
             self.report.add(name, state, "restored")
         else:
             self.report.add(name, state, "cast", f"{stored.dtype} {stored.state} to {dtype} {state}")
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """How many entries the tokenizers of the checkpoint and of this job have."""
+        own, options = internals.tokens(), internals.global_arguments()
+        if isinstance(self.checkpoint, TranslatedCheckpoint):  # other frameworks do not pad
+            facts = Model.from_json(self.checkpoint.manifest.writer.model).facts
+            return Vocabulary(facts.get("vocab"), own)
+        common = self.checkpoint.objects(allow_pickle=self.allow_pickle).value.get(capture.COMMON)
+        stored = common.get("args") if isinstance(common, dict) else None
+        return Vocabulary(
+            vocabulary_module.entries_of_checkpoint(
+                self.checkpoint.manifest.writer.model,
+                vars(stored) if isinstance(stored, argparse.Namespace) else {},
+                {} if options is None else vars(options),
+                own,
+            ),
+            own,
+        )
+
+    def _rows_of(self, item: ShardedTensor, info: TensorInfo) -> Rows:
+        """What to do with the rows of a tensor of the vocabulary; nothing, for any other tensor."""
+        if info.shape == tuple(item.global_shape) or not _is_of_vocabulary(item):
+            return Rows()
+        return vocabulary_module.rows_of(info.shape[0], int(item.global_shape[0]), self.vocabulary)
+
+    def _begin_rows(self, item: ShardedTensor, info: TensorInfo) -> None:
+        """Prepare the rows that the checkpoint does not have: padding is zero, as torch_dist loads it."""
+        first, last = self._rows_of(item, info).initialised
+        data = item.data.detach()
+        state = mapping.tensor_of(item.key)[1]
+        kept = None
+        if state in (WEIGHT, MASTER) and last > first:
+            whole = mapping.box_of(item)
+            kept = Box((first, *(0,) * (len(whole.shape) - 1)), (last - first, *item.global_shape[1:]))
+        before = data.clone() if kept is not None else None
+        data.zero_()
+        if kept is None or before is None:
+            return
+        for old, new in zip(mapping.pieces_of(item, before), mapping.pieces_of(item, data), strict=True):
+            common = new.box.intersect(kept)
+            if common is not None:
+                place = common.within(new.box).slices()
+                new.data[place].copy_(old.data[place])
 
     # ---------------------------------------------------------------- objects
 
@@ -228,9 +292,22 @@ class Restore:
 
 
 def _fits(item: ShardedTensor, info: TensorInfo) -> bool:
-    if item.allow_shape_mismatch:
-        return len(info.shape) == len(item.global_shape)
-    return info.shape == tuple(item.global_shape)
+    shape = tuple(item.global_shape)
+    if item.allow_shape_mismatch and len(info.shape) == len(shape):
+        return not _is_of_vocabulary(item) or info.shape[1:] == shape[1:]
+    return info.shape == shape
+
+
+def _is_of_vocabulary(item: ShardedTensor) -> bool:
+    """Whether a tensor has a row for each entry of the vocabulary.
+
+    Megatron lets the shapes of these alone differ. Tensors that a caller of ``dist_checkpointing`` describes by hand may differ
+    as the caller likes.
+    """
+    if not item.allow_shape_mismatch or len(item.global_shape) == 0:
+        return False
+    name = mapping.tensor_of(item.key)[0]
+    return isinstance(item, StateTensor) or isinstance(item.data, torch.nn.Parameter) or name.endswith(VOCABULARY_TENSORS)
 
 
 def unloaded(checkpoint: Checkpoint, requested: Mapping[int, bool] | set[int]) -> list[TensorInfo]:

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -368,7 +369,7 @@ def _ours(
     }
     load_dir = str(getattr(options, bound.arguments["load_arg"]))
     folder, name = split(offer.directory)
-    if folder == non_persistent.folder_of(options, load_dir):
+    if Path(folder) == Path(non_persistent.folder_of(options, load_dir) or load_dir) != Path(load_dir):
         changes[bound.arguments["load_arg"]] = folder  # Megatron's log says where it loads from
         if torch.distributed.get_rank() == 0:
             logger.info("unickpt: the newest checkpoint of %s is the non-persistent one %s in %s", load_dir, name, folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class Job:
 
     def __init__(
         self, layout: Layout, *, seed: int = 1, tied: bool = True, vocabulary: int = 96, width: int = 32, length: int = LENGTH,
-        batch: int = BATCH, lr: float = 1e-2, predictions: int = 0,
+        batch: int = BATCH, lr: float = 1e-2, predictions: int = 0, frozen: Callable[[str], bool] | None = None,
     ) -> None:  # fmt: skip
         self.layout, self.step = layout, 0
         self.vocabulary, self.length, self.batch, self.predictions = vocabulary, length, batch, predictions
@@ -68,6 +68,8 @@ class Job:
         model_parallel_cuda_manual_seed(seed)
         self.config = self._config(width)
         self.chunks = [self._chunk(at, tied) for at in range(layout.vpp)]
+        for name, parameter in (each for chunk in self.chunks for each in chunk.named_parameters()):
+            parameter.requires_grad = frozen is None or not frozen(name)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=layout.optimizer == "dist", overlap_grad_reduce=False,
             bucket_size=None,

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import unittest
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -451,6 +452,78 @@ def padded_vocabularies_of_different_sizes(folder: Path) -> None:
     weight = dict(large.modules[0].named_parameters())["embedding.word_embeddings.weight"]
     assert torch.equal(weight[:96], before["embedding.word_embeddings.weight"])
     large.train(1)
+
+
+@scenario(2)
+def rows_of_tokens_are_never_dropped_and_padding_is_free(folder: Path) -> None:
+    source = Job(Layout(tp=2), vocabulary=104)
+    source.train(1)
+    megatron_unickpt.save(folder / "unknown", source.chunks, source.optimizer)
+    megatron_unickpt.save(folder / "known", source.chunks, source.optimizer, vocabulary=96)
+    stored = dist_checkpointing.load_plain_tensors(str(folder / "known"))
+    name = "embedding.word_embeddings.weight"
+    for where, rows, told in (("unknown", 96, "does not tell how many"), ("known", 80, "96 of them entries of its tokenizer")):
+        smaller = Job(Layout(dp=2), vocabulary=rows, seed=4)
+        before = {key: value.clone() for key, value in smaller.modules[0].state_dict().items() if torch.is_tensor(value)}
+        with pytest.raises(CheckpointingException, match=f"104 rows in the checkpoint.* {rows} in this job") as caught:
+            megatron_unickpt.load(folder / where, smaller.chunks, smaller.optimizer)
+        assert told in str(caught.value)
+        assert "unickpt edit" in str(caught.value)
+        assert all(torch.equal(value, smaller.modules[0].state_dict()[key]) for key, value in before.items())
+    smaller = Job(Layout(dp=2, optimizer="plain"), vocabulary=96, seed=4)
+    megatron_unickpt.load(folder / "known", smaller.chunks, smaller.optimizer)
+    assert torch.equal(dict(smaller.modules[0].named_parameters())[name], stored[name][:96])
+    megatron_unickpt.save(folder / "again", smaller.chunks, smaller.optimizer)
+    found = dist_checkpointing.load_plain_tensors(str(folder / "again"))
+    for key, value in stored.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[key], value[:96] if name in key else value), key
+
+
+@scenario(2)
+def a_parameter_that_became_trainable_begins_with_an_empty_optimizer_state(folder: Path) -> None:
+    """And for the rest, everything is restored. A frozen parameter has a weight, and neither group nor moments."""
+
+    def frozen(name: str) -> bool:
+        return "linear_fc2" in name
+
+    for kind in ("dist", "plain"):
+        source = Job(Layout(tp=2, optimizer=kind), frozen=frozen)
+        source.train(2)
+        megatron_unickpt.save(folder / kind, source.chunks, source.optimizer)
+        for target in (Layout(tp=2, optimizer=kind), Layout(dp=2, optimizer="dist" if kind == "plain" else "plain")):
+            trainable = Job(target, seed=7)
+            megatron_unickpt.load(folder / kind, trainable.chunks, trainable.optimizer)
+            said = [entry for entry in loading.last_report.entries if entry.reason.startswith("it was not trained")]
+            assert {entry.state for entry in said} == {"exp_avg", "exp_avg_sq"}
+            megatron_unickpt.save(folder / "again", trainable.chunks, trainable.optimizer)
+            old, new = Checkpoint.open(folder / kind), Checkpoint.open(folder / "again")
+            for info in new.index.tensors:
+                if info.kind == "object":
+                    continue
+                value = new.read_tensor(info.name, info.state)
+                if old.info(info.name, info.state) is not None:
+                    assert torch.equal(value, old.read_tensor(info.name, info.state)), info.key
+                elif info.state == "master":
+                    assert torch.equal(value, old.read_tensor(info.name, "weight").float()), info.key
+                else:
+                    assert not value.any(), info.key
+            trainable.train(1)
+
+
+@scenario(2)
+def another_number_of_layers_is_refused_by_names_and_shapes(folder: Path) -> None:
+    """Objects that are kept by position, as ``_extra_state`` is, do not fit either, which says nothing."""
+    source = Job(Layout(tp=2))
+    megatron_unickpt.save(folder / "ck", source.chunks, source.optimizer)
+    with unittest.mock.patch("tests.megatron.jobs.LAYERS", 2):
+        other = Job(Layout(tp=2))
+    described: dict[str, Any] = {"model": other.modules[0].sharded_state_dict()}
+    described["extra"] = ShardedObject("decoder.layers._extra_state", None, (2,), (0,), replica_id=dist.get_rank())
+    with pytest.raises(CheckpointingException) as caught:
+        dist_checkpointing.load(described, str(folder / "ck"))
+    assert "of another shape" in str(caught.value)
+    assert "_extra_state" not in str(caught.value)
 
 
 def _handed_over(folder: Path, source: Layout, target: Layout, **options: Any) -> None:

@@ -206,6 +206,20 @@ def test_another_model_is_refused_by_name(saved: Path, tmp_path: Path) -> None:
     assert "swiglu: False in the checkpoint, True in this job" in done.stdout
 
 
+def test_another_vocabulary_never_loses_rows(saved: Path) -> None:
+    """A tokenizer of 4,096 entries; then of 512, and of 5,001 with other padding."""
+    load = f"--load {saved} --ckpt-format unickpt --bf16 {until(4)}"
+    done = run(1, f"{load} --vocab-size 511", check=False)
+    assert done.returncode != 0
+    assert "4,096 rows in the checkpoint, 4,096 of them entries of its tokenizer, 512 in this job" in done.stdout
+    assert not losses(done.stdout)
+    done = run(1, f"{load} --vocab-size 5000 --make-vocab-size-divisible-by 100")
+    assert "the checkpoint's tokenizer has 4,096 entries, this job's has 5,001: rows 4096:5001 are new" in done.stdout
+    assert "rows 4096:5001 are not in the checkpoint: initialised by the model" in done.stdout
+    assert "rows 4096:5001 are not in the checkpoint: zeros" in done.stdout
+    assert list(losses(done.stdout)) == [4]
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_an_interrupted_one_never_seen(saved: Path, tmp_path: Path) -> None:
     where = copied(saved, tmp_path / "ck")
     run(1, f"{common(where, 6)} --bf16 --use-distributed-optimizer")

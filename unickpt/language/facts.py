@@ -15,6 +15,7 @@ FACTS = {
     "head_dim": "elements of a head",
     "experts": "routed experts of a layer",
     "vocab": "entries of the vocabulary, without padding",
+    "tokens": "entries of the tokenizer: rows of a vocabulary beyond them are padding",
     "qkv_blocks": "blocks of a fused tensor of queries, keys and values, each of which has all three",
     "query_rank": "of the low-rank queries of multi-latent attention",
     "latent_rank": "of the latent keys and values of multi-latent attention",
