@@ -35,6 +35,9 @@ from unickpt.translated import TranslatedCheckpoint
 
 logger = logging.getLogger("unickpt")
 
+# Objects of a rank's own position that a job under another parallel shape does not ask for.
+BY_POSITION = {"rng_state", "unickpt_rng", "rerun_state_machine_state"}
+
 last_report: LoadReport | None = None
 agreements_begun = 0  # how many loads this process has begun to agree on
 
@@ -206,6 +209,8 @@ def _strictly(checkpoint: Checkpoint, wanted: Any, handling: Any, together: bool
         local, everyone = validation.determine_global_metadata(wanted)
     requested = {item.key for rank in everyone for item in rank} if everyone else {i.key for i in mapping.walk(wanted)}
     known = {item.key: item for item in metadata.of_checkpoint(checkpoint).values()}
+    for key in BY_POSITION - requested:  # another parallel shape has other positions: the job begins these anew, and says so
+        known.pop(key, None)
     for key in requested - known.keys():
         name, state = mapping.tensor_of(key)
         info = restore.source_of(checkpoint, name, state)
@@ -232,6 +237,15 @@ def _warn_of_lost_states(left: list[TensorInfo], with_optimizer: bool) -> None:
         )  # fmt: skip
 
 
+def _warn_of_untrained(names: set[str]) -> None:
+    if names:
+        shown = ", ".join(sorted(names)[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        logger.warning(
+            "unickpt: %s: frozen when the checkpoint was saved, so its optimizer has no state for them. Their states begin at "
+            "zero. An optimizer that counts its steps per group does not correct their bias.", shown,
+        )  # fmt: skip
+
+
 def _account(work: restore.Restore, wanted: Any, together: bool, seconds: float, *, with_optimizer: bool) -> None:
     """What no rank asked for goes into the report; the first rank prints it."""
     global last_report
@@ -247,7 +261,7 @@ def _account(work: restore.Restore, wanted: Any, together: bool, seconds: float,
     if together:
         meet = job.rendezvous()
         mask = sum(1 << position for position in used)
-        masks = meet.gather("requested", {"tensors": f"{mask:x}"})
+        masks = meet.gather("requested", {"tensors": f"{mask:x}", "began": sorted(work.began)})
         if masks is not None:
             everything = 0
             for message in masks:
@@ -258,6 +272,7 @@ def _account(work: restore.Restore, wanted: Any, together: bool, seconds: float,
             for info in left:
                 report.add(info.name, info.state, "left out", "no rank of this job asked for it")
             _warn_of_lost_states(left, with_optimizer)
+            _warn_of_untrained({name for message in masks or () for name in message["began"]})
             if work.vocabulary.change and not isinstance(checkpoint, TranslatedCheckpoint):
                 logger.warning("unickpt: %s", work.vocabulary.change)
             for line in report.lines():

@@ -46,6 +46,7 @@ class OptimizerPart:
         record: hyperparameters and step by parameter name; filled by a load.
         grad_scaler: state of the loss scaler; filled by a load, or to be saved.
         loaded: a load has filled the tensors.
+        began: parameters that were frozen when the checkpoint was saved: their state begins here.
         notes: what the load has to say, for its report.
     """
 
@@ -56,6 +57,7 @@ class OptimizerPart:
     record: OptimizerRecord | None = None
     grad_scaler: Any = None
     loaded: bool = False
+    began: frozenset[str] = frozenset()
     notes: list[tuple[str, str, str]] = field(default_factory=list)
 
 
@@ -257,6 +259,8 @@ def _set_hyperparameters(part: OptimizerPart, leaf: Leaf) -> None:
         members.setdefault(id(held.group), []).extend(part.names[id(held.parameter)])
         found = next((steps[n] for n in part.names[id(held.parameter)] if n in steps), None)
         step = latest if found is None or "step" not in found else float(found["step"])
+        if part.began.intersection(part.names[id(held.parameter)]):
+            step = 0.0
         if internals.steps_per_parameter(leaf):
             internals.set_step(leaf, held, step or 0.0)
     for group in leaf.inner.param_groups:

@@ -66,12 +66,14 @@ class Restore:
     Attributes:
         checkpoint: opened.
         report: of this rank's own tensors and objects.
+        began: parameters without optimizer state in the checkpoint, because they were frozen; of this rank.
     """
 
     checkpoint: Checkpoint
     verify: str = "always"
     allow_pickle: bool = False
     report: LoadReport = field(default_factory=LoadReport)
+    began: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         source = self.checkpoint.manifest.writer
@@ -106,6 +108,10 @@ class Restore:
                 self.report.add(
                     name, state, "left out", "the optimizer had not stepped when it was saved: zeros, as at its start"
                 )
+            elif info is None and isinstance(item, StateTensor) and state != MASTER and self._was_frozen(name):
+                item.data.zero_()
+                self.began.add(name)
+                self.report.add(name, state, "left out", "it was not trained when it was saved: zeros, as at its start")
             elif info is None:
                 missing.append(item.key)
             elif not _fits(item, info):
@@ -131,6 +137,18 @@ class Restore:
         self.report.bytes_read += stats.bytes_read
         self.report.bytes_needed += stats.bytes_needed
         self.report.read_seconds += stats.seconds
+
+    @cached_property
+    def _optimized(self) -> frozenset[str]:
+        """Parameters of which the checkpoint's optimizer knows anything."""
+        record = self.checkpoint.manifest.optimizer
+        grouped = [name for group in (*record.groups, *record.scalars) for name in group.parameters] if record else []
+        return frozenset([*grouped, *(info.name for info in self.checkpoint.index.tensors if info.kind == "optimizer")])
+
+    def _was_frozen(self, name: str) -> bool:
+        """Whether a parameter is in the checkpoint, and was not one of its optimizer's although others were."""
+        grouped = self.checkpoint.manifest.optimizer is not None and bool(self._optimized)
+        return grouped and name not in self._optimized and source_of(self.checkpoint, name, WEIGHT) is not None
 
     def _complain(self, missing: list[str], shapes: list[str], rows: list[str]) -> None:
         lines = []
@@ -284,6 +302,7 @@ class Restore:
         for part in parts:
             part.record = self.checkpoint.manifest.optimizer
             part.grad_scaler = self.checkpoint.objects(allow_pickle=self.allow_pickle).value.get("grad_scaler")
+            part.began = frozenset(self.began)
             part.loaded = True
             if part.record is None:
                 self.report.add("optimizer", OBJECT, "left out", "the checkpoint has no hyperparameters")

@@ -206,6 +206,14 @@ def test_another_model_is_refused_by_name(saved: Path, tmp_path: Path) -> None:
     assert "swiglu: False in the checkpoint, True in this job" in done.stdout
 
 
+def test_the_strictest_loading_goes_on_under_another_shape(saved: Path) -> None:
+    """Generators belong to positions of the old shape: they are re-seeded, which is no mismatch."""
+    load = f"--load {saved} --ckpt-format unickpt --bf16 --use-distributed-optimizer {until(4)}"
+    done = run(2, f"{load} --pipeline-model-parallel-size 2 --dist-ckpt-strictness raise_all")
+    assert list(losses(done.stdout)) == [4], done.stdout[-3000:]
+    assert "generators re-seeded" in done.stdout
+
+
 def test_another_vocabulary_never_loses_rows(saved: Path) -> None:
     """A tokenizer of 4,096 entries; then of 512, and of 5,001 with other padding."""
     load = f"--load {saved} --ckpt-format unickpt --bf16 {until(4)}"
