@@ -2,124 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ds_unickpt import internals
+from ds_unickpt import internals, partitions
+from ds_unickpt import names as names_module
 from ds_unickpt.config import Options
 from ds_unickpt.huggingface import model_of
-from ds_unickpt.internals import Partition, Piece
+from ds_unickpt.names import Names
+from ds_unickpt.optimizer_record import ElementStates, RankScalars, classify, record_of
+from ds_unickpt.partitions import Partition, Piece, Share, states_of
 from unickpt import __version__, objects, rng
+from unickpt.checksums import digest
 from unickpt.contribution import Contribution, Shard, shards_of_flat_range
 from unickpt.coordination import Message
 from unickpt.dtypes import name_of
-from unickpt.errors import UnsupportedLayoutError
+from unickpt.errors import UnickptError, UnsupportedLayoutError
+from unickpt.fingerprints import fingerprints
 from unickpt.fragments import Box
 from unickpt.index import TensorInfo
-from unickpt.manifest import OptimizerRecord, ParameterGroup, Writer
+from unickpt.manifest import Writer
 from unickpt.planning import share_of_replicas
 
-# Switches of the implementation and DeepSpeed's own bookkeeping: never carried from job to job.
-NOT_HYPERPARAMETERS = frozenset(
-    {"params", "foreach", "fused", "capturable", "differentiable", "name", "moe", "step", "_ds_source_param_group_id"}
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """The parameters of a module by name.
-
-    Attributes:
-        of: id(parameter) -> the first of its names, under which it is stored.
-        parameters: that name -> parameter, in module order.
-        aliases: further names of tied parameters -> the first.
-    """
-
-    of: dict[int, str]
-    parameters: dict[str, torch.nn.Parameter]
-    aliases: dict[str, str]
-
-    @classmethod
-    def read(cls, module: torch.nn.Module) -> Names:
-        of: dict[int, str] = {}
-        parameters: dict[str, torch.nn.Parameter] = {}
-        aliases: dict[str, str] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if id(parameter) in of:
-                aliases[name] = of[id(parameter)]
-            else:
-                of[id(parameter)] = name
-                parameters[name] = parameter
-        return cls(of, parameters, aliases)
-
-    def name(self, parameter: torch.nn.Parameter) -> str:
-        """The stored name. Raises UnsupportedLayoutError for a parameter that the module does not have."""
-        try:
-            return self.of[id(parameter)]
-        except KeyError:
-            shape = internals.shape_of(parameter)
-            raise UnsupportedLayoutError(f"the optimizer holds a parameter of shape {shape} that the module lacks") from None
+SCALARS = "scalars"  # in the objects of a rank, and in the announcement
+_DIGITS = 16  # of a fingerprint
 
 
 def topology(engine: Any) -> dict[str, Any]:
     """Parallel degrees and modes, for the manifest and for reports."""
     dtypes = sorted({name_of(p.dtype) for p in engine.module.parameters()})
+    sequence = int(getattr(engine, "sequence_parallel_size", 1))
     return {
-        "world_size": int(engine.seq_dp_world_size),
+        "world_size": int(engine.world_size),
         "zero_stage": int(engine.zero_optimization_stage()),
         "optimizer_wrapper": internals.wrapper_of(engine),
         "weight_dtypes": dtypes,
+        **({"sequence": sequence} if sequence > 1 else {}),
     }
-
-
-@dataclass(frozen=True, slots=True)
-class ElementStates:
-    """How an optimizer's state divides: tensors of the parameter's shape, and scalars."""
-
-    tensors: frozenset[str]
-    scalars: frozenset[str]
-
-
-def classify(partitions: Sequence[Partition], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> ElementStates:
-    """Sort the keys of an optimizer's state.
-
-    A key is elementwise if its values have the shape of what they belong to. A one-element
-    parameter leaves that open (``step`` of a 0-d parameter is 0-d as well); the other parameters
-    decide, and if there are none, only ``step`` is a scalar.
-
-    Raises:
-        UnsupportedLayoutError: a value is neither (factored or compressed state).
-    """
-    votes: dict[str, set[str]] = {}
-    for partition in partitions:
-        for key, value in state.get(partition.master, {}).items():
-            if value is None:
-                continue
-            votes.setdefault(key, set()).add(_nature(key, value, partition.master))
-    tensors = {key for key, kinds in votes.items() if "tensor" in kinds or (kinds == {"either"} and key != "step")}
-    mixed = [key for key, kinds in votes.items() if {"tensor", "scalar"} <= kinds]
-    if mixed:
-        raise UnsupportedLayoutError(f"optimizer state {mixed[0]!r} is elementwise for some parameters and scalar for others")
-    return ElementStates(frozenset(tensors), frozenset(set(votes) - tensors))
-
-
-def _nature(key: str, value: Any, master: torch.Tensor) -> str:
-    if isinstance(value, (bool, int, float)):
-        return "scalar"
-    if isinstance(value, torch.Tensor):
-        if value.shape == master.shape:
-            return "tensor" if master.dim() else "either"
-        if value.numel() == 1:
-            return "scalar"
-        raise UnsupportedLayoutError(
-            f"optimizer state {key!r} has shape {tuple(value.shape)} for a tensor of shape {tuple(master.shape)}"
-        )
-    raise UnsupportedLayoutError(f"optimizer state {key!r} is a {type(value).__name__}")
 
 
 _Replica = tuple[TensorInfo, torch.Tensor, "torch.Tensor | None"]  # the last one: as ``Shard.unless``
@@ -129,15 +54,17 @@ _Replica = tuple[TensorInfo, torch.Tensor, "torch.Tensor | None"]  # the last on
 class _Tensors:
     """Collects what this rank writes: its own pieces at once, replicas when all are known."""
 
-    rank: int
-    world: int
+    share_of: Share
     shards: list[Shard] = field(default_factory=list)
     listed: list[TensorInfo] = field(default_factory=list)
     replicas: list[_Replica] = field(default_factory=list)
 
-    def own(self, info: TensorInfo, lo: int, hi: int, flat: torch.Tensor, unless: torch.Tensor | None = None) -> None:
+    def own(
+        self, info: TensorInfo, lo: int, hi: int, flat: torch.Tensor, unless: torch.Tensor | None = None, *, stored: bool = True
+    ) -> None:
         self.listed.append(info)
-        self.shards += shards_of_flat_range(info, lo, hi, flat, unless)
+        if stored:
+            self.shards += shards_of_flat_range(info, lo, hi, flat, unless)
 
     def replicated(self, info: TensorInfo, data: torch.Tensor, unless: torch.Tensor | None = None) -> None:
         self.listed.append(info)
@@ -152,9 +79,13 @@ class _Tensors:
         self._share([replica for replica in self.replicas if replica[2] is not None])
 
     def _share(self, replicas: list[_Replica]) -> None:
+        if self.share_of.rank < 0:
+            return
         replicas.sort(key=lambda replica: replica[0].key)
         infos = [info for info, _, _ in replicas]
-        ranges = share_of_replicas([i.size_bytes for i in infos], [i.numel for i in infos], rank=self.rank, world=self.world)
+        ranges = share_of_replicas(
+            [i.size_bytes for i in infos], [i.numel for i in infos], rank=self.share_of.rank, world=self.share_of.world
+        )
         for (info, data, unless), (lo, hi) in zip(replicas, ranges, strict=True):
             if lo < hi:
                 part = None if unless is None else unless.detach().reshape(-1)[lo:hi]
@@ -181,9 +112,10 @@ def contribution(
     if reason:
         raise UnsupportedLayoutError(reason)
     names = Names.read(engine.module)
-    parts = internals.partitions(engine)
+    parts = partitions.partitions(engine)
     base = internals.base_optimizer(engine)
-    out = _Tensors(engine.global_rank, engine.seq_dp_world_size)
+    shared = partitions.share(engine)
+    out = _Tensors(shared)
     _optimized(out, parts, names, base)
     excluded = _others(out, parts, names, exclude_frozen)
     _buffers(out, engine, options)
@@ -191,22 +123,55 @@ def contribution(
     rank_objects: dict[str, Any] = {"rng": rng.capture()}
     if engine.global_rank and client_state_digest(client_state) != announced.get("client_state"):
         rank_objects["client_state"] = dict(client_state)
+    scalars = None if base is None or all(part.replicated for part in parts) else RankScalars.of(parts, names, base)
+    if scalars is not None:
+        rank_objects[SCALARS] = scalars.to_object()
     return Contribution(
         shards=out.shards,
         tensors=out.listed,
         rank_objects=rank_objects,
         step=int(engine.global_steps),
         writer=writer(engine),
-        optimizer=None if base is None else _optimizer_record(parts, names, base),
+        optimizer=None if base is None else record_of(parts, names, base),
         aliases=names.aliases,
         excluded=excluded,
         objects=_objects(engine, client_state) if engine.global_rank == 0 else {},
+        different=_different(engine, options, scalars, announced) if engine.global_rank else (),
+        replica=None if shared.part is None else (shared.part, _fingerprint(parts, base)),
     )
 
 
-def announcement(client_state: Mapping[str, Any]) -> Message:
-    """What the coordinator tells the other ranks before they contribute."""
-    return {"client_state": client_state_digest(client_state)}
+def announcement(engine: Any, options: Options, client_state: Mapping[str, Any]) -> Message:
+    """What the coordinator tells the other ranks before they contribute: digests of what they may hold other values of."""
+    found: Message = {"client_state": client_state_digest(client_state)}
+    with contextlib.suppress(UnickptError):  # which ``contribution`` raises, too
+        found["buffers"] = "".join(fingerprints([buffer for _, buffer in _stored_buffers(engine, options)]))
+        parts, base = partitions.partitions(engine), internals.base_optimizer(engine)
+        if base is not None and not all(part.replicated for part in parts):
+            found[SCALARS] = RankScalars.of(parts, Names.read(engine.module), base).fingerprint()
+    return found
+
+
+def _different(engine: Any, options: Options, scalars: RankScalars | None, announced: Message) -> tuple[tuple[str, str], ...]:
+    """What this rank holds other values of than the coordinator, and what follows from it."""
+    found = []
+    buffers = _stored_buffers(engine, options)
+    theirs, ours = announced.get("buffers", ""), fingerprints([buffer for _, buffer in buffers])
+    if len(theirs) == _DIGITS * len(ours):
+        for at, (name, _) in enumerate(buffers):
+            if ours[at] != theirs[_DIGITS * at : _DIGITS * (at + 1)]:
+                found.append((f"buffer {name}", "Rank 0's values are stored, and after a load every rank has those."))
+    if scalars is not None and SCALARS in announced and scalars.fingerprint() != announced[SCALARS]:
+        follows = "Each rank gets its own back under the same layout; under another one all get rank 0's."
+        found.append(("scalars of the optimizer", follows))
+    return tuple(found)
+
+
+def _fingerprint(parts: Sequence[Partition], base: torch.optim.Optimizer | None) -> str:
+    """Of this rank's masters and optimizer states: the same on ranks that are replicas."""
+    states = [states_of(base, part) for part in parts] if base is not None else []
+    tensors = [value for state in states for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
+    return digest("".join(fingerprints([*(part.master for part in parts), *tensors])).encode())
 
 
 def client_state_digest(client_state: Mapping[str, Any]) -> str:
@@ -229,27 +194,26 @@ def writer(engine: Any) -> Writer:
 
 def _optimized(out: _Tensors, parts: Sequence[Partition], names: Names, base: torch.optim.Optimizer | None) -> None:
     """Masters and optimizer states of what the optimizer holds; weights, for the case that they are not their cast."""
-    state = {} if base is None else base.state
-    kinds = classify(parts, state)
+    kinds = classify(parts, base)
     for part in parts:
-        held = {"master": part.master, **_tensor_states(state.get(part.master, {}), kinds)}
+        held = {"master": part.master, **_tensor_states(base, part, kinds)}
         flats = {key: tensor.detach().reshape(-1) for key, tensor in held.items()}
         known = {id(parameter): _infos(parameter, names, held) for parameter in part.parameters}
         for infos in known.values():
             out.listed += infos.values()
-        for piece in part.pieces:
-            infos = known[id(piece.parameter)]
-            length = piece.hi - piece.lo
-            for key, flat in flats.items():
-                data = flat.narrow(0, piece.at, length)
+        for key, flat in flats.items():
+            for piece in part.own(key):
+                data = flat.narrow(0, piece.at, piece.hi - piece.lo)
                 if part.replicated:
-                    out.replicated(infos[key], data)
+                    out.replicated(known[id(piece.parameter)][key], data)
                 else:
-                    out.own(infos[key], piece.lo, piece.hi, data)
-            _override(out, part, piece, infos["weight"], flats["master"])
+                    out.own(known[id(piece.parameter)][key], piece.lo, piece.hi, data, stored=part.stored)
+        for piece in part.pieces:
+            _override(out, part, piece, known[id(piece.parameter)]["weight"], flats["master"])
 
 
-def _tensor_states(state: Mapping[str, Any], kinds: ElementStates) -> dict[str, torch.Tensor]:
+def _tensor_states(base: torch.optim.Optimizer | None, part: Partition, kinds: ElementStates) -> dict[str, torch.Tensor]:
+    state = {} if base is None else states_of(base, part)
     return {key: value for key, value in state.items() if key in kinds.tensors and value is not None}
 
 
@@ -273,7 +237,7 @@ def _override(out: _Tensors, part: Partition, piece: Piece, info: TensorInfo, ma
     if part.replicated:
         out.replicated(info, weight, unless=master)
     else:
-        out.own(info, piece.lo, piece.hi, weight, unless=master)
+        out.own(info, piece.lo, piece.hi, weight, unless=master, stored=part.stored)
 
 
 def _others(out: _Tensors, parts: Sequence[Partition], names: Names, exclude_frozen: bool) -> tuple[str, ...]:
@@ -288,61 +252,26 @@ def _others(out: _Tensors, parts: Sequence[Partition], names: Names, exclude_fro
             continue
         info = TensorInfo(name, "weight", name_of(parameter.dtype), internals.shape_of(parameter), "parameter")
         out.listed.append(info)
-        held = internals.held(parameter)
+        held = partitions.held(parameter)
         if held is not None and held.replicated:
             out.replicated(info, held.data)
         elif held is not None:
-            out.own(info, held.lo, held.hi, held.data)
+            out.own(info, held.lo, held.hi, held.data, stored=held.stored)
     return tuple(excluded)
 
 
-def buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """``(name, buffer, persistent)`` of every distinct buffer."""
-    volatile = internals.non_persistent_names(module)
-    for name, buffer in module.named_buffers():
-        yield name, buffer, name not in volatile
+def _stored_buffers(engine: Any, options: Options) -> list[tuple[str, torch.Tensor]]:
+    found = names_module.buffers(engine.module)
+    return [(name, buffer) for name, buffer, persistent in found if persistent or options.non_persistent_buffers]
 
 
 def _buffers(out: _Tensors, engine: Any, options: Options) -> None:
     """Buffers, from the coordinator alone: running statistics differ between ranks and must not be mixed."""
-    for name, buffer, persistent in buffers(engine.module):
-        if persistent or options.non_persistent_buffers:
-            info = TensorInfo(name, "weight", name_of(buffer.dtype), tuple(buffer.shape), "buffer")
-            out.listed.append(info)
-            if engine.global_rank == 0 and info.numel:
-                out.shards.append(Shard(info, Box.whole(info.shape), buffer))
-
-
-def _optimizer_record(parts: Sequence[Partition], names: Names, base: torch.optim.Optimizer) -> OptimizerRecord:
-    """Hyperparameters and scalar state by parameter name."""
-    kinds = classify(parts, base.state)
-    groups: dict[int, tuple[dict[str, Any], list[str]]] = {}
-    scalars: dict[str, tuple[dict[str, Any], list[str]]] = {}
-    for part in parts:
-        listed = [names.name(p) for p in part.parameters]
-        values = {key: value for key, value in part.group.items() if key not in NOT_HYPERPARAMETERS}
-        groups.setdefault(id(part.group), (_plain(values), []))[1].extend(listed)
-        held = base.state.get(part.master, {})
-        scalar = {key: held[key] for key in sorted(kinds.scalars) if held.get(key) is not None}
-        if "step" in part.group and "step" not in scalar:  # apex-style optimizers count in the group
-            scalar["step"] = part.group["step"]
-        encoded = _plain(scalar)
-        scalars.setdefault(json.dumps(encoded, sort_keys=True), (encoded, []))[1].extend(listed)
-    return OptimizerRecord(
-        type(base).__name__,
-        tuple(ParameterGroup(values, tuple(dict.fromkeys(listed))) for values, listed in groups.values()),
-        tuple(ParameterGroup(values, tuple(dict.fromkeys(listed))) for values, listed in scalars.values() if values),
-    )
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Encoded values with 0-d tensors (capturable learning rates, steps) as plain numbers."""
-    numbers = {k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in values.items()}
-    encoded = objects.encode(numbers, prefix="optimizer")
-    if encoded.tensors or encoded.opaque:
-        raise UnsupportedLayoutError(f"hyperparameters hold more than plain values: {encoded.opaque or list(encoded.tensors)}")
-    plain: dict[str, Any] = encoded.value
-    return plain
+    for name, buffer in _stored_buffers(engine, options):
+        info = TensorInfo(name, "weight", name_of(buffer.dtype), tuple(buffer.shape), "buffer")
+        out.listed.append(info)
+        if engine.global_rank == 0 and info.numel:
+            out.shards.append(Shard(info, Box.whole(info.shape), buffer))
 
 
 def _objects(engine: Any, client_state: Mapping[str, Any]) -> dict[str, Any]:
@@ -359,7 +288,7 @@ def _objects(engine: Any, client_state: Mapping[str, Any]) -> dict[str, Any]:
         else {k: getattr(scaler, k) for k in internals.SCALER_FIELDS if hasattr(scaler, k)},
         "grad_scaler": None if grad_scaler is None else grad_scaler.state_dict(),
         "module_extra_state": {
-            name: child.get_extra_state()
+            names_module.plain(name): child.get_extra_state()
             for name, child in engine.module.named_modules()
             if type(child).get_extra_state is not torch.nn.Module.get_extra_state
         },

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ds_unickpt import capture, internals
-from ds_unickpt.capture import Names
+from ds_unickpt import internals
 from ds_unickpt.huggingface import model_of
+from ds_unickpt.names import Names, buffers
 from unickpt import schedules
 from unickpt.language.facts import Model
 from unickpt.language.shipped import choose
@@ -49,7 +49,7 @@ def as_named_here(checkpoint: Checkpoint, engine: Any, chosen: str) -> Checkpoin
 def _wanted(engine: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters and persistent buffers of this job's model, by name."""
     found = {name: internals.shape_of(parameter) for name, parameter in Names.read(engine.module).parameters.items()}
-    found |= {name: tuple(buffer.shape) for name, buffer, persistent in capture.buffers(engine.module) if persistent}
+    found |= {name: tuple(buffer.shape) for name, buffer, persistent in buffers(engine.module) if persistent}
     return found
 
 

@@ -187,7 +187,7 @@ def _save(
         save_dir=save_dir,
         tag=tag,
         save_latest=save_latest,
-        announce=capture.announcement(client_state) if meet.rank == 0 else None,
+        announce=capture.announcement(engine, ours.options, client_state) if meet.rank == 0 else None,
         on_end=lambda save: _ended(ours, save),
     )
     at_once = huggingface.touches_checkpoints(save_dir)

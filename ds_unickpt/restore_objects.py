@@ -12,6 +12,7 @@ from typing import Any
 from ds_unickpt import internals
 from ds_unickpt.config import Options
 from ds_unickpt.dialects import SCHEDULE
+from ds_unickpt.names import plain
 from ds_unickpt.wanted import Wanted
 from unickpt import objects, rng, schedules
 from unickpt.loading import Checkpoint
@@ -40,6 +41,10 @@ class RestoredObjects:
         self.report.entries += [note for note in self._notes if note.outcome == "left out"]
         for rank in {0, 1, int(self.engine.global_rank)}:
             self._rank_objects[rank] = self.checkpoint.rank_objects(rank, allow_pickle=self.options.allow_pickle).value
+
+    def of_this_rank(self, key: str) -> Any:
+        """What this rank of the writing job stored for itself, or None."""
+        return self._rank_objects[int(self.engine.global_rank)].get(key)
 
     def apply(self) -> dict[str, Any]:
         """Put it into the engine; returns the client state."""
@@ -78,7 +83,7 @@ class RestoredObjects:
         """The caller's state (this rank's own where it had one), beside what DeepSpeed returns with it."""
         client_state = saved.get("client_state") or {}
         world = self.checkpoint.manifest.writer.topology.get("world_size")
-        if world == self.engine.seq_dp_world_size:
+        if world == self.engine.world_size:
             client_state = self._rank_objects[int(self.engine.global_rank)].get("client_state", client_state)
         extras = {
             "ds_config": saved.get("ds_config"),
@@ -144,7 +149,8 @@ class RestoredObjects:
             self._object(name, "restored")
 
     def _set_extra_state(self, saved: dict[str, Any]) -> None:
-        modules = dict(self.engine.module.named_modules())
+        modules = {plain(name): child for name, child in self.engine.module.named_modules()}
+        saved = {plain(name): state for name, state in saved.items()}
         for name, state in saved.items():
             if name in modules and not isinstance(state, objects.Opaque):
                 modules[name].set_extra_state(state)
@@ -160,7 +166,7 @@ class RestoredObjects:
             self._object("rng", "left out", "unickpt.restore_rng is false")
             return
         world = int(self.checkpoint.manifest.writer.topology.get("world_size") or 0)
-        rank, now = int(self.engine.global_rank), int(self.engine.seq_dp_world_size)
+        rank, now = int(self.engine.global_rank), int(self.engine.world_size)
         first = self._rng_of(0)
         own = self._rng_of(rank) if 0 < rank < world else first
         if isinstance(self.checkpoint, TranslatedCheckpoint):

@@ -96,6 +96,7 @@ def commit(storage: Storage, files: list[FileRecord], part: Prepared, generation
         excluded=part.excluded,
         objects=part.objects,
         generation=generation,
+        notes=part.notes,
     )
     publish(storage, manifest, table)
     return sum(record.size_bytes for record in manifest.files)

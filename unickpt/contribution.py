@@ -77,6 +77,8 @@ class Contribution:
         shared_objects: non-tensor state that any rank may ask for by its name; one rank brings each.
         optimizer_part: groups and scalars of parameters that the coordinator does not hold (other
             pipeline stages, other experts); merged into ``optimizer``.
+        different: what this rank holds other values of than the coordinator, each with what follows from it.
+        replica: ``(part, fingerprint)`` where several ranks hold the same part of the state and one stores it.
         step, writer, optimizer, aliases, excluded, objects: of the job; the coordinator's count.
     """
 
@@ -91,6 +93,8 @@ class Contribution:
     aliases: dict[str, str] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
     objects: dict[str, Any] = field(default_factory=dict)
+    different: tuple[tuple[str, str], ...] = ()
+    replica: tuple[int, str] | None = None
 
 
 @dataclass
@@ -100,8 +104,9 @@ class Prepared:
     Attributes:
         shards: everything that goes into this rank's data file, objects included; those with a condition behind
             what they depend on.
-        tensors, step, writer, optimizer, optimizer_part, aliases, excluded: as in ``Contribution``.
+        tensors, step, writer, optimizer, optimizer_part, aliases, excluded, different, replica: as in ``Contribution``.
         objects: the job's objects as the manifest holds them.
+        notes: on the coordinator: what the manifest says of differences between ranks.
     """
 
     shards: list[Shard]
@@ -113,6 +118,9 @@ class Prepared:
     aliases: dict[str, str]
     excluded: tuple[str, ...]
     objects: Any
+    different: tuple[tuple[str, str], ...] = ()
+    replica: tuple[int, str] | None = None
+    notes: tuple[str, ...] = ()
 
 
 def prepare(contribution: Contribution, rank: int) -> Prepared:
@@ -134,6 +142,7 @@ def prepare(contribution: Contribution, rank: int) -> Prepared:
     return Prepared(
         shards, [*contribution.tensors, *depending], contribution.step, contribution.writer, contribution.optimizer,
         contribution.optimizer_part, contribution.aliases, contribution.excluded, job.value,
+        contribution.different, contribution.replica,
     )  # fmt: skip
 
 

@@ -11,10 +11,11 @@ import json
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from unickpt.checksums import PREFIX, digest
+from unickpt.dtypes import torch_dtype
 from unickpt.errors import FormatError, NewerFormatError, UnsafePathError
 from unickpt.json_text import parse_json
 from unickpt.safetensors_io import MAX_HEADER_BYTES
@@ -69,10 +70,22 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
-    """Hyperparameters (encoded objects, by the optimizer's own keys) and the parameters they hold for."""
+    """Hyperparameters (encoded objects, by the optimizer's own keys) and the parameters they hold for.
+
+    Attributes:
+        tensors: of hyperparameters that are tensors of one element: key -> dtype, shape, and device type.
+            The others are plain values. None if the writer did not record it.
+        repeated: keys that belong to the parameter group, and are repeated among the scalars of its parameters.
+    """
 
     hyperparameters: dict[str, JSONValue]
     parameters: tuple[str, ...]
+    tensors: dict[str, tuple[str, tuple[int, ...], str]] | None = None
+    repeated: tuple[str, ...] = ()
+
+    def identity(self) -> str:
+        """Equal for groups that have the same values of the same types."""
+        return json.dumps([self.hyperparameters, self.tensors, self.repeated], sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +115,7 @@ class Manifest:
         aliases: further names of tied parameters, to the name that is stored.
         excluded: parameters that the caller asked to leave out.
         objects: non-tensor state of the whole job, encoded by ``unickpt.objects``.
+        notes: what the writer noticed and a reader should know, one sentence each.
         version: of the format that it was read in; what is written is of the newest.
     """
 
@@ -116,6 +130,7 @@ class Manifest:
     objects: dict[str, JSONValue] = field(default_factory=dict)
     generation: int = 0
     version: int = FORMAT_VERSION
+    notes: tuple[str, ...] = ()
 
     def file(self, path: str) -> FileRecord:
         """The record of one file. Raises FormatError if the manifest does not list it."""
@@ -202,13 +217,13 @@ def merge_optimizers(first: OptimizerRecord | None, others: Sequence[OptimizerRe
 
 
 def _merge_groups(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ...]:
-    merged: dict[str, tuple[dict[str, JSONValue], list[str]]] = {}
+    merged: dict[str, tuple[ParameterGroup, list[str]]] = {}
     seen: set[str] = set()
     for group in groups:
-        names = merged.setdefault(json.dumps(group.hyperparameters, sort_keys=True), (group.hyperparameters, []))[1]
+        names = merged.setdefault(group.identity(), (group, []))[1]
         names += [name for name in group.parameters if name not in seen]
         seen.update(group.parameters)
-    return tuple(ParameterGroup(values, tuple(names)) for values, names in merged.values())
+    return tuple(replace(group, parameters=tuple(names)) for group, names in merged.values())
 
 
 def check_path(path: str, *, where: str) -> str:
@@ -276,6 +291,7 @@ class _Reader:
             objects=self._get(body, "objects", dict),
             generation=self._count(body, "generation"),
             version=self._count(body, "version"),
+            notes=self._strings(body, "notes") if "notes" in body else (),
         )
 
     def _writer(self, body: dict[str, Any]) -> Writer:
@@ -298,10 +314,26 @@ class _Reader:
         return record
 
     def _groups(self, body: Any, key: str) -> tuple[ParameterGroup, ...]:
-        return tuple(
-            ParameterGroup(self._get(entry, "hyperparameters", dict), self._strings(entry, "parameters"))
-            for entry in self._get(body, key, list)
-        )
+        return tuple(self._group(entry) for entry in self._get(body, key, list))
+
+    def _group(self, entry: Any) -> ParameterGroup:
+        hyperparameters, parameters = self._get(entry, "hyperparameters", dict), self._strings(entry, "parameters")
+        repeated = self._strings(entry, "repeated") if "repeated" in entry else ()
+        tensors = entry.get("tensors")
+        if tensors is not None:
+            tensors = {name: self._scalar(value) for name, value in self._get(entry, "tensors", dict).items()}
+        return ParameterGroup(hyperparameters, parameters, tensors, repeated)
+
+    def _scalar(self, value: Any) -> tuple[str, tuple[int, ...], str]:
+        """Dtype, shape and device type of a tensor of one element."""
+        known = isinstance(value, list) and len(value) == 3 and isinstance(value[1], list) and len(value[1]) <= 32
+        if not known or any(type(extent) is not int or extent != 1 for extent in value[1]):
+            raise FormatError(f"{self._where}: {str(value)[:80]} does not describe a tensor of one element")
+        dtype, shape, device = value
+        torch_dtype(dtype)
+        if not isinstance(device, str):
+            raise FormatError(f"{self._where}: {str(value)[:80]} does not describe a tensor of one element")
+        return dtype, tuple(shape), device
 
     def optimizer(self, body: Any) -> OptimizerRecord:
         return OptimizerRecord(

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from unickpt.errors import MismatchError
 
-Outcome = Literal["restored", "cast", "set", "re-seeded", "left out"]
-OUTCOMES: tuple[Outcome, ...] = ("restored", "cast", "set", "re-seeded", "left out")
+Outcome = Literal["restored", "cast", "set", "re-seeded", "recreated", "left out"]
+OUTCOMES: tuple[Outcome, ...] = ("restored", "cast", "set", "re-seeded", "recreated", "left out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,8 @@ class Entry:
         name: parameter, buffer or object name.
         state: ``weight``, ``master``, an optimizer key, or ``object``.
         outcome: ``restored`` (bit for bit), ``cast`` (to another dtype, or from the master), ``set`` (to what counters of
-            another framework's checkpoint mean here), ``re-seeded`` (given a fresh, deterministic value), ``left out``.
+            another framework's checkpoint mean here), ``re-seeded`` (given a fresh, deterministic value), ``recreated``
+            (made by the model itself, as in a job without a checkpoint: nothing is lost), ``left out``.
         reason: why, unless it was simply restored.
     """
 
@@ -41,6 +42,7 @@ class LoadReport:
         bytes_read, bytes_needed: on this rank.
         seconds: wall time on this rank; ``read_seconds`` of it went into reading, with its checksums.
         skipped: newer checkpoints that were passed over, with the reason.
+        notes: what the writer noticed when it saved the checkpoint.
     """
 
     source: str = ""
@@ -51,6 +53,7 @@ class LoadReport:
     seconds: float = 0.0
     read_seconds: float = 0.0
     skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def add(self, name: str, state: str, outcome: Outcome, reason: str = "") -> None:
         self.entries.append(Entry(name, state, outcome, reason))
@@ -75,6 +78,7 @@ class LoadReport:
         """The report for a log: a heading, one line per state, one per reason."""
         out = [f"resumed {self.source} into {self.target}"]
         out += [f"passed over {line}" for line in self.skipped]
+        out += [f"  noticed when it was saved: {note}" for note in self.notes]
         for state, outcomes in self._by_state().items():
             parts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items() if count)
             out.append(f"  {state}: {parts}")
@@ -104,5 +108,6 @@ class LoadReport:
             "seconds": self.seconds,
             "read_seconds": self.read_seconds,
             "skipped": self.skipped,
+            "notes": self.notes,
             "entries": [{"name": e.name, "state": e.state, "outcome": e.outcome, "reason": e.reason} for e in self.entries],
         }

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
+from unickpt import agreement, interruption, retention, staging
 from unickpt import commit as commit_module
-from unickpt import interruption, retention, staging
 from unickpt import manifest as manifest_module
 from unickpt.commit import HOLD_FILE, LATEST_FILE, Names
 from unickpt.contribution import Contribution, Prepared, Shard, prepare, resolved
@@ -77,6 +77,7 @@ class Saver:
         self._threads: list[threading.Thread] = []
         self._uploader = Uploader(self.pace)
         self._proven = False  # a save was committed: the layout can be described on every rank
+        self._told: set[str] = set()
         self._holds: dict[str, Callable[[], None]] = {}  # on the coordinator: directories that are being saved into
         interruption.guard(self)
 
@@ -263,6 +264,12 @@ class Saver:
     def pace(self) -> Pace:
         return Pace(self.options.bandwidth_bytes_per_s)
 
+    def tell(self, directory: str, notes: tuple[str, ...]) -> None:
+        """What was noticed of a checkpoint that exists: a warning for the first one, and only a line for others like it."""
+        for note in notes:
+            logger.log(logging.INFO if note in self._told else logging.WARNING, "unickpt: %s: %s", directory, note)
+        self._told.update(notes)
+
     @staticmethod
     def _agreed_on_layout(part: _Part, meet: Rendezvous) -> str:
         """Until a save was committed, the ranks say at once whether they can describe what they hold."""
@@ -333,6 +340,7 @@ class _Work:
             part.ready()
             self.record = self._written(part.prepared)
             message: Message = {"outcome": "written", "file": asdict(self.record)}
+            message |= agreement.message_of(part.prepared.different, part.prepared.replica)
             if self.meet.rank and part.prepared.optimizer_part is not None:
                 message["optimizer"] = asdict(part.prepared.optimizer_part)
             return message
@@ -393,8 +401,10 @@ class _Work:
             files = [FileRecord(**message["file"]) for message in messages]
             parts = [manifest_module.optimizer_from_json(m["optimizer"]) for m in messages if m.get("optimizer")]
             part.optimizer = manifest_module.merge_optimizers(part.optimizer, parts)
+            part.notes = agreement.notes_of(messages)
             verdict["size_bytes"] = commit_module.commit(self.storage, files, part, self.names.generation)
             verdict["committed"] = True
+            self.saver.tell(self.save.directory, part.notes)
         except Exception as err:
             if not isinstance(err, StorageError):
                 logger.exception("unickpt: the coordinator could not commit %s", self.storage)

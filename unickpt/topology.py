@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _DEGREES = {
-    "tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "context": "CP", "expert": "EP", "expert_tensor": "ETP",
-    "data": "DP",
+    "tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "context": "CP", "sequence": "SP", "expert": "EP",
+    "expert_tensor": "ETP", "data": "DP",
 }  # fmt: skip
 _ALWAYS = ("tensor", "pipeline", "data")
 

@@ -280,7 +280,7 @@ def _optimizer(
                 )
             if found[0] >= 0:
                 members[found[0]].append(target)
-        return tuple(ParameterGroup(group.hyperparameters, tuple(names)) for group, names in zip(groups, members, strict=True))
+        return tuple(dataclasses.replace(group, parameters=tuple(names)) for group, names in zip(groups, members, strict=True))
 
     return OptimizerRecord(record.name, renamed(record.groups), renamed(record.scalars))
 

@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from deepspeed.utils import groups
 
 from tests.deepspeed.model import Model, batch
 
@@ -65,10 +66,15 @@ def build(
     model: torch.nn.Module | None = None,
     parameters: Any = None,
     client_optimizer: Any = None,
+    mesh: tuple[int, int] | None = None,
     **extra: Any,
 ) -> Any:
-    """An engine whose model starts from ``seed``; under ZeRO-3 it is built under ``zero.Init`` for odd seeds."""
+    """An engine whose model starts from ``seed``; under ZeRO-3 it is built under ``zero.Init`` for odd seeds.
+
+    ``mesh`` is the number of data-parallel and of sequence-parallel ranks (``deepspeed.initialize(mesh_param=...)``).
+    """
     cfg = config(layout, **extra)
+    groups.mesh_device = None  # DeepSpeed keeps that of an engine before, and training reads it
     torch.manual_seed(seed)
     if model is None:
         with deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(cfg), enabled=layout.stage == 3 and seed % 2 == 1):
@@ -79,7 +85,9 @@ def build(
         parameters = parameters(model)
     if client_optimizer is not None:
         del cfg["optimizer"]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, optimizer=client_optimizer, config=cfg)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=parameters, optimizer=client_optimizer, config=cfg, mesh_param=mesh
+    )
     return engine
 
 

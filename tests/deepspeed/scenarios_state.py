@@ -298,7 +298,7 @@ def non_persistent_buffers_only_on_request(folder: Path) -> None:
     other.load_checkpoint(str(folder / "asked"))
     assert torch.equal(other.module.volatile, before)
     entry = [e for e in other.checkpoint_engine.last_report.entries if e.name == "volatile"]
-    assert [e.outcome for e in entry] == ["left out"], entry
+    assert [e.outcome for e in entry] == ["recreated"], entry
     other.load_checkpoint(str(folder / "plain"))
 
 
@@ -308,7 +308,7 @@ def frozen_parameters_can_be_excluded(folder: Path) -> None:
     train(source, 2)
     source.save_checkpoint(str(folder), exclude_frozen_parameters=True)
     scramble(target)
-    target.load_checkpoint(str(folder))
+    target.load_checkpoint(str(folder), load_module_strict=False)
     with deepspeed.zero.GatheredParameters([target.module.positions.weight]):
         assert (target.module.positions.weight == -7.0).all()
     entry = next(e for e in target.checkpoint_engine.last_report.entries if e.name == "positions.weight")

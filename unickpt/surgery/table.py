@@ -175,7 +175,7 @@ def map_names(record: OptimizerRecord, names: Callable[[str], str | None], scala
 
     def mapped(group: ParameterGroup, kept: Callable[[str], bool]) -> ParameterGroup:
         found = [names(name) for name in group.parameters if kept(name)]
-        return ParameterGroup(group.hyperparameters, tuple(name for name in found if name is not None))
+        return replace(group, parameters=tuple(name for name in found if name is not None))
 
     groups = tuple(mapped(group, lambda _: True) for group in record.groups)
     counts = tuple(mapped(group, scalars) for group in record.scalars)

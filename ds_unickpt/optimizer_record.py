@@ -1,0 +1,193 @@
+"""An optimizer apart from its tensors: which of its states are elementwise, and its scalars and hyperparameters.
+
+Scalars are stored twice. The manifest has them by parameter name, for every layout. Each rank has those of its own
+partitions, which it gets back exactly under the same layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_unickpt.names import Names
+from ds_unickpt.partitions import Partition, states_of
+from unickpt import objects
+from unickpt.checksums import digest
+from unickpt.dtypes import name_of, torch_dtype
+from unickpt.errors import UnsupportedLayoutError
+from unickpt.manifest import OptimizerRecord, ParameterGroup
+
+# Switches of the implementation and DeepSpeed's own bookkeeping: never carried from job to job.
+NOT_HYPERPARAMETERS = frozenset(
+    {"params", "foreach", "fused", "capturable", "differentiable", "name", "moe", "_ds_source_param_group_id"}
+)
+STEP = "step"
+
+Kinds = dict[str, tuple[str, tuple[int, ...], str]]  # as ``ParameterGroup.tensors``
+
+
+@dataclass(frozen=True, slots=True)
+class ElementStates:
+    """How an optimizer's state divides: tensors of the parameter's shape, and scalars."""
+
+    tensors: frozenset[str]
+    scalars: frozenset[str]
+
+
+def classify(partitions: Sequence[Partition], base: torch.optim.Optimizer | None) -> ElementStates:
+    """Sort the keys of an optimizer's state.
+
+    A key is elementwise if its values have the shape of what they belong to. A one-element
+    parameter leaves that open (its ``step`` may have the same shape); the other parameters
+    decide, and if there are none, only ``step`` is a scalar.
+
+    Raises:
+        UnsupportedLayoutError: a value is neither (factored or compressed state).
+    """
+    votes: dict[str, set[str]] = {}
+    for partition in partitions if base is not None else ():
+        assert base is not None
+        for key, value in states_of(base, partition).items():
+            if value is not None:
+                votes.setdefault(key, set()).add(_nature(key, value, partition))
+    tensors = {key for key, kinds in votes.items() if "tensor" in kinds or (kinds == {"either"} and key != STEP)}
+    mixed = [key for key, kinds in votes.items() if {"tensor", "scalar"} <= kinds]
+    if mixed:
+        raise UnsupportedLayoutError(f"optimizer state {mixed[0]!r} is elementwise for some parameters and scalar for others")
+    return ElementStates(frozenset(tensors), frozenset(set(votes) - tensors))
+
+
+def _nature(key: str, value: Any, partition: Partition) -> str:
+    if isinstance(value, (bool, int, float)):
+        return "scalar"
+    if isinstance(value, torch.Tensor):
+        shape = partition.shape(key)
+        if tuple(value.shape) == shape:
+            return "either" if value.numel() == 1 else "tensor"
+        if value.numel() == 1:
+            return "scalar"
+        raise UnsupportedLayoutError(f"optimizer state {key!r} has shape {tuple(value.shape)} for a tensor of shape {shape}")
+    raise UnsupportedLayoutError(f"optimizer state {key!r} is a {type(value).__name__}")
+
+
+def record_of(partitions: Sequence[Partition], names: Names, base: torch.optim.Optimizer) -> OptimizerRecord:
+    """Hyperparameters and scalar state by parameter name."""
+    kinds = classify(partitions, base)
+    groups: dict[int, tuple[ParameterGroup, list[str]]] = {}
+    scalars: dict[str, tuple[ParameterGroup, list[str]]] = {}
+    for part in partitions:
+        listed = [names.name(p) for p in part.parameters]
+        groups.setdefault(id(part.group), (_encoded(_settings(part.group)), []))[1].extend(listed)
+        values = _scalars(part, base, kinds)
+        repeated = (STEP,) if STEP in part.group and STEP not in values else ()
+        # readers that do not know 'repeated' take the group's step from here
+        group = _encoded(values | {key: part.group[key] for key in repeated}, repeated)
+        scalars.setdefault(group.identity(), (group, []))[1].extend(listed)
+    return OptimizerRecord(
+        type(base).__name__,
+        tuple(_of(group, listed) for group, listed in groups.values()),
+        tuple(_of(group, listed) for group, listed in scalars.values() if group.hyperparameters),
+    )
+
+
+def _of(group: ParameterGroup, parameters: list[str]) -> ParameterGroup:
+    return ParameterGroup(group.hyperparameters, tuple(dict.fromkeys(parameters)), group.tensors, group.repeated)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in NOT_HYPERPARAMETERS}
+
+
+def _scalars(part: Partition, base: torch.optim.Optimizer, kinds: ElementStates) -> dict[str, Any]:
+    held = states_of(base, part)
+    return {key: held[key] for key in sorted(kinds.scalars) if held.get(key) is not None}
+
+
+def _encoded(values: Mapping[str, Any], repeated: tuple[str, ...] = ()) -> ParameterGroup:
+    """Tensors of one element (capturable learning rates, steps) as plain numbers, with what they are beside them."""
+    single = {k: v for k, v in values.items() if isinstance(v, torch.Tensor) and v.numel() == 1}
+    encoded = objects.encode({k: v.item() if k in single else v for k, v in values.items()}, prefix="optimizer")
+    if encoded.tensors or encoded.opaque:
+        raise UnsupportedLayoutError(f"hyperparameters hold more than plain values: {encoded.opaque or list(encoded.tensors)}")
+    tensors: Kinds = {k: (name_of(v.dtype), tuple(v.shape), v.device.type) for k, v in single.items()}
+    return ParameterGroup(encoded.value, (), tensors, repeated)
+
+
+def decoded(group: ParameterGroup, *, where: str, device: torch.device) -> dict[str, Any]:
+    """The values of a group, of the types that they had. Tensors that were on a device go to ``device``.
+
+    Raises:
+        FormatError: a value is malformed.
+    """
+    values: dict[str, Any] = dict(objects.decode(group.hyperparameters, tensors={}, where=where).value)
+    for key, (dtype, shape, place) in (group.tensors or {}).items():
+        if key in values:
+            on = torch.device("cpu") if place == "cpu" else device
+            values[key] = torch.tensor(values[key], dtype=torch_dtype(dtype), device=on).reshape(shape)
+    return values
+
+
+# ---------------------------------------------------------------- of one rank
+
+
+@dataclass(frozen=True, slots=True)
+class RankScalars:
+    """Scalars of this rank's partitions, and the settings of the groups that these belong to, in order.
+
+    Attributes:
+        layout: digest of what lies where in the partitions; under another one the values say nothing.
+        partitions, groups: values of each.
+    """
+
+    layout: str
+    partitions: tuple[ParameterGroup, ...]
+    groups: tuple[ParameterGroup, ...]
+
+    @classmethod
+    def of(cls, partitions: Sequence[Partition], names: Names, base: torch.optim.Optimizer) -> RankScalars:
+        kinds = classify(partitions, base)
+        groups = {id(part.group): part.group for part in partitions}
+        return cls(
+            layout_of(partitions, names, base),
+            tuple(_encoded(_scalars(part, base, kinds)) for part in partitions),
+            tuple(_encoded(_settings(group)) for group in groups.values()),
+        )
+
+    @classmethod
+    def from_object(cls, value: Any) -> RankScalars | None:
+        """What ``to_object`` made; None of anything else."""
+        try:
+            distinct = [
+                ParameterGroup(v, (), {k: (d, tuple(s), p) for k, (d, s, p) in t.items()}) for v, t in value["distinct"]
+            ]
+            partitions, groups = ([distinct[at] for at in value[key]] for key in ("partitions", "groups"))
+            return cls(str(value["layout"]), tuple(partitions), tuple(groups))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            return None
+
+    def to_object(self) -> dict[str, Any]:
+        """Plain values; equal ones once."""
+        distinct: dict[str, int] = {}
+        values: list[Any] = []
+        places: dict[str, list[int]] = {"partitions": [], "groups": []}
+        for key, held in (("partitions", self.partitions), ("groups", self.groups)):
+            for group in held:
+                if group.identity() not in distinct:
+                    distinct[group.identity()] = len(values)
+                    values.append([group.hyperparameters, {k: list(v) for k, v in (group.tensors or {}).items()}])
+                places[key].append(distinct[group.identity()])
+        return {"layout": self.layout, "distinct": values, **places}
+
+    def fingerprint(self) -> str:
+        """Equal for ranks with equal values, whatever lies in their partitions."""
+        return digest(json.dumps([[g.identity() for g in held] for held in (self.partitions, self.groups)]).encode())
+
+
+def layout_of(partitions: Sequence[Partition], names: Names, base: torch.optim.Optimizer) -> str:
+    """Digest of the optimizer's class and of what lies where in this rank's partitions."""
+    places = [[part.master.numel(), [[names.name(p.parameter), p.lo, p.hi, p.at] for p in part.pieces]] for part in partitions]
+    return digest(json.dumps([type(base).__name__, places]).encode())

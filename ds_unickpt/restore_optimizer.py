@@ -1,0 +1,288 @@
+"""An optimizer from a checkpoint: elementwise states, scalars, and the settings of parameter groups.
+
+First ``check``, then ``request`` what is to be read, then, when all ranks have read, ``apply``. Everything gets an
+entry in the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ds_unickpt import internals, partitions
+from ds_unickpt.names import Names
+from ds_unickpt.optimizer_record import NOT_HYPERPARAMETERS, STEP, RankScalars, classify, decoded, layout_of
+from ds_unickpt.partitions import Partition, states_of
+from ds_unickpt.reads import Reads
+from unickpt.dtypes import name_of, torch_dtype
+from unickpt.errors import MismatchError
+from unickpt.index import TensorInfo
+from unickpt.loading import Checkpoint
+from unickpt.manifest import ParameterGroup
+from unickpt.report import LoadReport
+
+_FAMILIES = {"adamw": "adam"}
+_DECORATIONS = ("deepspeedcpu", "fused", "zenflow", "cpu")
+_HINT = "load_optimizer_states=False loads the weights alone"
+
+
+def family_of(name: str) -> str:
+    """Optimizers of one family have the same states: Adam, AdamW, FusedAdam, DeepSpeedCPUAdam, ..."""
+    plain = name.lower()
+    for decoration in _DECORATIONS:
+        plain = plain.removeprefix(decoration)
+    return _FAMILIES.get(plain, plain)
+
+
+class RestoredOptimizer:
+    """The optimizer of one load into one engine; entries go into ``report``."""
+
+    def __init__(self, engine: Any, parts: Sequence[Partition], names: Names, reads: Reads, report: LoadReport) -> None:
+        self.engine, self.parts, self.names, self.reads, self.report = engine, parts, names, reads, report
+        self.checkpoint: Checkpoint = reads.checkpoint
+        self.base = internals.base_optimizer(engine)
+
+    def check(self) -> None:
+        """The checkpoint's optimizer has to be one whose states this job's optimizer has.
+
+        Raises:
+            MismatchError: names both, or the parameters that the checkpoint's optimizer did not hold.
+        """
+        record = self.checkpoint.manifest.optimizer
+        if self.base is None:
+            return
+        own = type(self.base).__name__
+        if record is None:
+            raise MismatchError(f"{self.checkpoint.storage} holds no optimizer, this job has {own}; {_HINT}")
+        if family_of(record.name) != family_of(own):
+            states = sorted(self._states())
+            raise MismatchError(
+                f"{self.checkpoint.storage} was trained with {record.name} (states {', '.join(states) or 'none'}), "
+                f"this job uses {own}; its states cannot be made from those. {_HINT}."
+            )
+        trained = {name for group in record.groups for name in group.parameters}
+        stored = self.reads.stored
+        untrained = [
+            name
+            for part in self.parts
+            for name, parameter in ((self.names.name(p), p) for p in part.parameters)
+            if name in stored and stored[name] not in trained and internals.numel_of(parameter)
+        ]
+        if untrained:
+            raise MismatchError(
+                f"{self.checkpoint.storage}: {len(untrained)} parameters that this job trains were not trained there, so "
+                f"there is no optimizer state for them: {some(untrained)}; {_HINT}"
+            )
+
+    # ---------------------------------------------------------------- elementwise states
+
+    def _states(self) -> set[str]:
+        return {info.state for info in self.checkpoint.index.tensors if info.kind == "optimizer"}
+
+    def request(self) -> None:
+        """Ask for the states of all partitions: in place where they exist, otherwise created."""
+        if self.base is None:
+            return
+        states = self._states()
+        for part in self.parts:
+            self._refuse_unknown_states(part, states)
+        for part in self.parts:
+            for state in sorted(states):
+                self._request(part, state)
+
+    def _request(self, part: Partition, state: str) -> None:
+        names = [self.names.name(p) for p in part.parameters]
+        sources = {name: self.reads.source(name, state) for name in names}
+        infos = [source[1] for source in sources.values() if source is not None]
+        if not infos:
+            return
+        tensor = self._tensor(part, state, infos[0])
+        flat = self.reads.flat(tensor)
+        for piece in part.held(state):
+            view = flat.narrow(0, piece.at, piece.hi - piece.lo)
+            source = sources[self.names.name(piece.parameter)]
+            if source is None:
+                view.zero_()
+            else:
+                self.reads.fill(source[0], piece.lo, piece.hi, view)
+        for name, source in sources.items():
+            self._account(name, state, source, name_of(tensor.dtype))
+
+    def _refuse_unknown_states(self, part: Partition, states: set[str]) -> None:
+        """A state that this job's optimizer has and the checkpoint lacks would stay at a stale value."""
+        assert self.base is not None
+        own, held = classify([part], self.base).tensors, states_of(self.base, part)
+        unknown = sorted(key for key in own - states if held.get(key) is not None)
+        if unknown and states:
+            raise MismatchError(
+                f"this job's optimizer has state {', '.join(unknown)}, which the checkpoint lacks "
+                f"(it has {', '.join(sorted(states))})"
+            )
+
+    def _tensor(self, part: Partition, state: str, info: TensorInfo) -> torch.Tensor:
+        assert self.base is not None
+        held = self.base.state[part.master].get(state)
+        if isinstance(held, torch.Tensor) and tuple(held.shape) == part.shape(state):
+            return held
+        master = self.reads.source(self.names.name(part.parameters[0]), "master")
+        same = master is not None and master[1].dtype == name_of(part.master.dtype)
+        dtype = torch_dtype(info.dtype) if same else part.master.dtype
+        return partitions.new_state(self.engine, part, state, dtype)
+
+    def _account(self, name: str, state: str, source: tuple[int, TensorInfo] | None, dtype: str) -> None:
+        if source is None:
+            if name in self.reads.stored:
+                self.report.add(name, state, "re-seeded", "it had no state yet where it was saved: zeros")
+        elif source[1].dtype == dtype:
+            self.report.add(name, state, "restored")
+        else:
+            self.report.add(name, state, "cast", f"{source[1].dtype} to {dtype}")
+
+    def account_others(self, *, wanted: bool) -> None:
+        """Optimizer states of the checkpoint that nothing here takes."""
+        back = {stored: name for name, stored in self.reads.stored.items()}
+        known = {(entry.name, entry.state) for entry in self.report.entries}
+        if not wanted:
+            reason = "not asked for (load_optimizer_states or load_module_only)"
+        elif self.base is None:
+            reason = "this job has no optimizer"
+        else:
+            reason = "this job does not train it"
+        for info in self.checkpoint.index.tensors:
+            if info.kind == "optimizer" and (back.get(info.name, info.name), info.state) not in known:
+                self.report.add(back.get(info.name, info.name), info.state, "left out", reason)
+
+    # ---------------------------------------------------------------- settings and scalars
+
+    def apply(self, of_rank: Any) -> None:
+        """Set the groups' settings and the scalars.
+
+        Args:
+            of_rank: this rank's own scalars, as it stored them (``RankScalars.to_object``), or None.
+        """
+        record = self.checkpoint.manifest.optimizer
+        if self.base is None or record is None:
+            return
+        own = RankScalars.from_object(of_rank)
+        if own is not None and own.layout != layout_of(self.parts, self.names, self.base):
+            own = None
+        same = record.name == type(self.base).__name__
+        members: dict[int, tuple[Any, Partition, list[str]]] = {}
+        for part in self.parts:
+            members.setdefault(id(part.group), (part.group, part, []))[2].extend(self._stored_names(part))
+        for number, (group, part, listed) in enumerate(members.values()):
+            sources = [other for other in record.groups if set(other.parameters) & set(listed)]
+            if own is not None and len(own.groups) == len(members):
+                sources = [own.groups[number]]
+            self._set_group(number, group, part, sources, same=same)
+        for number, part in enumerate(self.parts):
+            names = set(self._stored_names(part))
+            scalars = [other for other in record.scalars if names & set(other.parameters)]
+            if own is not None and len(own.partitions) == len(self.parts):
+                scalars = [own.partitions[number]]
+            self._set_scalars(part, scalars, same=same)
+
+    def _stored_names(self, part: Partition) -> list[str]:
+        names = map(self.names.name, part.parameters)
+        return [self.reads.stored[name] for name in names if name in self.reads.stored]
+
+    def _decoded(self, group: ParameterGroup, part: Partition) -> dict[str, Any]:
+        return decoded(group, where=self.checkpoint.storage.where(), device=part.master.device)
+
+    def _set_group(self, number: int, group: Any, part: Partition, sources: Sequence[ParameterGroup], *, same: bool) -> None:
+        label = f"param_groups[{number}]"
+        values = [self._decoded(source, part) for source in sources]
+        for key in dict.fromkeys(key for source in values for key in source):
+            if key in NOT_HYPERPARAMETERS:
+                continue
+            found = [source[key] for source in values if key in source]
+            if key == STEP and not same and key not in group:
+                self.report.add(f"{label}.{key}", "hyperparameter", "cast", "this job's optimizer keeps it by parameter")
+            elif any(value != found[0] for value in found) and key != STEP:
+                text = f"{key} differs between the groups that became one ({some(map(str, found))}); keeps {group.get(key)}"
+                self.report.add(f"{label}.{key}", "hyperparameter", "left out", text)
+            elif key not in group and key != "initial_lr" and not same:
+                self.report.add(f"{label}.{key}", "hyperparameter", "left out", "this job's optimizer has no such setting")
+            else:
+                self._set(group, key, found, label=f"{label}.{key}", state="hyperparameter")
+
+    def _set_scalars(self, part: Partition, sources: Sequence[ParameterGroup], *, same: bool) -> None:
+        """Scalars of one partition, from those of the parameters in it."""
+        assert self.base is not None
+        more = f" and {len(part.parameters) - 1} more" if len(part.parameters) > 1 else ""
+        label = self.names.name(part.parameters[0]) + more
+        found: dict[str, list[Any]] = {}
+        for source in sources:
+            for key, value in self._decoded(source, part).items():
+                if key not in source.repeated or not (same or key in part.group):  # else the group has it already
+                    found.setdefault(key, []).append(value)
+        typed = same and all(source.tensors is not None for source in sources)
+        for key, values in found.items():
+            held = self.base.state[part.master]
+            if key == STEP and not all(source.tensors is not None for source in sources):
+                guess = self._step_of_group(label, part, values)
+                if guess and key not in held:
+                    continue
+            if key not in held and not typed:
+                held[key] = self._guessed(part)
+            self._set(held, key, values, label=label, state=key)
+
+    def _step_of_group(self, label: str, part: Partition, values: Sequence[Any]) -> bool:
+        """Checkpoints of before 2026-11 do not say whether ``step`` is the group's; whether it was set there."""
+        if STEP in part.group:
+            self._set(part.group, STEP, values, label=label, state=STEP)
+            return True
+        if not type(self.base).__module__.startswith(("torch.optim", "deepspeed.")):  # may create it in its first step
+            part.group[STEP] = max(map(_number, values))
+            text = "the checkpoint does not say whether it belongs to the group or the state: set in both"
+            self.report.add(f"{label} (group)", STEP, "cast", text)
+        return False
+
+    def _guessed(self, part: Partition) -> Any:
+        """A scalar state in the form in which this optimizer probably keeps it."""
+        if not type(self.base).__module__.startswith("torch.optim"):
+            return 0
+        on_device = part.group.get("capturable") or part.group.get("fused")
+        return torch.zeros((), dtype=torch.float32, device=part.master.device if on_device else "cpu")
+
+    def _set(self, holder: Any, key: str, found: Sequence[Any], *, label: str, state: str) -> None:
+        """Set one value in the form that this job has it in, else in the form in which it was stored."""
+        distinct = sorted({_number(value) for value in found}) if len(found) > 1 and _is_number(found[0]) else []
+        value = max(found, key=_number) if len(distinct) > 1 else found[0]
+        holder[key] = _formed(holder.get(key), value)
+        if len(distinct) > 1:
+            text = f"what lies together here had {some(map(str, distinct))}; the largest is used"
+            self.report.add(label, state, "cast", text)
+        else:
+            self.report.add(label, state, "restored")
+
+
+def _formed(existing: Any, value: Any) -> Any:
+    """A value in the form of the one that it replaces: the type is this job's, the number is the checkpoint's."""
+    if not _is_number(value):
+        return value
+    if isinstance(existing, torch.Tensor):
+        with torch.no_grad():
+            return existing.fill_(_number(value))
+    if isinstance(existing, float):
+        return _number(value)
+    if isinstance(existing, int) and not isinstance(existing, bool):
+        number = _number(value)
+        return int(number) if float(number).is_integer() else number
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, torch.Tensor))
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def some(items: Iterable[str], separator: str = ", ", most: int = 10) -> str:
+    """The first of the items, and how many there are beyond them."""
+    listed = list(items)
+    return separator.join(listed[:most]) + (f"{separator}and {len(listed) - most} more" if len(listed) > most else "")
