@@ -14,7 +14,15 @@ import pytest
 from tests.deepspeed.scenario_worker import scenarios
 from tests.launch import torchrun
 
-MODULES = ("scenarios_state", "scenarios_promises", "scenarios_errors", "scenarios_unsupported", "scenarios_surgery")
+MODULES = (
+    "scenarios_state",
+    "scenarios_promises",
+    "scenarios_errors",
+    "scenarios_unsupported",
+    "scenarios_surgery",
+    "scenarios_placement",
+    "scenarios_fidelity",
+)
 CASES = [
     (module, world, name)
     for module in MODULES
