@@ -306,6 +306,6 @@ def muon_with_its_other_momenta(folder: Path) -> None:
         target.load_checkpoint(str(place))
         target.save_checkpoint(str(place / "again"))
         first, again = (momenta(p / "global_step2") for p in (place, place / "again"))
-        assert first.keys() == again.keys()
+        assert first.keys() == again.keys(), (a, b, sorted(first.keys() ^ again.keys()))
         assert [k for k in first if not torch.equal(first[k].to(again[k].dtype), again[k])] == [], (a, b)
-        assert train(target, 2) == pytest.approx(train(source, 2), abs=2e-2)
+        assert train(target, 2) == pytest.approx(train(source, 2), abs=0 if a == b else 0.2)  # they clip at other moments
