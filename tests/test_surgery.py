@@ -385,7 +385,7 @@ def test_the_last_ones_of_a_save_directory(tmp_path: Path, capsys: pytest.Captur
     assert "mean of 2 checkpoints" in out
     assert "left out: the optimizer" in out
     assert main(["average", str(tmp_path / "more"), str(tmp_path / "saves"), "--last", "4"]) == 2
-    assert "4 whole checkpoints are wanted, there are 3 (step0, step1, step2)" in capsys.readouterr().err
+    assert "4 whole checkpoints are needed, 3 are there (step0, step1, step2)" in capsys.readouterr().err
 
 
 def test_checkpoints_of_two_models_have_no_mean(handmade: Path, llama: tuple[Checkpoint, Values], tmp_path: Path) -> None:
@@ -416,12 +416,12 @@ def test_checkpoints_of_two_models_have_no_mean(handmade: Path, llama: tuple[Che
         (["--rename", "nothing"], "a renaming is OLD=NEW"),
         (["--drop", "*"], "no tensor would be left"),
         (["--rules", "/nowhere.toml"], "cannot be read as a dialect"),
-        (["--vocabulary", "many"], "a whole number is wanted"),
+        (["--vocabulary", "many"], "expected a whole number"),
         (["--vocabulary", "0", "--vocabulary-tensors", "embed.*"], "a whole number above 0 is wanted"),
-        (["--no-optimizer", "--vocabulary-tensors", "embed.*"], "which is not asked for"),
+        (["--no-optimizer", "--vocabulary-tensors", "embed.*"], "--vocabulary-tensors needs --vocabulary"),
         (["--merge-lora"], "--lora-config PATH"),
         (["--merge-lora", "--lora-alpha", "8"], "no adapters are there"),
-        ([], "nothing is to be done"),
+        ([], "no step is given"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_told_before_anything_is_written(

@@ -14,19 +14,19 @@ from unickpt.surgery.averaging import Average
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("destination", metavar="DST", help="directory of the new one; one that was cut off is gone on with")
+    parser.add_argument("destination", metavar="DST", help="output directory; an interrupted average into it goes on")
     parser.add_argument(
-        "sources", metavar="SRC", nargs="+", help="checkpoints, in their order; with --last, a save directory; paths or URLs"
+        "sources", metavar="SRC", nargs="+", help="checkpoints in order, or one save directory with --last; paths or URLs"
     )
-    parser.add_argument("--last", type=int, metavar="K", help="the K newest whole checkpoints of the save directory")
+    parser.add_argument("--last", type=int, metavar="K", help="average the K newest whole checkpoints of the save directory")
     parser.add_argument(
-        "--ema", type=float, metavar="DECAY", help="exponential: m = DECAY * m + (1 - DECAY) * x, in their order"
+        "--ema", type=float, metavar="DECAY", help="exponential moving average: m = DECAY * m + (1 - DECAY) * x, in order"
     )
     configure_writing(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Plan all of it, then write."""
+    """Plan the average, then write."""
     check_destination(args.destination)
     sources = args.sources if args.last is None else _newest(args.sources, args.last)
     step = Average(args.ema)
@@ -34,11 +34,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _newest(directories: list[str], count: int) -> list[str]:
-    """Of a save directory, oldest first."""
+    """The ``count`` newest whole checkpoints of a save directory, oldest first."""
     if len(directories) != 1 or count < 2:
-        raise ConfigError("--last K, of two or more, is of one save directory")
+        raise ConfigError("--last K needs one save directory, and K of at least 2")
     whole = [tag for tag in list_tags(directories[0]) if tag.whole]
     if len(whole) < count:
         some = ", ".join(tag.tag for tag in whole) or "none"
-        raise MismatchError(f"{directories[0]}: {count} whole checkpoints are wanted, there are {len(whole)} ({some})")
+        raise MismatchError(f"{directories[0]}: {count} whole checkpoints are needed, {len(whole)} are there ({some})")
     return [join(directories[0], tag.tag) for tag in whole[-count:]]

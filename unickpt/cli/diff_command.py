@@ -1,4 +1,4 @@
-"""``unickpt diff``: what differs between two checkpoints, whatever wrote them."""
+"""``unickpt diff``: compare two checkpoints, also of different frameworks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("first", metavar="A", help="a checkpoint, or a save directory (follows 'latest'); a path or a URL")
     parser.add_argument(
-        "second", metavar="B", help="another one; of another framework, it is read under the names of the first"
+        "second", metavar="B", help="another one; if another framework wrote it, it is read under the names of the first"
     )
     parser.add_argument(
-        "--dialect", default="", metavar="FAMILY", help="of the model, where neither tells, or a dialect's file"
+        "--dialect",
+        default="",
+        metavar="FAMILY",
+        help="family of the model, if neither checkpoint tells it, or file of a dialect",
     )
-    parser.add_argument("--all", action="store_true", help="list equal tensors, too")
+    parser.add_argument("--all", action="store_true", help="also list equal tensors")
     parser.add_argument("--json", action="store_true", help="the result as one JSON document")
 
 
@@ -34,7 +37,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     first, second = (in_memory(Checkpoint.open(locate_checkpoint(each))) for each in (args.first, args.second))
     second = under_names_of(second, first, chosen=args.dialect, option="--dialect")
     found = list(differences(first, second))
-    found += [Difference(name, "", told="only in the second, without a counterpart") for name in second.untranslated]
+    found += [Difference(name, "", told="only in the second, and the first has no counterpart") for name in second.untranslated]
     wrong = [each for each in found if not each.equal]
     if args.json:
         out.json({"schema": JSON_SCHEMA, "equal": not wrong, "tensors": [dataclasses.asdict(each) for each in found]})

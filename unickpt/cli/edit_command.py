@@ -1,4 +1,4 @@
-"""``unickpt edit``: a checkpoint made of another one, step by step."""
+"""``unickpt edit``: a checkpoint made from another one, step by step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unickpt.surgery.writing import after
 
 
 class _Append(argparse.Action):
-    """One more step, in the order of the command line."""
+    """Append a step, in the order of the command line."""
 
     def __call__(self, _parser: object, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
         namespace.steps = [*namespace.steps, (str(option_string), values)]
@@ -32,29 +32,31 @@ class _Append(argparse.Action):
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("source", metavar="SRC", help="a checkpoint, or a save directory (follows 'latest'); a path or a URL")
-    parser.add_argument("destination", metavar="DST", help="directory of the new one; one that was cut off is gone on with")
+    parser.add_argument("destination", metavar="DST", help="output directory; an interrupted edit into it goes on")
     parser.set_defaults(steps=[])
-    steps = parser.add_argument_group("steps, which are taken in the order in which they are written")
+    steps = parser.add_argument_group("steps, applied in the order of the command line")
     for option, metavar, told in (
-        ("--drop", "PATTERN", "leave out what it selects: NAME or NAME:STATE; * is any text, {layer} a number"),
-        ("--keep", "PATTERN", "leave out all else; several in a row keep what any of them selects"),
-        ("--cast", "PATTERN=DTYPE", "convert, as '*:exp_avg=bfloat16'"),
-        ("--rename", "OLD=NEW", "other names, as 'model.layers.{i + 4}.*=model.layers.{i}.*'; several in a row at once"),
-        ("--rules", "FILE", "split, fuse, transpose, stack by the rules of a dialect's file"),
-        ("--vocabulary", "ROWS", "cut or add rows of the vocabulary"),
-        ("--pad-vocabulary-to", "MULTIPLE", "add rows, up to the next multiple"),
+        ("--drop", "PATTERN", "leave out the selected tensors: NAME or NAME:STATE; * is any text, {layer} a number"),
+        ("--keep", "PATTERN", "leave out all others; several in a row keep what any of them selects"),
+        ("--cast", "PATTERN=DTYPE", "cast to another dtype, such as '*:exp_avg=bfloat16'"),
+        ("--rename", "OLD=NEW", "rename, such as 'model.layers.{i + 4}.*=model.layers.{i}.*'; several in a row apply at once"),
+        ("--rules", "FILE", "split, fuse, transpose or stack by the rules in the file of a dialect"),
+        ("--vocabulary", "ROWS", "resize the vocabulary to this number of rows"),
+        ("--pad-vocabulary-to", "MULTIPLE", "add rows up to the next multiple"),
     ):
         steps.add_argument(option, metavar=metavar, action=_Append, help=told)
-    steps.add_argument("--no-optimizer", nargs=0, action=_Append, help="weights and buffers alone")
-    steps.add_argument("--merge-lora", nargs=0, action=_Append, help="add adapters of peft to the weights that they are of")
-    rows = parser.add_argument_group("of the vocabulary")
+    steps.add_argument("--no-optimizer", nargs=0, action=_Append, help="keep weights and buffers only")
+    steps.add_argument("--merge-lora", nargs=0, action=_Append, help="add adapters of peft to their weights")
+    rows = parser.add_argument_group("options of --vocabulary and --pad-vocabulary-to")
     rows.add_argument(
-        "--new-rows", choices=("mean", "zeros"), default="mean", help="the mean of the old ones (default), or zeros"
+        "--new-rows", choices=("mean", "zeros"), default="mean", help="new rows: mean of the old ones (default), or zeros"
     )
     rows.add_argument(
-        "--vocabulary-tensors", metavar="PATTERN", help="that have a row for each entry (default: by the dialect)"
+        "--vocabulary-tensors", metavar="PATTERN", help="tensors with a row for each entry (default: by the dialect)"
     )
-    rows.add_argument("--vocabulary-dim", type=int, default=0, metavar="N", help="in which dimension of these (default: 0)")
+    rows.add_argument(
+        "--vocabulary-dim", type=int, default=0, metavar="N", help="dimension of the rows in these tensors (default: 0)"
+    )
     lora = parser.add_argument_group("options of --merge-lora")
     lora.add_argument(
         "--lora-config", type=Path, metavar="PATH", help="adapter_config.json, or the folder that peft saved the adapter in"
@@ -71,18 +73,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Plan all of it, then write."""
+    """Plan all steps, then write."""
     check_destination(args.destination)
     steps = _steps(args.steps, args)
     if not steps:
-        raise ConfigError("nothing is to be done: name a step, such as --drop or --cast (unickpt edit --help lists them)")
+        raise ConfigError("no step is given; name one, such as --drop or --cast (unickpt edit --help lists them)")
     table = after(opened(args.source), steps)
     used = [args.source, *([args.lora_base] if args.lora_base else [])]
     return operate(table, used, steps, args, out)
 
 
 def _steps(written: Sequence[tuple[str, Any]], args: argparse.Namespace) -> list[Step]:
-    """Steps of the command line; those of one kind that follow each other are one, where that makes a difference."""
+    """Steps of the command line. Consecutive --drop, --keep or --rename options become one step."""
     found: list[Step] = []
     for option, group in groupby(written, key=lambda each: each[0]):
         values = [value for _, value in group]
@@ -96,7 +98,7 @@ def _steps(written: Sequence[tuple[str, Any]], args: argparse.Namespace) -> list
     for option, given in (("--merge-lora", "lora_"), ("--vocabulary or --pad-vocabulary-to", "vocabulary_")):
         alone = [name for name, value in vars(args).items() if name.startswith(given) and value]
         if alone and not any(each in option.split() for each, _ in written):
-            raise ConfigError(f"--{alone[0].replace('_', '-')} is of {option}, which is not asked for")
+            raise ConfigError(f"--{alone[0].replace('_', '-')} needs {option}")
     return found
 
 
@@ -110,7 +112,7 @@ def _step(option: str, value: Any, args: argparse.Namespace) -> Step:
     if option == "--merge-lora":
         return _merge(args)
     if not value.isdecimal():
-        raise ConfigError(f"{option} {value}: a whole number is wanted")
+        raise ConfigError(f"{option} {value}: expected a whole number")
     selection = Selection.parse(args.vocabulary_tensors) if args.vocabulary_tensors else None
     rows, multiple = (int(value), 0) if option == "--vocabulary" else (0, int(value))
     return Resize(rows, multiple, args.new_rows, selection, args.vocabulary_dim)
