@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +77,14 @@ def loaded(directory: Path, rendezvous: Rendezvous, *, share: bool = True, verif
     for request, expected in pairs:
         assert torch.equal(request.out.view(expected.shape), expected)
     return stats
+
+
+@pytest.fixture(autouse=True)
+def own_shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of this test's own, so that loads of other processes on this machine do not show."""
+    with tempfile.TemporaryDirectory(prefix="unickpt-test-", dir=neighbours.FOLDER) as folder:
+        monkeypatch.setattr(neighbours, "FOLDER", Path(folder))
+        yield
 
 
 def left_behind() -> list[Path]:
