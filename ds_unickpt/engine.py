@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from ds_unickpt import capture, huggingface, internals
+from ds_unickpt import capture, hints, huggingface, internals
 from ds_unickpt.config import Options, read_options, save_options
 from unickpt.coordination import Rendezvous
 from unickpt.errors import ConfigError, CoordinationError
@@ -211,6 +211,7 @@ def _ended(ours: UnickptCheckpointEngine, save: PendingSave) -> None:
     if ours.meet.rank:
         return
     if result.committed:
+        hints.leave_readme(directory)
         logger.info(
             "unickpt: saved %s: %s bytes in %.2f s, training stood still for %.2f s",
             directory, f"{result.size_bytes:,}", result.seconds, result.stall_s,

@@ -7,7 +7,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from ds_unickpt import trainer_hooks
+from ds_unickpt import hints, trainer_hooks
 from unickpt import hooks
 from unickpt.autoload import watch
 from unickpt.hooks import Hook
@@ -74,7 +74,7 @@ HOOKS = [
     ),
 ]
 
-DECLARED = [*HOOKS, *trainer_hooks.HOOKS]
+DECLARED = [*HOOKS, *hints.HOOKS, *trainer_hooks.HOOKS]
 
 
 def install() -> bool:
@@ -83,11 +83,14 @@ def install() -> bool:
 
     installed = hooks.install(HOOKS, framework="DeepSpeed", version=version)
     if installed:
-        watch({trainer_hooks.TRAINER: "ds_unickpt.trainer_hooks:install"})
+        hints.install_fp32()
+        watch(
+            {hints.CONVERTER: "ds_unickpt.hints:install_converter", trainer_hooks.TRAINER: "ds_unickpt.trainer_hooks:install"}
+        )
     return installed
 
 
 def uninstall() -> None:
     """Give DeepSpeed and transformers their own functions back."""
     trainer_hooks.uninstall()
-    hooks.uninstall(HOOKS)
+    hooks.uninstall([*HOOKS, *hints.HOOKS])

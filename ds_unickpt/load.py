@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_unickpt import batches, dialects, internals, restore, trainer_folders
+from ds_unickpt import batches, dialects, hints, internals, restore, trainer_folders
 from ds_unickpt.batches import Batch
 from ds_unickpt.engine import UnickptCheckpointEngine, ours_of
 from ds_unickpt.wanted import Wanted
 from unickpt import interruption
-from unickpt.errors import NotACheckpointError, UnickptError, UnsupportedLayoutError
+from unickpt.errors import ConfigError, NotACheckpointError, UnickptError, UnsupportedLayoutError
 from unickpt.load.failure import DAMAGE, failure_of
 from unickpt.load.resume import Offer, Together, resume
 from unickpt.loading import Checkpoint, is_checkpoint
@@ -65,7 +65,13 @@ def load_checkpoint(
         )
 
     if ours is None:
-        return run_native(tag)
+        try:
+            return run_native(tag)
+        except Exception as err:
+            hint = hints.without_the_key(load_dir, tag)
+            if hint:
+                raise ConfigError(hint) from err
+            raise
     interruption.finish_all()
     ours.meet.begin("load")
     folder, candidates = str(load_dir), Candidates(load_dir)

@@ -22,6 +22,7 @@ from unickpt.storage import Storage, open_storage
 logger = logging.getLogger("unickpt")
 
 MARK_FILE = "metadata.json"  # Megatron's mark, beside the manifest
+README_FILE = "README-unickpt.txt"  # of the DeepSpeed adapter
 ABANDONED_S = 3600.0  # a save of which nothing was written for so long is not going on any more
 
 
@@ -132,6 +133,6 @@ def remove(checkpoint: Storage) -> None:
 
 def _own_files(checkpoint: Storage) -> list[str]:
     inside = f"{DATA_FOLDER}/rank*.safetensors", f"{ROWS_FOLDER}/rank*.safetensors"
-    patterns = (*inside, "index*.safetensors", f"{MANIFEST_FILE}.tmp", MARK_FILE, HOLD_FILE)
+    patterns = (*inside, "index*.safetensors", f"{MANIFEST_FILE}.tmp", MARK_FILE, README_FILE, HOLD_FILE)
     names = [name for folder in (DATA_FOLDER, ROWS_FOLDER, "") for name in checkpoint.names(folder)]
     return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]

@@ -298,6 +298,54 @@ def a_damaged_checkpoint_asked_for_by_name_is_an_error_that_names_those_that_are
         build(here(2), seed=2).load_checkpoint(str(folder / "seen"), tag="global_step2")
 
 
+# ---------------------------------------------------------------- where DeepSpeed alone meets a checkpoint
+
+
+@scenario(2)
+def without_the_key_a_load_says_what_the_folder_is_and_what_to_do(folder: Path) -> None:
+    place = damaged(folder, untouched)
+    remedy = r'is a unickpt checkpoint, and this job\'s DeepSpeed config does not switch.*Add "unickpt": \{"enabled": true\}'
+    for stage, section in ((1, {"enabled": False}), (3, {"enabled": False})):
+        engine = build(here(stage), seed=2, unickpt=section)
+        with pytest.raises(UnickptError, match=remedy):
+            engine.load_checkpoint(str(place))
+        assert engine.load_checkpoint(str(folder / "nowhere")) == (None, None)
+        with pytest.raises(AssertionError):  # DeepSpeed's own errors stay
+            engine.load_checkpoint(str(folder), tag="nothing")
+
+
+@scenario(2)
+def converters_of_deepspeed_say_what_the_folder_is_and_what_to_use(folder: Path) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    place = damaged(folder, untouched)
+    with pytest.raises(
+        FileNotFoundError, match=r"it is a unickpt checkpoint. For weights use: unickpt export .*bad/global_step1"
+    ):
+        get_fp32_state_dict_from_zero_checkpoint(str(place))
+    with pytest.raises(FileNotFoundError, match=r"unickpt export .* --to deepspeed-universal"):
+        ds_to_universal._get_optim_files(str(place / TAG))
+    assert "unickpt export THIS_FOLDER OUT" in (place / TAG / "README-unickpt.txt").read_text()
+    (folder / "empty").mkdir(exist_ok=True)
+    with pytest.raises(FileNotFoundError, match=r"empty'$"):
+        ds_to_universal._get_optim_files(str(folder / "empty"))
+
+
+@scenario(2)
+def another_global_batch_is_said_with_the_setting_that_keeps_it(folder: Path) -> None:
+    place = damaged(folder, untouched)
+    with Log() as log:
+        build(here(2), seed=2).load_checkpoint(str(place))
+        assert not [line for line in log.lines if "global batch" in line]
+        build(here(2), seed=2, train_batch_size=24).load_checkpoint(str(place))
+    told = [line for line in log.lines if "global batch" in line]
+    assert len(told) == (dist.get_rank() == 0), told
+    if told:
+        assert "changes from 12 to 24 (12 per device x 1 accumulated x 2 ranks)" in told[0], told
+        assert '"train_micro_batch_size_per_gpu": 6, and "train_batch_size": 12' in told[0], told
+
+
 def _other(change: Callable[[Model], None]) -> Any:
     torch.manual_seed(3)
     model = Model()

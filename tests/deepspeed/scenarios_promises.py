@@ -137,7 +137,7 @@ def every_file_opens_with_json_and_safetensors_alone(folder: Path) -> None:
     engine.save_checkpoint(str(folder), client_state={"a": (1, 2), "t": torch.ones(3)})
     files = [p for p in folder.rglob("*") if p.is_file()]
     assert sorted(p.name for p in files) == [
-        "index.safetensors", "latest", "manifest.json", "rank00000.safetensors", "rank00001.safetensors",
+        "README-unickpt.txt", "index.safetensors", "latest", "manifest.json", "rank00000.safetensors", "rank00001.safetensors",
     ]  # fmt: skip
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
