@@ -2,6 +2,7 @@
 
 MEGATRON_LM=/path/to/Megatron-LM torchrun --nproc-per-node 4 -m tests.megatron.pretrain <arguments of Megatron>
 
+With ``FOLDER_OF_RANK=PATH{}`` every rank works in a directory of its own, so that a relative path is another one on each.
 With ``RECORD_BATCHES=FILE`` the micro batches that a job of one rank trains on are written there when it ends.
 """
 
@@ -51,6 +52,8 @@ def main() -> None:
     tree = os.environ["MEGATRON_LM"]
     sys.path.insert(1, tree)  # behind the project, which has a ``tests`` as well
     cpu.adapt_megatron()
+    if "FOLDER_OF_RANK" in os.environ:
+        os.chdir(os.environ["FOLDER_OF_RANK"].format(os.environ["RANK"]))
     if "RECORD_BATCHES" in os.environ:
         record_batches(os.environ["RECORD_BATCHES"])
     sys.argv = [os.path.join(tree, "pretrain_gpt.py"), *ARGUMENTS.split(), *sys.argv[1:]]

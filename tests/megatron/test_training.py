@@ -14,6 +14,8 @@ import pytest
 
 from tests.launch import torchrun
 from tests.megatron import deepspeed_leg as leg
+from unickpt import manifest as manifest_module
+from unickpt.checksums import digest
 from unickpt.cli.main import main
 from unickpt.timing.folder import read_folder
 from unickpt.timing.records import Op
@@ -244,6 +246,35 @@ def test_a_damaged_checkpoint_is_passed_over_and_an_interrupted_one_never_seen(s
     (where / "latest_checkpointed_iteration.txt").write_text("")
     done = run(1, f"--load {where} --ckpt-format unickpt --bf16 --use-distributed-optimizer {until(4)}")
     assert min(losses(done.stdout)) == 4, done.stdout[-3000:]
+
+
+def test_a_newer_format_ends_the_job_and_no_older_checkpoint_is_resumed(saved: Path, tmp_path: Path) -> None:
+    where = copied(saved, tmp_path / "ck")
+    run(1, f"{common(where, 6)} --bf16 --use-distributed-optimizer")
+    path = where / "iter_0000006/manifest.json"
+    body = {**json.loads(path.read_text()), "version": 99}
+    path.write_text(json.dumps({**body, "checksum": digest(manifest_module._canonical(body))}))
+    load = f"--load {where} --ckpt-format unickpt --bf16 --use-distributed-optimizer {until(7)}"
+    done = run(2, f"{load} --tensor-model-parallel-size 2", check=False)
+    assert done.returncode != 0
+    assert not losses(done.stdout)
+    assert "format version 99, this release reads up to" in done.stdout
+    assert "Looking for an older one" not in done.stdout
+
+
+def test_a_rank_that_alone_sees_damage_takes_all_to_the_same_older_checkpoint(saved: Path, tmp_path: Path) -> None:
+    """The second rank works in a folder of its own, in which the newest checkpoint lacks a file."""
+    for rank in (0, 1):
+        copied(saved, tmp_path / f"rank{rank}")
+        shutil.copytree(tmp_path / f"rank{rank}/iter_0000003", tmp_path / f"rank{rank}/iter_0000002")
+        (tmp_path / f"rank{rank}/latest_checkpointed_iteration.txt").write_text("3")
+    next((tmp_path / "rank1/iter_0000003/data").iterdir()).unlink()
+    shape = "--ckpt-format unickpt --bf16 --use-distributed-optimizer --tensor-model-parallel-size 2"
+    done = run(2, f"--load . {shape} {until(4)}", env={"FOLDER_OF_RANK": str(tmp_path / "rank{}")})
+    assert "rank 1 could not load it" in done.stdout
+    assert "is missing" in done.stdout
+    assert "from . at iteration 2" in done.stdout, done.stdout[-3000:]
+    assert losses(done.stdout)
 
 
 def test_a_full_disk_is_a_warning_and_training_goes_on(tmp_path: Path) -> None:
