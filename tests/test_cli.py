@@ -265,7 +265,7 @@ def test_inspect_of_a_trainer_run_lists_its_checkpoints(tmp_path: Path, run: Any
     code, out, _ = run("inspect", folder)
     assert code == 0
     assert "newest whole checkpoint: checkpoint-6/global_step6" in out
-    assert "trainer_state.json is missing: Trainer cannot resume from it" in out
+    assert "trainer_state.json is missing or damaged: Trainer cannot resume from it" in out
     assert "it holds no checkpoint of unickpt" in out
     code, _, err = run("verify", folder)
     assert code == 2
@@ -278,6 +278,10 @@ def test_latest_prints_what_a_job_resumes_from(tmp_path: Path, run: Any, run_jso
     assert run("latest", folder / "checkpoint-6") == (0, f"{folder}/checkpoint-6/global_step6\n", "")
     found = {"schema": 1, "path": f"{folder}/checkpoint-6", "checkpoint": f"{folder}/checkpoint-6/global_step6", "step": 6}
     assert run_json("latest", folder) == (0, found)
+    state = folder / "checkpoint-6" / "trainer_state.json"
+    state.write_text('{"log_history": [')  # killed while it was written
+    assert run("latest", folder) == (0, f"{folder}/checkpoint-3\n", "")
+    state.write_text("{}")
     (folder / "checkpoint-6" / "global_step6" / "data" / "rank00000.safetensors").unlink()
     assert run("latest", folder) == (0, f"{folder}/checkpoint-3\n", "")
     (folder / "checkpoint-3" / "trainer_state.json").unlink()

@@ -5,6 +5,7 @@ Directories are paths or URLs. Manifests and indexes are read, data files are no
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,11 @@ def list_tags(directory: str) -> list[Tag]:
     trainer = any(place.inside(name).size_bytes(_TRAINER_STATE) is not None for name in runs)
     for name in runs:
         folder = place.inside(name)
-        torn = f"{_TRAINER_STATE} is missing: Trainer cannot resume from it" if _is_torn(folder, trainer=trainer) else ""
+        torn = (
+            f"{_TRAINER_STATE} is missing or damaged: Trainer cannot resume from it"
+            if _is_torn(folder, trainer=trainer)
+            else ""
+        )
         found = list_tags(folder.where()) or [Tag("", None, False, "it holds no checkpoint of unickpt")]
         tags += [Tag(f"{name}/{tag.tag}".rstrip("/"), tag.step, tag.whole and not torn, tag.problem or torn) for tag in found]
     return sorted(tags, key=lambda tag: (-1 if tag.step is None else tag.step, tag.tag))
@@ -174,9 +179,14 @@ def _holds_ours(place: Storage) -> bool:
 
 
 def _is_torn(folder: Storage, *, trainer: bool) -> bool:
-    """Whether Trainer was stopped before it wrote its own state. Other programs do not write that file at all."""
-    by_trainer = trainer or folder.size_bytes(_TRAINER_ARGUMENTS) is not None
-    return by_trainer and folder.size_bytes(_TRAINER_STATE) is None
+    """Whether Trainer was stopped before its own state was whole. Other programs do not write that file at all."""
+    size = folder.size_bytes(_TRAINER_STATE)
+    if size is None:
+        return trainer or folder.size_bytes(_TRAINER_ARGUMENTS) is not None
+    try:
+        return not isinstance(json.loads(folder.read(_TRAINER_STATE, 0, size)), dict)
+    except (ValueError, RecursionError):
+        return True
 
 
 def _is_unfinished(storage: Storage) -> bool:
