@@ -38,7 +38,7 @@ class Options:
     non_persistent_buffers: bool = _option(False, "also save and restore buffers registered with persistent=False")
     allow_pickle: bool = _option(False, "load opaque objects, which runs code from the checkpoint; only for your own ones")
     fall_back: bool = _option(True, "with no tag given, resume from the newest whole checkpoint if the latest is damaged")
-    async_save: bool = _option(True, "return from a save after one copy in memory, and write behind training")
+    async_save: bool = _option(False, "return from a save after one copy in host memory, and write in the background")
     on_busy: str = _option("wait", "a save that begins while the last one is still being written", ON_BUSY)
     staging_gigabytes: float = _option(math.inf, "host memory for that copy, per rank; what exceeds it is written at once")
     write_megabytes_per_second: float = _option(math.inf, "bandwidth of writing, per rank")

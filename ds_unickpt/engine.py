@@ -11,8 +11,10 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 
 from ds_unickpt import capture, hints, huggingface, internals
 from ds_unickpt.config import Options, read_options, save_options
+from unickpt import interruption
 from unickpt.coordination import Rendezvous
-from unickpt.errors import ConfigError, CoordinationError
+from unickpt.errors import ConfigError, CoordinationError, SaveFailedError
+from unickpt.failures import sentence
 from unickpt.logs import make_visible
 from unickpt.report import LoadReport
 from unickpt.saves import PendingSave, Request, SaveResult
@@ -21,6 +23,10 @@ from unickpt.storage import is_url, usable
 
 logger = logging.getLogger("unickpt")
 
+_INSTEAD = (
+    'This job is saved by DeepSpeed\'s own checkpoint engine, as without the "unickpt" key; '
+    "what it saves can be resumed under the same layout only."
+)
 _engine_count = itertools.count()
 
 
@@ -129,9 +135,12 @@ def save_checkpoint(
     """``DeepSpeedEngine.save_checkpoint``: same arguments, same meaning.
 
     Returns:
-        True once the save has begun (``async_save``), else once the checkpoint is committed (or
-        DeepSpeed's own save has returned True); False if it is known that it could not be written, or
-        was skipped. Training goes on, and what was saved before is intact.
+        True once the checkpoint is committed and durable and ``latest`` names it, or DeepSpeed's own save has returned
+        True. With ``async_save`` True once the save has begun. False if there is no checkpoint; training goes on, and
+        what was saved before is intact.
+
+    Raises:
+        SaveFailedError: there is no checkpoint, and Hugging Face's Trainer would delete older ones next.
     """
     client_state = {} if client_state is None else client_state
     ours = ours_of(engine)
@@ -146,27 +155,48 @@ def save_checkpoint(
     if not save_dir:
         raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    reason = internals.unsupported_reason(engine) or ours.unsupported
-    if not reason:
-        save = _save(ours, engine, str(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
+    place = f"{save_dir}/{name}"
+    if not ours.unsupported:
+        outcome = _save(ours, engine, str(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
         internals.gather_persistent(engine)
-        if save is None or not save.done:
-            return save is not None
-        if save.result is None or not save.result.unsupported:
-            return save.committed
-        reason = save.result.unsupported
+        if isinstance(outcome, PendingSave) and (not outcome.done or (outcome.result and outcome.result.complete)):
+            return True
+        result = outcome.result if isinstance(outcome, PendingSave) else None
+        if result is None or not result.framework_saves:
+            _end_or_raise(place, result, str(outcome) if result is None else sentence(result.failures), str(save_dir))
+            return False
+        ours.unsupported = result.unsupported
+        if not ours.unsupported and ours.meet.rank == 0:
+            logger.warning("unickpt: %s: %s. %s", place, sentence(result.failures), _INSTEAD)
     if is_url(save_dir):
         if ours.meet.rank == 0:
             logger.error(
-                "unickpt: %s/%s is NOT saved. Not supported yet: %s; and DeepSpeed itself cannot save to a URL, so give this "
-                "job a directory", save_dir, name, reason,
+                "unickpt: %s is NOT saved (%s). DeepSpeed itself cannot save to a URL; give this job a directory.",
+                place, f"not supported yet: {ours.unsupported}" if ours.unsupported else "see above",
             )  # fmt: skip
         return False
-    ours.warn_once(
-        f"not supported yet: {reason}. This job is saved by DeepSpeed's own checkpoint engine, as without the "
-        '"unickpt" key; it can be resumed under the same layout only.'
-    )
+    if ours.unsupported:
+        ours.warn_once(f"not supported yet: {ours.unsupported}. {_INSTEAD}")
     return native(save_dir, **arguments)
+
+
+def _end_or_raise(place: str, result: SaveResult | None, reason: str, save_dir: str) -> None:
+    """What keeps a caller that takes every return for a checkpoint from deleting older ones.
+
+    Raises:
+        SaveFailedError: the caller is such a one.
+    """
+    if result is not None and (result.skipped or result.committed):
+        return
+    called_by_trainer = huggingface.called_by_trainer()
+    if called_by_trainer:
+        interruption.wait_for_end()
+    consequence = huggingface.touches_checkpoints(save_dir)
+    if consequence:
+        raise SaveFailedError(
+            f"{place} is not saved ({reason}). Earlier checkpoints are intact. {consequence}, so training ends here instead: "
+            "resume from the newest whole checkpoint."
+        )
 
 
 def _save(
@@ -177,9 +207,10 @@ def _save(
     client_state: dict[str, Any],
     save_latest: bool,
     exclude_frozen: bool,
-) -> PendingSave | None:
+) -> PendingSave | CoordinationError:
+    """The save, over or in the background; or why the ranks did not come together."""
     internals.validate_tag(engine, tag)
-    meet = ours.meet.apart(f"save/{tag}")
+    meet = ours.meet.apart("save")
     request = Request(
         lambda announced: capture.contribution(
             engine, ours.options, client_state=client_state, exclude_frozen=exclude_frozen, announced=announced
@@ -187,39 +218,45 @@ def _save(
         save_dir=save_dir,
         tag=tag,
         save_latest=save_latest,
-        announce=capture.announcement(engine, ours.options, client_state) if meet.rank == 0 else None,
+        announce=lambda: capture.announcement(engine, ours.options, client_state),
+        alike={"exclude_frozen_parameters": bool(exclude_frozen)},
         on_end=lambda save: _ended(ours, save),
     )
-    at_once = huggingface.touches_checkpoints(save_dir)
-    if at_once and ours.options.async_save:
-        ours.warn_once(f"saves wait until they are written: {at_once}")
+    at_once = huggingface.touches_checkpoints(save_dir) if ours.options.async_save else ""
+    if at_once:
+        ours.warn_once(f"saves are synchronous although async_save is on: {at_once}")
     try:
         return ours.saver.save(request, meet, asynchronous=False if at_once else None)
     except CoordinationError as err:
         logger.error("unickpt: %s/%s is not saved: %s", save_dir, tag, err)
-        return None
+        return err
 
 
 def _ended(ours: UnickptCheckpointEngine, save: PendingSave) -> None:
-    """In the thread that ended the save."""
+    """Say how a save ended. In the thread that ended it."""
     result, directory = save.result, save.directory
     if result is None:
-        logger.error("unickpt: %s is not saved: %s", directory, save.error)
+        if save.background:
+            logger.error("unickpt: %s is not saved: %s", directory, save.error)
         return
     ours.last_save = result
-    ours.unsupported = result.unsupported
-    if ours.meet.rank:
+    if ours.meet.rank or (result.framework_saves and not save.background):  # then the call itself goes on, and says so
         return
     if result.committed:
         hints.leave_readme(directory)
+    if result.complete:
         logger.info(
             "unickpt: saved %s: %s bytes in %.2f s, training stood still for %.2f s",
             directory, f"{result.size_bytes:,}", result.seconds, result.stall_s,
         )  # fmt: skip
-    elif result.unsupported:
-        logger.warning("unickpt: %s is NOT saved: not supported: %s", directory, result.unsupported)
+    elif result.committed:
+        logger.error("unickpt: %s", result.shortfall)
+    elif result.has("interrupted"):
+        logger.warning("unickpt: %s is not saved (%s). Earlier checkpoints are intact.", directory, save.cause())
     else:
         logger.warning(
-            "unickpt: %s is NOT saved and its files are removed (%s). Training goes on; checkpoints saved before "
-            "are untouched. Look at the storage: the next save tries again.", directory, save.cause(),
+            "unickpt: Gave up saving %s after %.1f s (%s). No checkpoint was written; earlier checkpoints are intact. %s",
+            directory, result.seconds, save.cause(),
+            "DeepSpeed itself makes the next saves." if result.framework_saves else
+            "Look at the storage: the next save tries again.",
         )  # fmt: skip

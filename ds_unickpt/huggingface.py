@@ -17,8 +17,13 @@ def model_of(module: Any) -> Model:
     return Model.of_config({name: getattr(config, name, None) for name in CONFIG_NAMES})
 
 
+def called_by_trainer() -> bool:
+    """Whether a Trainer made this call: it takes every return of a save for a checkpoint, and completes its folder."""
+    return "transformers.trainer" in sys.modules and _trainer() is not None
+
+
 def touches_checkpoints(save_dir: str) -> str:
-    """Why a save must be over before it returns, or ''.
+    """What a Trainer that made this call does to checkpoints as soon as the save has returned, or ''.
 
     Trainer deletes older checkpoints as soon as the save has returned (``save_total_limit``,
     ``Trainer._rotate_checkpoints``), which is only safe if this one exists by then; some versions

@@ -41,7 +41,7 @@ def _save(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -
 
     inner = strategies.unwrap(strategy)
     scripts = sys.modules.get("megatron_unickpt.training")
-    if strategy == (job.BACKEND, job.VERSION) or (scripts is not None and scripts.saving()):
+    if strategy == (job.BACKEND, job.VERSION) or (scripts is not None and scripts.in_a_save()):
         inner = strategies.UnickptSaveStrategy()
     if not isinstance(inner, strategies.UnickptSaveStrategy):
         return wrapped(*args, **kwargs)

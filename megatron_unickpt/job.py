@@ -40,7 +40,16 @@ class MegatronCheckpointError(CheckpointingException, UnickptError):  # type: ig
 
 
 class SaveFailedError(MegatronCheckpointError):
-    """A checkpoint was not saved; every rank raises it, and nothing that was saved before is touched."""
+    """A checkpoint was not saved; every rank raises it, and nothing that was saved before is touched.
+
+    Attributes:
+        directory: of the checkpoint, or '' where this rank does not know it.
+        framework_saves: another try would end the same way; Megatron's own format is what can still be written.
+    """
+
+    def __init__(self, text: str, *, directory: str = "", framework_saves: bool = False) -> None:
+        super().__init__(text)
+        self.directory, self.framework_saves = directory, framework_saves
 
 
 @contextmanager

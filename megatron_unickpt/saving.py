@@ -1,4 +1,4 @@
-"""``dist_checkpointing.save`` as unickpt: here, or in a thread behind training.
+"""``dist_checkpointing.save`` as unickpt: synchronous, or in a thread behind training.
 
 Same arguments and results as megatron-core's own function (``dist_checkpointing/serialization.py``,
 0.12 to 0.16 and the development branch), which the hooks send here when the strategy is ours. Also
@@ -18,6 +18,8 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from megatron_unickpt import capture, internals, job, mapping
 from megatron_unickpt.job import CONTENT_METADATA, SaveFailedError
+from unickpt.contribution import Contribution
+from unickpt.coordination import Message
 from unickpt.logs import make_visible
 from unickpt.saves import PendingSave, Request, SaveResult
 from unickpt.storage import absolute, split
@@ -25,6 +27,7 @@ from unickpt.storage import absolute, split
 logger = logging.getLogger("unickpt")
 
 last_save: SaveResult | None = None
+begun = 0  # calls of ``save`` in this process
 
 
 def save(
@@ -53,36 +56,65 @@ def save(
         None, or with ``asynchronous`` Megatron's ``AsyncRequest``.
 
     Raises:
-        SaveFailedError: on every rank, if any rank could not write. Nothing is left behind.
+        SaveFailedError: on every rank, if any rank could not describe or write its part. Nothing is left behind.
     """
+    global begun
+    begun += 1
     make_visible()
     directory = absolute(str(checkpoint_dir))
     save_dir, tag = split(directory)
-    common = mapping.common(sharded_state_dict)
-    if content_metadata is not None:
-        common[CONTENT_METADATA] = {k: v for k, v in content_metadata.items() if k != "dp_cp_group"}
-    if validate_access_integrity:
-        internals.compare_common_state(preprocess_common(common) if preprocess_common is not None else common)
+    compared: list[Any] = []
+
+    def contribute(_: Message) -> Contribution:
+        common = mapping.common(sharded_state_dict)
+        if content_metadata is not None:
+            common[CONTENT_METADATA] = {k: v for k, v in content_metadata.items() if k != "dp_cp_group"}
+        compared.append(preprocess_common(common) if preprocess_common is not None else common)
+        return capture.contribution(sharded_state_dict, common, share=share)
+
     request = Request(
-        lambda _: capture.contribution(sharded_state_dict, common, share=share),
+        contribute,
         save_dir=save_dir,
         tag=tag,
         on_commit=_on_commit(),
         on_end=_ended,
     )
-    meet = job.rendezvous().apart(f"save/{directory}")  # an earlier save may still be going on
-    with job.in_megatrons_terms():
-        pending = MegatronSave(job.saver().save(request, meet, asynchronous=asynchronous))
+    pending = _begun(request, asynchronous=asynchronous)
+    if not pending.pending.agreed:
+        pending.conclude()
+    if validate_access_integrity:  # a collective: all ranks come here, or none does
+        internals.compare_common_state(compared[0])
     if not asynchronous:
         pending.conclude()
         return None
     return AsyncRequest(Background(pending), (), _Finalizers(pending))
 
 
+def refuse(err: Exception) -> SaveFailedError:
+    """Take part in the save that the other ranks have begun, although this rank has failed before it could begin one.
+
+    Returns:
+        What all ranks raise.
+    """
+    request = Request(_nothing, save_dir="", tag="", failed=err)
+    pending = _begun(request, asynchronous=False)
+    return SaveFailedError(f"no checkpoint is saved ({pending.pending.cause()})", framework_saves=True)
+
+
+def _nothing(_: Message) -> Contribution:
+    raise AssertionError("a rank that has failed is not asked for its part")
+
+
+def _begun(request: Request, *, asynchronous: bool) -> MegatronSave:
+    meet = job.rendezvous().apart("save")  # an earlier save may still be going on
+    with job.in_megatrons_terms():
+        return MegatronSave(job.saver().save(request, meet, asynchronous=asynchronous))
+
+
 def _on_commit() -> Callable[[str], None]:
     """What follows on a commit, here and where a copy is uploaded to; the training scripts have a tracker file."""
     scripts = sys.modules.get("megatron_unickpt.training")
-    tracked = scripts is not None and scripts.saving()
+    tracked = scripts is not None and scripts.in_a_save()
 
     def follow(directory: str) -> None:
         job.mark(directory)
@@ -95,7 +127,9 @@ def _on_commit() -> Callable[[str], None]:
 def _ended(save: PendingSave) -> None:
     global last_save
     last_save = result = save.result
-    if result is not None and result.committed and save.rank == 0:
+    if result is not None and result.shortfall and save.rank == 0:
+        logger.error("unickpt: %s", result.shortfall)
+    elif result is not None and result.committed and save.rank == 0:
         logger.info(
             "unickpt: saved %s: %s bytes in %.2f s, training stood still for %.2f s",
             save.directory, f"{result.size_bytes:,}", result.seconds, result.stall_s,
@@ -127,9 +161,12 @@ class MegatronSave:
         """
         self.wait()
         if not self.committed:
+            result = self.pending.result
             raise SaveFailedError(
-                f"{self.pending.directory} is NOT saved and its files are removed ({self.pending.cause()}). "
-                "Checkpoints saved before are intact."
+                f"Gave up saving {self.pending.directory} ({self.pending.cause()}). "
+                "No checkpoint was written; earlier checkpoints are intact.",
+                directory=self.pending.directory,
+                framework_saves=result is not None and result.framework_saves,
             )
 
 
@@ -168,7 +205,7 @@ class _Finalizers(list[Callable[[], Any]]):
             self._pending.conclude()
         except SaveFailedError as err:
             if self._pending.pending.rank == 0:
-                logger.warning("unickpt: %s Training goes on; the next save tries again.", err)
+                logger.error("unickpt: %s Training goes on; the next save is synchronous.", err)
 
     def append(self, function: Callable[[], Any]) -> None:
         super().append(lambda: function() if self._pending.committed else None)

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_unickpt import crossing, internals, job, loading, metadata, non_persistent, optimizer_hooks
+from megatron_unickpt import crossing, internals, job, loading, metadata, non_persistent, optimizer_hooks, saving
 from megatron_unickpt.job import BACKEND, MegatronCheckpointError, SaveFailedError, in_megatrons_terms
 from megatron_unickpt.optimizer import METADATA
 from unickpt import interruption
 from unickpt.errors import ConfigError, MismatchError, StorageError
 from unickpt.load.resume import AgreedFailureError, Offer, Together, resume
 from unickpt.loading import Checkpoint
+from unickpt.manifest import MANIFEST_FILE
 from unickpt.reading import VERIFY
 from unickpt.resuming import TRACKER
 from unickpt.retention import Retention
@@ -39,6 +40,7 @@ logger = logging.getLogger("unickpt")
 
 NATIVE_FORMAT = "torch_dist"
 RNG = "rng_state"
+ASKED_ASYNC = "unickpt_async_save"  # what --async-save said before Megatron checked the arguments
 
 # Arguments that make another model: they must be the same in the checkpoint and in the job.
 MODEL_ARGUMENTS = (
@@ -95,7 +97,7 @@ def add_arguments(wrapped: Callable[..., Any], parser: argparse.ArgumentParser) 
             action.choices = [*action.choices, BACKEND]
             action.help = f"{action.help or ''} {BACKEND}: universal checkpoints, loadable under any parallel shape."
     add = result.add_argument_group(BACKEND, "with --ckpt-format unickpt").add_argument
-    add("--unickpt-sync-save", action="store_true", help="wait until a checkpoint is written (default: behind training)")
+    add("--unickpt-sync-save", action="store_true", help="wait until a checkpoint is durable, even with --async-save")
     add("--unickpt-on-busy", choices=ON_BUSY, default="wait", help="a save that begins while one is still being written")
     add("--unickpt-staging-gigabytes", type=float, help="host memory for a save's copy, per rank (default: no limit)")
     add("--unickpt-write-megabytes-per-second", type=float, help="bandwidth of writing, per rank (default: no limit)")
@@ -123,7 +125,7 @@ def _timing_argument(option: str) -> str:
 def _save_options(options: argparse.Namespace) -> SaveOptions:
     staging, bandwidth = options.unickpt_staging_gigabytes, options.unickpt_write_megabytes_per_second
     return SaveOptions(
-        asynchronous=not options.unickpt_sync_save,
+        asynchronous=_wants_asynchronous(options),
         on_busy=options.unickpt_on_busy,
         staging_bytes=None if staging is None else int(staging * 1e9),
         bandwidth_bytes_per_s=None if bandwidth is None else bandwidth * 1e6,
@@ -134,16 +136,21 @@ def _save_options(options: argparse.Namespace) -> SaveOptions:
     )
 
 
-def _go_behind_training(options: argparse.Namespace) -> None:
-    """Saves are asynchronous unless the user does not want it; Megatron's own flag decides how it finalizes them.
+def _wants_asynchronous(options: argparse.Namespace) -> bool:
+    """Whether the user has given ``--async-save``.
 
-    Set at the first save, because the checks of the arguments turn it off where Megatron's own worker
-    process is not asked for, which we do not use. Megatron's local checkpoints keep its own way.
+    Megatron's checks of the arguments turn it off where its own worker process is not asked for, which we do not use;
+    so what counts is what was parsed. Megatron's local checkpoints keep its own way.
     """
     if getattr(options, "non_persistent_ckpt_type", None) == "local":
-        return
-    options.async_save = not options.unickpt_sync_save
-    if hasattr(options, "async_strategy"):
+        return bool(getattr(options, "async_save", False))
+    return bool(getattr(options, ASKED_ASYNC, False)) and not options.unickpt_sync_save
+
+
+def _set_asynchronous(options: argparse.Namespace) -> None:
+    """Megatron's own flag decides how it finalizes a save; set at the first one, after the checks of the arguments."""
+    options.async_save = _wants_asynchronous(options)
+    if options.async_save and hasattr(options, "async_strategy"):
         options.async_strategy = "mcore"
 
 
@@ -159,6 +166,7 @@ def parse_arguments(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         timing.begin_with_groups(TimingOptions(**told))
     wanted = getattr(parsed, "ckpt_format", None) == BACKEND
     setattr(parsed, BACKEND, wanted)
+    setattr(parsed, ASKED_ASYNC, bool(getattr(parsed, "async_save", False)))
     if wanted:
         _check_places(parsed)
         parsed.ckpt_format = NATIVE_FORMAT
@@ -193,7 +201,7 @@ def sharding_metadata(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return {**native, **METADATA} if active() and not _mode.loading else native
 
 
-def saving() -> bool:
+def in_a_save() -> bool:
     """Whether the scripts are just saving, and in our format: then every strategy that they choose stands for ours."""
     return _mode.saving
 
@@ -210,25 +218,43 @@ def track(directory: str) -> None:
 
 
 def save_checkpoint(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``save_checkpoint``: a checkpoint that cannot be written is a warning, and the tracker keeps naming the last good one."""
+    """``save_checkpoint``: a checkpoint that cannot be written is a warning, and the tracker keeps naming the last good one.
+
+    Where the job's state cannot be described on some rank, Megatron saves it itself, in its own format, in the same call.
+    """
     if not active():
         return wrapped(*args, **kwargs)
     options = _arguments()
     if non_persistent.is_local_save(options, kwargs):
         return _native(wrapped, args, kwargs)
+    _set_asynchronous(options)
     job.saver(_save_options(options))
-    _go_behind_training(options)
+    before = saving.begun
     _mode.saving = True
-    with _optimizers_asked():
-        try:
+    try:
+        with _optimizers_asked():
             return wrapped(*args, **kwargs)
-        except SaveFailedError as err:
-            if torch.distributed.get_rank() == 0:
-                logger.warning("unickpt: %s Training goes on; the next save tries again.", err)
-            torch.distributed.barrier()
-            return None
-        finally:
-            _mode.saving = False
+    except SaveFailedError as err:
+        failed = err
+    except Exception as err:
+        if saving.begun != before:
+            raise
+        failed = saving.refuse(err)  # the other ranks wait for this one
+    finally:
+        _mode.saving = False
+    first = torch.distributed.get_rank() == 0
+    if not failed.framework_saves:
+        if first:
+            logger.warning("unickpt: %s Training goes on; the next save tries again.", failed)
+        torch.distributed.barrier()
+        return None
+    if first:
+        logger.warning("unickpt: %s Megatron saves this checkpoint in its own format instead (torch_dist).", failed)
+    with _changed(options, {BACKEND: False, "async_save": False}):
+        result = wrapped(*args, **kwargs)
+    if first and failed.directory:
+        open_storage(failed.directory).delete(MANIFEST_FILE)  # of an earlier save of ours under this iteration
+    return result
 
 
 @contextmanager

@@ -170,7 +170,7 @@ def test_a_second_save_under_one_tag_replaces_the_first_whole(bucket: Bucket) ->
 
 def test_a_file_larger_than_a_part_goes_up_in_parts_and_comes_back(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "PART_BYTES", 8 << 20)
-    save = Saver().save(request(bucket.url, "a", large(21)), alone())
+    save = Saver(SaveOptions(asynchronous=True)).save(request(bucket.url, "a", large(21)), alone())
     assert save.wait(120)
     assert save.committed, save.cause()
     assert bucket.etag("a/data/rank00000.safetensors").endswith("-3")
@@ -181,13 +181,13 @@ def test_a_file_larger_than_a_part_goes_up_in_parts_and_comes_back(bucket: Bucke
 def test_parts_grow_so_that_there_are_never_too_many(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)
     monkeypatch.setattr(object_store, "MAX_PARTS", 2)
-    save = Saver().save(request(bucket.url, "a", large(21)), alone())
+    save = Saver(SaveOptions(asynchronous=True)).save(request(bucket.url, "a", large(21)), alone())
     assert save.wait(120)
     assert bucket.etag("a/data/rank00000.safetensors")[-2:] in ("-2", "-3")  # the header is not in what was said
 
 
 def test_range_reads_are_under_way_together(relayed: Bucket, relay: Relay) -> None:
-    assert Saver().save(request(relayed.url, "a", large(8, 6)), alone()).wait(120)
+    assert Saver(SaveOptions(asynchronous=True)).save(request(relayed.url, "a", large(8, 6)), alone()).wait(120)
     checkpoint = Checkpoint.open(f"{relayed.url}/a")
     relay.hold_reads = True
     outs = [torch.empty(6 << 18) for _ in range(8)]
@@ -212,7 +212,7 @@ def test_old_checkpoints_go_and_the_rest_stays(bucket: Bucket, monkeypatch: pyte
             return found
 
         wanted.contribute = with_step
-        saved = Saver(SaveOptions(retention=Retention(keep_last=2))).save(wanted, alone())
+        saved = Saver(SaveOptions(asynchronous=True, retention=Retention(keep_last=2))).save(wanted, alone())
         assert saved.wait(60)
         assert saved.committed
     assert whole(f"{bucket.url}/run") == [(3, "s3"), (2, "s2")]
@@ -228,10 +228,10 @@ def test_a_refused_part_leaves_nothing_and_says_what_the_store_said(
     relayed: Bucket, relay: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)
-    assert Saver().save(request(relayed.url, "a", large(12)), alone()).wait(60)
+    assert Saver(SaveOptions(asynchronous=True)).save(request(relayed.url, "a", large(12)), alone()).wait(60)
     before = relayed.keys()
     relay.rule = lambda method, path: "refuse" if method == "PUT" and "partNumber=2" in path else ""
-    save = Saver().save(request(relayed.url, "b", large(12)), alone())
+    save = Saver(SaveOptions(asynchronous=True)).save(request(relayed.url, "b", large(12)), alone())
     assert save.wait(60)
     assert not save.committed
     assert f"{relayed.url}/b/data/rank00000.safetensors: cannot be written (PermissionError" in save.cause()
@@ -247,9 +247,9 @@ def test_a_store_that_goes_away_in_the_middle_keeps_the_last_good_checkpoint(
 ) -> None:
     """It cannot even be told to forget the upload; that is made up for when it is back."""
     monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)
-    assert Saver().save(request(relayed.url, "a", large(12)), alone()).wait(60)
+    assert Saver(SaveOptions(asynchronous=True)).save(request(relayed.url, "a", large(12)), alone()).wait(60)
     relay.rule = lambda _, path: "end" if "partNumber=2" in path else ""
-    save = Saver().save(request(relayed.url, "b", large(12)), alone())
+    save = Saver(SaveOptions(asynchronous=True)).save(request(relayed.url, "b", large(12)), alone())
     assert save.wait(240)
     assert not save.committed
     assert "cannot be written" in save.cause()
@@ -261,7 +261,7 @@ def test_a_store_that_goes_away_in_the_middle_keeps_the_last_good_checkpoint(
     with pytest.raises(NotACheckpointError):
         Checkpoint.open(f"{relayed.url}/b")
     assert_counts(f"{relayed.url}/a", 12)
-    assert Saver().save(request(relayed.url, "c", large(1)), alone()).wait(60)
+    assert Saver(SaveOptions(asynchronous=True)).save(request(relayed.url, "c", large(1)), alone()).wait(60)
     assert relayed.uploads() == []
     assert whole(relayed.url)[0][1] in ("a", "c")
 
@@ -284,7 +284,7 @@ def test_files_stay_where_nobody_knows_whether_the_manifest_was_written(relayed:
     relay.rule = rule
     results = save_step(relayed.url, 1, "a")
     assert not any(result.committed for result in results)
-    assert "whether it was written all the same cannot be seen" in results[1].failures[0]
+    assert "whether it was written all the same cannot be seen" in results[1].failures[0].text
     relay.rule = lambda _method, _path: ""
     assert_holds(f"{relayed.url}/a", 1)  # it was
 
@@ -295,8 +295,8 @@ def test_a_store_that_is_not_there_never_ends_training(monkeypatch: pytest.Monke
         monkeypatch.setenv(key, value)
     for result in save_step(f"s3://nowhere-{next(_numbers)}/run", 1, "a"):
         assert not result.committed
-        assert sorted(result.failures) == list(range(WORLD))
-        assert "Could not connect" in result.failures[0]
+        assert [failure.rank for failure in result.failures] == list(range(WORLD))
+        assert "Could not connect" in result.failures[0].text
 
 
 def test_objects_that_are_missing_cut_or_damaged_are_refused(bucket: Bucket, capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,7 +353,7 @@ def test_what_is_saved_here_is_uploaded_behind_training(
     target = f"{bucket.url}/run"
 
     def run(meet: Rendezvous) -> list[PendingSave]:
-        saver = Saver(SaveOptions(upload_to=target))
+        saver = Saver(SaveOptions(asynchronous=True, upload_to=target))
         saves = []
         for step in (1, 2):
             wanted = Request(lambda _, s=step: part(s, meet.rank), str(tmp_path), f"s{step}", True, on_commit=told.append)
@@ -378,7 +378,7 @@ def test_an_upload_that_fails_is_one_warning_and_leaves_nothing_there(tmp_path: 
     relay.rule = lambda method, path: "refuse" if method == "PUT" and "rank00001" in path else ""
 
     def run(meet: Rendezvous) -> PendingSave:
-        saver = Saver(SaveOptions(upload_to=relayed.url))
+        saver = Saver(SaveOptions(asynchronous=True, upload_to=relayed.url))
         save = saver.save(Request(lambda _: part(1, meet.rank), str(tmp_path), "a", True), meet.apart("save"))
         assert saver.finish(60)
         return save
@@ -400,7 +400,7 @@ def test_an_upload_never_writes_into_a_checkpoint_that_is_there(tmp_path: Path, 
 
     def upload(folder: str, step: int) -> list[PendingSave]:
         def run(meet: Rendezvous) -> PendingSave:
-            saver = Saver(SaveOptions(upload_to=relayed.url))
+            saver = Saver(SaveOptions(asynchronous=True, upload_to=relayed.url))
             wanted = Request(lambda _: part(step, meet.rank), str(tmp_path / folder), "a", True)
             save = saver.save(wanted, meet.apart("save"))
             assert saver.finish(60)
@@ -437,7 +437,7 @@ def test_retention_spares_what_is_being_uploaded_and_older_waiting_ones_give_way
     tmp_path: Path, relayed: Bucket, relay: Relay
 ) -> None:
     gate = relay.rule = Gate("s1/data")
-    saver = Saver(SaveOptions(upload_to=relayed.url, retention=Retention(keep_last=1)))
+    saver = Saver(SaveOptions(asynchronous=True, upload_to=relayed.url, retention=Retention(keep_last=1)))
     saves = []
     with Log() as log:
         for step in (1, 2, 3):
@@ -463,7 +463,7 @@ def test_what_is_uploaded_is_what_was_committed_though_its_name_is_saved_again(
     tmp_path: Path, relayed: Bucket, relay: Relay
 ) -> None:
     gate = relay.rule = Gate("same/data/rank00000.safetensors")
-    saver = Saver(SaveOptions(upload_to=relayed.url))
+    saver = Saver(SaveOptions(asynchronous=True, upload_to=relayed.url))
     saves = []
     for step in (1, 2):
         saves.append(saver.save(Request(lambda _, s=step: part(s, 0, 1), str(tmp_path), "same", True), alone()))
@@ -484,7 +484,7 @@ def test_a_file_that_is_damaged_here_is_not_uploaded(tmp_path: Path, relayed: Bu
         data[-1] ^= 1
         path.write_bytes(data)
 
-    saver = Saver(SaveOptions(upload_to=relayed.url))
+    saver = Saver(SaveOptions(asynchronous=True, upload_to=relayed.url))
     save = saver.save(Request(lambda _: part(1, 0, 1), str(tmp_path), "a", True, on_commit=damage), alone())
     assert saver.finish(60)
     assert save.upload is not None
@@ -498,7 +498,7 @@ import sys, time, logging
 from pathlib import Path
 from tests.test_saver import *
 logging.basicConfig()
-saver = Saver(SaveOptions(upload_to=sys.argv[2], grace_s=float(sys.argv[4])))
+saver = Saver(SaveOptions(asynchronous=True, upload_to=sys.argv[2], grace_s=float(sys.argv[4])))
 save = saver.save(request(Path(sys.argv[1]), "a", large()), alone())
 assert save.wait(60) and save.committed
 print("saved", flush=True)
@@ -546,7 +546,7 @@ def test_an_upload_that_outlasts_the_grace_is_abandoned_and_the_local_checkpoint
     _, errors = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGTERM
     assert "the upload of" in errors
-    assert "is abandoned" in errors
+    assert "Gave up" in errors
     gate.open.set()
     assert not is_checkpoint(f"{relayed.url}/a")
     assert_counts(tmp_path / "a")

@@ -123,7 +123,7 @@ def test_a_save_into_a_directory_that_another_one_saves_into_says_so(tmp_path: P
     release = PosixStorage(tmp_path / "a").hold(HOLD_FILE)
     assert release is not None
     told = []
-    save = Saver().save(request(tmp_path, "a", large(1), on_end=told.append), alone())
+    save = Saver(SaveOptions(asynchronous=True)).save(request(tmp_path, "a", large(1), on_end=told.append), alone())
     assert save.done
     assert not save.committed
     assert "another process is saving into this directory" in save.cause()

@@ -105,7 +105,7 @@ def test_a_hole_or_an_overlap_is_never_committed(tmp_path: Path) -> None:
     for change, message in ((hole, "fragments cover"), (overlap, "overlap")):
         results = save_step(tmp_path, 2, "a", change)
         assert not any(result.committed for result in results)
-        assert all(message in result.failures[0] for result in results), results
+        assert all(message in result.failures[0].text for result in results), results
         assert_holds(tmp_path, "a", 1)
 
 
@@ -116,8 +116,8 @@ def test_the_failure_of_one_rank_is_known_on_all_and_leaves_nothing(tmp_path: Pa
 
     save_step(tmp_path, 1, "a")
     for result in save_step(tmp_path, 2, "b", fail):
-        assert result.failures == {2: "RuntimeError: lost my memory"}
-    assert [p for p in (tmp_path / "b").rglob("*") if p.is_file()] == []
+        assert [(f.kind, f.rank, f.text) for f in result.failures] == [("defect", 2, "RuntimeError: lost my memory")]
+    assert not (tmp_path / "b").exists()
     assert (tmp_path / "latest").read_text() == "a"
     assert_holds(tmp_path, "a", 1)
 
@@ -146,7 +146,7 @@ def test_what_fails_after_the_commit_does_not_undo_it(tmp_path: Path, names: lis
         results = save_step(tmp_path, 2, "a")
     assert act.renamed
     for result in results:  # where not even the manifest can be read back, all files stay, and the reason says so
-        assert result.committed or "whether it was written all the same cannot be seen" in result.failures[0]
+        assert result.committed or "whether it was written all the same cannot be seen" in result.failures[0].text
     assert_holds(tmp_path, "a", 2)
     assert all(result.committed for result in save_step(tmp_path, 3, "a"))
     assert_holds(tmp_path, "a", 3)
@@ -163,7 +163,7 @@ def test_a_commit_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
     with watched(tmp_path, refuse):
         results = save_step(tmp_path, 2, "a")
-    assert all("No space left" in result.failures[0] for result in results)
+    assert all("No space left" in result.failures[0].text for result in results)
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == before
     assert_holds(tmp_path, "a", 1)
 

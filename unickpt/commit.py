@@ -9,8 +9,9 @@ import contextlib
 import datetime
 import fnmatch
 import logging
+import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -70,11 +71,30 @@ def next_generation(storage: Storage) -> int:
     return generation
 
 
-def commit(storage: Storage, files: list[FileRecord], part: Prepared, generation: int) -> int:
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A checkpoint that exists now.
+
+    Attributes:
+        size_bytes: of all files but the manifest.
+        durable: it outlasts a crash of the machine, as far as the storage says.
+    """
+
+    size_bytes: int
+    durable: bool
+
+
+def commit(
+    storage: Storage, files: list[FileRecord], part: Prepared, generation: int, *, proceed: Callable[[], None] | None = None
+) -> Committed:
     """Merge the ranks' rows, check that they make whole tensors, and write index and manifest.
 
-    Returns:
-        Bytes of all files of the checkpoint but the manifest.
+    Args:
+        storage: the checkpoint's directory.
+        files: of all ranks, in the ranks' order.
+        part: the coordinator's.
+        generation: of this save.
+        proceed: called right before the manifest is written; raises if it shall not be.
 
     Raises:
         CoverageError: the ranks' fragments have holes or overlap; nothing is committed.
@@ -98,8 +118,8 @@ def commit(storage: Storage, files: list[FileRecord], part: Prepared, generation
         generation=generation,
         notes=part.notes,
     )
-    publish(storage, manifest, table)
-    return sum(record.size_bytes for record in manifest.files)
+    durable = publish(storage, manifest, table, proceed=proceed)
+    return Committed(sum(record.size_bytes for record in manifest.files), durable)
 
 
 def index_record(table: bytes, generation: int) -> FileRecord:
@@ -130,8 +150,11 @@ def renumbered(manifest: Manifest, table: bytes, generation: int, *, where: str)
     return replace(manifest, files=files, index=record.path, generation=generation), table
 
 
-def publish(storage: Storage, manifest: Manifest, table: bytes) -> None:
+def publish(storage: Storage, manifest: Manifest, table: bytes, *, proceed: Callable[[], None] | None = None) -> bool:
     """Write the index and then the manifest: now the checkpoint exists. Remove what it has replaced.
+
+    Returns:
+        Whether it outlasts a crash of the machine, as far as the storage says.
 
     Raises:
         StorageError: there is no such checkpoint.
@@ -140,6 +163,8 @@ def publish(storage: Storage, manifest: Manifest, table: bytes) -> None:
     with storage.create(manifest.index) as sink:
         sink.write([memoryview(table)])
     try:
+        if proceed is not None:
+            proceed()
         durable = _put_in_place(storage, manifest_module.to_bytes(manifest))
     except UncertainCommitError:
         raise
@@ -149,6 +174,7 @@ def publish(storage: Storage, manifest: Manifest, table: bytes) -> None:
     if durable:
         with contextlib.suppress(UnickptError, OSError):  # the checkpoint is there; what is left over takes room, no more
             _clean(storage, keep={record.path for record in manifest.files})
+    return durable
 
 
 def _put_in_place(storage: Storage, data: bytes) -> bool:
@@ -179,6 +205,30 @@ def _holds(storage: Storage, data: bytes, failure: StorageError) -> bool:
         raise UncertainCommitError(
             f"{failure}; whether it was written all the same cannot be seen ({err}), so the files of this save stay"
         ) from failure
+
+
+def forget(storage: Storage, names: Names) -> None:
+    """Remove what one rank has written of a save without a manifest, and the folders if nothing is left in them."""
+    storage.delete(names.data)
+    storage.delete(names.rows)
+    forget_folders(storage)
+
+
+def forget_all(storage: Storage, generation: int) -> None:
+    """On the coordinator: ``forget`` for all ranks of a save that can no longer get a manifest."""
+    storage.delete(index_name(generation))
+    own = re.compile(r"rank\d+" + (re.escape(f".{generation}") if generation else "") + r"\.safetensors")
+    with contextlib.suppress(UnickptError, OSError):
+        for name in [*storage.names(DATA_FOLDER), *storage.names(ROWS_FOLDER)]:
+            if own.fullmatch(name.rpartition("/")[2]):
+                storage.delete(name)
+    forget_folders(storage)
+
+
+def forget_folders(storage: Storage) -> None:
+    """Remove the folders of a checkpoint in which nothing is left."""
+    for folder in (DATA_FOLDER, ROWS_FOLDER, ""):
+        storage.delete_if_empty(folder)
 
 
 def read_rows(storage: Storage, files: Sequence[FileRecord], generation: int) -> Iterator[tuple[str, bytes]]:

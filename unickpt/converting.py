@@ -180,7 +180,7 @@ def convert(
             stopped.set()  # portions can be large: those that are being written end at their next block
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-    size = commit(storage, [first, *(record for record, _ in made)], described, generation=0)
+    size = commit(storage, [first, *(record for record, _ in made)], described, generation=0).size_bytes
     tensors = {part.tensor.key for portion in source.portions for part in portion.parts} | {info.key for info in source.tensors}
     return Converted(len(made), sum(kept for _, kept in made), len(tensors), size)
 

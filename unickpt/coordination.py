@@ -20,6 +20,7 @@ logger = logging.getLogger("unickpt")
 Message = dict[str, Any]  # JSON-able
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
+_HEAR_EVERY_S = 0.25  # how often a rank that waits looks whether the coordinator has given up
 _COORDINATOR_LATER_S = 30.0  # the coordinator waits for the rank that is gone as long as the others wait for the coordinator
 
 
@@ -52,6 +53,8 @@ class Rendezvous:
         self._store, self._prefix, self._round = store, prefix, 0
         self._session = "0"
         self._begun: dict[str, int] = {}
+        self._uncount: Callable[[], None] | None = None
+        self._following: Callable[[], Rendezvous] | None = None
         self._spent: list[str] = []
         self._longest_pause_s = min(_LONGEST_PAUSE_S, 0.001 * world)  # the coordinator's store answers all of them
 
@@ -67,13 +70,36 @@ class Rendezvous:
     def apart(self, name: str) -> Rendezvous:
         """A rendezvous of its own for work that may overlap with other work, such as a save in a thread.
 
-        Ranks that called this for the same name as often meet in it.
+        Ranks that called this for the same name as often meet in it. A call in which the coordinator did not appear does
+        not count. The name must be the same on all ranks, so it holds no argument of a user's call.
         """
         self._begun[name] = self._begun.get(name, 0) + 1
-        return Rendezvous(
+        found = Rendezvous(
             self._store, rank=self.rank, world=self.world, prefix=f"{self._prefix}/{name}/{self._begun[name]}",
             timeout_s=self.timeout_s, notice_s=self.notice_s,
         )  # fmt: skip
+
+        def uncount() -> None:
+            self._begun[name] -= 1
+
+        found._uncount = uncount
+        found._following = lambda: self.apart(name)
+        return found
+
+    def following(self) -> Rendezvous:
+        """Of a rendezvous made by ``apart``: the next one of the same name."""
+        return self if self._following is None else self._following()
+
+    def given_up(self) -> str:
+        """Why a rank has abandoned this session, or the coordinator waited in vain; '' if that is not so."""
+        if self._store is None or not self._present([self._said]):
+            return ""
+        return str(self._take(self._said, delete=False)["reason"])
+
+    def abandon(self, reason: str) -> None:
+        """Leave before the end: ranks that wait in this session raise CoordinationError with this reason at once."""
+        if self._store is not None:
+            self._put(self._said, {"reason": reason})
 
     def gather(self, topic: str, message: Message) -> list[Message] | None:
         """Send a message to the coordinator; there, returns all ranks' messages, elsewhere None."""
@@ -175,11 +201,15 @@ class Rendezvous:
 
     def _await(self, topic: str, keys: dict[int, str], *, notice: bool = True) -> None:
         """Wait until all keys are there, by asking: a waiting store call would lock the client and, in torch, log."""
-        begin = time.monotonic()
+        begin = heard = time.monotonic()
         noticed = not notice
         pause = _FIRST_PAUSE_S
         while not self._present(list(keys.values())):
-            waited = time.monotonic() - begin
+            now = time.monotonic()
+            waited = now - begin
+            if now - heard >= _HEAR_EVERY_S:
+                heard = now
+                self._hear()
             if waited >= self.timeout_s:
                 self._give_up(topic, keys, waited)
                 continue
@@ -196,22 +226,32 @@ class Rendezvous:
 
         Returns only if what was awaited has come after all.
         """
-        said = f"{self._prefix}/{self._session}/given-up"
         if self.rank:
             end = time.monotonic() + min(self.timeout_s, _COORDINATOR_LATER_S)
             while time.monotonic() < end:
                 if self._present(list(keys.values())):
                     return
-                if self._present([said]):
-                    raise CoordinationError(f"rank {self.rank} heard: {self._take(said, delete=False)['reason']}")
+                self._hear()
                 time.sleep(self._longest_pause_s)
+            if self._round == 1 and self._uncount is not None:
+                self._uncount()  # the coordinator never made this call
         reason = (
             f"rank {self.rank} gave up after {waited_s:.0f} s at {topic!r}: no word from rank {self._missing(keys)}. "
             "Every rank has to make the call; look at what the named ranks are doing."
         )
         if self.rank == 0:
-            self._put(said, {"reason": reason})
+            self.abandon(reason)
         raise CoordinationError(reason)
+
+    @property
+    def _said(self) -> str:
+        return f"{self._prefix}/{self._session}/given-up"
+
+    def _hear(self) -> None:
+        """Raise if the session was abandoned."""
+        reason = self.given_up()
+        if reason:
+            raise CoordinationError(f"rank {self.rank} heard: {reason}")
 
     def _present(self, keys: list[str]) -> bool:
         return bool(self._call(lambda store: store.check(keys)))

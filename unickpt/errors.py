@@ -81,3 +81,7 @@ class StorageError(UnickptError):
 
 class UncertainCommitError(StorageError):
     """The storage failed while a manifest was written, and whether it was written cannot be seen."""
+
+
+class SaveFailedError(UnickptError):
+    """A checkpoint was not saved, and the caller would take a return for success. Earlier checkpoints are intact."""

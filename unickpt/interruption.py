@@ -34,6 +34,7 @@ _savers: weakref.WeakSet[Saver] = weakref.WeakSet()
 _lock = threading.Lock()
 _installed = False
 _listening = False
+_ending = ""
 
 
 def guard(saver: Saver) -> None:
@@ -50,6 +51,17 @@ def guard(saver: Saver) -> None:
             _listen()
 
 
+def ending() -> str:
+    """``SIGTERM`` once this process has received it (and it is ours to handle): no new save begins. Otherwise ''."""
+    return _ending
+
+
+def wait_for_end() -> None:
+    """Do not return to a program that would go on as if it had saved: the signal ends this process within the grace."""
+    while ending():
+        time.sleep(0.05)
+
+
 def _at_exit() -> None:
     """Run ``finish_all`` before Python ends its thread pools; ``atexit`` comes after that, when no name can be looked up
     any more (asyncio does it in a pool), and so no connection to an object store be made. And by ``atexit`` as well, for
@@ -61,8 +73,8 @@ def _at_exit() -> None:
 
 def _forget() -> None:
     """In a forked child, such as a data loader's worker: the saves and the signals are its parent's; it may begin its own."""
-    global _listening, _lock
-    _lock, _listening = threading.Lock(), False
+    global _ending, _listening, _lock
+    _lock, _listening, _ending = threading.Lock(), False, ""
     _savers.clear()
     if signal.getsignal(signal.SIGTERM) is _heard:
         signal.set_wakeup_fd(-1)  # it leads to the parent's thread
@@ -73,9 +85,11 @@ def finish_all() -> None:
     """Wait for all that this process has begun: before reading a checkpoint, or before leaving by ``os._exit``.
 
     The end of the process does it by itself. Waits ``WRITING_S`` for this rank's writing (and again for its sending,
-    if there are uploads) and then the saver's grace for other ranks.
+    if there are uploads) and then the saver's grace for other ranks. Asynchronous saves that have failed are logged
+    as errors, unless a later call has done so.
     """
-    end = time.monotonic() + WRITING_S
+    begin = time.monotonic()
+    end = begin + WRITING_S
     for saver in list(_savers):
         for save in saver.pending:
             save.written.wait(max(end - time.monotonic(), 0.0))
@@ -85,11 +99,16 @@ def finish_all() -> None:
     for saver in list(_savers):
         for upload in saver.uploads:
             upload.written.wait(max(end - time.monotonic(), 0.0))
-    _finish("")
+    _finish("", begin)
 
 
-def _finish(why: str) -> None:
-    """Wait for all savers, each within its grace."""
+def _finish(why: str, since: float) -> None:
+    """Wait for all savers, each within its grace, and give up what is not over then.
+
+    Args:
+        why: the signal, or ''.
+        since: when the waiting began, on the monotonic clock.
+    """
     begin = time.monotonic()
     for saver in list(_savers):
         if why:
@@ -99,16 +118,26 @@ def _finish(why: str) -> None:
                 logger.warning("unickpt: %s; finishing the upload of %s first", why, upload.source)
         if saver.leave(max(saver.options.grace_s - (time.monotonic() - begin), 0.0)):
             continue
-        for save in saver.pending[-1:]:
+        uploads = saver.uploads
+        for directory, absent in saver.abandon():
+            waited_s = time.monotonic() - since
+            if absent:
+                logger.error(
+                    "unickpt: Gave up saving %s after %.1f s. No checkpoint was written; earlier checkpoints are intact.",
+                    directory, waited_s,
+                )  # fmt: skip
+            else:
+                logger.error(
+                    "unickpt: Stopped waiting for the save of %s after %.1f s. This rank has written its part; whether the "
+                    "checkpoint exists depends on rank 0. Earlier checkpoints are intact.", directory, waited_s,
+                )  # fmt: skip
+        for upload in uploads[-1:]:
             logger.error(
-                "unickpt: the save of %s is abandoned after %.0f s: it does not exist, and checkpoints before it are intact",
-                save.directory, saver.options.grace_s,
+                "unickpt: Gave up uploading %s after %.1f s. %s was not written; the local checkpoint is whole.",
+                upload.source, time.monotonic() - since, upload.target,
             )  # fmt: skip
-        for upload in saver.uploads[-1:]:
-            logger.error(
-                "unickpt: the upload of %s is abandoned after %.0f s: %s does not exist; the local checkpoint is whole",
-                upload.source, saver.options.grace_s, upload.target,
-            )  # fmt: skip
+    for saver in list(_savers):
+        saver.report()
 
 
 def _listen() -> None:
@@ -135,7 +164,9 @@ def _terminate(receiving: socket.socket, sending: socket.socket, process: int) -
         if not received:
             return
         if signal.SIGTERM in received and signal.getsignal(signal.SIGTERM) is _heard and os.getpid() == process:
-            _finish("SIGTERM")
+            global _ending
+            _ending = "SIGTERM"
+            _finish("SIGTERM", time.monotonic())
             sending.close()
             ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # Python's own function works in the main thread only
             os.kill(process, signal.SIGTERM)

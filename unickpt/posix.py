@@ -25,7 +25,7 @@ class PosixStorage(Storage):
     """Files below one directory, addressed by relative paths with ``/``."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = Path(root)
+        self.root = Path(os.path.abspath(root))  # whatever the working directory will be
 
     def __str__(self) -> str:
         return str(self.root)
@@ -95,7 +95,7 @@ class PosixStorage(Storage):
         """
         path = self.path(name)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_folders(path.parent)
             path.unlink(missing_ok=True)
             try:
                 with _new_file(path, direct=direct) as sink:
@@ -162,7 +162,7 @@ class PosixStorage(Storage):
         """
         path = self.path(name)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_folders(path.parent)
             while True:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
                 if not _locked(descriptor):
@@ -281,6 +281,17 @@ class _DescriptorReader:
             small = next((n for n, part in enumerate(parts) if self._direct is not None and len(part) >= _DIRECT_BYTES), None)
             return os.preadv(self._descriptor, parts[:small], at)
         return self._direct.read(parts[0], at)
+
+
+def _make_folders(path: Path) -> None:
+    """Make a folder and those above it, each one's entry durable. Another rank may be making the same ones."""
+    missing = []
+    while not path.exists() and path.parent != path:
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        _sync_directory(folder.parent)
 
 
 def _sync_directory(path: Path) -> None:

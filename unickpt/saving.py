@@ -1,11 +1,11 @@
-"""Saving: every rank copies what it holds and returns; writing, agreement and commit go on behind training.
+"""Saving: the ranks agree, every rank writes what it holds, one of them commits.
 
-    contribute -> copy          in training's thread
-    write data + rows -> report -> merge -> index -> manifest -> latest     in the saver's thread
+    opening -> describe -> agree        in training's thread: what fails here is known on all ranks when the call returns
+    write data + rows -> report -> merge -> index -> manifest -> latest     before the call returns, or behind training
     send what was committed to another place, if asked for                  in the uploader's thread
 
-One coordinator commits. Data is never gathered: it sees only the other ranks' fragment tables. A
-save that waits for all of that is the same path, without the copy.
+One coordinator commits. Data is never gathered: it sees only the other ranks' fragment tables. An
+asynchronous save is the same path behind a copy in host memory.
 """
 
 from __future__ import annotations
@@ -15,48 +15,31 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
-from unickpt import agreement, interruption, retention, staging
 from unickpt import commit as commit_module
-from unickpt import manifest as manifest_module
-from unickpt.commit import HOLD_FILE, LATEST_FILE, Names
-from unickpt.contribution import Contribution, Prepared, Shard, prepare, resolved
+from unickpt import interruption, staging
+from unickpt.commit import HOLD_FILE, Names
+from unickpt.contribution import Contribution, Prepared, prepare, resolved
 from unickpt.coordination import Message, Rendezvous
 from unickpt.direct_io import BLOCK_BYTES
-from unickpt.errors import CoordinationError, StorageError, UncertainCommitError, UnickptError, UnsupportedLayoutError
-from unickpt.manifest import FileRecord
+from unickpt.errors import CoordinationError, UnickptError
+from unickpt.failures import SaveFailure, failure_of
 from unickpt.saves import PendingSave, Request, SaveCounts, SaveOptions, SaveResult
 from unickpt.staging import StagingBuffer, StagingPool
-from unickpt.storage import Sink, Storage, absolute, open_storage, split
-from unickpt.uploading import Copy, PendingUpload, Uploader, tags_of
-from unickpt.writing import DataFile, Pace, write_rows
+from unickpt.storage import Sink, Storage, open_storage, split
+from unickpt.task import Begun, Part, SaveTask
+from unickpt.uploading import Copy, PendingUpload, Uploader
+from unickpt.writing import DataFile, Pace
 
 logger = logging.getLogger("unickpt")
 
 
-@dataclass
-class _Part:
-    """This rank's part of one save: what it was asked to write, or why it could not."""
+class Abandoned(NamedTuple):
+    """A save that the end of the process has cut off. ``absent``: it surely has no checkpoint."""
 
-    prepared: Prepared | None = None
-    message: Message | None = None  # of a failure
-    written: _Begun | None = None
-    shards: list[Shard] = field(default_factory=list)  # that are still to be written
-    ready: Callable[[], None] = staging.nothing_to_wait_for
-    buffer: StagingBuffer | None = None
-
-
-@dataclass
-class _Begun:
-    """A data file that is open, with what did not fit into the staging budget written already."""
-
-    stack: contextlib.ExitStack
-    file: DataFile
-
-    def abandon(self) -> None:
-        with contextlib.suppress(Exception):
-            self.stack.close()
+    directory: str
+    absent: bool
 
 
 class Saver:
@@ -67,16 +50,21 @@ class Saver:
 
     Attributes:
         counts: of the saves that are over.
+        wrong: a save was described, and then found to be described wrongly. Later saves are refused with this failure,
+            so that the framework makes them.
     """
 
     def __init__(self, options: SaveOptions | None = None) -> None:
         self.options = options or SaveOptions()
         self.counts = SaveCounts()
+        self.wrong: SaveFailure | None = None
         self._pool = StagingPool(self.options.staging_bytes, buffers=2 if self.options.on_busy == "queue" else 1)
         self._pending: list[PendingSave] = []
+        self._tasks: dict[PendingSave, SaveTask] = {}
+        self._unreported: list[PendingSave] = []  # failed behind training
+        self._recovering = False  # since a failure behind training, no save was committed
         self._threads: list[threading.Thread] = []
         self._uploader = Uploader(self.pace)
-        self._proven = False  # a save was committed: the layout can be described on every rank
         self._told: set[str] = set()
         self._holds: dict[str, Callable[[], None]] = {}  # on the coordinator: directories that are being saved into
         interruption.guard(self)
@@ -104,12 +92,32 @@ class Saver:
     def leave(self, timeout_s: float) -> bool:
         """As ``finish``, for the end of the process: the threads themselves have to be gone, or they are torn apart."""
         end = time.monotonic() + timeout_s
+        waiting = self.pending  # also those without a thread: training's own may be in one while SIGTERM is heard in another
+        for save in waiting:
+            save.wait(max(end - time.monotonic(), 0.0))
         for thread in self._threads:
             thread.join(max(end - time.monotonic(), 0.0))
         uploading = self._uploader.threads  # after the saves, which begin uploads
         for thread in uploading:
             thread.join(max(end - time.monotonic(), 0.0))
-        return not any(thread.is_alive() for thread in [*self._threads, *uploading])
+        return not self.pending and not any(thread.is_alive() for thread in [*self._threads, *uploading])
+
+    def abandon(self) -> list[Abandoned]:
+        """Give up all saves that are not over, and remove what was written of them."""
+        found = []
+        for save in self.pending:
+            task = self._tasks.get(save)
+            found.append(Abandoned(save.directory, task is None or task.abandon()))
+        return found
+
+    def report(self) -> None:
+        """Log every asynchronous save that has failed and was not reported yet, at error level."""
+        failed, self._unreported = self._unreported, []
+        for save in failed:
+            if save.rank == 0 or save.result is None:
+                logger.error(
+                    "unickpt: the asynchronous save of %s FAILED after the call had returned: %s", save.directory, save.cause()
+                )
 
     def save(self, request: Request, meet: Rendezvous, *, asynchronous: bool | None = None) -> PendingSave:
         """Save one checkpoint. Every rank calls this.
@@ -117,28 +125,27 @@ class Saver:
         Args:
             request: what to save, and where.
             meet: message exchange of the ranks, for this save alone (``Rendezvous.apart``).
-            asynchronous: as in the options, which it overrides.
+            asynchronous: as in the options, which it overrides. The coordinator's counts. After an asynchronous save that
+                failed, saves are synchronous until one is committed.
 
         Returns:
             The save: over, or going on in a thread. If it is not committed in the end, its files are removed and
-            what was committed before, under this tag or another, is untouched.
+            what was committed before, under this tag or another, is untouched. What fails while a rank describes its
+            state is known on all ranks when this returns.
 
         Raises:
             CoordinationError: a rank did not arrive in time.
+            KeyboardInterrupt, SystemExit: on the rank that was interrupted; nothing of the save is left.
         """
         begin = time.monotonic()
-        behind = self.options.asynchronous if asynchronous is None else asynchronous
         save = PendingSave(request.directory, meet.rank, self.counts)
+        wanted = self.options.asynchronous if asynchronous is None else asynchronous
         busy = self.pending
-        if busy and (self.options.on_busy == "wait" or not behind or any(s.directory == save.directory for s in busy)):
+        if busy and (self.options.on_busy == "wait" or not wanted or any(s.directory == save.directory for s in busy)):
             _wait_for(busy[-1], save.directory, meet)
             busy = []
-        storage = open_storage(save.directory)
-        try:
-            opening = meet.broadcast("save", self._opening(storage, request, busy=bool(busy)) if meet.rank == 0 else None)
-        except CoordinationError:
-            self._let_go(save.directory)
-            raise
+        self.report()
+        meet, opening = self._opened(request, meet, wanted, busy=bool(busy))
         if opening["skip"]:
             save.end(SaveResult(committed=False, skipped=True))
             if meet.rank == 0:
@@ -146,109 +153,211 @@ class Saver:
                     "unickpt: %s is skipped: the save before it is still being written (on_busy is 'skip')", save.directory
                 )
             return save
-        if opening["held"]:
-            save.end(SaveResult(committed=False, failures={0: opening["held"]}), tell=request.on_end)
-            return save
-        names = Names(meet.rank, opening["generation"])
-        part = self._part(request, storage, names, opening["announce"], meet, behind=behind)
+        part, failures, generation = Part(), [], 0
+        storage = open_storage(save.directory)
         try:
-            unsupported = self._agreed_on_layout(part, meet) if opening["agree"] else ""
-        except CoordinationError:
-            storage.delete(names.data)
-            self.concluded(save, part, committed=False)
+            if opening["refused"] is not None:
+                failures = [SaveFailure.from_json(opening["refused"])]
+            else:
+                part = self._described(request, opening, meet)
+                self._pending.append(save)  # from here on, SIGTERM waits for it
+                generation, failures = self._agreed(part, storage, meet)
+            if failures:
+                self._ended(save, part, failures, request, meet, begin)
+                return save
+            if not part.staged and opening["behind"]:
+                self._stage(part, storage, Names(meet.rank, generation), meet)
+        except BaseException as err:
+            self._interrupted(err, save, part, meet)
             raise
-        if unsupported:
-            storage.delete(names.data)
-            self.concluded(save, part, committed=False)
-            save.end(SaveResult(committed=False, unsupported=unsupported, seconds=time.monotonic() - begin))
-            return save
-        work = _Work(self, save, request, storage, names, part, meet, begin, after=busy[-1] if busy else None)
-        self._pending.append(save)
-        if behind:
+        after = busy[-1] if busy else None
+        task = SaveTask(self, save, request, storage, Names(meet.rank, generation), part, meet, begin, after)
+        save.agreed, save.background = True, opening["behind"]
+        self._tasks[save] = task
+        if opening["behind"]:
             save.stall_s = time.monotonic() - begin
-            thread = threading.Thread(target=work.run, name="unickpt-save", daemon=True)
+            thread = threading.Thread(target=task.run, name="unickpt-save", daemon=True)
             self._threads = [t for t in self._threads if t.is_alive()] + [thread]
             thread.start()
         else:
-            work.run()
+            task.run()
             save.stall_s = time.monotonic() - begin
             if save.error is not None:
                 raise save.error
         return save
 
-    def _opening(self, storage: Storage, request: Request, *, busy: bool) -> Message:
-        # ranks hear of a commit one after the other: whether it is still to be agreed is the coordinator's word
-        opening = {"skip": busy and self.options.on_busy == "skip", "held": "", "generation": 0, "agree": not self._proven}
-        opening["announce"] = request.announce or {}
-        if not opening["skip"]:
-            opening["held"] = self._hold(storage)
-            opening["generation"] = commit_module.next_generation(storage)
+    def _opened(
+        self, request: Request, meet: Rendezvous, wanted: bool, *, busy: bool
+    ) -> tuple[Rendezvous, Message]:  # fmt: skip
+        """Hear the coordinator's word on this save. Calls that it gave up, and this rank never made, are passed over.
+
+        Raises:
+            CoordinationError: the coordinator does not come, or has waited for this rank in vain.
+        """
+        if meet.rank == 0:
+            try:
+                return meet, meet.broadcast("save", self._opening(request, wanted, busy=busy))
+            except BaseException as err:
+                with contextlib.suppress(CoordinationError):
+                    meet.abandon(str(failure_of(err, meet.rank)))
+                raise
+        while True:
+            opening = meet.broadcast("save", None)
+            reason = meet.given_up()
+            if not reason:
+                return meet, opening
+            following = meet.following()
+            if opening["arguments"] == request.arguments or following is meet:
+                raise CoordinationError(f"rank {meet.rank} came when this save was given up already: {reason}")
+            meet = following
+
+    def _opening(self, request: Request, wanted: bool, *, busy: bool) -> Message:
+        """The coordinator's word on a save, which all ranks follow: they hear of earlier ones at different times."""
+        opening: Message = {"skip": busy and self.options.on_busy == "skip", "refused": None, "announce": {}}
+        opening["arguments"] = request.arguments
+        opening["behind"] = wanted and not self._recovering
+        if opening["skip"]:
+            return opening
+        if self.wrong is not None or request.failed is not None:
+            failure = self.wrong if request.failed is None else failure_of(request.failed, 0, describing=True)
+            opening["refused"] = None if failure is None else failure.to_json()
+            return opening
+        try:
+            opening["announce"] = {} if request.announce is None else request.announce()
+        except Exception as err:
+            opening["refused"] = failure_of(err, 0, describing=True).to_json()
         return opening
 
-    def _hold(self, storage: Storage) -> str:
+    def _described(self, request: Request, opening: Message, meet: Rendezvous) -> Part:
+        """This rank's part, copied if the save is to go on behind training and the copy fits; or why there is none."""
+        part = Part()
+        if request.failed is not None:
+            part.failure = failure_of(request.failed, meet.rank, describing=True)
+        else:
+            part.failure = _refusal(request.arguments, opening["arguments"], meet.rank)
+        if part.failure is not None:
+            return part
+        try:
+            part.prepared = prepare(request.contribute(opening["announce"]), meet.rank)
+            self._resolve(part, part.prepared, behind=opening["behind"], meet=meet)
+        except BaseException as err:  # torch's CheckpointException is no Exception
+            part.failure = failure_of(err, meet.rank, describing=True)
+            part.interrupt = err if part.failure.kind == "interrupted" else None
+            logger.debug("unickpt: rank %d could not describe %s", meet.rank, request.directory, exc_info=err)
+        return part
+
+    def _resolve(self, part: Part, prepared: Prepared, *, behind: bool, meet: Rendezvous) -> None:
+        """Which shards are to be written. Behind training, copy them, if they fit into the budget."""
+        if not behind or any(not shard.data.is_cpu for shard in prepared.shards):
+            prepared.shards = resolved(prepared.shards)
+        part.shards = prepared.shards
+        if not behind:
+            return
+        certain = staging.size_of([shard for shard in part.shards if shard.unless is None])
+        part.buffer = self._buffer(certain, meet)
+        filled = part.buffer.fill(part.shards) if certain <= part.buffer.capacity_bytes else None
+        if filled is None:
+            prepared.shards = part.shards = resolved(part.shards)
+            return
+        part.shards, part.ready = filled
+        prepared.shards, part.staged = part.shards, True
+
+    def _agreed(self, part: Part, storage: Storage, meet: Rendezvous) -> tuple[int, list[SaveFailure]]:
+        """The number of the new save, or why there will be none: the same on all ranks.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: this rank was interrupted, and the others know.
+        """
+        if part.interrupt is not None and meet.rank == 0:
+            raise part.interrupt
+        failure = None if part.failure is None else part.failure.to_json()
+        messages = meet.gather("described", {"failure": failure})
+        if part.interrupt is not None:
+            raise part.interrupt
+        verdict: Message | None = None
+        if messages is not None:
+            verdict = {"failures": [m["failure"] for m in messages if m["failure"] is not None], "generation": 0}
+            if not verdict["failures"]:
+                try:
+                    held = self._hold(storage)
+                    verdict["generation"] = commit_module.next_generation(storage)
+                except Exception as err:  # the other ranks wait for this one's word
+                    held = failure_of(err, meet.rank)
+                verdict["failures"] = [held.to_json()] if held is not None else []
+        verdict = meet.broadcast("agreed", verdict, notice=False)
+        return verdict["generation"], list(map(SaveFailure.from_json, verdict["failures"]))
+
+    def _ended(
+        self, save: PendingSave, part: Part, failures: list[SaveFailure], request: Request, meet: Rendezvous, begin: float
+    ) -> None:
+        """All ranks know that there will be no checkpoint of ours."""
+        self._release(save, part)
+        if request.failed is None and meet.rank == 0:
+            open_storage(save.directory).delete_if_empty()  # the framework may have made it already
+        result = SaveResult(committed=False, failures=tuple(failures), seconds=time.monotonic() - begin)
+        save.end(result, tell=request.on_end)
+        with contextlib.suppress(CoordinationError):
+            meet.part()
+
+    def _interrupted(self, err: BaseException, save: PendingSave, part: Part, meet: Rendezvous) -> None:
+        """Before anything of this save was written: leave nothing, and nobody waiting."""
+        self._release(save, part)
+        failure = failure_of(err, meet.rank)
+        posted = err is part.interrupt and meet.rank != 0
+        if not isinstance(err, CoordinationError) and not posted:
+            with contextlib.suppress(CoordinationError):
+                meet.abandon(str(failure))
+        save.end(SaveResult(committed=False, failures=(failure,)))
+
+    def _hold(self, storage: Storage) -> SaveFailure | None:
         """Keep other jobs out of the directory; why not, if another one is in it."""
         try:
             release = storage.hold(HOLD_FILE)
         except UnickptError:  # the save itself will say what is wrong with the directory
-            return ""
+            return None
         if release is None:
-            return (
+            return SaveFailure(
+                "storage", 0,
                 f"StorageError: {storage.where(HOLD_FILE)} is locked: another process is saving into this directory at this "
-                "moment. Two jobs need two directories (or one of them is a job that was meant to be over)."
-            )
+                "moment. Two jobs need two directories (or one of them is a job that was meant to be over).",
+            )  # fmt: skip
         self._holds[storage.where()] = release
-        return ""
+        return None
 
-    def _part(
-        self, request: Request, storage: Storage, names: Names, announce: Message, meet: Rendezvous, *, behind: bool
-    ) -> _Part:
-        part = _Part()
-        try:
-            part.prepared = prepare(request.contribute(announce), meet.rank)
-            if not behind or any(not shard.data.is_cpu for shard in part.prepared.shards):
-                part.prepared.shards = resolved(part.prepared.shards)
-            part.shards = part.prepared.shards
-            if behind:
-                self._stage(part, storage, names, meet)
-        except UnsupportedLayoutError as err:
-            part.message = {"outcome": "unsupported", "reason": str(err)}
-        except Exception as err:
-            part.message = _failure(err, meet.rank, storage)
-        return part
-
-    def _stage(self, part: _Part, storage: Storage, names: Names, meet: Rendezvous) -> None:
-        """Copy this rank's shards; those beyond the budget are written at once, from where they are."""
+    def _stage(self, part: Part, storage: Storage, names: Names, meet: Rendezvous) -> None:
+        """Copy this rank's shards within the budget; those beyond it are written at once, from where they are."""
         assert part.prepared is not None
-        certain = staging.size_of([shard for shard in part.shards if shard.unless is None])
-        part.buffer = self._buffer(certain, storage, meet)
-        filled = part.buffer.fill(part.shards) if certain <= part.buffer.capacity_bytes else None
-        if filled is not None:
+        assert part.buffer is not None
+        try:
+            if part.buffer.capacity_bytes < staging.size_of(part.shards):
+                self._pool.release(part.buffer)
+                part.buffer = None
+                part.buffer = self._buffer(staging.size_of(part.shards), meet)
+            first = staging.first_that_fits(part.shards, part.buffer.capacity_bytes)
+            if first:
+                part.written = self._begun(part.prepared, first, storage, names, meet)
+            lead = part.written.file.next_byte % BLOCK_BYTES if part.written is not None else 0
+            filled = part.buffer.fill(part.shards[first:], lead_bytes=lead)
+            assert filled is not None  # nothing has a condition any more, and they fit
             part.shards, part.ready = filled
-            part.prepared.shards = part.shards
-            return
-        part.prepared.shards = part.shards = resolved(part.shards)
-        if part.buffer.capacity_bytes < staging.size_of(part.shards):
-            self._pool.release(part.buffer)
-            part.buffer = self._buffer(staging.size_of(part.shards), storage, meet)
-        first = staging.first_that_fits(part.shards, part.buffer.capacity_bytes)
-        if first:
-            stack = contextlib.ExitStack()
-            with contextlib.ExitStack() as undo:
-                undo.push(stack)
-                sink = stack.enter_context(self.data_file(storage, names, part.prepared))
-                file = DataFile(sink, part.shards, rank=meet.rank, step=part.prepared.step, pace=self.pace())
-                file.write(part.shards[:first])
-                undo.pop_all()
-            part.written = _Begun(stack, file)
-        lead = part.written.file.next_byte % BLOCK_BYTES if part.written is not None else 0
-        filled = part.buffer.fill(part.shards[first:], lead_bytes=lead)
-        assert filled is not None  # nothing has a condition any more, and they fit
-        part.shards, part.ready = filled
+        except Exception as err:
+            part.failure = failure_of(err, meet.rank)
 
-    def _buffer(self, size_bytes: int, storage: Storage, meet: Rendezvous) -> StagingBuffer:
+    def _begun(self, prepared: Prepared, count: int, storage: Storage, names: Names, meet: Rendezvous) -> Begun:
+        """The data file with its first shards."""
+        stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            undo.push(stack)
+            sink = stack.enter_context(self.data_file(storage, names, prepared))
+            file = DataFile(sink, prepared.shards, rank=meet.rank, step=prepared.step, pace=self.pace())
+            file.write(prepared.shards[:count])
+            undo.pop_all()
+        return Begun(stack, file)
+
+    def _buffer(self, size_bytes: int, meet: Rendezvous) -> StagingBuffer:
         return self._pool.acquire(
             size_bytes,
-            notice=lambda: _warn_of_waiting(str(storage), "the saves before it", meet),
+            notice=lambda: _warn_of_waiting("this one", "the saves before it", meet),
             notice_s=meet.notice_s,
         )
 
@@ -270,172 +379,53 @@ class Saver:
             logger.log(logging.INFO if note in self._told else logging.WARNING, "unickpt: %s: %s", directory, note)
         self._told.update(notes)
 
-    @staticmethod
-    def _agreed_on_layout(part: _Part, meet: Rendezvous) -> str:
-        """Until a save was committed, the ranks say at once whether they can describe what they hold."""
-        message = part.message or {}
-        reasons = meet.agree("layout", message["reason"] if message.get("outcome") == "unsupported" else None)
-        return min(reasons.items())[1] if reasons else ""
+    def concluded(self, task: SaveTask, result: SaveResult | None) -> None:
+        """A task is over: its part is no longer needed, the directory is free for others; its failure is kept."""
+        self._release(task.save, task.part)
+        if result is None or not result.committed:
+            task.storage.delete_if_empty()
+        self._tasks.pop(task.save, None)
+        if result is not None and result.complete:
+            self._recovering = False
+            return
+        if task.save.background:
+            self._recovering = True
+            self._unreported.append(task.save)
+        for failure in () if result is None else result.failures:
+            if failure.kind == "defect":
+                self.wrong = failure
 
-    def concluded(self, save: PendingSave, part: _Part, *, committed: bool) -> None:
-        """The part is no longer needed, and the directory free for others."""
-        self._proven = self._proven or committed
+    def _release(self, save: PendingSave, part: Part) -> None:
         if part.written is not None:
             part.written.abandon()
             part.written = None
         if part.buffer is not None:
             self._pool.release(part.buffer)
             part.buffer = None
-        self._let_go(save.directory)
+        self.let_go(save.directory)
 
-    def _let_go(self, directory: str) -> None:
+    def let_go(self, directory: str) -> None:
+        """Let other jobs into a directory again."""
         release = self._holds.pop(directory, None)
         if release is not None:
             release()
 
 
-@dataclass
-class _Work:
-    """What is done behind training for one save."""
+def _refusal(here: Message, there: Message, rank: int) -> SaveFailure | None:
+    """Why a rank makes no part of this save, or None.
 
-    saver: Saver
-    save: PendingSave
-    request: Request
-    storage: Storage
-    names: Names
-    part: _Part
-    meet: Rendezvous
-    begin: float
-    after: PendingSave | None
-    record: FileRecord | None = None  # of this rank's data file, once it is written
-
-    def run(self) -> None:
-        """Write, agree, commit. Raises nothing."""
-        result, error = None, None
-        try:
-            if self.after is not None:  # the same order on all ranks: each waits for the others within a save
-                self.after.wait()
-            message = self._write()
-            self.save.written.set()
-            result = self._agree(message)
-        except CoordinationError as err:
-            error = err
-        except Exception as err:  # nothing of ours may end a training process
-            logger.exception("unickpt: rank %d: %s", self.meet.rank, self.save.directory)
-            error = CoordinationError(f"{type(err).__name__}: {err}")
-        committed = result is not None and result.committed
-        self.saver.concluded(self.save, self.part, committed=committed)
-        if committed:
-            self._upload()
-        self.save.end(result, error, self.request.on_end)
-        with contextlib.suppress(CoordinationError):
-            self.meet.part()
-
-    def _write(self) -> Message:
-        part = self.part
-        if part.message is not None:
-            return part.message
-        assert part.prepared is not None
-        try:
-            part.ready()
-            self.record = self._written(part.prepared)
-            message: Message = {"outcome": "written", "file": asdict(self.record)}
-            message |= agreement.message_of(part.prepared.different, part.prepared.replica)
-            if self.meet.rank and part.prepared.optimizer_part is not None:
-                message["optimizer"] = asdict(part.prepared.optimizer_part)
-            return message
-        except Exception as err:
-            return _failure(err, self.meet.rank, self.storage)
-
-    def _written(self, prepared: Prepared) -> FileRecord:
-        if self.part.written is None:
-            with self.saver.data_file(self.storage, self.names, prepared) as sink:
-                file = DataFile(
-                    sink, prepared.shards, rank=self.meet.rank, step=prepared.step, pace=self.saver.pace()
-                )  # fmt: skip
-                file.write(self.part.shards)
-        else:
-            begun, self.part.written = self.part.written, None
-            file = begun.file
-            with begun.stack:
-                file.write(self.part.shards)
-        write_rows(self.storage, self.names.rows, file.rows, prepared.tensors)
-        return file.record(self.names.data)
-
-    def _agree(self, message: Message) -> SaveResult:
-        messages = self.meet.gather("written", message)
-        conclusion = None
-        if messages is not None:
-            conclusion = self._conclude(messages)
-            if conclusion["committed"] and self.request.on_commit is not None:
-                _notify(self.request.on_commit, self.save.directory)
-        verdict = self.meet.broadcast("verdict", conclusion, notice=False)
-        if self.meet.rank == 0 and verdict["committed"]:
-            with contextlib.suppress(OSError, UnickptError):
-                busy = tags_of(self.saver.uploads, absolute(self.request.save_dir))
-                retention.apply(self.request.save_dir, self.saver.options.retention, just_saved=self.request.tag, busy=busy)
-        if not verdict["committed"] and not verdict["uncertain"]:
-            self.storage.delete(self.names.data)
-            self.storage.delete(self.names.rows)
-        return SaveResult(
-            committed=verdict["committed"],
-            unsupported=verdict["unsupported"],
-            failures={int(rank): reason for rank, reason in verdict["failures"].items()},
-            size_bytes=verdict["size_bytes"],
-            seconds=time.monotonic() - self.begin,
-            stall_s=self.save.stall_s or time.monotonic() - self.begin,
-        )
-
-    def _conclude(self, messages: list[Message]) -> Message:
-        """On the coordinator: commit if every rank has written, otherwise say why not."""
-        verdict: Message = {"committed": False, "uncertain": False, "unsupported": "", "failures": {}, "size_bytes": 0}
-        for rank, message in enumerate(messages):
-            if message["outcome"] == "unsupported":
-                verdict["unsupported"] = message["reason"]
-            elif message["outcome"] == "failed":
-                verdict["failures"][str(rank)] = message["reason"]
-        part = self.part.prepared
-        if verdict["unsupported"] or verdict["failures"] or part is None:
-            return verdict
-        try:
-            files = [FileRecord(**message["file"]) for message in messages]
-            parts = [manifest_module.optimizer_from_json(m["optimizer"]) for m in messages if m.get("optimizer")]
-            part.optimizer = manifest_module.merge_optimizers(part.optimizer, parts)
-            part.notes = agreement.notes_of(messages)
-            verdict["size_bytes"] = commit_module.commit(self.storage, files, part, self.names.generation)
-            verdict["committed"] = True
-            self.saver.tell(self.save.directory, part.notes)
-        except Exception as err:
-            if not isinstance(err, StorageError):
-                logger.exception("unickpt: the coordinator could not commit %s", self.storage)
-            verdict["uncertain"] = isinstance(err, UncertainCommitError)
-            verdict["failures"]["0"] = f"{type(err).__name__}: {err}"
-            return verdict
-        if self.request.save_latest:
-            try:
-                open_storage(self.request.save_dir).write_atomic(LATEST_FILE, self.request.tag.encode())
-            except Exception as err:  # the checkpoint is there, and all ranks wait to hear of it
-                logger.warning("unickpt: %s is saved, but 'latest' could not be updated: %s", self.save.directory, err)
-        return verdict
-
-    def _upload(self) -> None:
-        """Begin the copy of what was committed, if there is to be one."""
-        target = self.saver.options.upload_to
-        if not target:
-            return
-        assert self.record is not None  # or there was no commit
-        request, meet = self.request, self.meet.apart("upload")
-        copy = Copy(self.storage, target, request.tag, self.record, request.save_latest, meet, request.on_commit)
-        try:
-            self.save.upload = self.saver.upload(copy)
-        except Exception:  # the checkpoint is there
-            logger.exception("unickpt: rank %d cannot begin to upload %s", self.meet.rank, self.save.directory)
-
-
-def _failure(err: Exception, rank: int, storage: Storage) -> Message:
-    if not isinstance(err, StorageError):
-        logger.error("unickpt: rank %d could not write its part of %s", rank, storage, exc_info=err)
-    return {"outcome": "failed", "reason": f"{type(err).__name__}: {err}"}
+    Args:
+        here: the call's arguments on this rank.
+        there: on the coordinator.
+        rank: this one.
+    """
+    if interruption.ending():
+        return SaveFailure("interrupted", rank, f"{interruption.ending()} was received, so no new save begins")
+    differing = [name for name in there if here.get(name) != there[name]]
+    if not differing:
+        return None
+    found = "; ".join(f"{name} is {here.get(name)!r} here and {there[name]!r} on rank 0" for name in differing)
+    return SaveFailure("arguments", rank, found)
 
 
 def _wait_for(save: PendingSave, directory: str, meet: Rendezvous) -> None:
@@ -459,13 +449,6 @@ def _warn_of_waiting(directory: str, what: str, meet: Rendezvous) -> None:
     )  # fmt: skip
 
 
-def _notify(on_commit: Callable[[str], None], directory: str) -> None:
-    try:
-        on_commit(directory)
-    except Exception as err:  # the checkpoint is there, whatever was to be told about it
-        logger.warning("unickpt: %s is saved, but what should follow failed (%s: %s)", directory, type(err).__name__, err)
-
-
 def save(
     contribute: Callable[[Message], Contribution],
     *,
@@ -473,14 +456,12 @@ def save(
     tag: str,
     save_latest: bool,
     meet: Rendezvous,
-    announce: Message | None = None,
 ) -> SaveResult:
     """Save one checkpoint and wait until it exists: ``Saver.save`` for those who save once.
 
     Raises:
         CoordinationError: a rank did not arrive in time.
     """
-    request = Request(contribute, save_dir, tag, save_latest, announce)
-    result = Saver(SaveOptions(asynchronous=False)).save(request, meet).result
+    result = Saver().save(Request(contribute, save_dir, tag, save_latest), meet).result
     assert result is not None  # or the call has raised
     return result

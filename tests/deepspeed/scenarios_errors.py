@@ -1,4 +1,4 @@
-"""Bad input at load, each with the message that a user gets. Every rank raises; none hangs."""
+"""Bad input at load, each with the message that a user gets. Every rank raises; none hangs. And failures within a save."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import time
 import unittest
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.deepspeed.jobs import Layout, build, train
 from tests.deepspeed.logs import Log
 from tests.deepspeed.model import Model
 from tests.deepspeed.scenario_worker import scenario
+from tests.deepspeed.truth import consolidated, differences
 from unickpt import manifest as manifest_module
 from unickpt.checksums import digest
 from unickpt.errors import UnickptError
@@ -423,3 +425,84 @@ def a_wrong_option(folder: Path) -> None:
     ):
         with pytest.raises(UnickptError, match=pattern):
             build(here(1), seed=1, unickpt=section)
+
+
+class Flavoured(Model):
+    """A module of a user with an attribute that is read while a save describes the model, and nowhere else."""
+
+    broken = False
+
+    @property
+    def config(self) -> Any:
+        if self.broken:
+            raise KeyError("flavour")
+        return None
+
+
+@scenario(2)
+def an_exception_on_one_rank_while_it_describes_the_job_makes_deepspeed_save(folder: Path) -> None:
+    for behind in (False, True):
+        place = folder / str(behind)
+        torch.manual_seed(1)
+        model = Flavoured()
+        engine = build(here(1), seed=1, model=model, unickpt={"enabled": True, "async_save": behind})
+        train(engine, 1)
+        model.broken = dist.get_rank() == 1
+        for _ in range(2):
+            with Log() as log:
+                assert engine.save_checkpoint(str(place), client_state={"at": engine.global_steps}) is True
+            dist.barrier()
+            tag = place / f"global_step{engine.global_steps}"
+            assert (tag / "mp_rank_00_model_states.pt").is_file()
+            assert not (tag / "manifest.json").exists()
+            if dist.get_rank() == 0:
+                said = [line for line in log.lines if "KeyError: 'flavour'" in line]
+                assert len(said) == 1, log.lines
+                assert "rank 1" in said[0]
+                assert "scenarios_errors.py" in said[0]
+            other = build(here(1), seed=2)
+            assert other.load_checkpoint(str(place))[1]["at"] == engine.global_steps
+            assert train(engine, 1) == train(other, 1)
+            expected, found = (consolidated(one, ("exp_avg", "exp_avg_sq")) for one in (engine, other))
+            assert differences(expected, found, ignore=("groups",)) == []
+        model.broken = False
+        assert engine.save_checkpoint(str(place)) is True
+        other.load_checkpoint(str(place))
+        assert (place / f"global_step{other.global_steps}" / "manifest.json").is_file()
+
+
+@scenario(2)
+def ranks_that_name_different_tags_are_saved_by_deepspeed_at_once(folder: Path) -> None:
+    rank = dist.get_rank()
+    engine = build(here(1), seed=1, checkpoint={"tag_validation": "Ignore"})
+    train(engine, 1)
+    begin = time.monotonic()
+    with Log() as log:
+        assert engine.save_checkpoint(str(folder), tag=f"of-rank{rank}") is True
+    assert time.monotonic() - begin < 60
+    dist.barrier()
+    stock = build(here(1), seed=1, checkpoint={"tag_validation": "Ignore"}, unickpt={"enabled": False})
+    train(stock, 1)
+    assert stock.save_checkpoint(str(folder / "stock"), tag=f"of-rank{rank}") is True
+    dist.barrier()
+    for tag in ("of-rank0", "of-rank1"):
+        assert sorted(os.listdir(folder / tag)) == sorted(os.listdir(folder / "stock" / tag))
+    if rank == 0:
+        assert any("of-rank0" in line and "of-rank1" in line for line in log.lines), log.lines
+    assert engine.save_checkpoint(str(folder), tag="together") is True
+    assert (folder / "together" / "manifest.json").is_file()
+
+
+@scenario(2)
+def by_default_what_save_checkpoint_has_returned_from_is_there(folder: Path) -> None:
+    for stage in (0, 2):
+        engine = build(here(stage), seed=1, unickpt={"enabled": True})
+        train(engine, 1)
+        assert engine.save_checkpoint(str(folder / str(stage))) is True
+        copy = folder / f"copy{stage}-{dist.get_rank()}"  # what every rank sees, at once
+        shutil.copytree(folder / str(stage), copy)
+        truth = consolidated(engine, ("exp_avg", "exp_avg_sq"))
+        dist.barrier()
+        target = build(here(3), seed=2)
+        target.load_checkpoint(str(folder / f"copy{stage}-1"))
+        assert differences(truth, consolidated(target, ("exp_avg", "exp_avg_sq"))) == []

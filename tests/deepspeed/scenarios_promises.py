@@ -73,7 +73,7 @@ def after_a_save_the_persistent_parameters_of_zero_3_are_gathered(folder: Path) 
 @scenario(2)
 def a_save_goes_on_behind_training_and_holds_what_was_there_when_it_was_called(folder: Path) -> None:
     for stage in (0, 1, 2, 3):
-        source = build(here(stage), seed=1, unickpt={"enabled": True})
+        source = build(here(stage), seed=1, unickpt={"enabled": True, "async_save": True})
         train(source, 2)
         truth = consolidated(source, ADAM)
         stall = Stall("pwrite")
@@ -257,7 +257,7 @@ def a_full_disk_stops_neither_training_nor_resuming(folder: Path) -> None:
         with Log() as log:
             assert _until_full(engine, disk, mounted[0]) is False
         if rank == 0:
-            assert any("is NOT saved" in line and ("No space left" in line or "too large" in line) for line in log.lines), (
+            assert any("Gave up saving" in line and ("No space left" in line or "too large" in line) for line in log.lines), (
                 log.lines
             )
         assert train(engine, 1)

@@ -49,7 +49,7 @@ def _train(rank: int, folder: Path, scratch: Path, board: Board, first: int, mee
     """One rank: save in a loop, new tags and one that comes again, until something is wrong; then say what."""
     store = meeting.hold() if holds else meeting.join()
     meet = Rendezvous(store, rank=rank, world=WORLD, prefix="job", timeout_s=1.5)
-    saver = Saver(SaveOptions(retention=KEEP, on_busy=("wait", "queue", "skip")[first % 3], grace_s=5.0))
+    saver = Saver(SaveOptions(asynchronous=True, retention=KEEP, on_busy=("wait", "queue", "skip")[first % 3], grace_s=5.0))
     chance = random.Random(first * 10 + rank)
     errors: list[str] = []
 

@@ -106,7 +106,7 @@ def _until(condition: Callable[[], bool]) -> None:
 def _stalled(folder: Path, name: str, what: str, word: Path) -> None:
     stall = Stall(name)
     policy = what if what in ("wait", "skip", "queue") else "wait"
-    saver = Saver(SaveOptions(on_busy=policy, grace_s=0.3, retention=KEEP))
+    saver = Saver(SaveOptions(asynchronous=True, on_busy=policy, grace_s=0.3, retention=KEEP))
     meet = ranks.alone()
     meet.notice_s = 0.01
     with watched(folder, stall, (name,)):
@@ -183,7 +183,7 @@ def terminations(folder: Path, count: int, seed: int) -> list[Tally]:
 
 def _terminated(folder: Path, number: int, word: Path) -> None:
     meet = ranks.alone()
-    saver = Saver(SaveOptions(grace_s=ranks.HANG_S, retention=KEEP))
+    saver = Saver(SaveOptions(asynchronous=True, grace_s=ranks.HANG_S, retention=KEEP))
 
     def tell(call: Call) -> None:
         if (call.number, call.after) == (number, False):
