@@ -78,6 +78,7 @@ def save(
         tag=tag,
         on_commit=_on_commit(),
         on_end=_ended,
+        framework_stands_in=_in_the_scripts(),
     )
     pending = _begun(request, asynchronous=asynchronous)
     if not pending.pending.agreed:
@@ -113,15 +114,20 @@ def _begun(request: Request, *, asynchronous: bool) -> MegatronSave:
 
 def _on_commit() -> Callable[[str], None]:
     """What follows on a commit, here and where a copy is uploaded to; the training scripts have a tracker file."""
-    scripts = sys.modules.get("megatron_unickpt.training")
-    tracked = scripts is not None and scripts.in_a_save()
+    tracked = _in_the_scripts()
 
     def follow(directory: str) -> None:
         job.mark(directory)
-        if tracked and scripts is not None:
-            scripts.track(directory)
+        if tracked:
+            sys.modules["megatron_unickpt.training"].track(directory)
 
     return follow
+
+
+def _in_the_scripts() -> bool:
+    """Whether the training scripts make this save, which can make it in Megatron's own format as well."""
+    scripts = sys.modules.get("megatron_unickpt.training")
+    return scripts is not None and bool(scripts.in_a_save())
 
 
 def _ended(save: PendingSave) -> None:

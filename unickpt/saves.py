@@ -127,6 +127,8 @@ class Request:
         save_latest: whether ``<save_dir>/latest`` shall name it.
         announce: called on the coordinator: a message that all ranks receive before they contribute.
         alike: further arguments of the call by name, which have to be the same on all ranks.
+        framework_stands_in: the caller has another way to save the same state. Once a state was found to be described
+            wrongly, such requests are refused without another try.
         failed: what this rank has raised before it came to know the other fields. It takes part so that no rank waits for it.
         on_commit: on the coordinator, called with the checkpoint's directory when it exists and before any rank
             learns of it; then again with the place of its copy, if it was uploaded.
@@ -139,6 +141,7 @@ class Request:
     save_latest: bool = False
     announce: Callable[[], Message] | None = None
     alike: Message = field(default_factory=dict)
+    framework_stands_in: bool = True
     failed: BaseException | None = None
     on_commit: Callable[[str], None] | None = None
     on_end: Callable[[PendingSave], None] | None = None

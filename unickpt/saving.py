@@ -218,9 +218,11 @@ class Saver:
         opening["behind"] = wanted and not self._recovering
         if opening["skip"]:
             return opening
-        if self.wrong is not None or request.failed is not None:
-            failure = self.wrong if request.failed is None else failure_of(request.failed, 0, describing=True)
-            opening["refused"] = None if failure is None else failure.to_json()
+        refused = self.wrong if request.framework_stands_in else None
+        if request.failed is not None:
+            refused = failure_of(request.failed, 0, describing=True)
+        if refused is not None:
+            opening["refused"] = refused.to_json()
             return opening
         try:
             opening["announce"] = {} if request.announce is None else request.announce()
@@ -392,7 +394,7 @@ class Saver:
             self._recovering = True
             self._unreported.append(task.save)
         for failure in () if result is None else result.failures:
-            if failure.kind == "defect":
+            if failure.kind == "defect" and task.request.framework_stands_in:
                 self.wrong = failure
 
     def _release(self, save: PendingSave, part: Part) -> None:
