@@ -3,12 +3,14 @@
 MEGATRON_LM=/path/to/Megatron-LM torchrun --nproc-per-node 4 -m tests.megatron.pretrain <arguments of Megatron>
 
 With ``FOLDER_OF_RANK=PATH{}`` every rank works in a directory of its own, so that a relative path is another one on each.
+With ``BREAK_SAVE=FUNCTION`` (``module.function`` of ``megatron_unickpt``) that function raises on rank 1 while a job saves.
 With ``RECORD_BATCHES=FILE`` the micro batches that a job of one rank trains on are written there when it ends.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -48,12 +50,28 @@ def record_batches(file: str) -> None:
     atexit.register(lambda: torch.save({key: torch.stack([batch[key] for batch in found]) for key in found[0]}, file))
 
 
+def break_save(function: str) -> None:
+    """Make one of our own functions raise on rank 1, as a layout that it does not foresee does."""
+    module_name, _, name = function.rpartition(".")
+    module = importlib.import_module(f"megatron_unickpt.{module_name}")
+    original = getattr(module, name)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        if torch.distributed.get_rank() == 1 and not kwargs.get("is_loading"):
+            return [][len(args) + 1]
+        return original(*args, **kwargs)
+
+    setattr(module, name, broken)
+
+
 def main() -> None:
     tree = os.environ["MEGATRON_LM"]
     sys.path.insert(1, tree)  # behind the project, which has a ``tests`` as well
     cpu.adapt_megatron()
     if "FOLDER_OF_RANK" in os.environ:
         os.chdir(os.environ["FOLDER_OF_RANK"].format(os.environ["RANK"]))
+    if "BREAK_SAVE" in os.environ:
+        break_save(os.environ["BREAK_SAVE"])
     if "RECORD_BATCHES" in os.environ:
         record_batches(os.environ["RECORD_BATCHES"])
     sys.argv = [os.path.join(tree, "pretrain_gpt.py"), *ARGUMENTS.split(), *sys.argv[1:]]
