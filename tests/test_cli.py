@@ -485,11 +485,7 @@ def test_hooks_status_of_an_installed_framework(hooks_in_a_process: tuple[str, s
     document = json.loads(hooks_in_a_process[0])  # whatever the framework says on import does not get in between
     assert document["adapters"][0]["state"] == "imported"
     names = [hook["name"] for hook in document["hooks"]]
-    assert [name for name in names if name.startswith("deepspeed.")] == [
-        "deepspeed.configure",
-        "deepspeed.load",
-        "deepspeed.save",
-    ]
+    assert {"deepspeed.configure", "deepspeed.load", "deepspeed.save", "deepspeed.zero_to_fp32"} <= set(names)
     for hook in document["hooks"]:
         known = not hook["known_fingerprints"] or hook["fingerprint"] in hook["known_fingerprints"]
         assert (hook["state"] == "installed") == known, hook
