@@ -1,8 +1,10 @@
-"""Hostile input by chance: ``python scripts/fuzz.py --count 600000 --out docs/reliability.md``.
+"""Hostile input by chance: ``python scripts/fuzz.py --count 600000 --out docs/reliability.md``, and with ``--pickles`` other
+frameworks' files: ``python scripts/fuzz.py --pickles --count 200000 --out docs/reliability.md``.
 
-Every input is made from a sound checkpoint by the generators in ``tests/faults/mutation.py`` and used as loading
-does. Allowed is success or an ``UnickptError``, within a fixed amount of memory (``RLIMIT_AS``) and a second of
-processor time. Exit status 1 otherwise; what broke it can be made again with ``--again TARGET:SEED``.
+Inputs are made from a sound checkpoint by the generators in ``tests/faults/mutation.py``, or by the grammar in
+``tests/hostile/pickle_grammar.py``, and used as loading or converting does. Allowed is success or an ``UnickptError``, within a
+fixed amount of memory (``RLIMIT_AS``) and a second of processor time; of pickles nothing outside their folder may be opened (an
+audit hook watches). Exit status 1 otherwise; what broke it can be made again with ``--again TARGET:SEED``.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,10 +34,12 @@ import torch
 from scripts.faults import put, section
 from tests import handmade
 from tests.faults.mutation import ALLOWANCE_BYTES, Attacker, Target, kind_of, limited_memory
+from tests.hostile.pickle_grammar import PickleAttacker, Watch
 from unickpt.errors import UnickptError
 
 LIMIT_S = 1.0  # of processor time for one input
-SHARES = {"a checkpoint's directory": 0.01}  # of all inputs; it is slower. The rest is shared by the others
+SHARES = {"a checkpoint's directory": 0.01, "pickle, by grammar": 0.6}  # of all inputs. The rest is shared by the others
+PICKLES_BYTES = 1 << 30  # of resident memory, with what torch and its libraries take
 
 
 @dataclass
@@ -52,8 +58,8 @@ def too_long(*_: object) -> None:
     raise TimeoutError(f"more than {10 * LIMIT_S:.0f} s of processor time")
 
 
-def throw(name: str, target: Target, count: int, seed: int) -> Found:
-    """So many inputs at one target, input n from the seed ``<seed>/n``."""
+def throw(name: str, target: Target, count: int, seed: int, watched: Callable[[], AbstractContextManager[None]]) -> Found:
+    """So many inputs at one target, input n from the seed ``<seed>/n``; ``watched`` is entered around the use of each."""
     found = Found()
     signal.signal(signal.SIGVTALRM, too_long)
     for number in range(count):
@@ -61,7 +67,8 @@ def throw(name: str, target: Target, count: int, seed: int) -> Found:
         begin = time.process_time()
         signal.setitimer(signal.ITIMER_VIRTUAL, 10 * LIMIT_S)
         try:
-            target.use(made)
+            with watched():
+                target.use(made)
             outcome = "accepted"
         except UnickptError as err:
             outcome = type(err).__name__
@@ -84,7 +91,7 @@ def throw(name: str, target: Target, count: int, seed: int) -> Found:
     return found
 
 
-def table(results: dict[str, Found], peak_bytes: int) -> str:
+def table(results: dict[str, Found], peak_bytes: int, allowance_bytes: int) -> str:
     rows = [
         "| input | inputs | what came of it | different refusals | slowest | broken |",
         "|---|---|---|---|---|---|",
@@ -97,7 +104,7 @@ def table(results: dict[str, Found], peak_bytes: int) -> str:
     total = sum(found.count for found in results.values())
     rows += [
         "",
-        f"{total:,} inputs. Address space was limited to {ALLOWANCE_BYTES >> 20} MiB over what the process had at the "
+        f"{total:,} inputs. Address space was limited to {allowance_bytes >> 20} MiB over what the process had at the "
         f"beginning; the largest resident size was {peak_bytes >> 20} MiB (of which torch and its libraries are the most).",
         "",
     ]
@@ -108,6 +115,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=600_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--pickles", action="store_true", help="files of other frameworks instead of checkpoints of unickpt")
     parser.add_argument("--only", help="one target")
     parser.add_argument("--again", metavar="TARGET:SEED", help="one input, with its traceback")
     parser.add_argument("--out", type=Path, help="the document whose table is replaced")
@@ -116,8 +124,14 @@ def main() -> int:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="unickpt-fuzz-") as folder:
-        sound = handmade.save_ranks(Path(folder) / "sound", world=2)
-        targets = Attacker(sound, Path(folder) / "work").targets
+        work = Path(folder) / "work"
+        watched: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        if options.pickles:
+            targets = PickleAttacker(work).targets
+            watch = Watch()
+            watched = lambda: watch.below(work)  # noqa: E731
+        else:
+            targets = Attacker(handmade.save_ranks(Path(folder) / "sound", world=2), work).targets
         if options.again:
             name, _, seed = options.again.partition(":")
             targets[name].use(targets[name].make(random.Random(seed)))
@@ -128,11 +142,14 @@ def main() -> int:
         results: dict[str, Found] = {}
         names = [options.only] if options.only else list(targets)
         left = 1 - sum(SHARES.get(name, 0) for name in names)
-        with limited_memory():
+        allowance = ALLOWANCE_BYTES
+        if options.pickles:  # all of the process's resident memory stays below the limit
+            allowance = PICKLES_BYTES - (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+        with limited_memory(allowance):
             for name in names:
                 share = SHARES.get(name, left / max(sum(n not in SHARES for n in names), 1)) if len(names) > 1 else 1.0
                 begin = time.monotonic()
-                results[name] = throw(name, targets[name], round(options.count * share), options.seed)
+                results[name] = throw(name, targets[name], round(options.count * share), options.seed, watched)
                 found = results[name]
                 rate = found.count / (time.monotonic() - begin)
                 print(f"{name}: {found.count:,} inputs, {rate:,.0f} a second, {dict(found.outcomes)}", flush=True)
@@ -141,11 +158,12 @@ def main() -> int:
                 if options.kinds:
                     print("\n".join(f"    {count} {kind}" for kind, count in found.kinds.most_common()), flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    body = table(results, peak)
+    body = table(results, peak, allowance)
     print(body)
     if options.out is not None:
-        command = f"python scripts/fuzz.py --count {options.count} --seed {options.seed} --out {options.out}"
-        put(options.out, "fuzz", section("fuzz", command, body))
+        kind, flag = ("fuzz-pickles", "--pickles ") if options.pickles else ("fuzz", "")
+        command = f"python scripts/fuzz.py {flag}--count {options.count} --seed {options.seed} --out {options.out}"
+        put(options.out, kind, section(kind, command, body))
     return int(any(found.broken for found in results.values()))
 
 

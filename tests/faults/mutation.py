@@ -348,11 +348,11 @@ def load_everything(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def limited_memory() -> Iterator[None]:
-    """Address space for ALLOWANCE_BYTES more than there is now: numpy, torch and python all feel it."""
+def limited_memory(allowance_bytes: int = ALLOWANCE_BYTES) -> Iterator[None]:
+    """Address space for so many bytes more than there is now: numpy, torch and python all feel it."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + ALLOWANCE_BYTES, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (used + allowance_bytes, hard))
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from tests import handmade
 from tests.faults.mutation import Attacker, limited_memory, text_of
 from tests.handmade import IndexParts
 from tests.hostile.attacks import refused
+from tests.hostile.pickle_grammar import PickleAttacker, Watch
 from unickpt import manifest
 from unickpt.errors import UnickptError
 
@@ -32,6 +33,29 @@ def test_mutations(attacker: Attacker, name: str) -> None:
         made = target.make(random.Random(f"tests/{number}"))
         with limited_memory(), contextlib.suppress(UnickptError):
             target.use(made)
+
+
+@pytest.fixture(scope="module")
+def pickles(tmp_path_factory: pytest.TempPathFactory) -> tuple[PickleAttacker, Watch]:
+    return PickleAttacker(tmp_path_factory.mktemp("pickles") / "work"), Watch()
+
+
+@pytest.mark.parametrize("name", PickleAttacker.NAMES)
+def test_pickles_by_grammar(pickles: tuple[PickleAttacker, Watch], name: str) -> None:
+    attacker, watch = pickles
+    target = attacker.targets[name]
+    for number in range(400):
+        made = target.make(random.Random(f"tests/{number}"))
+        with limited_memory(), watch.below(attacker.work), contextlib.suppress(UnickptError):
+            target.use(made)
+
+
+def test_the_watch_sees_what_is_opened_elsewhere(pickles: tuple[PickleAttacker, Watch], tmp_path: Path) -> None:
+    attacker, watch = pickles
+    with watch.below(attacker.work):
+        (attacker.work / "inside").write_bytes(b"")
+    with pytest.raises(AssertionError, match=r"opened .*secret"), watch.below(attacker.work):
+        (tmp_path / "secret").write_bytes(b"")
 
 
 @pytest.mark.parametrize("version", [1, 2])

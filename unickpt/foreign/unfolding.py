@@ -19,9 +19,10 @@ from unickpt.foreign.records import Name, Record
 
 MAX_DEPTH = 100
 # What a value may take written out: a fixed amount and a multiple of the pickle's length, or of the file's for its tensors.
-VALUES_BYTES, VALUES_FACTOR = 64 << 20, 32
+# Without shared references there are fewer members than the pickle has bytes.
+MEMBERS, MEMBERS_FACTOR = 1 << 17, 4
+TEXTS_BYTES, TEXTS_FACTOR = 64 << 20, 32
 TENSORS_BYTES, TENSORS_FACTOR = 64 << 20, 256
-_EDGE_BYTES = 8
 _LEAVES = frozenset({int, float, complex, bool, type(None), torch.dtype, Name, MappingProxyType})
 _TEXTS = frozenset({str, bytes, bytearray})
 _ROWS, _MAPPINGS = frozenset({list, tuple, set, frozenset, deque}), frozenset({dict, OrderedDict})
@@ -38,16 +39,17 @@ def check_unfolding(value: Any, *, pickle_bytes: int, file_bytes: int) -> None:
     Raises:
         FormatError: says which limit is exceeded.
     """
-    values_limit = VALUES_BYTES + VALUES_FACTOR * pickle_bytes
+    members_limit = MEMBERS + MEMBERS_FACTOR * pickle_bytes
+    texts_limit = TEXTS_BYTES + TEXTS_FACTOR * pickle_bytes
     tensors_limit = TENSORS_BYTES + TENSORS_FACTOR * file_bytes
-    values = tensors = 0
+    members = texts = tensors = 0
     level = [value]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
         for each in level:
             kind = type(each)
             if kind in _TEXTS:
-                values += len(each)
+                texts += len(each)
             elif kind is Record:
                 inner += (each.arguments, each.state, each.items, each.entries)
             elif kind in _ROWS:
@@ -57,11 +59,14 @@ def check_unfolding(value: Any, *, pickle_bytes: int, file_bytes: int) -> None:
                 inner += each.values()
             elif kind is Located:
                 tensors += each.numel * itemsize_bytes(each.dtype)
-            if len(inner) * _EDGE_BYTES > values_limit:
+            if len(inner) > members_limit:
                 break
-        values += len(inner) * _EDGE_BYTES
-        if values > values_limit:
-            raise FormatError(f"refers to the same values so often that they would take more than {values_limit:,} bytes")
+        members += len(inner)
+        if members > members_limit or texts > texts_limit:
+            raise FormatError(
+                f"refers to the same values again and again: they have more than {members_limit:,} members, or {texts_limit:,} "
+                "bytes of text"
+            )
         if tensors > tensors_limit:
             raise FormatError(f"its tensors would take {tensors:,} bytes, in a file of {file_bytes:,}")
         level = [each for each in inner if type(each) not in _LEAVES]
