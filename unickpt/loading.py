@@ -29,11 +29,13 @@ from unickpt.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, FileRecord, Mani
 from unickpt.neighbours import Neighbours
 from unickpt.planning import ReadPlan, Target, plan_reads
 from unickpt.reading import ReadStats, Request, execute, files_of
+from unickpt.safetensors_io import parse_header
 from unickpt.storage import Storage, open_storage
 
 SHARED_PREFIX = "objects/shared/"  # objects that any rank may ask for by name
 SHARED_TENSORS_PREFIX = "objects/shared-tensors/"
 MAX_INDEX_BYTES = 1 << 32  # some 50 million fragments
+_LARGE_INDEX_BYTES = 64 << 20
 
 
 def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
@@ -271,12 +273,19 @@ def read_index(storage: Storage, manifest: Manifest) -> Index:
     path = storage.where(record.path)
     if record.size_bytes > MAX_INDEX_BYTES:
         raise FormatError(f"{path}: {record.size_bytes:,} bytes are too many for an index")
-    data = storage.read(record.path, 0, record.size_bytes)
-    if digest(data) != record.checksum:
-        raise CorruptCheckpointError(f"{path}: checksum differs from the manifest's; the index is damaged").about(
-            file=record.path
-        )
-    index = index_file.from_bytes(data, where=path)
+    if record.size_bytes > _LARGE_INDEX_BYTES:
+        # A sparse file costs its sender nothing: the header has to account for all bytes before they are read.
+        check_header(storage, record)
+        parse_header(storage.read(record.path, 0, record.header_bytes), file_bytes=record.size_bytes, where=path)
+    try:
+        data = storage.read(record.path, 0, record.size_bytes)
+        if digest(data) != record.checksum:
+            raise CorruptCheckpointError(f"{path}: checksum differs from the manifest's; the index is damaged").about(
+                file=record.path
+            )
+        index = index_file.from_bytes(data, where=path)
+    except MemoryError:
+        raise FormatError(f"{path}: an index of {record.size_bytes:,} bytes needs more memory than there is") from None
     try:
         index_module.check_complete(index)
     except CoverageError as err:

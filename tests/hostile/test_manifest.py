@@ -13,9 +13,10 @@ import pytest
 
 from tests import handmade
 from tests.faults.mutation import load_everything
-from tests.handmade import IndexParts, edit_manifest, replace_file
+from tests.handmade import IndexParts, edit_manifest, join_safetensors, replace_file, split_safetensors
 from tests.hostile.attacks import DATA, INDEX, Attack, Reasons, cases, reason, refused
 from unickpt import manifest
+from unickpt.checksums import RunningDigest, digest
 from unickpt.errors import FormatError, UnickptError, UnsafePathError
 from unickpt.loading import Checkpoint
 from unickpt.verification import verify
@@ -108,6 +109,32 @@ def _sparse(path: str, size_bytes: int) -> Attack:
     return attack
 
 
+def _sparse_index(size_bytes: int, columns: bool) -> Attack:
+    """An index of gigabytes that take no room on the disk, signed; with ``columns`` its header accounts for all of them."""
+
+    def attack(directory: Path) -> None:
+        path = directory / INDEX
+        header, _ = split_safetensors(path.read_bytes())
+        if columns:
+            header["padding"] = {"dtype": "U8", "shape": [size_bytes], "data_offsets": [0, size_bytes]}
+            for name in [name for name in header if name not in ("padding", "__metadata__")]:
+                del header[name]
+        head = join_safetensors(json.dumps(header).encode(), b"")
+        path.write_bytes(head)
+        os.truncate(path, len(head) + size_bytes)
+        running = RunningDigest()
+        with path.open("rb") as file:
+            while block := file.read(1 << 24):
+                running.update(block)
+        members = {
+            "size_bytes": len(head) + size_bytes, "checksum": running.value(), "header_bytes": len(head),
+            "header_checksum": digest(head),
+        }  # fmt: skip
+        _sized(INDEX, **members)(directory)
+
+    return attack
+
+
 MANIFEST_ATTACKS: dict[str, Attack] = {
     "index of 2**61 bytes": _sized(INDEX, size_bytes=2**61),
     "index of 1 TiB": _sized(INDEX, size_bytes=2**40),
@@ -119,6 +146,8 @@ MANIFEST_ATTACKS: dict[str, Attack] = {
     "checksum of an unknown kind": _sized(DATA, checksum="md5:0"),
     "sparse data file that is all header": _sparse(DATA, 1 << 32),
     "sparse index that is all header": _sparse(INDEX, 1 << 33),
+    "sparse index, signed": _sparse_index(1 << 29, columns=False),
+    "sparse index, signed, of columns": _sparse_index(1 << 29, columns=True),
     "a file twice": lambda d: edit_manifest(d, lambda body: body["files"].append(body["files"][0])),
     "index that is no file": lambda d: edit_manifest(d, lambda body: body.update(index="nowhere.safetensors")),
     "index that is a data file": lambda d: edit_manifest(d, lambda body: body.update(index=DATA)),
@@ -135,6 +164,8 @@ def _nested(depth: int, key_characters: int) -> Any:
 
 MANIFEST_REASONS: Reasons = {
     "bytes, expected": ["index of 2**61 bytes", "index of 1 TiB", "data of 1 TiB"],
+    "header describes": ["sparse index, signed"],
+    "needs more memory than there is": ["sparse index, signed, of columns"],
     "header of": [
         "header longer than its file", "sparse data file that is all header", "sparse index that is all header",
     ],
