@@ -6,6 +6,7 @@ Read from megatron-core 0.12 to 0.16 and the development branch: ``optimizer/opt
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import sys
@@ -324,6 +325,17 @@ def _vocabulary(arguments: Any) -> int | None:
     if told is not None and getattr(arguments, "tokenizer_type", None) == "NullTokenizer":
         return tokens()
     return told
+
+
+def config_fields() -> list[str]:
+    """Fields of ``TransformerConfig`` and of the one for multi-latent attention, without those of ``ModelParallelConfig``."""
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.transformer import transformer_config
+
+    kinds = [transformer_config.TransformerConfig, getattr(transformer_config, "MLATransformerConfig", None)]
+    names = dict.fromkeys(found.name for kind in kinds if kind is not None for found in dataclasses.fields(kind))
+    parallel = {found.name for found in dataclasses.fields(ModelParallelConfig)}
+    return [name for name in names if name not in parallel]
 
 
 def coordinates() -> dict[str, int]:

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_unickpt import crossing, internals, job, loading, metadata, non_persistent, optimizer_hooks, saving
+from megatron_unickpt import arguments, crossing, internals, job, loading, metadata, non_persistent, optimizer_hooks, saving
 from megatron_unickpt.job import BACKEND, MegatronCheckpointError, SaveFailedError, in_megatrons_terms
 from megatron_unickpt.optimizer import METADATA
 from unickpt import interruption
-from unickpt.errors import ConfigError, MismatchError, StorageError
+from unickpt.errors import ConfigError, StorageError
+from unickpt.language.facts import Model
 from unickpt.load.resume import AgreedFailureError, Offer, Together, resume
 from unickpt.loading import Checkpoint
 from unickpt.manifest import MANIFEST_FILE
@@ -41,24 +42,6 @@ logger = logging.getLogger("unickpt")
 NATIVE_FORMAT = "torch_dist"
 RNG = "rng_state"
 ASKED_ASYNC = "unickpt_async_save"  # what --async-save said before Megatron checked the arguments
-
-# Arguments that make another model: they must be the same in the checkpoint and in the job.
-MODEL_ARGUMENTS = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention", "num_query_groups",
-    "kv_channels", "position_embedding_type", "rotary_percent", "rotary_base", "rotary_interleaved", "add_position_embedding",
-    "max_position_embeddings", "untie_embeddings_and_output_weights", "normalization", "norm_epsilon", "swiglu",
-    "squared_relu", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "apply_layernorm_1p",
-    "apply_residual_connection_post_layernorm",
-    "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk",
-    "mtp_num_layers", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "is_hybrid_model", "hybrid_override_pattern", "spec",
-)  # fmt: skip
-PARALLEL_ARGUMENTS = (
-    "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-    "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "data_parallel_size",
-    "use_distributed_optimizer", "sequence_parallel", "params_dtype",
-)  # fmt: skip
 
 
 class _Mode:
@@ -379,10 +362,11 @@ def _ours(
         foreign = crossing.is_foreign(checkpoint)
         stored = None if foreign else metadata.load_common_state_dict(offer.directory).get("args")
         if stored is not None and not finetune:
-            compare_arguments(vars(stored), vars(options), where=offer.directory)
+            arguments.compare(vars(stored), vars(options), where=offer.directory)
         return checkpoint, stored
 
     checkpoint, stored = Together(job.rendezvous(), offer.directory).step("compare", opened)
+    _warn_of_function_changes(stored, options, checkpoint)
     kept = any(name.startswith(f"{RNG}/") for name in checkpoint.shared_names())
     same = kept and _same_positions(checkpoint.manifest.writer.topology)
     wanted = not (finetune or getattr(options, "no_load_rng", False) or getattr(stored, "no_save_rng", False))
@@ -449,40 +433,18 @@ def _changed(options: argparse.Namespace, values: Mapping[str, Any]) -> Iterator
         vars(options).update(before)
 
 
-def compare_arguments(stored: Mapping[str, Any], current: Mapping[str, Any], *, where: str) -> list[str]:
-    """The checkpoint's arguments against the job's.
-
-    Returns:
-        One line per argument of the parallel shape that differs; that is what loads are for.
-
-    Raises:
-        MismatchError: lists every argument that makes it another model.
-    """
-
-    def differing(names: tuple[str, ...]) -> list[str]:
-        return [
-            f"{name}: {stored[name]} in the checkpoint, {current[name]} in this job"
-            for name in names
-            if name in stored
-            and name in current
-            and not _alike(stored[name], current[name])
-            # without grouped queries Megatron sets their number when it builds the model, after this
-            and not (name == "num_query_groups" and not current.get("group_query_attention"))
-        ]
-
-    wrong = differing(MODEL_ARGUMENTS)
-    if wrong:
-        raise MismatchError(
-            f"{where} was written by another model ({len(wrong)} arguments differ): {'; '.join(wrong)}. "
-            "Nothing is loaded; --use-checkpoint-args takes them from the checkpoint."
-        )
-    return differing(PARALLEL_ARGUMENTS)
-
-
-def _alike(stored: Any, current: Any) -> bool:
-    if isinstance(stored, (list, tuple)) and isinstance(current, (list, tuple)):
-        return list(stored) == list(current)
-    return bool(stored == current) or (isinstance(stored, str) and stored == str(current))
+def _warn_of_function_changes(stored: Any, options: argparse.Namespace, checkpoint: Checkpoint) -> None:
+    """Arguments that change what the loaded tensors compute, with both values."""
+    if stored is None:
+        settings = Model.from_json(checkpoint.manifest.writer.model).settings
+        changes = arguments.setting_changes(settings, vars(options))
+    else:
+        changes = arguments.function_changes(vars(stored), vars(options), internals.config_fields())
+    if changes and torch.distributed.get_rank() == 0:
+        logger.warning(
+            "unickpt: %s: %d arguments change what the loaded tensors compute: %s. The load goes on. Give the checkpoint's "
+            "values unless the change is meant.", checkpoint.storage, len(changes), "; ".join(changes),
+        )  # fmt: skip
 
 
 def _same_positions(source: Mapping[str, Any]) -> bool:
@@ -509,4 +471,4 @@ def _reseed(options: argparse.Namespace, iteration: int, source: Checkpoint) -> 
         logger.info("unickpt: random number generators re-seeded, %s", reason)
 
 
-__all__ = ["active", "compare_arguments", "load_checkpoint", "save_checkpoint"]
+__all__ = ["active", "load_checkpoint", "save_checkpoint"]

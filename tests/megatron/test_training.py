@@ -172,6 +172,7 @@ def test_resumes_under_another_shape(
     assert close(found, uninterrupted), (found, uninterrupted)
     if shape == "same":
         assert found == resumed_by_megatron
+    assert "change what the loaded tensors compute" not in done.stdout
     assert ("generators re-seeded" in done.stdout) == (shape not in ("same",)), done.stdout[-3000:]
     assert (where / "latest_checkpointed_iteration.txt").read_text() == "6"
 
@@ -233,6 +234,18 @@ def test_another_model_is_refused_by_name(saved: Path, tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "ffn_hidden_size: 256 in the checkpoint, 512 in this job" in done.stdout
     assert "swiglu: False in the checkpoint, True in this job" in done.stdout
+
+
+def test_arguments_that_change_the_function_are_named_with_both_values(saved: Path) -> None:
+    other = (
+        "--rotary-seq-len-interpolation-factor 2 --qk-l2-norm --norm-epsilon 1e-6 --no-bias-swiglu-fusion --init-method-std 0.1"
+    )
+    done = run(1, f"--load {saved} --ckpt-format unickpt --bf16 {until(4)} {other}")
+    assert "3 arguments change what the loaded tensors compute" in done.stdout
+    assert "rotary_seq_len_interpolation_factor: None in the checkpoint, 2 in this job" in done.stdout
+    assert "qk_l2_norm: False in the checkpoint, True in this job" in done.stdout
+    assert "epsilon: 1e-05 in the checkpoint, 1e-06 in this job" in done.stdout
+    assert list(losses(done.stdout)) == [4]
 
 
 def test_the_strictest_loading_goes_on_under_another_shape(saved: Path) -> None:
@@ -385,7 +398,10 @@ def test_flags_and_folders_of_deepspeed(deepspeed: tuple[Path, dict[int, float]]
     shape = f"--ckpt-format unickpt {MEGATRON}"
     weights = run(1, f"--load {folder} --ckpt-step 2 --no-load-optim {until(3)} {shape}")
     assert losses(weights.stdout) == pytest.approx({3: whole[3]}, rel=3e-6)
-    itself = run(1, f"--load {folder / 'global_step3'} --finetune {until(1)} {shape}")
+    assert "change what the loaded tensors compute" not in weights.stdout
+    itself = run(1, f"--load {folder / 'global_step3'} --finetune {until(1)} {shape} --rotary-base 500000 --norm-epsilon 1e-3")
+    assert re.search(r"rotary_base: [0-9.]+ in the checkpoint, 500000 in this job", itself.stdout)
+    assert re.search(r"norm_epsilon: [0-9.e-]+ in the checkpoint, 0.001 in this job", itself.stdout)
     assert list(losses(itself.stdout)) == [1]
     assert "--finetune: weights alone" in itself.stdout
     same = tmp_path / "same"

@@ -40,7 +40,16 @@ CONFIG_KEYS = {
     "value_dim": ("v_head_dim",),
 }
 _WIDTH, _FAMILY = ("hidden_size", "n_embd"), "model_type"
-CONFIG_NAMES = (*{key for keys in CONFIG_KEYS.values() for key in keys}, *_WIDTH, _FAMILY)
+# Settings of transformers' configurations that change what the tensors compute and no shape, named as Megatron's arguments.
+SETTING_KEYS = {
+    "norm_epsilon": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "layernorm_epsilon", "norm_eps", "norm_epsilon"),
+    "rotary_base": ("rope_theta", "rotary_emb_base"),
+    "rotary_percent": ("partial_rotary_factor", "rotary_pct"),
+}
+_ROPE = ("rope_parameters", "rope_scaling")  # a dictionary; since transformers 5 the first, with rope_theta inside
+CONFIG_NAMES = (
+    *{key for keys in (*CONFIG_KEYS.values(), *SETTING_KEYS.values()) for key in keys}, *_ROPE, *_WIDTH, _FAMILY,
+)  # fmt: skip
 
 
 def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
@@ -48,16 +57,44 @@ def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
     return next((value for value in found if type(value) is int and 0 < value < 1 << 40), 0)
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e30
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, float | str]:
+    """What a configuration tells of ``SETTING_KEYS`` and of the scaling of rotary embeddings."""
+    rope = next((each for name in _ROPE if isinstance(each := config.get(name), Mapping)), {})
+    found: dict[str, float | str] = {}
+    for name, keys in SETTING_KEYS.items():
+        value = next((each for key in keys if _is_number(each := rope.get(key, config.get(key)))), None)
+        if value is not None:
+            found[name] = value
+    kind = rope.get("rope_type", rope.get("type"))
+    if "rotary_base" in found:
+        found["rope_scaling"] = kind if isinstance(kind, str) else "default"
+    return found
+
+
 @dataclass(frozen=True)
 class Model:
-    """Attributes: family, as transformers names it (``model_type``), or ''; facts, by the names of ``FACTS``."""
+    """What is known of a model.
+
+    Attributes:
+        family: as transformers names it (``model_type``), or ''.
+        facts: by the names of ``FACTS``.
+        settings: what changes no shape: those of ``SETTING_KEYS``, numbers, and ``rope_scaling``, the kind's name.
+    """
 
     family: str = ""
     facts: Mapping[str, int] = field(default_factory=dict)
+    settings: Mapping[str, float | str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """For a manifest; empty if nothing is known."""
-        return {"family": self.family, "facts": dict(self.facts)} if self.family or self.facts else {}
+        if not (self.family or self.facts):
+            return {}
+        settings = {"settings": dict(self.settings)} if self.settings else {}
+        return {"family": self.family, "facts": dict(self.facts), **settings}
 
     @classmethod
     def from_json(cls, value: Any) -> Model:
@@ -70,7 +107,13 @@ class Model:
             for name, number in (facts.items() if isinstance(facts, dict) else ())
             if name in FACTS and type(number) is int and 0 < number < 1 << 40
         }
-        return cls(family if isinstance(family, str) else "", known)
+        settings = value.get("settings")
+        told = {
+            name: each
+            for name, each in (settings.items() if isinstance(settings, dict) else ())
+            if (name in SETTING_KEYS and _is_number(each)) or (name == "rope_scaling" and isinstance(each, str))
+        }
+        return cls(family if isinstance(family, str) else "", known, told)
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Model:
@@ -81,7 +124,7 @@ class Model:
         facts = {name: _number(config, keys) for name, keys in CONFIG_KEYS.items()}
         width, heads = _number(config, _WIDTH), facts["heads"]
         facts["head_dim"] = facts["head_dim"] or (width // heads if width and heads else 0)
-        return cls(family, {name: number for name, number in facts.items() if number})
+        return cls(family, {name: number for name, number in facts.items() if number}, _settings(config))
 
     @classmethod
     def of_megatron(cls, arguments: Any) -> Model:
@@ -117,4 +160,4 @@ class Model:
         for name in sorted(self.facts.keys() & other.facts.keys()):
             if self.facts[name] != other.facts[name]:
                 raise MismatchError(f"{where}: {other.facts[name]} {FACTS[name]}; this job's model has {self.facts[name]}")
-        return Model(self.family or other.family, {**other.facts, **self.facts})
+        return Model(self.family or other.family, {**other.facts, **self.facts}, {**other.settings, **self.settings})

@@ -65,7 +65,7 @@ class Resize:
             raise MismatchError(f"{table.where}: the vocabulary has no rows")
         new = self.rows or -(-old // self.multiple) * self.multiple
         model = Model.from_json(table.writer.model)
-        real = min(model.facts.get(AXIS, old), old)
+        real = min(model.facts.get("tokens", model.facts.get(AXIS, old)), old)
         entries: list[Entry] = []
         resized: dict[tuple[str, str], Entry] = {}
         for entry in sorted(table.tensors(), key=lambda each: each.info.derived_from is not None):  # masters first
@@ -132,9 +132,10 @@ def _shape(table: Table, name: str) -> tuple[int, ...]:
 
 def _facts(table: Table, model: Model, old: int, new: int, told: bool) -> dict[str, Any]:
     """Of the model after it. A vocabulary that was padded keeps its size, if only the padding is another one."""
-    if AXIS not in model.facts or (not told and model.facts[AXIS] != old):
+    resized = {name for name in (AXIS, "tokens") if name in model.facts and (told or model.facts[name] == old)}
+    if not resized:
         return table.writer.model
-    return {**table.writer.model, "facts": {**table.writer.model["facts"], AXIS: new}}
+    return {**table.writer.model, "facts": {**table.writer.model["facts"], **dict.fromkeys(resized, new)}}
 
 
 def _resized(entry: Entry, dim: int, rows: int, real: int, fill: Fill, master: Entry | None) -> Entry:
