@@ -117,11 +117,12 @@ def uninstall() -> None:
 def _holders() -> list[Hook]:
     """Modules of the user's that imported the function by name before it was hooked."""
     original = vars(sys.modules[UTILS]).get(FUNCTION)
-    return [
-        replace(_SCRIPT, name=f"{_SCRIPT.name} in {name}", module=name)
+    found = {  # by module, because one may have two names, as __main__ and __mp_main__
+        id(module): name
         for name, module in list(sys.modules.items())
-        if name not in (UTILS, TRAINER) and original is not None and getattr(module, "__dict__", {}).get(FUNCTION) is original
-    ]
+        if original is not None and name not in (UTILS, TRAINER) and getattr(module, "__dict__", {}).get(FUNCTION) is original
+    }
+    return [replace(_SCRIPT, name=f"{_SCRIPT.name} in {name}", module=name) for name in found.values()]
 
 
 def _enabled() -> bool:
