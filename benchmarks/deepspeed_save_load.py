@@ -182,7 +182,7 @@ def worker(args: argparse.Namespace) -> None:
             "train_batch_size": world,
             "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
             "zero_optimization": small_buckets(stage),
-            "unickpt": {"enabled": True},
+            "unickpt": {"enabled": True, "async_save": True},
         }
         model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(count)))
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

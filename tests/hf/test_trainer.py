@@ -273,3 +273,23 @@ def test_damage_found_while_reading_ends_one_run_and_the_next_one_goes_on(killed
     assert "changes from 12 (12 per device x 1 accumulated x 1 ranks) to 6 (3 per device x 1 accumulated x 2 ranks)" in told[0]
     assert "36 samples are seen twice" in told[0]
     assert "--gradient_accumulation_steps 2, or --per_device_train_batch_size 6." in told[0]
+
+
+@pytest.mark.parametrize("how", ["kill", "full"])
+def test_a_save_that_does_not_end_leaves_nothing_that_looks_whole_and_the_one_before(
+    work: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although Trainer deletes older checkpoints when a save returns."""
+    folder = work / how
+    monkeypatch.setenv("BREAK_SAVE", f"{how}:checkpoint-{2 * SAVED}")
+    limit = ("--save_total_limit", "1")
+    process = run("train_trainer", 1, folder, shipped("hf_zero2_auto"), *COMMON, *limit, record=False, check=False)
+    assert process.returncode != 0
+    assert (f"checkpoint-{2 * SAVED}/global_step{2 * SAVED} is not saved" in process.stdout) or how == "kill", process.stdout[
+        -3000:
+    ]
+    assert not (folder / f"checkpoint-{2 * SAVED}" / "trainer_state.json").exists()
+    whole = folder / f"checkpoint-{SAVED}"
+    assert (whole / "trainer_state.json").is_file()
+    assert (whole / f"global_step{SAVED}" / "manifest.json").is_file()
+    assert (whole / "latest").read_text() == f"global_step{SAVED}"
