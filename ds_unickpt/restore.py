@@ -78,6 +78,8 @@ class Restore:
             target=describe(topology(engine)),
         )
         self.report.notes = list(checkpoint.manifest.notes)
+        self._excluded = frozenset(map(plain, checkpoint.manifest.excluded))
+        self._volatile = frozenset(map(plain, internals.non_persistent_names(engine.module)))
         self._stored = self._match()
         self._reads = Reads(checkpoint, self._stored)
         self._overrides: list[_Override] = []
@@ -132,8 +134,7 @@ class Restore:
         return wanted and info is not None and info.shape == tuple(buffer.shape)
 
     def _absent(self, name: str, optimized: bool, missing: list[str]) -> None:
-        excluded = name in map(plain, self.checkpoint.manifest.excluded)
-        if excluded and not optimized and not self.wanted.strict:
+        if name in self._excluded and not optimized and not self.wanted.strict:
             reason = "excluded when it was saved (exclude_frozen_parameters): keeps its initial value"
             self.report.add(name, "weight", "left out", reason)
         elif self.wanted.strict or (optimized and self.wanted.optimizer):
@@ -163,7 +164,7 @@ class Restore:
         return extra
 
     def _is_volatile(self, name: str) -> bool:
-        return plain(name) in map(plain, internals.non_persistent_names(self.engine.module))
+        return plain(name) in self._volatile
 
     def _complain(self, missing: list[str], extra: list[str], shapes: list[str]) -> None:
         lines = []
@@ -175,7 +176,7 @@ class Restore:
             lines.append(f"of another shape ({len(shapes)}): {some(shapes, '; ')}")
         if lines:
             hint = ""
-            excluded = set(missing) & set(map(plain, self.checkpoint.manifest.excluded))
+            excluded = self._excluded.intersection(missing)
             if excluded:
                 hint = f" {len(excluded)} of these were left out by exclude_frozen_parameters=True."
             if missing or extra:

@@ -5,6 +5,7 @@ A module of its own: DeepSpeed keeps the device mesh of a sequence-parallel job 
 
 from __future__ import annotations
 
+import json
 import unittest
 from pathlib import Path
 from typing import Any
@@ -59,23 +60,34 @@ def lost(truth: dict[str, Any], found: dict[str, torch.Tensor]) -> list[str]:
 
 
 def sequence_parallel(stage: int, seed: int, precision: str = "fp32", **extra: Any) -> Any:
-    """Both ranks are peers of one sequence-parallel group: ``deepspeed.initialize(mesh_param=(1, 2))``."""
-    return build(here(stage, precision), seed=seed, mesh=(1, dist.get_world_size()), **extra)
+    """Two ranks each are peers: ``deepspeed.initialize(mesh_param=(1, 2))``, or ``(2, 2)`` on 4 ranks."""
+    return build(here(stage, precision), seed=seed, mesh=(dist.get_world_size() // 2, 2), **extra)
 
 
 def train_peers(engine: Any, steps: int, *, apart: bool = False) -> None:
     """Peers that see the same gradients, as after an all-reduce over the sequence; with ``apart`` each its own part."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if apart else (0, 1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if not apart:
+        rank, world = rank // 2, world // 2
     for _ in range(steps):
         engine.backward(engine(*batch(engine.global_steps, BATCH, rank, world)))
         engine.step()
         engine.module.seen += 1
 
 
+@scenario(4, long=True)
+def two_times_two_peers_are_replicas(folder: Path) -> None:
+    _replicas(folder, (0, "fp32"), (2, "bf16"), (3, "fp32"))
+
+
 @scenario(2)
 def sequence_parallel_peers_are_replicas(folder: Path) -> None:
-    """A mesh of one data-parallel and two sequence-parallel ranks, to plain data parallelism and back, at every stage."""
-    for stage, precision in ((0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (1, "bf16o")):
+    _replicas(folder, (0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (1, "bf16o"))
+
+
+def _replicas(folder: Path, *layouts: tuple[int, str]) -> None:
+    """From a mesh of data-parallel and sequence-parallel ranks to plain data parallelism at another stage, and back."""
+    for stage, precision in layouts:
         place = folder / f"{stage}{precision}"
         source = sequence_parallel(stage, 1, precision)
         train_peers(source, 3)
@@ -286,6 +298,25 @@ def muon_between_all_stages(folder: Path) -> None:
             assert again.keys() == saved[a][0].keys()
             assert [k for k in again if not torch.equal(again[k], saved[a][0][k])] == [], (a, b)
             assert train(target, 2) == pytest.approx(saved[a][2], abs=2e-3 if a != b else 0)
+    _muon_of_another_world(folder, {stage: losses for stage, (_, _, losses) in saved.items()})
+
+
+def _muon_of_another_world(folder: Path, losses: dict[int, list[float]]) -> None:
+    """One rank runs before two: what it saved goes on there."""
+    if dist.get_world_size() == 1:
+        (folder / "losses.json").write_text(json.dumps(losses))
+        return
+    other = folder.parent / f"{folder.name.removesuffix('-w2')}-w1"
+    for a in (1, 2, 3) if (other / "losses.json").exists() else ():
+        expected = json.loads((other / "losses.json").read_text())[str(a)]
+        for b in (1, 2, 3):
+            target = muon(b, 2)
+            target.load_checkpoint(str(other / str(a)))
+            target.save_checkpoint(str(folder / f"w{a}{b}"))
+            first, again = momenta(other / str(a) / "global_step3"), momenta(folder / f"w{a}{b}" / "global_step3")
+            assert first.keys() == again.keys()
+            assert [k for k in first if not torch.equal(first[k], again[k])] == [], (a, b)
+            assert train(target, 2) == pytest.approx(expected, abs=2e-3)
 
 
 @scenario(2)
