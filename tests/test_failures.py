@@ -182,3 +182,16 @@ def test_what_a_newer_release_wrote_is_offered_and_not_passed_over(tmp_path: Pat
     assert [candidates.next().tag for _ in range(4)] == ["c", "b", "a", None]
     with pytest.raises(NewerFormatError):
         Checkpoint.open(tmp_path / "b")
+
+
+def test_a_flipped_bit_in_the_version_is_damage_and_no_newer_format(tmp_path: Path) -> None:
+    saved(tmp_path, "a", "b")
+    path = tmp_path / "b" / "manifest.json"
+    version = json.loads(path.read_text())["version"]
+    path.write_text(path.read_text().replace(f'"version": {version}', f'"version": {version ^ 4}'))
+    assert json.loads(path.read_text())["version"] > version
+    with pytest.raises(FormatError, match="the file is damaged") as caught:
+        Checkpoint.open(tmp_path / "b")
+    assert failure_of(caught.value, rank=0, where=str(tmp_path)).kind == "damaged"
+    candidates = Candidates(tmp_path)
+    assert [candidates.next().tag for _ in range(3)] == ["b", "a", None]

@@ -187,6 +187,8 @@ def from_bytes(data: bytes, *, where: str) -> Manifest:
     if type(version) is not int or version < 1:
         raise FormatError(f"{where}: format version {version!r} is not a positive integer")
     if version > FORMAT_VERSION:
+        if _is_altered_version(body):
+            raise FormatError(f"{where}: format version {version} does not belong to its checksum; the file is damaged")
         raise NewerFormatError(
             f"{where}: format version {version}, this release reads up to {FORMAT_VERSION}; upgrade unickpt to load it"
         )
@@ -197,6 +199,15 @@ def from_bytes(data: bytes, *, where: str) -> Manifest:
     if body.get("checksum") != expected:
         raise FormatError(f"{where}: its checksum does not match its content; the file is damaged")
     return _Reader(where).manifest(body)
+
+
+def _is_altered_version(body: Mapping[str, Any]) -> bool:
+    """Whether a manifest that claims a later version is one of a known version with another number in it: damage."""
+    known = ({**body, "version": version} for version in range(1, FORMAT_VERSION + 1))
+    try:
+        return any(digest(_canonical(other)) == body.get("checksum") for other in known)
+    except (ValueError, RecursionError):
+        return False
 
 
 def optimizer_from_json(body: Any, *, where: str = "optimizer") -> OptimizerRecord:

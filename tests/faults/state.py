@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from unickpt.contribution import Contribution, Shard, shards_of_flat_range
-from unickpt.errors import CorruptCheckpointError, FormatError, NotACheckpointError, StorageError
+from unickpt.errors import UnickptError
 from unickpt.index import TensorInfo
+from unickpt.load.failure import DAMAGE, failure_of
 from unickpt.loading import Checkpoint
 from unickpt.manifest import Writer
 from unickpt.resuming import Candidates
 
-DAMAGE = (CorruptCheckpointError, NotACheckpointError, StorageError, FormatError)  # what the adapters fall back from
 JOBS = 1_000_000  # steps of job j begin at j * JOBS
 
 _KINDS = {"F32": (torch.float32, np.uint32), "BF16": (torch.bfloat16, np.uint16), "I64": (torch.int64, np.uint64)}
@@ -89,7 +89,9 @@ def resume(folder: Path) -> Resumed:
             return Resumed(None, None, tuple(skipped))
         try:
             step, wrong = read(folder / choice.tag)
-        except DAMAGE as err:
+        except UnickptError as err:
+            if failure_of(err, rank=0, where=str(folder)).kind not in DAMAGE:
+                raise
             skipped.append(f"{choice.tag}: {type(err).__name__}: {err}")
             continue
         return Resumed(choice.tag, step, tuple(skipped), tuple(wrong))
