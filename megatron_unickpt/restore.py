@@ -15,7 +15,6 @@ from megatron_unickpt import capture, internals, mapping
 from megatron_unickpt import vocabulary as vocabulary_module
 from megatron_unickpt.mapping import MASTER, WEIGHT, Piece, StateTensor
 from megatron_unickpt.optimizer import OptimizerPart
-from megatron_unickpt.vocabulary import TENSORS as VOCABULARY_TENSORS
 from megatron_unickpt.vocabulary import Rows, Vocabulary
 from unickpt.dtypes import name_of, torch_dtype
 from unickpt.errors import MismatchError
@@ -23,6 +22,7 @@ from unickpt.fragments import Box
 from unickpt.index import TensorInfo
 from unickpt.language.facts import Model
 from unickpt.loading import Checkpoint, Planned
+from unickpt.megatron_keys import VOCABULARY_TENSORS
 from unickpt.neighbours import Neighbours
 from unickpt.reading import Request
 from unickpt.report import LoadReport

@@ -12,7 +12,6 @@ from typing import Any
 
 from unickpt.language.facts import Model
 
-TENSORS = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")  # how their names end in megatron-core
 # Arguments that choose the tokenizer: if all of them are equal, so is its number of entries.
 TOKENIZER_ARGUMENTS = (
     "tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file", "merge_file", "vocab_extra_ids", "tiktoken_pattern",

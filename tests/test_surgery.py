@@ -300,6 +300,18 @@ def test_rows_up_to_a_multiple_and_what_the_manifest_tells_of_them(tmp_path: Pat
     assert_holds(less, values)
 
 
+def test_a_vocabulary_of_megatrons_and_the_entries_of_its_tokenizer(tmp_path: Path) -> None:
+    names = {EMBEDDING: "embedding.word_embeddings.weight", HEAD: "output_layer.weight"}
+    values = {(names[name], state): v for (name, state), v in values_of({**HF, HEAD: HF[EMBEDDING]}).items() if name in names}
+    model = {"family": "", "facts": {"tokens": 6}}
+    checkpoint = saved(tmp_path / "megatron", values, aliases={}, dialect="megatron-core", model=model)
+    fewer = made(checkpoint, tmp_path / "a", Resize(5))
+    assert_holds(fewer, resized(values, 5, "mean", tuple(names.values())))
+    assert fewer.manifest.writer.model["facts"] == {"tokens": 5}
+    padded = made(checkpoint, tmp_path / "b", Resize(multiple=8))
+    assert padded.manifest.writer.model["facts"] == {"tokens": 6}, "padding adds no entries"
+
+
 def test_an_overridden_row_stays_and_a_lone_weight_has_a_mean_of_its_own(handmade: Path, tmp_path: Path) -> None:
     tensors = Selection.parse("layer.weight")
     found = made(handmade, tmp_path / "a", Resize(6, selection=tensors), Resize(9, selection=Selection.parse("head.weight")))

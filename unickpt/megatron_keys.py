@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 
 WEIGHT, MASTER = "weight", "master"
+DIALECT = "megatron-core"
+# How the names end of megatron-core's tensors that have a row for each entry of the vocabulary.
+VOCABULARY_TENSORS = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 BYTES_IO = "io.BytesIO"  # key of the bytes that stand for such an object among a checkpoint's objects
 # Of a master: as the distributed optimizer names it (distrib_optimizer.py), and as the others do (optimizer.py).
 MASTER_STATES = ("param", "fp32_param")

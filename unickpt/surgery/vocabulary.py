@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from unickpt import megatron_keys
 from unickpt.converting import Reading
 from unickpt.dtypes import torch_dtype
 from unickpt.errors import ConfigError, LanguageError, MismatchError
@@ -104,6 +105,8 @@ class Resize:
                         for name, names in table.names_of().items():
                             if any(item.name.match(every) is not None for every in names):
                                 found.setdefault(name, dim)
+        if not found and own == megatron_keys.DIALECT:
+            found = {name: 0 for name in table.names_of() if name.endswith(megatron_keys.VOCABULARY_TENSORS)}
         if not found:
             known = (
                 f"no dialect of the family {family!r} tells" if family else "no family of models is told, and so nothing tells"
@@ -132,7 +135,9 @@ def _shape(table: Table, name: str) -> tuple[int, ...]:
 
 def _facts(table: Table, model: Model, old: int, new: int, told: bool) -> dict[str, Any]:
     """Of the model after it. A vocabulary that was padded keeps its size, if only the padding is another one."""
-    resized = {name for name in (AXIS, "tokens") if name in model.facts and (told or model.facts[name] == old)}
+    resized = {AXIS} if model.facts.get(AXIS) == old else set()
+    if told:  # rows that are added as padding are no entries of the tokenizer
+        resized = {AXIS, "tokens"} & model.facts.keys()
     if not resized:
         return table.writer.model
     return {**table.writer.model, "facts": {**table.writer.model["facts"], **dict.fromkeys(resized, new)}}
