@@ -10,6 +10,7 @@ Opcodes: the standard library's ``pickletools`` describes them.
 
 from __future__ import annotations
 
+import codecs
 import pickle
 import struct
 from collections import OrderedDict, deque
@@ -293,7 +294,7 @@ def _float(m: Machine, at: int) -> int:
 @_opcode(pickle.UNICODE)
 def _unicode(m: Machine, at: int) -> int:
     end = m.data.index(b"\n", at)
-    m.stack.append(m.data[at:end].decode("raw-unicode-escape"))
+    m.stack.append(codecs.raw_unicode_escape_decode(m.data[at:end])[0])
     return end + 1
 
 

@@ -19,7 +19,7 @@ MAX_PICKLE_BYTES = 1 << 30
 MAX_DIRECTORY_BYTES = 64 << 20  # some 600,000 storages
 _END, _END_64, _LOCATOR = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
 _ENTRY, _LOCAL = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s5H3L2H")
-_ENCRYPTED, _UTF8 = 1, 1 << 11
+_ENCRYPTED = 1
 _LARGE = 0xFFFFFFFF  # stands where the size is in the extra field
 _OLD = "not a file that torch.save writes since torch 1.6; an older one has to be saved anew"
 
@@ -129,7 +129,7 @@ class Archive:
         end = begin + names + extras + comment
         if tag != b"PK\1\2" or end > len(data):
             raise FormatError(f"{self.path}: its directory is damaged at byte {at:,}")
-        name = _decoded(data[begin : begin + names], flags)
+        name = _decoded(data[begin : begin + names])
         if name is None:
             raise FormatError(f"{self.path}: has an entry {data[begin : begin + names][:80]!r}, which torch.save never writes")
         size, stored, header = _widened(data[begin + names : begin + names + extras], (size, stored, header))
@@ -142,7 +142,7 @@ class Archive:
         head = self._read(entry.header_byte, _LOCAL.size)
         tag, *_, names, extras = _LOCAL.unpack(head)
         begin = entry.header_byte + _LOCAL.size + names + extras
-        if tag != b"PK\3\4" or _decoded(self._read(entry.header_byte + _LOCAL.size, names), entry.flags) != entry.name:
+        if tag != b"PK\3\4" or _decoded(self._read(entry.header_byte + _LOCAL.size, names)) != entry.name:
             raise FormatError(f"{self.path}: {entry.name[:80]} is not where the file's directory says")
         after = bisect_right(self._headers, entry.header_byte)
         limit = self._headers[after] if after < len(self._headers) else self._end_byte
@@ -162,10 +162,10 @@ class Archive:
         return data
 
 
-def _decoded(data: bytes, flags: int) -> str | None:
+def _decoded(data: bytes) -> str | None:
     """A name of an entry; None if it is no plain relative path."""
     try:
-        name = data.decode("utf-8" if flags & _UTF8 else "cp437")
+        name = data.decode()  # the names of torch.save are ASCII or marked as UTF-8
     except UnicodeDecodeError:
         return None
     parts = name.split("/")
