@@ -175,6 +175,7 @@ def two_views(folder: Path, change: Callable[[Path], None]) -> Path:
     if rank == world - 1:
         shutil.copytree(folder / "seen", folder / "otherwise")
         change(folder / "otherwise" / "global_step2")
+    dist.barrier()
     return folder / ("otherwise" if rank == world - 1 else "seen")
 
 
