@@ -125,14 +125,16 @@ def new_state(engine: Any, partition: Partition, key: str, dtype: torch.dtype) -
         dtype: of the state, unless DeepSpeed wants another one for it.
     """
     kind, optimizer = wrapper_of(engine), engine.optimizer
-    if kind == ZERO_3 and key == MOMENTUM and getattr(optimizer, "use_muon", False):
-        dtype = optimizer.communication_data_type  # as in ``_create_momentum_buffer`` of runtime/zero/stage3.py
+    base = optimizer if kind == "plain" else optimizer.optimizer
+    if key == MOMENTUM and "muon" in type(base).__name__.lower() and key not in partition.whole:
+        # as in ``_create_momentum_buffer`` of runtime/zero/stage3.py, and beside the masters of the others
+        dtype = optimizer.communication_data_type if kind == ZERO_3 else partition.master.dtype
     shape = partition.shape(key)
     if shape == tuple(partition.master.shape):
         tensor = torch.zeros_like(partition.master, dtype=dtype, requires_grad=False)
     else:
         tensor = torch.zeros(shape, dtype=dtype, device=partition.master.device)
-    state = optimizer.optimizer.state if kind != "plain" else optimizer.state
+    state = base.state
     state[partition.master][key] = tensor
     if kind == ZERO_3 and key in ("exp_avg", "exp_avg_sq") and "optim_states" in _offloaded(optimizer):
         state[partition.master][key + _OFFLOADED] = tensor  # ``reload_states`` looks for it there
