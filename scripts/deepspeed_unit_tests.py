@@ -34,7 +34,7 @@ UNIT = "tests/unit"
 RANKS = 4  # as many as the tests ask for at most; with fewer accelerators they skip
 ATTEMPTS = 3  # of a test that ends pytest itself
 # Why a test that passes stock does not pass with the key; parts of test names
-_FILES = "reads DeepSpeed's own files from the folder of the checkpoint; unickpt writes others, and `unickpt export` weights"
+_FILES = "reads DeepSpeed's own files in the checkpoint's folder; unickpt does not write them (`unickpt export` makes weights)"
 REASONS = {
     "test_convert_zero_checkpoint_to_fp32_state_dict": _FILES,
     "test_checkpoint_shared_weights": _FILES,
@@ -206,7 +206,7 @@ def _shown(name: str) -> str:
 
 def _first(test: dict[str, Any]) -> str:
     first = (test["reason"].splitlines() or [test["outcome"]])[0].replace("`", "'").replace("|", "/")
-    return re.sub(r"/\S*/", ".../", first)[:200]
+    return re.sub(r"/\S*/", ".../", first)[:120]
 
 
 if __name__ == "__main__":
