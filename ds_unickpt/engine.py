@@ -140,7 +140,7 @@ def save_checkpoint(
         what was saved before is intact.
 
     Raises:
-        SaveFailedError: there is no checkpoint, and Hugging Face's Trainer would delete older ones next.
+        SaveFailedError: there is no checkpoint, and Hugging Face's Trainer would delete the last whole one next.
     """
     client_state = {} if client_state is None else client_state
     ours = ours_of(engine)
@@ -181,21 +181,19 @@ def save_checkpoint(
 
 
 def _end_or_raise(place: str, result: SaveResult | None, reason: str, save_dir: str) -> None:
-    """What keeps a caller that takes every return for a checkpoint from deleting older ones.
+    """Keep Trainer, which takes every return of a save for a checkpoint, from deleting the last whole one.
 
     Raises:
-        SaveFailedError: the caller is such a one.
+        SaveFailedError: it would.
     """
     if result is not None and (result.skipped or result.committed):
         return
-    called_by_trainer = huggingface.called_by_trainer()
-    if called_by_trainer:
+    if huggingface.called_by_trainer():
         interruption.wait_for_end()
-    consequence = huggingface.touches_checkpoints(save_dir)
-    if consequence:
+    if huggingface.deletes_the_last(save_dir):
         raise SaveFailedError(
-            f"{place} is not saved ({reason}). Earlier checkpoints are intact. {consequence}, so training ends here instead: "
-            "resume from the newest whole checkpoint."
+            f"{place} is not saved ({reason}). Earlier checkpoints are intact. Trainer would now delete the last one that can "
+            "be resumed (save_total_limit), so training ends here. Resume from the newest whole checkpoint."
         )
 
 

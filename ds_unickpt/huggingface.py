@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+from ds_unickpt import trainer_folders
 from unickpt.language.facts import CONFIG_NAMES, Model
 
 _DEPTH = 40  # frames from a save up to Trainer's loop, callbacks of other libraries included
@@ -37,6 +38,22 @@ def touches_checkpoints(save_dir: str) -> str:
     if trainer is not None and getattr(trainer.args, "save_total_limit", None) is not None:
         return "Trainer deletes older checkpoints when the save returns (save_total_limit)"
     return ""
+
+
+def deletes_the_last(save_dir: str) -> bool:
+    """Whether the Trainer that made this call, if one did, deletes all checkpoints that can be resumed when the save returns.
+
+    Args:
+        save_dir: a ``checkpoint-N`` folder whose save has failed.
+    """
+    trainer = _trainer() if "transformers.trainer" in sys.modules else None
+    limit = getattr(getattr(trainer, "args", None), "save_total_limit", None)
+    if limit is None:
+        return False
+    best = getattr(getattr(trainer, "state", None), "best_model_checkpoint", None)
+    left = trainer_folders.left_by_rotation(save_dir, int(limit), best)
+    before = trainer_folders.beside(save_dir)
+    return not any(map(trainer_folders.is_usable, left)) and any(map(trainer_folders.is_usable, before))
 
 
 def _trainer() -> Any:

@@ -108,6 +108,11 @@ def unusable(folder: str) -> str:
     return _engine_state_unusable(folder)
 
 
+def is_usable(folder: str) -> bool:
+    """Whether a job can resume from a ``checkpoint-N`` folder."""
+    return not unusable(folder)
+
+
 def note_damage(folder: str, reason: str) -> bool:
     """Write down that data of a folder turned out to be damaged while they were read, so that the next job passes it over.
 
@@ -134,6 +139,27 @@ def advice(folder: str) -> str:
             if not os.path.samefile(other, folder) and not unusable(other):
                 return f"{other} can be resumed: pass it as resume_from_checkpoint, or pass True."
     return ""
+
+
+def left_by_rotation(folder: str, limit: int, best: str | None) -> list[str]:
+    """The folders beside one just written that Trainer keeps (``rotate_checkpoints`` in transformers/trainer_utils.py).
+
+    Args:
+        folder: the newest ``checkpoint-N``.
+        limit: ``save_total_limit``; 0 or less keeps all.
+        best: ``best_model_checkpoint``, which is kept too.
+    """
+    others = beside(folder)
+    protected = {str(Path(folder))} | ({str(Path(best))} if best is not None else set())
+    deletable = [other for other in reversed(others) if str(Path(other)) not in protected]
+    surplus = 0 if limit <= 0 else max(len(others) + 1 - max(limit, len(protected)), 0)
+    return [other for other in others if other not in deletable[:surplus]]
+
+
+def beside(folder: str) -> list[str]:
+    """The other ``checkpoint-N`` folders of the same run, newest first."""
+    parent, name = os.path.split(os.path.normpath(folder))
+    return [other for other in folders(parent or ".") if os.path.basename(other) != name]
 
 
 def has_our_files(folder: str) -> bool:

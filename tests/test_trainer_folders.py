@@ -119,3 +119,30 @@ def test_a_note_of_damage_ends_with_the_next_save(tmp_path: Path) -> None:
     note_damage(str(tmp_path / "checkpoint-10"), "a checksum")
     trainer_folders.forget_damage(str(tmp_path / "checkpoint-10"))
     assert choose(tmp_path).folder == str(tmp_path / "checkpoint-10")
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "left"),
+    [
+        (1, None, []),
+        (2, None, [40]),
+        (3, None, [40, 30]),
+        (1, 20, [20]),
+        (2, 20, [20]),
+        (3, 20, [40, 20]),
+        (1, 50, []),
+        (1, 99, [40]),
+        (0, None, [40, 30, 20]),
+    ],
+)
+def test_the_folders_that_trainers_rotation_keeps(tmp_path: Path, limit: int, best: int | None, left: list[int]) -> None:
+    """Compared with the function of transformers itself."""
+    from transformers.trainer_utils import rotate_checkpoints
+
+    for step in (20, 30, 40, 50):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    chosen = None if best is None else str(tmp_path / f"checkpoint-{best}")
+    found = trainer_folders.left_by_rotation(str(tmp_path / "checkpoint-50"), limit, chosen)
+    assert found == [str(tmp_path / f"checkpoint-{step}") for step in left]
+    rotate_checkpoints(str(tmp_path), limit, chosen)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-50", *(Path(path).name for path in found)}

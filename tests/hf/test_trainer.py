@@ -293,3 +293,17 @@ def test_a_save_that_does_not_end_leaves_nothing_that_looks_whole_and_the_one_be
     assert (whole / "trainer_state.json").is_file()
     assert (whole / f"global_step{SAVED}" / "manifest.json").is_file()
     assert (whole / "latest").read_text() == f"global_step{SAVED}"
+
+
+def test_a_failed_save_beside_another_whole_checkpoint_does_not_end_training(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two checkpoints kept, Trainer's deletion after the failed save leaves a whole one."""
+    folder = work / "limit2"
+    monkeypatch.setenv("BREAK_SAVE", f"full:checkpoint-{2 * SAVED}")
+    process = run(
+        "train_trainer", 1, folder, shipped("hf_zero2_auto"), *COMMON, "--save_total_limit", "2", record=False, check=False
+    )
+    assert process.returncode == 0, process.stdout[-3000:]
+    assert "No checkpoint was written; earlier checkpoints are intact" in process.stdout
+    assert (folder / f"checkpoint-{STEPS}" / f"global_step{STEPS}" / "manifest.json").is_file()
