@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from ds_unickpt import capture, hints, huggingface, internals
+from ds_unickpt import callers, capture, hints, internals
 from ds_unickpt.config import Options, read_options, save_options
 from unickpt import interruption
 from unickpt.coordination import Rendezvous
@@ -140,7 +140,7 @@ def save_checkpoint(
         what was saved before is intact.
 
     Raises:
-        SaveFailedError: there is no checkpoint, and Hugging Face's Trainer would delete the last whole one next.
+        SaveFailedError: there is no checkpoint, and Trainer or Lightning would delete the last whole one next.
     """
     client_state = {} if client_state is None else client_state
     ours = ours_of(engine)
@@ -181,19 +181,20 @@ def save_checkpoint(
 
 
 def _end_or_raise(place: str, result: SaveResult | None, reason: str, save_dir: str) -> None:
-    """Keep Trainer, which takes every return of a save for a checkpoint, from deleting the last whole one.
+    """Keep a loop that takes every return of a save for a checkpoint from deleting the last whole one.
 
     Raises:
         SaveFailedError: it would.
     """
     if result is not None and (result.skipped or result.committed):
         return
-    if huggingface.called_by_trainer():
+    if callers.called_by_trainer():
         interruption.wait_for_end()
-    if huggingface.deletes_the_last(save_dir):
+    deleting = callers.deletes_the_last(save_dir)
+    if deleting:
         raise SaveFailedError(
-            f"{place} is not saved ({reason}). Earlier checkpoints are intact. Trainer would now delete the last one that can "
-            "be resumed (save_total_limit), so training ends here. Resume from the newest whole checkpoint."
+            f"{place} is not saved ({reason}). Earlier checkpoints are intact. {deleting} would now delete the last one that "
+            "can be resumed, so training ends here. Resume from the newest whole checkpoint."
         )
 
 
@@ -220,7 +221,7 @@ def _save(
         alike={"exclude_frozen_parameters": bool(exclude_frozen)},
         on_end=lambda save: _ended(ours, save),
     )
-    at_once = huggingface.touches_checkpoints(save_dir) if ours.options.async_save else ""
+    at_once = callers.touches_checkpoints(save_dir) if ours.options.async_save else ""
     if at_once:
         ours.warn_once(f"saves are synchronous although async_save is on: {at_once}")
     try:

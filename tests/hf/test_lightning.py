@@ -55,3 +55,14 @@ def test_lightnings_directory_holds_a_universal_checkpoint(runs: Runs) -> None:
     folder = runs.uninterrupted / f"step={SAVED}.ckpt"
     assert (folder / "checkpoint" / "manifest.json").is_file()
     assert not list((folder / "checkpoint").glob("*.pt"))
+
+
+def test_a_failed_save_ends_training_before_lightning_deletes_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ModelCheckpoint with ``save_top_k=1`` deletes the last checkpoint when a save returns, whatever it returned."""
+    monkeypatch.setenv("BREAK_SAVE", f"full:step={STEPS}.ckpt")
+    process = run("train_lightning", 1, tmp_path, config(2), *COMMON, "--keep", "1", check=False)
+    assert process.returncode != 0
+    assert "would now delete the last one" in process.stdout, process.stdout[-3000:]
+    assert (tmp_path / f"step={SAVED}.ckpt" / "checkpoint" / "manifest.json").is_file()

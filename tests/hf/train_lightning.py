@@ -102,6 +102,7 @@ def main() -> None:
         parser.add_argument(name)
     for name in ("--per_device_train_batch_size", "--max_steps", "--save_steps"):
         parser.add_argument(name, type=int)
+    parser.add_argument("--keep", type=int, default=-1)
     args = parser.parse_args()
 
     pl.seed_everything(7 if args.resume else 42)
@@ -112,7 +113,7 @@ def main() -> None:
     # Lightning's own sampler shuffles under several processes: another number of them then sees other batches.
     sampler = torch.utils.data.DistributedSampler(rows, world, int(os.environ["RANK"]), shuffle=False)
     loader = torch.utils.data.DataLoader(rows, batch_size=args.per_device_train_batch_size, sampler=sampler)
-    checkpoints = ModelCheckpoint(args.output_dir, filename="{step}", every_n_train_steps=args.save_steps, save_top_k=-1)
+    checkpoints = ModelCheckpoint(args.output_dir, filename="{step}", every_n_train_steps=args.save_steps, save_top_k=args.keep)
     trainer = pl.Trainer(
         accelerator=OnCpu(),
         devices=world,
