@@ -75,8 +75,8 @@ def changed(saved: Batch | None, now: Batch, *, step: int, trainer: bool) -> str
     place = f"{moved:,} samples are {'seen twice' if longer else 'skipped'}"
     who = "Trainer finds its place in the data by steps" if trainer else "If your loop finds its place in the data by steps"
     return (
-        f"the global batch changes from {saved} to {now}. One pass over the data takes {ratio:.3g} times as "
-        f"{'many' if longer else 'few'} steps, and a schedule in steps does not follow. {who}{', so' if trainer else ','} "
+        f"the global batch changes from {saved} to {now}. One pass over the data takes {ratio:.3g} times "
+        f"{'as many' if longer else 'fewer'} steps, and a schedule in steps does not follow. {who}{', so' if trainer else ','} "
         f"{place}. {kept(saved.total, now, trainer)}"
     )
 

@@ -32,7 +32,7 @@ def test_fewer_ranks_make_a_smaller_batch() -> None:
 
 def test_more_ranks_make_a_larger_batch() -> None:
     told = changed(Batch(8), Batch(16, 2, 2, 4), step=10, trainer=False)
-    assert "2 times as few steps" in told
+    assert "2 times fewer steps" in told
     assert "80 samples are skipped" in told
     assert '"gradient_accumulation_steps": 1, or "train_micro_batch_size_per_gpu": 1, and "train_batch_size": 8' in told
     assert changed(Batch(16), Batch(16, 2, 2, 4), step=10, trainer=False) == ""
