@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -552,6 +553,15 @@ def test_hooks_status_says_failed_after_an_import_error(framework: str, missing:
 # ---------------------------------------------------------------- Ctrl-C
 
 
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """Programs that a shell starts in the background ignore Ctrl-C, and so do their children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_ctrl_c_says_how_to_go_on_and_the_same_command_does(tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     source = handmade.save_ranks(tmp_path / "source", world=3)
     monkeypatch.setattr(converting, "FRAGMENT_BYTES", 8)
@@ -594,6 +604,7 @@ def test_ctrl_c_in_every_command_is_one_line(command: str, run: Any, monkeypatch
     assert err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "rich.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom unickpt.cli.main import main\nmain(['inspect', '.'])"
