@@ -120,7 +120,7 @@ def begin_together(checkpoint_dir: str | Path) -> Together:
     global agreements_begun
     agreements_begun += 1
     meet = job.rendezvous()
-    meet.begin(f"load/{checkpoint_dir}")
+    meet.begin("load")
     return Together(meet, str(checkpoint_dir))
 
 

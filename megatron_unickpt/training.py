@@ -292,7 +292,7 @@ def load_checkpoint(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return _native(wrapped, args, kwargs)
     interruption.finish_all()  # what this process has just saved is there to be chosen
     meet = job.rendezvous()
-    meet.begin(f"choose/{load_dir}")
+    meet.begin("choose")
     choices = non_persistent.choices_of(options, str(load_dir), getattr(options, "ckpt_step", None))
     tried = False
 
