@@ -41,11 +41,22 @@ _watched: dict[str, str] = {}
 def arm() -> None:
     """Wait for all frameworks. Never raises."""
     try:
-        if os.environ.get("UNICKPT_AUTOLOAD", "1").strip().lower() not in _OFF:
+        if asked():
             watch(DEEPSPEED)
             watch(MEGATRON)
     except Exception as err:
         _complain(err)
+
+
+def asked() -> bool:
+    """Return whether ``UNICKPT_AUTOLOAD`` allows hooks without an import of an adapter."""
+    return os.environ.get("UNICKPT_AUTOLOAD", "1").strip().lower() not in _OFF
+
+
+def unwatch(modules: dict[str, str]) -> None:
+    """Undo ``watch`` for modules that have not been imported yet. Hooks that are installed stay."""
+    for module in modules:
+        _watched.pop(module, None)
 
 
 def watch(modules: dict[str, str]) -> None:

@@ -1,11 +1,9 @@
-"""Converting a checkpoint that DeepSpeed has written: this package, DeepSpeed's ds_to_universal, and a plain copy.
+"""Measure the conversion of a DeepSpeed checkpoint with unickpt, with DeepSpeed's ds_to_universal, and a plain copy.
 
-    python benchmarks/conversion.py [--ranks 2] [--millions 350] [--stages 1 3] [--rounds 3] [--out docs/conversion-speed.md]
+    python -m benchmarks.conversion [--ranks 2] [--millions 350] [--stages 1 3] [--rounds 3]
+        [--out docs/evidence/conversion-speed.md]
 
-A real engine (bf16 with fp32 masters, Adam) saves natively; then every round converts the same files with each of them, one
-after the other. Seconds are of the whole command, imports and all, until everything is on the disk (``sync`` is counted for
-those that do not wait for it themselves). Memory is the largest sum of what the command's processes have for themselves
-(proportional set size), looked at every 20 ms. Ratios are within a round.
+``HEAD`` describes the method and the columns.
 """
 
 from __future__ import annotations
@@ -25,11 +23,24 @@ from statistics import median
 
 import psutil
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))
+from benchmarks.measure import machine, ratio, size_of, small_buckets
+from unickpt.testing.launch import environment, torchrun
 
-from benchmarks.measure import machine, ratio, size_of, small_buckets  # noqa: E402
-from tests.launch import environment, torchrun  # noqa: E402
+REPO = Path(__file__).resolve().parent.parent
+
+HEAD = """\
+# Speed of converting DeepSpeed checkpoints
+
+A DeepSpeed job (bf16 with fp32 masters, Adam) saves a checkpoint. In every round, each tool converts the same files, one after
+the other.
+
+| column | meaning |
+|---|---|
+| seconds | the whole command including imports, until everything is on the disk. \
+`sync` is included for tools that do not wait for the disk. |
+| memory | largest sum of the proportional set sizes of all processes of the command, sampled every 20 ms |
+| relative to ... | ratio within a round |
+"""
 
 COPY = "copy and sync"
 OURS, OURS_ONE = "unickpt convert", "unickpt convert, 1 worker"
@@ -38,7 +49,7 @@ THEIRS, THEIRS_ONE = "ds_to_universal (its defaults)", "ds_to_universal, 1 worke
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one run. Attributes: seconds; most memory and what was written, in bytes; files that were written."""
+    """Measurements of one run: seconds, peak memory and written bytes, and number of written files."""
 
     seconds: float
     peak_bytes: int
@@ -47,11 +58,11 @@ class Measured:
 
 
 def make(folder: Path, stage: int, millions: int) -> None:
-    """Under torchrun: an engine that has taken a step, saved by DeepSpeed."""
+    """Under torchrun: train an engine for one step, and save it with DeepSpeed."""
     import deepspeed
     import torch
 
-    from tests.launch import leave
+    from unickpt.testing.launch import leave
 
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(1)
@@ -73,7 +84,7 @@ def make(folder: Path, stage: int, millions: int) -> None:
 
 
 class Memory(threading.Thread):
-    """The most that a process and its children have had for themselves."""
+    """Peak proportional memory of a process and its children."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -105,7 +116,7 @@ def _pss(pid: int) -> int:
 
 
 def run(command: list[str], target: Path) -> Measured:
-    """A command that writes a folder."""
+    """Run a command that writes a folder, and measure it."""
     os.sync()
     begin = time.perf_counter()
     process = subprocess.Popen(command, cwd=REPO, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -135,9 +146,10 @@ def commands(source: Path, target: Path) -> dict[str, list[str]]:
 
 
 def table(found: dict[str, list[Measured]]) -> str:
-    """Medians, with ratios to ds_to_universal within a round."""
+    """Return a table of medians, with ratios to ds_to_universal within a round."""
     lines = [
-        "| | seconds | of copy and sync | of ds_to_universal | memory | of ds_to_universal's | files | written |",
+        "| | seconds | relative to copy and sync | relative to ds_to_universal | memory | memory relative to ds_to_universal | "
+        "files | written |",
         "|---" * 8 + "|",
     ]
     for name, runs in found.items():
@@ -171,16 +183,17 @@ def main() -> None:
     if args.make:
         make(Path(args.make[0]), int(args.make[1]), int(args.make[2]))
         return
-    told = f"--ranks {args.ranks} --millions {args.millions} --stages {' '.join(map(str, args.stages))} --rounds {args.rounds}"
-    text = f"# Converting DeepSpeed's checkpoints\n\n`python benchmarks/conversion.py {told}`; {machine()}.\n"
-    text += f"\n{' '.join((__doc__ or '').split('A real engine')[1].join(['A real engine', '']).split())}\n"
+    options = (
+        f"--ranks {args.ranks} --millions {args.millions} --stages {' '.join(map(str, args.stages))} --rounds {args.rounds}"
+    )
+    text = f"{HEAD}\n`python -m benchmarks.conversion {options}`; {machine()}.\n"
     for stage in args.stages:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             torchrun(args.ranks, "benchmarks.conversion", "--make", str(folder / "native"), str(stage), str(args.millions))
             source = folder / "native" / "t"
             found: dict[str, list[Measured]] = {}
-            for turn in range(args.rounds + 1):  # the first one is not counted
+            for turn in range(args.rounds + 1):  # the first round is not counted
                 for what, command in commands(source, folder / "out").items():
                     shutil.rmtree(folder / "out", ignore_errors=True)
                     measured = run(command, folder / "out")

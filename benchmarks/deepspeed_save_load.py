@@ -1,21 +1,21 @@
-"""Saves and loads under DeepSpeed: this package, DeepSpeed's own, torch.distributed.checkpoint, and the physical limits.
+"""Saves and loads in DeepSpeed jobs: unickpt, DeepSpeed's own, torch.distributed.checkpoint, and the physical limits.
 
-    python benchmarks/deepspeed_save_load.py [--ranks 2] [--millions 50] [--rounds 5] [--stage 1] [--peers dcp universal]
-        [--out docs/performance.md]
+    python -m benchmarks.deepspeed_save_load [--ranks 2] [--millions 50] [--rounds 5] [--stage 1] [--peers dcp universal]
+        [--out docs/evidence/benchmarks.md]
 
 Every round measures, one after the other on the same engine:
 
-- one warm copy in memory, and a raw write with fsync, of each rank's bytes;
+- a warm copy in memory, and a raw write with fsync, of each rank's bytes;
 - DeepSpeed's own save;
-- this package: how long the call takes (the stall), and how long it takes until the checkpoint is committed;
-- a raw read, and the loads of all, from the page cache and (where it may be dropped) without;
-- training steps of DeepSpeed's, alone and while this package and DCP write behind them;
-- with ``dcp``: torch.distributed.checkpoint's save, async_save and load (of as many tensors as each rank holds, with as
-  many bytes), and its save in safetensors;
-- with ``universal``: DeepSpeed's ds_to_universal and its load_universal; and loads of this package as another ZeRO stage.
+- unickpt's save: duration of the call (the stall), and time until the checkpoint is committed;
+- a raw read, and all loads, from the page cache and, if it can be dropped, without it;
+- training steps of DeepSpeed, alone and during asynchronous writes of unickpt and DCP;
+- with ``dcp``: save, async_save and load of torch.distributed.checkpoint, with the same number of tensors and bytes per rank,
+  and its save in safetensors;
+- with ``universal``: DeepSpeed's ds_to_universal and its load_universal, and unickpt's loads as another ZeRO stage.
 
-Seconds of the slowest rank; medians with their spread; ratios within a round, so that a slow minute of the machine
-hits all of them. The first round is not counted: it touches memory and disk for the first time.
+Times are seconds of the slowest rank: medians with their spread, and ratios within a round, because a slow minute of the
+machine affects all of a round. The first round is not counted, because it touches memory and disk for the first time.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))
+from benchmarks.measure import Peak, cold, machine, most, publish, settle, size_of, slowest, small_buckets, table, warm
+from unickpt.testing.launch import command, environment
 
-from benchmarks.measure import Peak, cold, machine, most, publish, settle, size_of, slowest, small_buckets, table, warm  # noqa: E402
+REPO = Path(__file__).resolve().parent.parent
 
 AGAINST = {
     "raw write": ("raw write", ""),
@@ -65,7 +65,7 @@ AGAINST = {
     "step beside DCP": ("step alone", ""),
 }
 PEERS = ("dcp", "universal")
-MOST_BYTES = 256 << 20  # of a piece of memory for the physical limits: more than a cache holds
+MOST_BYTES = 256 << 20  # size of a block for the physical limits, larger than a CPU cache
 
 
 def parse() -> argparse.Namespace:
@@ -75,16 +75,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
-    parser.add_argument("--no-steps", action="store_true", help="save and load only, where a step takes a minute")
+    parser.add_argument("--no-steps", action="store_true", help="save and load only, for models whose step takes a minute")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--json", type=Path, help="the seconds of every round, for the picture")
+    parser.add_argument("--json", type=Path, help="file for the seconds of every round")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 @contextlib.contextmanager
 def natively(engine: Any, *, universal: bool = False) -> Iterator[None]:
-    """DeepSpeed's own saves and loads, on an engine that has ours."""
+    """DeepSpeed's own saves and loads, on an engine that uses unickpt."""
     ours = engine.checkpoint_engine
     engine.checkpoint_engine = ours.native
     engine._config.load_universal_checkpoint = universal
@@ -96,7 +96,7 @@ def natively(engine: Any, *, universal: bool = False) -> Iterator[None]:
 
 
 class Raw:
-    """As many bytes as a rank saves: to be copied, written and read, in two pieces of memory that are used in turn."""
+    """Copies, writes and reads the number of bytes that a rank saves, with two blocks of memory in turn."""
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         import torch
@@ -124,14 +124,16 @@ class Raw:
 
 
 class Dcp:
-    """torch.distributed.checkpoint, of as many tensors as a rank holds, with as many bytes."""
+    """torch.distributed.checkpoint, with the number of tensors and bytes that a rank holds."""
 
     def __init__(self, rank: int, count: int, size_bytes: int) -> None:
         import torch
         import torch.distributed.checkpoint as dcp
 
         self._dcp = dcp
-        self._group = torch.distributed.new_group(backend="gloo")  # its thread communicates: in training's group it can hang
+        self._group = torch.distributed.new_group(
+            backend="gloo"
+        )  # its thread communicates, and can hang in the group of training
         self._tensors = {f"rank{rank}.{at}": torch.rand(size_bytes // 4 // count) for at in range(count)}
 
     def save(self, place: Path) -> None:
@@ -149,7 +151,7 @@ class Dcp:
 
 
 def convert(place: Path) -> None:
-    """DeepSpeed's own offline conversion, on the first rank, as its documentation has it."""
+    """DeepSpeed's own offline conversion, on rank 0, as in its documentation."""
     import deepspeed
 
     if deepspeed.comm.get_rank() == 0:
@@ -161,7 +163,7 @@ def convert(place: Path) -> None:
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One rank: measure and, on the first, write the seconds of every round as JSON."""
+    """Measure on one rank. Rank 0 writes the seconds of every round as JSON."""
     import logging
 
     import deepspeed
@@ -200,7 +202,7 @@ def worker(args: argparse.Namespace) -> None:
     dcp = Dcp(rank, count, mine) if "dcp" in args.peers else None
 
     def steps(until: Callable[[], bool], at_least: int = 4) -> float:
-        """Median seconds of a training step, on this rank, while something else goes on."""
+        """Return the median seconds of a training step on this rank, during other work."""
         found = []
         flag = torch.zeros(1)
         while True:
@@ -217,7 +219,7 @@ def worker(args: argparse.Namespace) -> None:
             getattr(engine, f"{action}_checkpoint")(str(place), **more)
 
     def reading(loaded: Any, what: str) -> float:
-        """Seconds of the slowest rank; and what all ranks read from storage, for what they need."""
+        """Return the seconds of the slowest rank, and the bytes that all ranks read from storage and that they need."""
         report = loaded.checkpoint_engine.last_report
         seconds = torch.tensor([report.read_seconds])
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
@@ -287,7 +289,7 @@ def worker(args: argparse.Namespace) -> None:
             warm(own)
             found["unickpt load as another stage"] = slowest(partial(other.load_checkpoint, str(own), tag="quiet"))
             found["unickpt load as another stage, its reading"] = reading(other, "as another stage")
-        for name, (_, load) in loads.items():  # afterwards: what is dropped is also the programs' own code
+        for name, (_, load) in loads.items():  # last, because dropping the cache also drops the code of the programs
             if cold():
                 found[f"{name}, uncached"] = slowest(load)
                 if name == "unickpt load":
@@ -324,11 +326,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = [f"--{k}={getattr(args, k)}" for k in ("ranks", "millions", "rounds", "stage")] + ["--peers", *args.peers]
         options += ["--no-steps"] if args.no_steps else []
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks), __file__]
-        env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-        if args.ranks * args.millions > 1000:  # pieces of 4 MB would leave 2 GB of holes in each rank's heap
+        env = environment(REPO)
+        if args.ranks * args.millions > 1000:  # blocks of 4 MB would leave 2 GB of holes in each rank's heap
             env["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
-        subprocess.run([*command, *options, "--worker", folder], check=True, env=env, cwd=REPO, stdout=subprocess.DEVNULL)
+        job = command(args.ranks, "-m", "benchmarks.deepspeed_save_load", *options, "--worker", folder)
+        subprocess.run(job, check=True, env=env, cwd=REPO, stdout=subprocess.DEVNULL)
         result = json.loads((Path(folder) / "result.json").read_text())
     heading = (
         f"{args.millions}M parameters, fp32 with Adam, ZeRO-{args.stage} on {args.ranks} ranks, "
@@ -339,11 +341,11 @@ def main() -> None:
     against = {name: [other if other in seconds else "" for other in others] for name, others in AGAINST.items()}
     sizes = ", ".join(f"{name} {size:,}" for name, size in result["bytes"].items())
     peaks = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in result["peaks"].items() if name != "raw read")
-    text = f"`python benchmarks/deepspeed_save_load.py {' '.join(options)}`\n\n{heading}\n\n"
-    text += table(seconds, against, ["against the physical limit", "against the peer"])
-    read = ", ".join(f"{name} {a:,} for {b:,} ({a / b:.3f})" for name, (a, b) in result["read"].items())
-    text += f"\n\nBytes on disk: {sizes}. Read from storage by all ranks for bytes that they need: {read}."
-    text += f" Memory of a rank above what it had, at its peak, in MB: {peaks}.\n"
+    text = f"`python -m benchmarks.deepspeed_save_load {' '.join(options)}`\n\n{heading}\n\n"
+    text += table(seconds, against, ["relative to the physical limit", "relative to the peer"])
+    read = ", ".join(f"{name} {a:,} of {b:,} ({a / b:.3f})" for name, (a, b) in result["read"].items())
+    text += f"\n\nBytes on disk: {sizes}. Bytes that all ranks read from storage, of bytes that they need: {read}."
+    text += f" Peak memory of a rank in addition to what it had before, in MB: {peaks}.\n"
     publish(text, args.out)
     if args.json:
         title = f"DeepSpeed ZeRO-{args.stage}, {args.millions}M, {args.ranks} ranks"

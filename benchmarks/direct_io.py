@@ -1,6 +1,6 @@
-"""What the page cache costs a new file: writes through it and past it, seconds and processor seconds.
+"""Cost of the page cache for a new file: writes through it and past it, in seconds and processor seconds.
 
-python benchmarks/direct_io.py [--folder DIR] [--mib 300] [--rounds 5]
+python -m benchmarks.direct_io [--folder DIR] [--mib 300] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -8,17 +8,13 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))
-
-from benchmarks.measure import machine, publish  # noqa: E402
-from unickpt.posix import PosixStorage  # noqa: E402
-from unickpt.staging import StagingBuffer  # noqa: E402
+from benchmarks.measure import machine, publish
+from unickpt.save.staging import StagingBuffer
+from unickpt.storage.posix import PosixStorage
 
 
 def main() -> None:
@@ -39,14 +35,14 @@ def main() -> None:
                 with storage.create(f"{number}{direct}", direct=direct) as sink:
                     sink.write([data])
                 found[direct].append((time.perf_counter() - begin, time.process_time() - processor))
-    lines = [f"`python benchmarks/direct_io.py --mib={args.mib} --rounds={args.rounds}`", ""]
-    lines += [f"{args.mib} MiB into a new file, with fsync, {args.rounds} rounds; {machine()}.", ""]
+    lines = [f"`python -m benchmarks.direct_io --mib={args.mib} --rounds={args.rounds}`", ""]
+    lines += [f"{args.mib} MiB are written to a new file with fsync, {args.rounds} rounds; {machine()}.", ""]
     lines += ["| | median s | GB/s | processor s |", "|---|---|---|---|"]
     for direct, pairs in found.items():
         seconds, processor = (statistics.median(values) for values in zip(*pairs, strict=True))
         rate = len(data) / seconds / 1e9
         lines.append(
-            f"| {'past the cache' if direct else 'through the cache'} | {seconds:.3f} | {rate:.2f} | {processor:.3f} |"
+            f"| {'direct I/O' if direct else 'through the page cache'} | {seconds:.3f} | {rate:.2f} | {processor:.3f} |"
         )
     text = "\n".join(lines) + "\n"
     publish(text, args.out)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: rounds, ratios within a round, tables."""
+"""Shared by the benchmarks: rounds, ratios within a round, tables."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-Seconds = Mapping[str, Sequence[float]]  # what was measured -> seconds of every round
+Seconds = Mapping[str, Sequence[float]]  # measurement -> seconds of every round
 
 
 def settle() -> None:
-    """What was written before is on the disk, so that nobody pays for what another has left. Collective."""
+    """Write all pending data to disk, so that it does not count for the next measurement. Collective."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -25,7 +25,7 @@ def settle() -> None:
 
 
 def warm(*folders: Path) -> None:
-    """All files are in the page cache. Collective."""
+    """Bring all files into the page cache. Collective."""
     import torch.distributed as dist
 
     settle()
@@ -40,7 +40,7 @@ def warm(*folders: Path) -> None:
 
 
 def cold() -> bool:
-    """Nothing is in the page cache; False where the system does not allow it. Collective."""
+    """Drop the page cache. Returns False if the system does not allow it. Collective."""
     import torch.distributed as dist
 
     settle()
@@ -56,7 +56,7 @@ def cold() -> bool:
 
 
 def slowest(action: Callable[[], Any]) -> float:
-    """Seconds of an action that all ranks begin together, on the rank that takes longest."""
+    """Return the seconds of an action that all ranks begin together, on the slowest rank."""
     import torch
     import torch.distributed as dist
 
@@ -69,9 +69,9 @@ def slowest(action: Callable[[], Any]) -> float:
 
 
 class Peak:
-    """Memory of this process while a block runs: ``bytes`` is the most that it had above what it began with.
+    """Peak memory of this process in a block: ``bytes`` is the peak above the initial amount.
 
-    Resident memory, by the kernel's own high-water mark; zero where it cannot be reset.
+    It is resident memory, from the kernel's high-water mark; zero if that cannot be reset.
     """
 
     def __enter__(self) -> Peak:
@@ -93,7 +93,7 @@ def _status(key: str) -> int:
 
 
 def most(value: int) -> int:
-    """The largest of all ranks. Collective."""
+    """Return the largest value of all ranks. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -103,18 +103,18 @@ def most(value: int) -> int:
 
 
 def ratio(values: Sequence[float], others: Sequence[float]) -> str:
-    """Median of the ratios within each round, with their spread."""
+    """Return the median of the ratios within each round, with their spread."""
     found = [a / b for a, b in zip(values, others, strict=True)]
     digits = 2 if statistics.median(found) >= 0.1 else 4
     return f"{statistics.median(found):.{digits}f} ({min(found):.{digits}f} to {max(found):.{digits}f})"
 
 
 def table(seconds: Seconds, against: Mapping[str, Sequence[str]], columns: Sequence[str]) -> str:
-    """Medians, spreads, and ratios to the named others, as Markdown.
+    """Return a Markdown table of medians, spreads and ratios.
 
     Args:
-        seconds: of every round.
-        against: row -> what it is compared with, one per column; a row that is missing is not compared.
+        seconds: seconds of every round, by measurement.
+        against: measurement -> the measurements to compare it with, one per column. A missing one is not compared.
         columns: titles of the comparisons.
     """
     lines = [f"| | median s | min to max | {' | '.join(columns)} |", "|---" * (3 + len(columns)) + "|"]
@@ -128,14 +128,14 @@ def table(seconds: Seconds, against: Mapping[str, Sequence[str]], columns: Seque
 
 
 def machine() -> str:
-    """For the heading of a table."""
+    """Return a description of the machine for the heading of a table."""
     import torch
 
     return f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def small_buckets(stage: int) -> dict[str, int]:
-    """ZeRO for whole models beside each other: not 2 GB per rank for buckets, nor all parameters gathered."""
+    """Return ZeRO settings for several models in one process: small buckets, and no gathering of all parameters."""
     return {
         "stage": stage,
         "reduce_bucket_size": 50_000_000,
@@ -146,7 +146,7 @@ def small_buckets(stage: int) -> dict[str, int]:
 
 
 def publish(text: str, out: Path | None) -> None:
-    """Print a result, and add it to a file."""
+    """Print a result, and write it into a file."""
     print(text)
     if out:
         with out.open("a") as file:
@@ -154,5 +154,5 @@ def publish(text: str, out: Path | None) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in a folder."""
+    """Return the number of bytes of all files in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,14 +1,14 @@
-"""Save, load and resharded load of this package beside megatron-core's ``torch_dist``, in one run, on CPU.
+"""Saves, loads and resharding loads in Megatron jobs: unickpt and megatron-core's ``torch_dist``, on CPU.
 
-    python benchmarks/megatron_save_load.py [--millions 50] [--rounds 5] [--layouts tp2 tp2dp2] [--out docs/performance.md]
+    python -m benchmarks.megatron_save_load [--millions 50] [--rounds 5] [--layouts tp2 tp2dp2]
+        [--out docs/evidence/benchmarks.md]
 
-The same model and optimizer state (GPT, bf16, distributed optimizer) is saved and loaded, one after the
-other in every round: a raw write and fsync of the same bytes, ``torch_dist`` with ``dp_reshardable``
-and with ``fully_reshardable`` optimizer state (fully parallel, and without its validation, which is
-only for the first save), and unickpt. Then all are loaded under another shape, where the format can
-be. Loads are from the page cache, and once more without it, where it may be dropped. Seconds of the
-slowest rank; medians with their spread, ratios within a round. A save waits until it is written;
-an asynchronous one is given both times, that of the call and until it is written.
+Every round saves and loads the same model and optimizer state (GPT, bf16, distributed optimizer), one after the other: a raw
+write and fsync of the same bytes; ``torch_dist`` with ``dp_reshardable`` and with ``fully_reshardable`` optimizer state (fully
+parallel, without its validation, which is for the first save only); and unickpt. Then all are loaded under another shape, if
+the format supports it. Loads are from the page cache, and again without it, if it can be dropped. Times are seconds of the
+slowest rank: medians with their spread, and ratios within a round. A save includes the write. An asynchronous save has two
+times: the duration of the call, and the time until it is written.
 """
 
 from __future__ import annotations
@@ -19,18 +19,14 @@ import os
 import platform
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))
-
-from benchmarks.measure import cold, publish, ratio, slowest, warm  # noqa: E402
-from tests.launch import torchrun  # noqa: E402
+from benchmarks.measure import cold, publish, ratio, slowest, warm
+from unickpt.testing.launch import torchrun
 
 FORMATS = ("dp_reshardable", "fully_reshardable", "unickpt")
 TARGETS = {"tp2": "pp2", "tp2dp2": "pp2dp2", "dp4": "tp2dp2", "dp2": "tp2"}
@@ -42,17 +38,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layouts", nargs="+", default=["tp2", "tp2dp2"], choices=sorted(TARGETS))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--json", type=Path, help="the seconds of every round, for the picture")
+    parser.add_argument("--json", type=Path, help="file for the seconds of every round")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One rank: measure and, on the first, write the seconds of every round as JSON."""
+    """Measure on one rank. Rank 0 writes the seconds of every round as JSON."""
     import logging
     import warnings
 
-    from tests.megatron.jobs import Job  # isort: skip  before anything of megatron
+    from megatron_unickpt.testing.jobs import Job  # isort: skip  before anything of megatron
 
     import torch
     import torch.distributed as dist
@@ -68,9 +64,9 @@ def worker(args: argparse.Namespace) -> None:
     )
 
     from megatron_unickpt.optimizer import METADATA
-    from tests.launch import leave
-    from tests.megatron.layouts import Layout
-    from tests.megatron.truth import close
+    from megatron_unickpt.testing.layouts import Layout
+    from megatron_unickpt.testing.truth import close
+    from unickpt.testing.launch import leave
 
     warnings.filterwarnings("ignore")
     logging.getLogger("unickpt").setLevel(logging.WARNING)
@@ -92,7 +88,7 @@ def worker(args: argparse.Namespace) -> None:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     def save(job: Job, kind: str, where: Path, queue: AsyncCallsQueue | None = None) -> None:
-        """With a queue, as the training scripts save asynchronously: it is over when the queue has been finalized."""
+        """Save through a queue, as the training scripts save asynchronously. The save ends when the queue is finalized."""
         strategy = get_default_save_sharded_strategy("unickpt" if kind == "unickpt" else "torch_dist")
         if kind != "unickpt":
             strategy = FullyParallelSaveStrategyWrapper(strategy, group())
@@ -105,7 +101,7 @@ def worker(args: argparse.Namespace) -> None:
             queue.schedule_async_request(request)
 
     def save_behind(job: Job, kind: str, where: Path) -> tuple[float, float]:
-        """Seconds that the call takes, and until the checkpoint is written."""
+        """Return the seconds of the call, and until the checkpoint is written."""
         queue = AsyncCallsQueue()
         began = time.perf_counter()
         stall = slowest(partial(save, job, kind, where, queue))
@@ -117,7 +113,7 @@ def worker(args: argparse.Namespace) -> None:
         strategy = get_default_load_sharded_strategy(str(where))
         if kind != "unickpt":
             strategy = FullyParallelLoadStrategyWrapper(strategy, group())
-        together = kind == "unickpt"  # stock's validation is a metadata exchange; ours is how ranks agree on failure
+        together = kind == "unickpt"  # Megatron's validation exchanges metadata; in unickpt the ranks agree on failures
         state = described(job, kind, True)
         loaded = dist_checkpointing.load(state, str(where), strategy, validate_access_integrity=together)
         job.modules[0].load_state_dict(loaded["model"])
@@ -158,12 +154,12 @@ def worker(args: argparse.Namespace) -> None:
                     job, kind, fresh(folder / f"{kind}.behind")
                 )
             warm(raw)
-            raw.read_bytes()  # each rank its own
+            raw.read_bytes()  # each rank its own file
             found["raw read"] = slowest(raw.read_bytes)
             for kind in FORMATS:
                 warm(folder / kind)
                 found[f"{kind} load"] = slowest(partial(load, job, kind, folder / kind))
-            for kind in FORMATS:  # afterwards: what is dropped is also the programs' own code
+            for kind in FORMATS:  # last, because dropping the cache also drops the code of the programs
                 if cold():
                     found[f"{kind} load, uncached"] = slowest(partial(load, job, kind, folder / kind))
             if number:  # the first round touches memory and disk, and starts helper processes, for the first time
@@ -186,9 +182,9 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Medians, spreads and ratios to the stock mode that is fastest at it, as Markdown."""
+    """Return a Markdown table of medians, spreads, and ratios to the fastest mode of Megatron."""
     seconds = result["seconds"]
-    rows = ["| | median s | min to max | against the fastest stock | against raw |", "|---|---|---|---|---|"]
+    rows = ["| | median s | min to max | relative to the fastest stock format | relative to raw |", "|---|---|---|---|---|"]
     for name, values in seconds.items():
         kind = name.split()[1].rstrip(",")
         how = next((f", {word}" for word in ("uncached", "asynchronous") if name.endswith(word)), "")
@@ -211,7 +207,7 @@ def main() -> None:
         worker(args)
         return
     options = [f"--millions={args.millions}", f"--rounds={args.rounds}", "--layouts", *args.layouts]
-    lines = [f"`python benchmarks/megatron_save_load.py {' '.join(options)}`", ""]
+    lines = [f"`python -m benchmarks.megatron_save_load {' '.join(options)}`", ""]
     with tempfile.TemporaryDirectory() as folder:
         results: dict[str, Any] = {}
         for world in (2, 4):
@@ -222,7 +218,7 @@ def main() -> None:
     versions = f"Python {platform.python_version()}, torch {version('torch')}, megatron-core {version('megatron-core')}"
     lines.append(f"GPT of {args.millions}M parameters, bf16, distributed optimizer; {os.cpu_count()} cores, {versions}.")
     for name, result in results.items():
-        lines += ["", f"### {name}, then loaded as {TARGETS[name]}", "", *table(result)]
+        lines += ["", f"### {name}, loaded as {TARGETS[name]}", "", *table(result)]
     text = "\n".join(lines) + "\n"
     publish(text, args.out)
     if args.json:

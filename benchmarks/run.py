@@ -1,10 +1,11 @@
-"""All benchmarks, one after the other, into ``docs/performance.md`` and its picture. An hour on two cores, on a machine that
-does nothing else.
+"""Run all benchmarks, and write ``docs/evidence/benchmarks.md`` and its picture.
 
-    python benchmarks/run.py [--rounds 5] [--only deepspeed-50M-2 ...] [--list]
+It takes an hour on two cores of an otherwise idle machine.
 
-What is above the mark in the document is written by hand (and by ``metadata_scale.py``); everything below is replaced. A
-part that is not run this time keeps what it had.
+    python -m benchmarks.run [--rounds 5] [--only deepspeed-50M-2 ...] [--list]
+
+The part of the document above the mark is written by hand and by ``benchmarks.metadata_scale``. The part below is replaced.
+Benchmarks that do not run keep their earlier results.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
-PAGE, PICTURE = REPO / "docs" / "performance.md", REPO / "docs" / "images" / "performance.png"
-DATA = REPO / "docs" / "images" / "performance.json"
+PAGE, PICTURE = REPO / "docs" / "evidence" / "benchmarks.md", REPO / "docs" / "images" / "performance.png"
+DATA = REPO / "results" / "performance.json"
 MARK = "<!-- made by benchmarks/run.py -->"
 
 PARTS: dict[str, tuple[str, list[str]]] = {
-    "direct-io": ("Past the page cache", ["direct_io.py"]),
-    "deepspeed-50M-1": ("DeepSpeed, 50M, 1 rank", ["deepspeed_save_load.py", "--ranks=1", "--millions=50", "--peers", "dcp"]),
-    "deepspeed-50M-2": ("DeepSpeed, 50M, 2 ranks", ["deepspeed_save_load.py", "--ranks=2", "--millions=50"]),
-    "deepspeed-50M-4": ("DeepSpeed, 50M, 4 ranks", ["deepspeed_save_load.py", "--ranks=4", "--millions=50", "--peers", "dcp"]),
+    "direct-io": ("Direct I/O", ["direct_io"]),
+    "deepspeed-50M-1": ("DeepSpeed, 50M, 1 rank", ["deepspeed_save_load", "--ranks=1", "--millions=50", "--peers", "dcp"]),
+    "deepspeed-50M-2": ("DeepSpeed, 50M, 2 ranks", ["deepspeed_save_load", "--ranks=2", "--millions=50"]),
+    "deepspeed-50M-4": ("DeepSpeed, 50M, 4 ranks", ["deepspeed_save_load", "--ranks=4", "--millions=50", "--peers", "dcp"]),
     "deepspeed-50M-2-zero3": (
         "DeepSpeed, 50M, 2 ranks, ZeRO-3",
-        ["deepspeed_save_load.py", "--ranks=2", "--millions=50", "--stage=3", "--peers", "dcp"],
+        ["deepspeed_save_load", "--ranks=2", "--millions=50", "--stage=3", "--peers", "dcp"],
     ),
-    "deepspeed-350M-1": ("DeepSpeed, 350M, 1 rank", ["deepspeed_save_load.py", "--ranks=1", "--millions=350", "--peers"]),
-    "deepspeed-350M-2": ("DeepSpeed, 350M, 2 ranks", ["deepspeed_save_load.py", "--ranks=2", "--millions=350", "--peers"]),
+    "deepspeed-350M-1": ("DeepSpeed, 350M, 1 rank", ["deepspeed_save_load", "--ranks=1", "--millions=350", "--peers"]),
+    "deepspeed-350M-2": ("DeepSpeed, 350M, 2 ranks", ["deepspeed_save_load", "--ranks=2", "--millions=350", "--peers"]),
     "deepspeed-350M-4-zero3": (
         "DeepSpeed, 350M, 4 ranks, ZeRO-3",
-        ["deepspeed_save_load.py", "--ranks=4", "--millions=350", "--stage=3", "--no-steps", "--peers"],
+        ["deepspeed_save_load", "--ranks=4", "--millions=350", "--stage=3", "--no-steps", "--peers"],
     ),
-    "megatron-50M": ("Megatron, 50M", ["megatron_save_load.py", "--millions=50", "--layouts", "tp2", "tp2dp2"]),
+    "megatron-50M": ("Megatron, 50M", ["megatron_save_load", "--millions=50", "--layouts", "tp2", "tp2dp2"]),
 }  # fmt: skip
 SHOWN = (
     ("training stands still", {
@@ -86,24 +87,24 @@ def main() -> None:
 
 
 def sections(text: str) -> dict[str, str]:
-    """title -> body of what an earlier run made."""
+    """Return the sections of an earlier run: title -> body."""
     pieces = re.split(r"^## (.*)$", text, flags=re.MULTILINE)[1:]
     return dict(zip(pieces[::2], pieces[1::2], strict=True))
 
 
 def measured(command: list[str], rounds: int) -> tuple[str, list[Any]]:
-    """A benchmark's text, and its seconds if it has any."""
+    """Run a benchmark, and return its text and its seconds, if it has any."""
     with tempfile.TemporaryDirectory() as folder:
         out, seconds = Path(folder) / "out.md", Path(folder) / "seconds.json"
         script, *options = command
         options.append(f"--rounds={rounds}")
-        options += ["--json", str(seconds)] if script.endswith("save_load.py") else []
-        subprocess.run([sys.executable, str(REPO / "benchmarks" / script), *options, "--out", str(out)], check=True, cwd=REPO)
+        options += ["--json", str(seconds)] if script.endswith("save_load") else []
+        subprocess.run([sys.executable, "-m", f"benchmarks.{script}", *options, "--out", str(out)], check=True, cwd=REPO)
         return out.read_text(), json.loads(seconds.read_text()) if seconds.is_file() else []
 
 
 def draw(results: list[Any]) -> None:
-    """Medians side by side, one panel per question and benchmark; whiskers from the fastest to the slowest round."""
+    """Draw medians as bars, one panel per question and benchmark, with whiskers from the fastest to the slowest round."""
     import matplotlib
 
     matplotlib.use("Agg")

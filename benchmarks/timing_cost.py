@@ -1,11 +1,11 @@
-"""What it costs to note every collective: microseconds of a call, and the change of a training step.
+"""Cost of recording every collective: microseconds per call, and the change of a training step.
 
-    python benchmarks/timing_cost.py [--rounds 7] [--out docs/timing-cost.md]
+    python -m benchmarks.timing_cost [--rounds 7] [--out docs/evidence/timing-cost.md]
 
-Beside it, in the same run, what DeepSpeed's comms_logger and torch's flight recorder cost. Calls are all_reduces of 8 floats in
-a gloo group of one rank, so that nobody is waited for: what passes until they return, and the processor time of the calling
-thread in it, which the moods of gloo's threads do not reach. Steps are of the demonstration model under ZeRO-2 on 2 ranks. In
-every round each of them is on for a while and off for a while, and what it costs is the difference.
+The same run measures DeepSpeed's comms_logger and torch's flight recorder. Calls are all_reduces of 8 floats in a gloo group
+of one rank, without waiting for other ranks. Results are the time until they return, and the processor time of the calling
+thread, which does not depend on gloo's threads. Steps are those of the demonstration model under ZeRO-2 on 2 ranks. In every
+round each recorder is on for a while and off for a while, and the cost is the difference.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPO), str(REPO / "examples" / "demo")]
+from benchmarks.measure import machine
+from unickpt.testing.launch import command, environment, leave
 
-from benchmarks.measure import machine  # noqa: E402
-from tests.launch import environment, free_port, leave  # noqa: E402
+REPO = Path(__file__).resolve().parent.parent
 
 CALLS, TURNS, STEPS = 3000, 30, 12
-FLIGHTS = {"TORCH_FR_BUFFER_SIZE": "2000"}  # what turns the flight recorder on; 2,000 is its own default with NCCL
+FLIGHTS = {"TORCH_FR_BUFFER_SIZE": "2000"}  # enables the flight recorder; 2,000 is its default with NCCL
 
 
 def recorder(folder: Path) -> Any:
-    """One that writes into a ring, as a job's."""
+    """Return a recorder that writes into a ring, as in a job."""
     import torch.distributed as dist
 
-    from unickpt.timing.recorder import Recorder
-    from unickpt.timing.ring import Identity, RingWriter
+    from unickpt.diagnosis.recording.recorder import CallRecorder
+    from unickpt.diagnosis.recording.ring import Identity, RingWriter
 
     who = Identity.here(dist.get_rank(), dist.get_world_size(), "cost")
     ring = RingWriter(folder / f"{who.rank:05d}.ring", who, capacity=65_536)
-    return Recorder(ring, lambda group: {"ranks": dist.get_process_group_ranks(group), "label": "", "backend": group.name()})
+    return CallRecorder(
+        ring, lambda group: {"ranks": dist.get_process_group_ranks(group), "label": "", "backend": group.name()}
+    )
 
 
 def switches(folder: Path) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
-    """What can be turned on and off in a running process."""
+    """A recorder that can be enabled and disabled in a running process."""
     import deepspeed.comm as comm
     from deepspeed.utils.comms_logging import CommsLogger
 
-    from unickpt.timing import collectives
+    from unickpt.diagnosis.recording.process_group_hooks import ProcessGroupHooks
 
     found = recorder(folder)
     comm.comm.comms_logger = CommsLogger()
@@ -59,14 +59,20 @@ def switches(folder: Path) -> dict[str, tuple[Callable[[], None], Callable[[], N
         comm.comm.comms_logger.enabled = comm.comm.comms_logger.prof_all = on
         comm.comm.comms_logger.comms_dict.clear()
 
+    installed: list[ProcessGroupHooks] = []
+
+    def install() -> None:
+        installed.append(ProcessGroupHooks(found))
+        installed[-1].install()
+
     return {
-        "unickpt": (lambda: collectives.install(found), collectives.uninstall),
+        "unickpt": (install, lambda: installed.pop().uninstall()),
         "comms_logger": (lambda: logger(True), lambda: logger(False)),
     }
 
 
 def calls(folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Microseconds of a call in every round."""
+    """Return the microseconds per call in every round."""
     import deepspeed
     import deepspeed.comm as comm
     import torch
@@ -85,7 +91,7 @@ def calls(folder: Path, rounds: int) -> dict[str, list[float]]:
     for number in range(rounds + 1):
         for name, action in actions.items():
             times: dict[str, list[float]] = {}
-            for _ in range(TURNS):  # short ones: for a while all calls wait for gloo's thread longer than for another while
+            for _ in range(TURNS):  # short intervals: the waiting time for gloo's thread drifts
                 for what in ("off", *on):
                     if what == "comms_logger" and name != "deepspeed.comm":
                         continue
@@ -96,14 +102,14 @@ def calls(folder: Path, rounds: int) -> dict[str, list[float]]:
                     times.setdefault(f"{what}, processor", []).append(busy)
                     if what != "off":
                         on[what][1]()
-            if number:  # the first round warms up
+            if number:  # the first round is a warm-up
                 for what, values in times.items():
                     found.setdefault(f"{name}: {what}", []).append(statistics.median(values) / 1e3)
     return found
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, float]:
-    """Nanoseconds of a call, median of some, and processor time of this thread for it, mean of them."""
+    """Return the median nanoseconds of a call, and the mean processor time of this thread per call."""
     found = []
     for _ in range(5):
         action()
@@ -116,14 +122,14 @@ def timed(action: Callable[[], Any]) -> tuple[float, float]:
 
 
 def steps(folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of a step in every round, on this rank."""
+    """Return the milliseconds of a step in every round, on this rank."""
     import deepspeed
     import torch
     import torch.distributed as dist
-    from data import batch, corpus
-    from model import CONTEXT, ByteTransformer
 
-    from unickpt.agent import starting
+    from examples.demo.data import batch, corpus
+    from examples.demo.model import CONTEXT, ByteTransformer
+    from unickpt.diagnosis.agent import launch
 
     torch.manual_seed(1)
     model = ByteTransformer()
@@ -133,7 +139,7 @@ def steps(folder: Path, rounds: int) -> dict[str, list[float]]:
     on = switches(folder)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
-    agent = starting.start(folder, 0, store) if rank == 0 else None
+    agent = launch.start(folder, 0, store) if rank == 0 else None
 
     def watch(active: bool) -> None:
         if agent is not None:
@@ -188,12 +194,9 @@ def worker(what: str, rounds: int, out: Path) -> None:
 def run(what: str, ranks: int, rounds: int, **variables: str) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         out = Path(folder) / "found.json"
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1",
-            "--master-port", str(free_port()), __file__, "--worker", what, "--rounds", str(rounds), "--out", str(out),
-        ]  # fmt: skip
-        env = environment(GLOO_SOCKET_IFNAME="lo", COST_FOLDER=folder, **variables)
-        subprocess.run(command, check=True, cwd=REPO, env=env, stdout=subprocess.DEVNULL)
+        program = ["-m", "benchmarks.timing_cost", "--worker", what, "--rounds", str(rounds), "--out", str(out)]
+        env = environment(REPO, GLOO_SOCKET_IFNAME="lo", COST_FOLDER=folder, **variables)
+        subprocess.run(command(ranks, *program), check=True, cwd=REPO, env=env, stdout=subprocess.DEVNULL)
         found: dict[str, list[float]] = json.loads(out.read_text())
         return found
 
@@ -205,23 +208,31 @@ def spread(values: list[float], digits: int = 1) -> str:
 def page(plain: dict[str, list[float]], flights: dict[str, list[float]], made: dict[str, list[float]]) -> str:
     """The tables."""
     lines = [
-        "| call of 8 floats, µs | nothing | unickpt adds | comms_logger adds | flight recorder adds |",
+        "| call of 8 floats, µs | without recorder | unickpt adds | comms_logger adds | flight recorder adds |",
         "|---|---|---|---|---|",
     ]
     for name in ("all_reduce", "all_reduce, async", "deepspeed.comm"):
-        for suffix, told in (("", ""), (", processor", ": processor time")):
+        for suffix, label in (("", ""), (", processor", ": processor time")):
             off = plain[f"{name}: off{suffix}"]
             cells = [spread(off)]
             for other in ("unickpt", "comms_logger"):
                 values = plain.get(f"{name}: {other}{suffix}")
                 cells.append(spread([a - b for a, b in zip(values, off, strict=True)]) if values else "")
             cells.append(f"{statistics.median(flights[f'{name}: off{suffix}']) - statistics.median(off):.1f}")
-            lines.append(f"| {name}{told} | {' | '.join(cells)} |")
-    lines += ["", "| step of the demonstration, 2 ranks | ms | of a step without |", "|---|---|---|"]
+            lines.append(f"| {name}{label} | {' | '.join(cells)} |")
+    lines += ["", "| step of the demonstration, 2 ranks | ms | relative to a step without |", "|---|---|---|"]
     for name, values in made.items():
         ratios = [a / b for a, b in zip(values, made["off"], strict=True)]
         lines.append(f"| {name} | {spread(values)} | {spread(ratios, 3)} |")
     return "\n".join(lines)
+
+
+HEAD = """# Cost of recording every collective
+
+Median and range over rounds in which each recorder is switched on and off. torch's flight recorder cannot be switched off
+and is measured in a separate run. Processor time is that of the calling thread. The rest of a call waits for gloo's threads,
+which takes 10 to 80 µs. The rows of `deepspeed.comm` use DeepSpeed's own functions.
+"""
 
 
 def main() -> None:
@@ -234,16 +245,10 @@ def main() -> None:
         worker(args.worker, args.rounds, args.out)
         return
     text = page(run("calls", 1, args.rounds), run("calls", 1, args.rounds, **FLIGHTS), run("steps", 2, args.rounds))
-    head = (
-        "# What it costs to note every collective\n\nMedian (and range) over rounds in which each is on for a while and off "
-        "for a while; the flight recorder can't be turned off, and is another run.\nProcessor time is that of the calling "
-        "thread: the rest of a call is waiting for gloo's threads, which jumps between 10 and 80 µs here. Rows of "
-        "`deepspeed.comm` are through DeepSpeed's own functions.\n\n"
-        f"`python benchmarks/timing_cost.py --rounds {args.rounds}`: {machine()}\n\n"
-    )
+    text = f"{HEAD}\n`python -m benchmarks.timing_cost --rounds {args.rounds}`: {machine()}\n\n{text}\n"
     print(text)
     if args.out:
-        args.out.write_text(f"{head}{text}\n")
+        args.out.write_text(text)
 
 
 if __name__ == "__main__":

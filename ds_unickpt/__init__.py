@@ -1,8 +1,7 @@
 """The DeepSpeed adapter: ``"unickpt": {"enabled": true}`` in the DeepSpeed JSON.
 
-Importing this package (which ``_unickpt_autoload`` does by itself as soon as DeepSpeed is
-imported) installs three hooks on ``DeepSpeedEngine``. An engine whose config lacks the key, or
-has ``enabled: false``, runs through them unchanged.
+Importing this package installs three hooks on ``DeepSpeedEngine``. ``_unickpt_autoload`` imports it when a program imports
+DeepSpeed. The hooks do not change an engine whose configuration lacks the key or has ``"enabled": false``.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from ds_unickpt.hooks import install, uninstall
 __all__ = ["install", "uninstall"]
 
 if "deepspeed.runtime.engine" not in sys.modules:
-    # An explicit import: bring DeepSpeed in first, so that its class is there to be hooked.
+    # A program imports this package itself, before DeepSpeed. The hooks need DeepSpeed's classes.
     import deepspeed  # noqa: F401
 
 install()

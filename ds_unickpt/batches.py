@@ -1,4 +1,4 @@
-"""The global batch of the job that saved a checkpoint against that of the job that resumes it."""
+"""Compares the global batch size of the job that saved a checkpoint with that of the job that resumes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples of one optimizer step.
+    """Global batch size: samples of one optimizer step.
 
     Attributes:
         total: samples over all ranks.
-        per_device, accumulation, ranks: the factors of ``total``; None where they are not known.
+        per_device, accumulation, ranks: factors of ``total``; None if unknown.
     """
 
     total: int
@@ -30,23 +30,23 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """What the settings are called where the user writes them."""
+class SettingNames:
+    """Settings of the batch size as the user writes them, with ``{}`` for the value."""
 
     per_device: str
     accumulation: str
 
 
-TRAINER = Names("--per_device_train_batch_size {}", "--gradient_accumulation_steps {}")
-DEEPSPEED = Names('"train_micro_batch_size_per_gpu": {}', '"gradient_accumulation_steps": {}')
+TRAINER = SettingNames("--per_device_train_batch_size {}", "--gradient_accumulation_steps {}")
+DEEPSPEED = SettingNames('"train_micro_batch_size_per_gpu": {}', '"gradient_accumulation_steps": {}')
 
 
 def of_config(config: Mapping[str, Any] | None, ranks: int) -> Batch | None:
-    """The batch that a DeepSpeed config sets, with all values filled in; None if it does not tell.
+    """Return the batch size that a DeepSpeed configuration sets, or None if it does not determine one.
 
     Args:
-        config: of the job that saved.
-        ranks: data parallel ranks of that job.
+        config: DeepSpeed configuration of the job that saved the checkpoint.
+        ranks: data-parallel ranks of that job.
     """
     total, per_device, accumulation = (_count((config or {}).get(key)) for key in _KEYS)
     if total is None and per_device is not None:
@@ -59,13 +59,13 @@ def of_config(config: Mapping[str, Any] | None, ranks: int) -> Batch | None:
 
 
 def changed(saved: Batch | None, now: Batch, *, step: int, trainer: bool) -> str:
-    """What another global batch does to a resumed run, and the setting that keeps it; '' if it is the same.
+    """Return a warning about a changed global batch size, with the settings that keep it; '' if it is the same.
 
     Args:
-        saved: of the checkpoint.
-        now: of this job, with its factors.
-        step: of the checkpoint.
-        trainer: Trainer of transformers places the data; otherwise the user's own loop does.
+        saved: batch size of the job that saved the checkpoint.
+        now: batch size of this job, with its factors.
+        step: optimizer step of the checkpoint.
+        trainer: transformers' Trainer selects the position in the data; otherwise the user's loop does.
     """
     if saved is None or saved.total == now.total:
         return ""
@@ -73,16 +73,18 @@ def changed(saved: Batch | None, now: Batch, *, step: int, trainer: bool) -> str
     ratio = (saved.total / now.total) if longer else (now.total / saved.total)
     moved = step * abs(saved.total - now.total)
     place = f"{moved:,} samples are {'seen twice' if longer else 'skipped'}"
-    who = "Trainer finds its place in the data by steps" if trainer else "If your loop finds its place in the data by steps"
+    who = (
+        "Trainer finds its position in the data by steps" if trainer else "If your loop finds its position in the data by steps"
+    )
     return (
         f"the global batch changes from {saved} to {now}. One pass over the data takes {ratio:.3g} times "
-        f"{'as many' if longer else 'fewer'} steps, and a schedule in steps does not follow. {who}{', so' if trainer else ','} "
-        f"{place}. {kept(saved.total, now, trainer)}"
+        f"{'as many' if longer else 'fewer'} steps. A learning-rate schedule in steps does not adapt. "
+        f"{who} its position in the data by steps{', so' if trainer else ','} {place}. {kept(saved.total, now, trainer)}"
     )
 
 
 def kept(total: int, now: Batch, trainer: bool) -> str:
-    """The settings that give a global batch on the ranks of this job, as a sentence."""
+    """Return a sentence with the settings that give a global batch size of ``total`` on the ranks of this job."""
     names = TRAINER if trainer else DEEPSPEED
     per_device, accumulation, ranks = now.per_device or 1, now.accumulation or 1, now.ranks or 1
     share, rest = divmod(total, ranks)

@@ -1,7 +1,7 @@
-"""The training loop that called a save, and what it does to checkpoints as soon as the call has returned.
+"""Finds the training loop that called a save, and what it does to older checkpoints after the call returns.
 
-Trainer of transformers and Lightning ignore what ``save_checkpoint`` returns: they delete older checkpoints next, also if
-there is no new one.
+transformers' Trainer and Lightning ignore the result of ``save_checkpoint``. They delete older checkpoints after it, even if
+the save failed.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 
 from ds_unickpt import trainer_folders
 
-_DEPTH = 40  # frames from a save up to the loop, callbacks of other libraries included
+_DEPTH = 40  # stack frames to search, from a save up to the loop. Callbacks of other libraries lie between them.
 _LIGHTNING = ("lightning.pytorch.strategies.deepspeed", "pytorch_lightning.strategies.deepspeed")
 
 
 def called_by_trainer() -> bool:
-    """Whether a Trainer made this call: it takes every return of a save for a checkpoint, and completes its folder."""
+    """Whether Trainer made this call. It takes every save that returns for a success, and completes the folder."""
     return _trainer() is not None
 
 
 def touches_checkpoints(save_dir: str) -> str:
-    """What the caller does to checkpoints as soon as the save has returned, or ''.
+    """Return what the caller does to checkpoints when the save returns, or ''.
 
-    That is only safe if this checkpoint exists by then. Some versions of Trainer rename ``tmp-checkpoint-...``.
+    This is safe only if the new checkpoint is complete by then. Some versions of Trainer rename ``tmp-checkpoint-...``.
     """
     if any(part.startswith("tmp-checkpoint-") for part in os.path.normpath(save_dir).split(os.sep)):
         return "Trainer renames the directory when the save returns"
@@ -37,12 +37,12 @@ def touches_checkpoints(save_dir: str) -> str:
 
 
 def deletes_the_last(save_dir: str) -> str:
-    """Who deletes the last checkpoint that can be resumed when this call returns, and by which setting; '' if no one does.
+    """Return the loop that deletes the last usable checkpoint when this call returns, with the setting; '' if none does.
 
     Args:
-        save_dir: a folder whose save has failed.
+        save_dir: folder of a save that failed.
     """
-    if _lightning_deletes():  # which of its checkpoints are whole it does not tell, so it counts as if this were the last
+    if _lightning_deletes():  # which of its checkpoints are complete is unknown, so assume that it deletes the last one
         return "Lightning's ModelCheckpoint (save_top_k, save_last)"
     trainer = _trainer()
     limit = getattr(getattr(trainer, "args", None), "save_total_limit", None)
@@ -56,13 +56,13 @@ def deletes_the_last(save_dir: str) -> str:
 
 
 def _trainer() -> Any:
-    """The Trainer that called us, if one did."""
+    """Return the Trainer that called this function, or None."""
     module = sys.modules.get("transformers.trainer")
     return None if module is None else _calling(module.Trainer)
 
 
 def _lightning_deletes() -> bool:
-    """Whether Lightning called us, and keeps no more than some of its checkpoints."""
+    """Whether Lightning called this function and deletes some of its checkpoints."""
     for name in _LIGHTNING:
         module = sys.modules.get(name)
         strategy = None if module is None else _calling(module.DeepSpeedStrategy)
@@ -74,7 +74,7 @@ def _lightning_deletes() -> bool:
 
 
 def _calling(kind: type[Any]) -> Any:
-    """The nearest object of a class, one of whose methods is on the stack; None if there is none."""
+    """Return the nearest ``self`` of a class on the call stack, or None."""
     frame = sys._getframe(1)
     for _ in range(_DEPTH):
         found = frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""A DeepSpeed engine, as this rank's contribution to a checkpoint. Reads only; communicates nothing."""
+"""Captures the state of a DeepSpeed engine as this rank's contribution to a checkpoint. Calls no collective."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ import torch
 
 from ds_unickpt import internals, partitions
 from ds_unickpt import names as names_module
-from ds_unickpt.config import Options
 from ds_unickpt.huggingface import model_of
-from ds_unickpt.names import Names
+from ds_unickpt.names import ModuleNames
 from ds_unickpt.optimizer_record import ElementStates, RankScalars, classify, record_of
-from ds_unickpt.partitions import Partition, Piece, Share, states_of
-from unickpt import __version__, objects, rng
-from unickpt.checksums import digest
-from unickpt.contribution import Contribution, Shard, shards_of_flat_range
-from unickpt.coordination import Message
-from unickpt.dtypes import name_of
+from ds_unickpt.partitions import ParameterRange, Partition, Share, states_of
+from unickpt import __version__
+from unickpt.coordination.rendezvous import Message
 from unickpt.errors import UnsupportedLayoutError
-from unickpt.fingerprints import fingerprints
-from unickpt.fragments import Box
-from unickpt.index import TensorInfo
-from unickpt.manifest import Writer
-from unickpt.planning import share_of_replicas
+from unickpt.format import objects
+from unickpt.format.boxes import Box
+from unickpt.format.checksums import digest
+from unickpt.format.dtypes import name_of
+from unickpt.format.index import TensorInfo
+from unickpt.format.manifest import Writer
+from unickpt.load import rng
+from unickpt.load.read_plan import share_of_replicas
+from unickpt.options import Options
+from unickpt.save.fingerprints import fingerprints
+from unickpt.save.shards import Contribution, Shard, shards_of_flat_range
 
-SCALARS = "scalars"  # in the objects of a rank, and in the announcement
-_DIGITS = 16  # of a fingerprint
+SCALARS = "scalars"  # key in the objects of a rank and in the announcement
+_DIGITS = 16  # hex digits of a fingerprint
 
 
 def topology(engine: Any) -> dict[str, Any]:
-    """Parallel degrees and modes, for the manifest and for reports."""
+    """Return parallel degrees and modes, for the manifest and for reports."""
     dtypes = sorted({name_of(p.dtype) for p in engine.module.parameters()})
     sequence = int(getattr(engine, "sequence_parallel_size", 1))
     return {
@@ -47,12 +49,12 @@ def topology(engine: Any) -> dict[str, Any]:
     }
 
 
-_Replica = tuple[TensorInfo, torch.Tensor, "torch.Tensor | None"]  # the last one: as ``Shard.unless``
+_Replica = tuple[TensorInfo, torch.Tensor, "torch.Tensor | None"]  # the last one is ``Shard.unless``
 
 
 @dataclass
 class _Tensors:
-    """Collects what this rank writes: its own pieces at once, replicas when all are known."""
+    """Collects the tensors that this rank writes. Replicas are divided among the ranks at the end, in ``share``."""
 
     share_of: Share
     shards: list[Shard] = field(default_factory=list)
@@ -71,9 +73,9 @@ class _Tensors:
         self.replicas.append((info, data, unless))
 
     def share(self) -> None:
-        """Take this rank's part of the replicas: equal bytes on every rank, by arithmetic.
+        """Add this rank's part of the replicas. Every rank gets the same number of bytes.
 
-        Those with a condition apart: as a rule none of them is written.
+        Replicas with a condition (``unless``) are divided separately, because usually none of them is written.
         """
         self._share([replica for replica in self.replicas if replica[2] is None])
         self._share([replica for replica in self.replicas if replica[2] is not None])
@@ -95,23 +97,23 @@ class _Tensors:
 def contribution(
     engine: Any, options: Options, *, client_state: Mapping[str, Any], exclude_frozen: bool, announced: Message
 ) -> Contribution:
-    """Everything that this rank adds to the checkpoint.
+    """Return the contribution of this rank to the checkpoint.
 
     Args:
         engine: the DeepSpeedEngine.
-        options: of the ``unickpt`` key.
-        client_state: the caller's own state. The coordinator's is the job's; another rank's is kept
+        options: options of the ``unickpt`` key.
+        client_state: state of the caller. The checkpoint stores the coordinator's for the job, and that of another rank
             for that rank if it differs.
         exclude_frozen: leave out parameters that do not require a gradient.
-        announced: the coordinator's announcement (``announcement``).
+        announced: result of ``announcement`` on the coordinator.
 
     Raises:
-        UnsupportedLayoutError: the job's layout cannot be described.
+        UnsupportedLayoutError: the job uses a layout that unickpt does not support.
     """
     reason = internals.unsupported_reason(engine)
     if reason:
         raise UnsupportedLayoutError(reason)
-    names = Names.read(engine.module)
+    names = ModuleNames.read(engine.module)
     parts = partitions.partitions(engine)
     base = internals.base_optimizer(engine)
     shared = partitions.share(engine)
@@ -142,40 +144,56 @@ def contribution(
 
 
 def announcement(engine: Any, options: Options, client_state: Mapping[str, Any]) -> Message:
-    """What the coordinator tells the other ranks before they contribute: digests of what they may hold other values of."""
+    """Return digests of the coordinator's state. Other ranks compare them with their own to find values that differ."""
     found: Message = {"client_state": client_state_digest(client_state)}
-    with contextlib.suppress(Exception):  # ``contribution`` meets the same, on all ranks, and says so
+    with contextlib.suppress(Exception):  # ``contribution`` raises the same error on all ranks
         found["buffers"] = "".join(fingerprints([buffer for _, buffer in _stored_buffers(engine, options)]))
         parts, base = partitions.partitions(engine), internals.base_optimizer(engine)
         if base is not None and not all(part.replicated for part in parts):
-            found[SCALARS] = RankScalars.of(parts, Names.read(engine.module), base).fingerprint()
+            found[SCALARS] = RankScalars.of(parts, ModuleNames.read(engine.module), base).fingerprint()
     return found
 
 
 def _different(engine: Any, options: Options, scalars: RankScalars | None, announced: Message) -> tuple[tuple[str, str], ...]:
-    """What this rank holds other values of than the coordinator, and what follows from it."""
+    """Return what differs between this rank and the coordinator, each with the consequence for a load."""
     found = []
     buffers = _stored_buffers(engine, options)
     theirs, ours = announced.get("buffers", ""), fingerprints([buffer for _, buffer in buffers])
     if len(theirs) == _DIGITS * len(ours):
         for at, (name, _) in enumerate(buffers):
             if ours[at] != theirs[_DIGITS * at : _DIGITS * (at + 1)]:
-                found.append((f"buffer {name}", "Rank 0's values are stored, and after a load every rank has those."))
+                found.append((f"buffer {name}", "Rank 0's values are stored. After a load every rank has them."))
     if scalars is not None and SCALARS in announced and scalars.fingerprint() != announced[SCALARS]:
-        follows = "Each rank gets its own back under the same layout; under another one all get rank 0's."
+        follows = "With the same layout each rank gets its own values back. With another layout all ranks get rank 0's."
         found.append(("scalars of the optimizer", follows))
     return tuple(found)
 
 
 def _fingerprint(parts: Sequence[Partition], base: torch.optim.Optimizer | None) -> str:
-    """Of this rank's masters and optimizer states: the same on ranks that are replicas."""
-    states = [states_of(base, part) for part in parts] if base is not None else []
-    tensors = [value for state in states for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
-    return digest("".join(fingerprints([*(part.master for part in parts), *tensors])).encode())
+    """Return a fingerprint of this rank's masters and optimizer states. It is equal on replicas.
+
+    The padding of a partition is left out. ZeRO-3 does not initialise it (``partition_parameters.py``, ``_partition_param``).
+    """
+    tensors = []
+    for part in parts:
+        state = states_of(base, part) if base is not None else {}
+        tensors += _held_elements(part, "master", part.master)
+        for key, value in sorted(state.items()):
+            if isinstance(value, torch.Tensor):
+                tensors += _held_elements(part, key, value)
+    return digest("".join(fingerprints(tensors)).encode())
+
+
+def _held_elements(part: Partition, key: str, value: torch.Tensor) -> list[torch.Tensor]:
+    """Return the elements of a state that belong to parameters; the whole tensor if it is not elementwise."""
+    if key not in part.whole and value.numel() != part.master.numel():
+        return [value]
+    flat = value.detach().reshape(-1)
+    return [flat.narrow(0, piece.at, piece.hi - piece.lo) for piece in part.held(key)]
 
 
 def client_state_digest(client_state: Mapping[str, Any]) -> str:
-    """Equal for equal client states, so that replicas of it are recognised without exchanging them."""
+    """Return a digest of a client state. Ranks compare digests instead of the states themselves."""
     encoded = objects.encode(dict(client_state), prefix="client")
     digest = hashlib.sha256(json.dumps(encoded.value, sort_keys=True).encode())
     for key, tensor in encoded.tensors.items():
@@ -185,15 +203,15 @@ def client_state_digest(client_state: Mapping[str, Any]) -> str:
 
 
 def writer(engine: Any) -> Writer:
-    """Who writes, for the manifest."""
+    """Return the writer's entry of the manifest."""
     from deepspeed.git_version_info import version
 
     return Writer("deepspeed", version, __version__, torch.__version__, "huggingface", topology(engine),
                   model_of(engine.module).as_json())  # fmt: skip
 
 
-def _optimized(out: _Tensors, parts: Sequence[Partition], names: Names, base: torch.optim.Optimizer | None) -> None:
-    """Masters and optimizer states of what the optimizer holds; weights, for the case that they are not their cast."""
+def _optimized(out: _Tensors, parts: Sequence[Partition], names: ModuleNames, base: torch.optim.Optimizer | None) -> None:
+    """Add masters and optimizer states. Also add the weights that are not the cast of their masters."""
     kinds = classify(parts, base)
     for part in parts:
         held = {"master": part.master, **_tensor_states(base, part, kinds)}
@@ -217,7 +235,7 @@ def _tensor_states(base: torch.optim.Optimizer | None, part: Partition, kinds: E
     return {key: value for key, value in state.items() if key in kinds.tensors and value is not None}
 
 
-def _infos(parameter: torch.nn.Parameter, names: Names, held: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
+def _infos(parameter: torch.nn.Parameter, names: ModuleNames, held: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
     name, shape = names.name(parameter), internals.shape_of(parameter)
     infos = {
         key: TensorInfo(name, key, name_of(tensor.dtype), shape, "parameter" if key == "master" else "optimizer")
@@ -227,8 +245,8 @@ def _infos(parameter: torch.nn.Parameter, names: Names, held: Mapping[str, torch
     return infos
 
 
-def _override(out: _Tensors, part: Partition, piece: Piece, info: TensorInfo, master: torch.Tensor) -> None:
-    """A computing weight is stored if it is not the cast of its master (changed by hand since the last step)."""
+def _override(out: _Tensors, part: Partition, piece: ParameterRange, info: TensorInfo, master: torch.Tensor) -> None:
+    """Add a weight that is not the cast of its master, because the user changed it after the last step."""
     if part.weight is None:
         return
     length = piece.hi - piece.lo
@@ -240,8 +258,8 @@ def _override(out: _Tensors, part: Partition, piece: Piece, info: TensorInfo, ma
         out.own(info, piece.lo, piece.hi, weight, unless=master, stored=part.stored)
 
 
-def _others(out: _Tensors, parts: Sequence[Partition], names: Names, exclude_frozen: bool) -> tuple[str, ...]:
-    """Parameters outside the optimizer: frozen, empty, or simply not given to it. Returns those excluded."""
+def _others(out: _Tensors, parts: Sequence[Partition], names: ModuleNames, exclude_frozen: bool) -> tuple[str, ...]:
+    """Add the parameters outside the optimizer, such as frozen and empty ones. Returns the names of excluded parameters."""
     optimized = {id(p) for part in parts for p in part.parameters}
     excluded = []
     for name, parameter in names.parameters.items():
@@ -266,7 +284,7 @@ def _stored_buffers(engine: Any, options: Options) -> list[tuple[str, torch.Tens
 
 
 def _buffers(out: _Tensors, engine: Any, options: Options) -> None:
-    """Buffers, from the coordinator alone: running statistics differ between ranks and must not be mixed."""
+    """Add the buffers of the coordinator. Running statistics differ between ranks, so parts of several ranks do not fit."""
     for name, buffer in _stored_buffers(engine, options):
         info = TensorInfo(name, "weight", name_of(buffer.dtype), tuple(buffer.shape), "buffer")
         out.listed.append(info)
@@ -275,7 +293,7 @@ def _buffers(out: _Tensors, engine: Any, options: Options) -> None:
 
 
 def _objects(engine: Any, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """The job's non-tensor state, as DeepSpeed itself would save it."""
+    """Return the non-tensor state of the job, which is what DeepSpeed itself saves."""
     scaler, grad_scaler = internals.loss_scaler(engine), internals.grad_scaler(engine)
     scheduler = internals.lr_scheduler(engine)
     found: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A checkpoint of another framework, as a model of transformers under DeepSpeed sees it."""
+"""Presents a checkpoint of another framework under the names of a transformers model in DeepSpeed."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from typing import Any
 
 from ds_unickpt import internals
 from ds_unickpt.huggingface import model_of
-from ds_unickpt.names import Names, buffers
-from unickpt import schedules
-from unickpt.language.facts import Model
-from unickpt.language.shipped import choose
-from unickpt.loading import Checkpoint
-from unickpt.report import Entry
-from unickpt.spellings import as_wanted
-from unickpt.translated import translated
+from ds_unickpt.names import ModuleNames, buffers
+from unickpt.convert import training_progress
+from unickpt.dialects.hf_layouts import as_wanted
+from unickpt.dialects.model_facts import Model
+from unickpt.dialects.registry import choose
+from unickpt.dialects.translated_checkpoint import translated
+from unickpt.load.checkpoint import Checkpoint
+from unickpt.load.report import Entry
 
 OWN = "huggingface"
-SCHEDULE = "schedule"  # in the job's objects: how far the other framework's learning-rate schedule was (Progress)
+SCHEDULE = "schedule"  # key in the job's objects: progress of the other framework's learning-rate schedule (Progress)
 
 
 def as_named_here(checkpoint: Checkpoint, engine: Any, chosen: str) -> Checkpoint:
-    """The checkpoint under the names of this job's model.
+    """Return the checkpoint under the names of this job's model.
 
     Args:
-        checkpoint: of whatever framework.
-        engine: whose model it is for.
-        chosen: family, or path of a dialect's file, where neither model nor checkpoint tells; '' as a rule.
+        checkpoint: checkpoint of any framework.
+        engine: engine that loads the checkpoint.
+        chosen: ``load_dialect`` option: model family, or path of a dialect file. '' derives it from the model or the
+            checkpoint.
 
     Raises:
-        LanguageError: no dialect for this model is known, or it does not fit.
-        MismatchError: the checkpoint is of another model.
+        LanguageError: there is no dialect for this model, or it does not fit.
+        MismatchError: the checkpoint belongs to another model.
     """
     stored = checkpoint.manifest.writer
     if stored.dialect == OWN:
@@ -47,28 +48,28 @@ def as_named_here(checkpoint: Checkpoint, engine: Any, chosen: str) -> Checkpoin
 
 
 def _wanted(engine: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters and persistent buffers of this job's model, by name."""
-    found = {name: internals.shape_of(parameter) for name, parameter in Names.read(engine.module).parameters.items()}
+    """Return the shapes of the parameters and persistent buffers of this job's model, by name."""
+    found = {name: internals.shape_of(parameter) for name, parameter in ModuleNames.read(engine.module).parameters.items()}
     found |= {name: tuple(buffer.shape) for name, buffer, persistent in buffers(engine.module) if persistent}
     return found
 
 
 def _has_own_names(checkpoint: Checkpoint, engine: Any) -> bool:
-    """A module that is not of transformers, but built of the same parts: nothing has to be translated."""
+    """Whether the checkpoint already uses this job's names, such as for a module built from the same parts."""
     return any(name in checkpoint.manifest.aliases or checkpoint.info(name, "weight") is not None
-               for name in Names.read(engine.module).parameters)  # fmt: skip
+               for name in ModuleNames.read(engine.module).parameters)  # fmt: skip
 
 
 def _objects(checkpoint: Checkpoint, engine: Any) -> tuple[dict[str, Any], list[Entry]]:
-    """What of the other framework's state means the same here: counters; and what to say about it."""
+    """Return the state of the other framework that has a counterpart here (counters), and entries for the report."""
     step, objects = checkpoint.manifest.step, checkpoint.objects().value
-    job, schedule = schedules.of_job(step, objects), schedules.of_schedule(step, objects)
+    job, schedule = training_progress.of_job(step, objects), training_progress.of_schedule(step, objects)
     known, batch = job.samples is not None, int(engine.train_batch_size())
     job, schedule = job.with_batch(batch), schedule.with_batch(batch)
-    how = "of the checkpoint" if known else f"as {step} steps of {batch} samples, because the checkpoint does not tell"
+    how = "from the checkpoint" if known else f"as {step} steps of {batch} samples, because the checkpoint has no count"
     notes = [Entry("engine", "object", "set", f"global_steps {job.steps:,}, global_samples {job.samples:,} {how}")]
     if objects.get("common") is not None:
-        reason = "but for its counters: Megatron's arguments, and the form of its schedule, are Megatron's"
+        reason = "Megatron's arguments and schedule have no counterpart; only the counters are used"
         notes.append(Entry("common", "object", "left out", reason))
     counters = {"global_steps": job.steps, "global_samples": job.samples, "skipped_steps": 0}
     return {"engine": counters, SCHEDULE: schedule}, notes

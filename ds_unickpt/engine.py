@@ -1,8 +1,7 @@
-"""The checkpoint engine of a job with the ``unickpt`` key, and ``save_checkpoint``. Loading is in ``ds_unickpt.load``."""
+"""The checkpoint engine of a job with the ``unickpt`` key, and ``save_checkpoint``. ``ds_unickpt.load`` loads."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -10,38 +9,43 @@ from typing import Any
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from ds_unickpt import callers, capture, hints, internals
-from ds_unickpt.config import Options, read_options, save_options
-from unickpt import interruption
-from unickpt.coordination import Rendezvous
+from ds_unickpt.config import read_options
+from ds_unickpt.runtime import EngineRuntime
+from unickpt.coordination.failure import FailureKind, sentence
+from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.errors import ConfigError, CoordinationError, SaveFailedError
-from unickpt.failures import sentence
+from unickpt.load.report import LoadReport
 from unickpt.logs import make_visible
-from unickpt.report import LoadReport
-from unickpt.saves import PendingSave, Request, SaveResult
-from unickpt.saving import Saver
-from unickpt.storage import is_url, usable
+from unickpt.options import Options
+from unickpt.save import shutdown
+from unickpt.save.requests import PendingSave, SaveRequest, SaveResult, save_options
+from unickpt.save.saver import Saver
+from unickpt.storage.base import is_url
+from unickpt.storage.open import unusable_reason
 
 logger = logging.getLogger("unickpt")
 
 _INSTEAD = (
-    'This job is saved by DeepSpeed\'s own checkpoint engine, as without the "unickpt" key; '
-    "what it saves can be resumed under the same layout only."
+    'DeepSpeed\'s own checkpoint engine saves this job, as without the "unickpt" key. '
+    "Its checkpoints can be resumed with the same layout only."
 )
-_engine_count = itertools.count()
 
 
 class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """DeepSpeed's checkpoint engine of a job with the ``unickpt`` key.
 
-    Wraps the engine that DeepSpeed would have used, which still serves every file that DeepSpeed
-    writes itself (``save_16bit_model``, and whole checkpoints of layouts not supported yet).
+    Wraps the checkpoint engine that DeepSpeed selected. DeepSpeed still uses that one for the files that it writes itself
+    (``save_16bit_model``, and checkpoints of layouts that unickpt does not support).
 
     Attributes:
-        native: the wrapped engine.
-        options: of the ``unickpt`` key.
+        native: wrapped checkpoint engine.
+        options: options of the ``unickpt`` key.
+        meet: message exchange of the job's ranks.
         saver: makes the universal saves.
-        last_save, last_report: how the last universal save that is over, and the last load, went.
-        unsupported: why universal saves are not possible, if a save has found out.
+        last_save: result of the last universal save that ended; None before.
+        last_report: report of the last load; None before.
+        unsupported: why unickpt cannot save this job; '' if it can, or before the first save.
+        warned: warnings that ``warn_once`` has logged.
     """
 
     def __init__(self, native: Any, options: Options, meet: Rendezvous) -> None:
@@ -49,7 +53,7 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.name = "unickpt"
         self.last_save: SaveResult | None = None
         self.last_report: LoadReport | None = None
-        self.saver = Saver(save_options(options))
+        self.saver = Saver(save_options(options, asynchronous=options.async_save))
         self.unsupported = ""
         self.warned: set[str] = set()
 
@@ -66,7 +70,7 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return self.native.commit(*args, **kwargs)
 
     def warn_once(self, message: str) -> None:
-        """On the first rank, and once per message."""
+        """Log a warning on rank 0, once per message."""
         if message not in self.warned and self.meet.rank == 0:
             logger.warning("unickpt: %s", message)
         self.warned.add(message)
@@ -84,37 +88,34 @@ for _name in (
     "makedirs", "is_data_parallel_writer", "is_decoupled", "set_commit_info", "get_commit_info", "cleanup",
     "preserves_storage_sharing",
 ):  # fmt: skip
-    if hasattr(CheckpointEngine, _name):  # what the base class has differs between DeepSpeed versions
+    if hasattr(CheckpointEngine, _name):  # the methods of the base class differ between DeepSpeed versions
         setattr(UnickptCheckpointEngine, _name, _delegate(_name))
 
 
-def adopt(engine: Any) -> None:
-    """After DeepSpeed has configured checkpointing: put ours around its engine if the config says so.
+def adopt(runtime: EngineRuntime, engine: Any) -> None:
+    """Wrap the engine's checkpoint engine if the configuration enables unickpt. Runs after DeepSpeed has created it.
+
+    Args:
+        runtime: state of the adapter.
+        engine: the DeepSpeedEngine.
 
     Raises:
-        ConfigError: the ``unickpt`` key is wrong.
+        ConfigError: the ``unickpt`` key is invalid.
     """
     options = read_options(internals.config_of(engine))
     if options is None:
         return
-    if options.timing.enabled:  # jobs without it do not even import it
+    if options.timing.enabled:  # imported only then
         from ds_unickpt import timing
 
         timing.begin(engine, options.timing)
     if not options.enabled:
         return
-    reason = usable(options.upload_to) if options.upload_to else ""
+    reason = unusable_reason(options.upload_to) if options.upload_to else ""
     if reason:
         raise ConfigError(f'"unickpt.upload_to": {reason}')
     make_visible()
-    world = int(engine.world_size)
-    meet = Rendezvous(
-        internals.default_store() if world > 1 else None,
-        rank=int(engine.global_rank),
-        world=world,
-        prefix=f"unickpt/{next(_engine_count)}",
-        timeout_s=options.timeout_seconds,
-    )
+    meet = runtime.engine_rendezvous(engine, timeout_s=options.timeout_seconds)
     engine.checkpoint_engine = UnickptCheckpointEngine(engine.checkpoint_engine, options, meet)
 
 
@@ -132,15 +133,15 @@ def save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> Any:
-    """``DeepSpeedEngine.save_checkpoint``: same arguments, same meaning.
+    """Replace ``DeepSpeedEngine.save_checkpoint``. The arguments have the same meaning.
 
     Returns:
-        True once the checkpoint is committed and durable and ``latest`` names it, or DeepSpeed's own save has returned
-        True. With ``async_save`` True once the save has begun. False if there is no checkpoint; training goes on, and
-        what was saved before is intact.
+        True if the checkpoint is committed and durable and ``latest`` names it, or if DeepSpeed's own save returned True.
+        With ``async_save``, True if the save began. False if no checkpoint was written: training continues, and earlier
+        checkpoints are intact.
 
     Raises:
-        SaveFailedError: there is no checkpoint, and Trainer or Lightning would delete the last whole one next.
+        SaveFailedError: no checkpoint was written, and Trainer or Lightning would now delete the last complete one.
     """
     client_state = {} if client_state is None else client_state
     ours = ours_of(engine)
@@ -171,7 +172,7 @@ def save_checkpoint(
     if is_url(save_dir):
         if ours.meet.rank == 0:
             logger.error(
-                "unickpt: %s is NOT saved (%s). DeepSpeed itself cannot save to a URL; give this job a directory.",
+                "unickpt: %s is NOT saved (%s). DeepSpeed itself cannot save to a URL. Use a local directory.",
                 place, f"not supported yet: {ours.unsupported}" if ours.unsupported else "see above",
             )  # fmt: skip
         return False
@@ -181,20 +182,20 @@ def save_checkpoint(
 
 
 def _end_or_raise(place: str, result: SaveResult | None, reason: str, save_dir: str) -> None:
-    """Keep a loop that takes every return of a save for a checkpoint from deleting the last whole one.
+    """Prevent a loop that ignores failed saves from deleting the last complete checkpoint.
 
     Raises:
-        SaveFailedError: it would.
+        SaveFailedError: the loop would delete it.
     """
     if result is not None and (result.skipped or result.committed):
         return
     if callers.called_by_trainer():
-        interruption.wait_for_end()
+        shutdown.wait_for_end()
     deleting = callers.deletes_the_last(save_dir)
     if deleting:
         raise SaveFailedError(
             f"{place} is not saved ({reason}). Earlier checkpoints are intact. {deleting} would now delete the last one that "
-            "can be resumed, so training ends here. Resume from the newest whole checkpoint."
+            "can be resumed, so training stops here. Resume from the newest complete checkpoint."
         )
 
 
@@ -207,10 +208,10 @@ def _save(
     save_latest: bool,
     exclude_frozen: bool,
 ) -> PendingSave | CoordinationError:
-    """The save, over or in the background; or why the ranks did not come together."""
+    """Save, or begin to save in the background. Returns the error if not all ranks entered the save."""
     internals.validate_tag(engine, tag)
-    meet = ours.meet.apart("save")
-    request = Request(
+    meet = ours.meet.separate("save")
+    request = SaveRequest(
         lambda announced: capture.contribution(
             engine, ours.options, client_state=client_state, exclude_frozen=exclude_frozen, announced=announced
         ),
@@ -218,7 +219,7 @@ def _save(
         tag=tag,
         save_latest=save_latest,
         announce=lambda: capture.announcement(engine, ours.options, client_state),
-        alike={"exclude_frozen_parameters": bool(exclude_frozen)},
+        must_match={"exclude_frozen_parameters": bool(exclude_frozen)},
         on_end=lambda save: _ended(ours, save),
     )
     at_once = callers.touches_checkpoints(save_dir) if ours.options.async_save else ""
@@ -232,30 +233,30 @@ def _save(
 
 
 def _ended(ours: UnickptCheckpointEngine, save: PendingSave) -> None:
-    """Say how a save ended. In the thread that ended it."""
+    """Log the result of a save. Runs in the thread that ended it."""
     result, directory = save.result, save.directory
     if result is None:
         if save.background:
             logger.error("unickpt: %s is not saved: %s", directory, save.error)
         return
     ours.last_save = result
-    if ours.meet.rank or (result.framework_saves and not save.background):  # then the call itself goes on, and says so
+    if ours.meet.rank or (result.framework_saves and not save.background):  # the call logs it
         return
     if result.committed:
         hints.leave_readme(directory)
     if result.complete:
         logger.info(
-            "unickpt: saved %s: %s bytes in %.2f s, training stood still for %.2f s",
+            "unickpt: saved %s: %s bytes in %.2f s; training paused for %.2f s",
             directory, f"{result.size_bytes:,}", result.seconds, result.stall_s,
         )  # fmt: skip
     elif result.committed:
         logger.error("unickpt: %s", result.shortfall)
-    elif result.has("interrupted"):
+    elif result.has(FailureKind.INTERRUPTED):
         logger.warning("unickpt: %s is not saved (%s). Earlier checkpoints are intact.", directory, save.cause())
     else:
         logger.warning(
             "unickpt: Gave up saving %s after %.1f s (%s). No checkpoint was written; earlier checkpoints are intact. %s",
             directory, result.seconds, save.cause(),
-            "DeepSpeed itself makes the next saves." if result.framework_saves else
-            "Look at the storage: the next save tries again.",
+            "DeepSpeed itself saves from now on." if result.framework_saves else
+            "Check the storage. The next save tries again.",
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""What to do with a unickpt checkpoint where DeepSpeed alone meets it: said in the folder, and in place of DeepSpeed's errors.
+"""Hints for users who open a unickpt checkpoint with DeepSpeed alone: a README in the folder, and better errors.
 
-DeepSpeed looks for ``*_model_states.pt`` and ``*_optim_states.pt``. There are none, and there are no stand-ins for them either:
-left behind under a tag that DeepSpeed later saves to, they would become part of its checkpoint.
+DeepSpeed looks for ``*_model_states.pt`` and ``*_optim_states.pt``. A unickpt checkpoint has neither, nor placeholders for
+them: if DeepSpeed later saves under the same tag, a placeholder becomes part of its checkpoint.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
+from ds_unickpt.declaration import declared
+from ds_unickpt.versions import version
 from unickpt import hooks
 from unickpt.hooks import Hook
 
@@ -30,25 +30,25 @@ Check every byte:       unickpt verify THIS_FOLDER
 
 
 def leave_readme(directory: str) -> None:
-    """Write what the folder is into it. Without effect where that is not possible: the checkpoint is whole without it."""
+    """Write the README into a checkpoint. A failure is ignored: the checkpoint does not need the file."""
     from unickpt.errors import UnickptError
-    from unickpt.retention import README_FILE
-    from unickpt.storage import open_storage
+    from unickpt.save.retention import README_FILE
+    from unickpt.storage.open import open_storage
 
     with contextlib.suppress(UnickptError, OSError):
         open_storage(directory).write_atomic(README_FILE, _TEXT.encode())
 
 
 def without_the_key(load_dir: Any, tag: Any) -> str:
-    """Why DeepSpeed alone cannot load what it was asked for, and what to do; '' if that is no unickpt checkpoint."""
-    from unickpt.resuming import latest_tag
-    from unickpt.storage import join
+    """Return why DeepSpeed alone cannot load a checkpoint and the remedy, or '' if it is no unickpt checkpoint."""
+    from unickpt.checkpoint_folder import latest_tag
+    from unickpt.storage.base import join
 
     try:
         directory = join(str(load_dir), str(tag or latest_tag(load_dir) or ""))
         if not _is_ours_alone(directory):
             return ""
-    except Exception:  # DeepSpeed's own error is the one to show
+    except Exception:  # DeepSpeed's own error is shown
         return ""
     return (
         f"{directory} is a unickpt checkpoint, and this job's DeepSpeed config does not switch unickpt on. "
@@ -58,7 +58,7 @@ def without_the_key(load_dir: Any, tag: Any) -> str:
 
 
 def _missing_files(wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
-    """``get_checkpoint_files`` of DeepSpeed's two converters: the error about a unickpt checkpoint says what to use instead."""
+    """Replace the error that ``get_checkpoint_files`` of DeepSpeed's two converters raises for a unickpt checkpoint."""
     import inspect
 
     try:
@@ -74,43 +74,44 @@ def _missing_files(wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) 
 
 
 def _is_ours_alone(directory: str) -> bool:
-    from unickpt.loading import is_checkpoint
-    from unickpt.storage import open_storage
+    from unickpt.load.validation import is_checkpoint
+    from unickpt.storage.open import open_storage
 
     return is_checkpoint(directory) and not any(name.endswith(".pt") for name in open_storage(directory).names())
 
 
-def _hook(name: str, module: str, attribute: str) -> Hook:
-    return Hook(
-        name=name,
-        module=module,
-        attribute=attribute,
-        wrapper=_missing_files,
-        versions=SpecifierSet(">=0.17.0,<0.20"),
-        fingerprints=frozenset(),
-        parameters=("checkpoint_dir", "glob_pattern"),
-        why="its error about missing files does not say what the folder is",
-        upstream="https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/utils/zero_to_fp32.py",
-        until="DeepSpeed asks a registry of checkpoint engines for the files",
-    )
+def _hook(name: str, module: str, attribute: str, why: str) -> Hook:
+    """Return a hook that only adds to the text of an error, so it is also installed on an unknown source."""
+    return declared(
+        name, module, attribute, _missing_files, why=why, strict=False, parameters=("checkpoint_dir", "glob_pattern"),
+        until="DeepSpeed's converters read checkpoints through its checkpoint engines",
+    )  # fmt: skip
 
 
-FP32 = _hook("deepspeed.zero_to_fp32", "deepspeed.utils.zero_to_fp32", "get_checkpoint_files")
-UNIVERSAL = _hook("deepspeed.ds_to_universal", CONVERTER, "_get_checkpoint_files")
+FP32 = _hook(
+    "deepspeed.zero_to_fp32",
+    "deepspeed.utils.zero_to_fp32",
+    "get_checkpoint_files",
+    "for a unickpt checkpoint, zero_to_fp32 reports missing *_optim_states.pt files and no remedy",
+)
+UNIVERSAL = _hook(
+    "deepspeed.ds_to_universal",
+    CONVERTER,
+    "_get_checkpoint_files",
+    "for a unickpt checkpoint, ds_to_universal reports missing *_model_states.pt files and no remedy",
+)
 HOOKS = [FP32, UNIVERSAL]
 
 
 def install_converter() -> bool:
-    """Hook into ``ds_to_universal``, once a program has imported it."""
+    """Install the hook in ``ds_to_universal``. Called after a program has imported that module."""
     return _install(UNIVERSAL)
 
 
 def install_fp32() -> bool:
-    """Hook into ``zero_to_fp32``, which DeepSpeed's engine imports."""
+    """Install the hook in ``zero_to_fp32``, which DeepSpeed's engine imports."""
     return _install(FP32)
 
 
 def _install(hook: Hook) -> bool:
-    from deepspeed.git_version_info import version
-
-    return hooks.install([hook], framework="DeepSpeed", version=version)
+    return hooks.install([hook], framework="DeepSpeed", version=version())

@@ -1,28 +1,29 @@
-"""The hooks on DeepSpeed, declared. Nothing else in this package assigns to a DeepSpeed module."""
+"""Declarations of the hooks in DeepSpeed's engine. No other module of this package assigns to a DeepSpeed module."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
 from ds_unickpt import hints, trainer_hooks
+from ds_unickpt.declaration import declared
+from ds_unickpt.edge import RUNTIME
+from ds_unickpt.runtime import EngineRuntime
+from ds_unickpt.versions import ENGINE, SOURCE, version
 from unickpt import hooks
 from unickpt.autoload import watch
 from unickpt.hooks import Hook
 
-VERSIONS = SpecifierSet(">=0.17.0,<0.20")
-ENGINE = "deepspeed.runtime.engine"
-UPSTREAM = "https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/checkpoint_engine/utils.py"
-UNTIL = "DeepSpeed has a registry of checkpoint engines that see the engine, not only (state_dict, path)"
+UPSTREAM = f"{SOURCE}deepspeed/runtime/checkpoint_engine/utils.py"
+UNTIL = "DeepSpeed has a registry of checkpoint engines that receive the engine"
 
 
-def _configure(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+def _configure(runtime: EngineRuntime, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
     from ds_unickpt.engine import adopt
 
     result = wrapped(*args, **kwargs)
-    adopt(instance)
+    adopt(runtime, instance)
     return result
 
 
@@ -38,39 +39,31 @@ def _load(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) ->
     return load_checkpoint(wrapped, instance, *args, **kwargs)
 
 
+def _engine(name: str, method: str, wrapper: Callable[..., Any], why: str) -> Hook:
+    """Return a hook that replaces a method of the engine for jobs with the ``unickpt`` key."""
+    return declared(
+        f"deepspeed.{name}", ENGINE, f"DeepSpeedEngine.{method}", wrapper, why=why, until=UNTIL, strict=True, upstream=UPSTREAM
+    )
+
+
 HOOKS = [
-    Hook(
-        name="deepspeed.configure",
-        module=ENGINE,
-        attribute="DeepSpeedEngine._configure_checkpointing",
-        wrapper=_configure,
-        versions=VERSIONS,
-        fingerprints=frozenset({"05231fd69ed9", "a3ffb260c85d", "e5638865d837"}),
-        why="create_checkpoint_engine chooses in a closed if-chain: no registry, no entry point",
-        upstream=UPSTREAM,
-        until=UNTIL,
+    _engine(
+        "configure",
+        "_configure_checkpointing",
+        partial(_configure, RUNTIME),
+        "create_checkpoint_engine selects an engine in an if-chain, without a registry or an entry point",
     ),
-    Hook(
-        name="deepspeed.save",
-        module=ENGINE,
-        attribute="DeepSpeedEngine.save_checkpoint",
-        wrapper=_save,
-        versions=VERSIONS,
-        fingerprints=frozenset({"85ed64e26862", "7713b1f2cbee", "1aeaee6c21f5", "f46deab9e085", "2d2899f240c8"}),
-        why="a checkpoint engine sees (state_dict, path) only, not which parameter a flat partition belongs to",
-        upstream=UPSTREAM,
-        until=UNTIL,
+    _engine(
+        "save",
+        "save_checkpoint",
+        _save,
+        "a checkpoint engine receives (state_dict, path) only, not the parameters that a flat partition holds",
     ),
-    Hook(
-        name="deepspeed.load",
-        module=ENGINE,
-        attribute="DeepSpeedEngine.load_checkpoint",
-        wrapper=_load,
-        versions=VERSIONS,
-        fingerprints=frozenset({"551850db228f", "4a4e199b14f5", "dce692e2a74f"}),
-        why="load_checkpoint refuses another world size before any checkpoint engine is asked",
-        upstream=UPSTREAM,
-        until=UNTIL,
+    _engine(
+        "load",
+        "load_checkpoint",
+        _load,
+        "load_checkpoint refuses another world size before it calls a checkpoint engine",
     ),
 ]
 
@@ -78,10 +71,12 @@ DECLARED = [*HOOKS, *hints.HOOKS, *trainer_hooks.HOOKS]
 
 
 def install() -> bool:
-    """Hook into the installed DeepSpeed; on a version that is not known, say so and leave it alone."""
-    from deepspeed.git_version_info import version
+    """Install the hooks in DeepSpeed. An unknown version keeps its own functions, with one warning.
 
-    installed = hooks.install(HOOKS, framework="DeepSpeed", version=version)
+    Returns:
+        Whether the hooks are installed.
+    """
+    installed = hooks.install(HOOKS, framework="DeepSpeed", version=version())
     if installed:
         hints.install_fp32()
         watch(
@@ -91,6 +86,6 @@ def install() -> bool:
 
 
 def uninstall() -> None:
-    """Give DeepSpeed and transformers their own functions back."""
+    """Restore the functions of DeepSpeed and transformers."""
     trainer_hooks.uninstall()
     hooks.uninstall([*HOOKS, *hints.HOOKS])

@@ -1,7 +1,6 @@
-"""Private attributes of DeepSpeed's engine that this package touches, and nothing but that.
+"""Access to private attributes of DeepSpeed's engine. ``ds_unickpt/partitions.py`` has those of its optimizers.
 
-This module has the engine; ``ds_unickpt/partitions.py`` has what its optimizer holds. Newer
-attributes are asked for with ``getattr``, and the fallback is what the older versions do.
+``getattr`` reads attributes that older versions of DeepSpeed lack. The default is the behaviour of the older versions.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ FP16_UNFUSED = "FP16_UnfusedOptimizer"
 
 
 def config_of(engine: Any) -> Mapping[str, Any]:
-    """The DeepSpeed JSON as a mapping, whether it was given as a dict, a path or base64."""
+    """Return the DeepSpeed configuration, which the user passes as a dict, a path or base64."""
     config: Mapping[str, Any] = engine._config._param_dict
     return config
 
 
 def shape_of(parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    """The full shape, also while ZeRO-3 holds only a partition."""
+    """Return the full shape of a parameter, also if ZeRO-3 has partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def numel_of(parameter: torch.nn.Parameter) -> int:
-    """Elements of the full parameter."""
+    """Return the number of elements of the full parameter."""
     return math.prod(shape_of(parameter))
 
 
@@ -40,7 +39,7 @@ def is_zero3(parameter: torch.nn.Parameter) -> bool:
 
 
 def wrapper_of(engine: Any) -> str:
-    """Which of DeepSpeed's optimizer wrappers the engine uses; ``plain`` and ``none`` included."""
+    """Return the class name of DeepSpeed's optimizer wrapper, ``plain`` without a wrapper, or ``none`` without optimizer."""
     optimizer = engine.optimizer
     if optimizer is None or type(optimizer).__name__ in ("DummyOptim", "DeepSpeedZeRoOffload"):
         return "none"
@@ -50,7 +49,7 @@ def wrapper_of(engine: Any) -> str:
 
 
 def base_optimizer(engine: Any) -> torch.optim.Optimizer | None:
-    """The optimizer that steps, below DeepSpeed's wrapper."""
+    """Return the optimizer below DeepSpeed's wrapper, or None."""
     kind = wrapper_of(engine)
     if kind == "none":
         return None
@@ -59,7 +58,7 @@ def base_optimizer(engine: Any) -> torch.optim.Optimizer | None:
 
 
 def unsupported_reason(engine: Any) -> str:
-    """Why this job's layout cannot be described yet; empty if it can."""
+    """Return the features of this job that unickpt does not support, as text; '' if there are none."""
     kind, optimizer = wrapper_of(engine), engine.optimizer
     checks = {
         "pipeline parallelism": engine.pipeline_parallelism,
@@ -86,17 +85,17 @@ def _device_of(offload: Any) -> str:
 
 
 def before_restore(engine: Any) -> None:
-    """ZeRO-3: give up gathered copies, so that what is written into the partitions is what counts."""
+    """Release gathered parameters under ZeRO-3. A load then writes into the partitions."""
     prologue = getattr(engine.optimizer, "checkpoint_event_prologue", None)
     if prologue is not None:
         prologue()
 
 
 def gather_persistent(engine: Any) -> None:
-    """Gather ZeRO-3's persistent parameters if the caller has released them. Collective in that case.
+    """Gather ZeRO-3's persistent parameters if the caller has released them. It is a collective in that case.
 
-    DeepSpeed's own ``save_checkpoint`` ends so (``checkpoint_event_epilogue``), also after
-    ``empty_partition_cache``. States that are offloaded stay offloaded.
+    DeepSpeed's own ``save_checkpoint`` ends the same way (``checkpoint_event_epilogue``), also after
+    ``empty_partition_cache``. Offloaded states stay offloaded.
     """
     persistent = getattr(engine.optimizer, "persistent_parameters", [])
     released = any(p.ds_status.name == "NOT_AVAILABLE" for p in persistent)
@@ -105,7 +104,7 @@ def gather_persistent(engine: Any) -> None:
 
 
 def loss_scaler(engine: Any) -> Any | None:
-    """The live object that holds the fp16 loss scale, or None where there is nothing to scale."""
+    """Return the live object that holds the fp16 loss scale, or None if the job does not scale its loss."""
     for name in ("loss_scaler", "loss_scale_config"):
         scaler = getattr(engine.optimizer, name, None)
         if scaler is not None:
@@ -120,12 +119,12 @@ SCALER_FIELDS = (
 
 
 def grad_scaler(engine: Any) -> Any | None:
-    """torch's GradScaler under torch_autocast with fp16, wherever the engine keeps it."""
+    """Return torch's GradScaler, which the engine uses for fp16 with ``torch_autocast``, or None."""
     return getattr(engine, "torch_autocast_z0_gradscaler", None) or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
 
 def validate_tag(engine: Any, tag: str) -> None:
-    """DeepSpeed's own check that all ranks use the same tag (``checkpoint.tag_validation``)."""
+    """Run DeepSpeed's check that all ranks use the same tag (``checkpoint.tag_validation``)."""
     engine._checkpoint_tag_validation(tag)
 
 
@@ -134,7 +133,7 @@ def lr_scheduler(engine: Any) -> Any | None:
 
 
 def extra_states(engine: Any) -> dict[str, Any | None]:
-    """The stateful helpers that DeepSpeed itself saves, if they are in use: name -> object."""
+    """Return the stateful helpers that DeepSpeed itself saves, by name. The value is None for one that the job does not use."""
     loader = engine.training_dataloader
     curriculum = loader is not None and engine.curriculum_learning_enabled()
     return {
@@ -144,7 +143,7 @@ def extra_states(engine: Any) -> dict[str, Any | None]:
 
 
 def non_persistent_names(module: torch.nn.Module) -> set[str]:
-    """Full names of the buffers registered with ``persistent=False``."""
+    """Return the full names of the buffers that are registered with ``persistent=False``."""
     return {
         f"{prefix}.{name}".lstrip(".")
         for prefix, child in module.named_modules(remove_duplicate=False)
@@ -153,7 +152,7 @@ def non_persistent_names(module: torch.nn.Module) -> set[str]:
 
 
 def process_groups(engine: Any) -> dict[str, list[Any]]:
-    """This rank's process groups by what DeepSpeed calls them (utils/groups.py, runtime/pipe/topology.py)."""
+    """Return this rank's process groups by DeepSpeed's names (utils/groups.py, runtime/pipe/topology.py)."""
     from deepspeed.utils import groups
 
     found = {
@@ -175,11 +174,11 @@ def process_groups(engine: Any) -> dict[str, list[Any]]:
 
 
 def default_store() -> Any:
-    """The job's key-value store, with which the process groups were set up."""
+    """Return the key-value store that set up the job's process groups."""
     from torch.distributed import distributed_c10d
 
     store: Any = distributed_c10d._get_default_store()
     try:
-        return store.clone()  # a connection of our own, where this torch has it
+        return store.clone()  # a separate connection, in versions of torch that have it
     except (AttributeError, NotImplementedError, RuntimeError):
         return store

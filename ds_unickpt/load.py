@@ -1,4 +1,4 @@
-"""``DeepSpeedEngine.load_checkpoint``: any source layout into a job with the ``unickpt`` key, DeepSpeed's own otherwise."""
+"""``DeepSpeedEngine.load_checkpoint``. A job without the ``unickpt`` key runs DeepSpeed's own function."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from typing import Any
 from ds_unickpt import batches, dialects, hints, internals, restore, trainer_folders
 from ds_unickpt.batches import Batch
 from ds_unickpt.engine import UnickptCheckpointEngine, ours_of
-from ds_unickpt.wanted import Wanted
-from unickpt import interruption
+from ds_unickpt.restore_objects import LoadArguments
+from unickpt.checkpoint_folder import complete_checkpoints
 from unickpt.errors import ConfigError, NotACheckpointError, UnickptError, UnsupportedLayoutError
+from unickpt.format.manifest import MANIFEST_FILE
+from unickpt.load.candidates import Candidates
+from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.failure import DAMAGE, failure_of
 from unickpt.load.resume import Offer, Together, resume
-from unickpt.loading import Checkpoint, is_checkpoint
-from unickpt.manifest import MANIFEST_FILE
-from unickpt.resuming import Candidates, whole
-from unickpt.storage import Storage, is_url, join, open_storage
+from unickpt.load.validation import is_checkpoint
+from unickpt.save import shutdown
+from unickpt.storage.base import Storage, is_url, join
+from unickpt.storage.open import open_storage
 
 logger = logging.getLogger("unickpt")
 
@@ -35,17 +38,17 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Any = None,
 ) -> Any:
-    """``DeepSpeedEngine.load_checkpoint``: same arguments, same meaning, any source layout.
+    """Replace ``DeepSpeedEngine.load_checkpoint``. The arguments have the same meaning; the saved layout may differ.
 
     Returns:
-        ``(path of the manifest, client_state)``, or ``(None, None)`` as DeepSpeed does if there is no
-        ``latest`` and no tag is given.
+        ``(path of the manifest, client_state)``. ``(None, None)``, as DeepSpeed returns it, if there is no ``latest`` file
+        and no tag is given.
 
     Raises:
-        UnickptError: the checkpoint is damaged or does not fit; nothing unaccounted for is passed over.
+        UnickptError: the checkpoint is damaged or does not fit, or a rank failed. All ranks raise.
     """
     ours = ours_of(engine)
-    wanted = Wanted(
+    wanted = LoadArguments(
         strict=load_module_strict,
         optimizer=load_optimizer_states and not load_module_only,
         scheduler=load_lr_scheduler_states and not load_module_only,
@@ -72,7 +75,7 @@ def load_checkpoint(
             if hint:
                 raise ConfigError(hint) from err
             raise
-    interruption.finish_all()
+    shutdown.finish_all()
     ours.meet.begin("load")
     folder, candidates = str(load_dir), Candidates(load_dir)
     of_trainer = "transformers.trainer" in sys.modules and not is_url(folder) and trainer_folders.is_one(folder)
@@ -89,12 +92,12 @@ def load_checkpoint(
     def nothing(offer: Offer) -> Any:
         if ours.meet.rank == 0 and offer.present:
             logger.warning(
-                "unickpt: %s has no 'latest' file, so nothing is loaded; whole checkpoints there: %s. "
-                "Pass one of them as tag to resume from it.", folder, ", ".join(offer.present),
+                "unickpt: %s has no 'latest' file, so nothing is loaded. It has these complete checkpoints: %s. "
+                "To resume from one, pass its name as tag.", folder, ", ".join(offer.present),
             )  # fmt: skip
         if is_url(folder):
             if ours.meet.rank == 0 and not offer.present:
-                logger.warning("unickpt: %s has no 'latest' and no checkpoint, so nothing is loaded", folder)
+                logger.warning("unickpt: %s has no 'latest' file and no checkpoint, so nothing is loaded", folder)
             return None, None
         if of_trainer and trainer_folders.has_our_files(folder):
             raise NotACheckpointError(f"{folder} has no 'latest' file, so its save did not finish")
@@ -115,8 +118,8 @@ def load_checkpoint(
         raise _of_trainer(err, folder, first=ours.meet.rank == 0) from err.__cause__
 
 
-def _warn_of_batch(ours: UnickptCheckpointEngine, engine: Any, wanted: Wanted, saved: Any, of_trainer: bool) -> None:
-    """A global batch that is not the checkpoint's: nothing else would say so."""
+def _warn_of_batch(ours: UnickptCheckpointEngine, engine: Any, wanted: LoadArguments, saved: Any, of_trainer: bool) -> None:
+    """Warn if the global batch size differs from the checkpoint's. DeepSpeed does not compare them."""
     if ours.meet.rank or wanted.module_only or not isinstance(saved, Mapping):
         return
     total, per_device, accumulation = (
@@ -125,37 +128,40 @@ def _warn_of_batch(ours: UnickptCheckpointEngine, engine: Any, wanted: Wanted, s
     )
     now = Batch(total, per_device, accumulation, max(total // (per_device * accumulation), 1))
     before = batches.of_config(saved, int(engine.loaded_checkpoint_dp_world_size or 1))
-    told = batches.changed(before, now, step=int(engine.global_steps), trainer=of_trainer)
-    if told:
-        logger.warning("unickpt: %s", told)
+    warning = batches.changed(before, now, step=int(engine.global_steps), trainer=of_trainer)
+    if warning:
+        logger.warning("unickpt: %s", warning)
 
 
 def _of_trainer(error: UnickptError, folder: str, *, first: bool) -> UnickptError:
-    """What is said where a ``checkpoint-N`` folder is damaged, which showed after Trainer had read its own state from it."""
+    """Return the error for a damaged ``checkpoint-N`` folder, and mark the folder as damaged.
+
+    Trainer has read its own state from the folder before DeepSpeed finds the damage, so this load cannot fall back.
+    """
     if first:
         trainer_folders.note_damage(folder, str(error))
-    advice = trainer_folders.advice(folder) or "No folder beside it can be resumed."
-    text = f"{error} {folder} is noted as damaged: resume_from_checkpoint=True passes it over from now on. {advice}"
+    advice = trainer_folders.advice(folder) or "No other folder of this run can be resumed."
+    text = f"{error} {folder} is marked as damaged, so resume_from_checkpoint=True skips it from now on. {advice}"
     return type(error)(text).about(file=error.file, tensor=error.tensor)
 
 
 def _offer(candidates: Candidates, load_dir: str, tag: Any) -> Offer:
-    """On the coordinator: which checkpoint to load next. Reads manifests, never data."""
+    """Return the checkpoint to load next. Runs on the coordinator. Reads manifests, no data."""
     folder = open_storage(load_dir)
     if tag is not None:
-        return Offer(join(load_dir, str(tag)), str(tag), explicit=True, native=_is_native(folder.inside(str(tag))))
+        return Offer(join(load_dir, str(tag)), str(tag), explicit=True, native=_is_native(folder.subfolder(str(tag))))
     if not candidates.begun and is_checkpoint(load_dir):  # not a folder of checkpoints
         return Offer(load_dir, explicit=True)
     native = not candidates.begun
     choice = candidates.next()
     if choice.tag is None:
-        return Offer(present=tuple(name for _, name in whole(load_dir)), notes=choice.notes)
-    native = native and _is_native(folder.inside(choice.tag))
+        return Offer(present=tuple(name for _, name in complete_checkpoints(load_dir)), notes=choice.notes)
+    native = native and _is_native(folder.subfolder(choice.tag))
     return Offer(join(load_dir, choice.tag), choice.tag, native=native, notes=choice.notes)
 
 
 def _is_native(directory: Storage) -> bool:
-    """Whether DeepSpeed's own files are what was saved last under this tag."""
+    """Whether DeepSpeed itself made the last save under this tag."""
     native = [directory.modified_ns(name) for name in directory.names() if name.endswith(".pt")]
     if not native or not is_checkpoint(directory.where()):
         return bool(native)
@@ -163,19 +169,19 @@ def _is_native(directory: Storage) -> bool:
 
 
 def _load(
-    ours: UnickptCheckpointEngine, engine: Any, directory: str, wanted: Wanted, skipped: tuple[str, ...]
+    ours: UnickptCheckpointEngine, engine: Any, directory: str, wanted: LoadArguments, skipped: tuple[str, ...]
 ) -> tuple[str, dict[str, Any]]:
     begin = time.monotonic()
     together = Together(ours.meet, directory)
 
-    def opened() -> restore.Restore:
+    def opened() -> restore.EngineRestore:
         reason = internals.unsupported_reason(engine)
         if reason:
             raise UnsupportedLayoutError(
-                f"{directory} is a unickpt checkpoint, and this job uses {reason}, which cannot load one yet"
+                f"{directory} is a unickpt checkpoint. This job uses {reason}, which unickpt does not support yet."
             )
         checkpoint = dialects.as_named_here(Checkpoint.open(directory), engine, ours.options.load_dialect)
-        loading = restore.Restore(engine, checkpoint, ours.options, wanted)
+        loading = restore.EngineRestore(engine, checkpoint, ours.options, wanted)
         internals.before_restore(engine)
         return loading
 
@@ -183,8 +189,9 @@ def _load(
     planned, opener = together.plan(
         loading.plan, identity=lambda: loading.checkpoint.identity, share=ours.options.read_once_per_host
     )
-    together.read(lambda neighbours: loading.read(planned, neighbours), opener)
-    client_state = loading.finish()
+    together.read(lambda host_peers: loading.read(planned, host_peers), opener)
+    together.step("set", loading.set_tensors)
+    client_state = together.step("finish", loading.finish)
     report = loading.report
     report.skipped = list(skipped)
     report.seconds = time.monotonic() - begin

@@ -1,4 +1,4 @@
-"""Names of parameters and buffers: one spelling for a module, whether it is compiled or not."""
+"""Names of parameters and buffers. A compiled module has the same names as the module that is not compiled."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _COMPILED = "_orig_mod"
 
 
 def plain(name: str) -> str:
-    """A name without the parts that ``torch.compile`` of a module, or of one inside of it, puts into it."""
+    """Return a name without the parts that ``torch.compile`` adds to the names of a module or submodule."""
     return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def spelled_plainly(names: Iterable[str]) -> dict[str, str]:
-    """Each name -> its plain spelling; a name whose plain spelling belongs to another one keeps its own."""
+    """Return the plain form of each name. A name keeps its own form if another tensor has the plain one."""
     names = list(names)
     taken = {name for name in names if plain(name) == name}
     spelled = {}
@@ -30,14 +30,14 @@ def spelled_plainly(names: Iterable[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class ModuleNames:
     """The parameters of a module by name.
 
     Attributes:
-        of: id(parameter) -> the first of its names, under which it is stored.
-        parameters: that name -> parameter, in module order.
-        aliases: further names of tied parameters -> the first.
-        own: name, or alias -> how the module itself spells it.
+        of: id(parameter) -> stored name, the first of its names.
+        parameters: stored name -> parameter, in module order.
+        aliases: further names of tied parameters -> stored name.
+        own: stored name or alias -> name in the module.
     """
 
     of: dict[int, str]
@@ -46,7 +46,7 @@ class Names:
     own: dict[str, str]
 
     @classmethod
-    def read(cls, module: torch.nn.Module) -> Names:
+    def read(cls, module: torch.nn.Module) -> ModuleNames:
         found = dict(module.named_parameters(remove_duplicate=False))
         spelled = spelled_plainly(found)
         of: dict[int, str] = {}
@@ -62,7 +62,7 @@ class Names:
         return cls(of, parameters, aliases, {name: own for own, name in spelled.items()})
 
     def name(self, parameter: torch.nn.Parameter) -> str:
-        """The stored name. Raises UnsupportedLayoutError for a parameter that the module does not have."""
+        """Return the stored name of a parameter. Raises UnsupportedLayoutError if the module does not have the parameter."""
         try:
             return self.of[id(parameter)]
         except KeyError:
@@ -71,7 +71,7 @@ class Names:
 
 
 def buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """``(name, buffer, persistent)`` of every distinct buffer."""
+    """Yield ``(name, buffer, persistent)`` for every distinct buffer."""
     volatile = internals.non_persistent_names(module)
     found = dict(module.named_buffers())
     spelled = spelled_plainly(found)

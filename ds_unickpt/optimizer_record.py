@@ -1,7 +1,7 @@
-"""An optimizer apart from its tensors: which of its states are elementwise, and its scalars and hyperparameters.
+"""The non-tensor state of an optimizer: hyperparameters, scalar states, and which states are elementwise.
 
-Scalars are stored twice. The manifest has them by parameter name, for every layout. Each rank has those of its own
-partitions, which it gets back exactly under the same layout.
+Scalars are stored twice. The manifest has them by parameter name, for every layout. Each rank also stores those of its own
+partitions, and gets them back exactly under the same layout.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from typing import Any
 
 import torch
 
-from ds_unickpt.names import Names
+from ds_unickpt.names import ModuleNames
 from ds_unickpt.partitions import Partition, states_of
-from unickpt import objects
-from unickpt.checksums import digest
-from unickpt.dtypes import name_of, torch_dtype
 from unickpt.errors import UnsupportedLayoutError
-from unickpt.manifest import OptimizerRecord, ParameterGroup
+from unickpt.format import objects
+from unickpt.format.checksums import digest
+from unickpt.format.dtypes import name_of, torch_dtype
+from unickpt.format.manifest import OptimizerRecord, ParameterGroup
 
-# Switches of the implementation and DeepSpeed's own bookkeeping: never carried from job to job.
+# Switches of the implementation and DeepSpeed's own bookkeeping. They are not restored.
 NOT_HYPERPARAMETERS = frozenset(
     {"params", "foreach", "fused", "capturable", "differentiable", "name", "moe", "_ds_source_param_group_id"}
 )
 STEP = "step"
 
-Kinds = dict[str, tuple[str, tuple[int, ...], str]]  # as ``ParameterGroup.tensors``
+Kinds = dict[str, tuple[str, tuple[int, ...], str]]  # see ``ParameterGroup.tensors``
 
 
 @dataclass(frozen=True, slots=True)
 class ElementStates:
-    """How an optimizer's state divides: tensors of the parameter's shape, and scalars."""
+    """Keys of an optimizer's state: tensors of the parameter's shape, and scalars."""
 
     tensors: frozenset[str]
     scalars: frozenset[str]
 
 
 def classify(partitions: Sequence[Partition], base: torch.optim.Optimizer | None) -> ElementStates:
-    """Sort the keys of an optimizer's state.
+    """Classify the keys of an optimizer's state as elementwise tensors or scalars.
 
-    A key is elementwise if its values have the shape of what they belong to. A one-element
-    parameter leaves that open (its ``step`` may have the same shape); the other parameters
-    decide, and if there are none, only ``step`` is a scalar.
+    A key is elementwise if its values have the shape of their parameter. For a one-element parameter the shape does not
+    decide, because ``step`` may have the same shape. The other parameters decide then. If there are none, ``step`` is a
+    scalar and all other keys are elementwise.
 
     Raises:
-        UnsupportedLayoutError: a value is neither (factored or compressed state).
+        UnsupportedLayoutError: a value is neither, such as a factored or compressed state.
     """
     votes: dict[str, set[str]] = {}
     for partition in partitions if base is not None else ():
@@ -74,8 +74,8 @@ def _nature(key: str, value: Any, partition: Partition) -> str:
     raise UnsupportedLayoutError(f"optimizer state {key!r} is a {type(value).__name__}")
 
 
-def record_of(partitions: Sequence[Partition], names: Names, base: torch.optim.Optimizer) -> OptimizerRecord:
-    """Hyperparameters and scalar state by parameter name."""
+def record_of(partitions: Sequence[Partition], names: ModuleNames, base: torch.optim.Optimizer) -> OptimizerRecord:
+    """Return hyperparameters and scalar states by parameter name."""
     kinds = classify(partitions, base)
     groups: dict[int, tuple[ParameterGroup, list[str]]] = {}
     scalars: dict[str, tuple[ParameterGroup, list[str]]] = {}
@@ -84,7 +84,7 @@ def record_of(partitions: Sequence[Partition], names: Names, base: torch.optim.O
         groups.setdefault(id(part.group), (_encoded(_settings(part.group)), []))[1].extend(listed)
         values = _scalars(part, base, kinds)
         repeated = (STEP,) if STEP in part.group and STEP not in values else ()
-        # readers that do not know 'repeated' take the group's step from here
+        # readers of before ``repeated`` take the group's step from here
         group = _encoded(values | {key: part.group[key] for key in repeated}, repeated)
         scalars.setdefault(group.identity(), (group, []))[1].extend(listed)
     return OptimizerRecord(
@@ -108,17 +108,19 @@ def _scalars(part: Partition, base: torch.optim.Optimizer, kinds: ElementStates)
 
 
 def _encoded(values: Mapping[str, Any], repeated: tuple[str, ...] = ()) -> ParameterGroup:
-    """Tensors of one element (capturable learning rates, steps) as plain numbers, with what they are beside them."""
+    """Encode one-element tensors, such as capturable learning rates and steps, as numbers with dtype, shape and device."""
     single = {k: v for k, v in values.items() if isinstance(v, torch.Tensor) and v.numel() == 1}
     encoded = objects.encode({k: v.item() if k in single else v for k, v in values.items()}, prefix="optimizer")
     if encoded.tensors or encoded.opaque:
-        raise UnsupportedLayoutError(f"hyperparameters hold more than plain values: {encoded.opaque or list(encoded.tensors)}")
+        raise UnsupportedLayoutError(
+            f"hyperparameters hold values that are not plain: {encoded.opaque or list(encoded.tensors)}"
+        )
     tensors: Kinds = {k: (name_of(v.dtype), tuple(v.shape), v.device.type) for k, v in single.items()}
     return ParameterGroup(encoded.value, (), tensors, repeated)
 
 
 def decoded(group: ParameterGroup, *, where: str, device: torch.device) -> dict[str, Any]:
-    """The values of a group, of the types that they had. Tensors that were on a device go to ``device``.
+    """Return the values of a group with their original types. Tensors that were on a device go to ``device``.
 
     Raises:
         FormatError: a value is malformed.
@@ -131,16 +133,17 @@ def decoded(group: ParameterGroup, *, where: str, device: torch.device) -> dict[
     return values
 
 
-# ---------------------------------------------------------------- of one rank
+# ---------------------------------------------------------------- scalars of one rank
 
 
 @dataclass(frozen=True, slots=True)
 class RankScalars:
-    """Scalars of this rank's partitions, and the settings of the groups that these belong to, in order.
+    """Scalars of this rank's partitions, and settings of the parameter groups, in order.
 
     Attributes:
-        layout: digest of what lies where in the partitions; under another one the values say nothing.
-        partitions, groups: values of each.
+        layout: digest of the layout of the partitions. The values apply to this layout only.
+        partitions: scalars of each partition.
+        groups: settings of each parameter group.
     """
 
     layout: str
@@ -148,7 +151,7 @@ class RankScalars:
     groups: tuple[ParameterGroup, ...]
 
     @classmethod
-    def of(cls, partitions: Sequence[Partition], names: Names, base: torch.optim.Optimizer) -> RankScalars:
+    def of(cls, partitions: Sequence[Partition], names: ModuleNames, base: torch.optim.Optimizer) -> RankScalars:
         kinds = classify(partitions, base)
         groups = {id(part.group): part.group for part in partitions}
         return cls(
@@ -159,7 +162,7 @@ class RankScalars:
 
     @classmethod
     def from_object(cls, value: Any) -> RankScalars | None:
-        """What ``to_object`` made; None of anything else."""
+        """Return the scalars that ``to_object`` encoded; None for any other value."""
         try:
             distinct = [
                 ParameterGroup(v, (), {k: (d, tuple(s), p) for k, (d, s, p) in t.items()}) for v, t in value["distinct"]
@@ -170,7 +173,7 @@ class RankScalars:
             return None
 
     def to_object(self) -> dict[str, Any]:
-        """Plain values; equal ones once."""
+        """Return plain values. Equal groups are stored once."""
         distinct: dict[str, int] = {}
         values: list[Any] = []
         places: dict[str, list[int]] = {"partitions": [], "groups": []}
@@ -183,11 +186,11 @@ class RankScalars:
         return {"layout": self.layout, "distinct": values, **places}
 
     def fingerprint(self) -> str:
-        """Equal for ranks with equal values, whatever lies in their partitions."""
+        """Return a digest of the values. It does not depend on the layout of the partitions."""
         return digest(json.dumps([[g.identity() for g in held] for held in (self.partitions, self.groups)]).encode())
 
 
-def layout_of(partitions: Sequence[Partition], names: Names, base: torch.optim.Optimizer) -> str:
-    """Digest of the optimizer's class and of what lies where in this rank's partitions."""
+def layout_of(partitions: Sequence[Partition], names: ModuleNames, base: torch.optim.Optimizer) -> str:
+    """Return a digest of the optimizer's class and of the parameter ranges in this rank's partitions."""
     places = [[part.master.numel(), [[names.name(p.parameter), p.lo, p.hi, p.at] for p in part.pieces]] for part in partitions]
     return digest(json.dumps([type(base).__name__, places]).encode())

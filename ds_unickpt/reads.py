@@ -1,4 +1,4 @@
-"""What one load asks of a checkpoint: flat ranges of stored tensors, into live tensors of this rank."""
+"""Collects the read requests of one load: flat ranges of stored tensors that fill live tensors of this rank."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from unickpt.fragments import split_flat_range
-from unickpt.index import TensorInfo
-from unickpt.loading import Checkpoint
-from unickpt.reading import Request
+from unickpt.format.boxes import split_flat_range
+from unickpt.format.index import TensorInfo
+from unickpt.load.checkpoint import Checkpoint
+from unickpt.load.reader import Request
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A temporary that has to be copied into a tensor which cannot be filled in place."""
+    """A temporary tensor to copy into a target that cannot be filled in place."""
 
     target: torch.Tensor
     flat: torch.Tensor
@@ -22,12 +22,12 @@ class _Copy:
 
 @dataclass
 class Reads:
-    """Collected requests.
+    """Read requests of one load.
 
     Attributes:
-        checkpoint: that is read.
+        checkpoint: opened checkpoint.
         stored: this job's names of parameters and buffers -> names in the checkpoint.
-        requests: everything asked for so far.
+        requests: requests added so far.
     """
 
     checkpoint: Checkpoint
@@ -36,14 +36,14 @@ class Reads:
     _copies: list[_Copy] = field(default_factory=list)
 
     def source(self, name: str, state: str) -> tuple[int, TensorInfo] | None:
-        """A stored (not derived) tensor of one of this job's names."""
+        """Return position and entry of a stored tensor under this job's name; None if it is absent or derived."""
         position = self.checkpoint.ids.get((self.stored.get(name, ""), state))
         if position is None or self.checkpoint.index.tensors[position].derived_from is not None:
             return None
         return position, self.checkpoint.index.tensors[position]
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A 1-D tensor through which ``tensor`` is filled in row-major order."""
+        """Return a 1-D tensor that fills ``tensor`` in row-major order: a view, or a temporary that ``finish`` copies."""
         data = tensor.detach()
         if data.is_contiguous():
             return data.view(-1)
@@ -52,17 +52,17 @@ class Reads:
         return flat
 
     def copy_later(self, target: torch.Tensor, flat: torch.Tensor) -> None:
-        """Copy ``flat`` into a tensor of as many elements once everything is read."""
+        """Copy ``flat`` into ``target``, which has the same number of elements, in ``finish``."""
         self._copies.append(_Copy(target, flat))
 
     def fill(self, position: int, lo: int, hi: int, flat: torch.Tensor) -> None:
-        """Ask for the flat range ``[lo, hi)`` of a stored tensor, into ``hi - lo`` elements."""
+        """Request the flat range ``[lo, hi)`` of a stored tensor into ``flat``, which has ``hi - lo`` elements."""
         at = 0
         for box in split_flat_range(self.checkpoint.index.tensors[position].shape, lo, hi):
             self.requests.append(Request(position, box, flat.narrow(0, at, box.numel)))
             at += box.numel
 
     def finish(self) -> None:
-        """After reading: into the tensors that could not be filled in place."""
+        """Copy the temporaries into their targets, after reading."""
         for copy in self._copies:
             copy.target.detach().copy_(copy.flat.view(copy.target.shape))

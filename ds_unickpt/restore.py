@@ -1,8 +1,8 @@
-"""A checkpoint into a DeepSpeed engine, whatever wrote it.
+"""Loads a checkpoint of any framework into a DeepSpeed engine.
 
-Three steps, so that all ranks can agree between them: ``plan`` matches names and checks shapes;
-``read`` fills masters, optimizer states, frozen parameters and buffers; ``finish`` derives the
-weights, sets hyperparameters and non-tensor state, and completes the report.
+The ranks agree on success after each of four steps. ``plan`` matches names and checks shapes. ``read`` fills masters, optimizer
+states, frozen parameters and buffers. ``set_tensors`` derives the weights and sets hyperparameters. ``finish`` sets the
+non-tensor state and completes the report. A step calls its collectives before the parts that can fail on one rank alone.
 """
 
 from __future__ import annotations
@@ -15,38 +15,41 @@ from typing import Any
 
 import torch
 
-from ds_unickpt import internals, partitions
+from ds_unickpt import internals, partition_updates, partitions
 from ds_unickpt.capture import SCALARS, topology
-from ds_unickpt.config import Options
-from ds_unickpt.names import Names, buffers, plain, spelled_plainly
-from ds_unickpt.partitions import Held, Partition
+from ds_unickpt.names import ModuleNames, buffers, plain, spelled_plainly
+from ds_unickpt.partitions import HeldParameter, Partition
 from ds_unickpt.reads import Reads
-from ds_unickpt.restore_objects import RestoredObjects
+from ds_unickpt.restore_objects import LoadArguments, RestoredObjects
 from ds_unickpt.restore_optimizer import RestoredOptimizer, some
-from ds_unickpt.wanted import Wanted
-from unickpt.dtypes import name_of, torch_dtype
+from unickpt.coordination.host_peers import HostPeers
+from unickpt.dialects.translated_checkpoint import translated_from
 from unickpt.errors import MismatchError
-from unickpt.fragments import Box, split_flat_range
-from unickpt.index import TensorInfo
-from unickpt.loading import Checkpoint, Planned
-from unickpt.neighbours import Neighbours
-from unickpt.reading import Request
-from unickpt.report import LoadReport
-from unickpt.topology import describe
-from unickpt.translated import translated_from
+from unickpt.format.boxes import Box, split_flat_range
+from unickpt.format.dtypes import name_of, torch_dtype
+from unickpt.format.index import TensorInfo
+from unickpt.format.topology import describe
+from unickpt.load.checkpoint import Checkpoint, Planned
+from unickpt.load.reader import Request
+from unickpt.load.report import LoadReport
+from unickpt.options import Options
 
 logger = logging.getLogger("unickpt")
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class _Override:
-    """Stored weights that are not the cast of their masters: put over the cast once that is made.
+    """Stored weights that are not the cast of their masters. They replace the cast after it is computed.
 
     Attributes:
-        parameter: whose weights they are.
-        at, box: flat range ``[at, at + box.numel)`` of what this rank holds of it, as a box of the whole parameter.
-        common: the part of that box that is put over.
-        data: its elements.
+        parameter: owning parameter.
+        at, box: flat range ``[at, at + box.numel)`` of this rank's part of the parameter, as a box of the whole parameter.
+        common: the part of ``box`` to replace.
+        data: elements of ``common``, 1-D, in the stored dtype.
     """
 
     parameter: torch.nn.Parameter
@@ -57,18 +60,18 @@ class _Override:
 
     def apply(self) -> None:
         held = partitions.held(self.parameter)
-        assert held is not None  # or there was nothing to ask for
+        assert held is not None  # or the override was not requested
         box = self.box
         live = held.data.narrow(0, self.at, box.numel).view(box.shape) if held.live else self.parameter.detach()[box.slices()]
         live[self.common.within(box).slices()].copy_(self.data.view(self.common.shape))
 
 
-class Restore:
+class EngineRestore:
     """One load into one engine. ``report`` is complete after ``finish``."""
 
-    def __init__(self, engine: Any, checkpoint: Checkpoint, options: Options, wanted: Wanted) -> None:
+    def __init__(self, engine: Any, checkpoint: Checkpoint, options: Options, wanted: LoadArguments) -> None:
         self.engine, self.checkpoint, self.options, self.wanted = engine, checkpoint, options, wanted
-        self.names = Names.read(engine.module)
+        self.names = ModuleNames.read(engine.module)
         self.parts = partitions.partitions(engine)
         self.base = internals.base_optimizer(engine)
         source = checkpoint.manifest.writer
@@ -83,16 +86,18 @@ class Restore:
         self._stored = self._match()
         self._reads = Reads(checkpoint, self._stored)
         self._overrides: list[_Override] = []
+        self._custom_source: dict[str, torch.Tensor] = {}
+        self._offload_again: Callable[[], None] = _nothing
         self._optimizer = RestoredOptimizer(engine, self.parts, self.names, self._reads, self.report)
         self._objects = RestoredObjects(engine, checkpoint, options, wanted, self.report)
 
     # ---------------------------------------------------------------- names and shapes
 
     def _match(self) -> dict[str, str]:
-        """This job's parameter and buffer names -> names in the checkpoint.
+        """Return the name in the checkpoint for each parameter and buffer of this job.
 
         Raises:
-            MismatchError: missing, extra or differently shaped tensors, all of them listed.
+            MismatchError: lists all missing tensors, extra tensors and tensors of another shape.
         """
         manifest = self.checkpoint.manifest
         aliases = {plain(alias): name for alias, name in manifest.aliases.items()} | manifest.aliases
@@ -126,7 +131,7 @@ class Restore:
             if persistent or self._restores_buffer(name, buffer):
                 yield name, tuple(buffer.shape), None
             else:
-                self.report.add(name, "weight", "recreated", "non-persistent buffers, which the model makes itself")
+                self.report.add(name, "weight", "recreated", "non-persistent buffers, which the model creates itself")
 
     def _restores_buffer(self, name: str, buffer: torch.Tensor) -> bool:
         info = self.checkpoint.info(name, "weight")
@@ -138,8 +143,8 @@ class Restore:
             reason = "excluded when it was saved (exclude_frozen_parameters): keeps its initial value"
             self.report.add(name, "weight", "left out", reason)
         elif self.wanted.strict or (optimized and self.wanted.optimizer):
-            # Also where names may differ (Trainer says so for every PEFT model): a trained parameter that keeps a
-            # random value, with moments that it never had, is not a resume.
+            # Also if strict is off, as in Trainer for every PEFT model: a job does not resume if a trained parameter keeps
+            # its random initial value.
             missing.append(name)
         else:
             self.report.add(name, "weight", "left out", "not in the checkpoint; keeps its initial value")
@@ -149,14 +154,14 @@ class Restore:
         accounted = {entry.name for entry in self.report.entries}
         extra = list(self.checkpoint.untranslated) if self.wanted.strict else []
         for name in self.checkpoint.untranslated if not self.wanted.strict else ():
-            self.report.add(name, "weight", "left out", "this job has no counterpart of it")
+            self.report.add(name, "weight", "left out", "this job has no counterpart")
         for name in known:
             if name in used or name in accounted:
                 continue
             if plain(name) in self.names.aliases:
                 self.report.add(name, "weight", "left out", f"tied to {self.names.aliases[plain(name)]} in this job")
             elif self._is_volatile(name):
-                self.report.add(name, "weight", "recreated", "non-persistent buffers, which the model makes itself")
+                self.report.add(name, "weight", "recreated", "non-persistent buffers, which the model creates itself")
             elif self.wanted.strict:
                 extra.append(name)
             else:
@@ -178,10 +183,10 @@ class Restore:
             hint = ""
             excluded = self._excluded.intersection(missing)
             if excluded:
-                hint = f" {len(excluded)} of these were left out by exclude_frozen_parameters=True."
+                hint = f" exclude_frozen_parameters=True left out {len(excluded)} of them."
             if missing or extra:
-                hint += " load_module_strict=False lets names differ, except of trained parameters"
-                hint += " (with load_optimizer_states=False, of those, too)."
+                hint += " load_module_strict=False allows differing names, except those of trained parameters."
+                hint += " load_optimizer_states=False also allows those."
             raise MismatchError(
                 f"{self.checkpoint.storage} does not fit this model: " + "; ".join(lines) + f".{hint} Nothing is loaded."
             )
@@ -189,7 +194,11 @@ class Restore:
     # ---------------------------------------------------------------- tensors
 
     def plan(self) -> Planned:
-        """Match, check, and ask for everything that is to be read from storage. No collective, no effect on other ranks."""
+        """Return the plan of everything to read from storage. Calls no collective.
+
+        Raises:
+            MismatchError: the optimizers do not fit.
+        """
         if self.wanted.optimizer:
             self._optimizer.check()
         if self.wanted.custom_load_fn is None:
@@ -201,13 +210,15 @@ class Restore:
         self._optimizer.account_others(wanted=self.wanted.optimizer)
         return self.checkpoint.plan(self._reads.requests)
 
-    def read(self, planned: Planned, neighbours: Neighbours | None) -> None:
-        """Fill all of that; what neighbours on this host want, too, is read once for all of them."""
-        stats = self.checkpoint.fill(planned, verify=self.options.verify, neighbours=neighbours)
+    def read(self, planned: Planned, host_peers: HostPeers | None) -> None:
+        """Read all requested data. Data that other ranks of this host also need is read once."""
+        stats = self.checkpoint.fill(planned, verify=self.options.verify, host_peers=host_peers)
         self.report.bytes_read, self.report.bytes_needed = stats.bytes_read, stats.bytes_needed
         self.report.read_seconds = stats.seconds
         self._reads.finish()
         self._objects.read()
+        if self.wanted.custom_load_fn is not None:
+            self._custom_source = self._full_state_dict()
 
     def _request_masters(self, part: Partition) -> None:
         flat = self._reads.flat(part.master)
@@ -258,7 +269,7 @@ class Restore:
             at += box.numel
 
     def _request_others(self) -> None:
-        """Frozen and other parameters outside the optimizer, and buffers."""
+        """Request the parameters outside the optimizer, such as frozen ones, and the buffers."""
         optimized = {id(p) for part in self.parts for p in part.parameters}
         for name, parameter in self.names.parameters.items():
             if id(parameter) not in optimized and name in self._stored:
@@ -269,12 +280,14 @@ class Restore:
         for name, buffer, _ in buffers(self.engine.module):
             if name in self._stored:
                 flat = self._reads.flat(buffer)
-                self._request_plain(name, name_of(buffer.dtype), Held(0, flat.numel(), flat, live=True, replicated=True))
+                self._request_plain(
+                    name, name_of(buffer.dtype), HeldParameter(0, flat.numel(), flat, live=True, replicated=True)
+                )
 
-    def _request_plain(self, name: str, dtype: str, held: Held | None) -> None:
+    def _request_plain(self, name: str, dtype: str, held: HeldParameter | None) -> None:
         source = self._reads.source(name, "weight") or self._reads.source(name, "master")
         if source is None:
-            raise MismatchError(f"{name}: the checkpoint has neither weight nor master of it")
+            raise MismatchError(f"{self.checkpoint.storage}: {name} has neither a weight nor a master")
         position, info = source
         if info.dtype == dtype:
             self.report.add(name, "weight", "restored")
@@ -283,51 +296,59 @@ class Restore:
         if held is not None:
             self._reads.fill(position, held.lo, held.hi, held.data)
 
-    # ---------------------------------------------------------------- after all ranks have read
+    # ---------------------------------------------------------------- into the engine
 
-    def finish(self) -> dict[str, Any]:
-        """Weights from masters, hyperparameters, non-tensor state; returns the client state.
-
-        Collective where DeepSpeed's own refresh of the weights is (ZeRO-1/2 gather them).
-        """
-        offload_again = partitions.reload_states(self.engine)
+    def set_tensors(self) -> None:
+        """Derive the weights from the masters, and set the hyperparameters. ZeRO-1 and 2 gather the weights (a collective)."""
+        self._offload_again = partition_updates.reload_states(self.engine)
         if self.wanted.custom_load_fn is not None:
             self._custom_load(self.wanted.custom_load_fn)
         else:
-            partitions.refresh_weights(self.engine)
+            partition_updates.refresh_weights(self.engine)
             for override in self._overrides:
                 override.apply()
         if self.wanted.optimizer:
             self._optimizer.apply(self._objects.of_this_rank(SCALARS))
-        partitions.after_restore(self.engine)
-        offload_again()
+
+    def finish(self) -> dict[str, Any]:
+        """Set the non-tensor state, and complete the report. ZeRO-3 gathers its persistent parameters (a collective).
+
+        Returns:
+            The client state.
+        """
+        partition_updates.after_restore(self.engine)
+        self._offload_again()
         client_state = self._objects.apply()
         self._require_all()
         return client_state
 
-    def _custom_load(self, load: Callable[..., Any]) -> None:
-        """The caller's own function, with a full state dict under this job's names."""
-        from deepspeed import zero
-
+    def _full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Read all weights in full, under the names of this job. They are the ``src`` argument of ``custom_load_fn``."""
         source = {}
         for name, stored in self._stored.items():
             state = "weight" if (stored, "weight") in self.checkpoint.ids else "master"
             source[name] = self.checkpoint.read_tensor(stored, state)
-            self.report.add(name, "weight", "restored", "given to custom_load_fn")
+            self.report.add(name, "weight", "restored", "passed to custom_load_fn")
         source |= {alias: source[name] for alias, name in self.names.aliases.items() if name in source}
-        source = {self.names.own.get(name, name): tensor for name, tensor in source.items()}
+        return {self.names.own.get(name, name): tensor for name, tensor in source.items()}
+
+    def _custom_load(self, load: Callable[..., Any]) -> None:
+        """Call ``custom_load_fn``, and derive the masters from the weights that it sets."""
+        from deepspeed import zero
+
         partitioned = [p for p in self.names.parameters.values() if internals.is_zero3(p)]
         with contextlib.ExitStack() as gathered:
-            for parameter in partitioned:  # one by one: of several, DeepSpeed waits for the last only, and gloo is not in order
+            for parameter in partitioned:  # one at a time: of several, DeepSpeed waits only for the last
                 gathered.enter_context(zero.GatheredParameters([parameter], modifier_rank=0))
-            load(src=source, dst=self.engine.module)
-        partitions.refresh_masters(self.engine)
+            load(src=self._custom_source, dst=self.engine.module)
+        self._custom_source = {}
+        partition_updates.refresh_masters(self.engine)
         for part in self.parts:
             for name in map(self.names.name, part.parameters):
                 self.report.add(name, "master", "cast", "from the weight that custom_load_fn set")
 
     def _require_all(self) -> None:
-        """Nothing of the checkpoint and nothing of this job is without an entry."""
+        """Check that the report has an entry for every tensor of the checkpoint and of this job."""
         back = {stored: name for name, stored in self._stored.items()}
         stored = [
             (back.get(info.name, info.name), info.state)

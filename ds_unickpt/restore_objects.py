@@ -1,37 +1,60 @@
-"""What is no tensor, from a checkpoint into a DeepSpeed engine: counters, schedulers, scalers, generators, the caller's state.
+"""Restores the non-tensor state of a DeepSpeed engine: counters, schedulers, scalers, generators, client state.
 
-First ``read``, then, when all ranks have read, ``apply``. Everything gets an entry in the report.
+``read`` runs first. ``apply`` runs after all ranks have read. Every object gets an entry in the report.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ds_unickpt import internals
-from ds_unickpt.config import Options
 from ds_unickpt.dialects import SCHEDULE
 from ds_unickpt.names import plain
-from ds_unickpt.wanted import Wanted
-from unickpt import objects, rng, schedules
-from unickpt.loading import Checkpoint
-from unickpt.report import Entry, LoadReport
-from unickpt.schedules import Progress
-from unickpt.translated import TranslatedCheckpoint
+from unickpt.convert.deepspeed import lr_schedulers
+from unickpt.dialects.translated_checkpoint import TranslatedCheckpoint
+from unickpt.format import objects
+from unickpt.load import lr_progress, rng
+from unickpt.load.checkpoint import Checkpoint
+from unickpt.load.lr_progress import Progress
+from unickpt.load.report import Entry, LoadReport
+from unickpt.options import Options
+
+
+@dataclass(frozen=True, slots=True)
+class LoadArguments:
+    """Arguments of ``load_checkpoint``.
+
+    Attributes:
+        strict: parameters and buffers of the module and of the checkpoint must match one to one.
+        optimizer: also load optimizer states and hyperparameters.
+        scheduler: also load the state of the learning-rate scheduler.
+        module_only: load weights only. Counters, generators and client state keep their values.
+        custom_load_fn: ``f(src=full state dict, dst=module)``, which loads the weights instead.
+    """
+
+    strict: bool = True
+    optimizer: bool = True
+    scheduler: bool = True
+    module_only: bool = False
+    custom_load_fn: Callable[..., Any] | None = None
 
 
 class RestoredObjects:
-    """The objects of one load into one engine; entries go into ``report``."""
+    """The non-tensor state of one load into one engine. Adds its entries to ``report``."""
 
-    def __init__(self, engine: Any, checkpoint: Checkpoint, options: Options, wanted: Wanted, report: LoadReport) -> None:
+    def __init__(
+        self, engine: Any, checkpoint: Checkpoint, options: Options, wanted: LoadArguments, report: LoadReport
+    ) -> None:
         self.engine, self.checkpoint, self.options, self.wanted, self.report = engine, checkpoint, options, wanted, report
         self._saved: dict[str, Any] = {}
         self._rank_objects: dict[int, dict[str, Any]] = {}
         self._notes: list[Entry] = []
 
     def read(self) -> None:
-        """Non-tensor state: the job's, this rank's, and that of the first two ranks (for the generators)."""
+        """Read the state of the job, of this rank, and of ranks 0 and 1. Their generators seed additional ranks."""
         decoded = self.checkpoint.objects(allow_pickle=self.options.allow_pickle)
         self._saved = decoded.value
         for line in decoded.left_out:
@@ -43,11 +66,11 @@ class RestoredObjects:
             self._rank_objects[rank] = self.checkpoint.rank_objects(rank, allow_pickle=self.options.allow_pickle).value
 
     def of_this_rank(self, key: str) -> Any:
-        """What this rank of the writing job stored for itself, or None."""
+        """Return an object that this rank of the saving job stored for itself, or None."""
         return self._rank_objects[int(self.engine.global_rank)].get(key)
 
     def apply(self) -> dict[str, Any]:
-        """Put it into the engine; returns the client state."""
+        """Set the state in the engine, and return the client state."""
         saved = self._saved
         if self.wanted.module_only:
             for key in ("engine", "lr_scheduler", "rng"):
@@ -75,12 +98,12 @@ class RestoredObjects:
         self.report.add(name, "object", outcome, reason)
 
     def _none_saved(self, name: str, target: Any) -> None:
-        """Nothing to restore; worth a word only if this job has a place for it."""
+        """Report that the checkpoint has no such state, if this job has the object."""
         if target is not None:
             self._object(name, "left out", "none was saved")
 
     def _client_state(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """The caller's state (this rank's own where it had one), beside what DeepSpeed returns with it."""
+        """Return the client state, this rank's own if it stored one, with the values that DeepSpeed adds to it."""
         client_state = saved.get("client_state") or {}
         world = self.checkpoint.manifest.writer.topology.get("world_size")
         if world == self.engine.world_size:
@@ -97,7 +120,7 @@ class RestoredObjects:
     def _set_scheduler(self, saved: dict[str, Any] | None, progress: Progress | None) -> None:
         target = internals.lr_scheduler(self.engine)
         if not self.wanted.scheduler:
-            self._object("lr_scheduler", "left out", "not asked for (load_lr_scheduler_states)")
+            self._object("lr_scheduler", "left out", "not requested (load_lr_scheduler_states)")
         elif progress is not None and target is not None:
             self._move_scheduler(target, progress)
         elif saved is None:
@@ -112,18 +135,21 @@ class RestoredObjects:
             self._object("lr_scheduler", "restored")
 
     def _move_scheduler(self, target: Any, progress: Progress) -> None:
-        """This job's own schedule, to where another framework's was: the last step is taken, so that it sets the rates."""
+        """Move this job's scheduler to the progress of another framework's schedule.
+
+        The state is set to one step less. The last step is taken, so that the scheduler sets the learning rates.
+        """
         kind = type(target).__name__
-        meaning = schedules.SCHEDULERS.get(kind)
+        meaning = lr_schedulers.SCHEDULERS.get(kind)
         before = dataclasses.replace(progress, steps=progress.steps - 1)
-        state = schedules.state_at(kind, target.state_dict(), before) if meaning and meaning.unit == "steps" else None
+        state = lr_progress.state_at(meaning, target.state_dict(), before)
         if state is None:
-            reason = f"{kind} cannot be moved to step {progress.steps}: it starts anew"
+            reason = f"{kind} cannot be moved to step {progress.steps}: it starts from its first step"
             self._object("lr_scheduler", "left out", reason)
             return
         target.load_state_dict(state)
         target.step()
-        self._object("lr_scheduler", "set", f"{progress.steps:,} steps of this job's own {kind} are over")
+        self._object("lr_scheduler", "set", f"{kind} of this job is set to step {progress.steps:,}")
 
     def _set_loss_scaler(self, saved: dict[str, Any] | None) -> None:
         target = internals.loss_scaler(self.engine)
@@ -132,7 +158,7 @@ class RestoredObjects:
         elif target is None:
             self._object("loss_scaler", "left out", "this job does not scale its loss (not fp16)")
         elif not self.wanted.optimizer:
-            self._object("loss_scaler", "left out", "not asked for (load_optimizer_states)")
+            self._object("loss_scaler", "left out", "not requested (load_optimizer_states)")
         else:
             for key, value in saved.items():
                 if hasattr(target, key):
@@ -161,7 +187,7 @@ class RestoredObjects:
         self._object("module_extra_state", "restored")
 
     def _set_rng(self) -> None:
-        """Every rank's generators: exactly on the same number of ranks, deterministically on another."""
+        """Restore the generators of this rank: exactly on the same number of ranks, deterministically on another."""
         if not self.options.restore_rng:
             self._object("rng", "left out", "unickpt.restore_rng is false")
             return
@@ -171,9 +197,7 @@ class RestoredObjects:
         own = self._rng_of(rank) if 0 < rank < world else first
         if isinstance(self.checkpoint, TranslatedCheckpoint):
             framework = self.checkpoint.manifest.writer.framework
-            self._object(
-                "rng", "left out", f"generators of {framework} have no counterpart: this job's own go on as it seeded them"
-            )
+            self._object("rng", "left out", f"generators of {framework} have no counterpart: this job's own keep their state")
         elif first is None or own is None:
             self._object("rng", "left out", "none was saved")
         elif rank < world:
@@ -190,17 +214,17 @@ class RestoredObjects:
             other = self._rng_of(1) if world > 1 else None
             if other is not None and rng.equal(first, other):
                 rng.restore(first)
-                self._object("rng", "re-seeded", f"{world} ranks became {now}: the ranks shared one state, and still do")
+                self._object("rng", "re-seeded", f"{world} ranks became {now}: all ranks shared one state, and still share it")
             else:
                 rng.reseed(first, rank)
-                self._object("rng", "re-seeded", f"{world} ranks became {now}: this rank had none and is seeded from rank 0's")
+                self._object("rng", "re-seeded", f"{world} ranks became {now}: this rank is new, and is seeded from rank 0")
 
     def _rng_of(self, rank: int) -> rng.State | None:
         return self._rank_objects[rank].get("rng")
 
 
 def _same_scheduler(saved: Mapping[str, Any], target: Any) -> bool:
-    """Whether the state is of this scheduler; a converted checkpoint may not tell its class, but what it counts."""
+    """Whether the state belongs to this scheduler. A converted checkpoint may lack the class; then the keys are compared."""
     if saved["class"]:
         return bool(saved["class"] == type(target).__name__)
     return hasattr(target, "state_dict") and saved["state"].keys() == target.state_dict().keys()

@@ -1,6 +1,6 @@
-"""An optimizer from a checkpoint: elementwise states, scalars, and the settings of parameter groups.
+"""Restores an optimizer: elementwise states, scalars, and settings of parameter groups.
 
-First ``check``, then ``request`` what is to be read, then, when all ranks have read, ``apply``. Everything gets an
+``check`` runs first, then ``request``, which adds read requests. ``apply`` runs after all ranks have read. Every state gets an
 entry in the report.
 """
 
@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from ds_unickpt import internals, partitions
-from ds_unickpt.names import Names
+from ds_unickpt import internals, partition_updates
+from ds_unickpt.names import ModuleNames
 from ds_unickpt.optimizer_record import NOT_HYPERPARAMETERS, STEP, RankScalars, classify, decoded, layout_of
 from ds_unickpt.partitions import Partition, states_of
 from ds_unickpt.reads import Reads
-from unickpt.dtypes import name_of, torch_dtype
 from unickpt.errors import MismatchError
-from unickpt.index import TensorInfo
-from unickpt.loading import Checkpoint
-from unickpt.manifest import ParameterGroup
-from unickpt.report import LoadReport
+from unickpt.format.dtypes import name_of, torch_dtype
+from unickpt.format.index import TensorInfo
+from unickpt.format.manifest import ParameterGroup
+from unickpt.load.checkpoint import Checkpoint
+from unickpt.load.report import LoadReport
 
 _FAMILIES = {"adamw": "adam"}
 _DECORATIONS = ("deepspeedcpu", "fused", "zenflow", "cpu")
@@ -29,7 +29,7 @@ _HINT = "load_optimizer_states=False loads the weights alone"
 
 
 def family_of(name: str) -> str:
-    """Optimizers of one family have the same states: Adam, AdamW, FusedAdam, DeepSpeedCPUAdam, ..."""
+    """Return the family of an optimizer class. A family has the same states: Adam, AdamW, FusedAdam, DeepSpeedCPUAdam, ..."""
     plain = name.lower()
     for decoration in _DECORATIONS:
         plain = plain.removeprefix(decoration)
@@ -37,30 +37,30 @@ def family_of(name: str) -> str:
 
 
 class RestoredOptimizer:
-    """The optimizer of one load into one engine; entries go into ``report``."""
+    """The optimizer of one load into one engine. Adds its entries to ``report``."""
 
-    def __init__(self, engine: Any, parts: Sequence[Partition], names: Names, reads: Reads, report: LoadReport) -> None:
+    def __init__(self, engine: Any, parts: Sequence[Partition], names: ModuleNames, reads: Reads, report: LoadReport) -> None:
         self.engine, self.parts, self.names, self.reads, self.report = engine, parts, names, reads, report
         self.checkpoint: Checkpoint = reads.checkpoint
         self.base = internals.base_optimizer(engine)
 
     def check(self) -> None:
-        """The checkpoint's optimizer has to be one whose states this job's optimizer has.
+        """Check that this job's optimizer has the states of the checkpoint's optimizer.
 
         Raises:
-            MismatchError: names both, or the parameters that the checkpoint's optimizer did not hold.
+            MismatchError: names both optimizers, or the parameters that the checkpoint's optimizer did not train.
         """
         record = self.checkpoint.manifest.optimizer
         if self.base is None:
             return
         own = type(self.base).__name__
         if record is None:
-            raise MismatchError(f"{self.checkpoint.storage} holds no optimizer, this job has {own}; {_HINT}")
+            raise MismatchError(f"{self.checkpoint.storage} holds no optimizer, this job has {own}. {_HINT}.")
         if family_of(record.name) != family_of(own):
             states = sorted(self._states())
             raise MismatchError(
                 f"{self.checkpoint.storage} was trained with {record.name} (states {', '.join(states) or 'none'}), "
-                f"this job uses {own}; its states cannot be made from those. {_HINT}."
+                f"this job uses {own}. The states cannot be converted. {_HINT}."
             )
         trained = {name for group in record.groups for name in group.parameters}
         stored = self.reads.stored
@@ -72,8 +72,8 @@ class RestoredOptimizer:
         ]
         if untrained:
             raise MismatchError(
-                f"{self.checkpoint.storage}: {len(untrained)} parameters that this job trains were not trained there, so "
-                f"there is no optimizer state for them: {some(untrained)}; {_HINT}"
+                f"{self.checkpoint.storage} has no optimizer state for {len(untrained)} parameters that this job trains. "
+                f"The job that saved it did not train them: {some(untrained)}. {_HINT}."
             )
 
     # ---------------------------------------------------------------- elementwise states
@@ -82,7 +82,7 @@ class RestoredOptimizer:
         return {info.state for info in self.checkpoint.index.tensors if info.kind == "optimizer"}
 
     def request(self) -> None:
-        """Ask for the states of all partitions: in place where they exist, otherwise created."""
+        """Request the states of all partitions. Existing states are filled in place, and missing ones are created."""
         if self.base is None:
             return
         states = self._states()
@@ -111,7 +111,7 @@ class RestoredOptimizer:
             self._account(name, state, source, name_of(tensor.dtype))
 
     def _refuse_unknown_states(self, part: Partition, states: set[str]) -> None:
-        """A state that this job's optimizer has and the checkpoint lacks would stay at a stale value."""
+        """Raise if the checkpoint lacks a state of this job's optimizer, because the state would keep a stale value."""
         assert self.base is not None
         own, held = classify([part], self.base).tensors, states_of(self.base, part)
         unknown = sorted(key for key in own - states if held.get(key) is not None)
@@ -129,23 +129,23 @@ class RestoredOptimizer:
         master = self.reads.source(self.names.name(part.parameters[0]), "master")
         same = master is not None and master[1].dtype == name_of(part.master.dtype)
         dtype = torch_dtype(info.dtype) if same else part.master.dtype
-        return partitions.new_state(self.engine, part, state, dtype)
+        return partition_updates.new_state(self.engine, part, state, dtype)
 
     def _account(self, name: str, state: str, source: tuple[int, TensorInfo] | None, dtype: str) -> None:
         if source is None:
             if name in self.reads.stored:
-                self.report.add(name, state, "re-seeded", "it had no state yet where it was saved: zeros")
+                self.report.add(name, state, "re-seeded", "no state when it was saved: zeros")
         elif source[1].dtype == dtype:
             self.report.add(name, state, "restored")
         else:
             self.report.add(name, state, "cast", f"{source[1].dtype} to {dtype}")
 
     def account_others(self, *, wanted: bool) -> None:
-        """Optimizer states of the checkpoint that nothing here takes."""
+        """Report the optimizer states of the checkpoint that this job does not use."""
         back = {stored: name for name, stored in self.reads.stored.items()}
         known = {(entry.name, entry.state) for entry in self.report.entries}
         if not wanted:
-            reason = "not asked for (load_optimizer_states or load_module_only)"
+            reason = "not requested (load_optimizer_states or load_module_only)"
         elif self.base is None:
             reason = "this job has no optimizer"
         else:
@@ -157,10 +157,10 @@ class RestoredOptimizer:
     # ---------------------------------------------------------------- settings and scalars
 
     def apply(self, of_rank: Any) -> None:
-        """Set the groups' settings and the scalars.
+        """Set the settings of the parameter groups, and the scalars.
 
         Args:
-            of_rank: this rank's own scalars, as it stored them (``RankScalars.to_object``), or None.
+            of_rank: scalars that this rank stored (``RankScalars.to_object``), or None.
         """
         record = self.checkpoint.manifest.optimizer
         if self.base is None or record is None:
@@ -199,9 +199,9 @@ class RestoredOptimizer:
                 continue
             found = [source[key] for source in values if key in source]
             if key == STEP and not same and key not in group:
-                self.report.add(f"{label}.{key}", "hyperparameter", "cast", "this job's optimizer keeps it by parameter")
+                self.report.add(f"{label}.{key}", "hyperparameter", "cast", "this job's optimizer keeps it per parameter")
             elif any(value != found[0] for value in found) and key != STEP:
-                text = f"{key} differs between the groups that became one ({some(map(str, found))}); keeps {group.get(key)}"
+                text = f"{key} differs between the groups that form this one ({some(map(str, found))}); keeps {group.get(key)}"
                 self.report.add(f"{label}.{key}", "hyperparameter", "left out", text)
             elif key not in group and key != "initial_lr" and not same:
                 self.report.add(f"{label}.{key}", "hyperparameter", "left out", "this job's optimizer has no such setting")
@@ -209,14 +209,14 @@ class RestoredOptimizer:
                 self._set(group, key, found, label=f"{label}.{key}", state="hyperparameter")
 
     def _set_scalars(self, part: Partition, sources: Sequence[ParameterGroup], *, same: bool) -> None:
-        """Scalars of one partition, from those of the parameters in it."""
+        """Set the scalars of one partition from those of its parameters."""
         assert self.base is not None
         more = f" and {len(part.parameters) - 1} more" if len(part.parameters) > 1 else ""
         label = self.names.name(part.parameters[0]) + more
         found: dict[str, list[Any]] = {}
         for source in sources:
             for key, value in self._decoded(source, part).items():
-                if key not in source.repeated or not (same or key in part.group):  # else the group has it already
+                if key not in source.repeated or not (same or key in part.group):  # otherwise the group already has it
                     found.setdefault(key, []).append(value)
         typed = same and all(source.tensors is not None for source in sources)
         for key, values in found.items():
@@ -230,37 +230,39 @@ class RestoredOptimizer:
             self._set(held, key, values, label=label, state=key)
 
     def _step_of_group(self, label: str, part: Partition, values: Sequence[Any]) -> bool:
-        """Checkpoints of before 2026-11 do not say whether ``step`` is the group's; whether it was set there."""
+        """Set ``step`` in the group if it belongs there, and return whether it does. For checkpoints of before 2026-11."""
         if STEP in part.group:
             self._set(part.group, STEP, values, label=label, state=STEP)
             return True
-        if not type(self.base).__module__.startswith(("torch.optim", "deepspeed.")):  # may create it in its first step
+        if not type(self.base).__module__.startswith(
+            ("torch.optim", "deepspeed.")
+        ):  # such a class may create it in its first step
             part.group[STEP] = max(map(_number, values))
-            text = "the checkpoint does not say whether it belongs to the group or the state: set in both"
+            text = "the checkpoint does not record whether it belongs to the group or the state: set in both"
             self.report.add(f"{label} (group)", STEP, "cast", text)
         return False
 
     def _guessed(self, part: Partition) -> Any:
-        """A scalar state in the form in which this optimizer probably keeps it."""
+        """Return a scalar state of the type that this optimizer probably uses."""
         if not type(self.base).__module__.startswith("torch.optim"):
             return 0
         on_device = part.group.get("capturable") or part.group.get("fused")
         return torch.zeros((), dtype=torch.float32, device=part.master.device if on_device else "cpu")
 
     def _set(self, holder: Any, key: str, found: Sequence[Any], *, label: str, state: str) -> None:
-        """Set one value in the form that this job has it in, else in the form in which it was stored."""
+        """Set one value with this job's type of it, or with the stored type if this job has none."""
         distinct = sorted({_number(value) for value in found}) if len(found) > 1 and _is_number(found[0]) else []
         value = max(found, key=_number) if len(distinct) > 1 else found[0]
         holder[key] = _formed(holder.get(key), value)
         if len(distinct) > 1:
-            text = f"what lies together here had {some(map(str, distinct))}; the largest is used"
+            text = f"parameters of this partition had {some(map(str, distinct))}; the largest is used"
             self.report.add(label, state, "cast", text)
         else:
             self.report.add(label, state, "restored")
 
 
 def _formed(existing: Any, value: Any) -> Any:
-    """A value in the form of the one that it replaces: the type is this job's, the number is the checkpoint's."""
+    """Return the checkpoint's value with the type of this job's value."""
     if not _is_number(value):
         return value
     if isinstance(existing, torch.Tensor):
@@ -283,6 +285,6 @@ def _number(value: Any) -> Any:
 
 
 def some(items: Iterable[str], separator: str = ", ", most: int = 10) -> str:
-    """The first of the items, and how many there are beyond them."""
+    """Return the first items as text, with the number of the others."""
     listed = list(items)
     return separator.join(listed[:most]) + (f"{separator}and {len(listed) - most} more" if len(listed) > most else "")

@@ -1,4 +1,4 @@
-"""Timing of a DeepSpeed job's collectives: hooks that tell of steps and phases, installed only where it is asked for."""
+"""Timing of the collectives of a DeepSpeed job: hooks that report steps and phases. Installed only if timing is enabled."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_unickpt import internals
-from ds_unickpt.hooks import ENGINE, VERSIONS
+from ds_unickpt.declaration import declared
+from ds_unickpt.versions import ENGINE, version
 from unickpt import hooks
+from unickpt.diagnosis import session
+from unickpt.diagnosis.recording.records import Phase
 from unickpt.hooks import Hook
-from unickpt.timing import session
-from unickpt.timing.options import TimingOptions
-from unickpt.timing.records import Phase
-
-_WHY = "DeepSpeed tells nobody when it goes forward, backward and makes a step"
-_UNTIL = "DeepSpeed has callbacks for them"
-_UPSTREAM = "https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/engine.py"
+from unickpt.options import TimingOptions
 
 
 def _in(phase: Phase) -> Callable[..., Any]:
@@ -32,25 +29,32 @@ def _stepped(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any)
     return result
 
 
-def _hook(name: str, method: str, wrapper: Callable[..., Any]) -> Hook:
-    return Hook(
-        f"deepspeed.timing.{name}", ENGINE, f"DeepSpeedEngine.{method}", wrapper, VERSIONS, frozenset(), _WHY, _UPSTREAM, _UNTIL
-    )
+def _hook(name: str, method: str, wrapper: Callable[..., Any], why: str) -> Hook:
+    """Return a hook that passes every call through with its arguments and result, also on an unknown source."""
+    return declared(
+        f"deepspeed.timing.{name}", ENGINE, f"DeepSpeedEngine.{method}", wrapper, why=why, strict=False,
+        until="DeepSpeed has callbacks for the phases of a step",
+    )  # fmt: skip
 
 
-TIMING = [
-    _hook("forward", "forward", _in(Phase.FORWARD)),
-    _hook("backward", "backward", _in(Phase.BACKWARD)),
-    _hook("step", "_take_model_step", _stepped),
-    _hook("save", "save_checkpoint", _in(Phase.CHECKPOINT)),
-    _hook("load", "load_checkpoint", _in(Phase.CHECKPOINT)),
-]
+def timing_hooks() -> list[Hook]:
+    """Return the hooks that report steps and phases."""
+    return [
+        _hook("forward", "forward", _in(Phase.FORWARD), "no callback at the start and end of a forward pass"),
+        _hook("backward", "backward", _in(Phase.BACKWARD), "no callback at the start and end of a backward pass"),
+        _hook("step", "_take_model_step", _stepped, "no callback at the start and end of an optimizer step"),
+        _hook("save", "save_checkpoint", _in(Phase.CHECKPOINT), "the collectives of a save do not belong to a training step"),
+        _hook("load", "load_checkpoint", _in(Phase.CHECKPOINT), "the collectives of a load do not belong to a training step"),
+    ]
+
+
+def all_timing_hooks() -> list[Hook]:
+    """Return every hook that timing may install, for the table of hooks."""
+    return timing_hooks()
 
 
 def begin(engine: Any, options: TimingOptions) -> None:
-    """Time this process's collectives from here on. Never raises."""
+    """Start timing the collectives of this process. Never raises."""
     if session.start(options, lambda: internals.process_groups(engine)) is None:
         return
-    from deepspeed.git_version_info import version
-
-    hooks.install(TIMING, framework="DeepSpeed", version=version)
+    hooks.install(timing_hooks(), framework="DeepSpeed", version=version())

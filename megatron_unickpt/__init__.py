@@ -1,8 +1,7 @@
 """The Megatron adapter: ``--ckpt-format unickpt``, or a strategy for ``dist_checkpointing``.
 
-Importing this package (which ``unickpt.autoload`` does by itself) arms the hooks; each goes in when
-its Megatron module is imported. Jobs that do not ask for unickpt run through them unchanged, but can
-load unickpt checkpoints.
+Importing this package prepares the hooks; ``unickpt.autoload`` does the same at ``import torch``. Each hook is installed when
+its Megatron module is imported. A job that does not select unickpt runs Megatron's own code, and can load unickpt checkpoints.
 """
 
 from __future__ import annotations
@@ -13,12 +12,14 @@ from unickpt import autoload
 
 if TYPE_CHECKING:
     from megatron_unickpt.api import load, save
+    from megatron_unickpt.edge import RUNTIME
     from megatron_unickpt.strategies import UnickptLoadStrategy, UnickptSaveStrategy
     from megatron_unickpt.timing import begin as time_collectives
 
-__all__ = ["UnickptLoadStrategy", "UnickptSaveStrategy", "load", "save", "time_collectives"]
+__all__ = ["RUNTIME", "UnickptLoadStrategy", "UnickptSaveStrategy", "load", "save", "time_collectives"]
 
-_HOMES = {
+_MODULES = {
+    "RUNTIME": ("megatron_unickpt.edge", "RUNTIME"),
     "load": ("megatron_unickpt.api", "load"),
     "save": ("megatron_unickpt.api", "save"),
     "time_collectives": ("megatron_unickpt.timing", "begin"),
@@ -28,12 +29,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when they are used: this package is imported while megatron-core still is."""
-    if name not in _HOMES:
+    """Import a public name at its first use, because megatron-core's import is not complete when this package is imported."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    module, attribute = _HOMES[name]
+    module, attribute = _MODULES[name]
     return getattr(import_module(module), attribute)
 
 

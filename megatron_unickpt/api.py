@@ -1,6 +1,6 @@
-"""Two functions for those who use megatron-core as a library: their own loops, Ray actors, notebooks.
+"""``save`` and ``load`` for programs that use megatron-core as a library: training loops, Ray actors, notebooks.
 
-No global arguments, no forked process, nothing written by hand about the model.
+They need no global arguments and fork no process.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import random as tracker_module
 
-from megatron_unickpt import crossing, internals, loading, saving
-from megatron_unickpt import metadata as metadata_module
-from megatron_unickpt.capture import VOCABULARY
+from megatron_unickpt import internals, loading, saving
+from megatron_unickpt.common_state import VOCABULARY
+from megatron_unickpt.edge import RUNTIME
+from megatron_unickpt.foreign_state import Receiver
 from megatron_unickpt.optimizer import METADATA
-from unickpt import rng
 from unickpt.errors import ConfigError
+from unickpt.load import rng
+from unickpt.load.checkpoint import Checkpoint
 
 _RNG = "unickpt_rng"
 
@@ -37,32 +39,33 @@ def save(
     """Save a model and its optimizer. All ranks call it.
 
     Args:
-        directory: of this checkpoint; it is made if it is not there.
-        model: a megatron-core module, wrapped (DDP, Float16Module) or not; or the list of a rank's model chunks.
-        optimizer: any of megatron-core's.
-        scheduler: anything with ``state_dict``.
-        iteration: kept with the checkpoint.
-        extra: further values, the same on all ranks (rank 0's are kept).
+        directory: path or URL of this checkpoint; created if it does not exist.
+        model: megatron-core module, wrapped (DDP, Float16Module) or not; or the list of a rank's model chunks.
+        optimizer: optimizer of megatron-core, chained or not.
+        scheduler: object with ``state_dict``.
+        iteration: stored with the checkpoint.
+        extra: further values, the same on all ranks (rank 0's are stored).
         metadata: passed to the model's ``sharded_state_dict``.
-        asynchronous: return after a copy of this rank's part; see Returns.
-        vocabulary: entries of the tokenizer, without padding. A later job with less padding can load the checkpoint only
-            if this is known.
+        asynchronous: return after this rank's part is copied to host memory; see Returns.
+        vocabulary: number of entries of the tokenizer, without padding. A later job with fewer padding rows can load the
+            checkpoint only if it is known.
 
     Returns:
-        None; with ``asynchronous`` a ``MegatronSave``: call its ``conclude()`` on every rank, at the latest
-        before the next save.
+        None; with ``asynchronous`` a ``MegatronSave``: call its ``conclude()`` on every rank before the next save.
 
     Raises:
-        SaveFailedError: on every rank, if any rank could not write.
+        MegatronSaveError: on every rank, if any rank could not write.
         ConfigError: ``vocabulary`` is not a positive integer.
     """
     if vocabulary is not None and (type(vocabulary) is not int or vocabulary < 1):
-        raise ConfigError(f"vocabulary={vocabulary!r}: the number of the tokenizer's entries is wanted")
+        raise ConfigError(f"vocabulary={vocabulary!r}: expected the number of the tokenizer's entries, a positive integer")
     state = _state(model, optimizer, scheduler, metadata, is_loading=False)
     state |= {"iteration": iteration, "extra": extra or {}}
     if vocabulary is not None:
         state[VOCABULARY] = vocabulary
-    request = saving.save(state, directory, content_metadata={**(metadata or {}), **METADATA}, asynchronous=asynchronous)
+    request = saving.save(
+        RUNTIME, state, directory, content_metadata={**(metadata or {}), **METADATA}, asynchronous=asynchronous
+    )
     return request.async_fn.pending if asynchronous else None
 
 
@@ -75,12 +78,12 @@ def load(
     metadata: dict[str, Any] | None = None,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """Load what ``save`` wrote, under any parallel shape and optimizer wrapper. All ranks call it.
+    """Load a checkpoint of ``save``, under any parallel shape and optimizer wrapper. All ranks call it.
 
-    Of a checkpoint of another framework, too; a scheduler of Megatron's is then moved to the samples that were trained on.
+    Checkpoints of other frameworks load as well. A scheduler of Megatron is then set to their number of trained samples.
 
     Args:
-        directory, model, optimizer, scheduler, metadata: as for ``save``. Without ``optimizer`` its state is left out.
+        directory, model, optimizer, scheduler, metadata: as for ``save``. Without ``optimizer`` its state is not loaded.
         strict: passed to the modules' ``load_state_dict``.
 
     Returns:
@@ -90,12 +93,7 @@ def load(
         MegatronCheckpointError: the checkpoint is damaged or does not fit.
     """
     state = _state(model, optimizer, scheduler, metadata, is_loading=True)
-    here = ShardedObject(_RNG, None, *_position(), replica_id=0)
-    known = metadata_module.load_sharded_metadata(directory)
-    if here.unique_key not in known:
-        state.pop(_RNG)
-    with crossing.into(crossing.Job(scheduler=scheduler)):
-        loaded = loading.load(state, directory)
+    loaded = loading.load(RUNTIME, state, directory, receiver=Receiver(scheduler=scheduler), adapt=_with_stored_generators)
     for key, chunk in _chunks(model).items():
         chunk.load_state_dict(loaded[key], strict=strict)
     if optimizer is not None:
@@ -105,10 +103,16 @@ def load(
     if _RNG in loaded:
         rng.restore(loaded[_RNG]["generators"])
         tracker_module.get_cuda_rng_tracker().set_states(loaded[_RNG]["trackers"])
-    elif loading.last_report is not None:
-        reason = "saved under other positions: seed with model_parallel_cuda_manual_seed"
-        loading.last_report.add("rng", "object", "left out", reason)
+    elif RUNTIME.last_report is not None:
+        reason = "saved under another parallel shape; seed with model_parallel_cuda_manual_seed"
+        RUNTIME.last_report.add("rng", "object", "left out", reason)
     return {"iteration": loaded.get("iteration", 0), "extra": loaded.get("extra", {})}
+
+
+def _with_stored_generators(checkpoint: Checkpoint, state: dict[str, Any]) -> dict[str, Any]:
+    """Do not load this rank's random generators if the checkpoint has none for its position."""
+    here = ShardedObject(_RNG, None, *_position(), replica_id=0)
+    return state if here.unique_key in checkpoint.shared_names() else {k: v for k, v in state.items() if k != _RNG}
 
 
 def _chunks(model: Any) -> dict[str, Any]:
@@ -135,7 +139,7 @@ def _state(model: Any, optimizer: Any, scheduler: Any, metadata: dict[str, Any] 
 
 
 def _position() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Shape and offset of this rank's place: pipeline, tensor, data parallel."""
+    """Return the sizes of the pipeline, tensor and data parallel dimensions, and this rank's position in them."""
     sizes, place = internals.topology(), internals.coordinates()
     pipeline, tensor = sizes.get("pipeline", 1), sizes.get("tensor", 1)
     shape = (pipeline, tensor, max(sizes["world_size"] // (pipeline * tensor), 1))

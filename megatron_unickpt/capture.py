@@ -1,11 +1,9 @@
-"""A sharded state dict as this rank's contribution to a checkpoint. Communicates nothing."""
+"""Captures a sharded state dict as this rank's contribution to a checkpoint. Calls no collective."""
 
 from __future__ import annotations
 
-import argparse
-import enum
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,41 +11,38 @@ import megatron.core
 import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 
-from megatron_unickpt import internals, mapping, optimizer
-from megatron_unickpt.mapping import MASTER, WEIGHT, Found, Piece, StateTensor
-from megatron_unickpt.optimizer import OptimizerPart
+from megatron_unickpt import hyperparameters, internals, sharded_tensors
+from megatron_unickpt.common_state import COMMON, VOCABULARY, readable, step_of
+from megatron_unickpt.hyperparameters import OptimizerPart
+from megatron_unickpt.sharded_tensors import MASTER, WEIGHT, Found, Piece, StateTensor
 from unickpt import __version__
-from unickpt.contribution import Contribution, Shard
-from unickpt.dtypes import name_of
-from unickpt.fragments import Box, split_flat_range
-from unickpt.index import TensorInfo
-from unickpt.language.facts import Model
-from unickpt.manifest import Writer
-from unickpt.planning import share_of_replicas
-
-COMMON = "common"  # name of Megatron's common state dict among the job's objects
-
-
-VOCABULARY = "vocabulary"  # key of the common state: entries of the tokenizer, where no scripts tell
+from unickpt.convert.megatron.keys import DIALECT
+from unickpt.dialects.model_facts import Model
+from unickpt.format.boxes import Box, split_flat_range
+from unickpt.format.dtypes import name_of
+from unickpt.format.index import TensorInfo
+from unickpt.format.manifest import Writer
+from unickpt.load.read_plan import share_of_replicas
+from unickpt.save.shards import Contribution, Shard
 
 
 def writer(vocabulary: int | None = None) -> Writer:
-    """Who writes, for the manifest.
+    """Return the writer's entry of the manifest.
 
     Args:
-        vocabulary: entries of the tokenizer, without padding. None: as the scripts' tokenizer has it.
+        vocabulary: number of entries of the tokenizer, without padding. None: the number of the scripts' tokenizer.
     """
     model = internals.model()
     if vocabulary is not None:
         model = Model(model.family, {**model.facts, "tokens": vocabulary}, model.settings)
-    return Writer("megatron", megatron.core.__version__, __version__, torch.__version__, "megatron-core", internals.topology(),
+    return Writer("megatron", megatron.core.__version__, __version__, torch.__version__, DIALECT, internals.topology(),
                   model.as_json())  # fmt: skip
 
 
 def optimizer_parts(state: Any) -> list[OptimizerPart]:
-    """The optimizers that put themselves into a state dict by ``optimizer.sharded_state_dict``."""
+    """Return the optimizers that ``optimizer.sharded_state_dict`` added to a state dict."""
     found = []
-    for leaf in mapping.walk(state):
+    for leaf in sharded_tensors.walk(state):
         if isinstance(leaf, LocalNonpersistentObject) and isinstance(leaf.obj, OptimizerPart):
             found.append(leaf.obj)
     return found
@@ -55,14 +50,14 @@ def optimizer_parts(state: Any) -> list[OptimizerPart]:
 
 @dataclass
 class _Tensors:
-    """Sorts what this rank holds into what it writes, what it shares, and what it only lists."""
+    """Collects the tensors of this rank: those that it writes, copies that it shares with other ranks, and others to list."""
 
     shards: list[Shard] = field(default_factory=list)
     listed: list[TensorInfo] = field(default_factory=list)
     replicas: dict[tuple[int, int], list[tuple[TensorInfo, Piece]]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, info: TensorInfo, piece: Piece, place: tuple[int, int] | None) -> None:
-        """``place``: position and number among equal copies; None for a copy that others write."""
+        """Add a tensor. ``place`` is its position and number among equal copies; None if other ranks write it."""
         self.listed.append(info)
         if place is None or piece.box.numel == 0:
             return
@@ -72,7 +67,7 @@ class _Tensors:
             self.shards.append(Shard(info, piece.box, piece.data))
 
     def share(self) -> None:
-        """This rank's part of the copies: every rank of a group takes an equal number of bytes, by arithmetic."""
+        """Add this rank's part of the copies. Every rank of a group gets the same number of bytes."""
         for (position, count), held in self.replicas.items():
             held.sort(key=lambda pair: (pair[0].key, pair[1].box.start))
             sizes = [piece.data.numel() * piece.data.element_size() for _, piece in held]
@@ -85,16 +80,15 @@ class _Tensors:
 
 
 def contribution(state: Any, common: Any, *, share: bool = True) -> Contribution:
-    """Everything that this rank adds to the checkpoint.
+    """Return the contribution of this rank to the checkpoint.
 
     Args:
-        state: sharded state dict, factories and all. Not changed.
-        common: its part that is neither sharded nor local (``mapping.common``).
-        share: spread what data parallel ranks hold alike over all of them, instead of having the
-            first one write it.
+        state: sharded state dict, including factories. Not changed.
+        common: part of the state dict that is neither sharded nor local (``mapping.common``).
+        share: divide equal copies among the data parallel ranks. False: the first rank writes them.
     """
-    found = list(mapping.sharded(state))
-    tensors = [(f, *mapping.tensor_of(f.item.key)) for f in found if isinstance(f.item, ShardedTensor)]
+    found = list(sharded_tensors.sharded(state))
+    tensors = [(f, *sharded_tensors.tensor_of(f.item.key)) for f in found if isinstance(f.item, ShardedTensor)]
     mastered = {name for _, name, state_name in tensors if state_name == MASTER}
     origins = {name: f.origin for f, name, state_name in tensors if state_name == WEIGHT}
     out = _Tensors()
@@ -116,7 +110,7 @@ def contribution(state: Any, common: Any, *, share: bool = True) -> Contribution
             out.listed.append(info)
             continue
         if state_name != WEIGHT and item.data is not None and item.data.numel() == 0:
-            continue  # a marker: others list this tensor, and write it
+            continue  # a marker: other ranks list and write this tensor
         place = _place(f, origins.get(name), share)
         for piece in _pieces(f):
             out.add(info, piece, place)
@@ -124,17 +118,17 @@ def contribution(state: Any, common: Any, *, share: bool = True) -> Contribution
     _override(out, weights, weight_infos)
     parts = optimizer_parts(state)
     first = torch.distributed.get_rank() == 0
-    record = next((r for part in parts if (r := optimizer.record_of(part, alone=first)) is not None), None)
+    record = next((r for part in parts if (r := hyperparameters.record_of(part, alone=first)) is not None), None)
     scalers = [part.grad_scaler for part in parts if part.grad_scaler is not None]
     return Contribution(
         shards=out.shards,
         tensors=list(dict.fromkeys(out.listed)),
         shared_objects={
-            f.item.unique_key: mapping.plain_object(f.item.data)
+            f.item.unique_key: sharded_tensors.plain_object(f.item.data)
             for f in found
-            if isinstance(f.item, ShardedObject) and mapping.is_main(f.item.replica_id)
+            if isinstance(f.item, ShardedObject) and sharded_tensors.is_main(f.item.replica_id)
         },
-        step=_step(common),
+        step=step_of(common),
         writer=writer(common.get(VOCABULARY) if isinstance(common, dict) else None),
         optimizer=record if first else None,
         optimizer_part=None if first else record,
@@ -144,14 +138,14 @@ def contribution(state: Any, common: Any, *, share: bool = True) -> Contribution
 
 def _pieces(f: Found) -> list[Piece]:
     assert isinstance(f.item, ShardedTensor)
-    return [] if f.item.data is None else mapping.pieces_of(f.item, internals.dequantized(f.item.data).detach())
+    return [] if f.item.data is None else sharded_tensors.pieces_of(f.item, internals.dequantized(f.item.data).detach())
 
 
 def _place(f: Found, weight: Any, share: bool) -> tuple[int, int] | None:
-    """``(position, count)`` among copies that are written in turns, or None if another rank writes this one.
+    """Return ``(position, count)`` among the copies that the ranks divide, or None if another rank writes this one.
 
-    The last coordinate of a replica id counts data parallel copies (megatron-core's convention, see
-    ``make_tp_sharded_tensor_for_checkpoint``); the others must be 0 for a tensor that is written at all.
+    The last coordinate of a replica id counts data parallel copies, by megatron-core's convention (see
+    ``make_tp_sharded_tensor_for_checkpoint``). A tensor is written only if the other coordinates are 0.
     """
     replica = f.item.replica_id
     parameter = f.origin if isinstance(f.origin, torch.nn.Parameter) else weight
@@ -160,11 +154,11 @@ def _place(f: Found, weight: Any, share: bool) -> tuple[int, int] | None:
         position, count = internals.data_parallel_replicas(expert=internals.is_expert(parameter, f.item.key))
         if replica == (0, 0, position):
             return position, count
-    return (0, 1) if mapping.is_main(replica) else None
+    return (0, 1) if sharded_tensors.is_main(replica) else None
 
 
 def _override(out: _Tensors, weights: Mapping[str, list[Piece]], infos: Mapping[str, TensorInfo]) -> None:
-    """Store weights that are not the cast of their masters: each rank looks at the masters that it writes itself."""
+    """Store weights that are not the cast of their masters. Each rank compares the masters that it writes itself."""
     more = []
     for shard in out.shards:
         if shard.tensor.state != MASTER:
@@ -179,32 +173,3 @@ def _override(out: _Tensors, weights: Mapping[str, list[Piece]], infos: Mapping[
                 continue  # an fp32 weight is its own master
             more.append(Shard(infos[shard.tensor.name], common, held, unless=master))
     out.shards += more
-
-
-def _step(common: Any) -> int:
-    found = common.get("iteration", 0) if isinstance(common, dict) else 0
-    return int(found) if isinstance(found, int) and found >= 0 else 0
-
-
-def readable(common: Any) -> Any:
-    """Megatron's common state with its arguments in plain values: what JSON can hold."""
-    if not isinstance(common, dict) or not isinstance(common.get("args"), argparse.Namespace):
-        return common
-    return {**common, "args": argparse.Namespace(**dict(_plain_arguments(vars(common["args"]))))}
-
-
-_PLAIN = (bool, int, float, str, enum.Enum, torch.dtype, type(None))
-
-
-def _plain_arguments(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    for key, value in values.items():
-        if _is_plain(value):
-            yield key, value
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple, set)):
-        return all(_is_plain(item) for item in value)
-    if isinstance(value, dict):
-        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
-    return isinstance(value, _PLAIN)

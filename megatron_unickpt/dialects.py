@@ -1,4 +1,4 @@
-"""A checkpoint of another framework, as a model of megatron-core sees it."""
+"""A checkpoint of another framework under the names of a megatron-core model."""
 
 from __future__ import annotations
 
@@ -8,43 +8,49 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron_unickpt import capture, crossing, internals, mapping
-from megatron_unickpt.crossing import DIALECT as OWN
-from unickpt.coordination import Rendezvous
+from megatron_unickpt import foreign_state, internals, sharded_tensors
+from megatron_unickpt.common_state import COMMON
+from megatron_unickpt.foreign_state import Receiver
+from unickpt.convert.megatron.keys import DIALECT as OWN
+from unickpt.coordination.rendezvous import Rendezvous
+from unickpt.dialects.hf_layouts import in_memory
+from unickpt.dialects.model_facts import Model
+from unickpt.dialects.registry import choose
+from unickpt.dialects.translated_checkpoint import translated
 from unickpt.errors import MismatchError
-from unickpt.language.facts import Model
-from unickpt.language.shipped import choose
-from unickpt.loading import Checkpoint
-from unickpt.spellings import in_memory
-from unickpt.translated import translated
+from unickpt.load.checkpoint import Checkpoint
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-def as_named_here(checkpoint: Checkpoint, items: Iterable[ShardedTensor], meet: Rendezvous | None) -> Checkpoint:
-    """The checkpoint under the keys of this job's model.
+def as_named_here(
+    checkpoint: Checkpoint, items: Iterable[ShardedTensor], meet: Rendezvous | None, receiver: Receiver | None = None
+) -> Checkpoint:
+    """Return the checkpoint under the keys of this job's model.
 
     Args:
-        checkpoint: of whatever framework, the same on all ranks.
-        items: what this rank wants.
-        meet: all ranks call this together, and what any of them wants is known to all. None: this one is alone.
+        checkpoint: checkpoint of any framework, the same on all ranks.
+        items: tensors that this rank loads.
+        meet: exchange with the other ranks, which all call this; each then knows the tensors of all. None: this rank is alone.
+        receiver: objects of the job, which receive the state of another framework.
 
     Raises:
-        LanguageError: no dialect for this model is known, or it does not fit.
-        MismatchError: the checkpoint is of another model.
+        LanguageError: no dialect for this model is known, or the dialect does not fit.
+        MismatchError: the checkpoint holds another model.
     """
     stored = checkpoint.manifest.writer
     if stored.dialect == OWN:
         return checkpoint
-    own = {mapping.tensor_of(item.key)[0]: tuple(int(extent) for extent in item.global_shape) for item in items}
+    own = {sharded_tensors.tensor_of(item.key)[0]: tuple(int(extent) for extent in item.global_shape) for item in items}
     wanted = own if meet is None else _of_all_ranks(own, meet)
-    if not stored.model and any(checkpoint.info(name, state) for name in wanted for state in (mapping.WEIGHT, mapping.MASTER)):
-        return checkpoint  # of something that has the same names
+    if not stored.model and any(
+        checkpoint.info(name, state) for name in wanted for state in (sharded_tensors.WEIGHT, sharded_tensors.MASTER)
+    ):
+        return checkpoint  # a model of unknown family with the same names
     checkpoint = in_memory(checkpoint)
-    arguments = internals.global_arguments()
     where = str(checkpoint.storage)
     model = internals.model().with_more(Model.from_json(stored.model), where)
-    chosen = str(getattr(arguments, "unickpt_load_dialect", None) or "")
+    chosen = internals.options().load_dialect
     rules = choose(OWN, stored.dialect, chosen, model.family, where=where, option="--unickpt-load-dialect").of_model(
         model.facts
     )
@@ -52,12 +58,12 @@ def as_named_here(checkpoint: Checkpoint, items: Iterable[ShardedTensor], meet: 
     if view.untranslated and meet is not None:
         names = ", ".join(view.untranslated[:8]) + (f" and {len(view.untranslated) - 8} more" if view.untranslated[8:] else "")
         raise MismatchError(f"{where}: this model has no counterpart of {names}. Nothing is loaded.")
-    common, notes = crossing.common_state(checkpoint)
-    return dataclasses.replace(view, job_objects={capture.COMMON: common}, job_notes=notes)
+    common, notes = foreign_state.common_state(checkpoint, receiver or Receiver())
+    return dataclasses.replace(view, job_objects={COMMON: common}, job_notes=notes)
 
 
 def _of_all_ranks(own: Shapes, meet: Rendezvous) -> Shapes:
-    """Names and shapes that any rank wants."""
+    """Return the names and shapes that any rank loads."""
     gathered = meet.gather("wanted", {name: list(shape) for name, shape in own.items()})
     found: dict[str, Any] | None = None
     if gathered is not None:

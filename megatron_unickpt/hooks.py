@@ -1,31 +1,30 @@
-"""The hooks on Megatron, declared. Nothing else in this package assigns to a Megatron module.
+"""Declarations of the hooks on Megatron. No other module of this package assigns to a Megatron module.
 
-They come in groups, each when its module has been imported (``unickpt.autoload.MEGATRON``). All of
-them look at their arguments, do our work where it is asked for, and otherwise call through.
+Each group is installed after its module is imported (``unickpt.autoload.MEGATRON``). A hook calls unickpt if the arguments of
+the call select it, and Megatron's function otherwise. Wrappers are bound to ``edge.RUNTIME`` here, because Megatron's arguments
+cannot carry the runtime.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
+from megatron_unickpt.declaration import declared
+from megatron_unickpt.edge import RUNTIME
+from megatron_unickpt.runtime import Purpose, Runtime
+from megatron_unickpt.versions import version
 from unickpt import hooks
 from unickpt.hooks import Hook
 
-VERSIONS = SpecifierSet(">=0.12.0,<0.21")
 SERIALIZATION = "megatron.core.dist_checkpointing.serialization"
 ASYNC = "megatron.core.dist_checkpointing.strategies.async_utils"
-TRAINING = "megatron.training.checkpointing"
-_CORE_URL = "https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core"
-_TRAINING_URL = "https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/training"
 
 
 def _arguments(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """The call's arguments by name, defaults included."""
+    """Return the call's arguments by name, defaults included."""
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
@@ -34,18 +33,18 @@ def _arguments(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> dict[str,
 # ---------------------------------------------------------------- megatron.core.dist_checkpointing
 
 
-def _save(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+def _save(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
     given = _arguments(wrapped, args, kwargs)
     strategy = given["sharded_strategy"]
-    from megatron_unickpt import job, saving, strategies
+    from megatron_unickpt import marks, saving, strategies
 
     inner = strategies.unwrap(strategy)
-    scripts = sys.modules.get("megatron_unickpt.training")
-    if strategy == (job.BACKEND, job.VERSION) or (scripts is not None and scripts.in_a_save()):
+    if strategy == (marks.BACKEND, marks.VERSION) or runtime.purpose is Purpose.SAVE:
         inner = strategies.UnickptSaveStrategy()
     if not isinstance(inner, strategies.UnickptSaveStrategy):
         return wrapped(*args, **kwargs)
     return saving.save(
+        runtime,
         given["sharded_state_dict"],
         given["checkpoint_dir"],
         content_metadata=given.get("content_metadata"),
@@ -56,73 +55,98 @@ def _save(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -
     )
 
 
-def _load(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import job, loading
+def _load(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+    from megatron_unickpt import loading, marks
 
     given = _arguments(wrapped, args, kwargs)
-    if not job.recognises(given["checkpoint_dir"]):
+    if not marks.recognises(given["checkpoint_dir"]):
         return wrapped(*args, **kwargs)
     return loading.load(
+        runtime,
         given["sharded_state_dict"],
         given["checkpoint_dir"],
+        receiver=runtime.receiver,
         validate_access_integrity=given["validate_access_integrity"],
         strict=given["strict"],
     )
 
 
-def _by_directory(name: str) -> Callable[..., Any]:
-    """A function whose first argument is the directory: ours if that is a unickpt checkpoint."""
+def _metadata(name: str, runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function of ``metadata`` for a unickpt checkpoint."""
+    from megatron_unickpt import marks, metadata
 
-    def wrapper(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-        from megatron_unickpt import job, metadata
-
-        given = _arguments(wrapped, args, kwargs)
-        if not job.recognises(given["checkpoint_dir"]):
-            return wrapped(*args, **kwargs)
-        own = getattr(metadata, name)
-        return own(given["checkpoint_dir"], *([given["key_prefix"]] if "key_prefix" in given else []))
-
-    return wrapper
+    given = _arguments(wrapped, args, kwargs)
+    if not marks.recognises(given["checkpoint_dir"]):
+        return wrapped(*args, **kwargs)
+    return getattr(metadata, name)(runtime, given["checkpoint_dir"])
 
 
-def _default_save(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import job, strategies
+def _remove_tensors(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+    from megatron_unickpt import marks, metadata
 
-    if _arguments(wrapped, args, kwargs)["backend"] == job.BACKEND:
-        return strategies.UnickptSaveStrategy()
+    given = _arguments(wrapped, args, kwargs)
+    if not marks.recognises(given["checkpoint_dir"]):
+        return wrapped(*args, **kwargs)
+    return metadata.remove_sharded_tensors(given["checkpoint_dir"], given["key_prefix"])
+
+
+def _default_save(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+    from megatron_unickpt import marks, strategies
+
+    if _arguments(wrapped, args, kwargs)["backend"] == marks.BACKEND:
+        return strategies.UnickptSaveStrategy(runtime=runtime)
     return wrapped(*args, **kwargs)
 
 
-def _default_load(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import job, strategies
+def _default_load(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+    from megatron_unickpt import marks, strategies
 
-    if job.recognises(_arguments(wrapped, args, kwargs)["checkpoint_dir"]):
-        return strategies.UnickptLoadStrategy()
+    if marks.recognises(_arguments(wrapped, args, kwargs)["checkpoint_dir"]):
+        return strategies.UnickptLoadStrategy(runtime=runtime)
     return wrapped(*args, **kwargs)
 
 
 def _core(attribute: str, wrapper: Callable[..., Any], parameters: tuple[str, ...], why: str) -> Hook:
-    return Hook(
-        name=f"megatron.{attribute}", module=SERIALIZATION, attribute=attribute, wrapper=wrapper, versions=VERSIONS,
-        fingerprints=frozenset(), parameters=parameters, why=why, upstream=f"{_CORE_URL}/dist_checkpointing/serialization.py",
+    return declared(
+        f"megatron.{attribute}", SERIALIZATION, attribute, wrapper, parameters=parameters, why=why,
         until="dist_checkpointing lets a strategy save the common state, and has its registry of strategies again",
     )  # fmt: skip
 
 
-_DIRECTORY = "the development branch finds a directory's strategy in no registry"
 CORE = [
     _core(
-        "save", _save,
+        "save", partial(_save, RUNTIME),
         ("sharded_state_dict", "checkpoint_dir", "sharded_strategy", "validate_access_integrity", "async_sharded_save"),
-        "save takes no strategy for the common state: it would be pickled",
+        "no strategy for the common state: save always pickles it",
     ),
-    _core("load", _load, ("sharded_state_dict", "checkpoint_dir", "validate_access_integrity", "strict"), _DIRECTORY),
-    _core("load_common_state_dict", _by_directory("load_common_state_dict"), ("checkpoint_dir",), _DIRECTORY),
-    _core("load_tensors_metadata", _by_directory("load_tensors_metadata"), ("checkpoint_dir",), _DIRECTORY),
-    _core("load_sharded_metadata", _by_directory("load_sharded_metadata"), ("checkpoint_dir",), _DIRECTORY),
-    _core("remove_sharded_tensors", _by_directory("remove_sharded_tensors"), ("checkpoint_dir", "key_prefix"), _DIRECTORY),
-    _core("get_default_save_sharded_strategy", _default_save, ("backend",), _DIRECTORY),
-    _core("get_default_load_sharded_strategy", _default_load, ("checkpoint_dir",), _DIRECTORY),
+    _core(
+        "load", partial(_load, RUNTIME), ("sharded_state_dict", "checkpoint_dir", "validate_access_integrity", "strict"),
+        "no strategy for the common state: load always unpickles it",
+    ),
+    _core(
+        "load_common_state_dict", partial(_metadata, "load_common_state_dict", RUNTIME), ("checkpoint_dir",),
+        "reads common.pt; a unickpt checkpoint has the common state in its manifest",
+    ),
+    _core(
+        "load_tensors_metadata", partial(_metadata, "load_tensors_metadata", RUNTIME), ("checkpoint_dir",),
+        "reads torch's .metadata; a unickpt checkpoint has shapes and dtypes in its index",
+    ),
+    _core(
+        "load_sharded_metadata", partial(_metadata, "load_sharded_metadata", RUNTIME), ("checkpoint_dir",),
+        "reads torch's .metadata for tensors and objects; a unickpt checkpoint has both in its index",
+    ),
+    _core(
+        "remove_sharded_tensors", _remove_tensors, ("checkpoint_dir", "key_prefix"),
+        "rewrites torch's .metadata; in a unickpt checkpoint the index has to be rewritten",
+    ),
+    _core(
+        "get_default_save_sharded_strategy", partial(_default_save, RUNTIME), ("backend",),
+        "the development branch removed the registry and accepts a fixed set of backends",
+    ),
+    _core(
+        "get_default_load_sharded_strategy", partial(_default_load, RUNTIME), ("checkpoint_dir",),
+        "the development branch always returns torch's strategy, without regard to the directory",
+    ),
 ]  # fmt: skip
 
 
@@ -130,17 +154,16 @@ CORE = [
 
 
 def _schedule(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import asynchronous
+    from megatron_unickpt import async_queue
 
-    return asynchronous.schedule(wrapped, instance, *args, **kwargs)
+    return async_queue.schedule(wrapped, instance, *args, **kwargs)
 
 
 ASYNCHRONOUS = [
-    Hook(
-        name="megatron.schedule_async_request", module=ASYNC, attribute="AsyncCallsQueue.schedule_async_request",
-        wrapper=_schedule, versions=VERSIONS, fingerprints=frozenset(), parameters=("async_request",),
-        why="the queue would fork a process, or feed a worker, for work that already goes on in a thread",
-        upstream=f"{_CORE_URL}/dist_checkpointing/strategies/async_utils.py",
+    declared(
+        "megatron.schedule_async_request", ASYNC, "AsyncCallsQueue.schedule_async_request", _schedule,
+        parameters=("async_request",),
+        why="the queue forks a process, or uses a worker process, for a save that already runs in a thread",
         until="AsyncCallsQueue takes a caller with the request",
     )
 ]  # fmt: skip
@@ -149,76 +172,115 @@ ASYNCHRONOUS = [
 # ---------------------------------------------------------------- megatron.core.optimizer
 
 
-def _optimizer_state(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import optimizer_hooks
+def _optimizer_state(runtime: Runtime, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    from megatron_unickpt import optimizer
 
-    return optimizer_hooks.sharded_state_dict(wrapped, instance, *args, **kwargs)
-
-
-def _optimizer_load(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import optimizer_hooks
-
-    return optimizer_hooks.load_state_dict(wrapped, instance, *args, **kwargs)
+    return optimizer.hooked_state_dict(runtime, wrapped, instance, *args, **kwargs)
 
 
-def _optimizer(module: str, *classes: str) -> list[Hook]:
+def _optimizer_load(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+    from megatron_unickpt import optimizer
+
+    return optimizer.hooked_load(wrapped, *args, **kwargs)
+
+
+def _optimizer(module: str, name: str, why: str) -> list[Hook]:
+    """Return the hooks on both directions of an optimizer's state."""
     return [
-        Hook(
-            name=f"megatron.{name}.{method}", module=f"megatron.core.optimizer.{module}", attribute=f"{name}.{method}",
-            wrapper=wrapper, versions=VERSIONS, fingerprints=frozenset(), parameters=parameters,
-            why="the wrappers describe their state in ways that do not fit each other, or another model parallel shape",
-            upstream=f"{_CORE_URL}/optimizer/{module}.py",
-            until="sharded_state_dict has a model space type that needs no gather, the same for all optimizers",
+        declared(
+            f"megatron.{name}.{method}", f"megatron.core.optimizer.{module}", f"{name}.{method}", wrapper,
+            parameters=parameters, why=reason,
+            until="sharded_state_dict has a model space type without a gather, the same for all optimizers",
         )
-        for name in classes
-        for method, wrapper, parameters in (
-            ("sharded_state_dict", _optimizer_state, ("model_sharded_state_dict", "is_loading")),
-            ("load_state_dict", _optimizer_load, ("state_dict",)),
+        for method, wrapper, parameters, reason in (
+            ("sharded_state_dict", partial(_optimizer_state, RUNTIME), ("model_sharded_state_dict", "is_loading"), why),
+            ("load_state_dict", _optimizer_load, ("state_dict",), f"reads only the form that {name} itself has described"),
         )
     ]  # fmt: skip
 
 
-OPTIMIZER = _optimizer("optimizer", "Float16OptimizerWithFloat16Params", "FP32Optimizer", "ChainedOptimizer")
-DISTRIBUTED_OPTIMIZER = _optimizer("distrib_optimizer", "DistributedOptimizer")
-LAYER_WISE_OPTIMIZER = _optimizer("layer_wise_optimizer", "LayerWiseDistributedOptimizer")
+OPTIMIZER = [
+    *_optimizer(
+        "optimizer",
+        "Float16OptimizerWithFloat16Params",
+        "its state does not load into a distributed optimizer, nor the reverse",
+    ),
+    *_optimizer("optimizer", "FP32Optimizer", "its state has no master weights, and does not load into a bf16 optimizer"),
+    *_optimizer("optimizer", "ChainedOptimizer", "prefixes keys with the position in the chain, which depends on the shape"),
+]
+DISTRIBUTED_OPTIMIZER = _optimizer(
+    "distrib_optimizer", "DistributedOptimizer", "stores buckets of one parallel shape, or gathers them on one rank"
+)
+LAYER_WISE_OPTIMIZER = _optimizer(
+    "layer_wise_optimizer", "LayerWiseDistributedOptimizer", "its state is tied to the distribution of parameters over ranks"
+)
 
 
 # ---------------------------------------------------------------- megatron.training
 
 
-def _training(name: str) -> Callable[..., Any]:
+def _parsing(name: str) -> Callable[..., Any]:
     def wrapper(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-        from megatron_unickpt import training
+        from megatron_unickpt import arguments
 
-        return getattr(training, name)(wrapped, *args, **kwargs)
+        return getattr(arguments, name)(wrapped, *args, **kwargs)
 
     return wrapper
 
 
-def _script(module: str, attribute: str, name: str, parameters: tuple[str, ...], why: str) -> Hook:
-    return Hook(
-        name=f"megatron-lm.{attribute}", module=f"megatron.training.{module}", attribute=attribute, wrapper=_training(name),
-        versions=VERSIONS, fingerprints=frozenset(), parameters=parameters, why=why, upstream=f"{_TRAINING_URL}/{module}.py",
+def _checkpointing(name: str, runtime: Runtime) -> Callable[..., Any]:
+    def wrapper(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+        from megatron_unickpt import scripts
+
+        return getattr(scripts, name)(runtime, wrapped, *args, **kwargs)
+
+    return wrapper
+
+
+def _script(module: str, attribute: str, wrapper: Callable[..., Any], parameters: tuple[str, ...], why: str) -> Hook:
+    return declared(
+        f"megatron-lm.{attribute}", f"megatron.training.{module}", attribute, wrapper, parameters=parameters, why=why,
         until="--ckpt-format takes the name of a registered strategy",
     )  # fmt: skip
 
 
 ARGUMENTS = [
-    _script("arguments", "add_megatron_arguments", "add_arguments", ("parser",), "--ckpt-format is a closed choice"),
-    _script("arguments", "parse_args", "parse_arguments", (), "the scripts branch on the literal torch_dist"),
+    _script("arguments", "add_megatron_arguments", _parsing("add_arguments"), ("parser",), "--ckpt-format is a closed choice"),
+    _script("arguments", "parse_args", _parsing("parse_arguments"), (), "the scripts branch on the literal torch_dist"),
 ]
 SCRIPTS = [
-    _script("checkpointing", "save_checkpoint", "save_checkpoint", ("iteration",), "a failed save must not end training"),
-    _script("checkpointing", "load_checkpoint", "load_checkpoint", ("load_arg",), "formats by directory; damaged ones; RNG"),
-    _script("checkpointing", "get_rng_state", "get_rng_state", ("ckpt_format",), "states of all data parallel ranks"),
-    _script("checkpointing", "get_checkpoint_name", "checkpoint_name", ("return_base_dir",), "tags are no iter_..."),
-    _script("checkpointing", "find_checkpoint_rank_0", "first_file", ("checkpoints_path", "iteration"), "the same"),
-    _script("checkpointing", "_get_checkpoint_format", "checkpoint_format", ("checkpoint_name",), "they lack Megatron's mark"),
+    _script(
+        "checkpointing", "save_checkpoint", _checkpointing("save_checkpoint", RUNTIME), ("iteration",),
+        "an error of a save ends training",
+    ),
+    _script(
+        "checkpointing", "load_checkpoint", _checkpointing("load_checkpoint", RUNTIME), ("load_arg",),
+        "loads one format only, and no older checkpoint if the newest is damaged",
+    ),
+    _script(
+        "checkpointing", "get_rng_state", _checkpointing("get_rng_state", RUNTIME), ("ckpt_format",),
+        "without experts, stores the generators of one data parallel rank only",
+    ),
+    _script(
+        "checkpointing", "get_checkpoint_name", _checkpointing("checkpoint_name", RUNTIME), ("return_base_dir",),
+        "knows iter_... directories only; other frameworks' checkpoints have other names",
+    ),
+    _script(
+        "checkpointing", "find_checkpoint_rank_0", _checkpointing("first_file", RUNTIME), ("checkpoints_path", "iteration"),
+        "looks for files of Megatron's formats in the directory",
+    ),
+    _script(
+        "checkpointing", "_get_checkpoint_format", _checkpointing("checkpoint_format", RUNTIME), ("checkpoint_name",),
+        "recognises a directory by Megatron's metadata.json, which other frameworks do not write",
+    ),
 ]  # fmt: skip
-# Since 0.13; before, the sharding type is an argument of the optimizer's sharded_state_dict.
+# Since 0.13. In 0.12 the sharding type is an argument of the optimizer's sharded_state_dict.
 METADATA = [
-    _script("checkpointing", "_build_sharded_state_dict_metadata", "sharding_metadata", ("args",), "chooses the sharding type")
-]
+    _script(
+        "checkpointing", "_build_sharded_state_dict_metadata", _checkpointing("sharding_metadata", RUNTIME), ("args",),
+        "chooses the sharding type of the optimizer from a closed set",
+    )
+]  # fmt: skip
 
 
 DECLARED = [
@@ -226,40 +288,18 @@ DECLARED = [
 ]  # fmt: skip
 
 
-def version() -> str:
-    """Of the installed megatron-core; the training scripts come in the same tree."""
-    from megatron.core.package_info import __version__
-
-    return str(__version__)
-
-
 def _install(group: list[Hook]) -> bool:
     return hooks.install(group, framework="Megatron", version=version())
 
 
-def install_core() -> bool:
-    """After ``dist_checkpointing.serialization`` was imported, before the package takes its functions from it."""
-    return _install(CORE)
-
-
-def install_async() -> bool:
-    return _install(ASYNCHRONOUS)
-
-
-def install_optimizer() -> bool:
-    return _install(OPTIMIZER)
-
-
-def install_distributed_optimizer() -> bool:
-    return _install(DISTRIBUTED_OPTIMIZER)
-
-
-def install_layer_wise_optimizer() -> bool:
-    return _install(LAYER_WISE_OPTIMIZER)
-
-
-def install_arguments() -> bool:
-    return _install(ARGUMENTS)
+# ``unickpt.autoload`` calls these after the import of a module. The hooks on ``dist_checkpointing.serialization`` are installed
+# before its package imports the functions by name.
+install_core = partial(_install, CORE)
+install_async = partial(_install, ASYNCHRONOUS)
+install_optimizer = partial(_install, OPTIMIZER)
+install_distributed_optimizer = partial(_install, DISTRIBUTED_OPTIMIZER)
+install_layer_wise_optimizer = partial(_install, LAYER_WISE_OPTIMIZER)
+install_arguments = partial(_install, ARGUMENTS)
 
 
 def install_training() -> bool:
@@ -269,5 +309,5 @@ def install_training() -> bool:
 
 
 def uninstall() -> None:
-    """Give Megatron its own functions back (in the modules that hold them; names imported elsewhere keep ours)."""
+    """Restore Megatron's functions in the modules that define them. Modules that imported a name keep the hooked function."""
     hooks.uninstall(DECLARED)

@@ -1,6 +1,6 @@
-"""The one module that knows Megatron's private attributes. Everything that a new version can break is here.
+"""Access to private attributes of Megatron. No other module uses them, so a new version can break only this one.
 
-Read from megatron-core 0.12 to 0.16 and the development branch: ``optimizer/optimizer.py``,
+Follows megatron-core 0.12 to 0.16 and the development branch: ``optimizer/optimizer.py``,
 ``optimizer/distrib_optimizer.py``, ``optimizer/layer_wise_optimizer.py``, ``parallel_state.py``.
 """
 
@@ -20,28 +20,29 @@ from megatron.core.dist_checkpointing import validation
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
-from unickpt.language.facts import Model
+from unickpt.convert.megatron import keys
+from unickpt.dialects.model_facts import Model
+from unickpt.options import Options, from_flags
 
-IDENTIFIER_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-# Keys of a torch parameter group that say how to compute, not what: they belong to the running job.
+# Keys of a torch parameter group that select an implementation. They belong to the running job.
 SWITCHES = frozenset(
-    {"params", "foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay", *IDENTIFIER_KEYS}
+    {"params", "foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay", *keys.GROUP_IDENTITY}
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A flat range of a local model parameter, and what this rank's optimizer holds for it.
+    """A flat range of a local model parameter, and the state of this rank's optimizer for it.
 
     Attributes:
-        parameter: the model's own (a tensor parallel shard, or whole).
-        lo, hi: elements of ``parameter``, flattened.
-        main: what the optimizer steps on, ``hi - lo`` elements.
+        parameter: parameter of the model, a tensor parallel shard or whole.
+        lo, hi: range of the flattened ``parameter``, half-open.
+        main: tensor that the optimizer steps on, of ``hi - lo`` elements.
         states: elementwise optimizer states, each of ``hi - lo`` elements.
         scalars: per-parameter states that are one number.
-        group: the inner optimizer's parameter group.
-        instance: None if every data parallel rank holds the same; otherwise the ranks hold different
-            ranges, and this is the number of the copy that this range belongs to.
+        group: parameter group of the inner optimizer.
+        instance: None if every data parallel rank holds the same range. Otherwise the ranks hold different ranges, and this
+            is the index of the distributed optimizer instance.
     """
 
     parameter: torch.nn.Parameter
@@ -56,14 +57,14 @@ class Held:
 
 @dataclass(slots=True)
 class Leaf:
-    """One of the optimizers that step: a chained optimizer has several.
+    """One optimizer that steps. A chained optimizer has several.
 
     Attributes:
         optimizer: Megatron's wrapper.
-        inner: the torch (or fused) optimizer inside of it.
-        held: what it holds on this rank.
+        inner: torch or fused optimizer inside the wrapper.
+        held: ranges that the optimizer holds on this rank.
         elsewhere: parameters of this rank's model whose state other data parallel ranks hold.
-        instance: as in ``Held``, for ``elsewhere``.
+        instance: see ``Held``; applies to ``elsewhere``.
     """
 
     optimizer: Any
@@ -74,7 +75,7 @@ class Leaf:
 
 
 def unsupported_reason(optimizer: Any) -> str:
-    """Why this optimizer's state cannot be described by parameter, or ''."""
+    """Return the reason why unickpt cannot store this optimizer's state by parameter, or ''."""
     for leaf in _wrappers(optimizer):
         ddp = getattr(leaf, "ddp_config", None)
         if getattr(ddp, "use_megatron_fsdp", False) or getattr(ddp, "use_custom_fsdp", False):
@@ -104,11 +105,11 @@ def _wrappers(optimizer: Any) -> Iterator[Any]:
 
 
 def leaves(optimizer: Any, *, allocate: bool) -> list[Leaf]:
-    """What an optimizer holds on this rank, by model parameter.
+    """Return what an optimizer holds on this rank, by model parameter.
 
     Args:
         optimizer: any of Megatron's wrappers, chained or not.
-        allocate: make the states that a fresh optimizer lacks, as Megatron does before it loads.
+        allocate: create the states that a new optimizer lacks, as Megatron does before it loads.
     """
     found = []
     layerwise = _layerwise_lists(optimizer)
@@ -132,7 +133,7 @@ def leaves(optimizer: Any, *, allocate: bool) -> list[Leaf]:
 
 
 def _allocate(wrapper: Any) -> None:
-    """By Megatron's own function, or, where it has none (SGD; wrappers made by hand), as torch's optimizers begin."""
+    """Create states with Megatron's function. Without one (SGD, custom wrappers), create the initial states of torch."""
     if wrapper.init_state_fn is not None:
         wrapper.init_state_fn(wrapper.optimizer, wrapper.config)
         return
@@ -149,12 +150,12 @@ def _allocate(wrapper: Any) -> None:
 
 
 def _is_fused_adam(optimizer: Any) -> bool:
-    """TransformerEngine's or Apex's."""
+    """Whether this is FusedAdam of TransformerEngine or Apex."""
     return any(kind.__name__ == "FusedAdam" for kind in type(optimizer).__mro__)
 
 
 def _layerwise_lists(optimizer: Any) -> list[torch.nn.Parameter] | None:
-    """All parameters of a LayerWiseDistributedOptimizer that is in effect (each held by one rank), or None."""
+    """Return all parameters of an active LayerWiseDistributedOptimizer, or None. One rank holds each parameter."""
     if type(optimizer).__name__ != "LayerWiseDistributedOptimizer":
         return None
     lists = [*(getattr(optimizer, "dp_cp_params_list", None) or []), *(getattr(optimizer, "expt_dp_params_list", None) or [])]
@@ -162,7 +163,7 @@ def _layerwise_lists(optimizer: Any) -> list[torch.nn.Parameter] | None:
 
 
 def _fill_distributed(leaf: Leaf) -> None:
-    """``DistributedOptimizer``: this rank's range of every bucket (``gbuf_ranges``), as ranges of parameters."""
+    """Yield the parameter ranges of a ``DistributedOptimizer``: this rank's range of every bucket (``gbuf_ranges``)."""
     optimizer = leaf.optimizer
     leaf.instance = int(getattr(optimizer, "distributed_optimizer_instance_id", 0))
     ranges: dict[int, Any] = {}
@@ -183,7 +184,7 @@ def _fill_distributed(leaf: Leaf) -> None:
 
 
 def _fill_plain(leaf: Leaf, *, sharded: bool) -> None:
-    """``Float16OptimizerWithFloat16Params`` and ``FP32Optimizer``: whole local parameters."""
+    """Yield the whole local parameters of ``Float16OptimizerWithFloat16Params`` and ``FP32Optimizer``."""
     optimizer = leaf.optimizer
     model_of: dict[int, torch.nn.Parameter] = {}
     if isinstance(optimizer, Float16OptimizerWithFloat16Params):
@@ -224,7 +225,7 @@ def _states_of(leaf: Leaf, stepped: torch.Tensor) -> tuple[torch.Tensor, dict[st
 
 
 def write_back(leaf: Leaf, held: Held) -> None:
-    """After ``held``'s tensors were filled: into a precision-aware optimizer, which only gave copies of them."""
+    """Write the filled tensors of ``held`` into a precision-aware optimizer, which returns copies of its tensors."""
     if not _precision_aware(leaf.optimizer) or not isinstance(leaf.optimizer, DistributedOptimizer):
         return
     for stepped in held.group["params"]:
@@ -235,12 +236,12 @@ def write_back(leaf: Leaf, held: Held) -> None:
 
 
 def steps_per_parameter(leaf: Leaf) -> bool:
-    """Whether the inner optimizer counts in each parameter's state (torch's do) and not in the group (fused ones)."""
+    """Whether the inner optimizer keeps ``step`` per parameter, as torch's do, and not per group, as fused ones do."""
     return type(leaf.inner).__module__.startswith("torch.optim")
 
 
 def set_step(leaf: Leaf, held: Held, step: float) -> None:
-    """Give a parameter that torch's optimizer steps on its step count."""
+    """Set the step count of a parameter that torch's optimizer steps on."""
     for stepped in held.group["params"]:
         state = leaf.inner.state.get(stepped)
         if state and (stepped is held.main or stepped is held.parameter):
@@ -248,7 +249,7 @@ def set_step(leaf: Leaf, held: Held, step: float) -> None:
 
 
 def data_parallel_replicas(*, expert: bool) -> tuple[int, int]:
-    """``(position, count)`` of this rank among those that hold the same model weights; (0, 1) if unknown."""
+    """Return ``(position, count)`` of this rank among those that hold the same model weights; (0, 1) if unknown."""
     if not parallel_state.is_initialized():
         return 0, 1
     try:
@@ -265,11 +266,11 @@ def data_parallel_replicas(*, expert: bool) -> tuple[int, int]:
 
 
 def is_expert(parameter: Any, key: str) -> bool:
-    """Whether copies of this parameter are counted over the expert data parallel group.
+    """Whether the copies of this parameter are those of the expert data parallel group.
 
-    ``allreduce`` is False for experts only where expert parallelism is on; the key tells always.
+    ``allreduce`` is False for experts only with expert parallelism. The key identifies experts in all cases.
     """
-    return not getattr(parameter, "allreduce", True) or ".experts." in key
+    return not getattr(parameter, "allreduce", True) or keys.is_expert(key)
 
 
 _SIZES = {
@@ -284,7 +285,7 @@ _SIZES = {
 
 
 def topology() -> dict[str, Any]:
-    """Parallel degrees of the running job, for the manifest."""
+    """Return the parallel degrees of the running job, for the manifest."""
     found: dict[str, Any] = {"world_size": torch.distributed.get_world_size()}
     if parallel_state.is_initialized():
         for name, getter in _SIZES.items():
@@ -298,16 +299,16 @@ def topology() -> dict[str, Any]:
 
 
 def model() -> Model:
-    """What the arguments of Megatron's training scripts tell of the model; nothing without the scripts."""
+    """Return the facts about the model from the arguments of Megatron's training scripts. Empty without the scripts."""
     arguments = global_arguments()
     found = Model.of_megatron(arguments)
     counted = {"vocab": _vocabulary(arguments), "tokens": tokens()}
-    told = {name: count for name, count in counted.items() if type(count) is int and count > 0}
-    return Model(found.family, {**found.facts, **told})
+    positive = {name: count for name, count in counted.items() if type(count) is int and count > 0}
+    return Model(found.family, {**found.facts, **positive})
 
 
 def tokens() -> int | None:
-    """Entries of the scripts' tokenizer, without padding; None without the scripts, or if its tokenizer does not tell."""
+    """Return the number of entries of the scripts' tokenizer, without padding; None if unknown or without the scripts."""
     found = getattr(_tokenizer(), "vocab_size", None)
     return found if type(found) is int and found > 0 else None
 
@@ -317,18 +318,18 @@ def _tokenizer() -> Any:
 
 
 def _vocabulary(arguments: Any) -> int | None:
-    """Entries without padding, if the arguments tell: without a tokenizer's file, they do.
+    """Return the number of entries without padding from the arguments, which have it for tokenizers without a file.
 
-    Up to 0.16, ``--vocab-size`` of the NullTokenizer is without its end-of-document token, which the model has.
+    Up to 0.16, ``--vocab-size`` of the NullTokenizer does not count its end-of-document token, which the model has.
     """
-    told = getattr(arguments, "vocab_size", None)
-    if told is not None and getattr(arguments, "tokenizer_type", None) == "NullTokenizer":
+    entries = getattr(arguments, "vocab_size", None)
+    if entries is not None and getattr(arguments, "tokenizer_type", None) == "NullTokenizer":
         return tokens()
-    return told
+    return entries
 
 
 def config_fields() -> list[str]:
-    """Fields of ``TransformerConfig`` and of the one for multi-latent attention, without those of ``ModelParallelConfig``."""
+    """Return the fields of ``TransformerConfig`` and ``MLATransformerConfig``, without those of ``ModelParallelConfig``."""
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.transformer import transformer_config
 
@@ -339,7 +340,7 @@ def config_fields() -> list[str]:
 
 
 def coordinates() -> dict[str, int]:
-    """This rank's place: pipeline, tensor, expert and data parallel (with context parallel) rank."""
+    """Return this rank's pipeline, tensor, expert and data parallel rank. The last one includes context parallelism."""
     if not parallel_state.is_initialized():
         return {"pipeline": 0, "tensor": 0, "expert": 0, "data": torch.distributed.get_rank()}
     return {
@@ -351,7 +352,7 @@ def coordinates() -> dict[str, int]:
 
 
 def process_groups() -> dict[str, list[Any]]:
-    """This rank's process groups by what Megatron calls them, such as ``tensor model parallel`` (core/parallel_state.py)."""
+    """Return this rank's process groups by Megatron's names, such as ``tensor model parallel`` (core/parallel_state.py)."""
     found: dict[str, list[Any]] = {}
     for name, value in vars(parallel_state).items():
         if name.isupper() and "_GROUP" in name and "RANKS" not in name:
@@ -362,14 +363,14 @@ def process_groups() -> dict[str, list[Any]]:
 
 
 def default_store() -> Any:
-    """The key-value store that set up the job's process groups."""
+    """Return the key-value store that set up the job's process groups."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
 
 
 def dequantized(data: torch.Tensor) -> torch.Tensor:
-    """An fp8 tensor of TransformerEngine in its high precision; any other tensor as it is."""
+    """Return an fp8 tensor of TransformerEngine in high precision, and any other tensor unchanged."""
     try:
         from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
     except ImportError:
@@ -378,7 +379,7 @@ def dequantized(data: torch.Tensor) -> torch.Tensor:
 
 
 def enqueue(queue: Any, caller: Any, request: Any) -> int:
-    """Put a request with a caller of its own into an ``AsyncCallsQueue``; returns the index of the call."""
+    """Put a request with its own caller into an ``AsyncCallsQueue``. Returns the index of the call."""
     from megatron.core.dist_checkpointing.strategies import async_utils
 
     queue.call_idx += 1
@@ -387,15 +388,20 @@ def enqueue(queue: Any, caller: Any, request: Any) -> int:
 
 
 def compare_common_state(common: Any) -> None:
-    """Warn on every rank whose common state is not that of rank 0, as Megatron does. A collective."""
+    """Warn on every rank whose common state differs from rank 0's, as Megatron does. A collective."""
     compare = getattr(validation, "_validate_common_state_dict", None)
     if compare is not None:
         compare(common)
 
 
 def global_arguments() -> Any:
-    """The arguments of Megatron's training scripts; None before they are set, or without the scripts."""
+    """Return the arguments of Megatron's training scripts; None before they are set, or without the scripts."""
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+
+
+def options() -> Options:
+    """Return the options from the flags of Megatron's training scripts, or the defaults without the scripts."""
+    return from_flags(global_arguments())
 
 
 def seed_scripts(options: Any, seed: int) -> None:

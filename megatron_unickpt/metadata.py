@@ -1,6 +1,6 @@
-"""Looking at a unickpt checkpoint through ``dist_checkpointing``: common state, keys and shapes, removal.
+"""The contents of a unickpt checkpoint in the form of ``dist_checkpointing``: common state, keys, shapes, removal of tensors.
 
-No tensor is read, and no process group is needed.
+Reads no tensor and needs no process group.
 """
 
 from __future__ import annotations
@@ -11,47 +11,55 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from megatron_unickpt import crossing, mapping, restore
-from megatron_unickpt.job import CONTENT_METADATA, in_megatrons_terms
+from megatron_unickpt import foreign_state, internals, restore, sharded_tensors
+from megatron_unickpt.errors import as_megatron_errors
+from megatron_unickpt.foreign_state import Receiver
 from megatron_unickpt.optimizer import METADATA
-from unickpt.dtypes import torch_dtype
-from unickpt.editing import remove_tensors
-from unickpt.index import TensorInfo
-from unickpt.loading import Checkpoint
+from megatron_unickpt.runtime import Runtime
+from unickpt.convert.megatron.keys import CONTENT_METADATA
+from unickpt.edit.remove_tensors import remove_tensors
+from unickpt.format.dtypes import torch_dtype
+from unickpt.format.index import TensorInfo
+from unickpt.load.checkpoint import Checkpoint
 
 logger = logging.getLogger("unickpt")
 
 
-def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
-    """Megatron's common state dict, without tensors. Needs no process group."""
-    with in_megatrons_terms():
-        work = restore.Restore(Checkpoint.open(str(checkpoint_dir)))
-        foreign = crossing.is_foreign(work.checkpoint)
-        state = crossing.common_state(work.checkpoint)[0] if foreign else work.common()
+def common_state_dict(checkpoint: Checkpoint, receiver: Receiver | None = None) -> Any:
+    """Return Megatron's common state dict, without tensors.
+
+    Args:
+        checkpoint: checkpoint of any framework.
+        receiver: objects of the job that loads a checkpoint of another framework.
+    """
+    if foreign_state.is_foreign(checkpoint):
+        state: Any = foreign_state.common_state(checkpoint, receiver or Receiver())[0]
+    else:
+        state = restore.Restore(checkpoint, allow_pickle=internals.options().allow_pickle).common()
     if isinstance(state, dict):
-        if work.checkpoint.manifest.optimizer is not None:  # optimizers have described themselves our way
+        if checkpoint.manifest.optimizer is not None:  # the optimizers were saved in model space
             state[CONTENT_METADATA] = {**(state.get(CONTENT_METADATA) or {}), **METADATA}
-        state.setdefault("optimizer", {})  # 0.12 looks into it
+        state.setdefault("optimizer", {})  # 0.12 expects the key
     return state
 
 
 def without_data(key: str, info: TensorInfo) -> ShardedTensor:
-    """A stored tensor as Megatron describes it: one shard, no data."""
+    """Return a stored tensor as Megatron describes one: a single shard without data."""
     shape = tuple(info.shape)
     return ShardedTensor(key, None, torch_dtype(info.dtype), shape, shape, (0,) * len(shape), (1,) * len(shape))
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, ShardedTensor]:
-    """key -> tensor without data."""
+    """Return every tensor by key, with its global shape and dtype and without data."""
     found = {}
     for info in restore.stored_tensors(checkpoint):
-        key = mapping.key_of(info.name, info.state)
+        key = sharded_tensors.key_of(info.name, info.state)
         found[key] = without_data(key, info)
     return found
 
 
-def of_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Everything sharded, by key: tensors without data, and objects."""
+def sharded_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return every tensor without data and every sharded object, by key."""
     found: dict[str, Any] = dict(tensors_of(checkpoint))
     for key in checkpoint.shared_names():
         item = ShardedObject.empty_from_unique_key(key)
@@ -59,23 +67,31 @@ def of_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     return found
 
 
-def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, ShardedTensor]:
-    """key -> ``ShardedTensor`` without data: every tensor's global shape and dtype."""
-    with in_megatrons_terms():
-        return tensors_of(Checkpoint.open(str(checkpoint_dir)))
+def load_common_state_dict(runtime: Runtime, checkpoint_dir: str | Path) -> Any:
+    """Replace ``dist_checkpointing.load_common_state_dict``. See ``common_of``."""
+    with as_megatron_errors():
+        return common_state_dict(runtime.opened(checkpoint_dir), runtime.receiver)
 
 
-def load_sharded_metadata(checkpoint_dir: str | Path) -> dict[str, Any]:
-    """As ``load_tensors_metadata``, and the sharded objects."""
-    with in_megatrons_terms():
-        return of_checkpoint(Checkpoint.open(str(checkpoint_dir)))
+def load_tensors_metadata(runtime: Runtime, checkpoint_dir: str | Path) -> dict[str, ShardedTensor]:
+    """Replace ``dist_checkpointing.load_tensors_metadata``. See ``tensors_of``."""
+    with as_megatron_errors():
+        return tensors_of(runtime.opened(checkpoint_dir))
+
+
+def load_sharded_metadata(runtime: Runtime, checkpoint_dir: str | Path) -> dict[str, Any]:
+    """Replace ``dist_checkpointing.load_sharded_metadata``. See ``sharded_of``."""
+    with as_megatron_errors():
+        return sharded_of(runtime.opened(checkpoint_dir))
 
 
 def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
-    """Remove all tensors whose key begins with a prefix: from the index, at once or not at all.
+    """Remove all tensors whose key begins with a prefix from the index, in one atomic step.
 
-    The bytes stay in the data files until the checkpoint is deleted; Megatron calls this on one rank.
+    Their bytes stay in the data files until the checkpoint is deleted. Megatron calls this on one rank.
     """
-    with in_megatrons_terms():
-        names = remove_tensors(str(checkpoint_dir), lambda name, state: mapping.key_of(name, state).startswith(key_prefix))
+    with as_megatron_errors():
+        names = remove_tensors(
+            str(checkpoint_dir), lambda name, state: sharded_tensors.key_of(name, state).startswith(key_prefix)
+        )
     logger.info("unickpt: removed %d tensors of %s* from %s", len(names), key_prefix, checkpoint_dir)

@@ -1,8 +1,8 @@
-"""``--non-persistent-ckpt-type``: which of a job's persistent and non-persistent checkpoints it resumes from.
+"""Selects between persistent and non-persistent checkpoints (``--non-persistent-ckpt-type``) when a job resumes.
 
-Megatron's scripts save non-persistent checkpoints between the persistent ones, in a folder of their own, and resume from the
-newer of the two (``megatron/training/checkpointing.py``, ``_load_base_checkpoint``). ``global`` ones are ordinary checkpoints
-in the job's format. ``local`` ones belong to NVIDIA's resiliency extension, which keeps them on each node in its own form.
+Megatron's scripts save non-persistent checkpoints between the persistent ones, in another folder, and resume from the newer of
+the two (``megatron/training/checkpointing.py``, ``_load_base_checkpoint``). Those of type ``global`` are ordinary checkpoints.
+Those of type ``local`` belong to NVIDIA's resiliency extension, which keeps them on each node in its own format.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatron_unickpt.choosing import Choices
+from megatron_unickpt.choices import Choices
 from unickpt.errors import UnickptError
+from unickpt.load.candidates import tracked_iteration
 from unickpt.load.resume import Offer
-from unickpt.resuming import tracked_iteration
 
 SUBDIRECTORY = "non_persistent"  # _NON_PERSISTENT_CKPT_SUBDIR in Megatron's checkpointing.py
 GLOBAL, LOCAL = "global", "local"
 
 
 def kind_of(options: Any) -> str | None:
-    """``--non-persistent-ckpt-type``; None for a job or a version without it."""
+    """Return ``--non-persistent-ckpt-type``; None for a job or a version without it."""
     return getattr(options, "non_persistent_ckpt_type", None)
 
 
 def folder_of(options: Any, load_dir: str) -> str | None:
-    """The folder of a job's global non-persistent checkpoints; None if it has none.
+    """Return the folder of a job's global non-persistent checkpoints; None if it has none.
 
     Args:
         options: the scripts' arguments.
@@ -39,7 +39,7 @@ def folder_of(options: Any, load_dir: str) -> str | None:
 
 
 def newest_local(options: Any, context: Any) -> int:
-    """The iteration of the newest local checkpoint that is complete over all ranks; -1 if there is none. A collective.
+    """Return the iteration of the newest local checkpoint that is complete on all ranks; -1 if there is none. A collective.
 
     Args:
         options: the scripts' arguments.
@@ -50,20 +50,20 @@ def newest_local(options: Any, context: Any) -> int:
 
 
 def is_local_save(options: Any, arguments: Any) -> bool:
-    """Whether ``save_checkpoint`` is called for a local checkpoint, by its arguments."""
+    """Whether the arguments of a ``save_checkpoint`` call are those of a local checkpoint."""
     return bool(arguments.get("non_persistent_ckpt")) and kind_of(options) == LOCAL
 
 
 class BothChoices:
     """The checkpoints of a ``--load`` folder and of its non-persistent folder, in the order in which a job tries them.
 
-    It starts with the one of the higher iteration, the non-persistent one if they are equal, as Megatron does. If that is
-    damaged, the next is again the newest that is left in either folder. ``--ckpt-step`` names an iteration in either folder;
-    Megatron would load a newer non-persistent one instead.
+    The first is the one of the higher iteration, or the non-persistent one if they are equal, as in Megatron. If it is damaged,
+    the next is the newest remaining one of both folders. ``--ckpt-step`` names an iteration in either folder. Megatron would
+    load a newer non-persistent one instead.
     """
 
     def __init__(self, persistent: str, other: str, step: int | None) -> None:
-        """``persistent``: ``--load``. ``other``: the non-persistent folder. ``step``: ``--ckpt-step``."""
+        """``persistent`` is ``--load``, ``other`` the non-persistent folder, ``step`` ``--ckpt-step``."""
         self._step = step
         self._folders = (persistent, other)
         self._choices = (Choices(persistent, step), Choices(other, step))
@@ -71,7 +71,7 @@ class BothChoices:
         self._begun = False
 
     def next(self) -> Offer:
-        """What to try now. Without a directory at the first call: Megatron's own format has the newest, or nothing is there."""
+        """Return the checkpoint to try now. Empty at the first call if the newest is in Megatron's format, or there is none."""
         for at, choices in enumerate(self._choices):
             if self._heads[at] is None:
                 self._heads[at] = choices.next()
@@ -88,7 +88,7 @@ class BothChoices:
         return heads[at]
 
     def _newest_native(self) -> int:
-        """The highest iteration that a tracker file names and that is not in our format; -1 if there is none."""
+        """Return the highest iteration of a tracker file whose checkpoint is not in unickpt's format; -1 if there is none."""
         found = -1
         for folder, head in zip(self._folders, self._heads, strict=True):
             if head is not None and not head.directory and not self._step:
@@ -98,7 +98,7 @@ class BothChoices:
 
 
 def choices_of(options: Any, load_dir: str, step: int | None) -> Callable[[], Offer]:
-    """A function that returns what to try next, and on each further call what to try after that.
+    """Return a function that returns the next checkpoint to try on each call.
 
     Args:
         options: the scripts' arguments.

@@ -1,4 +1,4 @@
-"""A checkpoint into a sharded state dict: every requested box from the fragments that hold it."""
+"""Reads a checkpoint into a sharded state dict: each requested box from the fragments that hold it."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from megatron_unickpt import capture, internals, mapping
+from megatron_unickpt import internals, sharded_tensors
 from megatron_unickpt import vocabulary as vocabulary_module
-from megatron_unickpt.mapping import MASTER, WEIGHT, Piece, StateTensor
-from megatron_unickpt.optimizer import OptimizerPart
+from megatron_unickpt.common_state import COMMON
+from megatron_unickpt.hyperparameters import OptimizerPart
+from megatron_unickpt.sharded_tensors import MASTER, WEIGHT, Piece, StateTensor
 from megatron_unickpt.vocabulary import Rows, Vocabulary
-from unickpt.dtypes import name_of, torch_dtype
+from unickpt.convert.megatron.keys import VOCABULARY_TENSORS
+from unickpt.coordination.host_peers import HostPeers
+from unickpt.dialects.model_facts import Model
+from unickpt.dialects.translated_checkpoint import TranslatedCheckpoint, translated_from
 from unickpt.errors import MismatchError
-from unickpt.fragments import Box
-from unickpt.index import TensorInfo
-from unickpt.language.facts import Model
-from unickpt.loading import Checkpoint, Planned
-from unickpt.megatron_keys import VOCABULARY_TENSORS
-from unickpt.neighbours import Neighbours
-from unickpt.reading import Request
-from unickpt.report import LoadReport
-from unickpt.topology import describe
-from unickpt.translated import TranslatedCheckpoint, translated_from
+from unickpt.format.boxes import Box
+from unickpt.format.dtypes import name_of, torch_dtype
+from unickpt.format.index import TensorInfo
+from unickpt.format.topology import describe
+from unickpt.load.checkpoint import Checkpoint, Planned
+from unickpt.load.reader import Request
+from unickpt.load.report import LoadReport
 
 OBJECT = "object"
 
 
 def stored_tensors(checkpoint: Checkpoint) -> Iterable[TensorInfo]:
-    """What the checkpoint has besides objects."""
+    """Return the tensors of the checkpoint, without objects."""
     return (info for info in checkpoint.index.tensors if info.kind != OBJECT)
 
 
 def source_of(checkpoint: Checkpoint, name: str, state: str) -> TensorInfo | None:
-    """The tensor that serves a request: the one of that state, or weight and master for each other.
+    """Return the tensor for a request: the tensor of that state, or a weight for a master and the reverse.
 
-    Weight and master of a parameter are one value in two precisions, and the fp32 optimizer keeps
-    one of them only.
+    Weight and master of a parameter are one value in two precisions. The fp32 optimizer keeps only one of them.
     """
     found = checkpoint.info(name, state)
     if found is None and state in (WEIGHT, MASTER):
@@ -53,7 +53,7 @@ def source_of(checkpoint: Checkpoint, name: str, state: str) -> TensorInfo | Non
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A temporary that is copied into its place after all else."""
+    """A temporary tensor to copy into its target at the end."""
 
     target: torch.Tensor
     data: torch.Tensor
@@ -64,9 +64,9 @@ class Restore:
     """One load on one rank.
 
     Attributes:
-        checkpoint: opened.
-        report: of this rank's own tensors and objects.
-        began: parameters without optimizer state in the checkpoint, because they were frozen; of this rank.
+        checkpoint: opened checkpoint.
+        report: report of this rank's tensors and objects.
+        began: this rank's parameters without optimizer state in the checkpoint, because they were frozen.
     """
 
     checkpoint: Checkpoint
@@ -90,10 +90,10 @@ class Restore:
     # ---------------------------------------------------------------- tensors
 
     def plan(self, items: Sequence[ShardedTensor]) -> Planned:
-        """Ask for the data of every sharded tensor; those without data get some to be filled.
+        """Request the data of every sharded tensor. Allocate data for tensors without any.
 
         Raises:
-            MismatchError: tensors that the checkpoint does not have, or has in another shape; all are listed.
+            MismatchError: the checkpoint lacks tensors, or has them in another shape. Lists all of them.
             CorruptCheckpointError, StorageError: damaged or unreadable.
         """
         missing: list[str] = []
@@ -101,17 +101,17 @@ class Restore:
         rows: list[str] = []
         wanted: list[tuple[ShardedTensor, TensorInfo]] = []
         for item in items:
-            name, state = mapping.tensor_of(item.key)
+            name, state = sharded_tensors.tensor_of(item.key)
             info = source_of(self.checkpoint, name, state)
             if info is None and isinstance(item, StateTensor) and state != MASTER and not self._stepped:
                 item.data.zero_()
                 self.report.add(
-                    name, state, "left out", "the optimizer had not stepped when it was saved: zeros, as at its start"
+                    name, state, "left out", "the optimizer had not stepped when it was saved: zeros, as in a new optimizer"
                 )
             elif info is None and isinstance(item, StateTensor) and state != MASTER and self._was_frozen(name):
                 item.data.zero_()
                 self.began.add(name)
-                self.report.add(name, state, "left out", "it was not trained when it was saved: zeros, as at its start")
+                self.report.add(name, state, "left out", "it was not trained when it was saved: zeros, as in a new optimizer")
             elif info is None:
                 missing.append(item.key)
             elif not _fits(item, info):
@@ -125,13 +125,13 @@ class Restore:
             self._request(item, info)
         return self.checkpoint.plan([*self._requests, *self._overrides])
 
-    def read(self, planned: Planned, neighbours: Neighbours | None = None) -> None:
-        """Fill all of that, in place; what neighbours on this host want, too, is read once for all of them.
+    def read(self, planned: Planned, host_peers: HostPeers | None = None) -> None:
+        """Fill the requested tensors in place. Data that other ranks of this host also need is read once.
 
         Raises:
             CorruptCheckpointError, StorageError: damaged or unreadable.
         """
-        stats = self.checkpoint.fill(planned, verify=self.verify, neighbours=neighbours)
+        stats = self.checkpoint.fill(planned, verify=self.verify, host_peers=host_peers)
         for copy in self._late:
             copy.target.copy_(copy.data)
         self.report.bytes_read += stats.bytes_read
@@ -140,13 +140,13 @@ class Restore:
 
     @cached_property
     def _optimized(self) -> frozenset[str]:
-        """Parameters of which the checkpoint's optimizer knows anything."""
+        """Return the names of the parameters that the checkpoint's optimizer has a state for."""
         record = self.checkpoint.manifest.optimizer
         grouped = [name for group in (*record.groups, *record.scalars) for name in group.parameters] if record else []
         return frozenset([*grouped, *(info.name for info in self.checkpoint.index.tensors if info.kind == "optimizer")])
 
     def _was_frozen(self, name: str) -> bool:
-        """Whether a parameter is in the checkpoint, and was not one of its optimizer's although others were."""
+        """Whether a parameter is in the checkpoint but not in its optimizer, which has other parameters."""
         grouped = self.checkpoint.manifest.optimizer is not None and bool(self._optimized)
         return grouped and name not in self._optimized and source_of(self.checkpoint, name, WEIGHT) is not None
 
@@ -175,13 +175,13 @@ class Restore:
             return
         if item.allow_shape_mismatch and info.shape != tuple(item.global_shape):
             self._begin_rows(item, info)
-        name, state = mapping.tensor_of(item.key)
+        name, state = sharded_tensors.tensor_of(item.key)
         stored = info if info.derived_from is None else self.checkpoint.info(name, info.derived_from)
         assert stored is not None  # the index checks it
-        for piece in mapping.pieces_of(item, item.data.detach()):
+        for piece in sharded_tensors.pieces_of(item, item.data.detach()):
             box = piece.box.intersect(Box.whole(info.shape))
             if box is None:
-                continue  # all of it is padding that the checkpoint does not have
+                continue  # all of it is padding that the checkpoint lacks
             part = Piece(box, piece.data[box.within(piece.box).slices()])
             self._requests.append(Request(self.checkpoint.ids[stored.key], part.box, part.data))
             if info.derived_from is not None:
@@ -189,7 +189,7 @@ class Restore:
         self._account(name, state, item, info, stored)
 
     def _override(self, info: TensorInfo, piece: Piece) -> None:
-        """Stored weights that are not the cast of their master go over the cast."""
+        """Replace the cast of masters by the stored weights that differ from it."""
         position = self.checkpoint.ids[info.key]
         for box in self.checkpoint.override_boxes(position):
             common = piece.box.intersect(box)
@@ -215,12 +215,12 @@ class Restore:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """How many entries the tokenizers of the checkpoint and of this job have."""
+        """Return the number of entries of the tokenizers of the checkpoint and of this job."""
         own, options = internals.tokens(), internals.global_arguments()
         if isinstance(self.checkpoint, TranslatedCheckpoint):  # other frameworks do not pad
             facts = Model.from_json(self.checkpoint.manifest.writer.model).facts
             return Vocabulary(facts.get("vocab"), own)
-        common = self.checkpoint.objects(allow_pickle=self.allow_pickle).value.get(capture.COMMON)
+        common = self.checkpoint.objects(allow_pickle=self.allow_pickle).value.get(COMMON)
         stored = common.get("args") if isinstance(common, dict) else None
         return Vocabulary(
             vocabulary_module.entries_of_checkpoint(
@@ -233,25 +233,25 @@ class Restore:
         )
 
     def _rows_of(self, item: ShardedTensor, info: TensorInfo) -> Rows:
-        """What to do with the rows of a tensor of the vocabulary; nothing, for any other tensor."""
+        """Return what to do with the rows of a vocabulary tensor. Empty for any other tensor."""
         if info.shape == tuple(item.global_shape) or not _is_of_vocabulary(item):
             return Rows()
         return vocabulary_module.rows_of(info.shape[0], int(item.global_shape[0]), self.vocabulary)
 
     def _begin_rows(self, item: ShardedTensor, info: TensorInfo) -> None:
-        """Prepare the rows that the checkpoint does not have: padding is zero, as torch_dist loads it."""
+        """Prepare the rows that the checkpoint lacks. Padding is set to zero, as torch_dist loads it."""
         first, last = self._rows_of(item, info).initialised
         data = item.data.detach()
-        state = mapping.tensor_of(item.key)[1]
+        state = sharded_tensors.tensor_of(item.key)[1]
         kept = None
         if state in (WEIGHT, MASTER) and last > first:
-            whole = mapping.box_of(item)
+            whole = sharded_tensors.box_of(item)
             kept = Box((first, *(0,) * (len(whole.shape) - 1)), (last - first, *item.global_shape[1:]))
         before = data.clone() if kept is not None else None
         data.zero_()
         if kept is None or before is None:
             return
-        for old, new in zip(mapping.pieces_of(item, before), mapping.pieces_of(item, data), strict=True):
+        for old, new in zip(sharded_tensors.pieces_of(item, before), sharded_tensors.pieces_of(item, data), strict=True):
             common = new.box.intersect(kept)
             if common is not None:
                 place = common.within(new.box).slices()
@@ -260,26 +260,26 @@ class Restore:
     # ---------------------------------------------------------------- objects
 
     def common(self) -> Any:
-        """Megatron's common state dict; what could not be stored as plain values is reported."""
+        """Return Megatron's common state dict, and report the values that could not be stored as plain values."""
         decoded = self.checkpoint.objects(allow_pickle=self.allow_pickle)
         for line in decoded.left_out:
             path, _, reason = line.partition(":")
             self.report.add(path, OBJECT, "left out", reason.strip())
         if isinstance(self.checkpoint, TranslatedCheckpoint):
             self.report.entries += self.checkpoint.job_notes
-        return decoded.value.get(capture.COMMON) or {}
+        return decoded.value.get(COMMON) or {}
 
     def objects(self, items: Iterable[ShardedObject]) -> dict[str, Any]:
-        """unique key -> object.
+        """Return the requested objects by unique key.
 
         Raises:
-            MismatchError: there is no such object.
+            MismatchError: the checkpoint lacks an object.
         """
         found: dict[str, Any] = {}
         for item in items:
             if isinstance(self.checkpoint, TranslatedCheckpoint):
                 found[item.unique_key] = item.data
-                self.report.add(item.unique_key, OBJECT, "re-seeded", "another framework has no such object: it keeps its own")
+                self.report.add(item.unique_key, OBJECT, "re-seeded", "the other framework has none: this job keeps its own")
                 continue
             try:
                 decoded = self.checkpoint.shared_object(item.unique_key, allow_pickle=self.allow_pickle)
@@ -290,7 +290,7 @@ class Restore:
                     f"{self.checkpoint.storage}: no object {item.unique_key} ({have}): objects are kept per "
                     "position and cannot be resharded"
                 ) from None
-            found[item.unique_key] = mapping.object_of(decoded.value)
+            found[item.unique_key] = sharded_tensors.object_of(decoded.value)
             if decoded.left_out:
                 self.report.add(item.unique_key, OBJECT, "left out", "; ".join(decoded.left_out))
             else:
@@ -298,7 +298,7 @@ class Restore:
         return found
 
     def optimizers(self, parts: Iterable[OptimizerPart]) -> None:
-        """Tell the optimizers that were filled what the checkpoint says about hyperparameters."""
+        """Pass the hyperparameters of the checkpoint to the optimizers that were filled."""
         for part in parts:
             part.record = self.checkpoint.manifest.optimizer
             part.grad_scaler = self.checkpoint.objects(allow_pickle=self.allow_pickle).value.get("grad_scaler")
@@ -320,17 +320,17 @@ def _fits(item: ShardedTensor, info: TensorInfo) -> bool:
 def _is_of_vocabulary(item: ShardedTensor) -> bool:
     """Whether a tensor has a row for each entry of the vocabulary.
 
-    Megatron lets the shapes of these alone differ. Tensors that a caller of ``dist_checkpointing`` describes by hand may differ
-    as the caller likes.
+    Megatron allows other shapes for these tensors only. A caller of ``dist_checkpointing`` may allow them for the tensors that
+    it describes itself.
     """
     if not item.allow_shape_mismatch or len(item.global_shape) == 0:
         return False
-    name = mapping.tensor_of(item.key)[0]
+    name = sharded_tensors.tensor_of(item.key)[0]
     return isinstance(item, StateTensor) or isinstance(item.data, torch.nn.Parameter) or name.endswith(VOCABULARY_TENSORS)
 
 
 def unloaded(checkpoint: Checkpoint, requested: Mapping[int, bool] | set[int]) -> list[TensorInfo]:
-    """Tensors of the checkpoint that no rank asked for; weight and master of a parameter stand for each other."""
+    """Return the tensors of the checkpoint that no rank requested. A weight counts for its master and the reverse."""
     names = {checkpoint.index.tensors[i].name for i in requested if checkpoint.index.tensors[i].state in (WEIGHT, MASTER)}
     left = []
     for position, info in enumerate(checkpoint.index.tensors):

@@ -1,36 +1,35 @@
-"""``dist_checkpointing.save`` as unickpt: synchronous, or in a thread behind training.
+"""Replaces ``dist_checkpointing.save``: saves synchronously, or in a thread while training continues.
 
-Same arguments and results as megatron-core's own function (``dist_checkpointing/serialization.py``,
-0.12 to 0.16 and the development branch), which the hooks send here when the strategy is ours. Also
-usable by itself: nothing here needs Megatron's global arguments.
+Arguments and results are those of megatron-core's function (``dist_checkpointing/serialization.py``, 0.12 to 0.16 and the
+development branch). This module does not use Megatron's global arguments.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-from megatron_unickpt import capture, internals, job, mapping
-from megatron_unickpt.job import CONTENT_METADATA, SaveFailedError
-from unickpt.contribution import Contribution
-from unickpt.coordination import Message
+from megatron_unickpt import capture, internals, marks, sharded_tensors
+from megatron_unickpt.errors import MegatronSaveError, as_megatron_errors
+from megatron_unickpt.runtime import Purpose, Runtime
+from unickpt.convert.megatron.keys import CONTENT_METADATA
+from unickpt.coordination.rendezvous import Message
 from unickpt.logs import make_visible
-from unickpt.saves import PendingSave, Request, SaveResult
-from unickpt.storage import absolute, split
+from unickpt.save.requests import PendingSave, SaveRequest
+from unickpt.save.shards import Contribution
+from unickpt.storage.base import absolute, split
 
 logger = logging.getLogger("unickpt")
 
-last_save: SaveResult | None = None
-begun = 0  # calls of ``save`` in this process
-
 
 def save(
+    runtime: Runtime,
     sharded_state_dict: dict[str, Any],
     checkpoint_dir: str | Path,
     *,
@@ -43,47 +42,48 @@ def save(
     """Save a sharded state dict. All ranks call it.
 
     Args:
+        runtime: state of the adapter.
         sharded_state_dict: as for ``dist_checkpointing.save``. Not changed.
-        checkpoint_dir: the checkpoint, a path or a URL; made if it is not there.
-        content_metadata: kept with it, given back by ``load_content_metadata``.
-        asynchronous: copy this rank's part and return; the rest goes on behind training.
-        share: spread weights that data parallel ranks hold alike over all of them.
-        validate_access_integrity: compare the ranks' common state, and warn where it differs: rank 0's
-            is kept. (That shards cover every tensor once is checked always.)
-        preprocess_common: takes out of it what may differ.
+        checkpoint_dir: path or URL of the checkpoint; created if it does not exist.
+        content_metadata: stored with the checkpoint; ``load_content_metadata`` returns it.
+        asynchronous: copy this rank's part to host memory and return; a thread writes it.
+        share: divide weights that several data parallel ranks hold among them.
+        validate_access_integrity: compare the ranks' common state, and warn where it differs. Rank 0's is stored. (That
+            shards cover every tensor exactly once is always checked.)
+        preprocess_common: removes values that may differ between ranks from the comparison.
 
     Returns:
         None, or with ``asynchronous`` Megatron's ``AsyncRequest``.
 
     Raises:
-        SaveFailedError: on every rank, if any rank could not describe or write its part. Nothing is left behind.
+        MegatronSaveError: on every rank, if any rank could not describe or write its part. Written files are removed.
     """
-    global begun
-    begun += 1
+    runtime.saves_begun += 1
     make_visible()
     directory = absolute(str(checkpoint_dir))
     save_dir, tag = split(directory)
     compared: list[Any] = []
+    by_scripts = runtime.purpose is Purpose.SAVE  # they can save in Megatron's own format instead
 
     def contribute(_: Message) -> Contribution:
-        common = mapping.common(sharded_state_dict)
+        common = sharded_tensors.common(sharded_state_dict)
         if content_metadata is not None:
             common[CONTENT_METADATA] = {k: v for k, v in content_metadata.items() if k != "dp_cp_group"}
         compared.append(preprocess_common(common) if preprocess_common is not None else common)
         return capture.contribution(sharded_state_dict, common, share=share)
 
-    request = Request(
+    request = SaveRequest(
         contribute,
         save_dir=save_dir,
         tag=tag,
-        on_commit=_on_commit(),
-        on_end=_ended,
-        framework_stands_in=_in_the_scripts(),
+        on_commit=_scripts_commit if by_scripts else marks.mark,
+        on_end=partial(_ended, runtime),
+        framework_stands_in=by_scripts,
     )
-    pending = _begun(request, asynchronous=asynchronous)
+    pending = _begun(runtime, request, asynchronous=asynchronous)
     if not pending.pending.agreed:
         pending.conclude()
-    if validate_access_integrity:  # a collective: all ranks come here, or none does
+    if validate_access_integrity:  # a collective: all ranks reach it, or none
         internals.compare_common_state(compared[0])
     if not asynchronous:
         pending.conclude()
@@ -91,59 +91,46 @@ def save(
     return AsyncRequest(Background(pending), (), _Finalizers(pending))
 
 
-def refuse(err: Exception) -> SaveFailedError:
-    """Take part in the save that the other ranks have begun, although this rank has failed before it could begin one.
+def refuse(runtime: Runtime, err: Exception) -> MegatronSaveError:
+    """Take part in the other ranks' save, on a rank that failed before it began one.
 
     Returns:
-        What all ranks raise.
+        The error that all ranks raise.
     """
-    request = Request(_nothing, save_dir="", tag="", failed=err)
-    pending = _begun(request, asynchronous=False)
-    return SaveFailedError(f"no checkpoint is saved ({pending.pending.cause()})", framework_saves=True)
+    request = SaveRequest(_nothing, save_dir="", tag="", failed=err)
+    pending = _begun(runtime, request, asynchronous=False)
+    return MegatronSaveError(f"no checkpoint is saved ({pending.pending.cause()})", framework_saves=True)
 
 
 def _nothing(_: Message) -> Contribution:
-    raise AssertionError("a rank that has failed is not asked for its part")
+    raise AssertionError("a rank that failed before the save contributes nothing")
 
 
-def _begun(request: Request, *, asynchronous: bool) -> MegatronSave:
-    meet = job.rendezvous().apart("save")  # an earlier save may still be going on
-    with job.in_megatrons_terms():
-        return MegatronSave(job.saver().save(request, meet, asynchronous=asynchronous))
+def _begun(runtime: Runtime, request: SaveRequest, *, asynchronous: bool) -> MegatronSave:
+    meet = runtime.rendezvous().separate("save")  # an earlier save may still be in progress
+    with as_megatron_errors():
+        return MegatronSave(runtime.saver().save(request, meet, asynchronous=asynchronous))
 
 
-def _on_commit() -> Callable[[str], None]:
-    """What follows on a commit, here and where a copy is uploaded to; the training scripts have a tracker file."""
-    tracked = _in_the_scripts()
-
-    def follow(directory: str) -> None:
-        job.mark(directory)
-        if tracked:
-            sys.modules["megatron_unickpt.training"].track(directory)
-
-    return follow
+def _scripts_commit(directory: str) -> None:
+    """Write the mark and the tracker file of a committed checkpoint of the training scripts, also to the upload URL."""
+    marks.mark(directory)
+    marks.track(directory)
 
 
-def _in_the_scripts() -> bool:
-    """Whether the training scripts make this save, which can make it in Megatron's own format as well."""
-    scripts = sys.modules.get("megatron_unickpt.training")
-    return scripts is not None and bool(scripts.in_a_save())
-
-
-def _ended(save: PendingSave) -> None:
-    global last_save
-    last_save = result = save.result
+def _ended(runtime: Runtime, save: PendingSave) -> None:
+    runtime.last_save = result = save.result
     if result is not None and result.shortfall and save.rank == 0:
         logger.error("unickpt: %s", result.shortfall)
     elif result is not None and result.committed and save.rank == 0:
         logger.info(
-            "unickpt: saved %s: %s bytes in %.2f s, training stood still for %.2f s",
+            "unickpt: saved %s: %s bytes in %.2f s; training paused for %.2f s",
             save.directory, f"{result.size_bytes:,}", result.seconds, result.stall_s,
         )  # fmt: skip
 
 
 class MegatronSave:
-    """One save of this rank, which may still be going on. Call ``conclude`` on every rank."""
+    """One save of this rank, which may still be in progress. Call ``conclude`` on every rank."""
 
     def __init__(self, pending: PendingSave) -> None:
         self.pending = pending
@@ -160,15 +147,15 @@ class MegatronSave:
         self.pending.wait()
 
     def conclude(self) -> None:
-        """Wait, and say how it went.
+        """Wait for the end of the save.
 
         Raises:
-            SaveFailedError: there is no checkpoint.
+            MegatronSaveError: no checkpoint was written.
         """
         self.wait()
         if not self.committed:
             result = self.pending.result
-            raise SaveFailedError(
+            raise MegatronSaveError(
                 f"Gave up saving {self.pending.directory} ({self.pending.cause()}). "
                 "No checkpoint was written; earlier checkpoints are intact.",
                 directory=self.pending.directory,
@@ -177,18 +164,18 @@ class MegatronSave:
 
 
 class Background:
-    """Stands as ``async_fn`` of an ``AsyncRequest`` whose work already goes on in a thread of this process."""
+    """The ``async_fn`` of an ``AsyncRequest`` whose work already runs in a thread of this process."""
 
     def __init__(self, pending: MegatronSave) -> None:
         self.pending = pending
         self._process = os.getpid()
 
     def __call__(self) -> None:
-        if os.getpid() == self._process:  # in a child that Megatron forked there is nothing to do
+        if os.getpid() == self._process:  # nothing to do in a child that Megatron forked
             self.pending.wait()
 
     def __reduce__(self) -> Any:
-        return (_noop_factory, ())  # a worker process that Megatron spawned has nothing to do either
+        return (_noop_factory, ())  # nothing to do in a worker process that Megatron spawned
 
 
 def _noop_factory() -> Callable[[], None]:
@@ -200,7 +187,7 @@ def _noop() -> None:
 
 
 class _Finalizers(list[Callable[[], Any]]):
-    """Megatron's finalize functions; those added behind ours run only if there is a checkpoint."""
+    """Megatron's finalize functions. Those added after the first one run only if the checkpoint was committed."""
 
     def __init__(self, pending: MegatronSave) -> None:
         super().__init__([self._conclude])
@@ -209,9 +196,9 @@ class _Finalizers(list[Callable[[], Any]]):
     def _conclude(self) -> None:
         try:
             self._pending.conclude()
-        except SaveFailedError as err:
+        except MegatronSaveError as err:
             if self._pending.pending.rank == 0:
-                logger.error("unickpt: %s Training goes on; the next save is synchronous.", err)
+                logger.error("unickpt: %s Training continues; the next save is synchronous.", err)
 
     def append(self, function: Callable[[], Any]) -> None:
         super().append(lambda: function() if self._pending.committed else None)

@@ -1,9 +1,8 @@
-"""Strategies for those who pass them to ``dist_checkpointing`` themselves, and for its registry.
+"""Save and load strategies for callers of ``dist_checkpointing`` and for its registry.
 
-megatron-core up to 0.16 asks strategy objects and finds the one for a directory in a registry
-(``strategies/base.py``); the development branch has neither. The hooks on ``dist_checkpointing``
-recognise these objects (also inside of the fully parallel wrappers) and do the work in
-``saving``, ``loading`` and ``metadata``, so that it is the same everywhere; called directly, they do the same.
+megatron-core up to 0.16 calls strategy objects, and finds the one for a directory in a registry (``strategies/base.py``). The
+development branch has neither. The hooks on ``dist_checkpointing`` recognise these objects, also inside of the fully parallel
+wrappers, and call ``saving``, ``loading`` and ``metadata``. A direct call of a strategy does the same.
 """
 
 from __future__ import annotations
@@ -12,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_unickpt import loading, metadata, saving
-from megatron_unickpt.job import BACKEND, VERSION, MegatronCheckpointError
+from megatron_unickpt.edge import RUNTIME
+from megatron_unickpt.errors import MegatronCheckpointError
+from megatron_unickpt.marks import BACKEND, VERSION
+from megatron_unickpt.runtime import Runtime
 
 try:
     from megatron.core.dist_checkpointing.strategies.base import (
@@ -30,37 +32,47 @@ except ImportError:  # the development branch
 
 
 class UnickptSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
-    """Saves as unickpt. ``share``: let data parallel ranks write what they hold alike in turns."""
+    """Saves in unickpt's format."""
 
-    def __init__(self, *, share: bool = True) -> None:
+    def __init__(self, *, share: bool = True, runtime: Runtime = RUNTIME) -> None:
+        """Create a strategy.
+
+        Args:
+            share: divide weights that several data parallel ranks hold among them. False: the first rank writes them.
+            runtime: state of the adapter.
+        """
         self.backend, self.version = BACKEND, VERSION
         self.share = share
+        self._runtime = runtime
 
     @property
     def can_handle_sharded_objects(self) -> bool:
         return True
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_: Any) -> Any:
-        return saving.save(sharded_state_dict, checkpoint_dir, asynchronous=True, share=self.share)
+        return saving.save(self._runtime, sharded_state_dict, checkpoint_dir, asynchronous=True, share=self.share)
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        saving.save(sharded_state_dict, checkpoint_dir, share=self.share)
+        saving.save(self._runtime, sharded_state_dict, checkpoint_dir, share=self.share)
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({BACKEND}, {VERSION})"
 
 
-class _Compatible:
-    """Checks that Megatron makes of a load strategy before it uses it."""
+class _UnickptStrategy:
+    """Checks that Megatron runs on a load strategy before it uses it."""
+
+    def __init__(self, *, runtime: Runtime = RUNTIME) -> None:
+        self._runtime = runtime
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         if loaded_backend != BACKEND:
-            raise MegatronCheckpointError(f"this strategy reads {BACKEND!r} checkpoints, and this one is {loaded_backend!r}")
+            raise MegatronCheckpointError(f"this strategy reads {BACKEND!r} checkpoints, found {loaded_backend!r}")
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         if loaded_version > VERSION:
             raise MegatronCheckpointError(
-                f"checkpoint of version {loaded_version}, this release reads {VERSION}; upgrade unickpt"
+                f"the checkpoint has version {loaded_version}; this release reads {VERSION}. Upgrade unickpt."
             )
 
     @property
@@ -68,41 +80,41 @@ class _Compatible:
         return True
 
 
-class UnickptLoadStrategy(_Compatible, LoadShardedStrategy):  # type: ignore[misc]
+class UnickptLoadStrategy(_UnickptStrategy, LoadShardedStrategy):  # type: ignore[misc]
     """Loads tensors and sharded objects of a unickpt checkpoint."""
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_: Any) -> Any:
-        return loading.load_sharded(sharded_state_dict, checkpoint_dir)
+        return loading.load_sharded(self._runtime, sharded_state_dict, checkpoint_dir)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> Any:
-        return metadata.load_tensors_metadata(checkpoint_dir)
+        return metadata.load_tensors_metadata(self._runtime, checkpoint_dir)
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> Any:
-        return metadata.load_sharded_metadata(checkpoint_dir)
+        return metadata.load_sharded_metadata(self._runtime, checkpoint_dir)
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
         metadata.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
-class UnickptLoadCommonStrategy(_Compatible, LoadCommonStrategy):  # type: ignore[misc]
+class UnickptLoadCommonStrategy(_UnickptStrategy, LoadCommonStrategy):  # type: ignore[misc]
     """Loads Megatron's common state."""
 
     def load_common(self, checkpoint_dir: str | Path) -> Any:
-        return metadata.load_common_state_dict(checkpoint_dir)
+        return metadata.load_common_state_dict(self._runtime, checkpoint_dir)
 
     def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        return loading.load_sharded(sharded_objects_state_dict, checkpoint_dir)
+        return loading.load_sharded(self._runtime, sharded_objects_state_dict, checkpoint_dir)
 
 
 def unwrap(strategy: Any) -> Any:
-    """The strategy inside of Megatron's fully parallel wrappers."""
+    """Return the strategy inside Megatron's fully parallel wrappers."""
     while hasattr(strategy, "base_strategy"):
         strategy = strategy.base_strategy
     return strategy
 
 
 def register() -> None:
-    """Put the strategies into megatron-core's registry, where it has one."""
+    """Register the strategies in megatron-core's registry, if this version has one."""
     if HAS_REGISTRY:
         register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, UnickptSaveStrategy())
         register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, UnickptLoadStrategy())

@@ -1,26 +1,41 @@
-"""Timing of a Megatron job's collectives: hooks that tell of steps and phases, installed only where it is asked for."""
+"""Timing of the collectives of a Megatron job: hooks that report steps and phases. Installed only if timing is enabled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from megatron_unickpt import internals
-from megatron_unickpt.hooks import _CORE_URL, VERSIONS, version
+from megatron_unickpt.declaration import declared
+from megatron_unickpt.internals import process_groups
+from megatron_unickpt.versions import version
 from unickpt import hooks
+from unickpt.diagnosis import session
+from unickpt.diagnosis.recording.records import Phase
 from unickpt.hooks import Hook
-from unickpt.timing import session
-from unickpt.timing.options import TimingOptions
-from unickpt.timing.records import Phase
+from unickpt.options import TimingOptions
 
-PARALLEL_STATE = "megatron.core.parallel_state"
+_PARALLEL_STATE = "megatron.core.parallel_state"
 _SCHEDULES, _OPTIMIZER = "megatron.core.pipeline_parallel.schedules", "megatron.core.optimizer.optimizer"
 _CHECKPOINTING = "megatron.core.dist_checkpointing"
-_UNTIL = "megatron-core has callbacks for them"
 
-_wanted = TimingOptions()
-_stepping = 0  # optimizers whose step goes on: one holds others
-_steps = 0
+
+class StepCounter:
+    """Counts optimizer steps. A chained optimizer steps its inner optimizers within one step."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._steps = 0
+
+    def wrapper(self, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        """Wrap an optimizer's ``step``."""
+        self._depth += 1
+        try:
+            return _in(Phase.OPTIMIZER)(wrapped, instance, args, kwargs)
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._steps += 1
+                session.stepped(self._steps)
 
 
 def _in(phase: Phase) -> Callable[..., Any]:
@@ -31,54 +46,48 @@ def _in(phase: Phase) -> Callable[..., Any]:
     return wrapper
 
 
-def _stepped(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    global _stepping, _steps
-    _stepping += 1
-    try:
-        return _in(Phase.OPTIMIZER)(wrapped, instance, args, kwargs)
-    finally:
-        _stepping -= 1
-        if not _stepping:
-            _steps += 1
-            session.stepped(_steps)
+def _hook(module: str, attribute: str, wrapper: Callable[..., Any], why: str) -> Hook:
+    until = "megatron-core has callbacks for steps and phases"
+    return declared(f"megatron.timing.{attribute}", module, attribute, wrapper, why=why, until=until)
 
 
-def _hook(module: str, attribute: str, wrapper: Callable[..., Any]) -> Hook:
-    path = module.removeprefix("megatron.core.").replace(".", "/")
-    return Hook(
-        f"megatron.timing.{attribute}", module, attribute, wrapper, VERSIONS, frozenset(),
-        "Megatron tells nobody when it goes forward, backward and makes a step", f"{_CORE_URL}/{path}.py", _UNTIL,
-    )  # fmt: skip
+def timing_hooks() -> list[Hook]:
+    """Return the hooks that report steps and phases, with a new step counter."""
+    step = StepCounter().wrapper
+    return [
+        _hook(_SCHEDULES, "forward_step", _in(Phase.FORWARD), "no callback at the beginning and end of a forward pass"),
+        _hook(_SCHEDULES, "backward_step", _in(Phase.BACKWARD), "no callback at the beginning and end of a backward pass"),
+        _hook(_OPTIMIZER, "MixedPrecisionOptimizer.step", step, "no callback after a step of a bf16 or fp16 optimizer"),
+        _hook(_OPTIMIZER, "FP32Optimizer.step", step, "no callback after a step of an fp32 optimizer"),
+        _hook(_OPTIMIZER, "ChainedOptimizer.step", step, "its inner optimizers step within one step of training"),
+        _hook(_CHECKPOINTING, "save", _in(Phase.CHECKPOINT), "the collectives of a save do not belong to a training step"),
+        _hook(_CHECKPOINTING, "load", _in(Phase.CHECKPOINT), "the collectives of a load do not belong to a training step"),
+    ]
 
 
-TIMING = [
-    _hook(_SCHEDULES, "forward_step", _in(Phase.FORWARD)),
-    _hook(_SCHEDULES, "backward_step", _in(Phase.BACKWARD)),
-    _hook(_OPTIMIZER, "MixedPrecisionOptimizer.step", _stepped),
-    _hook(_OPTIMIZER, "FP32Optimizer.step", _stepped),
-    _hook(_OPTIMIZER, "ChainedOptimizer.step", _stepped),
-    _hook(_CHECKPOINTING, "save", _in(Phase.CHECKPOINT)),
-    _hook(_CHECKPOINTING, "load", _in(Phase.CHECKPOINT)),
-]
+def groups_hook(options: TimingOptions) -> Hook:
+    """Return the hook that starts timing after Megatron has created its process groups."""
+
+    def initialized(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+        result = wrapped(*args, **kwargs)
+        begin(options)
+        return result
+
+    why = "timing needs Megatron's process groups, which are created after the arguments are parsed"
+    return _hook(_PARALLEL_STATE, "initialize_model_parallel", initialized, why)
 
 
-def _initialized(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    result = wrapped(*args, **kwargs)
-    begin(_wanted)
-    return result
-
-
-START = [_hook(PARALLEL_STATE, "initialize_model_parallel", _initialized)]
+def all_timing_hooks() -> list[Hook]:
+    """Return every hook that timing may install, for the table of hooks."""
+    return [*timing_hooks(), groups_hook(TimingOptions())]
 
 
 def begin_with_groups(options: TimingOptions) -> None:
-    """Begin as soon as Megatron has made its process groups: for the training scripts, which know the options before."""
-    global _wanted
-    _wanted = options
-    hooks.install(START, framework="Megatron", version=version())
+    """Start timing when Megatron creates its process groups. The training scripts parse their options before that."""
+    hooks.install([groups_hook(options)], framework="Megatron", version=version())
 
 
 def begin(options: TimingOptions) -> None:
-    """Time this process's collectives from here on. Megatron's process groups are there. Never raises."""
-    if options.enabled and session.start(options, internals.process_groups) is not None:
-        hooks.install(TIMING, framework="Megatron", version=version())
+    """Start timing the collectives of this process. Megatron's process groups must exist. Never raises."""
+    if options.enabled and session.start(options, process_groups) is not None:
+        hooks.install(timing_hooks(), framework="Megatron", version=version())

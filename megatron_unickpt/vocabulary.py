@@ -1,7 +1,7 @@
-"""The rows of a vocabulary: which of them a load may leave out, and which the model initialises. Pure functions.
+"""Decides which rows of a vocabulary a load leaves out, and which the model initialises. Pure functions.
 
-Megatron pads the vocabulary to a multiple of ``--make-vocab-size-divisible-by`` and the tensor parallel size, so that its
-embedding and output layer have other shapes under other arguments. Padding may change; rows of tokens may not be lost.
+Megatron pads the vocabulary to a multiple of ``--make-vocab-size-divisible-by`` and the tensor parallel size. The embedding and
+the output layer therefore have other shapes with other arguments. Padding may change, but no row of a token may be lost.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unickpt.language.facts import Model
+from unickpt.dialects.model_facts import Model
 
 # Arguments that choose the tokenizer: if all of them are equal, so is its number of entries.
 TOKENIZER_ARGUMENTS = (
@@ -21,11 +21,11 @@ TOKENIZER_ARGUMENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Entries of the tokenizers, without padding.
+    """Numbers of entries of the tokenizers, without padding.
 
     Attributes:
-        stored: of the checkpoint's; None if that is not known.
-        own: of this job's; None if that is not known.
+        stored: number of the checkpoint's tokenizer; None if unknown.
+        own: number of this job's tokenizer; None if unknown.
     """
 
     stored: int | None = None
@@ -33,7 +33,7 @@ class Vocabulary:
 
     @property
     def change(self) -> str:
-        """How the two differ, for the log; '' if they do not, or if one of them is not known."""
+        """Return how the two differ, for the log; '' if they are equal or one is unknown."""
         if self.stored is None or self.own is None or self.stored == self.own:
             return ""
         if self.own > self.stored:
@@ -45,13 +45,13 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a load does with the rows of one tensor. Intervals are half-open; (0, 0) is none.
+    """What a load does with the rows of one tensor. Intervals are half-open. (0, 0) is an empty one.
 
     Attributes:
-        padding_left_out: rows of the checkpoint that are padding and that this job does not have.
-        initialised: rows for entries that the checkpoint does not have: they keep what the model initialised them with.
-        zeros: rows of padding that the checkpoint does not have.
-        refused: why the tensor must not be loaded, or ''.
+        padding_left_out: padding rows of the checkpoint that this job lacks.
+        initialised: rows of entries that the checkpoint lacks. They keep the model's initial values.
+        zeros: padding rows that the checkpoint lacks.
+        refused: why the tensor cannot be loaded, or ''.
     """
 
     padding_left_out: tuple[int, int] = (0, 0)
@@ -61,12 +61,12 @@ class Rows:
 
 
 def rows_of(stored_rows: int, own_rows: int, vocabulary: Vocabulary) -> Rows:
-    """What to do with the rows of an embedding or an output layer.
+    """Return what to do with the rows of an embedding or an output layer.
 
     Args:
-        stored_rows: of the tensor in the checkpoint, padding included.
-        own_rows: of the tensor in this job, padding included.
-        vocabulary: how many of them are entries.
+        stored_rows: number of rows in the checkpoint, including padding.
+        own_rows: number of rows in this job, including padding.
+        vocabulary: numbers of entries.
     """
     if own_rows >= stored_rows:
         first = stored_rows
@@ -78,8 +78,9 @@ def rows_of(stored_rows: int, own_rows: int, vocabulary: Vocabulary) -> Rows:
         return Rows(refused=f"{stored_rows:,} rows in the checkpoint, {own_rows:,} in this job")
     entries = min(vocabulary.stored, stored_rows)
     if own_rows < entries:
-        told = f"{stored_rows:,} rows in the checkpoint, {entries:,} of them entries of its tokenizer, {own_rows:,} in this job"
-        return Rows(refused=told)
+        entry_rows = f"{entries:,} of them entries of its tokenizer"
+        reason = f"{stored_rows:,} rows in the checkpoint, {entry_rows}, {own_rows:,} in this job"
+        return Rows(refused=reason)
     return Rows(padding_left_out=(own_rows, stored_rows))
 
 
@@ -88,26 +89,26 @@ def _interval(first: int, last: int) -> tuple[int, int]:
 
 
 def advice(vocabulary: Vocabulary) -> str:
-    """What a user can do about a refusal."""
+    """Return what a user can do about a refusal."""
     known = "" if vocabulary.stored is not None else (
-        "The checkpoint does not tell how many of its rows are padding (megatron_unickpt.save has the argument vocabulary). "
+        "The checkpoint does not record how many of its rows are padding (argument vocabulary of megatron_unickpt.save). "
     )  # fmt: skip
     return (
         f"{known}Use the checkpoint's tokenizer, or more padding (--make-vocab-size-divisible-by). `unickpt edit "
-        "--vocabulary` cuts rows on purpose (docs/surgery.md)"
+        "--vocabulary` removes rows on request (docs/guides/editing.md)"
     )
 
 
 def entries_of_checkpoint(
     model: Mapping[str, Any], arguments: Mapping[str, Any], own_arguments: Mapping[str, Any], own: int | None
 ) -> int | None:
-    """Entries of the tokenizer that a checkpoint of Megatron was trained with; None if nothing proves their number.
+    """Return the number of entries of the tokenizer that a checkpoint of Megatron was trained with; None if unknown.
 
     Args:
-        model: of the manifest's writer.
-        arguments: of the scripts, as stored; empty if there are none.
-        own_arguments: this job's; empty if there are none.
-        own: entries of this job's tokenizer.
+        model: model facts in the manifest.
+        arguments: stored arguments of the scripts; empty if there are none.
+        own_arguments: arguments of this job; empty if there are none.
+        own: number of entries of this job's tokenizer.
     """
     facts = Model.from_json(dict(model)).facts
     for fact in ("tokens", "vocab"):
@@ -119,5 +120,5 @@ def entries_of_checkpoint(
         arguments.get(name) == own_arguments.get(name) for name in TOKENIZER_ARGUMENTS
     )
     if same and own is not None and isinstance(padded, int) and padded - multiple < own <= padded:
-        return own  # saved by a release that did not note it
+        return own  # saved by a release that did not record it
     return None

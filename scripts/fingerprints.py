@@ -1,48 +1,103 @@
-"""Fingerprints of the DeepSpeed functions that are hooked, for unpacked source trees.
+"""Print the fingerprint of every hooked function, per version of its framework, and mark those that no hook declares.
 
-    python scripts/fingerprints.py TREE [TREE ...]      (each TREE holds deepspeed/)
+    python scripts/fingerprints.py deepspeed TREE...
+    python scripts/fingerprints.py megatron TREE...
+    python scripts/fingerprints.py megatron --repository GIT_FOLDER core_v0.16.1 core_v0.19.0
 
-Prints, per function, every distinct fingerprint and the versions that have it. Review what
-changed in a new one before it is added to ``ds_unickpt/hooks.py``.
+A tree is a folder that holds the framework's package, ``TREE/deepspeed/...``. With ``--repository`` the arguments are tags or
+commits of a git repository. Add the fingerprints marked NEW to ``<adapter>/fingerprints.py`` after the adapter's tests pass
+with that version.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
-from ds_unickpt.hooks import HOOKS
-from unickpt.hooks import fingerprint_of_source
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from unickpt.hooks import Hook, fingerprint_of_source  # noqa: E402
+
+ReadText = Callable[[str], str | None]  # path in the tree -> its text
 
 
-def source_of(tree: Path, module: str, attribute: str) -> str | None:
-    """Source text, decorators included, of ``Class.method`` in a module of an unpacked tree."""
-    path = tree / (module.replace(".", "/") + ".py")
-    text = path.read_text()
-    lines = text.splitlines(keepends=True)
-    scope: ast.AST = ast.parse(text)
+def hooks_of(framework: str) -> list[Hook]:
+    adapter = {"deepspeed": "ds_unickpt", "megatron": "megatron_unickpt", "transformers": "ds_unickpt"}[framework]
+    declared: list[Hook] = import_module(f"{adapter}.hooks").DECLARED
+    declared = [*declared, *import_module(f"{adapter}.timing").all_timing_hooks()]
+    return [hook for hook in declared if hook.module.partition(".")[0] == framework]
+
+
+def source_of(read: ReadText, module: str, attribute: str) -> str | None:
+    """Return the source text, decorators included, of ``function`` or ``Class.method`` in a module of a tree."""
+    path = module.replace(".", "/")
+    text = read(f"{path}.py")
+    package = text is None
+    if text is None:
+        text = read(f"{path}/__init__.py")
+    if text is None:
+        return None
+    tree = ast.parse(text)
+    scope: ast.AST = tree
     for name in attribute.split("."):
         found = [node for node in ast.iter_child_nodes(scope) if getattr(node, "name", None) == name]
         if not found:
-            return None
+            return _imported(read, tree, module if package else module.rpartition(".")[0], attribute)
         scope = found[-1]
-    assert isinstance(scope, ast.FunctionDef)
+    if not isinstance(scope, ast.FunctionDef):
+        return None
     first = min([scope.lineno, *(d.lineno for d in scope.decorator_list)])
-    return "".join(lines[first - 1 : scope.end_lineno])
+    return "".join(text.splitlines(keepends=True)[first - 1 : scope.end_lineno])
+
+
+def _imported(read: ReadText, tree: ast.Module, package: str, attribute: str) -> str | None:
+    """Return the source of a function that a module imports by name from another one of its package."""
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and any(alias.name == attribute for alias in node.names):
+            return source_of(read, f"{package}.{node.module}", attribute)
+    return None
+
+
+def from_tree(tree: Path) -> ReadText:
+    return lambda path: (tree / path).read_text() if (tree / path).is_file() else None
+
+
+def from_repository(folder: Path, commit: str) -> ReadText:
+    def read(path: str) -> str | None:
+        done = subprocess.run(["git", "-C", str(folder), "show", f"{commit}:{path}"], capture_output=True, text=True)
+        return done.stdout if done.returncode == 0 else None
+
+    return read
 
 
 def main() -> None:
-    for hook in HOOKS:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("framework", choices=("deepspeed", "megatron", "transformers"))
+    parser.add_argument("versions", nargs="+", help="trees, or with --repository tags or commits")
+    parser.add_argument("--repository", type=Path, help="git repository that holds the versions")
+    args = parser.parse_args()
+    readers = {
+        Path(version).name: from_tree(Path(version))
+        if args.repository is None
+        else from_repository(args.repository, version)
+        for version in args.versions
+    }  # fmt: skip
+    for hook in hooks_of(args.framework):
         seen: dict[str, list[str]] = defaultdict(list)
-        for tree in map(Path, sys.argv[1:]):
-            source = source_of(tree, hook.module, hook.attribute)
-            seen[fingerprint_of_source(source) if source else "absent"].append(tree.name)
-        print(hook.attribute)
-        for value, trees in seen.items():
-            known = "known" if value in hook.fingerprints else "NEW"
-            print(f"  {value}  {known:5}  {', '.join(trees)}")
+        for version, read in readers.items():
+            source = source_of(read, hook.module, hook.attribute)
+            seen[fingerprint_of_source(source) if source else "absent"].append(version)
+        print(hook.name)
+        for value, versions in seen.items():
+            mark = "" if value == "absent" else "known" if value in hook.fingerprints else "NEW"
+            print(f"  {value:12}  {mark:5}  {', '.join(versions)}")
 
 
 if __name__ == "__main__":

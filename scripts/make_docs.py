@@ -1,72 +1,81 @@
-"""Write the parts of the docs that come from code: ``python scripts/make_docs.py``; ``--check`` only compares."""
+"""Write the generated parts of the docs: ``python scripts/make_docs.py``. With ``--check``, only compare.
+
+The tables of ``docs/reference/options.md`` and ``configs/unickpt.schema.json`` come from ``unickpt/options.py``.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
 
-from ds_unickpt.config import Options
-from unickpt.timing.options import TimingOptions
+from unickpt.options import UNLIMITED, Option, declared, schema
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-SCHEMA = DOCS.parent / "configs" / "unickpt.schema.json"
+REPO = Path(__file__).resolve().parent.parent
+OPTIONS, SCHEMA = REPO / "docs" / "reference" / "options.md", REPO / "configs" / "unickpt.schema.json"
+# A comment inside a Markdown table ends it, so the opening marker stands above the header.
+MARKED = re.compile(r"(<!-- options of (\w+)[^>]*-->\n\n).*?(\n<!-- end of options -->)", re.S)
+SECTIONS = {"unickpt": "", "timing": "timing"}  # section by the word in the marker
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
-def options_table(kind: type[Any] = Options) -> str:
-    """The options of the ``unickpt`` key, or of an object in it, as rows of a table."""
-    rows = []
-    for option in fields(kind):
-        if is_dataclass(option.default):
-            continue
-        choices = f" ({', '.join(json.dumps(c) for c in option.metadata['choices'])})" if option.metadata["choices"] else ""
-        default = "no limit" if option.default == math.inf else f"`{json.dumps(option.default)}`"
-        rows.append(f"| `{option.name}` | {default} | {option.metadata['doc']}{choices} |")
+def _type(option: Option) -> str:
+    if option.choices:
+        return ", ".join(f"`{json.dumps(choice)}`" for choice in option.choices)
+    if option.kind is float:
+        return "number > 0"
+    if option.kind is int:
+        return f"integer ≥ {option.least}" if option.most is None else f"integer, {option.least} to {option.most}"
+    return _TYPES[option.kind]
+
+
+def _flag(option: Option) -> str:
+    """Return the flag with its metavariable. A flag without a value shows the value that it sets."""
+    if not option.flag:
+        return f"none: {option.no_flag}"
+    if option.kind is bool:
+        return f"`{option.flag}`" + (" (sets `false`)" if option.default else "")
+    return f"`{option.flag} {'CHOICE' if option.choices else option.kind.__name__.upper()}`"
+
+
+def options_table(section: str) -> str:
+    """Return the table of a section of the options: '' or the name of a section of the JSON."""
+    rows = ["| JSON key | Megatron flag | type | default | unit | meaning |", "|---|---|---|---|---|---|"]
+    for option in declared(section):
+        key = f"none: {option.no_key}" if option.no_key else f"`{option.key}`"
+        default = "no limit" if option.default == UNLIMITED else f"`{json.dumps(option.default)}`"
+        rows.append(f"| {key} | {_flag(option)} | {_type(option)} | {default} | {option.unit or '-'} | {option.help} |")
     return "\n".join(rows)
 
 
-def schema(kind: type[Any] = Options) -> dict[str, Any]:
-    """JSON Schema of the ``unickpt`` key, or of an object in it."""
-    types = {bool: "boolean", int: "integer", float: "number", str: "string"}
-    properties: dict[str, Any] = {}
-    for option in fields(kind):
-        if is_dataclass(option.default):
-            properties[option.name] = schema(type(option.default))
-            continue
-        about = {"type": types[type(option.default)], "description": option.metadata["doc"]}
-        about |= {} if option.default == math.inf else {"default": option.default}
-        about |= {"enum": list(option.metadata["choices"])} if option.metadata["choices"] else {}
-        properties[option.name] = about
-    return {"type": "object", "additionalProperties": False, "properties": properties}
+def with_tables(text: str) -> str:
+    """Return the page of options with new tables.
+
+    Raises:
+        ValueError: the page lacks the markers of a table.
+    """
+    if (marked := [found[2] for found in MARKED.finditer(text)]) != list(SECTIONS):
+        raise ValueError(f"{OPTIONS} has marked tables of {marked}, not of {list(SECTIONS)}")
+    return MARKED.sub(lambda found: f"{found[1]}{options_table(SECTIONS[found[2]])}\n{found[3]}", text)
 
 
 def schema_text() -> str:
-    """The file: of a whole DeepSpeed configuration, of which it knows one key."""
+    """Return the JSON Schema of the ``unickpt`` key of a DeepSpeed configuration."""
     title = "The unickpt key of a DeepSpeed configuration"
     about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, "type": "object"}
     return json.dumps({**about, "properties": {"unickpt": schema()}}, indent=2) + "\n"
 
 
 def main() -> int:
-    # a comment inside a Markdown table would end it, so the rows stand above the opening marker
-    pattern = r"(\| option \| default \| meaning \|\n\|---\|---\|---\|\n).*?(\n<!-- options)"
-    stale = 0
-    for name, kind in (("deepspeed.md", Options), ("timing.md", TimingOptions)):
-        path = DOCS / name
-        text = path.read_text()
-        table = options_table(kind)
-        new = re.sub(pattern, lambda m, table=table: f"{m.group(1)}{table}\n{m.group(2)}", text, flags=re.S)
-        stale += new != text
-        if "--check" not in sys.argv:
-            path.write_text(new)
-    stale += not SCHEMA.is_file() or SCHEMA.read_text() != schema_text()
-    if "--check" not in sys.argv:
-        SCHEMA.write_text(schema_text())
-    return min(stale, 1) if "--check" in sys.argv else 0
+    made = {OPTIONS: with_tables(OPTIONS.read_text()), SCHEMA: schema_text()}
+    stale = [path for path, text in made.items() if not path.is_file() or path.read_text() != text]
+    if "--check" in sys.argv:
+        print(*(f"{path} is stale" for path in stale), sep="\n", end="\n" if stale else "")
+        return bool(stale)
+    for path in stale:
+        path.write_text(made[path])
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Make the patch of a Megatron-LM tag from the declared hooks: ``patches/megatron/<tag>.patch``.
+"""Write the patch for a Megatron-LM tag from the declared hooks: ``patches/megatron/<tag>.patch``.
 
     python scripts/make_megatron_patch.py /path/to/Megatron-LM core_v0.16.1
 
-Every function that a hook wraps at run time gets a decorator in the source instead, ``@unickpt("<name of the hook>")``.
+Each function that a hook wraps at run time gets a decorator in the source instead: ``@unickpt("<name of the hook>")``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ except ImportError:
 
 
 def unickpt(name):
-    """Send a call that is unickpt's to the hook of that name, see docs/hooks.md of unickpt."""
+    """Send a call that is unickpt's to the hook of that name, see docs/developing/hooks.md of unickpt."""
     return in_source("megatron_unickpt.hooks", name) if in_source else lambda function: function
 '''
 IMPORT = "from megatron.core.unickpt import unickpt\n"
 
 
 def place_of(tree: ast.Module, attribute: str) -> ast.FunctionDef | None:
-    """The function ``name`` or ``Class.name`` in a module."""
+    """Return the function ``name`` or ``Class.name`` of a module."""
     body: list[ast.stmt] = tree.body
     *classes, name = attribute.split(".")
     for part in classes:
@@ -44,7 +44,7 @@ def place_of(tree: ast.Module, attribute: str) -> ast.FunctionDef | None:
 
 
 def decorated(source: str, hooks: dict[str, str]) -> str:
-    """A module's source with a decorator on each function (attribute -> name of the hook) that it has."""
+    """Return a module's source with decorators. ``hooks`` maps attributes of the module to names of hooks."""
     tree = ast.parse(source)
     lines = source.splitlines(keepends=True)
     insertions: list[tuple[int, str]] = []

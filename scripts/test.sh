@@ -5,5 +5,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/venv.sh
-use_venv deepspeed,megatron,hf,demo,dev .venv-test
+use_venv deepspeed,megatron,hf,demo,docs,dev .venv-test
 exec python -m pytest "$@"

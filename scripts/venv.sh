@@ -21,7 +21,7 @@ use_venv() {
   require_compiler || return 1
 
   stamp=$venv/unickpt-installed
-  wanted=$(python -c 'import hashlib, sys; print(hashlib.sha256(open("setup.py", "rb").read()).hexdigest(), *sys.argv[1:])' \
+  wanted=$(python -c 'import hashlib, sys; print(hashlib.sha256(open("setup.py", "rb").read() + open("pyproject.toml", "rb").read()).hexdigest(), *sys.argv[1:])' \
     "$PWD" "$extras" "$torch") || return 1
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "installing torch, then unickpt[$extras], into $venv (some minutes, once)" >&2
@@ -29,16 +29,23 @@ use_venv() {
     # shellcheck disable=SC2086  # may hold options of pip as well
     python -m pip install -qq $torch || return 1
     python -m pip install -qq --editable ".[$extras]" || return 1
-    compile_operator "$venv/compile.log" || return 1
+    compile_operators "$venv/compile.log" || return 1
     echo "$wanted" >"$stamp"
   fi
 }
 
-# What DeepSpeed would otherwise compile while the ranks of the first job wait. $1: the log.
-compile_operator() {
-  local code='from deepspeed.accelerator import get_accelerator as g; g().create_op_builder("ShareMemCommBuilder").load()'
-  if ! DS_ACCELERATOR=cpu python -c "$code" >"$1" 2>&1; then
-    echo "DeepSpeed could not compile its operator for CPU; $1 ends with:" >&2
+# What DeepSpeed would otherwise compile while the ranks of a job wait, one process for each operator. $1: the log.
+compile_operators() {
+  local code='import sys; from deepspeed.accelerator import get_accelerator as g; g().create_op_builder(sys.argv[1]).load()'
+  local builder pid failed="" pids=()
+  : >"$1"
+  for builder in ShareMemCommBuilder CPUAdamBuilder FusedAdamBuilder; do
+    DS_ACCELERATOR=cpu python -c "$code" $builder >>"$1" 2>&1 &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || failed=yes; done
+  if [ -n "$failed" ]; then
+    echo "DeepSpeed could not compile its operators for CPU; $1 ends with:" >&2
     tail -n 20 "$1" >&2
     return 1
   fi

@@ -1,11 +1,108 @@
-"""unickpt: universal checkpoints for DeepSpeed and Megatron.
+"""Universal checkpoints for DeepSpeed, Megatron and plain torch.distributed.
 
-This package is the framework-free core: the format, the layout algebra, planning and I/O.
-It never imports ``deepspeed`` or ``megatron``; the adapters ``ds_unickpt`` and
-``megatron_unickpt`` depend on it, never the other way round.
+The names in ``__all__`` are the public API, documented on the Python API page. Every other module and name is private and
+can change in any release.
 
-Importing ``unickpt`` itself imports nothing but the standard library. What runs inside every ``import torch`` is not in
-here, but in the module ``_unickpt_autoload`` beside the package.
+``import unickpt`` imports only the standard library. A public name is imported on first access.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from unickpt.api.conversion import Export, convert_checkpoint, export_checkpoint
+    from unickpt.api.state import LocalShard
+    from unickpt.api.training import Loaded, latest_checkpoint, load_checkpoint, save_checkpoint
+    from unickpt.convert.pipeline import Converted
+    from unickpt.errors import (
+        ConfigError,
+        CoordinationError,
+        CorruptCheckpointError,
+        CoverageError,
+        FormatError,
+        HostPeerFailedError,
+        LanguageError,
+        MismatchError,
+        NewerFormatError,
+        NotACheckpointError,
+        SaveFailedError,
+        StorageError,
+        UncertainCommitError,
+        UnickptError,
+        UnsafePathError,
+        UnsupportedLayoutError,
+    )
+    from unickpt.load.checkpoint import Checkpoint
+    from unickpt.load.report import LoadReport
+    from unickpt.load.verify import Verification, verify_checkpoint
+    from unickpt.save.requests import SaveOptions, SaveResult
+    from unickpt.save.retention import Retention
+
+_MODULES = {
+    "unickpt.api.conversion": ("Export", "convert_checkpoint", "export_checkpoint"),
+    "unickpt.api.state": ("LocalShard",),
+    "unickpt.api.training": ("Loaded", "latest_checkpoint", "load_checkpoint", "save_checkpoint"),
+    "unickpt.convert.pipeline": ("Converted",),
+    "unickpt.errors": (
+        "ConfigError", "CoordinationError", "CorruptCheckpointError", "CoverageError", "FormatError", "LanguageError",
+        "MismatchError", "HostPeerFailedError", "NewerFormatError", "NotACheckpointError", "SaveFailedError", "StorageError",
+        "UncertainCommitError", "UnickptError", "UnsafePathError", "UnsupportedLayoutError",
+    ),
+    "unickpt.load.checkpoint": ("Checkpoint",),
+    "unickpt.load.report": ("LoadReport",),
+    "unickpt.load.verify": ("Verification", "verify_checkpoint"),
+    "unickpt.save.requests": ("SaveOptions", "SaveResult"),
+    "unickpt.save.retention": ("Retention",),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "Checkpoint",
+    "ConfigError",
+    "Converted",
+    "CoordinationError",
+    "CorruptCheckpointError",
+    "CoverageError",
+    "Export",
+    "FormatError",
+    "HostPeerFailedError",
+    "LanguageError",
+    "LoadReport",
+    "Loaded",
+    "LocalShard",
+    "MismatchError",
+    "NewerFormatError",
+    "NotACheckpointError",
+    "Retention",
+    "SaveFailedError",
+    "SaveOptions",
+    "SaveResult",
+    "StorageError",
+    "UncertainCommitError",
+    "UnickptError",
+    "UnsafePathError",
+    "UnsupportedLayoutError",
+    "Verification",
+    "convert_checkpoint",
+    "export_checkpoint",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
+    "verify_checkpoint",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,11 +1,11 @@
-"""What waits for the frameworks, by the name that it has inside of the package; see ``_unickpt_autoload``."""
+"""Names of the module ``_unickpt_autoload``, which arms the import hooks of the frameworks."""
 
 import os
 import sys
 
 try:
     import _unickpt_autoload
-except ModuleNotFoundError:  # an editable installation made before there was this module does not know it
+except ModuleNotFoundError:  # an editable installation that is older than this module
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     try:
         import _unickpt_autoload
@@ -13,4 +13,5 @@ except ModuleNotFoundError:  # an editable installation made before there was th
         sys.path.pop()
 
 DEEPSPEED, MEGATRON = _unickpt_autoload.DEEPSPEED, _unickpt_autoload.MEGATRON
-arm, watch = _unickpt_autoload.arm, _unickpt_autoload.watch
+arm, asked = _unickpt_autoload.arm, _unickpt_autoload.asked
+watch, unwatch = _unickpt_autoload.watch, _unickpt_autoload.unwatch

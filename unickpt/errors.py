@@ -1,50 +1,49 @@
-"""Every error that a user of this package can see.
+"""Exceptions of this package.
 
-One base class, precise children. A message says what was found, where (file, tensor, rank),
-what was expected, and what to do: it is read at three in the morning.
+A message names the place (file, tensor, rank), what was found, what was expected, and what to do.
 """
 
 from __future__ import annotations
 
 
 class UnickptError(Exception):
-    """Base of every error raised on purpose by this package.
+    """Base class of the exceptions of this package.
 
     Attributes:
-        file, tensor: what it is about, as the message says too; '' if it is about nothing in particular.
+        file, tensor: the file and the tensor that the error concerns, or ''. The message names them too.
     """
 
     file: str = ""
     tensor: str = ""
 
     def about(self, *, file: str = "", tensor: str = "") -> UnickptError:
-        """This error, with the file and the tensor that it is about."""
+        """Set file and tensor, and return this error."""
         self.file, self.tensor = file, tensor
         return self
 
 
 class ConfigError(UnickptError):
-    """An option that the user wrote is unknown, ill-typed or contradicts another one."""
+    """An option is unknown, has a wrong type, or contradicts another option."""
 
 
 class FormatError(UnickptError):
-    """Bytes that claim to be a unickpt file are not one: malformed, out of bounds, inconsistent."""
+    """The content of a file is malformed, out of bounds or inconsistent."""
 
 
 class NewerFormatError(FormatError):
-    """The checkpoint was written in a format version that this release cannot read."""
+    """The format version of the checkpoint is newer than this release."""
 
 
 class NotACheckpointError(UnickptError):
-    """A directory has no manifest: the checkpoint does not exist, or its save never finished."""
+    """A directory has no manifest: there is no checkpoint, or its save did not finish."""
 
 
 class CorruptCheckpointError(UnickptError):
-    """The manifest is sound, but what it names is missing, truncated or altered."""
+    """The manifest is valid, but a file that it lists is missing, truncated or altered."""
 
 
 class UnsafePathError(FormatError):
-    """A manifest names a file outside its own checkpoint directory."""
+    """A path in the manifest leads outside the checkpoint directory."""
 
 
 class MismatchError(UnickptError):
@@ -52,36 +51,35 @@ class MismatchError(UnickptError):
 
 
 class CoverageError(UnickptError):
-    """Fragments leave a hole in a tensor or cover an element twice."""
+    """Fragments of a tensor leave a hole or overlap."""
 
 
 class LanguageError(UnickptError):
-    """A description of how parameters are arranged is malformed, contradicts itself, or does not fit the tensors."""
+    """A dialect, which describes how parameters are arranged, is malformed, contradictory, or does not fit the tensors."""
 
 
 class UnsupportedLayoutError(UnickptError):
-    """The job uses something whose layout this release cannot describe.
+    """This release cannot describe the layout of a part of the job.
 
-    Never reaches a training loop: the adapter turns it into one warning and the framework's
-    own checkpoint.
+    It does not reach the training loop: the adapter logs one warning, and the framework saves in its own format.
     """
 
 
 class CoordinationError(UnickptError):
-    """Ranks of one save or load did not all arrive, or did not all succeed."""
+    """A rank of a save or load did not arrive in time, or failed."""
 
 
-class NeighbourFailedError(CoordinationError):
-    """Another rank of this host failed while this one waited for what it reads. Its own error is the one to show."""
+class HostPeerFailedError(CoordinationError):
+    """Another rank of this host failed while it read data for this rank. The error of that rank has the cause."""
 
 
 class StorageError(UnickptError):
-    """The storage refused an operation (full, gone, read-only)."""
+    """The storage failed or refused an operation (full, unreachable, read-only)."""
 
 
 class UncertainCommitError(StorageError):
-    """The storage failed while a manifest was written, and whether it was written cannot be seen."""
+    """The storage failed while the manifest was written. It is unknown whether the checkpoint exists."""
 
 
 class SaveFailedError(UnickptError):
-    """A checkpoint was not saved, and the caller would take a return for success. Earlier checkpoints are intact."""
+    """A checkpoint was not saved. Earlier checkpoints are intact."""

@@ -1,11 +1,10 @@
-"""The one registry through which anything is ever put into a framework's modules.
+"""Registry of hooks: the only way in which this package changes a framework's modules.
 
-Each hook is a declared value: what it replaces, the versions and the very source it was written
-against, why it is there and when it can go. A version range alone is not a safe gate (DeepSpeed
-changed ``load_checkpoint`` ten times in 65 releases, some of them patch releases), so the source
-is fingerprinted as well. Megatron-LM is a tree that its users edit; hooks on it only tell our calls
-from its own by their arguments, and check that these have the known names. On an unknown one the
-framework keeps its own behaviour, and it is said once.
+A hook declares the function that it wraps, the tested versions, the fingerprints of the tested source, the reason and
+the condition for its removal. A version range alone is not sufficient: DeepSpeed changed ``load_checkpoint`` ten times
+in 65 releases, also in patch releases. So the source is checked by a fingerprint too. Users edit the source of
+Megatron-LM, so its hooks rely only on parameter names, and an unknown source is noted in the status. On an unknown
+version the framework keeps its own behaviour, and one warning is logged.
 """
 
 from __future__ import annotations
@@ -29,17 +28,19 @@ ALLOW_UNTESTED = "UNICKPT_ALLOW_UNTESTED"
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """One function of a framework that is wrapped.
+    """Declaration of one wrapped function of a framework.
 
     Attributes:
-        name: short, for the table.
-        module, attribute: dotted place of the function, e.g. ``Class.method``.
-        wrapper: ``wrapper(wrapped, instance, args, kwargs)`` as wrapt calls it.
-        versions: framework versions it was tested with.
-        fingerprints: accepted values of ``fingerprint`` of the wrapped function; empty for a wrapper that
-            only looks at arguments and otherwise calls through, which needs no more than their names.
-        parameters: names of parameters that the wrapper relies on.
-        why, upstream, until: for whoever maintains it.
+        name: short name.
+        module, attribute: location of the function, such as ``package.module`` and ``Class.method``.
+        wrapper: ``wrapper(wrapped, instance, args, kwargs)``, as wrapt calls it.
+        versions: tested framework versions.
+        fingerprints: fingerprints of the tested source.
+        parameters: parameter names that the wrapper relies on.
+        strict: refuse an unknown source. False: note it in the status and install the hook.
+        why: reason for the hook.
+        upstream: related issue or proposal of the framework.
+        until: condition for the removal of the hook.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Hook:
     upstream: str
     until: str
     parameters: tuple[str, ...] = ()
+    strict: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,11 @@ class HookStatus:
     """State of one hook in this process.
 
     Attributes:
-        state: ``installed``, ``refused`` (this version or source is unknown), ``failed`` (an error while it was put in
-            place) or ``removed``.
-        reason: why it is in that state, if it is not simply installed.
-        fingerprint: of the framework's function; '' if it cannot be examined.
+        state: ``installed``, ``refused`` (the version or the source is unknown), ``failed`` (an error on installation),
+            ``removed``. ``unickpt hooks status`` also has ``not imported`` (the module of the function is not imported) and
+            ``not enabled`` (timing is off; the reason names what enabling it would refuse or note).
+        reason: reason of the state, or ''.
+        fingerprint: fingerprint of the framework's function, or '' if its source is not available.
     """
 
     hook: Hook
@@ -77,11 +80,11 @@ _status: dict[str, HookStatus] = {}
 
 
 def in_source(adapter: str, name: str) -> Callable[[Callable[..., Any]], Any]:
-    """The decorator that a patched framework puts on the function of a hook: nothing is wrapped at run time then.
+    """Return a decorator for a patched framework. It replaces the run-time installation of a hook.
 
     Args:
-        adapter: module with the list ``DECLARED``; imported at the first call, when the framework is complete.
-        name: of a hook in it.
+        adapter: module with the list ``DECLARED`` of hooks. It is imported on the first call of the function.
+        name: name of the hook.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -98,19 +101,19 @@ def in_source(adapter: str, name: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def fingerprint(function: Callable[..., Any]) -> str:
-    """Hash of a function's source without comment lines, blank lines and indentation (12 hex digits)."""
+    """Return a hash (12 hex digits) of the source of a function without comment lines, blank lines and indentation."""
     return fingerprint_of_source(inspect.getsource(function))
 
 
 def fingerprint_of_source(source: str) -> str:
-    """``fingerprint`` of a function given as source text. Does not depend on the Python version."""
+    """Return the ``fingerprint`` of a function given as source text. It does not depend on the Python version."""
     lines = (line.strip() for line in source.splitlines())
     text = "\n".join(line for line in lines if line and not line.startswith("#"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def accepts(versions: SpecifierSet, version: str) -> bool:
-    """Whether a version is in the tested range; local build suffixes and dev builds of it count."""
+    """Return whether a version is in the tested range. Local build suffixes are ignored; development builds count."""
     try:
         return versions.contains(Version(version).public, prereleases=True)
     except InvalidVersion:
@@ -121,18 +124,18 @@ def install(hooks: list[Hook], *, framework: str, version: str) -> bool:
     """Install all hooks of an adapter, or none.
 
     Returns:
-        Whether they are in place. If not, one warning has said why.
+        Whether the hooks are installed. If not, one warning has the reason.
 
     Raises:
-        Exception: a hook cannot be put in place (wrapt cannot be imported, say). None of them is, then.
+        Exception: the installation failed, for example because wrapt cannot be imported. No hook is installed then.
     """
-    checks = [_check(hook, version) for hook in hooks]
+    checks = [examine(hook, version) for hook in hooks]
     refused = [check for check in checks if check.state == "refused"]
     if refused and os.environ.get(ALLOW_UNTESTED) != "1":
         _note(checks, "refused", f"{refused[0].hook.name} is refused")
         logger.warning(
-            "unickpt: %s %s is not a version that this release knows (%s: %s); %s keeps its own behaviour. "
-            "A newer unickpt may know it; %s=1 uses it all the same.",
+            "unickpt: this release was not tested with %s %s (%s: %s); %s keeps its own behaviour. "
+            "Upgrade unickpt, or set %s=1 to use it with this version anyway.",
             framework, version, refused[0].hook.name, refused[0].reason, framework, ALLOW_UNTESTED,
         )  # fmt: skip
         return False
@@ -149,13 +152,13 @@ def install(hooks: list[Hook], *, framework: str, version: str) -> bool:
 
 
 def _note(checks: list[HookStatus], state: str, reason: str) -> None:
-    """All hooks or none are in place: those without a reason of their own get this one."""
+    """Set the status of all hooks. A check without its own reason gets ``reason``."""
     for check in checks:
         _status[check.hook.name] = HookStatus(check.hook, state, check.reason or reason, check.fingerprint)
 
 
 def uninstall(hooks: list[Hook]) -> None:
-    """Put the framework's own functions back."""
+    """Restore the functions of the framework."""
     for hook in hooks:
         if hook.name in _installed:
             _restore(hook.name)
@@ -169,7 +172,7 @@ def _restore(name: str) -> None:
 
 
 def status() -> list[HookStatus]:
-    """Every hook that was considered in this process."""
+    """Return the status of every hook that was checked in this process."""
     return list(_status.values())
 
 
@@ -181,10 +184,11 @@ def _owner(hook: Hook) -> tuple[Any, str]:
     return owner, attribute
 
 
-def _check(hook: Hook, version: str) -> HookStatus:
+def examine(hook: Hook, version: str) -> HookStatus:
+    """Return what ``install`` would do with a hook, ``installed`` or ``refused``, without installing it."""
     try:
         owner, attribute = _owner(hook)
-        original = inspect.unwrap(getattr(owner, attribute))
+        original = _undecorated(getattr(owner, attribute), attribute)
         found = fingerprint(original)
         absent = sorted(set(hook.parameters) - set(inspect.signature(original).parameters))
     except (AttributeError, ImportError, OSError, TypeError) as err:
@@ -194,23 +198,39 @@ def _check(hook: Hook, version: str) -> HookStatus:
     if absent:
         return HookStatus(hook, "refused", f"{hook.attribute} has no parameter {absent[0]}", found)
     if hook.fingerprints and found not in hook.fingerprints:
-        return HookStatus(hook, "refused", f"the source of {hook.attribute} is unknown ({found})", found)
+        state = "refused" if hook.strict else "installed"
+        return HookStatus(hook, state, f"the source of {hook.attribute} is unknown ({found})", found)
     return HookStatus(hook, "installed", "", found)
+
+
+def _undecorated(function: Any, name: str) -> Any:
+    """Return the function below its decorators.
+
+    DeepSpeed's ``instrument_w_nvtx`` lacks ``functools.wraps``: the function is only in the closure of its wrapper.
+    """
+    found = inspect.unwrap(function)
+    while getattr(found, "__name__", name) != name:
+        held = [cell.cell_contents for cell in getattr(found, "__closure__", None) or ()]
+        below = [value for value in held if inspect.isfunction(value) and value.__name__ == name]
+        if len(below) != 1:
+            break
+        found = inspect.unwrap(below[0])
+    return found
 
 
 def _wrap(check: HookStatus) -> None:
     hook = check.hook
+    reason = check.reason and (f"despite: {check.reason}" if check.state == "refused" else check.reason)
     if hook.name in _installed:
-        _status[hook.name] = HookStatus(hook, "installed", check.reason and f"in spite of: {check.reason}", check.fingerprint)
+        _status[hook.name] = HookStatus(hook, "installed", reason, check.fingerprint)
         return
     if hook.name in _in_source:
         _status[hook.name] = HookStatus(hook, "installed", "by the framework's own source", check.fingerprint)
         return
-    import wrapt  # 60 ms to import: only when there is a framework to hook into
+    import wrapt  # takes 60 ms, so only if there is a hook to install
 
     owner, attribute = _owner(hook)
     original = owner.__dict__[attribute]
     _installed[hook.name] = (owner, attribute, original)
     setattr(owner, attribute, wrapt.FunctionWrapper(original, hook.wrapper))
-    reason = check.reason and f"in spite of: {check.reason}"
     _status[hook.name] = HookStatus(hook, "installed", reason, check.fingerprint)

@@ -1,4 +1,4 @@
-"""The log that all of unickpt writes to."""
+"""The logger of the package."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ logger = logging.getLogger("unickpt")
 
 
 def printable(text: str) -> str:
-    """One line that is safe to print: what could steer a terminal or begin a line of its own is escaped.
-
-    For all text that comes from a file, a ring or the network.
-    """
+    """Escape control characters and line breaks. Used for text from files, rings and the network."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def make_visible() -> None:
-    """Give our logger a handler if the user has configured none: a report that no one sees is none."""
+    """Add a handler to the logger of the package if the program has configured none."""
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s"))

@@ -1,7 +1,7 @@
-"""Files and folders that another user of the machine cannot plant, redirect or read: shared memory is writable by everybody.
+"""Files and folders that other users of the machine cannot create, redirect or read. All users can write to shared memory.
 
-Every file is created under a random name (``O_EXCL``, no link is followed) and moved into place. Every folder is created with
-mode 0700, or its owner and mode are checked before it is used. A reader takes regular files of the expected owner only.
+Every file is created under a random name (``O_EXCL``, links are not followed) and moved into place. Every folder is created
+with mode 0700, or its owner and mode are checked before use. Readers accept only regular files of the expected owner.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import IO
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking: opening a FIFO would wait for a writer
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking, because opening a FIFO waits for a writer
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder that only this user can enter, or check one that is there. For folders in a directory of all users.
+    """Create a folder that only this user can enter, or check an existing one. Use it in directories shared by all users.
 
     Raises:
-        PermissionError: what is there is a link or no folder, belongs to another user, or is open to others.
+        PermissionError: the path is a link or not a folder, belongs to another user, or is open to other users.
         OSError: the folder cannot be created.
     """
     with contextlib.suppress(FileExistsError):
@@ -33,10 +33,10 @@ def make_folder(path: Path) -> None:
 
 
 def make_named_folder(path: Path) -> None:
-    """The same for a folder that the user has named: others may look into it, and it may be reached through links.
+    """Create or check a folder that the user has named. Other users may read it, and its path may contain links.
 
     Raises:
-        PermissionError: it is no folder, belongs to another user, or others can write to it.
+        PermissionError: the path is not a folder, belongs to another user, or other users can write to it.
         OSError: the folder cannot be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,13 +61,13 @@ def _check_folder(path: Path, found: os.stat_result, forbidden: int, owners: Col
 
 
 def create(path: Path) -> IO[bytes]:
-    """A new, empty file, readable and writable by its owner only. Whatever is at ``path`` is an error, also a link."""
+    """Create an empty file with mode 0600. An existing file or link at ``path`` is an error."""
     return os.fdopen(os.open(path, _CREATE, 0o600), "wb+", buffering=0)
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that is moved to ``path`` when the block ends; a link at ``path`` is replaced, not followed."""
+    """Create a file that is moved to ``path`` when the block ends. A link at ``path`` is replaced, not followed."""
     fresh = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     with create(fresh) as file:
         try:
@@ -80,25 +80,25 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append to a file of this user; create it if there is none.
+    """Append to a file of this user. A missing file is created.
 
     Raises:
-        OSError: it cannot be opened, is a link, or is not a regular file of this user with one name.
+        OSError: the file cannot be opened, is a link, or is not a regular file of this user with a single hard link.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o600), "ab", buffering=0) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink != 1:
-            raise PermissionError(f"{path} is not a regular file of user {os.geteuid()} with one name")
+            raise PermissionError(f"{path} is not a regular file of user {os.geteuid()} with a single hard link")
         file.write(data)
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file for reading: a regular one that belongs to the owner of its folder or to this user. Links are not followed.
+    """Open a regular file that belongs to the owner of its folder or to this user. Links are not followed.
 
     Raises:
-        PermissionError: it is something else; says what.
-        OSError: it cannot be opened.
+        PermissionError: the path is a link, not a regular file, or belongs to another user.
+        OSError: the file cannot be opened.
     """
     try:
         descriptor = os.open(path, _READ)
@@ -119,7 +119,7 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def read_text(path: Path, most_bytes: int) -> str:
-    """The text of a small file as ``open_regular`` opens it; '' if that is refused or there is none."""
+    """Return the text of a small file opened by ``open_regular``, or '' if it is missing or refused."""
     try:
         with open_regular(path) as file:
             return file.read(most_bytes).decode(errors="replace")
@@ -128,7 +128,7 @@ def read_text(path: Path, most_bytes: int) -> str:
 
 
 def own_folders(parent: Path, prefix: str) -> list[Path]:
-    """Folders of this user whose names begin with ``prefix``; links are left out."""
+    """Return the sorted folders of this user whose names begin with ``prefix``, without links."""
     found = []
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:

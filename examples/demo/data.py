@@ -1,4 +1,4 @@
-"""Real English text that every Python brings along, in an order that only the global step decides."""
+"""English text that comes with every Python, in an order that depends only on the global step."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor
 
 
 def corpus() -> Tensor:
-    """Python's language reference (what ``help("for")`` prints), some hundred KB, as a 1-D uint8 tensor."""
+    """Return Python's language reference (the text of ``help("for")``), some hundred KB, as a 1-D uint8 tensor."""
     text = "\n".join(topics.topics[name] for name in sorted(topics.topics))
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def batch(text: Tensor, step: int, size: int, length: int, *, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """This rank's part of the global batch of a step: inputs, and targets one byte ahead.
+    """Return this rank's part of the global batch of a step: inputs, and targets one byte ahead.
 
-    The global batch depends on ``step`` alone and the ranks divide it in order, so that any number
-    of ranks sees the same bytes at the same step.
+    The global batch depends only on ``step``, and the ranks divide it in order. Any number of ranks thus sees the same bytes
+    at the same step.
 
     Args:
-        text: 1-D uint8.
-        step: of the whole training, not of this process.
+        text: 1-D uint8 tensor.
+        step: step of the whole training, not of this process.
         size: sequences in the global batch, a multiple of ``ranks``.
         length: bytes per sequence.
 

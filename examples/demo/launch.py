@@ -1,4 +1,4 @@
-"""Starts ``train.py`` in a process group of its own, and collects what it has seen."""
+"""Starts ``train.py`` in a new process group, and collects its results."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """From ``2x4``: stage 2 on 4 ranks. Raises ValueError."""
+        """Parse a layout such as ``2x4``, stage 2 on 4 ranks. Raises ValueError."""
         stage, ranks = text.split("x")
         return cls(int(stage), int(ranks))
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process group, from its start to its end.
+    """One process group.
 
     Attributes:
-        name: of its folder under ``out``.
-        seed: the model is built with it, before anything is loaded.
-        until: the global step at which it stops.
+        name: name of its folder under ``out``.
+        seed: seed of the initial model, before a load.
+        until: global step at which it stops.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job reports.
+    """Results of a job.
 
     Attributes:
-        losses: global step -> mean loss of its global batch.
-        before_load, after_load, at_end: digests by state (``states.py``); empty if it did not load.
-        seconds: from its start to its end.
+        losses: global step -> mean loss of the global batch.
+        before_load, after_load, at_end: digests by state (``states.py``). The first two are empty if it did not load.
+        seconds: duration of the job.
     """
 
     losses: dict[int, float]
@@ -71,7 +71,7 @@ class Outcome:
 
 
 class JobFailedError(Exception):
-    """A process group failed or passed its time limit; the message ends with its log's last lines."""
+    """A process group failed or exceeded its time limit. The message ends with the last lines of its log."""
 
 
 def run_job(job: Job, out: Path, on_step: Callable[[int], None]) -> Outcome:
@@ -79,11 +79,11 @@ def run_job(job: Job, out: Path, on_step: Callable[[int], None]) -> Outcome:
 
     Args:
         job: what to run.
-        out: its folder ``out/<job.name>`` gets the config, the log and the results.
-        on_step: called now and then with the number of steps that the job has done.
+        out: folder of all jobs. ``out/<job.name>`` gets the config, the log and the results.
+        on_step: called from time to time with the number of steps that the job has done.
 
     Raises:
-        JobFailedError: it did not end well.
+        JobFailedError: it failed.
     """
     folder = out / job.name
     folder.mkdir(parents=True)
@@ -107,7 +107,7 @@ def run_job(job: Job, out: Path, on_step: Callable[[int], None]) -> Outcome:
 
 
 def base_config() -> dict[str, Any]:
-    """The DeepSpeed JSON that all jobs share; a job's own differs in the ZeRO stage only."""
+    """Return the DeepSpeed JSON of all jobs. That of one job differs only in the ZeRO stage."""
     config: dict[str, Any] = json.loads((HERE / "ds_config.json").read_text())
     return config
 
@@ -122,12 +122,12 @@ def _command(job: Job, folder: Path) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """CPU and one thread per rank: the ranks share few cores, and the sums of one rank do not depend on how many."""
+    """Return the environment: CPU, and one thread per rank, so that sums do not depend on the number of cores."""
     return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
 def _wait(process: subprocess.Popen[bytes], on_poll: Callable[[], None]) -> None:
-    """Until the process has ended or the time limit has passed."""
+    """Wait until the process has ended or the time limit has passed."""
     deadline = time.monotonic() + TIME_LIMIT_S
     while process.poll() is None and time.monotonic() < deadline:
         on_poll()
@@ -135,7 +135,7 @@ def _wait(process: subprocess.Popen[bytes], on_poll: Callable[[], None]) -> None
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun if it still runs; told with SIGTERM, it ends its workers."""
+    """End torchrun if it still runs. After SIGTERM it ends its workers."""
     if process.poll() is None:
         process.terminate()
         try:

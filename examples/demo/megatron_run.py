@@ -1,11 +1,11 @@
-"""One Megatron training, handed from shape to shape through universal checkpoints, beside the same training uninterrupted.
+"""One Megatron training that changes its parallel shape through universal checkpoints, and the same training uninterrupted.
 
     python examples/demo/megatron_run.py [--steps 15]
 
-TP2 x PP2, then PP4, then DP4 with the distributed optimizer, then a single rank. Exit status 0 means:
-after every hand-over every weight, main parameter and moment was the one at which the leg before had
-stopped, bit for bit (compared through Megatron's own resharding format), and the loss stayed as close to
-the uninterrupted run as another shape's uninterrupted run does.
+The shapes are TP2 x PP2, PP4, DP4 with the distributed optimizer, and a single rank. Exit status 0 means: after every change,
+all weights, main parameters and moments were equal bit for bit to those at the end of the previous leg (compared through
+Megatron's own resharding format), and the loss was as close to the uninterrupted run as that of an uninterrupted run under
+another shape.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ sys.path.insert(0, str(REPO))
 from plot import Curve, difference, draw  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from tests.launch import torchrun  # noqa: E402
-from tests.megatron.layouts import Layout  # noqa: E402
+from megatron_unickpt.testing.layouts import Layout  # noqa: E402
+from unickpt.testing.launch import torchrun  # noqa: E402
 
 OUT = Path(__file__).resolve().parent / "out" / "megatron"
 CHAIN = (("gpt-tp2pp2-dist", "TP2 x PP2"), ("gpt-pp4-dist", "PP4"), ("gpt-dp4-dist", "DP4"), ("gpt-one-dist", "one rank"))
-ALLOWED = 10.0  # times what another shape's uninterrupted run differs by
+ALLOWED = 10.0  # multiple of the difference of an uninterrupted run under another shape
 
 console = Console(highlight=False, soft_wrap=True, markup=False)
 
@@ -51,12 +51,12 @@ def main() -> int:
         seen = run(f"leg{at}", layout, seed=at + 1, until=(at + 1) * steps, options=options)
         if before is not None:
             exact &= tell_hand_over(f"{CHAIN[at - 1][1]} -> {label}", before, seen)
-        legs.append(told(label, seen))
+        legs.append(print_leg(label, seen))
         before = seen
     console.print(f"\nThe same {total} steps uninterrupted, under two shapes:")
-    reference = told(f"uninterrupted {CHAIN[0][1]}", run("whole", CHAIN[0][0], seed=1, until=total))
+    reference = print_leg(f"uninterrupted {CHAIN[0][1]}", run("whole", CHAIN[0][0], seed=1, until=total))
     options = ["--resume-from", OUT / "start"]
-    other = told("uninterrupted one rank", run("other", CHAIN[-1][0], seed=9, until=total, options=options))
+    other = print_leg("uninterrupted one rank", run("other", CHAIN[-1][0], seed=9, until=total, options=options))
     draw(OUT.parent / "demo-megatron.png", legs, reference, other)
     chain = {step: loss for leg in legs for step, loss in leg.losses.items()}
     largest, noise = (max(difference(found, reference.losses).values()) for found in (chain, other.losses))
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def run(name: str, layout: str, *, seed: int, until: int, options: list[Any] | None = None) -> dict[str, Any]:
-    """One process group; what it saw."""
+    """Run one process group, and return its results."""
     out = OUT / name
     out.mkdir(parents=True)
     arguments = ["--layout", layout, "--seed", str(seed), "--until", str(until), "--out", str(out), *map(str, options or [])]
@@ -80,7 +80,7 @@ def run(name: str, layout: str, *, seed: int, until: int, options: list[Any] | N
 
 
 def tell_hand_over(name: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Compare what the leg before stopped with to what the next one has loaded; True if it is the same."""
+    """Return whether a leg loaded exactly the state at the end of the previous leg."""
     left, right, accident = before["at_end"], after["after_load"], after["before_load"]
     names = sorted(left.keys() | right.keys())
     wrong = [name for name in names if left.get(name) != right.get(name)]
@@ -95,8 +95,8 @@ def tell_hand_over(name: str, before: dict[str, Any], after: dict[str, Any]) -> 
     return not wrong
 
 
-def told(label: str, seen: dict[str, Any]) -> Curve:
-    """Print a line about a training."""
+def print_leg(label: str, seen: dict[str, Any]) -> Curve:
+    """Print a line about a leg."""
     losses = seen["losses"]
     first, last = min(losses), max(losses)
     span = f"loss {losses[first]:.4f} -> {losses[last]:.4f}"

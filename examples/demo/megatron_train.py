@@ -1,4 +1,4 @@
-"""A GPT trained by megatron-core's own schedules, DDP and distributed optimizer, on the tests' CPU harness.
+"""A GPT trained with megatron-core's own schedules, DDP and distributed optimizer, on the CPU harness.
 
 Started by ``megatron_run.py`` under torchrun, once per process group.
 """
@@ -12,22 +12,22 @@ import logging
 import warnings
 from pathlib import Path
 
-from tests.megatron.jobs import Job  # isort: skip  before anything of megatron
+from megatron_unickpt.testing.jobs import Job  # isort: skip  before anything of megatron
 
 import torch
 import torch.distributed as dist
 from data import batch, corpus
 
 import megatron_unickpt
-from tests.launch import leave
-from tests.megatron.layouts import Layout
-from tests.megatron.truth import close, consolidated
+from megatron_unickpt.testing.layouts import Layout
+from megatron_unickpt.testing.truth import close, consolidated
+from unickpt.testing.launch import leave
 
 LENGTH, BATCH, WIDTH = 64, 8, 128
 
 
 class TextJob(Job):
-    """Bytes of real text instead of random tokens."""
+    """Use bytes of real text instead of random tokens."""
 
     text = corpus()
 
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def digests(job: Job, out: Path, *, optimizer: bool = True) -> dict[str, str]:
-    """Every weight, main parameter and moment in global coordinates, as Megatron's own format reshards them. Collective."""
+    """Return digests of all weights, main parameters and moments, resharded by Megatron's own format. Collective."""
     found = consolidated(job, out / "scratch", optimizer=optimizer) or {}
     return {
         name: f"{t.dtype} {tuple(t.shape)} {hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()}"

@@ -1,8 +1,8 @@
-"""A byte-level Transformer, small enough to train on two CPU cores, with what tends to go wrong in a checkpoint.
+"""A byte-level Transformer, small enough to train on two CPU cores, with the difficult cases of a checkpoint.
 
-That is: a parameter with two names (embedding and head are tied), tiny parameters beside large
-ones (LayerNorms; ZeRO-3 keeps them whole and cuts the others), a buffer drawn from the seed,
-without which the trained weights are worthless, and a 0-dimensional integer buffer that training changes.
+These are a parameter with two names (embedding and head are tied), tiny parameters next to large ones (ZeRO-3 keeps LayerNorms
+whole and divides the others), a random buffer that the trained weights depend on, and a 0-dimensional integer buffer that
+training changes.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Predicts the next byte; ``forward`` returns the mean cross-entropy in nats per byte.
+    """Predicts the next byte. ``forward`` returns the mean cross-entropy in nats per byte.
 
-    Positions are random Fourier features: the buffer ``frequencies`` comes from the seed and is
-    never trained, so a model of another seed has the wrong ones until a checkpoint brings them.
+    Positions are random Fourier features. The buffer ``frequencies`` comes from the seed and is not trained, so a model of
+    another seed needs those of the checkpoint.
     """
 
     frequencies: Tensor
@@ -62,7 +62,7 @@ class ByteTransformer(nn.Module):
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """``inputs`` and ``targets``: int64 bytes of shape (batch, length), targets one byte ahead."""
+        """``inputs`` and ``targets`` are int64 bytes of shape (batch, length). Targets are one byte ahead."""
         if self.training:
             self.updates += 1
         angles = torch.arange(inputs.shape[1], device=inputs.device)[:, None] * self.frequencies

@@ -1,4 +1,4 @@
-"""The picture: the chain's loss on top of an uninterrupted run's, and how far they are apart."""
+"""Plots the loss of the chain and of an uninterrupted run, and their difference."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ Losses = Mapping[int, float]
 
 @dataclass(frozen=True)
 class Curve:
-    """One training's losses by global step, and how the picture calls it."""
+    """Losses of one training by global step, and its label in the picture."""
 
     label: str
     losses: Losses
 
 
 def difference(a: Losses, b: Losses) -> dict[int, float]:
-    """Absolute difference at the steps that both have."""
+    """Return the absolute difference at the steps of both."""
     return {step: abs(a[step] - b[step]) for step in sorted(a.keys() & b.keys())}
 
 
@@ -50,8 +50,7 @@ def draw(path: Path, legs: Sequence[Curve], reference: Curve, other: Curve) -> N
     Args:
         legs: the chain, one curve per process group, in order.
         reference: an uninterrupted run.
-        other: an uninterrupted run under another layout; its distance from ``reference`` is the
-            noise that the layout alone brings.
+        other: an uninterrupted run under another layout. Its distance from ``reference`` is the effect of the layout.
     """
     with plt.rc_context(STYLE):
         figure, (top, bottom) = plt.subplots(

@@ -1,11 +1,10 @@
-"""One training, handed from layout to layout through universal checkpoints, beside the same training uninterrupted.
+"""One training that changes its layout through universal checkpoints, and the same training uninterrupted.
 
     python examples/demo/run.py [--chain 2x4,3x2,1x3,0x1] [--steps 20]
 
-Every leg of the chain is a process group of its own, with another ZeRO stage, another number of
-ranks and a model built from another seed. Exit status 0 means: after every hand-over, every state
-was the one at which the leg before had stopped, bit for bit, and the loss stayed as close to the
-uninterrupted run as another uninterrupted run does.
+Each leg of the chain is a new process group, with another ZeRO stage, another number of ranks and a model of another seed. Exit
+status 0 means: after every change, all states were equal bit for bit to those at the end of the previous leg, and the loss was
+as close to the uninterrupted run as that of another uninterrupted run.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ def main() -> int:
 
 
 def demonstrate(chain: Sequence[Layout], steps: int) -> bool:
-    """Run all, tell what it gave, draw the picture.
+    """Run all legs, print the results, and draw the picture.
 
     Args:
-        chain: the layouts of the legs.
-        steps: of each leg.
+        chain: layouts of the legs.
+        steps: steps of each leg.
 
     Returns:
-        Whether all was as promised.
+        Whether all states were equal and the loss was close.
 
     Raises:
         JobFailedError: a process group failed.
@@ -71,7 +70,7 @@ def demonstrate(chain: Sequence[Layout], steps: int) -> bool:
 
 
 def run_chain(chain: Sequence[Layout], steps: int) -> tuple[list[Curve], bool]:
-    """The legs' losses, and whether every hand-over was exact."""
+    """Run the legs. Returns their losses, and whether every change was exact."""
     curves: list[Curve] = []
     before: Outcome | None = None
     exact = True
@@ -95,7 +94,7 @@ def run_chain(chain: Sequence[Layout], steps: int) -> tuple[list[Curve], bool]:
 
 
 def run_uninterrupted(layout: Layout, steps: int) -> Curve:
-    """All steps in one process group, from the seed of the chain's first leg."""
+    """Run all steps in one process group, from the seed of the first leg."""
     job = Job(name=f"uninterrupted-{layout.stage}x{layout.ranks}", layout=layout, seed=FIRST_SEED, until=steps)
     outcome = run(job, steps)
     tell_training(layout, outcome)
@@ -103,7 +102,7 @@ def run_uninterrupted(layout: Layout, steps: int) -> Curve:
 
 
 def run(job: Job, steps: int) -> Outcome:
-    """Run a job, with a progress bar where there is a terminal."""
+    """Run a job, with a progress bar in a terminal."""
     bar = Progress(
         TextColumn(f"  {job.layout}"),
         BarColumn(),
@@ -119,14 +118,14 @@ def run(job: Job, steps: int) -> Outcome:
 
 
 def require_universal(job: Job) -> None:
-    """Raises JobFailedError if DeepSpeed wrote its own checkpoint: then the JSON key did nothing."""
+    """Raise JobFailedError if DeepSpeed wrote its own checkpoint, because the JSON key had no effect."""
     tag = (CHECKPOINTS / "latest").read_text().strip()
     if not (CHECKPOINTS / tag / "manifest.json").is_file():
         raise JobFailedError(f"{job.name} wrote no universal checkpoint: is unickpt installed in {sys.prefix}?")
 
 
 def tell_hand_over(name: str, before: Outcome, after: Outcome) -> bool:
-    """Compare what the leg before stopped with to what the next one has loaded; True if it is the same."""
+    """Return whether a leg loaded exactly the state at the end of the previous leg."""
     left, right = before.at_end, after.after_load
     names = sorted(left.keys() | right.keys())
     wrong = [name for name in names if left.get(name) != right.get(name)]
@@ -142,14 +141,14 @@ def tell_hand_over(name: str, before: Outcome, after: Outcome) -> bool:
 
 
 def tell_training(layout: Layout, outcome: Outcome) -> None:
-    """A line about the training that a process group did."""
+    """Print a line about a leg."""
     first, last = min(outcome.losses), max(outcome.losses)
     losses = f"loss {outcome.losses[first]:.4f} -> {outcome.losses[last]:.4f}"
     console.print(f"  {layout!s:<10}  steps {first:>3} to {last:>3}   {losses}   {outcome.seconds:.0f} s")
 
 
 def tell_losses(legs: Sequence[Curve], reference: Curve, other: Curve) -> bool:
-    """Print the losses side by side; True if the chain is as close to ``reference`` as ``other`` is, roughly."""
+    """Print the losses. Returns whether the chain is about as close to ``reference`` as ``other`` is."""
     chain = {step: loss for leg in legs for step, loss in leg.losses.items()}
     layouts = {step: leg.label for leg in legs for step in leg.losses}
     apart = difference(chain, reference.losses)
@@ -171,7 +170,9 @@ def tell_losses(legs: Sequence[Curve], reference: Curve, other: Curve) -> bool:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--chain", type=_chain, default=CHAIN, help="legs as STAGExRANKS, by commas (default: %(default)s)")
+    parser.add_argument(
+        "--chain", type=_chain, default=CHAIN, help="legs STAGExRANKS, separated by commas (default: %(default)s)"
+    )
     parser.add_argument("--steps", type=_positive, default=20, help="per leg (default: %(default)s)")
     return parser.parse_args()
 

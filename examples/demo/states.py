@@ -1,7 +1,7 @@
-"""Digests of everything a training consists of, read from a live engine with DeepSpeed's own accessors.
+"""Digests of the state of a training, read from a live engine with DeepSpeed's own accessors.
 
-This is the demo's measure, so it knows nothing of unickpt: two engines hold the same training if
-and only if their digests are equal, whatever their ZeRO stage and number of ranks.
+This module does not use unickpt, so that it can verify unickpt. Two engines hold the same state if and only if their digests
+are equal, whatever their ZeRO stage and number of ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def weight_digests(engine: Any) -> Digests:
-    """What the model computes with: every parameter, whole, and every buffer. Collective."""
+    """Return the digests of all parameters, gathered, and all buffers. Collective."""
     found = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
@@ -31,7 +31,7 @@ def weight_digests(engine: Any) -> Digests:
 
 
 def digests(engine: Any) -> Digests:
-    """Weights, buffers, fp32 masters, Adam's moments and step counts, and the schedule. Collective."""
+    """Return the digests of weights, buffers, fp32 masters, Adam's moments and steps, and the schedule. Collective."""
     found = weight_digests(engine)
     for name, parameter in engine.module.named_parameters():
         found[f"{name} (master)"] = _digest(_master(parameter))
@@ -47,19 +47,19 @@ def digests(engine: Any) -> Digests:
 
 
 def _master(parameter: nn.Parameter) -> Tensor:
-    """The fp32 master; without ZeRO, and in fp32, that is the parameter itself."""
+    """Return the fp32 master. In fp32 without ZeRO it is the parameter."""
     whole = safe_get_full_fp32_param(parameter)
     return parameter if whole is None else whole
 
 
 def _moment(engine: Any, parameter: nn.Parameter, key: str) -> Tensor:
-    """One of Adam's moments, in the shape of the parameter; without ZeRO, torch's optimizer has it."""
+    """Return one of Adam's moments, in the shape of the parameter. Without ZeRO, torch's optimizer has it."""
     whole: Tensor | None = safe_get_full_optimizer_state(parameter, key)
     return _optimizer(engine).state[parameter][key] if whole is None else whole
 
 
 def _optimizer(engine: Any) -> torch.optim.Optimizer:
-    """torch's own optimizer, which ZeRO wraps."""
+    """Return torch's optimizer, which ZeRO wraps."""
     optimizer: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return optimizer
 
@@ -71,7 +71,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _agreed(found: Digests) -> Digests:
-    """The digests, which must be the same on every rank. Raises RuntimeError where they are not."""
+    """Return the digests. Raises RuntimeError if they differ between ranks."""
     everyone: list[Digests] = [{} for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather_object(everyone, found)
     torn = [key for key, value in found.items() if any(other.get(key) != value for other in everyone)]

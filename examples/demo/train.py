@@ -1,4 +1,4 @@
-"""An ordinary DeepSpeed training script. It neither imports nor mentions unickpt: the JSON does.
+"""An ordinary DeepSpeed training script. It does not import unickpt; the JSON enables it.
 
 Started by ``run.py`` under torchrun, once per process group.
 """
@@ -32,7 +32,7 @@ def main() -> None:
         seen["before_load"] = weight_digests(engine)
         loaded, _ = engine.load_checkpoint(str(args.resume_from))
         if loaded is None:
-            raise SystemExit(f"there is no checkpoint in {args.resume_from}")
+            raise SystemExit(f"{args.resume_from} has no checkpoint")
         seen["after_load"] = digests(engine)
     train(engine, args.until, args.out / "losses.jsonl")
     seen["at_end"] = digests(engine)
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def train(engine: Any, until: int, log: Path) -> None:
-    """Train up to a global step, and write the global batch's mean loss at every one, before its update."""
+    """Train up to a global step, and write the mean loss of each global batch, before its update."""
     text = corpus()
     rank, ranks = engine.global_rank, engine.world_size
     with log.open("w") as losses:
@@ -62,15 +62,14 @@ def train(engine: Any, until: int, log: Path) -> None:
 
 
 def leave() -> NoReturn:
-    """End this process, once all ranks are done, without Python's finalization.
+    """End this process without Python's finalization, after all ranks are done.
 
-    A thread of gloo may still be giving back the tensors of the last collective. If Python (before
-    3.14) is being finalized by then, that aborts the process ("terminate called without an active
-    exception") although all its work is done. ``destroy_process_group`` would wait for the
-    thread, but DeepSpeed keeps references to the group.
+    A thread of gloo may still release the tensors of the last collective. Before Python 3.14 this aborts the process during
+    the finalization ("terminate called without an active exception"). ``destroy_process_group`` would wait for the thread, but
+    DeepSpeed keeps references to the group.
     """
     torch.distributed.barrier()
-    atexit._run_exitfuncs()  # what an ordinary exit does: a checkpoint that is still being written is finished
+    atexit._run_exitfuncs()  # an ordinary exit also finishes a checkpoint that is still being written
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -80,7 +79,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True, help="DeepSpeed JSON")
     parser.add_argument("--out", type=Path, required=True, help="folder for losses.jsonl and seen.json")
-    parser.add_argument("--seed", type=int, required=True, help="of the weights and buffers that the model is built with")
+    parser.add_argument("--seed", type=int, required=True, help="seed of the initial weights and buffers")
     parser.add_argument("--until", type=int, required=True, help="global step to stop at")
     parser.add_argument("--resume-from", type=Path, help="folder of checkpoints")
     parser.add_argument("--save-to", type=Path, help="folder of checkpoints")

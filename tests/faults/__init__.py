@@ -1,1 +1,1 @@
-"""Faults made on purpose: what ``scripts/faults.py`` counts, and ``tests/test_faults.py`` sees a handful of."""
+"""Faults made on purpose: ``python -m tests.faults`` counts them, and ``test_faults.py`` checks a few of each."""

@@ -11,10 +11,10 @@ from tests.faults import ranks
 from tests.faults.state import Resumed, files, resume
 from tests.faults.tally import Tally, spread
 
-HARMLESS = "harmless: every bit of the newest one comes back"
-DETECTED = "detected, with an error that names the file; the one before is resumed"
-NAMELESS = "`latest` is of no use: the newest whole one is resumed, and the log says why"
-NO_LATEST = "`latest` is gone: nothing is resumed unasked, as DeepSpeed does; a warning lists the whole checkpoints"
+HARMLESS = "harmless: newest checkpoint resumed bit for bit"
+DETECTED = "detected with an error that names the file; previous checkpoint resumed"
+NAMELESS = "`latest` unusable: newest complete checkpoint resumed, and the log gives the reason"
+NO_LATEST = "`latest` missing: nothing resumed, as in DeepSpeed; a warning lists the complete checkpoints"
 
 
 def _each(tally: Tally, folder: Path, count: int, chance: random.Random, damage: Callable[[bytes, int], bytes | None]) -> None:
@@ -56,8 +56,8 @@ def _kind(found: Resumed, name: str, path: Path) -> str:
 
 def bits(folder: Path, count: int, seed: int) -> list[Tally]:
     """One bit of one file."""
-    tally = Tally("a bit flipped", "at random places of the newest checkpoint: manifest, index, data files (headers and "
-                  "data) and `latest`, in turn; the manifest is not signed again")  # fmt: skip
+    tally = Tally("flipped bit", "at random positions of the newest checkpoint: manifest, index, data files (headers and "
+                  "data) and `latest`, in turn; the checksum of the manifest is not updated")  # fmt: skip
     chance = random.Random(seed)
 
     def flip(content: bytes, _: int) -> bytes:
@@ -71,7 +71,7 @@ def bits(folder: Path, count: int, seed: int) -> list[Tally]:
 def ends(folder: Path, count: int, seed: int) -> list[Tally]:
     """A file cut off, or longer than it was, or gone."""
     tally = Tally(
-        "a file truncated", "to 0 bytes, 1 byte, all but one, one more, none at all (deleted); else to a random length"
+        "truncated file", "to 0 bytes, to 1 byte, by 1 byte, longer by 1 byte, deleted; in all other cases to a random length"
     )
     chance = random.Random(seed)
 
@@ -86,7 +86,7 @@ def ends(folder: Path, count: int, seed: int) -> list[Tally]:
 def pages(folder: Path, count: int, seed: int) -> list[Tally]:
     """What a crash of the machine leaves of a file that was never synced: its length, and zeros."""
     tally = Tally(
-        "a block of zeros", "512 bytes at a random place, aligned, read as zeros, as after a loss of power without fsync"
+        "block of zeros", "512 aligned bytes at a random position become zeros, as after a loss of power without fsync"
     )
     chance = random.Random(seed)
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-import psutil
-
 from tests.faults.state import Resumed
 from tests.faults.tally import Tally
-from tests.launch import REPO, environment, free_port
+from tests.support.repository import REPO
+from unickpt.testing.launch import end, start
 
 WORLD = 2
 STAGES = (1, 3, 0, 2)
@@ -45,7 +42,7 @@ def at_random(folder: Path, count: int, seed: int) -> list[Tally]:
             else:
                 job.wait(PATIENCE_S)
         finally:
-            _kill(job)
+            end(job)
         if number:
             found = json.loads((folder / "word").read_text()) if (folder / "word").exists() else {"step": None, "wrong": []}
             resumed = Resumed(found.get("path"), found["step"], (), tuple(found["wrong"]))
@@ -56,28 +53,15 @@ def at_random(folder: Path, count: int, seed: int) -> list[Tally]:
     return [tally]
 
 
-def _start(folder: Path, stage: int, *, check: bool) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), "--master-addr", "127.0.0.1",
-        "--master-port", str(free_port()), "-m", "tests.faults.deepspeed_worker", str(folder), str(stage),
-    ]  # fmt: skip
-    with (folder / "log").open("ab") as log:
-        command += ["check"] if check else []
-        return subprocess.Popen(command, cwd=REPO, env=environment(), stdout=log, stderr=log, start_new_session=True)
+def _start(folder: Path, stage: int, *, check: bool) -> subprocess.Popen[str]:
+    arguments = [str(folder), str(stage), *(["check"] if check else [])]
+    with (folder / "log").open("a") as log:
+        return start(WORLD, "-m", "tests.faults.deepspeed_worker", *arguments, output=log, folder=REPO)
 
 
-def _until(condition, job: subprocess.Popen[bytes]) -> None:  # type: ignore[no-untyped-def]
-    end = time.monotonic() + PATIENCE_S
+def _until(condition, job: subprocess.Popen[str]) -> None:  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert job.poll() is None, "the job ended by itself: look at its log"
-        assert time.monotonic() < end, "the job does not come to save"
+        assert time.monotonic() < deadline, "the job does not come to save"
         time.sleep(0.01)
-
-
-def _kill(job: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for rank in psutil.Process(job.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                rank.kill()
-        job.kill()
-    job.wait()

@@ -14,10 +14,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from tests.deepspeed.jobs import Layout, build, train
-from tests.deepspeed.truth import consolidated, differences
-from tests.faults.ranks import told
-from tests.launch import leave
+from tests.faults.ranks import write_word
+from tests.integration.deepspeed.jobs import Layout, build, train
+from tests.integration.deepspeed.truth import consolidated, differences
+from unickpt.testing.launch import leave
 
 ADAM = ("exp_avg", "exp_avg_sq")
 
@@ -33,7 +33,7 @@ def main() -> None:
         truth = torch.load(folder / f"truth{engine.global_steps}.pt", weights_only=False)
         wrong = differences(truth, consolidated(engine, ADAM))
         if dist.get_rank() == 0:
-            told(folder / "word", {"step": engine.global_steps, "wrong": wrong, "path": path})
+            write_word(folder / "word", {"step": engine.global_steps, "wrong": wrong, "path": path})
     while not check:
         train(engine, 1)
         truth = consolidated(engine, ADAM)

@@ -11,18 +11,18 @@ from tests.faults import ranks
 from tests.faults.ranks import KEEP
 from tests.faults.state import JOBS, resume
 from tests.faults.tally import Tally, spread
-from unickpt.retention import Retention
-from unickpt.saves import SaveOptions
-from unickpt.saving import Saver
+from unickpt.save.requests import SaveOptions
+from unickpt.save.retention import Retention
+from unickpt.save.saver import Saver
 
 SAVES = 12  # of each job, in one race
 
 
 def two(folder: Path, count: int, seed: int) -> list[Tally]:
     """Under the same tags, and under different ones, with and without retention."""
-    same = Tally("two jobs, the same tags", f"two processes race to save {SAVES} times each under one tag, and `latest`; "
-                 "a third resumes all the time")  # fmt: skip
-    other = Tally("two jobs, different tags", "the same, each under its own tags, one half with `keep_last` 2")
+    how = f"two processes save {SAVES} times each at once, under one tag and `latest`; a third process resumes in a loop"
+    same = Tally("two jobs, the same tags", how)
+    other = Tally("two jobs, different tags", "the same, each under its own tags; half of the cases with `keep_last` 2")
     for tally, tagged in ((same, False), (other, True)):
         said: Counter[str] = Counter()
         resumes = 0
@@ -61,9 +61,9 @@ def two(folder: Path, count: int, seed: int) -> list[Tally]:
             if committed and (found.step is None or found.skipped):
                 tally.lost.append(f"race {number}: at the end {found}")
             tally.outcomes[
-                f"at the end a whole save of one job is resumed{', nothing skipped' if not found.skipped else ''}"
+                f"at the end a complete checkpoint of one job is resumed{'' if found.skipped else ', none is passed over'}"
             ] += 1
-        tally.notes.append(f"{resumes:,} resumes while the jobs saved, none of them wrong; the saves: {spread(said)}")
+        tally.notes.append(f"{resumes:,} resumes during the saves, none of them wrong; results of the saves: {spread(said)}")
     return [same, other]
 
 
@@ -83,4 +83,4 @@ def _race(folder: Path, job: int, go: Path, word: Path, *, tagged: bool, keep: R
         save.wait(ranks.HANG_S)
         reason = "" if save.committed else save.cause()
         said.append("refused: another process is saving into this directory" if "is locked" in reason else reason[:80])
-    ranks.told(word, said)
+    ranks.write_word(word, said)

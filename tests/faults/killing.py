@@ -17,10 +17,10 @@ from tests.faults.calls import CHANGING, Act, Call, watched
 from tests.faults.ranks import KEEP, Meeting
 from tests.faults.state import copied, resume
 from tests.faults.tally import Tally, spread
-from unickpt.coordination import Rendezvous
+from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.errors import CoordinationError
-from unickpt.saves import PendingSave, SaveOptions
-from unickpt.saving import Saver
+from unickpt.save.requests import PendingSave, SaveOptions
+from unickpt.save.saver import Saver
 
 WORLD = 3
 _PLACE = 48
@@ -70,22 +70,22 @@ def _train(rank: int, folder: Path, scratch: Path, board: Board, first: int, mee
             board.put(rank, 0, step)
             wanted = ranks.request(folder, tag, step, meet, on_end=lambda save, step=step: over(save, step))
             try:
-                saver.save(wanted, meet.apart("save"))
+                saver.save(wanted, meet.separate("save"))
             except CoordinationError as err:
                 errors.append(str(err))
             if errors:
                 break
             time.sleep(chance.uniform(0.0, 0.004))  # training
         saver.finish(ranks.HANG_S)
-    ranks.told(scratch / f"rank{rank}", errors)
+    ranks.write_word(scratch / f"rank{rank}", errors)
 
 
 def at_random(folder: Path, count: int, seed: int) -> list[Tally]:
     """One rank or all of them, at an instant that is uniform over the save loop; the next job goes on in the folder."""
     chance = random.Random(seed)
-    one = Tally("kill -9 of one rank", f"{WORLD} processes save in a loop behind training, one is killed at a random instant; "
-                "the next job goes on in the same folder")  # fmt: skip
-    every = Tally("kill -9 of all ranks", "the same, all are killed at once")
+    one = Tally("kill -9 of one rank", f"{WORLD} processes train and save asynchronously in a loop; one is killed at a "
+                "random time; the next job resumes in the same folder")  # fmt: skip
+    every = Tally("kill -9 of all ranks", "the same; all are killed at once")
     places: dict[str, Counter[str]] = {"one": Counter(), "all": Counter()}
     words: Counter[str] = Counter()
     saves = Path(folder) / "saves"
@@ -130,24 +130,24 @@ def at_random(folder: Path, count: int, seed: int) -> list[Tally]:
         tally.judge(found, at_least=known or None, newest=begun, where=f"job {number}, {what}")
         last = found.step or 0
     for tally, what in ((one, "one"), (every, "all")):
-        tally.notes.append(f"the last thing done before it: {spread(places[what])}")
-    one.notes.append(f"what the other ranks said: {spread(words)}")
-    every.notes.append(f"checkpoints committed by all these jobs: {committed:,}")
+        tally.notes.append(f"last operation before the kill: {spread(places[what])}")
+    one.notes.append(f"messages of the other ranks: {spread(words)}")
+    every.notes.append(f"checkpoints committed by these jobs: {committed:,}")
     return [one, every]
 
 
 def _kind(word: str, victims: list[int]) -> str:
-    if "no word from rank" in word:
+    if "no message from rank" in word:
         return f"names rank {victims[0]}" if f"rank {victims[0]}" in word else "names another rank"
-    return "the store is gone" if "store does not answer" in word else word[:80]
+    return "the store does not answer" if "store of the job does not answer" in word else word[:80]
 
 
 def at_every_call(folder: Path, count: int, seed: int) -> list[Tally]:
     """The process with all ranks dies before, and after, every system call of a save."""
     tally = Tally(
         "kill -9 at every system call",
-        "a process with 3 ranks (threads) kills itself before and after each call that changes the file system, into a new "
-        "tag and into one that exists; then the next job saves into the same folder",
+        "a process with 3 ranks (threads) kills itself before and after each call that changes the file system, in a save to "
+        "a new tag and to an existing tag; then the next job saves into the same folder",
     )
     base = ranks.sound(folder / "base")
     cases = [

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests import handmade
-from tests.handmade import IndexParts, digest, join_safetensors, replace_file, split_safetensors
-from unickpt import index_file, manifest, objects
 from unickpt.errors import UnickptError
-from unickpt.index import check_coverage
-from unickpt.loading import Checkpoint
-from unickpt.safetensors_io import parse_header
-from unickpt.verification import verify
+from unickpt.format import index_codec, manifest, objects
+from unickpt.format.index import check_coverage
+from unickpt.format.safetensors_header import parse_header
+from unickpt.load.checkpoint import Checkpoint
+from unickpt.load.verify import verify_checkpoint
+from unickpt.testing import handmade
+from unickpt.testing.handmade import IndexParts, digest, join_safetensors, replace_file, split_safetensors
 
 ALLOWANCE_BYTES = 384 << 20  # of address space over what the process has; a lie about sizes asks for gigabytes
 
@@ -313,9 +313,9 @@ class Attacker:
 
     @staticmethod
     def use_index(data: bytes) -> None:
-        found = index_file.from_bytes(data, where="fuzz")
+        found = index_codec.from_bytes(data, where="fuzz")
         check_coverage(found)
-        index_file.from_bytes(index_file.to_bytes(found), where="fuzz, written again")
+        index_codec.from_bytes(index_codec.to_bytes(found), where="fuzz, written again")
 
     def use_objects(self, text: bytes) -> None:
         try:
@@ -328,7 +328,7 @@ class Attacker:
 def use(directory: Path) -> None:
     """Everything that loading and verifying do with a checkpoint; both are done before the first refusal is raised."""
     refused: list[UnickptError] = []
-    for way in (verify, load_everything):
+    for way in (verify_checkpoint, load_everything):
         try:
             way(directory)
         except UnickptError as err:

@@ -21,11 +21,11 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.faults.state import contribution
-from tests.test_saving import on_all_ranks
-from unickpt.coordination import Rendezvous
-from unickpt.retention import Retention
-from unickpt.saves import Request, SaveOptions, SaveResult
-from unickpt.saving import Saver
+from tests.support.rank_threads import on_all_ranks
+from unickpt.coordination.rendezvous import Rendezvous
+from unickpt.save.requests import SaveOptions, SaveRequest, SaveResult
+from unickpt.save.retention import Retention
+from unickpt.save.saver import Saver
 
 ROWS = 300
 KEEP = Retention(keep_last=2)
@@ -36,9 +36,9 @@ def alone() -> Rendezvous:
     return Rendezvous(None, rank=0, world=1, prefix="alone")
 
 
-def request(folder: Path, tag: str, step: int, meet: Rendezvous, *, rows: int = ROWS, **more: Any) -> Request:
+def request(folder: Path, tag: str, step: int, meet: Rendezvous, *, rows: int = ROWS, **more: Any) -> SaveRequest:
     """A save of the state of a step."""
-    return Request(lambda _: contribution(step, meet.rank, meet.world, rows), str(folder), tag, True, **more)
+    return SaveRequest(lambda _: contribution(step, meet.rank, meet.world, rows), str(folder), tag, True, **more)
 
 
 def save_on_threads(folder: Path, tag: str, step: int, *, world: int = 3, rows: int = ROWS, **more: Any) -> list[Any]:
@@ -122,7 +122,7 @@ class Meeting:
         del store
 
 
-def told(file: Path, what: Any) -> None:
+def write_word(file: Path, what: Any) -> None:
     """A child's last word."""
     temporary = file.with_suffix(".new")
     temporary.write_text(json.dumps(what))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from tests.faults import ranks
 from tests.faults.calls import CALLS, CHANGING, Call, Refuse, short_writes, watched
 from tests.faults.state import copied, files, resume
-from tests.faults.tally import UNNAMED, Tally, spread
+from tests.faults.tally import PREVIOUS, UNNAMED, Tally, spread
 
 Case = TypeVar("Case")
 REMOVING = ("unlink", "rmdir", "listdir", "scandir", "stat", "lstat")  # if these fail, files may stay
@@ -34,7 +34,7 @@ def _judge(tally: Tally, folder: Path, results: list[Any], before: dict[str, int
     tally.judge(found, at_least=step if committed == {True} and named else step - 1, newest=step, where=where)
     if not named:
         tally.outcomes[UNNAMED] += 1
-        tally.outcomes.subtract(["the save is absent, the one before is resumed"])
+        tally.outcomes.subtract([PREVIOUS])
     if committed == {False} and before is not None and files(folder) != before:
         tally.lost.append(f"{where}: left {sorted(set(files(folder)) ^ set(before))}")
 
@@ -58,8 +58,8 @@ def errors(folder: Path, count: int, seed: int) -> list[Tally]:
     """One call fails: each in turn."""
     tally = Tally(
         "EIO at one system call",
-        f"each call of {', '.join(CALLS)} in a save by 3 ranks (threads), in turn: refused, or done but reported as failed; "
-        "into a new tag and into one that exists",
+        f"each call of {', '.join(CALLS)} in a save by 3 ranks (threads), in turn: it fails, or it succeeds and reports "
+        "failure; saves to a new tag and to an existing tag",
     )
     base = ranks.sound(folder / "base")
     cases: list[tuple[str, str, int, bool]] = []
@@ -83,9 +83,9 @@ def errors(folder: Path, count: int, seed: int) -> list[Tally]:
 def gone(folder: Path, count: int, seed: int) -> list[Tally]:
     """From one call on, everything fails: the disk is gone. It comes back, and the next save is tried."""
     tally = Tally(
-        "EIO from one system call on",
-        "from each call on, all calls that change the file system fail (the disk is gone); then it is back, and the next "
-        "save must be committed",
+        "EIO from one system call onwards",
+        "from each call onwards, all calls that change the file system fail, as if the disk were gone; then the disk returns, "
+        "and the next save must be committed",
     )
     base = ranks.sound(folder / "base")
     cases = [
@@ -110,7 +110,7 @@ def gone(folder: Path, count: int, seed: int) -> list[Tally]:
 
 def short(folder: Path, count: int, seed: int) -> list[Tally]:
     """Writes that take less than they are given."""
-    how = "every `writev` and `pwrite` takes at most n bytes: 1, 511, 512, 4096, and at random up to 5,000"
+    how = "every `writev` and `pwrite` writes at most n bytes: 1, 511, 512, 4096, and random values up to 5,000"
     tally = Tally("short writes", how)
     base = ranks.sound(folder / "base")
     chance = random.Random(seed)
@@ -137,13 +137,13 @@ def disk(folder: Path, size_bytes: int) -> Iterator[bool]:
 
 def full(folder: Path, count: int, seed: int) -> list[Tally]:
     """A disk with less room than the save needs, by a random amount; then room is made."""
-    tally = Tally("disk full", "a tmpfs on which other files leave a random amount of room, from none to more than the save "
+    tally = Tally("full disk", "a tmpfs on which other files leave a random amount of space, from none to more than the save "
                   "needs; then they are removed, and the next save must be committed")  # fmt: skip
     chance = random.Random(seed)
     given_back: Counter[str] = Counter()
     with disk(folder / "disk", 4 << 20) as mounted:
         if not mounted:
-            tally.notes.append("not done: this machine does not let us mount a tmpfs")
+            tally.notes.append("not done: this machine does not permit to mount a tmpfs")
             return [tally]
         saves = folder / "disk" / "saves"
         ranks.sound(saves)
@@ -165,7 +165,7 @@ def full(folder: Path, count: int, seed: int) -> list[Tally]:
                 tally.lost.append(f"save {number}: no save although there was room again")
             if resume(saves).step != step + 1:
                 tally.lost.append(f"save {number}: the save after it is not what is resumed")
-    tally.notes.append(f"space of the saves that failed, given back: {spread(given_back)}")
+    tally.notes.append(f"released space of failed saves: {spread(given_back)}")
     return [tally]
 
 

@@ -19,10 +19,10 @@ from tests.faults.calls import CHANGING, Call, watched
 from tests.faults.ranks import KEEP
 from tests.faults.state import copied, resume
 from tests.faults.tally import Tally, spread
-from unickpt import interruption
-from unickpt.contribution import Contribution
-from unickpt.saves import PendingSave, Request, SaveOptions
-from unickpt.saving import Saver
+from unickpt.save import shutdown
+from unickpt.save.requests import PendingSave, SaveOptions, SaveRequest
+from unickpt.save.saver import Saver
+from unickpt.save.shards import Contribution
 
 STALLS = ("pwrite", "fsync", "replace", "open", "close", "unlink")  # the calls that do not return
 
@@ -35,23 +35,23 @@ class Stall:
     Attributes:
         gate: set it, and the disk answers.
         met: a call has stalled.
-        told: a warning with the words given to ``open_when_told`` was heard.
+        warned: a warning with the words given to ``open_on_warning`` was heard.
     """
 
     def __init__(self, name: str = "pwrite") -> None:
-        self.name, self.gate, self.met, self.told = name, threading.Event(), threading.Event(), threading.Event()
+        self.name, self.gate, self.met, self.warned = name, threading.Event(), threading.Event(), threading.Event()
 
     def __call__(self, call: Call) -> None:
         if call.name == self.name and not call.after and threading.current_thread() is not threading.main_thread():
             self.met.set()
             self.gate.wait()
 
-    def open_when_told(self, words: str) -> Stall:
+    def open_on_warning(self, words: str) -> Stall:
         """The disk answers once the package has said something: so a test knows that it was waiting."""
 
         def emit(record: logging.LogRecord) -> None:
             if words in record.getMessage():
-                self.told.set()
+                self.warned.set()
                 self.gate.set()
 
         handler = logging.Handler()
@@ -63,10 +63,10 @@ class Stall:
 def stalls(folder: Path, count: int, seed: int) -> list[Tally]:
     """Training goes on, the next save does what ``on_busy`` says, and the end of the process is bounded."""
     tally = Tally(
-        "a stalled disk",
-        f"one call ({', '.join(STALLS)}) blocks; training takes 1,000 steps meanwhile, begins the next save (`wait`, `skip`, "
-        "`queue`), and then the disk answers; or it never does, and the process gets SIGTERM or ends by itself, with a grace "
-        "of 0.3 s",
+        "stalled disk",
+        f"one call ({', '.join(STALLS)}) blocks; training makes 1,000 steps and begins the next save (`wait`, `skip`, "
+        "`queue`), and then the disk answers; or the disk never answers, and the process gets SIGTERM or exits, with "
+        "`grace_seconds` of 0.3",
     )
     base = ranks.sound(folder / "base")
     cases = itertools.product(("wait", "skip", "queue", "SIGTERM", "end"), STALLS)
@@ -89,9 +89,9 @@ def stalls(folder: Path, count: int, seed: int) -> list[Tally]:
         expected = {"wait": {4}, "skip": {3}, "queue": {4}}.get(what, {2, 3})  # 3: stalled after the commit
         if found.step not in expected:
             tally.lost.append(f"{where}: {found}")
-        kind = f"process ends within its grace, on {what if what == 'SIGTERM' else 'an ordinary end'}"
+        kind = f"the process ends within `grace_seconds`, {'on SIGTERM' if what == 'SIGTERM' else 'at its exit'}"
         tally.outcomes[
-            kind if what in ("SIGTERM", "end") else f"training goes on, on_busy '{what}' holds, saves end right"
+            kind if what in ("SIGTERM", "end") else f"training continues, `on_busy` '{what}' is applied, saves end as expected"
         ] += 1
     return [tally]
 
@@ -114,12 +114,12 @@ def _stalled(folder: Path, name: str, what: str, word: Path) -> None:
         assert stall.met.wait(ranks.HANG_S), f"no {name}"
         for step in range(1000):
             assert not first.done, step
-        ranks.told(word, "stalled")
+        ranks.write_word(word, "stalled")
         if what == "SIGTERM":
             time.sleep(ranks.HANG_S)
         if what == "end":
-            interruption.WRITING_S = 0.3
-            interruption.finish_all()  # as atexit does
+            shutdown.WRITING_S = 0.3
+            shutdown.finish_all()  # as atexit does
             return
         second = _begin_next(saver, folder, what, first, stall)
         stall.gate.set()
@@ -136,9 +136,9 @@ def _begin_next(saver: Saver, folder: Path, what: str, first: PendingSave, stall
     if what == "wait":  # and says so while it waits, which opens the gate
         logging.disable(logging.NOTSET)
         logging.getLogger("unickpt").propagate = False
-        stall.open_when_told("training waits")
+        stall.open_on_warning("training has waited")
         save = saver.save(wanted, meet)
-        assert stall.told.is_set(), "it did not wait, or did not say so"
+        assert stall.warned.is_set(), "it did not wait, or did not say so"
         assert first.done
         return lambda: save
     save = saver.save(wanted, meet)
@@ -152,8 +152,8 @@ def terminations(folder: Path, count: int, seed: int) -> list[Tally]:
     """SIGTERM at every call of a save, and while it copies."""
     tally = Tally(
         "SIGTERM during a save",
-        "while the state is copied, and at calls of the save, evenly spread; the grace is long enough, so what had begun "
-        "behind training must be committed; the process must end by SIGTERM",
+        "during the copy of the state, and at calls of the save, evenly spread; `grace_seconds` is long enough, so a save that "
+        "has begun in the background must be committed; the process must end by SIGTERM",
     )
     base = ranks.sound(folder / "base")
     chance = random.Random(seed)
@@ -177,7 +177,7 @@ def terminations(folder: Path, count: int, seed: int) -> list[Tally]:
             tally.deaths.append(f"{where}: ended with {status}")
         begun = json.loads(word.read_text())  # else the call had not returned to training yet, and promises nothing
         tally.judge(resume(work), at_least=3 if begun else 2, newest=3, where=where)
-    tally.notes.append(f"instants: {spread(places)}")
+    tally.notes.append(f"time of the signal: {spread(places)}")
     return [tally]
 
 
@@ -187,7 +187,7 @@ def _terminated(folder: Path, number: int, word: Path) -> None:
 
     def tell(call: Call) -> None:
         if (call.number, call.after) == (number, False):
-            ranks.told(word, threading.current_thread() is not threading.main_thread())
+            ranks.write_word(word, threading.current_thread() is not threading.main_thread())
             time.sleep(0.03)  # the signal comes while this call is being made
 
     wanted = ranks.request(folder, "best", 3, meet)
@@ -195,11 +195,11 @@ def _terminated(folder: Path, number: int, word: Path) -> None:
         contribute = wanted.contribute
 
         def slow(announced: dict[str, object]) -> Contribution:
-            ranks.told(word, False)
+            ranks.write_word(word, False)
             time.sleep(ranks.HANG_S)
             return contribute(announced)
 
-        wanted = Request(slow, wanted.save_dir, wanted.tag, True)
+        wanted = SaveRequest(slow, wanted.save_dir, wanted.tag, True)
     with watched(folder, tell, CHANGING):
         saver.save(wanted, meet)
         time.sleep(ranks.HANG_S)

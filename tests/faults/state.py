@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from unickpt.contribution import Contribution, Shard, shards_of_flat_range
 from unickpt.errors import UnickptError
-from unickpt.index import TensorInfo
+from unickpt.format.index import TensorInfo
+from unickpt.format.manifest import Writer
+from unickpt.load.candidates import Candidates
+from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.failure import DAMAGE, failure_of
-from unickpt.loading import Checkpoint
-from unickpt.manifest import Writer
-from unickpt.resuming import Candidates
+from unickpt.save.shards import Contribution, Shard, shards_of_flat_range
 
 JOBS = 1_000_000  # steps of job j begin at j * JOBS
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from tests.faults.state import Resumed
 
-NEWEST = "the save itself is whole, and is what is resumed"
-PREVIOUS = "the save is absent, the one before is resumed"
-UNNAMED = "the save is whole, `latest` could not be written, the one before is resumed"
+NEWEST = "new checkpoint complete and resumed"
+PREVIOUS = "new checkpoint absent, previous one resumed"
+UNNAMED = "new checkpoint complete, `latest` could not be written, previous one resumed"
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Tally:
         if at_least is not None and (found.step is None or found.step < at_least):
             self.lost.append(f"{where}: at least step {at_least} was committed, {found}")
         if found.step is None:
-            self.outcomes["nothing was saved yet, nothing is resumed"] += 1
+            self.outcomes["no checkpoint yet, nothing resumed"] += 1
         else:
             self.outcomes[NEWEST if found.step == newest else PREVIOUS] += 1
 

@@ -1,4 +1,4 @@
-"""A checkpoint from somebody else: no attack runs code, reaches outside its directory, or exhausts memory by lying about sizes.
+"""Hostile checkpoints: no attack runs code, accesses files outside its directory, or exhausts memory with false sizes.
 
 Every attack is signed: the manifest vouches for what was tampered with, because an attacker
 can compute checksums too. Whatever is then done with the checkpoint ends well or in an
@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from tests.faults.mutation import limited_memory, load_everything
-from tests.handmade import IndexParts
 from unickpt.cli.main import main
 from unickpt.errors import UnickptError
-from unickpt.verification import verify
+from unickpt.load.verify import verify_checkpoint
+from unickpt.testing.handmade import IndexParts
 
 INDEX = "index.safetensors"
 DATA = "data/rank00000.safetensors"
@@ -26,12 +26,12 @@ Attack = Callable[[Path], None]
 
 
 def cases(names: Iterable[str]) -> list[Any]:
-    """Names of attacks as pytest parameters."""
+    """Return the names of attacks as pytest parameters."""
     return [pytest.param(name, id=name[:40]) for name in names]
 
 
 def on_index(edit: Callable[[IndexParts], Any]) -> Attack:
-    """An attack that changes the index by its columns."""
+    """Return an attack that changes columns of the index."""
 
     def attack(directory: Path) -> None:
         parts = IndexParts(directory)
@@ -41,17 +41,17 @@ def on_index(edit: Callable[[IndexParts], Any]) -> Attack:
     return attack
 
 
-Reasons = dict[str, list[str]]  # words of the refusal -> attacks that must be refused with them
+Reasons = dict[str, list[str]]  # words of the error -> attacks that must be refused with them
 
 
 def reason(reasons: Reasons, name: str) -> str:
-    """The words with which an attack must be refused, so that no other check can hide that the right one is gone."""
+    """Return the words of the error that an attack must raise, so that another check cannot hide a missing one."""
     (words,) = [words for words, names in reasons.items() if name in names]
     return words
 
 
 def refused(directory: Path) -> list[str]:
-    """Load, verify and inspect it; what each of the first two had against it. Nothing but UnickptError may come out."""
+    """Load, verify and inspect the checkpoint. Returns the errors of the first two. Only UnickptError may be raised."""
     found = []
     with limited_memory():
         try:
@@ -59,7 +59,7 @@ def refused(directory: Path) -> list[str]:
         except UnickptError as err:
             found.append(f"{type(err).__name__}: {err}")
         try:
-            found += verify(directory).problems
+            found += verify_checkpoint(directory).problems
         except UnickptError as err:
             found.append(f"{type(err).__name__}: {err}")
         for arguments in ([], ["--all", "--objects"], ["--json"], ["--tensor", "layer.weight"]):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import handmade
+from unickpt.testing import handmade
 
 
 @pytest.fixture(scope="module")
@@ -22,5 +22,5 @@ def victim(sound: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def old_victim(victim: Path) -> Path:
-    """Of format version 1."""
+    """A checkpoint of format version 1."""
     return handmade.to_version_1(victim)

@@ -1,4 +1,4 @@
-"""Hostile pickles by a grammar: streams of opcodes, files of ``torch.save`` around them, and folders of frameworks with them.
+"""Hostile pickles from a grammar: streams of opcodes, ``torch.save`` files and folders of frameworks that contain them.
 
 Everything follows from a ``random.Random``. A stream is built as a value is: containers, numbers, text, calls of names that are
 on the list or not, states, memo games, persistent ids. Some streams are cut or changed by a few bytes. Each input goes through
@@ -23,14 +23,14 @@ import torch
 
 from tests.faults.mutation import Target, changed_bytes
 from tests.hostile import streams
-from tests.hostile.test_source_folders import dcp, deepspeed_state, everything, megatron_state
+from tests.hostile.source_folders import dcp, deepspeed_state, everything, megatron_state
+from unickpt.convert.lazy_tensor import Files, Located
+from unickpt.convert.plain_values import NotPlainError, plain
+from unickpt.convert.safe_pickle import load, load_plain
 from unickpt.errors import UnickptError
-from unickpt.foreign.located import Files, Located
-from unickpt.foreign.pickles import load, load_plain
-from unickpt.foreign.plain import NotPlainError, plain
-from unickpt.objects import encode
+from unickpt.format.objects import encode
 
-# The first half is on the list of what a pickle may name.
+# Pickles may name the first half.
 NAMES = [
     "collections OrderedDict", "collections defaultdict", "collections deque", "builtins set", "builtins frozenset",
     "__builtin__ set", "builtins list", "builtins tuple", "builtins dict", "builtins int", "builtins str", "builtins bytearray",
@@ -74,7 +74,7 @@ MAX_DEPTH = 5
 
 
 class Grammar:
-    """One stream. Memo indices are counted, so that most references are to values that are there.
+    """Return one stream. Memo indices are counted, so that most references are valid.
 
     Args:
         rng: decides everything.
@@ -206,7 +206,7 @@ class Grammar:
         return streams.tensor(rng.choice([8, 8, 8, 2, 9]), shape, strides, rng.choice([0, 0, 0, 1, 7, 1 << 61]), after=after)
 
     def on_a_handle(self, depth: int) -> bytes:
-        """What says where bytes lie, changed: by a state, items, or a call."""
+        """Return a storage reference that is changed by a state, items, or a call."""
         handle = self.rng.choice([self.tensor, self.persistent, self.name])(depth)
         change = self.rng.choice([b"b", b"a", b"s", b"(%be", b"(%bu", b"(%b\x90", b"R", b"\x81"])
         value = self.value(depth)
@@ -244,7 +244,7 @@ class Grammar:
 
 
 class PickleAttacker:
-    """Hostile files and folders, and all that is done with them. Nothing outside ``work`` may be opened.
+    """Hostile files and folders, and all operations on them. Nothing outside ``work`` may be opened.
 
     Args:
         work: folder that does not exist yet.
@@ -279,7 +279,7 @@ class PickleAttacker:
 
     @property
     def targets(self) -> dict[str, Target]:
-        """By name, in the order of ``NAMES``."""
+        """Return the operations by name, in the order of ``NAMES``."""
         return {
             "pickle, by grammar": Target(lambda rng: Grammar(rng).stream(), self.use_stream),
             "torch.save file, bytes": Target(lambda rng: changed_bytes(rng, rng.choice(self._files)), self.use_file),
@@ -289,13 +289,13 @@ class PickleAttacker:
         }
 
     def changed_chunk(self, rng: random.Random) -> bytes:
-        """Of DCP: a chunk of the size that the table says."""
+        """Return a DCP chunk of the size in the table."""
         data = bytearray(changed_bytes(rng, self._chunk_bytes))
         size = len(self._chunk_bytes)
         return bytes(data[:size]) + bytes(max(size - len(data), 0))
 
     def changed_state(self, rng: random.Random) -> tuple[Path, bytes]:
-        """A sound state dict with one member whose pickle is made by the grammar."""
+        """Return a valid state dict with one member whose pickle comes from the grammar."""
         state, path = rng.choice([(deepspeed_state(), self._deepspeed), (megatron_state(), self._megatron)])
         holder: Any = state
         while True:
@@ -322,7 +322,7 @@ class PickleAttacker:
         return path, out.getvalue()
 
     def use_stream(self, data: bytes) -> None:
-        """As a file of ``torch.save``, and as a plain pickle."""
+        """Yield the pickle as a ``torch.save`` file, and as a plain pickle."""
         with Files() as files:
             refused: list[UnickptError] = []
             for way in (lambda: load(streams.archive(self._path, data), files), lambda: load_plain(data, self._path, files)):
@@ -356,7 +356,7 @@ class PickleAttacker:
 
 
 class Watch:
-    """An audit hook that notes what a hostile file must not cause. Python cannot remove one, so there is one for a process."""
+    """An audit hook that records forbidden operations. Python cannot remove audit hooks, so a process has one."""
 
     FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class", "os.remove", "os.rename",
                  "os.rmdir", "os.link", "os.symlink", "socket.connect", "exec", "compile", "shutil.rmtree")  # fmt: skip
@@ -378,7 +378,7 @@ class Watch:
 
     @contextlib.contextmanager
     def below(self, folder: Path) -> Iterator[None]:
-        """Nothing but files below a folder may be opened meanwhile. Raises AssertionError otherwise."""
+        """Allow opening only files below a folder in this block. Raises AssertionError otherwise."""
         self.seen.clear()
         self._inside = os.path.realpath(folder)
         try:
@@ -389,7 +389,7 @@ class Watch:
 
 
 def walk(value: Any) -> None:
-    """What conversions do with a value: make it plain, read its tensors, encode it."""
+    """Do what conversions do with a value: make it plain, read its tensors, encode it."""
     try:
         encode(plain(value), prefix="objects")
     except NotPlainError:

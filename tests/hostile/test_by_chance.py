@@ -1,4 +1,4 @@
-"""A few of the mutations that ``scripts/fuzz.py`` makes. See attacks.py."""
+"""Some of the mutations of ``tests/hostile/fuzz.py``. See attacks.py."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import handmade
 from tests.faults.mutation import Attacker, limited_memory, text_of
-from tests.handmade import IndexParts
 from tests.hostile.attacks import refused
 from tests.hostile.pickle_grammar import PickleAttacker, Watch
-from unickpt import manifest
 from unickpt.errors import UnickptError
+from unickpt.format import manifest
+from unickpt.testing import handmade
+from unickpt.testing.handmade import IndexParts
 
 INPUTS = {"a checkpoint's directory": 60}  # it is slower
 
@@ -38,7 +38,7 @@ def test_mutations(attacker: Attacker, name: str) -> None:
 @pytest.fixture(scope="module")
 def pickles(tmp_path_factory: pytest.TempPathFactory) -> tuple[PickleAttacker, Watch]:
     attacker = PickleAttacker(tmp_path_factory.mktemp("pickles") / "work")
-    for target in attacker.targets.values():  # what is imported once does not count
+    for target in attacker.targets.values():  # imports do not count
         with contextlib.suppress(UnickptError):
             target.use(target.make(random.Random(0)))
     return attacker, Watch()
@@ -54,7 +54,7 @@ def test_pickles_by_grammar(pickles: tuple[PickleAttacker, Watch], name: str) ->
             target.use(made)
 
 
-def test_the_watch_sees_what_is_opened_elsewhere(pickles: tuple[PickleAttacker, Watch], tmp_path: Path) -> None:
+def test_the_watch_sees_files_opened_elsewhere(pickles: tuple[PickleAttacker, Watch], tmp_path: Path) -> None:
     attacker, watch = pickles
     with watch.below(attacker.work):
         (attacker.work / "inside").write_bytes(b"")
@@ -84,8 +84,8 @@ def test_random_cells_of_the_index(sound: Path, tmp_path: Path, version: int) ->
         refused(victim)
 
 
-def test_what_is_nested_at_the_limit_of_the_reader_is_refused_too(attacker: Attacker) -> None:
-    """There is one depth, and it depends on the caller's, that can be read but not written for the checksum."""
+def test_nesting_at_the_limit_of_the_reader_is_refused(attacker: Attacker) -> None:
+    """One depth, which depends on the caller's, can be read but not written for the checksum."""
     rest = {key: value for key, value in attacker.body.items() if key != "checksum"}
     for depth in range(800, 1001):
         text = text_of({**rest, "objects": {"deep": f"NEST:{depth}:0"}})

@@ -1,4 +1,4 @@
-"""``export --config``: what is copied byte for byte lies in the folder that the user names."""
+"""``export --config``: copied files are in the folder of the user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_translated import saved
+from tests.support.llama import saved
 from unickpt.cli.main import main
 
 SECRET = "a private key"

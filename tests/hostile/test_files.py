@@ -1,4 +1,4 @@
-"""Files of a checkpoint that are not plain files inside of it. See attacks.py."""
+"""Files of a checkpoint that are not plain files in its directory. See attacks.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 from tests.hostile.attacks import DATA, INDEX, Attack, Reasons, cases, reason, refused
 from unickpt.errors import NotACheckpointError, UnsafePathError
-from unickpt.loading import Checkpoint
+from unickpt.load.checkpoint import Checkpoint
 
 
 def _outside(directory: Path, name: str) -> None:
-    """Move a file out of the checkpoint and leave a symbolic link to it."""
+    """Move a file out of the checkpoint, and replace it by a symbolic link."""
     away = directory.parent / "away"
     shutil.move(directory / name, away)
     (directory / name).symlink_to(away)
@@ -50,7 +50,7 @@ FILE_REASONS: Reasons = {
         "data folder linked from outside",
         "device",
     ],
-    "leads nowhere": ["link to itself", "folder that is a link to itself"],
+    "cannot be resolved": ["link to itself", "folder that is a link to itself"],
     "is missing": ["named pipe", "index a named pipe", "folder"],
 }
 

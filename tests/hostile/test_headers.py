@@ -1,4 +1,4 @@
-"""Headers of safetensors files that lie. See attacks.py."""
+"""False headers of safetensors files. See attacks.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.handmade import join_safetensors, replace_file, split_safetensors
 from tests.hostile.attacks import DATA, INDEX, Attack, Reasons, cases, on_index, reason, refused
+from unickpt.testing.handmade import join_safetensors, replace_file, split_safetensors
 
 
 def _header(edit: Callable[[dict[str, Any]], Any], path: str = INDEX) -> Attack:
@@ -21,7 +21,7 @@ def _header(edit: Callable[[dict[str, Any]], Any], path: str = INDEX) -> Attack:
         length = (directory / path).stat().st_size - len(data) - 8
         changed = edit(header)
         text = changed if isinstance(changed, bytes) else json.dumps(header, separators=(",", ":")).encode()
-        replace_file(directory, path, join_safetensors(text.ljust(length), data))  # data stays where it was
+        replace_file(directory, path, join_safetensors(text.ljust(length), data))  # the data does not move
 
     return attack
 
@@ -113,7 +113,7 @@ HEADER_REASONS: Reasons = {
     ],
     "its offsets": ["shape huge", "shape shorter", "offsets huge", "offsets reversed"],
     "begins at byte": ["offsets overlap", "offsets leave a hole"],
-    "an object has one key twice": ["column given twice"],
+    "an object has a duplicate key": ["column given twice"],
     "header describes": ["bytes behind the last column"],
     "rank00000.safetensors: header claims": ["data length 2**63"],
     "rank00000.safetensors: header: not JSON": ["data length 16", "data header not JSON"],
@@ -122,6 +122,6 @@ HEADER_REASONS: Reasons = {
 
 
 @pytest.mark.parametrize("name", cases(HEADER_ATTACKS))
-def test_a_header_that_lies_is_refused(victim: Path, name: str) -> None:
+def test_a_false_header_is_refused(victim: Path, name: str) -> None:
     HEADER_ATTACKS[name](victim)
     assert reason(HEADER_REASONS, name) in refused(victim)[0]

@@ -1,4 +1,4 @@
-"""Tables and columns of the index that lie, of both versions of the format. See attacks.py."""
+"""False tables and columns of the index, of both versions of the format. See attacks.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.handmade import IndexParts
 from tests.hostile.attacks import INDEX, Attack, Reasons, cases, on_index, reason, refused
+from unickpt.testing.handmade import IndexParts
 
 
 def _cell(column: str, value: int, at: Any = 1) -> Attack:
@@ -24,19 +24,19 @@ def _tensor(member: int, value: Any, name: str = "layer.weight", state: str = "m
 
 
 def _add_tensor(*members: Any) -> Attack:
-    """One more tensor behind all others, without fragments."""
+    """Append a tensor without fragments."""
     return on_index(lambda parts: parts.add_tensor("zz", *members))
 
 
 def _overlap_and_hole(parts: IndexParts) -> None:
-    """Two fragments of a tensor on the same box: the count of elements is right, half of them are nowhere."""
+    """Two fragments of a tensor have the same box. The number of elements is right, but half of them are missing."""
     number = next(at for at, t in enumerate(parts.tensors) if t[0] == "embed.weight")
     first, second = np.flatnonzero(parts.columns["tensor"] == number)[:2]
     parts.columns["start"][second] = parts.columns["start"][first]
 
 
 def _same_bytes(parts: IndexParts) -> None:
-    """All fragments of a file on the same bytes: a small file that fills any amount of memory."""
+    """All fragments of a file have the same bytes, so a small file fills any amount of memory."""
     for file in (0, 1):
         rows = parts.columns["file"] == file
         parts.columns["offset_bytes"][rows] = parts.columns["offset_bytes"][rows].min()
@@ -90,7 +90,7 @@ def _rows_of(parts: IndexParts, name: str, state: str) -> tuple[slice, slice]:
 
 
 def _box(column: str, value: int, name: str = "embed.weight", state: str = "weight") -> Attack:
-    """Another number in the second box of a tensor; the column becomes as wide as it can be."""
+    """Change a number in the second box of a tensor. The column gets its largest width."""
 
     def edit(parts: IndexParts) -> None:
         parts.columns[column] = parts.columns[column].astype(np.uint64)
@@ -131,7 +131,7 @@ def _same_bytes_2(parts: IndexParts) -> None:
 
 
 def _many_fragments(parts: IndexParts) -> None:
-    """Few bytes that ask for much memory: fragments that are only counted."""
+    """A few bytes that request much memory: fragments that are only counted."""
     parts.columns["fragments"] = np.full(len(parts.tensors), 2**30, np.uint32)
 
 
@@ -188,7 +188,7 @@ COLUMN_ATTACKS_2: dict[str, Attack] = {  # on the columns of version 2
     "own boxes, shape larger": _tensor(3, [9, 3], "embed.weight", "weight"),
     "version 3": on_index(lambda parts: parts.metadata.update(version="3")),
     "version 1": on_index(lambda parts: parts.metadata.update(version="1")),
-    "more elements together than any storage": on_index(lambda parts: [
+    "more elements than any storage": on_index(lambda parts: [
         parts.add_tensor("zz", f"weight{at}", "U8", [2**61], "buffer", None) for at in range(8)
     ]),
 }  # fmt: skip
@@ -232,15 +232,15 @@ TABLE_ATTACKS: dict[str, Attack] = {
 
 
 INDEX_REASONS: Reasons = {
-    "a fragment names tensor": ["tensor number too high", "tensor number negative"],
-    "a fragment names file": ["file number too high", "file number negative"],
-    "fragment 1 of 'embed.weight' leaves its tensor": [
+    "a fragment refers to tensor": ["tensor number too high", "tensor number negative"],
+    "a fragment refers to file": ["file number too high", "file number negative"],
+    "fragment 1 of 'embed.weight' is empty or leaves its tensor": [
         "start negative", "start outside", "start and shape wrap", "shape 0", "shape negative", "shape huge",
     ],
-    "fragment 12 of 'objects/rank00001/0' leaves its tensor": ["shape in a padding dimension"],
-    "of 'layer.weight' leaves its tensor of shape (2, 6)": ["shape smaller"],
+    "fragment 12 of 'objects/rank00001/0' is empty or leaves its tensor": ["shape in a padding dimension"],
+    "of 'layer.weight' is empty or leaves its tensor of shape (2, 6)": ["shape smaller"],
     "negative byte offset": ["offset negative"],
-    "overlaps another one or leaves the data": [
+    "overlaps another fragment or lies outside the data": [
         "offset outside the file", "offset that wraps", "offset in the header", "offset off by one",
         "fragments on the same bytes", "dtype another",
     ],
@@ -251,11 +251,11 @@ INDEX_REASONS: Reasons = {
     "cover 0 of 1125899906842624 elements": ["1 PiB without fragments"],
     "cover 5 of 1125899906842624 elements": ["object of 1 PiB"],
     "not sorted by tensor": ["fragments in another order"],
-    "do not belong together": ["41 dimensions"],
+    "do not match": ["41 dimensions"],
     "lists a data file twice": ["file given twice"],
-    "which is not one of the manifest's": ["file not in the manifest", "file outside", "file that is the index"],
+    "which the manifest does not list": ["file not in the manifest", "file outside", "file that is the index"],
     "must be a list of strings": ["files no strings"],
-    "not sorted, or names a tensor twice": ["tensors reversed", "tensor twice"],
+    "not sorted or lists a tensor twice": ["tensors reversed", "tensor twice"],
     "malformed tensor entry": [
         "tensor entry too short", "tensor entry a number", "dtype a list", "shape of booleans in the table",
     ],
@@ -263,9 +263,9 @@ INDEX_REASONS: Reasons = {
     "has kind": [
         "kind unknown", "shape negative in the table", "shape of 10**400", "shape of 33 dimensions",
     ],
-    "larger than any storage": ["shape of 2**60 x 2**60"],
-    "have 2 dimensions, it has 4": ["shape of more dimensions than the fragments"],
-    "is derived from one of": ["1 PiB derived from what is stored", "derived and of another shape"],
+    "2**62 bytes or more": ["shape of 2**60 x 2**60"],
+    "have 2 dimensions, expected 4": ["shape of more dimensions than the fragments"],
+    "is derived from master of shape": ["1 PiB derived from what is stored", "derived and of another shape"],
     "which is not stored": [
         "derived from itself", "stored state derived from itself", "derived in a circle", "derived from nothing",
         "rank objects derived from themselves",
@@ -275,24 +275,24 @@ INDEX_REASONS: Reasons = {
 
 COLUMN_REASONS_2: Reasons = {
     "column 'file' is uint8 (11,), expected": ["more fragments than there are", "fragments of a tensor fewer"],
-    "column 'fragments' has 18446744073709551615": ["fragments that wrap"],
+    "column 'fragments' has the value 18446744073709551615": ["fragments that wrap"],
     "are too many for an index": ["fragments without end"],
     "column 'fragments' is uint8 (10,), expected 11": ["fragments for one tensor too few"],
-    "cannot have the boxes of the tensor before it": [
+    "cannot share the boxes of the previous tensor": [
         "boxes of the tensor before the first", "boxes of a tensor of another shape",
     ],
-    "column 'same_boxes' has 2": ["same_boxes neither 0 nor 1"],
-    "column 'file' has": ["file number too high", "file number that wraps"],
+    "column 'same_boxes' has the value 2": ["same_boxes neither 0 nor 1"],
+    "column 'file' has the value": ["file number too high", "file number that wraps"],
     "column 'file' is uint8 (10,), expected 11": ["one file number too few"],
-    "fragment 1 of 'embed.weight' leaves its tensor of shape (8, 3)": [
+    "fragment 1 of 'embed.weight' is empty or leaves its tensor of shape (8, 3)": [
         "start outside", "start and shape wrap", "shape 0", "shape huge",
     ],
-    "column 'start.0' has": ["start that wraps"],
-    "column 'shape.0' has": ["shape that wraps"],
-    "overlaps another one or leaves the data": [
+    "column 'start.0' has the value": ["start that wraps"],
+    "column 'shape.0' has the value": ["shape that wraps"],
+    "overlaps another fragment or lies outside the data": [
         "offset outside the file", "offset at 2**62", "offset in the header", "fragments on the same bytes",
     ],
-    "column 'offset_bytes' has": ["offset that wraps"],
+    "column 'offset_bytes' has the value": ["offset that wraps"],
     "column 'offset_bytes' is uint16 (12,), expected 13": ["one offset too few"],
     "column 'offset_bytes' is int64": ["offsets signed"],
     "column 'start.0' is int64": ["boxes signed"],
@@ -303,15 +303,15 @@ COLUMN_REASONS_2: Reasons = {
     "not sorted by tensor and start": ["boxes in another order"],
     "more than 32": ["41 dimensions"],
     "index columns are": ["starts without shapes", "a dimension skipped", "version 1"],
-    "have 2 dimensions, it has 4": ["own boxes, shape of more dimensions"],
-    "of 'embed.weight' leaves its tensor of shape (4, 3)": ["own boxes, shape smaller"],
+    "have 2 dimensions, expected 4": ["own boxes, shape of more dimensions"],
+    "of 'embed.weight' is empty or leaves its tensor of shape (4, 3)": ["own boxes, shape smaller"],
     "cover 24 of 27 elements": ["own boxes, shape larger"],
     "upgrade unickpt": ["version 3"],
-    "than any storage can hold": ["more elements together than any storage"],
+    "2**62 elements or more": ["more elements than any storage"],
 }  # fmt: skip
 
 
-# of a tensor whose boxes are those of the one before it, so that another check comes first
+# of a tensor that shares the boxes of the previous one, so another check comes first
 OF_SHARED_BOXES = {"shape of more dimensions than the fragments", "shape smaller", "shape larger"}
 
 
@@ -322,19 +322,19 @@ def _must_be_refused(directory: Path, words: str) -> None:
 
 
 @pytest.mark.parametrize("name", cases(TABLE_ATTACKS))
-def test_a_table_that_lies_is_refused(victim: Path, name: str) -> None:
+def test_a_false_table_is_refused(victim: Path, name: str) -> None:
     TABLE_ATTACKS[name](victim)
     shared = name in OF_SHARED_BOXES
-    _must_be_refused(victim, "cannot have the boxes of the tensor before it" if shared else reason(INDEX_REASONS, name))
+    _must_be_refused(victim, "cannot share the boxes of the previous tensor" if shared else reason(INDEX_REASONS, name))
 
 
 @pytest.mark.parametrize("name", cases(COLUMN_ATTACKS_2))
-def test_columns_that_lie_are_refused(victim: Path, name: str) -> None:
+def test_false_columns_are_refused(victim: Path, name: str) -> None:
     COLUMN_ATTACKS_2[name](victim)
     _must_be_refused(victim, reason(COLUMN_REASONS_2, name))
 
 
 @pytest.mark.parametrize("name", cases({**TABLE_ATTACKS, **COLUMN_ATTACKS_1}))
-def test_an_index_of_version_1_that_lies_is_refused(old_victim: Path, name: str) -> None:
+def test_a_false_index_of_version_1_is_refused(old_victim: Path, name: str) -> None:
     {**TABLE_ATTACKS, **COLUMN_ATTACKS_1}[name](old_victim)
     _must_be_refused(old_victim, reason(INDEX_REASONS, name))

@@ -1,4 +1,4 @@
-"""Manifests that lie, and files that are none. See attacks.py."""
+"""False manifests, and files that are not manifests. See attacks.py."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from tests import handmade
 from tests.faults.mutation import load_everything
-from tests.handmade import IndexParts, edit_manifest, join_safetensors, replace_file, split_safetensors
 from tests.hostile.attacks import DATA, INDEX, Attack, Reasons, cases, reason, refused
-from unickpt import manifest
-from unickpt.checksums import RunningDigest, digest
 from unickpt.errors import FormatError, UnickptError, UnsafePathError
-from unickpt.loading import Checkpoint
-from unickpt.verification import verify
+from unickpt.format import manifest
+from unickpt.format.checksums import RunningDigest, digest
+from unickpt.load.checkpoint import Checkpoint
+from unickpt.load.verify import verify_checkpoint
+from unickpt.testing import handmade
+from unickpt.testing.handmade import IndexParts, edit_manifest, join_safetensors, replace_file, split_safetensors
 
 
 def test_a_sound_checkpoint_passes_all_of_it(victim: Path) -> None:
     assert refused(victim) == []
-    for tamper in (lambda _: None, lambda body: body.update(step=4)):  # the tampering itself does no harm
+    for tamper in (lambda _: None, lambda body: body.update(step=4)):  # the change itself is harmless
         edit_manifest(victim, tamper)
         assert refused(victim) == []
     IndexParts(victim).write()
@@ -54,7 +54,7 @@ def test_a_path_that_no_system_can_hold_is_refused(victim: Path) -> None:
 WRONG_VALUES = [None, True, -1, 2**63, 10**400, 1.5, "x", "../x", [], [[]], {}, {"": None}, [None, 1, "x"]]
 
 
-def test_no_member_of_the_manifest_is_taken_on_trust(victim: Path) -> None:
+def test_every_member_of_the_manifest_is_validated(victim: Path) -> None:
     """Every member, replaced by values of every type, and removed."""
     original = handmade.read_manifest(victim)
     for path in _paths(original):
@@ -65,14 +65,14 @@ def test_no_member_of_the_manifest_is_taken_on_trust(victim: Path) -> None:
             with contextlib.suppress(UnickptError):
                 load_everything(victim)
             with contextlib.suppress(UnickptError):
-                verify(victim)
+                verify_checkpoint(victim)
 
 
 _REMOVE = object()
 
 
 def _paths(value: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of all members; of a list only the first entry, of the objects only the outermost."""
+    """Return the paths of all members: the first entry of a list, and the outermost of the objects."""
     if prefix:
         yield prefix
     if prefix[:1] in (("objects",), ("checksum",)):
@@ -100,7 +100,7 @@ def _sized(path: str, **members: Any) -> Attack:
 
 
 def _sparse(path: str, size_bytes: int) -> Attack:
-    """A file that is huge, costs its sender nothing, and claims to be all header."""
+    """A huge sparse file that claims to be all header."""
 
     def attack(directory: Path) -> None:
         os.truncate(directory / path, size_bytes)
@@ -110,7 +110,7 @@ def _sparse(path: str, size_bytes: int) -> Attack:
 
 
 def _sparse_index(size_bytes: int, columns: bool) -> Attack:
-    """An index of gigabytes that take no room on the disk, signed; with ``columns`` its header accounts for all of them."""
+    """A sparse index of gigabytes with a valid checksum. With ``columns`` its header covers all bytes."""
 
     def attack(directory: Path) -> None:
         path = directory / INDEX
@@ -165,13 +165,13 @@ def _nested(depth: int, key_characters: int) -> Any:
 MANIFEST_REASONS: Reasons = {
     "bytes, expected": ["index of 2**61 bytes", "index of 1 TiB", "data of 1 TiB"],
     "header describes": ["sparse index, signed"],
-    "needs more memory than there is": ["sparse index, signed, of columns"],
-    "header of": [
+    "not enough memory": ["sparse index, signed, of columns"],
+    "the header has": [
         "header longer than its file", "sparse data file that is all header", "sparse index that is all header",
     ],
     "header differs": ["header of no bytes", "header one byte short", "header checksum of another file"],
     "unknown checksum": ["checksum of an unknown kind"],
-    "lists a file twice": ["a file twice"],
+    "a file is listed twice": ["a file twice"],
     "is not among the files": ["index that is no file"],
     "not a unickpt index": ["index that is a data file"],
     "nested too deeply": ["objects nested 900 deep under long keys"],
@@ -179,7 +179,7 @@ MANIFEST_REASONS: Reasons = {
 
 
 @pytest.mark.parametrize("name", cases(MANIFEST_ATTACKS))
-def test_a_manifest_that_lies_is_refused(victim: Path, name: str) -> None:
+def test_a_false_manifest_is_refused(victim: Path, name: str) -> None:
     MANIFEST_ATTACKS[name](victim)
     assert reason(MANIFEST_REASONS, name) in refused(victim)[0]
 
@@ -206,14 +206,14 @@ RAW_MANIFESTS: dict[str, bytes] = {
 
 
 RAW_REASONS: Reasons = {
-    "one key twice": ["a key twice"],
+    "a duplicate key": ["a key twice"],
     "more than": ["34 million values"],
     "not JSON": ["empty", "not UTF-8", "UTF-16", "NaN", "integer of 5000 digits", "nested 960 deep", "nested 100000 deep"],
     "not JSON compliant": ["infinite"],
     "not a unickpt manifest": ["a list", "another format"],
     "is not a positive integer": ["version 0", "version true"],
     "upgrade unickpt": ["version of 10**400"],
-    "its checksum does not match": ["no checksum", "checksum of another type"],
+    "the checksum does not match": ["no checksum", "checksum of another type"],
 }
 
 
@@ -234,16 +234,16 @@ def test_a_manifest_that_is_too_large_is_not_read(victim: Path, size: int) -> No
 def test_a_manifest_that_would_not_be_read_is_not_written(victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = manifest.from_bytes((victim / "manifest.json").read_bytes(), where="x")
     monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 1000)
-    with pytest.raises(FormatError, match="keep large state as tensors"):
+    with pytest.raises(FormatError, match="store large state as tensors"):
         manifest.to_bytes(found)
 
 
 ALIASES: dict[str, tuple[dict[str, str], str]] = {
     "of nothing": ({"tied": "nowhere"}, "which is not stored"),
-    "of itself": ({"tied": "tied"}, "which is a further name itself"),
-    "in a circle": ({"a": "b", "b": "a"}, "which is a further name itself"),
-    "in a chain": ({"a": "b", "b": "layer.weight"}, "which is a further name itself"),
-    "that is stored": ({"layer.weight": "layer.weight"}, "and a stored tensor too"),
+    "of itself": ({"tied": "tied"}, "which is an alias itself"),
+    "in a circle": ({"a": "b", "b": "a"}, "which is an alias itself"),
+    "in a chain": ({"a": "b", "b": "layer.weight"}, "which is an alias itself"),
+    "that is stored": ({"layer.weight": "layer.weight"}, "and also a stored tensor"),
 }
 
 
@@ -251,10 +251,10 @@ ALIASES: dict[str, tuple[dict[str, str], str]] = {
 def test_an_alias_that_is_not_sound_is_a_problem(victim: Path, name: str) -> None:
     aliases, words = ALIASES[name]
     edit_manifest(victim, lambda body: body.update(aliases=aliases))
-    assert any(words in problem for problem in verify(victim).problems)
+    assert any(words in problem for problem in verify_checkpoint(victim).problems)
     refused(victim)
 
 
-def test_an_alias_of_what_is_stored_or_left_out_is_sound(victim: Path) -> None:
+def test_an_alias_of_a_stored_or_excluded_tensor_is_valid(victim: Path) -> None:
     edit_manifest(victim, lambda body: body.update(aliases={"a": "layer.weight", "b": "frozen"}, excluded=["frozen"]))
-    assert verify(victim).problems == ()
+    assert verify_checkpoint(victim).problems == ()

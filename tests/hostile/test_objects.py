@@ -1,4 +1,4 @@
-"""Objects that are malformed, and pickles, which are not loaded. See attacks.py."""
+"""Malformed objects, and pickles, which are not loaded. See attacks.py."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.handmade import edit_manifest
 from tests.hostile.attacks import cases, refused
-from tests.launch import REPO, environment
+from tests.support.repository import REPO
 from unickpt.errors import FormatError
-from unickpt.loading import Checkpoint
+from unickpt.load.checkpoint import Checkpoint
+from unickpt.testing.handmade import edit_manifest
+from unickpt.testing.launch import environment
 
 HOSTILE_OBJECTS: list[Any] = [
     {"$unknown": 1}, {"$tuple": 1, "x": 2}, {"$tuple": None}, {"$tuple": 5}, {"$set": [[1]]}, {"$frozenset": [{}]},
@@ -70,13 +71,13 @@ def test_no_pickle_of_a_checkpoint_is_ever_loaded(victim: Path, monkeypatch: pyt
 def test_no_name_of_a_dtype_makes_torch_import_its_parts() -> None:
     code = """
 import sys, torch
-from unickpt.objects import decode
+from unickpt.format.objects import decode
 for name in ("torch._dynamo", "torch.onnx", "torch._inductor"):
     sys.modules.pop(name, None)
     try:
         decode({"$dtype": name}, tensors={}, where="t")
     except Exception as err:
-        assert "is no dtype" in str(err), err
+        assert "is not a dtype" in str(err), err
     else:
         raise AssertionError(name)
     assert name not in sys.modules, name

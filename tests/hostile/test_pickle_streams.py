@@ -1,4 +1,4 @@
-"""Pickles from somebody else: none reads another file, runs code, or takes more than a multiple of its own bytes."""
+"""Hostile pickles: none reads another file, runs code, or needs more than a multiple of its own size in memory."""
 
 from __future__ import annotations
 
@@ -19,29 +19,23 @@ import torch.distributed.checkpoint as torch_dcp
 
 from tests.faults.mutation import limited_memory
 from tests.hostile.attacks import cases
+from tests.hostile.source_folders import converted
 from tests.hostile.streams import FLOATS, ORDERED, archive, many, mapping, number, storage, stream, tensor, text
-from tests.launch import REPO, environment
-from unickpt.cli.main import main
+from tests.support.repository import REPO
+from unickpt.convert.lazy_tensor import Files, Located
+from unickpt.convert.plain_values import plain
+from unickpt.convert.safe_pickle import load, load_plain
 from unickpt.errors import FormatError
-from unickpt.foreign.located import Files, Located
-from unickpt.foreign.pickles import load, load_plain
-from unickpt.foreign.plain import plain
+from unickpt.testing.launch import environment
 
 SECRET = b"0123456789abcdef" * 2
-DEADLINE_S = 5.0  # a sound pickle of this size takes a millisecond
+DEADLINE_S = 5.0  # a valid pickle of this size takes a millisecond
 
 
 def deepspeed(folder: Path, body: bytes, **options: Any) -> Path:
     """A folder whose only file is a DeepSpeed model state with this value as its module."""
     archive(folder / "mp_rank_00_model_states.pt", stream(mapping({"module": mapping({"w": body})})), **options)
     return folder
-
-
-def converted(folder: Path, to: Path) -> bytes:
-    """All that a conversion writes; empty if it is refused."""
-    code = main(["convert", str(folder), str(to)])
-    assert code in (0, 2)
-    return b"".join(path.read_bytes() for path in sorted(to.rglob("*")) if path.is_file())
 
 
 def posix_path(path: Path) -> bytes:
@@ -52,7 +46,7 @@ def posix_path(path: Path) -> bytes:
 
 
 @pytest.mark.parametrize("target", ["storage", "tensor"])
-def test_no_state_can_be_set_on_what_says_where_bytes_lie(tmp_path: Path, target: str) -> None:
+def test_no_state_can_be_set_on_storage_references(tmp_path: Path, target: str) -> None:
     """BUILD rewrote path, offset and size of a frozen dataclass with slots, after they were checked."""
     secret = tmp_path / "private" / "secret"
     secret.parent.mkdir()
@@ -67,7 +61,7 @@ def test_no_state_can_be_set_on_what_says_where_bytes_lie(tmp_path: Path, target
 
 
 def test_a_table_of_dcp_cannot_name_a_file_by_a_state(tmp_path: Path) -> None:
-    """The archive of an object of DCP, whose storage is redirected."""
+    """Return the archive of a DCP object with a redirected storage."""
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
     folder = tmp_path / "source"
@@ -138,7 +132,7 @@ CALLS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", cases(CALLS))
-def test_what_no_checkpoint_needs_is_refused(tmp_path: Path, name: str) -> None:
+def test_opcodes_that_no_checkpoint_needs_are_refused(tmp_path: Path, name: str) -> None:
     path = archive(tmp_path / "a.pt", stream(CALLS[name]))
     with Files() as files, pytest.raises(FormatError):
         load(path, files)
@@ -148,7 +142,7 @@ def test_what_no_checkpoint_needs_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def doubled(levels: int) -> bytes:
-    """A list that holds the list before it twice, and so on."""
+    """A list that contains the previous list twice, and so on."""
     body = b"]q\0"
     for level in range(levels):
         before = b"h" + bytes([level])
@@ -200,7 +194,7 @@ def test_a_bomb_is_refused_in_time_and_memory(tmp_path: Path, name: str) -> None
 
 
 def test_a_bomb_that_kills_the_reader_ends_in_one_line(tmp_path: Path) -> None:
-    """In a process of its own: deep values can end CPython's recursion in C."""
+    """Runs in a separate process, because deep values can overflow CPython's C stack."""
     names = ("tuples 100,000 deep as a key", "tuples 100,000 deep", "a list in itself", "lists 100,000 deep")
     folders = [str(deepspeed(tmp_path / str(at), BOMBS[name])) for at, name in enumerate(names)]
     code = (
@@ -217,7 +211,7 @@ def test_a_bomb_that_kills_the_reader_ends_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_large_tensor_many_times_is_refused(tmp_path: Path) -> None:
-    """1 MiB on the disk, 20 GiB where every reference becomes a tensor."""
+    """1 MiB on disk; 20 GiB if every reference becomes a tensor."""
     body = b"(" + tensor(1 << 18, [1 << 18], [1]) + b"q\0" + b"h\0" * 20_000 + b"t"
     path = archive(tmp_path / "a.pt", stream(body), [bytes(1 << 20)])
     with Files() as files, pytest.raises(FormatError, match="its tensors would take"):
@@ -253,7 +247,7 @@ SOUND = stream(mapping({"a": tensor(8, [8], [1])}))
 
 
 def shifted(path: Path, entry: int, header: int) -> None:
-    """Let an entry of the directory begin where another one does."""
+    """Make two entries of the directory begin at the same offset."""
     data = bytearray(path.read_bytes())
     places = [at for at in range(len(data)) if data[at : at + 4] == b"PK\1\2"]
     data[places[entry] + 42 : places[entry] + 46] = data[places[header] + 42 : places[header] + 46]
@@ -262,7 +256,7 @@ def shifted(path: Path, entry: int, header: int) -> None:
 
 ARCHIVES: dict[str, tuple[list[tuple[str, bytes]], str]] = {
     "a storage twice": ([("x/data.pkl", SOUND), ("x/data/0", bytes(32)), ("x/data/0", b"\1" * 32)], "has two entries"),
-    "two pickles": ([("x/data.pkl", SOUND), ("y/data.pkl", SOUND), ("x/data/0", bytes(32))], "holds 2 pickles"),
+    "two pickles": ([("x/data.pkl", SOUND), ("y/data.pkl", SOUND), ("x/data/0", bytes(32))], "has 2 pickles"),
     "a name that leaves": ([("../x/data.pkl", SOUND), ("x/data/0", bytes(32))], "which torch.save never writes"),
     "an absolute name": ([("/x/data.pkl", SOUND), ("x/data/0", bytes(32))], "which torch.save never writes"),
 }
@@ -280,14 +274,14 @@ def test_entries_that_share_bytes_are_refused(tmp_path: Path) -> None:
     members = [("x/data.pkl", SOUND), ("x/data/0", bytes(32)), ("x/data/1", bytes(32))]
     path = entries(tmp_path / "a.pt", members)
     shifted(path, 1, 2)
-    with Files() as files, pytest.raises(FormatError, match="is not where the file's directory says"):
+    with Files() as files, pytest.raises(FormatError, match="is not at the offset in the central directory"):
         load(path, files)
     path = entries(tmp_path / "b.pt", members)
     data = path.read_bytes()
     at = [at for at in range(len(data)) if data[at : at + 4] == b"PK\1\2"][1]
     larger = (300).to_bytes(4, "little")
     path.write_bytes(data[: at + 20] + larger + larger + data[at + 28 :])
-    with Files() as files, pytest.raises(FormatError, match="shares bytes"):
+    with Files() as files, pytest.raises(FormatError, match="overlaps the next entry"):
         load(path, files)
 
 
@@ -316,7 +310,7 @@ def sample() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_it_reads_what_python_reads(tmp_path: Path, protocol: int) -> None:
+def test_the_reader_returns_the_same_values_as_python(tmp_path: Path, protocol: int) -> None:
     value = sample()
     torch.save(value, tmp_path / "a.pt", pickle_protocol=protocol)
     with Files() as files:
@@ -344,7 +338,7 @@ def test_plain_values_of_every_protocol(tmp_path: Path, protocol: int) -> None:
 
 
 def test_views_far_apart_are_read_in_pieces(tmp_path: Path) -> None:
-    """Two elements of a storage of 2 GiB that takes no room on the disk."""
+    """Two elements of a sparse storage of 2 GiB."""
     size = 2 << 30
     path = tmp_path / "a.bin"
     with path.open("wb") as file:

@@ -1,10 +1,9 @@
-"""Folders of other frameworks from somebody else: links, pipes, names that lie, values of other types."""
+"""Hostile folders of other frameworks: links, pipes, false names, values of other types."""
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import pickle
 import shutil
@@ -15,83 +14,35 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.faults.mutation import limited_memory
 from tests.hostile.attacks import cases
-from tests.hostile.test_pickle_streams import converted
+from tests.hostile.source_folders import (
+    converted,
+    dcp,
+    deepspeed,
+    deepspeed_state,
+    everything,
+    megatron,
+    megatron_state,
+    transformers,
+)
 from unickpt.cli.main import main
+from unickpt.convert.detect import open_source
+from unickpt.convert.lazy_tensor import Files
+from unickpt.convert.plain_values import plain
 from unickpt.errors import FormatError, UnickptError
-from unickpt.foreign.detect import open_source
-from unickpt.foreign.located import Files
-from unickpt.foreign.plain import plain
-from unickpt.loading import Checkpoint
+from unickpt.load.checkpoint import Checkpoint
 
 WRONG = [None, True, -1, 2**63, 0.5, "x", "../x", b"x", [], [[]], {}, {"": None}, (), {1: 2}, torch.ones(3), torch.float32]
-
-
-def dcp(folder: Path) -> Path:
-    tree = {"model": {"w": torch.arange(12.0).view(4, 3)}, "optim": {"state.w.exp_avg": torch.zeros(4, 3)}, "step": 3}
-    torch_dcp.save(tree, checkpoint_id=folder, no_dist=True)
-    return folder
-
-
-def transformers(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    save_file({"w": torch.ones(2, 2)}, folder / "model-00001-of-00001.safetensors")
-    (folder / "config.json").write_text('{"model_type": "llama", "limit": [0.0, Infinity]}')
-    index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
-
-
-def deepspeed(folder: Path) -> Path:
-    """ZeRO 0: a module, an optimizer by number, and what DeepSpeed puts beside them."""
-    folder.mkdir(parents=True)
-    torch.save(deepspeed_state(), folder / "mp_rank_00_model_states.pt")
-    return folder
-
-
-def deepspeed_state() -> dict[str, Any]:
-    weight = torch.arange(6.0).view(2, 3)
-    group = {"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}
-    return {
-        "module": {"w": weight, "b": torch.ones(4)}, "buffer_names": ["b"], "param_shapes": [{"w": torch.Size([2, 3])}],
-        "optimizer": {"state": {0: {"step": 3, "exp_avg": torch.zeros(2, 3)}}, "param_groups": [group]},
-        "shared_params": {}, "frozen_param_shapes": None, "frozen_param_fragments": None, "dp_world_size": 1,
-        "mp_world_size": 1, "global_steps": 3, "global_samples": 6, "skipped_steps": 0, "lr_scheduler": {"last": 1},
-        "ds_config": {"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 0}}, "ds_version": "0.19",
-        "checkpoint_parallel_dimensions": {"tp_degree": 1, "pp_degree": 1}, "universal_checkpoint_info": {}, "mine": [1],
-    }  # fmt: skip
-
-
-def megatron(folder: Path) -> Path:
-    (folder / "mp_rank_00").mkdir(parents=True)
-    torch.save(megatron_state(), folder / "mp_rank_00" / "model_optim_rng.pt")
-    return folder
-
-
-def megatron_state() -> dict[str, Any]:
-    arguments = argparse.Namespace(
-        num_layers=1, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, world_size=1,
-        untie_embeddings_and_output_weights=True, transformer_impl="local",
-    )  # fmt: skip
-    names = ("decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc2.weight")
-    weights = {name: torch.zeros(4, 4) for name in names}
-    group = {"lr": 0.1, "wd_mult": 1.0, "is_expert_parallel": False, "params": [0, 1], "step": 3}
-    states = {number: {"exp_avg": torch.zeros(4, 4)} for number in range(2)}
-    return {
-        "args": arguments, "checkpoint_version": 3.0, "iteration": 3, "model": weights, "rng_state": [{"seed": 1}],
-        "optimizer": {"state": states, "param_groups": [group]},
-    }  # fmt: skip
 
 
 # ---------------------------------------------------------------- links and pipes
 
 
 def test_a_path_that_a_table_names_stays_below_the_folder(tmp_path: Path) -> None:
-    """Links lead out of the folder, to another checkpoint of the victim's; only a file below the folder is read."""
+    """Links point to another checkpoint of the victim. Only files below the folder are read."""
     private, folder = dcp(tmp_path / "private"), dcp(tmp_path / "source")
     (file,), (secret,) = folder.glob("*.distcp"), private.glob("*.distcp")
     sound = converted(folder, tmp_path / "sound")
@@ -114,7 +65,7 @@ def test_a_path_that_a_table_names_stays_below_the_folder(tmp_path: Path) -> Non
 
 
 def test_a_snapshot_in_the_cache_of_the_hub_is_read(tmp_path: Path) -> None:
-    """Its files are links to blobs beside it. A link to the blobs of another repository is refused."""
+    """Its files are links to its own blobs. A link to the blobs of another repository is refused."""
     for name in ("mine", "other"):
         (tmp_path / name / "blobs").mkdir(parents=True)
         snapshot = dcp(tmp_path / name / "snapshots" / "abc")
@@ -146,9 +97,7 @@ PIPES: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 @pytest.mark.parametrize("target", ["pipe", "/dev/zero", "/dev/tty", "socket"])
 @pytest.mark.parametrize("name", cases(PIPES))
-def test_what_is_no_regular_file_is_not_read(
-    tmp_path: Path, name: str, target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_regular_files_are_read(tmp_path: Path, name: str, target: str, capsys: pytest.CaptureFixture[str]) -> None:
     make, file = PIPES[name]
     path = make(tmp_path / "source") / file
     path.unlink()
@@ -180,10 +129,10 @@ def test_a_configuration_that_is_a_pipe_is_passed_over(tmp_path: Path, make: Cal
 # ---------------------------------------------------------------- numbers and sizes that lie
 
 
-def test_a_number_in_a_file_name_takes_no_memory(tmp_path: Path) -> None:
+def test_a_large_number_in_a_file_name_needs_no_memory(tmp_path: Path) -> None:
     folder = deepspeed(tmp_path / "source")
     shutil.copy(folder / "mp_rank_00_model_states.pt", folder / "mp_rank_99999999999_model_states.pt")
-    with limited_memory(), Files() as files, pytest.raises(FormatError, match=r"mp_rank_01_model_states\.pt is not there"):
+    with limited_memory(), Files() as files, pytest.raises(FormatError, match=r"mp_rank_01_model_states\.pt is missing"):
         open_source(folder, files)
     (folder / "mp_rank_99999999999_model_states.pt").unlink()
     state = {"optimizer_state_dict": {"zero_stage": 1}}
@@ -192,7 +141,7 @@ def test_a_number_in_a_file_name_takes_no_memory(tmp_path: Path) -> None:
         open_source(folder, files)
 
 
-def test_parallel_sizes_that_lie_take_no_time(tmp_path: Path) -> None:
+def test_false_parallel_sizes_need_no_time(tmp_path: Path) -> None:
     folder = tmp_path / "source"
     (folder / "mp_rank_00").mkdir(parents=True)
     state = megatron_state()
@@ -203,7 +152,7 @@ def test_parallel_sizes_that_lie_take_no_time(tmp_path: Path) -> None:
 
 
 def test_a_table_that_names_the_same_bytes_again_and_again_is_refused(tmp_path: Path) -> None:
-    """1 MiB on the disk, 2 GiB where every name becomes a tensor."""
+    """1 MiB on disk; 2 GiB if every name becomes a tensor."""
     torch_dcp.save({"model": {"w": torch.ones(1 << 18)}}, checkpoint_id=tmp_path / "source", no_dist=True)
     metadata = torch_dcp.FileSystemReader(tmp_path / "source").read_metadata()
     (index,) = metadata.storage_data
@@ -213,7 +162,7 @@ def test_a_table_that_names_the_same_bytes_again_and_again_is_refused(tmp_path: 
         metadata.storage_data[type(index)(name, index.offset, index.index)] = metadata.storage_data[index]
         metadata.planner_data[name] = ("model", f"w{number}")
     (tmp_path / "source" / ".metadata").write_bytes(pickle.dumps(metadata))
-    with Files() as files, pytest.raises(FormatError, match="named again and again"):
+    with Files() as files, pytest.raises(FormatError, match="share the same bytes"):
         open_source(tmp_path / "source", files)
 
 
@@ -228,22 +177,11 @@ def test_a_configuration_of_any_size_or_depth_is_harmless(tmp_path: Path) -> Non
     with limited_memory(), Files() as files:
         open_source(folder, files)
     (folder / "model.safetensors.index.json").write_bytes(b"[" * 100_000)
-    with Files() as files, pytest.raises(FormatError, match="is not an index of a model"):
+    with Files() as files, pytest.raises(FormatError, match="not a valid safetensors index"):
         open_source(folder, files)
 
 
 # ---------------------------------------------------------------- values of other types
-
-
-def everything(folder: Path) -> None:
-    """Open a source, and read all that it would write."""
-    with Files() as files:
-        source = open_source(folder, files)
-        for portion in source.portions:
-            for part in portion.parts:
-                part.read(part.box)
-                if part.unless is not None:
-                    part.unless(part.box)
 
 
 def paths_of(value: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -273,7 +211,7 @@ def replaced(value: Any, path: tuple[Any, ...], by: Any) -> Any:
     [(deepspeed_state, "mp_rank_00_model_states.pt"), (megatron_state, "mp_rank_00/model_optim_rng.pt")],
     ids=["deepspeed", "megatron"],
 )
-def test_no_member_of_a_state_is_taken_on_trust(tmp_path: Path, state: Callable[[], dict[str, Any]], file: str) -> None:
+def test_every_member_of_a_state_is_validated(tmp_path: Path, state: Callable[[], dict[str, Any]], file: str) -> None:
     """Every member, replaced by values of every type."""
     sound = state()
     path = tmp_path / "source" / file
@@ -291,7 +229,7 @@ def test_no_member_of_a_state_is_taken_on_trust(tmp_path: Path, state: Callable[
     assert refused > len(paths_of(sound))
 
 
-def test_no_member_of_a_table_is_taken_on_trust(tmp_path: Path) -> None:
+def test_every_member_of_a_table_is_validated(tmp_path: Path) -> None:
     folder = dcp(tmp_path / "source")
     metadata: Metadata = torch_dcp.FileSystemReader(folder).read_metadata()
     sound = {**vars(metadata)}
@@ -316,9 +254,9 @@ def test_no_member_of_a_table_is_taken_on_trust(tmp_path: Path) -> None:
         assert name == "" or refused > 10
 
 
-def test_an_array_that_lies_is_refused() -> None:
-    from unickpt.foreign.plain import NotPlainError
-    from unickpt.foreign.records import Record
+def test_a_false_array_is_refused() -> None:
+    from unickpt.convert.pickle_records import Record
+    from unickpt.convert.plain_values import NotPlainError
 
     dtype = Record("numpy.dtype", ("f8", False, True))
     for state in ((1, (1 << 40,), dtype, False, b"\0" * 8), (1, "x", dtype, False, b""), (1, (-1, 0), dtype, False, b"")):
@@ -328,8 +266,8 @@ def test_an_array_that_lies_is_refused() -> None:
             plain(array)
 
 
-def test_what_a_conversion_writes_of_an_odd_name_is_sound(tmp_path: Path) -> None:
-    """Names that a file system or JSON cannot hold; a checkpoint is refused, or whole."""
+def test_a_conversion_of_unusual_names_is_valid(tmp_path: Path) -> None:
+    """Names that a file system or JSON cannot represent. A checkpoint is refused, or complete."""
     for at, name in enumerate(["", "\ud800", "a\0b", "x" * 100_000, "\n\x1b[2J", "objects/job/0", "../x", "."]):
         folder = tmp_path / f"source{at}"
         folder.mkdir()

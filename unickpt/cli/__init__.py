@@ -1,1 +1,1 @@
-"""The command line ``unickpt``. Looks at checkpoints and at hooks; never unpickles, never needs a framework."""
+"""The command line ``unickpt``. It runs no pickles and needs no framework."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from unickpt.cli.locate import list_tags
-from unickpt.cli.operating import check_destination, configure_writing, opened, operate
+from unickpt.cli.edit_common import check_destination, configure_writing, opened, operate
 from unickpt.cli.output import Output
+from unickpt.edit.average import Average
 from unickpt.errors import ConfigError, MismatchError
-from unickpt.storage import join
-from unickpt.surgery.averaging import Average
+from unickpt.load.folders import list_tags
+from unickpt.storage.base import join
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

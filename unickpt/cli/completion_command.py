@@ -1,7 +1,7 @@
-"""``unickpt completion``: a script that completes commands and options in a shell, made from the parsers themselves.
+"""``unickpt completion``: print a shell completion script, which is generated from the parsers.
 
-The script is static: pressing the tabulator starts no Python. Own code instead of argcomplete or shtab, because it is short
-and needs no package at run time (docs/dependencies.md).
+The script is static: a completion starts no Python process. argcomplete and shtab would add a dependency at run time
+(docs/developing/dependencies.md).
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from unickpt.cli.output import Output
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """Names of an option (empty for words in place of an argument), its values if they are listed, and its help."""
+    """An option of a command.
+
+    Attributes:
+        names: option strings. Empty for a positional argument.
+        values: choices, if the argument lists them.
+        takes_value: whether a value follows the option.
+        help: help text.
+    """
 
     names: tuple[str, ...]
     values: tuple[str, ...]
@@ -95,9 +102,9 @@ def _zsh(helps: Mapping[str, str], options: Mapping[str, Sequence[_Option]]) -> 
     for command, found in options.items():
         specs = []
         for option in found:
-            told = option.help.replace("[", "(").replace("]", ")").replace(":", " ")
+            help_text = option.help.replace("[", "(").replace("]", ")").replace(":", " ")
             value = f":value:({' '.join(option.values)})" if option.values else ":value:_files" if option.takes_value else ""
-            specs += [f"{name}[{told}]{value}" for name in option.names] or ([f"1{value}"] if option.values else [])
+            specs += [f"{name}[{help_text}]{value}" for name in option.names] or ([f"1{value}"] if option.values else [])
         lines.append(f"    {command}) _arguments -S {' '.join(map(shlex.quote, [*specs, '*:path:_files']))} ;;")
     return "\n".join([*lines, "  esac", "}", "compdef _unickpt unickpt"])
 

@@ -1,19 +1,19 @@
-"""``unickpt convert``: a checkpoint of another program as one of unickpt."""
+"""``unickpt convert``: convert a checkpoint of another program into a unickpt checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from unickpt.cli.edit_common import check_destination
 from unickpt.cli.exit_codes import SOUND
-from unickpt.cli.operating import check_destination
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.progress import progress_bar
-from unickpt.converting import convert
+from unickpt.convert.detect import open_source
+from unickpt.convert.lazy_tensor import Files
+from unickpt.convert.pipeline import convert
 from unickpt.errors import ConfigError, UnickptError
-from unickpt.foreign.detect import open_source
-from unickpt.foreign.located import Files
-from unickpt.storage import is_url
+from unickpt.storage.base import is_url
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="number of files at a time (default: 2)")
     parser.add_argument(
         "--take", action="append", default=[], metavar="CLASS",
-        help="class in pickles (module.Class, or module. for all of a module) whose stored values may be read; its code never "
+        help="class whose pickled values are read: module.Class, or module. for all classes of a module; its code never "
         "runs",
     )  # fmt: skip
 
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Convert."""
     if is_url(args.source):
-        raise ConfigError(f"{args.source}: convert reads a directory; copy the checkpoint to one")
+        raise ConfigError(f"{args.source}: convert reads a local directory; download the checkpoint first")
     source_folder, directory = Path(args.source), check_destination(args.directory)
     try:
         with Files() as files:
@@ -46,10 +46,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
             with progress_bar("convert", source.size_bytes) as advance:
                 made = convert(source, directory, workers=max(args.workers, 1), progress=advance)
     except OSError as err:
-        raise UnickptError(f"{source_folder} cannot be converted into {directory}: {err}") from err
+        raise UnickptError(f"could not convert {source_folder} into {directory}: {err}") from err
     for line in source.left_out:
         out.line(f"left out: {line}")
-    kept = f", {made.kept} of them from before" if made.kept else ""
+    kept = f", {made.kept} of them written by an earlier run" if made.kept else ""
     files_made = f"{made.files} file{'s' * (made.files != 1)}"
     out.line(
         f"{directory}: {source.kind}, {made.tensors:,} tensors, {human_bytes(made.size_bytes)}, in {files_made}{kept}",

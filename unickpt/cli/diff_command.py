@@ -8,10 +8,10 @@ import dataclasses
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate_checkpoint
 from unickpt.cli.output import Output
-from unickpt.differences import Difference, differences
-from unickpt.loading import Checkpoint
-from unickpt.spellings import in_memory
-from unickpt.translated import under_names_of
+from unickpt.dialects.hf_layouts import in_memory
+from unickpt.dialects.translated_checkpoint import under_names_of
+from unickpt.load.checkpoint import Checkpoint
+from unickpt.load.diff import Difference, differences
 
 JSON_SCHEMA = 1
 
@@ -33,11 +33,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Compare and print; 0 if all tensors are equal, 1 if some differ."""
+    """Compare and print. Return 0 if all tensors are equal, 1 if some differ."""
     first, second = (in_memory(Checkpoint.open(locate_checkpoint(each))) for each in (args.first, args.second))
     second = under_names_of(second, first, chosen=args.dialect, option="--dialect")
     found = list(differences(first, second))
-    found += [Difference(name, "", told="only in the second, and the first has no counterpart") for name in second.untranslated]
+    found += [
+        Difference(name, "", reason="only in the second, and the first has no counterpart") for name in second.untranslated
+    ]
     wrong = [each for each in found if not each.equal]
     if args.json:
         out.json({"schema": JSON_SCHEMA, "equal": not wrong, "tensors": [dataclasses.asdict(each) for each in found]})
@@ -55,6 +57,6 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _row(each: Difference) -> tuple[object, ...]:
-    if each.told:
-        return each.name, each.state, "", "", "", "", each.told
+    if each.reason:
+        return each.name, each.state, "", "", "", "", each.reason
     return each.name, each.state, each.elements, each.of, f"{each.largest:.3g}", f"{each.relative:.3g}", ""

@@ -8,18 +8,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from unickpt.cli.operating import check_destination, configure_writing, opened, operate
+from unickpt.cli.edit_common import check_destination, configure_writing, opened, operate
 from unickpt.cli.output import Output
+from unickpt.edit.apply_dialect import Translate
+from unickpt.edit.cast import Cast
+from unickpt.edit.merge_lora import LoraConfig, MergeLora
+from unickpt.edit.patterns import Selection
+from unickpt.edit.rename import Rename, Renaming
+from unickpt.edit.resize_vocab import Resize
+from unickpt.edit.select import Drop, Keep, NoOptimizer
+from unickpt.edit.table import Step
+from unickpt.edit.write import after
 from unickpt.errors import ConfigError
-from unickpt.surgery.casting import Cast
-from unickpt.surgery.choosing import Drop, Keep, NoOptimizer
-from unickpt.surgery.lora import LoraConfig, MergeLora
-from unickpt.surgery.renaming import Rename, Renaming
-from unickpt.surgery.selecting import Selection
-from unickpt.surgery.table import Step
-from unickpt.surgery.translating import Translate
-from unickpt.surgery.vocabulary import Resize
-from unickpt.surgery.writing import after
 
 
 class _Append(argparse.Action):
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("destination", metavar="DST", help="output directory; an interrupted edit into it goes on")
     parser.set_defaults(steps=[])
     steps = parser.add_argument_group("steps, applied in the order of the command line")
-    for option, metavar, told in (
+    for option, metavar, help_text in (
         ("--drop", "PATTERN", "leave out the selected tensors: NAME or NAME:STATE; * is any text, {layer} a number"),
         ("--keep", "PATTERN", "leave out all others; several in a row keep what any of them selects"),
         ("--cast", "PATTERN=DTYPE", "cast to another dtype, such as '*:exp_avg=bfloat16'"),
@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("--vocabulary", "ROWS", "resize the vocabulary to this number of rows"),
         ("--pad-vocabulary-to", "MULTIPLE", "add rows up to the next multiple"),
     ):
-        steps.add_argument(option, metavar=metavar, action=_Append, help=told)
+        steps.add_argument(option, metavar=metavar, action=_Append, help=help_text)
     steps.add_argument("--no-optimizer", nargs=0, action=_Append, help="keep weights and buffers only")
     steps.add_argument("--merge-lora", nargs=0, action=_Append, help="add adapters of peft to their weights")
     rows = parser.add_argument_group("options of --vocabulary and --pad-vocabulary-to")

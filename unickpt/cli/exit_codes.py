@@ -1,7 +1,7 @@
-"""The exit codes of every command (docs/cli.md lists them)."""
+"""The exit codes of every command (docs/reference/cli.md lists them)."""
 
-SOUND = 0  # done, and what was looked at is in order
-DAMAGED = 1  # done, and what was looked at is damaged, differs, or has a problem
-UNUSABLE = 2  # nothing could be looked at: no checkpoint there, a newer format, wrong usage (argparse uses 2, too)
-NONE = 3  # `unickpt latest`: there is no checkpoint, which is not an error before the first save
-INTERRUPTED = 130  # by Ctrl-C, as in shells
+SOUND = 0  # success; no problem was found
+DAMAGED = 1  # success; a problem was found: damage, a difference, a hang
+UNUSABLE = 2  # failure: no checkpoint, a newer format, unreadable storage, wrong usage (argparse also uses 2)
+NONE = 3  # `unickpt latest`: no checkpoint yet, which is normal before the first save
+INTERRUPTED = 130  # Ctrl-C, as in shells

@@ -1,8 +1,9 @@
-"""``unickpt export``: a checkpoint in the form of another program."""
+"""``unickpt export``: export a checkpoint to the format of another program."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate_checkpoint
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.progress import progress_bar
-from unickpt.dtypes import torch_dtype
+from unickpt.convert.deepspeed import universal_writer
+from unickpt.convert.huggingface.files import CONFIG, configuration
+from unickpt.convert.huggingface.writer import as_huggingface, check_no_model, export
+from unickpt.convert.megatron import dist_writer
+from unickpt.convert.torch_dcp import writer
 from unickpt.errors import ConfigError, FormatError, UnickptError
-from unickpt.exporting import dcp, deepspeed_universal, megatron_dist
-from unickpt.exporting.huggingface import CONFIG, Exported, as_huggingface, check_no_model, configuration, export
-from unickpt.loading import Checkpoint
-from unickpt.storage import is_url
-from unickpt.verification import verify
+from unickpt.format.dtypes import torch_dtype
+from unickpt.load.checkpoint import Checkpoint
+from unickpt.load.verify import verify_files
+from unickpt.storage.base import is_url
 
 HF, UNIVERSAL, DCP, TORCH_DIST = "hf", "deepspeed-universal", "dcp", "torch-dist"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -67,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Write the folder."""
+    """Export the checkpoint."""
     _check_options(args)
     directory = locate_checkpoint(args.directory)
     if args.to == HF:
@@ -75,12 +79,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
     checkpoint = Checkpoint.open(directory)
     config = _config_folder(args.config, directory)
     if args.to != DCP:
-        under_names = megatron_dist.as_megatron if args.to == TORCH_DIST else as_huggingface
+        under_names = dist_writer.as_megatron if args.to == TORCH_DIST else as_huggingface
         checkpoint = under_names(checkpoint, chosen=args.dialect, config=_config(config))
     if not args.no_verify:
         total = sum(record.size_bytes for record in checkpoint.manifest.files)
         with progress_bar("verify", total) as advance:
-            problems = verify(directory, progress=advance).problems
+            problems = verify_files(checkpoint.storage, checkpoint.manifest, progress=advance).problems
         for problem in problems:
             out.line(problem, style="red")
         if problems:
@@ -101,7 +105,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _folder(text: str) -> Path:
     if is_url(text):
-        raise argparse.ArgumentTypeError(f"{text}: an export is written into a directory; copy it to a URL afterwards")
+        raise argparse.ArgumentTypeError(f"{text}: the output must be a local directory; upload it afterwards")
     return Path(text)
 
 
@@ -124,8 +128,8 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _universal(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> None:
-    with progress_bar("export", deepspeed_universal.size_bytes(checkpoint)) as advance:
-        made = deepspeed_universal.export(checkpoint, args.output, tag=args.tag, progress=advance)
+    with progress_bar("export", universal_writer.size_bytes(checkpoint)) as advance:
+        made = universal_writer.export(checkpoint, args.output, tag=args.tag, progress=advance)
     out.line(
         f"{args.output / made.tag}: masters and states of {made.parameters:,} parameters, {human_bytes(made.size_bytes)}",
         style="bold green",
@@ -137,14 +141,14 @@ def _universal(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) ->
 def _dcp(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> None:
     total = sum(info.size_bytes for info in checkpoint.index.tensors)
     with progress_bar("export", total) as advance:
-        made = dcp.export_dcp(checkpoint, args.output, shard_bytes=int(args.shard_gigabytes * 1e9), progress=advance)
-    _told(made, args, out)
+        made = writer.export_dcp(checkpoint, args.output, shard_bytes=int(args.shard_gigabytes * 1e9), progress=advance)
+    _summary(made.files, made.tensors, made.size_bytes, args, out)
 
 
 def _torch_dist(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> None:
-    with progress_bar("export", megatron_dist.size_bytes(checkpoint)) as advance:
-        made = megatron_dist.export(
-            checkpoint, args.output, apart=None if args.expert_parallel is None else args.expert_parallel == "yes",
+    with progress_bar("export", dist_writer.size_bytes(checkpoint)) as advance:
+        made = dist_writer.export(
+            checkpoint, args.output, separate_experts=None if args.expert_parallel is None else args.expert_parallel == "yes",
             shard_bytes=int(args.shard_gigabytes * 1e9), progress=advance,
         )  # fmt: skip
     out.line(f"{made.directory}: {made.tensors:,} tensors, {human_bytes(made.size_bytes)}", style="bold green")
@@ -152,11 +156,9 @@ def _torch_dist(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -
         out.line(note)
 
 
-def _told(made: Exported, args: argparse.Namespace, out: Output) -> None:
-    files = f"{len(made.files)} file{'s' * (len(made.files) != 1)}"
-    out.line(f"{args.output}: {made.tensors:,} tensors, {human_bytes(made.size_bytes)}, in {files}", style="bold green")
-    if made.tied:
-        out.line(f"tied, left to transformers: {_some(made.tied)}")
+def _summary(names: Sequence[str], tensors: int, size_bytes: int, args: argparse.Namespace, out: Output) -> None:
+    files = f"{len(names)} file{'s' * (len(names) != 1)}"
+    out.line(f"{args.output}: {tensors:,} tensors, {human_bytes(size_bytes)}, in {files}", style="bold green")
 
 
 def _huggingface(checkpoint: Checkpoint, args: argparse.Namespace, config: Path | None, out: Output) -> None:
@@ -167,7 +169,9 @@ def _huggingface(checkpoint: Checkpoint, args: argparse.Namespace, config: Path 
             checkpoint, args.output, config_from=config, with_code=args.with_code, dtype=dtype,
             shard_bytes=int(args.shard_gigabytes * 1e9), progress=advance,
         )  # fmt: skip
-    _told(made, args, out)
+    _summary(made.files, made.tensors, made.size_bytes, args, out)
+    if made.tied:
+        out.line(f"tied, left to transformers: {_some(made.tied)}")
     if made.copied:
         out.line(f"copied from {config}: {_some(made.copied)}")
     if args.config is not None and made.left:

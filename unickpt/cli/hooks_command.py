@@ -1,6 +1,6 @@
-"""``unickpt hooks status``: what is put into the installed frameworks, and whether it applies to their versions.
+"""``unickpt hooks status``: list the hooks in the installed frameworks and whether they apply.
 
-The one command that imports the frameworks: only they can say what source they have.
+This is the only command that imports the frameworks.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ JSON_SCHEMA = 1
 ADAPTERS = ("ds_unickpt", "megatron_unickpt")
 
 _MARKDOWN_BEGINNING = """\
-<!-- Generated, do not edit: unickpt hooks status --markdown > docs/hooks.md -->
+<!-- Generated, do not edit: unickpt hooks status --markdown > docs/developing/hooks.md -->
 # Hooks
 
-What unickpt puts into the frameworks, and nothing else does. A hook is installed only where the
-framework's version is in the tested range *and* the function's source has a known fingerprint
-(12 hex digits of the SHA-256 of its source without comment lines, blank lines and indentation);
-otherwise the framework keeps its own behaviour and one warning says so. A hook without fingerprints
-only looks at arguments and otherwise calls through; it checks that the arguments it needs exist.
-`unickpt hooks status` shows what holds for the installed versions.
+The functions of DeepSpeed, transformers and Megatron that unickpt wraps. A hook is installed only if the
+framework's version is in the tested range and the function has the parameters that the hook needs. Otherwise
+the framework keeps its own behaviour, and one warning says so. A fingerprint is 12 hex digits of the SHA-256 of
+the function's source without comment lines, blank lines and indentation. If the fingerprint is unknown, a hook
+with "refused" is not installed. A hook with "installed" is installed, and `unickpt hooks status` names it: the
+hook passes calls through or changes the text of an error, or it belongs to Megatron-LM, whose users edit the source.
 
-| hook | target | tested versions | known fingerprints | why | upstream | until |
-|---|---|---|---|---|---|---|"""
+Hooks with `timing` in their names are installed only if timing is enabled.
+
+| hook | target | tested versions | known fingerprints | unknown source | why | upstream | until |
+|---|---|---|---|---|---|---|---|"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +58,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     form = status.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="the table as one JSON document")
-    form.add_argument("--markdown", action="store_true", help="what the hooks are, as docs/hooks.md holds it")
+    form.add_argument("--markdown", action="store_true", help="what the hooks are, as docs/developing/hooks.md holds it")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Print the table; 0 also where hooks are refused, because that is a state and no error."""
+    """Print the table. The exit code is 0 also if hooks are refused, because that is a state and not an error."""
     if args.markdown:
-        out.text(_markdown([hook for adapter in ADAPTERS for hook in import_module(f"{adapter}.hooks").DECLARED]))
+        out.text(_markdown([hook for adapter in ADAPTERS for hook in _declared(adapter)]))
         return 0
     adapters = [_import("ds_unickpt", "deepspeed", DEEPSPEED), _import("megatron_unickpt", "megatron", MEGATRON)]
-    found = sorted((_usable(status, adapters) for status in hooks.status()), key=lambda status: status.hook.name)
+    known = [_usable(status, adapters) for status in hooks.status()]
+    found = sorted([*known, *_not_installed(known, adapters)], key=lambda status: status.hook.name)
     if args.json:
         documents = {"adapters": [asdict(adapter) for adapter in adapters], "hooks": [_document(status) for status in found]}
         out.json({"schema": JSON_SCHEMA, **documents})
@@ -105,6 +108,27 @@ def _usable(status: HookStatus, adapters: list[_Adapter]) -> HookStatus:
         if adapter.state == "failed" and status.hook.module.partition(".")[0] == adapter.framework:
             return replace(status, state="failed", reason=adapter.reason)
     return status
+
+
+def _not_installed(known: list[HookStatus], adapters: list[_Adapter]) -> list[HookStatus]:
+    """Return the declared hooks without a status: their module is not imported, such as transformers, or timing is off."""
+    names = {status.hook.name for status in known}
+    found = []
+    for adapter in (each.adapter for each in adapters if each.state == "imported"):
+        found += [_without_status(hook) for hook in import_module(f"{adapter}.hooks").DECLARED if hook.name not in names]
+        version = import_module(f"{adapter}.versions").version()
+        timing = [hook for hook in import_module(f"{adapter}.timing").all_timing_hooks() if hook.name not in names]
+        found += [replace(hooks.examine(hook, version), state="not enabled") for hook in timing]
+    return found
+
+
+def _without_status(hook: Hook) -> HookStatus:
+    return HookStatus(hook, "not imported", "" if _exists(hook.module) else f"{hook.module} is not installed", "")
+
+
+def _declared(adapter: str) -> list[Hook]:
+    declared: list[Hook] = import_module(f"{adapter}.hooks").DECLARED
+    return [*declared, *import_module(f"{adapter}.timing").all_timing_hooks()]
 
 
 def _exists(module: str) -> bool:
@@ -153,6 +177,7 @@ def _markdown(declared: list[Hook]) -> str:
     for hook in sorted(declared, key=lambda hook: hook.name):
         code = [hook.name, f"{hook.module}.{hook.attribute}", str(hook.versions), *sorted(hook.fingerprints)]
         name, target, versions, *fingerprints = (f"`{text}`" for text in code)
-        cells = [name, target, versions, ", ".join(fingerprints) or "-", hook.why, f"<{hook.upstream}>", hook.until]
+        unknown = "refused" if hook.strict else "installed"
+        cells = [name, target, versions, ", ".join(fingerprints) or "-", unknown, hook.why, f"<{hook.upstream}>", hook.until]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""``unickpt inspect``: what a checkpoint holds. Reads its manifest and its index, never a data file."""
+"""``unickpt inspect``: show the contents of a checkpoint. Reads manifest and index, never a data file."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import re
 from dataclasses import asdict
 from typing import Any
 
+from unickpt.checkpoint_folder import latest_tag, read_manifest
 from unickpt.cli import summary
 from unickpt.cli.exit_codes import DAMAGED, SOUND
-from unickpt.cli.locate import Tag, list_tags, locate
+from unickpt.cli.locate import locate
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.rendering import render, render_settings
 from unickpt.errors import ConfigError, CorruptCheckpointError
-from unickpt.fragments import Box
-from unickpt.index import Index
-from unickpt.loading import Checkpoint, read_index, read_manifest
-from unickpt.manifest import MANIFEST_FILE, Manifest
-from unickpt.resuming import latest_tag
-from unickpt.storage import open_storage
+from unickpt.format.boxes import Box
+from unickpt.format.index import Index
+from unickpt.format.manifest import MANIFEST_FILE, Manifest
+from unickpt.load.folders import TagSummary, list_tags
+from unickpt.load.validation import check_files, read_index
+from unickpt.storage.open import open_storage
 
 JSON_SCHEMA = 1
 _SHOWN_PARAMETERS = 40
@@ -76,27 +77,31 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 class _View:
-    """A checkpoint as far as it can be looked at: ``problem`` says what is wrong with its files, if anything."""
+    """Manifest and index of a checkpoint. ``problem`` describes missing files and files of the wrong size, or is empty."""
 
     def __init__(self, directory: str, manifest: Manifest, index: Index, problem: str) -> None:
         self.directory, self.manifest, self.index, self.problem = directory, manifest, index, problem
 
     @classmethod
     def read(cls, directory: str) -> _View:
-        """Raises UnickptError where manifest or index cannot be used; a damaged data file is only noted."""
+        """Read manifest and index.
+
+        Raises:
+            UnickptError: the manifest or the index cannot be used. A missing data file is only recorded in ``problem``.
+        """
+        storage, problem = open_storage(directory), ""
+        manifest = read_manifest(storage)
         try:
-            checkpoint = Checkpoint.open(directory)
-            return cls(directory, checkpoint.manifest, checkpoint.index, "")
+            check_files(storage, manifest)
         except CorruptCheckpointError as err:
-            storage = open_storage(directory)
-            manifest = read_manifest(storage)
             if storage.size_bytes(manifest.index) != manifest.file(manifest.index).size_bytes:
                 raise
-            return cls(directory, manifest, read_index(storage, manifest), str(err))
+            problem = str(err)
+        return cls(directory, manifest, read_index(storage, manifest), problem)
 
     @property
     def total_bytes(self) -> int:
-        """Of all files, the manifest included."""
+        """Size of all files, including the manifest."""
         listed = sum(record.size_bytes for record in self.manifest.files)
         return listed + (open_storage(self.directory).size_bytes(MANIFEST_FILE) or 0)
 
@@ -104,7 +109,9 @@ class _View:
 # ---------------------------------------------------------------- JSON
 
 
-def _document(directory: str, tags: list[Tag] | None, view: _View | None, pattern: re.Pattern[str] | None) -> dict[str, Any]:
+def _document(
+    directory: str, tags: list[TagSummary] | None, view: _View | None, pattern: re.Pattern[str] | None
+) -> dict[str, Any]:
     save_directory = None
     if tags is not None:
         save_directory = {"latest": latest_tag(directory), "tags": [asdict(tag) for tag in tags]}
@@ -144,7 +151,7 @@ def _matching(index: Index, pattern: re.Pattern[str] | None) -> tuple[summary.Pa
 # ---------------------------------------------------------------- text
 
 
-def _show_tags(out: Output, directory: str, tags: list[Tag]) -> None:
+def _show_tags(out: Output, directory: str, tags: list[TagSummary]) -> None:
     latest = latest_tag(directory)
     out.line(f"save directory {directory}", style="bold")
     out.line(f"latest: {latest or '(no such file)'}")

@@ -1,4 +1,4 @@
-"""``unickpt latest``: the newest whole checkpoint of a directory, for scripts."""
+"""``unickpt latest``: print the path of the newest whole checkpoint, for scripts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import argparse
 import sys
 
 from unickpt.cli.exit_codes import DAMAGED, NONE, SOUND
-from unickpt.cli.locate import foreign_beside, is_file, list_tags, newest
+from unickpt.cli.locate import foreign_beside, is_file
 from unickpt.cli.output import Output, one_line
 from unickpt.errors import NotACheckpointError
-from unickpt.storage import open_storage
+from unickpt.load.folders import list_tags, newest
+from unickpt.storage.open import open_storage
 
 JSON_SCHEMA = 1
 _SHOWN = 8  # names in a message
@@ -25,9 +26,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Print the path alone; 0 if there is one, 1 if no checkpoint there is whole or of unickpt, 3 if there is none.
+    """Print the path. Return 0 if there is one, 1 if no checkpoint is whole or unickpt wrote none, 3 if there is no checkpoint.
 
-    The file ``latest`` does not count: it may name a checkpoint whose files were lost since.
+    The file ``latest`` is not consulted: it can name a checkpoint that has lost files since.
     """
     if is_file(args.directory):
         raise NotACheckpointError(f"{args.directory}: is a file; name a directory")  # and not code 3: no first start
@@ -46,8 +47,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.json:
         out.json({"schema": JSON_SCHEMA, "path": None, "checkpoint": None, "step": None})
     broken = list_tags(directory)
-    told = f"no whole checkpoint; {broken[-1].tag}: {broken[-1].problem}" if broken else "no checkpoint of unickpt is there"
-    _say(f"{directory}: {told}")
+    words = f"no whole checkpoint; {broken[-1].tag}: {broken[-1].problem}" if broken else "no checkpoint of unickpt is there"
+    _say(f"{directory}: {words}")
     return DAMAGED if broken or others else NONE
 
 

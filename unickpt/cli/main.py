@@ -1,6 +1,6 @@
-"""Entry point of the command line: finds the command, runs it, turns errors into one line and an exit code.
+"""Entry point of the command line. It runs the command and turns errors into one line and an exit code.
 
-Only the standard library is imported here. Everything else is imported inside ``main``, where Ctrl-C is taken care of.
+Only the standard library is imported at module level. ``main`` imports the rest where it handles Ctrl-C.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unickpt.cli.exit_codes import INTERRUPTED, SOUND, UNUSABLE
 from unickpt.errors import UnickptError
 
 _NOTHING_DONE = "nothing was changed; run the same command again"
-_GOES_ON = "what is written is kept: run the same command again to go on. Until then DST is not a checkpoint"
+_GOES_ON = "the files written so far are kept; run the same command again to continue. DST is not a checkpoint yet"
 _REPEAT = "the output is not complete; run the same command again"
 
 
@@ -63,10 +63,10 @@ COMMANDS = (
     _Command("diagnose", "unickpt.cli.diagnose_command", "find the rank or link that a job waits for"),
     _Command(
         "agent", "unickpt.cli.agent_command", "watch the ranks of this host and report what is wrong",
-        "the ranks of this host are not watched any more; run the same command again",
+        "the agent has stopped; run the same command again",
     ),
-    _Command("report", "unickpt.cli.report_command", "draw what a job's ranks did, on one HTML page", _REPEAT),
-    _Command("trace", "unickpt.cli.trace_command", "write every call of a job as a trace for Perfetto", _REPEAT),
+    _Command("report", "unickpt.cli.report_command", "write an HTML report of a job's ranks", _REPEAT),
+    _Command("trace", "unickpt.cli.trace_command", "write the calls of a job as a Perfetto trace", _REPEAT),
     _Command(
         "metrics", "unickpt.cli.metrics_command", "print measurements of a job for Prometheus, or write them for TensorBoard",
         _REPEAT,
@@ -75,7 +75,7 @@ COMMANDS = (
     _Command("completion", "unickpt.cli.completion_command", "print a script that completes commands in bash, zsh or fish"),
 )  # fmt: skip
 _EPILOG = (
-    "exit codes: 0 in order; 1 damaged, different or not whole; 2 nothing could be looked at, or wrong usage; 3 no checkpoint "
+    "exit codes: 0 no problem; 1 damaged, different or not whole; 2 no readable checkpoint, or wrong usage; 3 no checkpoint "
     "yet (latest); 130 stopped by Ctrl-C. 'unickpt COMMAND --help' describes a command."
 )
 
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _ended_at_once_by_ctrl_c() -> Iterator[None]:
-    """During imports Ctrl-C ends the process at once: nothing was written, and libraries answer it with odd errors."""
+    """End the process immediately on Ctrl-C during imports: nothing was written, and libraries can swallow the exception."""
 
     def end(*_: object) -> None:
         os.write(2, f"unickpt: interrupted: {_NOTHING_DONE}\n".encode())

@@ -1,4 +1,4 @@
-"""``unickpt metrics``: measurements of a job, as Prometheus reads them or as TensorBoard's scalars."""
+"""``unickpt metrics``: measurements of a job for Prometheus or TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
-from unickpt.cli.reading import add_deadline, add_folders, read_hosts
-from unickpt.views.metrics import exposition, measurements, write_scalars
+from unickpt.cli.ring_folders import add_deadline, add_folders, read_hosts
+from unickpt.diagnosis.reports.metrics import exposition, measurements, write_scalars
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -16,12 +16,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_folders(parser)
     add_deadline(parser)
     parser.add_argument(
-        "--tensorboard", type=Path, metavar="LOGDIR", help="write scalars by step there, and print nothing for Prometheus"
+        "--tensorboard", type=Path, metavar="LOGDIR", help="write TensorBoard scalars to this directory instead of printing"
     )
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Read, and print or write; 0 if that is done."""
+    """Print or write the measurements."""
     hosts = read_hosts(args.directories)
     verdicts = [verdict for verdict, _ in hosts.judged(after_s=args.after)]
     measured = measurements(hosts.jobs, verdicts, hosts.clock_offsets_ns)

@@ -1,7 +1,6 @@
-"""What a command prints: tables with colour on a terminal, plain aligned text everywhere else.
+"""Output of a command: styled tables on a terminal, plain aligned text elsewhere.
 
-Names in a checkpoint are untrusted: whatever could steer a terminal or break a line is escaped
-before it is printed.
+Names in a checkpoint are untrusted, so characters that control a terminal or break a line are escaped.
 """
 
 from __future__ import annotations
@@ -57,14 +56,14 @@ class Output:
             print("  ".join(padded).rstrip(), file=self._stream)
 
     def text(self, text: str) -> None:
-        """Text that is printed as it is: documents made by this program itself."""
+        """Print text without escaping. Only for text that this program generated."""
         print(text, file=self._stream)
 
     def json(self, document: Any) -> None:
         """One JSON document, in ASCII so that it survives any encoding.
 
         Raises:
-            FormatError: it is nested so deeply that no JSON reader would take it.
+            FormatError: the document is nested too deeply for JSON.
         """
         try:
             text = json.dumps(document, indent=1)
@@ -77,13 +76,13 @@ class Output:
 
 
 def one_line(text: str, stream: TextIO) -> str:
-    """The text with everything escaped that is not printable, or that the stream's encoding lacks."""
+    """Escape characters that are not printable or that the encoding of the stream lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return printable(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def human_bytes(size_bytes: int) -> str:
-    """``1.5 GiB (1,610,612,736 bytes)``."""
+    """Format a size, for example ``1.5 GiB (1,610,612,736 bytes)``."""
     exact = f"{size_bytes:,} byte" + ("" if size_bytes == 1 else "s")
     value = float(size_bytes)
     for unit in ("", "KiB", "MiB", "GiB", "TiB", "PiB"):

@@ -1,4 +1,4 @@
-"""Progress of what reads or writes many bytes."""
+"""Progress bars."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Advance:
 
 @contextmanager
 def progress_bar(what: str, total_bytes: int) -> Iterator[Advance]:
-    """A bar on standard error if that is a terminal, so that standard output holds the findings only."""
+    """Show a progress bar on standard error if it is a terminal. Standard output keeps the results only."""
     console = Console(file=sys.stderr)
     if not console.is_terminal:
         yield Advance(None, what, total_bytes)

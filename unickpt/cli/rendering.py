@@ -1,4 +1,4 @@
-"""Encoded objects (``unickpt.objects``) as text for people. Nothing is decoded and nothing is unpickled."""
+"""Encoded objects (``unickpt.format.objects``) as text. Nothing is decoded or unpickled."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _PLAIN_BRACKETS = {"$tuple": ("(", ")"), "$set": ("{", "}"), "$frozenset": ("fro
 
 
 def render(value: Any, *, most: int | None) -> str:
-    """One line for an encoded value.
+    """Return one line for an encoded value.
 
     Args:
-        value: JSON as ``unickpt.objects.encode`` makes it, possibly hostile.
-        most: characters to show at most, or None for all.
+        value: JSON as ``unickpt.format.objects.encode`` makes it, possibly hostile.
+        most: maximum number of characters, or None for no limit.
     """
     text = _render(value, 0)
     return text if most is None or len(text) <= most else text[: most - 3] + "..."
 
 
 def render_settings(values: Mapping[str, Any]) -> str:
-    """``lr=0.001 betas=(0.9, 0.999)``."""
+    """Return settings as text, for example ``lr=0.001 betas=(0.9, 0.999)``."""
     return " ".join(f"{key}={_render(value, 0)}" for key, value in values.items())
 
 

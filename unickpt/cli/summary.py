@@ -1,7 +1,7 @@
-"""What a checkpoint holds, from its manifest and index alone. Pure functions, no I/O.
+"""Summaries of a checkpoint from its manifest and index. Pure functions, no I/O.
 
-The dataclasses are what ``unickpt inspect --json`` prints: their field names are its keys
-(``docs/cli.md`` documents them), so a rename here is a change for whoever reads that JSON.
+The field names of the dataclasses are the keys of ``unickpt inspect --json``
+(``docs/reference/cli.md`` documents them), so a rename changes the JSON.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from unickpt.errors import ConfigError
-from unickpt.fragments import Ints
-from unickpt.index import Index, TensorInfo
+from unickpt.format.boxes import Ints
+from unickpt.format.index import Index, TensorInfo
 
 _FIRST_STATES = {"weight": 0, "master": 1, "object": 9}
 
@@ -72,7 +72,7 @@ class ParameterSummary:
 
 @dataclass(frozen=True, slots=True)
 class FragmentSummary:
-    """Where one fragment of a tensor lies.
+    """Location of one fragment of a tensor.
 
     Attributes:
         start, shape: its box in the tensor.
@@ -211,7 +211,7 @@ def _fragmented(index: Index, position: int, info: TensorInfo, sizes: Ints) -> F
 
 
 def ranks_with_objects(index: Index) -> tuple[int, ...]:
-    """Ranks of the writing job that stored non-tensor state of their own (such as generators)."""
+    """Return the ranks of the saving job that stored non-tensor state of their own, such as random generators."""
     found = (re.fullmatch(r"objects/rank([0-9]{1,9})", info.name) for info in index.tensors if info.kind == "object")
     return tuple(sorted(int(match[1]) for match in found if match))
 

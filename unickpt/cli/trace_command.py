@@ -1,4 +1,4 @@
-"""``unickpt trace``: a job's records as a trace for Perfetto."""
+"""``unickpt trace``: write the records of a job as a Perfetto trace."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output, human_bytes
-from unickpt.cli.reading import add_folders, read_hosts
-from unickpt.views.gathering import gathered
-from unickpt.views.trace import write_trace
+from unickpt.cli.ring_folders import add_folders, read_hosts
+from unickpt.diagnosis.reports.job_records import gather_records
+from unickpt.diagnosis.reports.perfetto import write_trace
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -21,9 +21,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Read and write; 0 if that is done."""
+    """Write the trace."""
     hosts = read_hosts(args.directories)
-    view = gathered(hosts.jobs, hosts.clock_offsets_ns)
+    view = gather_records(hosts.jobs, hosts.clock_offsets_ns)
     written = write_trace(view, args.output)
     for problem in view.unreadable:
         out.line(problem, style="yellow")

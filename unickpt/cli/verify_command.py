@@ -1,18 +1,18 @@
-"""``unickpt verify``: reads every byte of a checkpoint and says what is wrong with it."""
+"""``unickpt verify``: read every byte of a checkpoint and report damage."""
 
 from __future__ import annotations
 
 import argparse
 import time
 
+from unickpt.checkpoint_folder import read_manifest
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate_checkpoint
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.progress import progress_bar
 from unickpt.errors import FormatError, NewerFormatError
-from unickpt.loading import read_manifest
-from unickpt.storage import open_storage
-from unickpt.verification import Verification, verify
+from unickpt.load.verify import Verification, verify_files
+from unickpt.storage.open import open_storage
 
 JSON_SCHEMA = 1
 
@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Verify and print; 0 if the checkpoint is sound, 1 if it is damaged."""
+    """Verify and print. Return 0 if the checkpoint is sound, 1 if it is damaged."""
     directory = locate_checkpoint(args.directory)
     begin = time.monotonic()
     found = _verify(directory)
@@ -52,11 +52,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _verify(directory: str) -> Verification:
-    """A manifest that is there but wrong is a finding; only one of a later format cannot be judged."""
+    """Verify a checkpoint. A malformed manifest is a problem of the checkpoint; a newer format is an error."""
     try:
-        total = sum(record.size_bytes for record in read_manifest(open_storage(directory)).files)
-        with progress_bar("verify", total) as advance:
-            return verify(directory, progress=advance)
+        storage = open_storage(directory)
+        manifest = read_manifest(storage)
+        with progress_bar("verify", sum(record.size_bytes for record in manifest.files)) as advance:
+            return verify_files(storage, manifest, progress=advance)
     except NewerFormatError:
         raise
     except FormatError as err:

@@ -1,22 +1,31 @@
-"""From records to a verdict: which rank, which link, since when, and how that is known.
+"""Collective timing and diagnosis: find the rank or the link that a job waits for.
 
-Functions of their arguments; nothing here reads a file, asks a process or knows the time.
+Each room imports only the rooms above it in this list:
 
-    summaries   what of a rank's ring the others need to know
-    waiting     calls that ranks wait in, and for whom
-    mismatches  ranks that are in the same call with something else
-    hangs       whoever is waited for and waits for nobody
-    steps       how long ranks' steps took, and what of it was their own time
-    stragglers  who keeps the others waiting
-    links       links that carry less than others, by point-to-point calls
-    transfers   point-to-point calls whose both sides are known
-    transport   links that carry less than they did, by the kernel's counters of their connections
-    presumed    who waits in calls that end on a device
-    view        what a host knows of its ranks, and a job when these are put together
-    wire        a view as bytes
-    clocks      what the clocks of hosts differ by
-    deadlines   how long a call may take
-    middles     medians of many things at once
-    examining   all of that on the rings of a job, and lines for a person
-    verdicts    what is told
+    host        processes, stacks and TCP counters of this host, as the kernel reports them
+    options     user options of timing
+    recording   hooks that record collectives into a ring in shared memory
+    snapshot    state of the ranks of a host or a job at one time
+    detectors   pure functions from a snapshot to verdicts
+    reports     verdicts as text, HTML report, Perfetto trace, metrics
+    agent       process on each host that takes snapshots, combines them, and writes verdicts to the log
+    session     timing of one training process
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unickpt.diagnosis.reports.verdict_line import parse_line
+
+__all__ = ["parse_line"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names when they are used: training processes do not need them."""
+    if name == "parse_line":
+        from unickpt.diagnosis.reports.verdict_line import parse_line
+
+        return parse_line
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,1 +1,1 @@
-"""Loading a checkpoint that all ranks of a job agree on."""
+"""Load, verify and compare checkpoints."""

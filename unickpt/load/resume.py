@@ -1,7 +1,7 @@
-"""The one way in which the ranks of a job load a checkpoint: open, agree, plan, agree, read, agree.
+"""Load a checkpoint on all ranks of a job: open, agree, plan, agree, read, agree.
 
-A rank that fails takes part in the next agreement with its ``Failure``, whatever it failed at. So no rank waits for one that
-has given up, and all ranks raise, or all ranks fall back to the same older checkpoint. No collective is used.
+A rank that fails at any step takes part in the next agreement with its ``Failure``. So no rank waits for a rank that failed.
+Either all ranks raise, or all ranks fall back to the same older checkpoint. No collective is used.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from unickpt import neighbours as neighbours_module
-from unickpt.coordination import Rendezvous
-from unickpt.errors import CorruptCheckpointError, MismatchError, NeighbourFailedError, UnickptError
-from unickpt.load.failure import Failure, error_of, failure_of, is_damage
-from unickpt.loading import Planned
-from unickpt.neighbours import Neighbours
-from unickpt.resuming import whole
+from unickpt.checkpoint_folder import complete_checkpoints
+from unickpt.coordination import host_peers as host_peers_module
+from unickpt.coordination.failure import Failure, FailureKind
+from unickpt.coordination.host_peers import HostPeers
+from unickpt.coordination.rendezvous import Rendezvous
+from unickpt.errors import CorruptCheckpointError, HostPeerFailedError, MismatchError, UnickptError
+from unickpt.load.checkpoint import Planned
+from unickpt.load.failure import error_of, failure_of, is_damage
 
 logger = logging.getLogger("unickpt")
 
 T = TypeVar("T")
-Opener = Callable[[], Neighbours]
+Opener = Callable[[], HostPeers]
 _SHOWN = 8  # whole checkpoints that an error names
 
 
@@ -42,18 +43,18 @@ class AgreedFailureError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a job tries to load next. The coordinator makes it, and it is the same on all ranks.
+    """The checkpoint that a job tries next. The coordinator selects it, and it is the same on all ranks.
 
     Attributes:
-        directory: of the checkpoint, as the coordinator sees it; '' if there is none, or none is left.
-        name: of that directory in the folder; '' if the folder is itself the checkpoint.
-        step: of the checkpoint, as far as it is known.
-        notes: what is wrong with the folder itself, for the log.
+        directory: checkpoint directory, as the coordinator sees it. '' if no checkpoint is left.
+        name: name of the directory in the folder. '' if the folder is itself the checkpoint.
+        step: training step, if known.
+        notes: problems of the folder itself, for the log.
         explicit: the user named this checkpoint, so no other one replaces it.
-        native: it is in the framework's own format.
-        present: whole checkpoints of the folder, newest first. Only where there is nothing to load.
-        refused: why nothing can be loaded although something is there.
-        failure: why the coordinator cannot offer anything.
+        native: the checkpoint has the framework's own format.
+        present: whole checkpoints of the folder, newest first. Set only if there is nothing to load.
+        refused: why an existing checkpoint cannot be loaded.
+        failure: why the coordinator cannot select a checkpoint.
     """
 
     directory: str = ""
@@ -67,42 +68,43 @@ class Offer:
     failure: Failure | None = None
 
     def to_message(self) -> dict[str, Any]:
-        """JSON-able."""
-        return asdict(self)
+        """Return a JSON-compatible value."""
+        return {**asdict(self), "failure": None if self.failure is None else self.failure.to_json()}
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Offer:
-        """The inverse of ``to_message``."""
+        """Return the value that ``to_message`` encoded."""
         failure = message["failure"]
         return replace(
             cls(**{**message, "failure": None}),
             notes=tuple(message["notes"]),
             present=tuple(message["present"]),
-            failure=None if failure is None else Failure.from_message(failure),
+            failure=None if failure is None else Failure.from_json(failure),
         )
 
 
 class Together:
     """The agreements of one load. Every rank makes the same sequence of calls until one of them raises.
 
-    Each method runs this rank's part, whose exception it keeps, and then exchanges the outcome.
+    Each method runs the part of this rank, catches its exception, and then exchanges the outcome with the other ranks.
 
     Attributes:
-        where: the checkpoint's path or URL, for messages.
+        meet: message exchange of the ranks.
+        where: path or URL of the checkpoint, for messages.
     """
 
     def __init__(self, meet: Rendezvous, where: str) -> None:
         self.meet, self.where = meet, where
 
     def step(self, name: str, part: Callable[[], T]) -> T:
-        """One part of the load.
+        """Run one step of the load and agree on its outcome.
 
         Args:
-            name: of the step; every rank passes the same one.
-            part: what this rank does. It must not exchange anything with other ranks before it can no longer fail.
+            name: name of the step, the same on every rank.
+            part: work of this rank. It must not communicate with other ranks while it can still fail.
 
         Raises:
-            AgreedFailureError: it failed on at least one rank.
+            AgreedFailureError: the step failed on at least one rank.
         """
         result, error = None, None
         try:
@@ -113,12 +115,12 @@ class Together:
         return result  # type: ignore[return-value]  # the part has returned
 
     def plan(self, part: Callable[[], Planned], *, identity: Callable[[], str], share: bool) -> tuple[Planned, Opener | None]:
-        """Plan the reads, and meet the ranks of this host that want the same.
+        """Plan the reads, and find the ranks of this host that need the same fragments.
 
         Args:
-            part: returns this rank's plan.
-            identity: of the checkpoint that this rank opened; ranks that opened different ones do not go on.
-            share: False on any rank: nobody shares with it.
+            part: returns the plan of this rank.
+            identity: returns the identity of the opened checkpoint. The load fails if ranks opened different checkpoints.
+            share: whether this rank shares reads with the ranks of its host.
 
         Raises:
             AgreedFailureError: at least one rank has no plan, or opened another checkpoint.
@@ -129,7 +131,7 @@ class Together:
             planned = part()
         except Exception as err:
             error = err
-        failures, opener = neighbours_module.meet(
+        failures, opener = host_peers_module.meet(
             self.meet,
             None if planned is None else planned.rows,
             self._failure(error),
@@ -141,48 +143,48 @@ class Together:
         assert planned is not None
         return planned, opener
 
-    def read(self, part: Callable[[Neighbours | None], None], opener: Opener | None) -> None:
+    def read(self, part: Callable[[HostPeers | None], None], opener: Opener | None) -> None:
         """Read what was planned.
 
         Args:
-            part: reads, with the neighbours that it shares memory with, if there are any.
-            opener: of that memory, from ``plan``.
+            part: reads, given the ranks that share memory with this one, or None.
+            opener: opens the shared memory; from ``plan``.
 
         Raises:
-            AgreedFailureError: at least one rank could not.
+            AgreedFailureError: the read failed on at least one rank.
         """
 
         def reading() -> None:
             if opener is None:
                 part(None)
                 return
-            with opener() as neighbours:
-                part(neighbours)
+            with opener() as host_peers:
+                part(host_peers)
 
         self.step("read", reading)
 
     def agree(self, name: str, error: Exception | None) -> None:
-        """Exchange how a step went.
+        """Exchange the outcome of a step.
 
         Raises:
-            AgreedFailureError: it failed on at least one rank.
+            AgreedFailureError: the step failed on at least one rank.
         """
         failure = self._failure(error)
-        gathered = self.meet.gather(name, {"failure": None if failure is None else failure.to_message()})
+        gathered = self.meet.gather(name, {"failure": None if failure is None else failure.to_json()})
         verdict = None
         if gathered is not None:
             verdict = {"failures": [m["failure"] for m in gathered if m["failure"] is not None]}
-        told = self.meet.broadcast(f"{name}-verdict", verdict, notice=False)
-        self._raise(tuple(map(Failure.from_message, told["failures"])), error)
+        agreed = self.meet.broadcast(f"{name}-verdict", verdict, notice=False)
+        self._raise(tuple(map(Failure.from_json, agreed["failures"])), error)
 
     def _failure(self, error: Exception | None) -> Failure | None:
         return None if error is None else failure_of(error, rank=self.meet.rank, where=self.where)
 
     def _raise(self, failures: tuple[Failure, ...], error: Exception | None) -> None:
-        causes = tuple(failure for failure in failures if failure.kind != "neighbour")
+        causes = tuple(failure for failure in failures if failure.kind is not FailureKind.HOST_PEER)
         if not failures:
             return
-        if error is None or (causes and isinstance(error, NeighbourFailedError)):
+        if error is None or (causes and isinstance(error, HostPeerFailedError)):
             error = error_of(failures, where=self.where)
         raise AgreedFailureError(causes or failures, error)
 
@@ -196,22 +198,22 @@ def resume(
     where: str,
     fall_back: bool = True,
 ) -> T:
-    """Load the checkpoint that is offered, or the next one where that is damaged. Every rank calls it.
+    """Load a checkpoint, or the next older one if it is damaged. Every rank calls this function.
 
     Args:
-        meet: of the whole job, in a session that all ranks have begun.
-        offer: on the coordinator, what to try next; called again after damage.
-        attempt: loads an offer, given the lines about what was passed over. Raises ``AgreedFailureError`` if it fails, on all
+        meet: message exchange of the whole job, in a session that all ranks have begun.
+        offer: selects the checkpoint to try next. Called on the coordinator, again after damage.
+        attempt: loads an offer, given the notes on skipped checkpoints. If it fails, it raises ``AgreedFailureError`` on all
             ranks.
-        nothing: called if nothing was offered in the first place.
-        where: the folder, for messages.
-        fall_back: False: damage is an error.
+        nothing: called if there was no checkpoint to try.
+        where: path or URL of the folder, for messages.
+        fall_back: whether to try an older checkpoint after damage.
 
     Returns:
-        What ``attempt`` or ``nothing`` returns.
+        The return value of ``attempt`` or ``nothing``.
 
     Raises:
-        UnickptError: all ranks raise; the message names the rank that failed, and what to do.
+        UnickptError: raised on all ranks. The message names the rank that failed and what to do.
     """
     skipped: list[str] = []
     tried = False
@@ -246,7 +248,7 @@ def resume(
 
 
 def _offered(offer: Callable[[], Offer], where: str) -> Offer:
-    """What the coordinator offers. The other ranks wait for its word, also where it cannot see the folder."""
+    """Return the offer of the coordinator; its failure if it cannot read the folder, because the other ranks wait for it."""
     try:
         return offer()
     except Exception as err:
@@ -254,11 +256,13 @@ def _offered(offer: Callable[[], Offer], where: str) -> Offer:
 
 
 def _advised(meet: Rendezvous, error: Exception, offer: Offer, where: str) -> Exception:
-    """The error about a checkpoint that was asked for by name, with those beside it that are whole."""
+    """Return the error about a checkpoint that the user named, extended by the whole checkpoints in the same folder."""
     others: dict[str, Any] | None = None
     if meet.rank == 0:
         with contextlib.suppress(UnickptError, OSError):
-            others = {"whole": [name for _, name in whole(where) if not offer.directory.rstrip("/").endswith(name)]}
+            others = {
+                "whole": [name for _, name in complete_checkpoints(where) if not offer.directory.rstrip("/").endswith(name)]
+            }
         others = others or {"whole": []}
     found = meet.broadcast("whole", others)["whole"]
     if not found or not isinstance(error, UnickptError):

@@ -1,0 +1,227 @@
+"""Copies behind training, and loads into device tensors. One rank, no process group."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_checks.place import Place
+from benchmarks.gpu_checks.rows import Row, Rows
+from benchmarks.measure import Peak
+from unickpt.coordination.rendezvous import Rendezvous
+from unickpt.format.boxes import Box
+from unickpt.format.index import TensorInfo
+from unickpt.format.manifest import Writer
+from unickpt.load.checkpoint import Checkpoint
+from unickpt.load.reader import Request
+from unickpt.save.requests import PendingSave, SaveOptions, SaveRequest
+from unickpt.save.saver import Saver
+from unickpt.save.shards import Contribution, shards_of_flat_range
+
+ROWS = (
+    "copy to host memory", "training stands still", "host blocked", "no allocation after the first save",
+    "what is saved is what training had", "sources freed at once", "graph captured during a save", "load into device tensors",
+)  # fmt: skip
+ROUNDS = 3
+WRITER = Writer("gpu_checks", "1", "0", torch.__version__, "none", {"world_size": 1})
+
+
+class State:
+    """Tensors to save: ``count`` of ``elements`` float32 each."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.count, self.elements = (4, 1 << 18) if place.small else (16, 1 << 20) if place.dry else (16, 1 << 24)
+        self.infos = [TensorInfo(f"t{at}", "master", "F32", (self.elements,), "parameter") for at in range(self.count)]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.count * self.elements * 4
+
+    def tensors(self, value: float) -> list[torch.Tensor]:
+        return [torch.full((self.elements,), value + at, device=self.place.device) for at in range(self.count)]
+
+    def save(self, saver: Saver, folder: str, tag: str, tensors: list[torch.Tensor]) -> PendingSave:
+        shards = [
+            shard
+            for info, tensor in zip(self.infos, tensors, strict=True)
+            for shard in shards_of_flat_range(info, 0, info.numel, tensor)
+        ]
+        request = SaveRequest(lambda _: Contribution(shards, 1, WRITER), folder, tag, True)
+        return saver.save(request, Rendezvous(None, rank=0, world=1, prefix=tag))
+
+    def wrong(self, folder: str, tag: str, value: float) -> list[str]:
+        """Names of the tensors that are not as they were at the save."""
+        checkpoint = Checkpoint.open(Path(folder) / tag)
+        return [
+            info.name for at, info in enumerate(self.infos)
+            if not bool((checkpoint.read_tensor(info.name, "master") == value + at).all())
+        ]  # fmt: skip
+
+
+def check(place: Place, path: Path) -> None:
+    """Make all checks of this group."""
+    state, rows = State(place), Rows(path, "staging", place.name)
+    saver = Saver(SaveOptions(asynchronous=True, pinned_staging=True))
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = state.tensors(1.0)
+        copy_s = 0.0
+        with rows.row(ROWS[0]) as row:
+            copy_s = _copy_seconds(place, state, tensors)
+            row.values |= {"GB": state.size_bytes / 1e9, "ms": copy_s * 1e3, "GB/s": state.size_bytes / copy_s / 1e9}
+        stalls, blocked = _stalls(place, state, saver, folder, tensors)
+        goal = "" if place.dry else "at most 1.15 copies"
+        with rows.row(ROWS[1], goal) as row:
+            row.values |= {"ms": stalls * 1e3, "copies": stalls / copy_s}
+            row.require(place.dry or stalls <= 1.15 * copy_s, "longer than 1.15 copies")
+        with rows.row(ROWS[2], "" if place.dry else "below 5 ms for 1 GB") as row:
+            row.values["ms"] = blocked * 1e3
+            row.require(place.dry or blocked < 5e-3 * max(state.size_bytes / 1e9, 1), "longer")
+        with rows.row(ROWS[3], "the same buffer, nothing new on the device") as row:
+            _no_allocation(place, state, saver, folder, tensors, row)
+        with rows.row(ROWS[4], "every bit") as row:
+            _overwritten(state, saver, folder, row)
+        with rows.row(ROWS[5], "every bit") as row:
+            _freed(place, state, saver, folder, row)
+        with rows.row(ROWS[6], "the graph replays, the save is right") as row:
+            _captured(place, state, saver, folder, row)
+        with rows.row(ROWS[7], "every bit; at most 128 MiB of host memory") as row:
+            _loaded(place, state, saver, folder, row)
+
+
+def _copy_seconds(place: Place, state: State, tensors: list[torch.Tensor]) -> float:
+    """Seconds of a copy of all tensors into warm, on a device locked, host memory."""
+    host = [torch.empty(state.elements, pin_memory=not place.dry).fill_(0.0) for _ in tensors]
+
+    def copy() -> None:
+        for target, source in zip(host, tensors, strict=True):
+            target.copy_(source, non_blocking=True)
+
+    return min(place.seconds(copy) for _ in range(ROUNDS + 2))
+
+
+def _stalls(place: Place, state: State, saver: Saver, folder: str, tensors: list[torch.Tensor]) -> tuple[float, float]:
+    """Median seconds for which the training stream stands still, and for which the host is blocked, after a first save."""
+    state.save(saver, folder, "first", tensors).wait()
+    still, blocked = [], []
+    for at in range(ROUNDS):
+        place.synchronize()
+        marks: list[Any] = []
+        if not place.dry:
+            cuda: Any = torch.cuda
+            marks = [cuda.Event(enable_timing=True) for _ in range(2)]
+            marks[0].record()
+        begin = time.perf_counter()
+        save = state.save(saver, folder, f"stall{at}", tensors)
+        blocked.append(time.perf_counter() - begin)
+        if marks:
+            marks[1].record()
+            marks[1].synchronize()
+        still.append(marks[0].elapsed_time(marks[1]) / 1e3 if marks else blocked[-1])
+        save.wait()
+    return statistics.median(still), statistics.median(blocked)
+
+
+def _no_allocation(place: Place, state: State, saver: Saver, folder: str, tensors: list[torch.Tensor], row: Row) -> None:
+    def seen() -> tuple[int, ...]:
+        buffers = [held.buffer.tensor.data_ptr() for held in saver._pool._buffers]
+        device = 0 if place.dry else int(torch.cuda.memory_stats()["allocation.all.allocated"])
+        return (*buffers, device)
+
+    before = seen()
+    for at in range(ROUNDS):
+        state.save(saver, folder, f"again{at}", tensors).wait()
+    row.values["staging MB"] = saver._pool.capacity_bytes / 1e6
+    row.require(seen() == before, f"buffers and allocations {before} before, {seen()} after")
+
+
+def _overwritten(state: State, saver: Saver, folder: str, row: Row) -> None:
+    """Training changes its tensors as soon as the call returns."""
+    tensors = state.tensors(5.0)
+    save = state.save(saver, folder, "order", tensors)
+    for tensor in tensors:
+        tensor.fill_(-1.0)
+    save.wait()
+    row.require(save.committed, save.cause())
+    row.require(not (found := state.wrong(folder, "order", 5.0)), f"other values in {found}")
+
+
+def _freed(place: Place, state: State, saver: Saver, folder: str, row: Row) -> None:
+    """The sources belong to another stream, are freed at once, and their memory is asked for again there."""
+
+    def make_and_save() -> PendingSave:
+        tensors = state.tensors(7.0)
+        if not place.dry:
+            torch.cuda.default_stream().wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(torch.cuda.default_stream()):
+                return state.save(saver, folder, "freed", tensors)
+        return state.save(saver, folder, "freed", tensors)
+
+    def again() -> list[list[torch.Tensor]]:
+        return [state.tensors(-3.0) for _ in range(2)]
+
+    kept = []
+    if place.dry:
+        save = make_and_save()
+        kept += again()
+    else:
+        cuda: Any = torch.cuda
+        with torch.cuda.stream(cuda.Stream()):
+            save = make_and_save()
+            kept += again()
+    save.wait()
+    row.values["tensors made meanwhile"] = sum(map(len, kept))
+    row.require(not (found := state.wrong(folder, "freed", 7.0)), f"other values in {found}")
+
+
+def _captured(place: Place, state: State, saver: Saver, folder: str, row: Row) -> None:
+    """A graph is captured while the save's thread waits for the copies and writes."""
+    tensors = state.tensors(9.0)
+    x = torch.ones(1024, device=place.device)
+    step: Callable[[], Any] = lambda: x.mul_(2.0)  # noqa: E731
+    if place.dry:
+        save, alive = state.save(saver, folder, "graph", tensors), threading.active_count()
+        step()
+        row.values["capture"] = "none on a CPU: the same operations beside the save"
+    else:
+        cuda: Any = torch.cuda
+        warm = cuda.Stream()
+        warm.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm):
+            step()
+        torch.cuda.current_stream().wait_stream(warm)
+        x.fill_(1.0)
+        graph = cuda.CUDAGraph()
+        save, alive = state.save(saver, folder, "graph", tensors), threading.active_count()
+        with cuda.graph(graph):
+            step()
+        graph.replay()
+    save.wait()
+    place.synchronize()
+    row.values["threads during it"] = alive
+    row.require(save.committed, save.cause())
+    row.require(float(x[0]) == 2.0, f"the graph gave {float(x[0])}, expected 2.0")
+    row.require(not (found := state.wrong(folder, "graph", 9.0)), f"other values in {found}")
+
+
+def _loaded(place: Place, state: State, saver: Saver, folder: str, row: Row) -> None:
+    state.save(saver, folder, "load", state.tensors(11.0)).wait()
+    checkpoint = Checkpoint.open(Path(folder) / "load")
+    outs = [torch.zeros(state.elements, device=place.device) for _ in state.infos]
+    wanted = [
+        Request(checkpoint.ids[info.key], Box.whole(info.shape), out) for info, out in zip(state.infos, outs, strict=True)
+    ]
+    with Peak() as peak:
+        seconds = place.seconds(lambda: checkpoint.read(wanted))
+    more = peak.bytes - (state.size_bytes if place.dry else 0)  # on the CPU the outputs themselves are host memory
+    row.values |= {"ms": seconds * 1e3, "GB/s": state.size_bytes / seconds / 1e9, "host MB": max(more, 0) / 1e6}
+    wrong = [at for at, out in enumerate(outs) if not bool((out == 11.0 + at).all())]
+    row.require(not wrong, f"other values in {wrong}")
+    row.require(more < 128 << 20, f"{more / 1e6:.0f} MB of host memory")

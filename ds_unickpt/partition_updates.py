@@ -1,0 +1,102 @@
+"""Changes the state of DeepSpeed's optimizers during a load. Uses private attributes of DeepSpeed, as ``partitions`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ds_unickpt.internals import BF16, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, wrapper_of
+from ds_unickpt.partitions import MOMENTUM, OFFLOADED, Partition, partitions
+
+
+def new_state(engine: Any, partition: Partition, key: str, dtype: torch.dtype) -> torch.Tensor:
+    """Add an elementwise state of zeros that the optimizer lacks, and return its tensor.
+
+    Args:
+        engine: the DeepSpeedEngine.
+        partition: partition that gets the state.
+        key: key of the state, such as ``exp_avg``.
+        dtype: dtype of the state. DeepSpeed's own dtype is used for states where it differs.
+    """
+    kind, optimizer = wrapper_of(engine), engine.optimizer
+    base = optimizer if kind == "plain" else optimizer.optimizer
+    if key == MOMENTUM and "muon" in type(base).__name__.lower() and key not in partition.whole:
+        # follows ``_create_momentum_buffer`` of runtime/zero/stage3.py; other wrappers use the dtype of the masters
+        dtype = optimizer.communication_data_type if kind == ZERO_3 else partition.master.dtype
+    shape = partition.shape(key)
+    if shape == tuple(partition.master.shape):
+        tensor = torch.zeros_like(partition.master, dtype=dtype, requires_grad=False)
+    else:
+        tensor = torch.zeros(shape, dtype=dtype, device=partition.master.device)
+    state = base.state
+    state[partition.master][key] = tensor
+    if kind == ZERO_3 and key in ("exp_avg", "exp_avg_sq") and "optim_states" in _offloaded(optimizer):
+        state[partition.master][key + OFFLOADED] = tensor  # ``reload_states`` expects it there
+    return tensor
+
+
+def _offloaded(optimizer: Any) -> set[str]:
+    return {state.value for state in getattr(optimizer, "offloaded_states", ())}
+
+
+def reload_states(engine: Any) -> Callable[[], None]:
+    """Reload the states that ``engine.offload_states`` moved. Returns a function that offloads the same states again."""
+    optimizer = engine.optimizer
+    away = list(getattr(optimizer, "offloaded_states", ()))
+    if not away:
+        return lambda: None
+    buffers = ("hp_params_pin_buffers", "lp_params_pin_buffers", "lp_param_contiguous_pin_buffer")
+    pinned = any(hasattr(optimizer, name) for name in (*buffers, "lp_grad_partitions_flat_pin_buffers"))
+    engine.reload_states()
+    return lambda: engine.offload_states(include=away, pin_memory=pinned)
+
+
+def refresh_weights(engine: Any) -> None:
+    """Set the weights to the cast of their masters. A collective under ZeRO-1 and 2."""
+    kind, optimizer = wrapper_of(engine), engine.optimizer
+    if kind in (ZERO_1_2, BF16):
+        optimizer.update_lp_params()
+    elif kind == ZERO_3:
+        for weight, master in zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True):
+            if weight is not None and weight.data_ptr() != master.data_ptr():
+                weight.data.copy_(master.data)
+    elif kind == FP16_FUSED:
+        for weight, master in zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True):
+            weight.data.copy_(master.data)
+    elif kind == FP16_UNFUSED:
+        for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            for weight, master in zip(weights, masters, strict=True):
+                weight.data.copy_(master.data)
+
+
+def refresh_masters(engine: Any) -> None:
+    """Set the masters to the cast of their weights."""
+    refresh = getattr(engine.optimizer, "refresh_fp32_params", None)
+    if refresh is not None:
+        refresh()
+
+
+def after_restore(engine: Any) -> None:
+    """Renew DeepSpeed's links from parameters to optimizer states. ZeRO-3 gathers its persistent parameters (a collective)."""
+    optimizer = engine.optimizer
+    if wrapper_of(engine) in (ZERO_1_2, BF16):
+        optimizer._link_all_hp_params()
+        optimizer._hp_optimizer_states_linked = False
+        if all(partition.master in optimizer.optimizer.state for partition in partitions(engine)):
+            optimizer._lazy_init_hp_params_optimizer_state()
+    if wrapper_of(engine) == ZERO_3 and getattr(optimizer, "save_muon_momentum_buffer_in_memory", False):
+        _link_momenta(optimizer)
+    epilogue = getattr(optimizer, "checkpoint_event_epilogue", None)
+    if epilogue is not None:
+        epilogue()
+
+
+def _link_momenta(optimizer: Any) -> None:
+    """Link the momentum buffers that Muon under ZeRO-3 keeps outside the optimizer state."""
+    for s, master in enumerate(optimizer.fp32_partitioned_groups_flat):
+        momentum = optimizer.optimizer.state.get(master, {}).get(MOMENTUM)
+        if momentum is not None:
+            momentum.swappable, momentum.ds_id = False, master.ds_id
+            optimizer.muon_momentum_buffer_partitioned_groups_flat[s] = momentum

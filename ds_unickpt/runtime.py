@@ -1,0 +1,51 @@
+"""State of the adapter in one process. It is created once (``edge.RUNTIME``) and passed as an argument."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # imported when it is used: hooks are also installed in jobs without the ``unickpt`` key
+    from unickpt.coordination.rendezvous import Rendezvous
+
+
+class EngineRuntime:
+    """Makes the message exchanges of this process. Each has its own keys in the job's store.
+
+    Every rank of a job makes the same sequence of exchanges, so the ranks agree on the keys.
+
+    Attributes:
+        engines: number of engines that use unickpt.
+        resumes: number of times that ``Trainer.train`` looked for a checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self.engines = 0
+        self.resumes = 0
+
+    def engine_rendezvous(self, engine: Any, *, timeout_s: float) -> Rendezvous:
+        """Return the message exchange of a new engine.
+
+        Args:
+            engine: the DeepSpeedEngine.
+            timeout_s: how long a rank waits for the others, in seconds.
+        """
+        from ds_unickpt import internals
+        from unickpt.coordination.rendezvous import Rendezvous
+
+        world, prefix = int(engine.world_size), f"unickpt/{self.engines}"
+        self.engines += 1
+        store = internals.default_store() if world > 1 else None
+        return Rendezvous(store, rank=int(engine.global_rank), world=world, prefix=prefix, timeout_s=timeout_s)
+
+    def trainer_rendezvous(self) -> Rendezvous:
+        """Return the message exchange of one call of ``Trainer.train``. Without a process group the job has one rank."""
+        import torch
+
+        from ds_unickpt import internals
+        from unickpt.coordination.rendezvous import Rendezvous
+
+        initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if initialized else (0, 1)
+        prefix = f"unickpt/trainer/{self.resumes}"
+        self.resumes += 1
+        return Rendezvous(internals.default_store() if world > 1 else None, rank=rank, world=world, prefix=prefix)

@@ -1,0 +1,129 @@
+"""Selects the checkpoint in ``--load`` that a job resumes from. Runs on the coordinator. Reads manifests, no data.
+
+A folder of Megatron has a tracker file and ``iter_...`` directories. A folder of DeepSpeed has ``latest`` and tags. ``--load``
+may also be a checkpoint itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from unickpt.checkpoint_folder import complete_checkpoints, latest_tag, read_manifest
+from unickpt.errors import FormatError, StorageError, UnickptError
+from unickpt.format.layout import LATEST_FILE
+from unickpt.load.candidates import TRACKER, Candidates, iteration_name, loadable, tracked_iteration
+from unickpt.load.resume import Offer
+from unickpt.load.validation import is_checkpoint
+from unickpt.storage.open import open_storage
+
+_NOTHING = Offer()
+
+
+class Choices:
+    """The checkpoints of a ``--load`` folder in the order in which a job tries them. Call ``next`` again if one is damaged."""
+
+    def __init__(self, load_dir: str, step: int | None) -> None:
+        """``step``: ``--ckpt-step``."""
+        self._folder, self._step = Path(load_dir), step
+        self._tried: set[str] = set()
+        self._candidates = Candidates(load_dir)
+
+    @property
+    def tried(self) -> bool:
+        """Whether ``next`` was called before."""
+        return bool(self._tried)
+
+    def next(self) -> Offer:
+        """Return the checkpoint to try now."""
+        if self._step:
+            choice = self._named(self._step)
+        elif (self._folder / TRACKER).is_file():
+            choice = self._megatrons()
+        elif is_checkpoint(self._folder):
+            choice = _NOTHING if self._tried else Offer(str(self._folder), step=_step_of(self._folder), explicit=True)
+        else:
+            choice = self._deepspeeds()
+        if choice.directory:
+            self._tried.add(choice.directory)
+        return choice
+
+    def _named(self, step: int) -> Offer:
+        """Return the checkpoint of ``--ckpt-step``: Megatron's directory of that iteration, or a checkpoint of that step."""
+        if self._tried:
+            return _NOTHING
+        directory = self._folder / iteration_name(step)
+        if is_checkpoint(directory):
+            return Offer(str(directory), directory.name, step, explicit=True)
+        if directory.exists() or not self._folder.is_dir():
+            return _NOTHING
+        tags = [name for found, name in complete_checkpoints(self._folder) if found == step]
+        if len(tags) > 1:
+            reason = f"{self._folder} has several checkpoints of step {step}: {', '.join(tags)}. Pass one of them to --load."
+            return Offer(refused=reason)
+        return Offer(str(self._folder / tags[0]), tags[0], step, explicit=True) if tags else _NOTHING
+
+    def _megatrons(self) -> Offer:
+        """Return the checkpoint of the tracker file, and on later calls the newest complete iteration before it."""
+        tracked: int | None = None
+        notes: list[str] = []
+        try:
+            tracked = tracked_iteration(self._folder)
+        except FormatError as err:
+            notes.append(str(err))
+        if not self._tried and tracked is not None:
+            directory = self._folder / iteration_name(tracked)
+            if is_checkpoint(directory):
+                later = self._later(tracked)
+                return Offer(str(directory), directory.name, tracked, tuple(later))
+            if any(directory.glob("*")):
+                return _NOTHING
+            notes.append(f"{self._folder / TRACKER} names iteration {tracked}, which does not exist")
+        if not self._tried and tracked is None and not notes:
+            return _NOTHING  # "release"
+        older = _iterations(self._folder, without={Path(tried).name for tried in self._tried})
+        if not older:
+            return _NOTHING
+        if notes:  # Megatron reads the tracker file, and would exit
+            with contextlib.suppress(StorageError):  # a full or read-only disk: Megatron reports it
+                open_storage(self._folder).write_atomic(TRACKER, str(older[0]).encode())
+        return Offer(str(self._folder / iteration_name(older[0])), iteration_name(older[0]), older[0], tuple(notes))
+
+    def _later(self, tracked: int) -> list[str]:
+        """Return a note if DeepSpeed saved a later checkpoint in the folder. The tracker file has precedence."""
+        with contextlib.suppress(UnickptError, OSError):
+            tag = latest_tag(self._folder)
+            step = -1 if tag is None else _step_of(self._folder / tag)
+            if step > tracked:
+                return [
+                    f"{self._folder / LATEST_FILE} names {tag}, of step {step}, which is later. To resume from it, pass "
+                    f"--load {self._folder / str(tag)}"
+                ]
+        return []
+
+    def _deepspeeds(self) -> Offer:
+        """Return the checkpoint of ``latest``, and on later calls the newest complete one. Empty without a ``latest`` file."""
+        found = self._candidates.next()
+        if found.tag is None:
+            return _NOTHING
+        directory = self._folder / found.tag
+        if is_checkpoint(directory):
+            return Offer(str(directory), found.tag, _step_of(directory), found.notes)
+        return Offer(
+            refused=f"{directory}, which {self._folder / LATEST_FILE} names, is not a unickpt checkpoint. If it is one of "
+            "DeepSpeed's own, convert it first (unickpt convert)."
+        )
+
+
+def _step_of(directory: Path) -> int:
+    """Return the step of a checkpoint; 0 if the manifest is damaged, because opening it gives the better error."""
+    try:
+        return read_manifest(open_storage(directory)).step
+    except (UnickptError, OSError):
+        return 0
+
+
+def _iterations(folder: Path, *, without: set[str]) -> list[int]:
+    """Return the iterations that may be loaded, newest first."""
+    found = loadable(folder, without=without)
+    return sorted((int(name[5:]) for _, name in found if name.startswith("iter_") and name[5:].isdigit()), reverse=True)

@@ -1,0 +1,40 @@
+"""Megatron's common state dict in a checkpoint: the keys that this package adds, and plain values for its arguments."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+COMMON = "common"  # name of the common state among the objects of a checkpoint
+VOCABULARY = "vocabulary"  # key of the number of entries of the tokenizer, an argument of megatron_unickpt.save
+
+_PLAIN = (bool, int, float, str, enum.Enum, torch.dtype, type(None))
+
+
+def step_of(common: Any) -> int:
+    """Return the iteration in the common state; 0 if there is none."""
+    found = common.get("iteration", 0) if isinstance(common, dict) else 0
+    return int(found) if isinstance(found, int) and found >= 0 else 0
+
+
+def readable(common: Any) -> Any:
+    """Return the common state with only those arguments of the scripts that JSON can hold."""
+    if not isinstance(common, dict) or not isinstance(common.get("args"), argparse.Namespace):
+        return common
+    return {**common, "args": argparse.Namespace(**dict(_plain_arguments(vars(common["args"]))))}
+
+
+def _plain_arguments(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    return ((key, value) for key, value in values.items() if _is_plain(value))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set)):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
+    return isinstance(value, _PLAIN)

@@ -1,0 +1,139 @@
+"""State of the adapter in one process. It is created once (``edge.RUNTIME``) and passed as an argument."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unickpt.coordination.rendezvous import Rendezvous
+
+if TYPE_CHECKING:  # imported when they are used: hooks are also installed in jobs that never use unickpt
+    from megatron_unickpt.foreign_state import Receiver
+    from unickpt.load.checkpoint import Checkpoint
+    from unickpt.load.report import LoadReport
+    from unickpt.save.requests import SaveOptions, SaveResult
+    from unickpt.save.saver import Saver
+
+
+class Purpose(enum.Enum):
+    """Purpose of a call of a function of Megatron's training scripts."""
+
+    SAVE = "save as unickpt"
+    LOAD = "load a unickpt checkpoint"
+    NATIVE = "save or load in Megatron's own format"
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptCall:
+    """A call of the training scripts' ``save_checkpoint`` or ``load_checkpoint`` that is in progress.
+
+    Megatron calls further hooked functions during the call, and does not pass them its purpose.
+
+    Attributes:
+        purpose: which format is saved or loaded.
+        source: opened checkpoint, for ``Purpose.LOAD``.
+        receiver: objects of the job that receive the state of another framework's checkpoint, for ``Purpose.LOAD``.
+    """
+
+    purpose: Purpose
+    source: Checkpoint | None = None
+    receiver: Receiver | None = None
+
+
+class Runtime:
+    """State of the adapter that outlives a call.
+
+    Attributes:
+        last_save: result of the last save that ended; None before.
+        last_report: report of the last load; None before.
+        saves_begun: number of saves that this process began to agree on.
+        loads_begun: number of loads that this process began to agree on.
+        call: call of the training scripts that is in progress; None outside of one.
+        timeout_s: how long a rank waits for the others, in seconds; None: ``--unickpt-timeout-seconds``. Takes effect before
+            the first save or load.
+    """
+
+    def __init__(self, *, timeout_s: float | None = None) -> None:
+        self.timeout_s = timeout_s
+        self.last_save: SaveResult | None = None
+        self.last_report: LoadReport | None = None
+        self.saves_begun = 0
+        self.loads_begun = 0
+        self.call: ScriptCall | None = None
+        self._meeting: tuple[Any, Rendezvous] | None = None
+        self._saver: Saver | None = None
+        self._said: set[str] = set()
+
+    def rendezvous(self) -> Rendezvous:
+        """Return the message exchange of the job's ranks. A new default process group gets a new one."""
+        import torch.distributed as dist
+
+        from megatron_unickpt import internals
+
+        world = dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store() if world > 1 else None
+        if self._meeting is None or self._meeting[0] is not store or self._meeting[1].world != world:
+            timeout_s = internals.options().timeout_seconds if self.timeout_s is None else self.timeout_s
+            meet = Rendezvous(store, rank=dist.get_rank(), world=world, prefix="unickpt/megatron", timeout_s=timeout_s)
+            self._meeting = (store, meet)
+        return self._meeting[1]
+
+    def saver(self, options: SaveOptions | None = None) -> Saver:
+        """Return the saver of this process, which keeps its staging memory between saves.
+
+        Args:
+            options: None leaves them as they are. A change waits for pending saves, and makes a new saver.
+        """
+        from unickpt.save.saver import Saver
+
+        if self._saver is None or (options is not None and options != self._saver.options):
+            if self._saver is not None:
+                self._saver.finish()
+            self._saver = Saver(options)
+        return self._saver
+
+    @contextmanager
+    def during(self, call: ScriptCall) -> Iterator[None]:
+        """Set ``call`` inside this block."""
+        before, self.call = self.call, call
+        try:
+            yield
+        finally:
+            self.call = before
+
+    @property
+    def purpose(self) -> Purpose | None:
+        """Purpose of the scripts' call that is in progress."""
+        return None if self.call is None else self.call.purpose
+
+    @property
+    def source(self) -> Checkpoint | None:
+        """Checkpoint that the scripts are loading."""
+        return None if self.call is None else self.call.source
+
+    @property
+    def receiver(self) -> Receiver | None:
+        """Receiver of the load that the scripts make."""
+        return None if self.call is None else self.call.receiver
+
+    def opened(self, directory: str | Path) -> Checkpoint:
+        """Return the checkpoint that the scripts have opened, or open it if they have not opened this directory.
+
+        Raises:
+            UnickptError: see ``Checkpoint.open``.
+        """
+        from unickpt.load.checkpoint import Checkpoint
+
+        if self.source is not None and str(self.source.storage) == str(directory):
+            return self.source
+        return Checkpoint.open(str(directory))
+
+    def is_news(self, text: str) -> bool:
+        """Return whether this is the first call with this text."""
+        news = text not in self._said
+        self._said.add(text)
+        return news

@@ -1,0 +1,334 @@
+"""Wraps the functions of Megatron-LM's training scripts: save as unickpt, and resume from any checkpoint in ``--load``.
+
+The arguments say ``torch_dist`` (see ``arguments``), so Megatron's own functions run. While they save, the hook on
+``dist_checkpointing.save`` writes unickpt's format, whatever strategy they select.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from megatron_unickpt import argument_changes, foreign_state, internals, loading, marks, metadata, non_persistent, saving
+from megatron_unickpt.arguments import NATIVE_FORMAT, save_options, set_asynchronous
+from megatron_unickpt.errors import MegatronCheckpointError, MegatronSaveError, as_megatron_errors
+from megatron_unickpt.foreign_state import Receiver
+from megatron_unickpt.marks import BACKEND
+from megatron_unickpt.optimizer import METADATA
+from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
+from unickpt.dialects.model_facts import Model
+from unickpt.errors import StorageError
+from unickpt.format.manifest import MANIFEST_FILE
+from unickpt.format.topology import describe
+from unickpt.load.checkpoint import Checkpoint
+from unickpt.load.resume import AgreedFailureError, Offer, Together, resume
+from unickpt.options import from_flags
+from unickpt.save import shutdown
+from unickpt.storage.base import split
+from unickpt.storage.open import open_storage
+
+logger = logging.getLogger("unickpt")
+
+RNG = "rng_state"
+_NATIVE = ScriptCall(Purpose.NATIVE)
+
+
+def active() -> bool:
+    """Return whether this job was started with ``--ckpt-format unickpt``."""
+    return bool(getattr(internals.global_arguments(), BACKEND, False))
+
+
+def _arguments() -> argparse.Namespace:
+    """Return the arguments that the hooked functions use."""
+    from megatron.training import checkpointing as native
+
+    found: argparse.Namespace = native.get_args()
+    return found
+
+
+@contextmanager
+def _changed(options: argparse.Namespace, values: Mapping[str, Any]) -> Iterator[None]:
+    """Change arguments inside this block."""
+    before = {key: getattr(options, key, None) for key in values}
+    vars(options).update(values)
+    try:
+        yield
+    finally:
+        vars(options).update(before)
+
+
+def _native(runtime: Runtime, wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Load, or save a local checkpoint, in Megatron's own format."""
+    with runtime.during(_NATIVE):
+        return wrapped(*args, **kwargs)
+
+
+# ---------------------------------------------------------------- saving
+
+
+def save_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wrap ``save_checkpoint``: a failed save logs a warning, and the tracker file names the last complete checkpoint.
+
+    If unickpt does not support the job's state on a rank, Megatron saves in its own format in the same call.
+    """
+    if not active():
+        return wrapped(*args, **kwargs)
+    options = _arguments()
+    if non_persistent.is_local_save(options, kwargs):
+        return _native(runtime, wrapped, args, kwargs)
+    set_asynchronous(options)
+    runtime.saver(save_options(options))
+    before = runtime.saves_begun
+    try:
+        with runtime.during(ScriptCall(Purpose.SAVE)):
+            return wrapped(*args, **kwargs)
+    except MegatronSaveError as err:
+        failed = err
+    except Exception as err:
+        if runtime.saves_begun != before:
+            raise
+        failed = saving.refuse(runtime, err)  # the other ranks wait for this one
+    first = torch.distributed.get_rank() == 0
+    if not failed.framework_saves:
+        if first:
+            logger.warning("unickpt: %s Training continues; the next save tries again.", failed)
+        torch.distributed.barrier()
+        return None
+    if first:
+        logger.warning("unickpt: %s Megatron saves this checkpoint in its own format instead (torch_dist).", failed)
+    with _changed(options, {BACKEND: False, "async_save": False}):
+        result = wrapped(*args, **kwargs)
+    if first and failed.directory:
+        open_storage(failed.directory).delete(MANIFEST_FILE)  # left by an earlier save of unickpt of this iteration
+    return result
+
+
+def sharding_metadata(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wrap ``_build_sharded_state_dict_metadata``: optimizers are saved in model space, without a gather."""
+    native = wrapped(*args, **kwargs)
+    return {**native, **METADATA} if active() and runtime.purpose in (None, Purpose.SAVE) else native
+
+
+def get_rng_state(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wrap ``get_rng_state``: one object per (pipeline, tensor, data parallel) position, for every expert parallel size.
+
+    Megatron stores one per (pipeline, tensor) position, and with experts one per data parallel rank. A resume with another
+    expert parallel size would look for objects that do not exist.
+    """
+    state = wrapped(*args, **kwargs)
+    source = runtime.source
+    ours = source is not None or (runtime.purpose in (None, Purpose.SAVE) and active())
+    if not ours or not isinstance(state, ShardedObject):
+        return state
+    place, sizes = internals.coordinates(), internals.topology()
+    count = sizes["world_size"] // (sizes.get("tensor", 1) * sizes.get("pipeline", 1))
+    position = place["data"]
+    if source is not None:
+        count = _data_parallel(source.manifest.writer.topology)
+        position %= count
+    by_position = ShardedObject(
+        RNG, state.data, (sizes.get("pipeline", 1), sizes.get("tensor", 1), count),
+        (place["pipeline"], place["tensor"], position), replica_id=0,
+    )  # fmt: skip
+    if source is not None and by_position.unique_key not in source.shared_names():
+        return state  # saved through the strategy, without the scripts: with Megatron's own positions
+    return by_position
+
+
+def _data_parallel(layout: Mapping[str, Any]) -> int:
+    return max(int(layout.get("world_size", 1)) // (int(layout.get("tensor", 1)) * int(layout.get("pipeline", 1))), 1)
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wrap ``load_checkpoint``: detect the format of the directory, and fall back to the newest complete checkpoint."""
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    bound.apply_defaults()
+    options = _arguments()
+    load_dir = getattr(options, bound.arguments["load_arg"], None)
+    if load_dir is None:
+        return _native(runtime, wrapped, args, kwargs)
+    shutdown.finish_all()  # a save of this process that is still in progress may be the newest checkpoint
+    meet = runtime.rendezvous()
+    meet.begin("choose")
+    choices = non_persistent.choices_of(options, str(load_dir), getattr(options, "ckpt_step", None))
+    tried = False
+
+    def attempt(offer: Offer, skipped: tuple[str, ...]) -> Any:
+        nonlocal tried
+        first, tried = not tried, True
+        if first and _local_is_newer(options, bound, offer):
+            return _native(runtime, wrapped, args, kwargs)
+        return _universal(runtime, wrapped, bound, options, offer, skipped)
+
+    with as_megatron_errors():
+        return resume(
+            meet,
+            lambda: _marked(choices()),
+            attempt,
+            lambda _: _native(runtime, wrapped, args, kwargs),
+            where=str(load_dir),
+            fall_back=from_flags(options).fall_back,
+        )
+
+
+def _local_is_newer(options: argparse.Namespace, bound: inspect.BoundArguments, offer: Offer) -> bool:
+    """Return whether Megatron has a local checkpoint to load instead of this one."""
+    local = non_persistent.newest_local(options, bound.arguments.get("checkpointing_context"))
+    return local == offer.step if offer.explicit else local >= max(offer.step, 0)
+
+
+def _marked(offer: Offer) -> Offer:
+    """Write Megatron's mark into the directory of an offer; called on the coordinator."""
+    if offer.name.startswith("iter_"):
+        with contextlib.suppress(OSError, StorageError):  # the directory may be read-only
+            marks.mark(offer.directory)
+    return offer
+
+
+def checkpoint_name(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wrap ``get_checkpoint_name``: return the directory of the checkpoint that is being loaded, whatever its name."""
+    base = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get("return_base_dir", False)
+    return str(runtime.source.storage) if runtime.source is not None and base else wrapped(*args, **kwargs)
+
+
+def first_file(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wrap ``find_checkpoint_rank_0``: return the directory of the checkpoint that is being loaded."""
+    return str(runtime.source.storage) if runtime.source is not None else wrapped(*args, **kwargs)
+
+
+def checkpoint_format(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wrap ``_get_checkpoint_format``: also recognise a directory without Megatron's mark, of another framework."""
+    return NATIVE_FORMAT if runtime.source is not None else wrapped(*args, **kwargs)
+
+
+def _universal(
+    runtime: Runtime, wrapped: Callable[..., Any], bound: inspect.BoundArguments, options: argparse.Namespace, offer: Offer,
+    skipped: tuple[str, ...],
+) -> Any:  # fmt: skip
+    """Load a unickpt checkpoint through Megatron's own function.
+
+    Raises:
+        AgreedFailureError: the load failed, on all ranks.
+    """
+    finetune = bool(getattr(options, "finetune", False))
+    with_schedule = not (finetune or getattr(options, "no_load_optim", False))
+    receiver = Receiver(options, bound.arguments["opt_param_scheduler"] if with_schedule else None)
+
+    def opened() -> tuple[Checkpoint, Any]:
+        checkpoint = Checkpoint.open(offer.directory)
+        foreign = foreign_state.is_foreign(checkpoint)
+        stored = None if foreign else metadata.common_state_dict(checkpoint).get("args")
+        if stored is not None and not finetune:
+            argument_changes.compare(vars(stored), vars(options), where=offer.directory)
+        return checkpoint, stored
+
+    checkpoint, stored = Together(runtime.rendezvous(), offer.directory).step("compare", opened)
+    _warn_of_function_changes(stored, options, checkpoint)
+    kept = any(name.startswith(f"{RNG}/") for name in checkpoint.shared_names())
+    same = kept and _same_positions(checkpoint.manifest.writer.topology)
+    wanted = not (finetune or getattr(options, "no_load_rng", False) or getattr(stored, "no_save_rng", False))
+    changes = _arguments_for(options, bound.arguments["load_arg"], offer)
+    if wanted and not same:
+        changes["no_load_rng"] = True
+    begun = runtime.loads_begun
+    try:
+        with _changed(options, changes), runtime.during(ScriptCall(Purpose.LOAD, checkpoint, receiver)):
+            result = wrapped(*bound.args, **bound.kwargs)
+    except MegatronCheckpointError as err:
+        if err.failures:
+            raise AgreedFailureError(err.failures, err) from None
+        _take_part(runtime, offer, err, begun)
+        raise
+    except Exception as err:
+        _take_part(runtime, offer, err, begun)
+        raise
+    report = runtime.last_report
+    if wanted and not same:
+        reason = _reseed(options, offer.step, checkpoint)
+        if report is not None:
+            report.add(RNG, "object", "re-seeded", reason)
+    if report is not None:
+        report.skipped = list(skipped)
+    return result
+
+
+def _arguments_for(options: argparse.Namespace, load_arg: str, offer: Offer) -> dict[str, Any]:
+    """Return the arguments with which Megatron's function loads this checkpoint and searches for no other."""
+    changes = {
+        "ckpt_format": NATIVE_FORMAT,
+        "ckpt_step": max(offer.step, 1),  # 0 would make Megatron read the tracker file
+        "pretrained_checkpoint": None,
+        "non_persistent_ckpt_type": None,
+    }
+    load_dir = str(getattr(options, load_arg))
+    folder, name = split(offer.directory)
+    if Path(folder) == Path(non_persistent.folder_of(options, load_dir) or load_dir) != Path(load_dir):
+        changes[load_arg] = folder  # Megatron logs it
+        if torch.distributed.get_rank() == 0:
+            logger.info("unickpt: the newest checkpoint of %s is the non-persistent one %s in %s", load_dir, name, folder)
+    return changes
+
+
+def _take_part(runtime: Runtime, offer: Offer, error: Exception, begun: int) -> None:
+    """Report a failure in Megatron's own part of the load to the other ranks, which wait at the first agreement.
+
+    Args:
+        runtime: state of the adapter.
+        offer: checkpoint that is being loaded.
+        error: this rank's error.
+        begun: ``runtime.loads_begun`` before the load. If it has grown, the ranks have passed that agreement.
+    """
+    if runtime.loads_begun == begun:
+        loading.begin_together(runtime, offer.directory).agree("open", error)
+
+
+def _warn_of_function_changes(stored: Any, options: argparse.Namespace, checkpoint: Checkpoint) -> None:
+    """Warn of arguments that change what the loaded tensors compute."""
+    if stored is None:
+        settings = Model.from_json(checkpoint.manifest.writer.model).settings
+        changes = argument_changes.setting_changes(settings, vars(options))
+    else:
+        changes = argument_changes.function_changes(vars(stored), vars(options), internals.config_fields())
+    if changes and torch.distributed.get_rank() == 0:
+        logger.warning(
+            "unickpt: %s: %d arguments change what the loaded tensors compute: %s. The load continues. Use the checkpoint's "
+            "values unless the change is intended.", checkpoint.storage, len(changes), "; ".join(changes),
+        )  # fmt: skip
+
+
+def _same_positions(source: Mapping[str, Any]) -> bool:
+    """Return whether every rank's generators are in the checkpoint: same pipeline, tensor and expert parallel sizes."""
+    now = internals.topology()
+    return all(int(source.get(key, 1)) == int(now.get(key, 1)) for key in ("pipeline", "tensor", "expert"))
+
+
+def _reseed(options: argparse.Namespace, iteration: int, source: Checkpoint) -> str:
+    """Seed the generators and trackers as Megatron does when a job starts, with the seed plus the iteration.
+
+    With the seed alone, dropout would repeat the masks of the first iterations.
+
+    Returns:
+        The reason, for the report.
+    """
+    seed = int(getattr(options, "seed", 1234)) + iteration
+    internals.seed_scripts(options, seed)
+    writer, now = source.manifest.writer, describe(internals.topology())
+    why = f"{describe(writer.topology)} became {now}"
+    if foreign_state.is_foreign(source):
+        why = f"generators of {writer.framework} are not Megatron's"
+    reason = f"{why}: seeded with {seed} (seed + iteration)"
+    if torch.distributed.get_rank() == 0:
+        logger.info("unickpt: random number generators re-seeded, %s", reason)
+    return reason

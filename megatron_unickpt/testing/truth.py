@@ -1,0 +1,127 @@
+"""The state of a job through Megatron's own resharding format, ``torch_dist`` with fully reshardable optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import inspect
+import queue
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_unickpt.testing.jobs import Job  # before anything of megatron
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.optimizer import distrib_optimizer
+
+
+Truth = dict[str, torch.Tensor]
+_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)$")
+
+
+def optimizers_take_metadata() -> bool:
+    """Whether optimizers take metadata, since 0.13. Before, only the distributed optimizer has an argument for its format."""
+    return "metadata" in inspect.signature(distrib_optimizer.DistributedOptimizer.sharded_state_dict).parameters
+
+
+def consolidated(job: Job, folder: Path, *, optimizer: bool = True) -> Truth | None:
+    """Return all weights, main parameters and moments in global coordinates, on rank 0. Collective.
+
+    Saved by Megatron's own ``torch_dist`` strategy from its own sharded state dicts, and read back whole.
+    Megatron names the main parameter ``param`` or ``fp32_param``, depending on the optimizer; the fp32
+    optimizer has none, its weights are.
+    """
+    known = inspect.getsource(distrib_optimizer)  # before 0.15 another one
+    sharding = "fully_reshardable" if "fully_reshardable" in known else "fully_sharded_model_space"
+    metadata = {
+        "distrib_optim_sharding_type": sharding, "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True, "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }  # fmt: skip
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    dist.barrier()
+    modules = job.modules
+    state: dict[str, Any] = {
+        "model" if len(modules) == 1 else f"model{at}": module.sharded_state_dict(metadata=metadata)
+        for at, module in enumerate(modules)
+    }
+    if optimizer:
+        if optimizers_take_metadata():
+            asked: dict[str, Any] = {"metadata": metadata}
+        else:
+            asked = {"sharding_type": sharding} if job.layout.optimizer == "dist" else {}
+        state["optimizer"] = job.optimizer.sharded_state_dict(state, **asked)
+    with _results_of_this_process():
+        dist_checkpointing.save(state, str(folder), validate_access_integrity=False)
+    tensors = dist_checkpointing.load_plain_tensors(str(folder))
+    truth: Truth = {}
+    for key, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        match = _STATE.match(key)
+        if match is None:
+            truth[f"weight/{key}"] = tensor
+        else:
+            name = {"fp32_param": "master", "param": "master"}.get(match.group(1), match.group(1))
+            truth[f"{name}/{match.group(2)}"] = tensor
+    for key in [key for key in truth if key.startswith("weight/")]:
+        truth.setdefault(key.replace("weight/", "master/", 1), truth[key])
+    return truth if dist.get_rank() == 0 else None
+
+
+@contextlib.contextmanager
+def _results_of_this_process() -> Iterator[None]:
+    """Let a synchronous save of ``torch_dist`` return its results through a queue of this process.
+
+    Megatron takes one of a manager process, for saves in another process. Starting it on every rank imports PyTorch and
+    Megatron once more, which takes longer than the save of a small job.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    before = getattr(filesystem_async, "_results_queue", None)
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before
+
+
+def differences(expected: Truth, found: Truth) -> list[str]:
+    """Return the differences, bit for bit. A weight of another dtype must be the cast of the master."""
+    problems = [f"{key}: only on one side" for key in sorted(expected.keys() ^ found.keys())]
+    for key in sorted(expected.keys() & found.keys()):
+        a, b = expected[key], found[key]
+        if a.dtype != b.dtype and key.startswith("weight/"):
+            a = expected[key.replace("weight/", "master/", 1)].to(b.dtype)
+        if 1 in (a.dim(), b.dim()) and a.numel() == b.numel():  # before 0.15 torch_dist reads optimizer state back flat
+            a, b = a.reshape(-1), b.reshape(-1)
+        if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            problems.append(f"{key}: {a.dtype} {tuple(a.shape)} sum {a.double().sum():.9g} expected, "
+                            f"{b.dtype} {tuple(b.shape)} sum {b.double().sum():.9g} found")  # fmt: skip
+    return problems
+
+
+def in_a_group(work: Callable[[], None], timeout: datetime.timedelta | None = None) -> None:
+    """Run work that needs a process group, on all ranks of this job."""
+    warnings.filterwarnings("ignore")
+    dist.init_process_group("gloo", timeout=timeout)
+    work()
+    dist.barrier()
+    close()
+
+
+def close() -> None:
+    """End the manager process that ``torch_dist`` started. Otherwise it outlives a worker that leaves at once."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    results = getattr(filesystem_async, "_results_queue", None)
+    if results is not None:
+        results._manager.shutdown()

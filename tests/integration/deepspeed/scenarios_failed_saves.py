@@ -1,0 +1,100 @@
+"""Saves that fail on one rank, and the state on disk when a save returns."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+from tests.integration.deepspeed.jobs import build, train
+from tests.integration.deepspeed.logs import Log
+from tests.integration.deepspeed.model import Model
+from tests.integration.deepspeed.resumes import here
+from tests.integration.deepspeed.scenario_worker import scenario
+from tests.integration.deepspeed.truth import consolidated, differences
+
+
+class Flavoured(Model):
+    """A user's module with an attribute that only the capture of a save reads."""
+
+    broken = False
+
+    @property
+    def config(self) -> Any:
+        if self.broken:
+            raise KeyError("flavour")
+        return None
+
+
+@scenario(2)
+def an_exception_on_one_rank_during_capture_makes_deepspeed_save(folder: Path) -> None:
+    for behind in (False, True):
+        place = folder / str(behind)
+        torch.manual_seed(1)
+        model = Flavoured()
+        engine = build(here(1), seed=1, model=model, unickpt={"enabled": True, "async_save": behind})
+        train(engine, 1)
+        model.broken = dist.get_rank() == 1
+        for _ in range(2):
+            with Log() as log:
+                assert engine.save_checkpoint(str(place), client_state={"at": engine.global_steps}) is True
+            dist.barrier()
+            tag = place / f"global_step{engine.global_steps}"
+            assert (tag / "mp_rank_00_model_states.pt").is_file()
+            assert not (tag / "manifest.json").exists()
+            if dist.get_rank() == 0:
+                logged = [line for line in log.lines if "KeyError: 'flavour'" in line]
+                assert len(logged) == 1, log.lines
+                assert "rank 1" in logged[0]
+                assert "scenarios_failed_saves.py" in logged[0]
+            other = build(here(1), seed=2)
+            assert other.load_checkpoint(str(place))[1]["at"] == engine.global_steps
+            assert train(engine, 1) == train(other, 1)
+            expected, found = (consolidated(one, ("exp_avg", "exp_avg_sq")) for one in (engine, other))
+            assert differences(expected, found, ignore=("groups",)) == []
+        model.broken = False
+        assert engine.save_checkpoint(str(place)) is True
+        other.load_checkpoint(str(place))
+        assert (place / f"global_step{other.global_steps}" / "manifest.json").is_file()
+
+
+@scenario(2)
+def deepspeed_saves_at_once_if_ranks_pass_different_tags(folder: Path) -> None:
+    rank = dist.get_rank()
+    engine = build(here(1), seed=1, checkpoint={"tag_validation": "Ignore"})
+    train(engine, 1)
+    begin = time.monotonic()
+    with Log() as log:
+        assert engine.save_checkpoint(str(folder), tag=f"of-rank{rank}") is True
+    assert time.monotonic() - begin < 60
+    dist.barrier()
+    stock = build(here(1), seed=1, checkpoint={"tag_validation": "Ignore"}, unickpt={"enabled": False})
+    train(stock, 1)
+    assert stock.save_checkpoint(str(folder / "stock"), tag=f"of-rank{rank}") is True
+    dist.barrier()
+    for tag in ("of-rank0", "of-rank1"):
+        assert sorted(os.listdir(folder / tag)) == sorted(os.listdir(folder / "stock" / tag))
+    if rank == 0:
+        assert any("of-rank0" in line and "of-rank1" in line for line in log.lines), log.lines
+    assert engine.save_checkpoint(str(folder), tag="together") is True
+    assert (folder / "together" / "manifest.json").is_file()
+
+
+@scenario(2)
+def by_default_the_checkpoint_is_complete_when_save_checkpoint_returns(folder: Path) -> None:
+    for stage in (0, 2):
+        engine = build(here(stage), seed=1, unickpt={"enabled": True})
+        train(engine, 1)
+        assert engine.save_checkpoint(str(folder / str(stage))) is True
+        copy = folder / f"copy{stage}-{dist.get_rank()}"  # without waiting for other ranks
+        shutil.copytree(folder / str(stage), copy)
+        truth = consolidated(engine, ("exp_avg", "exp_avg_sq"))
+        dist.barrier()
+        target = build(here(3), seed=2)
+        target.load_checkpoint(str(folder / f"copy{stage}-1"))
+        assert differences(truth, consolidated(target, ("exp_avg", "exp_avg_sq"))) == []

@@ -1,0 +1,70 @@
+"""Layouts that unickpt does not support: DeepSpeed saves them itself, and training continues.
+
+A module of its own: pipelines and experts leave global process groups behind in DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+
+from tests.integration.deepspeed.logs import Log
+from tests.integration.deepspeed.scenario_worker import scenario
+
+
+@scenario(2)
+def experts_are_saved_by_deepspeed_itself_with_one_warning(folder: Path) -> None:
+    from deepspeed.moe.layer import MoE
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter = torch.nn.Linear(8, 8)
+            self.moe = MoE(hidden_size=8, expert=torch.nn.Linear(8, 8), num_experts=2, ep_size=2, k=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.moe(self.enter(x))[0] ** 2).mean()
+
+    cfg = {
+        "train_batch_size": 8, "unickpt": {"enabled": True}, "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+    }  # fmt: skip
+    net = Net()
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=cfg)
+    with Log() as log:
+        for step in range(2):
+            engine.backward(engine(torch.ones(4, 8)))
+            engine.step()
+            assert engine.save_checkpoint(str(folder), tag=f"s{step}") is True
+    _check(engine, folder, log, "mixture of experts")
+
+
+@scenario(2)
+def pipelines_are_saved_by_deepspeed_itself_with_one_warning(folder: Path) -> None:
+    from deepspeed.pipe import PipelineModule
+
+    layers = [torch.nn.Linear(8, 8) for _ in range(4)]
+    net = PipelineModule(layers=layers, num_stages=2, loss_fn=lambda a, b: ((a - b) ** 2).mean())
+    cfg = {
+        "train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "unickpt": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+    }  # fmt: skip
+    with Log() as log:
+        engine, *_ = deepspeed.initialize(
+            model=net, model_parameters=[p for p in net.parameters() if p.requires_grad], config=cfg
+        )
+        for step in range(2):
+            engine.train_batch(iter([(torch.ones(1, 8), torch.zeros(1, 8))] * 2))
+            assert engine.save_checkpoint(str(folder), tag=f"s{step}") is True
+    _check(engine, folder, log, "pipeline parallelism")
+
+
+def _check(engine: Any, folder: Path, log: Log, what: str) -> None:
+    warnings = [line for line in log.lines if what in line]
+    assert len(warnings) == (1 if dist.get_rank() == 0 else 0), log.lines
+    assert not list(folder.rglob("manifest.json"))
+    path, _ = engine.load_checkpoint(str(folder))
+    assert path is not None

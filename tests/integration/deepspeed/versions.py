@@ -1,0 +1,180 @@
+"""Try several DeepSpeed versions and write what each shows: ``docs/evidence/deepspeed-versions.md``.
+
+    python -m tests.integration.deepspeed.versions [--versions 0.19.8 0.18.6 0.17.6] [--folder DIR]
+        [--out docs/evidence/deepspeed-versions.md]
+
+Each version is installed beside the others (``pip install --no-deps --target``) and put first on
+PYTHONPATH of the test workers; everything else comes from the environment that runs this script.
+Nothing is hidden: a scenario that fails is named in the table with the last line of its error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from tests.integration.deepspeed.jobs_names import layout_names
+from tests.support.repository import REPO
+from unickpt.testing.launch import torchrun
+
+VERSIONS = ("0.19.8", "0.18.6", "0.17.6")
+WORLDS = (1, 2)
+GROUPS = ("state", "promises", "errors")
+COMPILED = ("cpu_adam_offloaded", "cpu_adam_to_torch_adam_and_back", "lion", "fused_adam_without_zero_in_bf16")
+# What a DeepSpeed cannot do itself: (below which version, scenario)
+NOT_IN_DEEPSPEED = (
+    (Version("0.19.3"), "aligned_partitions"),
+    (Version("0.19.3"), "empty_and_one_element_parameters"),
+    (Version("0.18"), "fp16_from_zero_1"),
+)
+NOTES = """
+- **Layouts**: a quarter of all pairs of layouts on 1 and 2 ranks, and every layout with itself. All weights, masters, moments
+  and other state are equal bit for bit. Scenarios are those of `tests/integration/deepspeed/scenarios_*.py`.
+- **0.18.7 to 0.18.9** cannot train ZeRO-1 or ZeRO-2 with this version of torch. Their own step fails with "Output 0 of Split
+  is a view and is being modified inplace": `stage_1_and_2.py` flattens parameters without `.detach()`, which 0.19.0 added.
+  Therefore 0.18.6 represents the series. The hooks accept 0.18.7 to 0.18.9, because their functions are those of 0.18.6 or
+  0.19.0, and another torch can run them.
+- **Before 0.19**, two scenarios are left out: `zero_optimization.parameter_alignment`, and parameters of size zero under
+  ZeRO-1 and 2.
+- **0.17** cannot train fp16 under ZeRO-1 on several ranks, and that scenario is left out. The ranks do not agree on an
+  overflow (`has_overflow` in `stage_1_and_2.py` reduces only if gradients are partitioned; 0.18 always does). The rank that
+  skips its step leaves the other one waiting.
+- Scenarios that need DeepSpeed's compiled optimizers (DeepSpeedCPUAdam, Lion, FusedAdam) run in the test suite with the
+  installed version only.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--versions", nargs="+", default=list(VERSIONS))
+    parser.add_argument("--folder", type=Path, help="where to install and work (default: a temporary folder)")
+    parser.add_argument("--out", type=Path, default=REPO / "docs" / "evidence" / "deepspeed-versions.md")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (args.folder or Path(temporary)).resolve()
+        rows = {version: examine(folder, version, newest=args.versions[0]) for version in args.versions}
+    args.out.write_text(page(rows, args.versions))
+    print(args.out.read_text())
+
+
+def install(folder: Path, version: str) -> Path:
+    """The version, alone in a folder of its own."""
+    target = folder / "installed" / version
+    if not (target / "deepspeed").is_dir():
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(target)]
+        subprocess.run([*command, f"deepspeed=={version}"], check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
+    return target
+
+
+def examine(folder: Path, version: str, *, newest: str) -> dict[str, str]:
+    """Every cell of a version's row."""
+    env = {"PYTHONPATH": str(install(folder, version)), "TORCH_FR_BUFFER_SIZE": "4000"}
+    env["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions" / version)
+    place = folder / "matrix" / version
+    place.mkdir(parents=True, exist_ok=True)
+    row = {"hooks": hooks(env)}
+    row["layouts"] = attempt(place / "layouts.log", lambda: matrix(place, place, env, save=True))
+    for group in GROUPS:
+        here = folder / "scenarios" / version / group
+        row[group] = attempt(place / f"{group}.log", lambda here=here, g=group: scenarios(here, g, version, env))
+    if version != newest:
+        row["from newest"] = attempt(place / "from.log", lambda: matrix(folder / "matrix" / newest, place, env, save=False))
+        newest_env = {**env, "PYTHONPATH": str(install(folder, newest))}
+        row["into newest"] = attempt(
+            place / "into.log", lambda: matrix(place, folder / "matrix" / newest, newest_env, save=False)
+        )
+    print(version, row, flush=True)
+    return row
+
+
+def attempt(log: Path, check: Any) -> str:
+    """The check's result, or the end of its error; all of that is in ``log``."""
+    try:
+        found: str = check()
+    except AssertionError as err:
+        log.write_text(str(err))
+        lines = [line for line in str(err).splitlines() if "Error" in line and "ChildFailedError" not in line]
+        return f"failed: {lines[-1][:200] if lines else str(err)[:200]}"
+    return found
+
+
+def hooks(env: dict[str, str]) -> str:
+    """Which version the hooks saw, and whether they accepted it."""
+    code = (
+        "import deepspeed; from unickpt import hooks; print(deepspeed.__version__, *sorted({s.state for s in hooks.status()}))"
+    )
+    full = {**os.environ, "DS_ACCELERATOR": "cpu", **env}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=full)
+    return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else f"failed: {done.stderr[-200:]}"
+
+
+def matrix(sources: Path, targets: Path, env: dict[str, str], *, save: bool) -> str:
+    """Load sources of one folder into this version; ``targets`` keeps the results. A quarter of all pairs."""
+    if save:
+        for world in WORLDS:
+            torchrun(world, "tests.integration.deepspeed.matrix_worker", "save", str(sources), env=env, timeout_s=600)
+    names = [name for world in WORLDS for name in layout_names(world)]
+    chosen = {t: [s for i, s in enumerate(names) if (i + 3 * j) % 4 == 0 or s == t] for j, t in enumerate(names)}
+    (sources / "pairs.json").write_text(json.dumps(chosen))
+    results: list[dict[str, Any]] = []
+    for world in WORLDS:
+        torchrun(world, "tests.integration.deepspeed.matrix_worker", "load", str(sources), env=env, timeout_s=900)
+        results += json.loads((sources / f"results-w{world}.json").read_text())
+    bad = [f"{r['source']} to {r['target']}: {r['problems'][0]}" for r in results if r["problems"]]
+    (targets / "last.json").write_text(json.dumps(results))
+    return f"{len(results) - len(bad)} of {len(results)} pairs equal" + "".join(f"; {b[:120]}" for b in bad[:3])
+
+
+def scenarios(place: Path, group: str, version: str, env: dict[str, str]) -> str:
+    """Return the number of scenarios that passed on two ranks, and those that failed."""
+    place.mkdir(parents=True, exist_ok=True)
+    package = "tests.integration.deepspeed"
+    code = f"from {package}.scenario_worker import scenarios as s; print(*s({group!r}))"
+    full = {**os.environ, **env, "DS_ACCELERATOR": "cpu"}
+    listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO, env=full, check=True)
+    absent = {name for below, name in NOT_IN_DEEPSPEED if Version(version) < below}
+    names = [name for name in listed.stdout.splitlines()[-1].split() if name not in absent.union(COMPILED)]
+    torchrun(
+        2,
+        "tests.integration.deepspeed.scenario_worker",
+        group,
+        str(place),
+        *names,
+        env=env,
+        timeout_s=900,
+    )
+    found: dict[str, dict[str, str]] = json.loads((place / "w2.json").read_text())
+    failed = {name: next(iter(f.values())).strip().splitlines()[-1] for name, f in found.items() if f}
+    return f"{len(found) - len(failed)} of {len(found)}" + "".join(f"; {n}: {e[:160]}" for n, e in failed.items())
+
+
+def page(rows: dict[str, dict[str, str]], versions: list[str]) -> str:
+    """Return the page as Markdown."""
+    checks = {
+        "hooks": "hooks: version, state", "layouts": "pairs of layouts", "state": "scenarios: state",
+        "promises": "scenarios: guarantees", "errors": "scenarios: bad input",
+        "from newest": f"saved by {versions[0]}, loaded here",
+        "into newest": f"saved here, loaded by {versions[0]}",
+    }  # fmt: skip
+    lines = [
+        "# DeepSpeed versions", "", f"`python -m tests.integration.deepspeed.versions --versions {' '.join(versions)}`", "",
+        f"Python {platform.python_version()}, torch {installed_version('torch')}, CPU.", "",
+        "| | " + " | ".join(versions) + " |", "|---" * (len(versions) + 1) + "|",
+    ]  # fmt: skip
+    for key, title in checks.items():
+        lines.append(f"| {title} | " + " | ".join(rows[v].get(key, "-").replace("|", "\\|") for v in versions) + " |")
+    return "\n".join(lines) + "\n" + NOTES
+
+
+if __name__ == "__main__":
+    main()

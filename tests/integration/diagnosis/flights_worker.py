@@ -1,0 +1,80 @@
+"""Under torchrun on two ranks: calls of which the host sees only the start, as on a device. The second rank is late.
+
+flights_worker DIR        DIR/<moment>.json: which of the first rank's calls have ended then, and which it waits in
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from unickpt.diagnosis.recording import recorder
+from unickpt.diagnosis.recording.process_group_hooks import ProcessGroupHooks
+from unickpt.diagnosis.recording.recorder import CallRecorder
+from unickpt.diagnosis.recording.ring import Identity, RingReader, RingWriter
+
+BEFORE, OPEN = 3, 2  # calls of both ranks; calls that only the first one has made
+LONGEST_S = 60.0
+
+
+def verdict_lines(folder: Path) -> list[str]:
+    records = RingReader(folder / "0.ring").read().records
+    return ["ended" if end else "waits" if wait else "" for end, wait in records[["end_ns", "wait_ns"]].tolist()]
+
+
+def keep(folder: Path, moment: str) -> None:
+    (folder / f"{moment}.json").write_text(json.dumps(verdict_lines(folder)))
+
+
+def until(folder: Path, *, waits: bool) -> None:
+    """Wait until the first rank is seen to wait, or not."""
+    end = time.monotonic() + LONGEST_S
+    while ("waits" in verdict_lines(folder)) != waits and time.monotonic() < end:
+        time.sleep(0.1)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    recorder.HOST_BACKENDS = ("none",)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    half = dist.new_group([0, 1])
+    ring = RingWriter(folder / f"{rank}.ring", Identity.here(rank, 2, "test"), capacity=64)
+    noting = CallRecorder(ring, lambda group: {"ranks": dist.get_process_group_ranks(group), "backend": "gloo"})
+    hooks = ProcessGroupHooks(noting)
+    hooks.install()
+    x = torch.ones(8)
+    for _ in range(BEFORE):
+        dist.all_reduce(x)
+    dist.all_reduce(x, group=half)
+    if rank == 0:
+        open_calls = [dist.all_reduce(x, async_op=True) for _ in range(OPEN)]
+        keep(folder, "at once")
+        until(folder, waits=True)
+        keep(folder, "late")
+        (folder / "go").touch()
+        until(folder, waits=False)
+        keep(folder, "over")
+        dist.all_reduce(x)
+        keep(folder, "next")
+        del open_calls
+    else:
+        while not (folder / "go").exists():
+            time.sleep(0.05)
+        for _ in range(OPEN + 1):
+            dist.all_reduce(x)
+    hooks.uninstall()
+    noting.close()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

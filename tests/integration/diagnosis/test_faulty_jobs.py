@@ -1,0 +1,274 @@
+"""Faults in real jobs: the named rank and the syndrome. Also the same detection on handmade rows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.support.repository import REPO
+from unickpt.diagnosis.detectors.device_waits import infer_device_waits
+from unickpt.diagnosis.detectors.hangs import hangs
+from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
+from unickpt.diagnosis.recording.records import Op, Phase
+from unickpt.diagnosis.recording.ring import RingReader
+from unickpt.diagnosis.recording.ring_folder import read_folder
+from unickpt.diagnosis.reports.verdict_line import parse_line
+from unickpt.diagnosis.snapshot.progress import PROGRESS
+from unickpt.diagnosis.snapshot.snapshot import GroupInfo
+from unickpt.testing import launch
+from unickpt.testing.launch import environment, torchrun
+
+WORLD, AT = 4, 12  # ranks, and the step in which something is done to one of them
+
+
+def diagnosed(folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "unickpt.cli.main", "diagnose", str(folder), "--after", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=REPO)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def until_found(folder: Path, process: subprocess.Popen[str], limit_s: float = 120) -> dict[str, Any]:
+    """Return the first verdict after all ranks have reached the step with the fault. Before it, a busy machine may stall."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        rings = [RingReader(path).read() for path in folder.glob("*.ring")]
+        if len(rings) == WORLD and all(ring.step >= AT for ring in rings):
+            found = diagnosed(folder)
+            if found["verdicts"]:
+                return found
+        time.sleep(0.5)
+    raise AssertionError(f"no verdict; the job has ended with {process.poll()}")
+
+
+def until_told(folder: Path, limit_s: float = 60) -> str:
+    """Return the training log after the agent has reported a verdict."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        text = (folder / "output").read_text()
+        if "unickpt: rank" in text:
+            return text
+        time.sleep(0.2)
+    raise AssertionError("nothing was told")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Any:
+    """Starts a job with a fault, and ends it in any state."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(stage: int, fault: str, rank: int, step: int) -> tuple[Path, subprocess.Popen[str]]:
+        with (tmp_path / "output").open("w") as output:
+            process = launch.start(
+                WORLD, "-m", "tests.integration.diagnosis.training_worker", str(tmp_path), str(stage), fault, str(rank),
+                str(step), output=output, folder=REPO, env={"GLOO_SOCKET_IFNAME": "lo"},
+            )  # fmt: skip
+        started.append(process)
+        return tmp_path, process
+
+    yield start
+    for process in started:
+        launch.end(process)
+
+
+@pytest.mark.parametrize(
+    ("stage", "fault", "rank", "state"),
+    [(1, "stop", 2, "stopped"), (3, "loop", 0, "running"), (2, "sleep", 3, "sleeping"), (1, "kill", 1, "dead")],
+)
+def test_the_rank_that_others_wait_for_is_named(job: Callable[..., Any], stage: int, fault: str, rank: int, state: str) -> None:
+    folder, process = job(stage, fault, rank, AT)
+    verdict, *_ = until_found(folder, process)["verdicts"]
+    assert (verdict["syndrome"], verdict["ranks"]) == ("non-communication hang", [rank])
+    assert verdict["victims"] == WORLD - 1
+    assert f"rank {rank} has not entered" in verdict["sentence"]
+    assert f"is {state}" in verdict["sentence"]
+    assert f"in step {AT}" in verdict["sentence"]
+    if fault != "kill":  # then the launcher ends the job, and it may be over before the deadline is
+        text = until_told(folder)
+        assert f"unickpt: rank {rank} has not entered" in text
+        (line, *_) = [parse_line(each) for each in text.splitlines() if "unickpt HANG" in each]
+        assert (line.syndrome, line.ranks.ranks, line.blocked) == (Syndrome.NON_COMMUNICATION_HANG, (rank,), WORLD - 1)
+        assert (line.op, line.seq, line.state) == (verdict["op"], verdict["seq"], state)
+
+
+@pytest.mark.parametrize(("fault", "syndrome"), [("skip", "deadlock between groups"), ("reshape", "mismatched collectives")])
+def test_a_rank_that_is_out_of_step_is_named(job: Callable[..., Any], fault: str, syndrome: str) -> None:
+    folder, process = job(1, fault, 2, AT)
+    verdict, *_ = until_found(folder, process)["verdicts"]
+    assert (verdict["syndrome"], verdict["ranks"]) == (syndrome, [2])
+
+
+@pytest.mark.parametrize("flights", ["2000", "0"])
+@pytest.mark.parametrize(("fault", "rank"), [("loop@device", 1), ("stop@device", 3)])
+def test_ends_of_calls_need_not_be_known(
+    job: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, fault: str, rank: int, flights: str
+) -> None:
+    """What ends on a device is only seen to begin: who has not entered what the others are in is named all the same, whether
+    torch's flight recorder tells what has ended or not."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", flights)
+    folder, process = job(2, fault, rank, AT)
+    verdict, *_ = until_found(folder, process)["verdicts"]
+    assert (verdict["syndrome"], verdict["ranks"]) == ("non-communication hang", [rank])
+    rings = read_folder(folder).ranks
+    calls = [ring.records[ring.records["op"] <= Op.RECEIVE] for number, ring in rings.items() if number != rank]
+    assert [int((each["wait_ns"] > 0).sum()) for each in calls] == [int(flights != "0")] * (WORLD - 1)
+    assert flights != "0" or not any((each["end_ns"] > 0).any() for each in calls)
+
+
+def test_a_rank_that_has_not_come_to_the_checkpoint_is_named(job: Callable[..., Any]) -> None:
+    folder, process = job(2, "no-save", 1, AT)
+    verdict, *_ = until_found(folder, process)["verdicts"]
+    assert (verdict["ranks"], verdict["cause"]) == ([1], "checkpoint")
+    assert "in a checkpoint" in verdict["sentence"]
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return ""
+
+
+def test_training_continues_without_its_agent_and_next_to_invalid_rings(job: Callable[..., Any]) -> None:
+    folder, process = job(1, "none", 0, 400)
+    (folder / "00009.ring").write_bytes(b"this is none")
+    end, agents = time.monotonic() + 120, list[psutil.Process]()
+    while time.monotonic() < end and not agents:
+        time.sleep(0.05)
+        agents = [
+            each
+            for each in psutil.Process(process.pid).children(recursive=True)
+            if "unickpt.diagnosis.agent" in command_of(each)
+        ]
+    agents[0].kill()
+    assert process.wait(120) == 0
+    found = diagnosed(folder)
+    assert found["verdicts"] == []
+    assert "00009.ring" in found["problems"][0]
+    assert all(rank.closed and rank.step > 400 for rank in read_folder(folder).ranks.values())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_sound_job_has_steps_and_phases_and_no_verdict(tmp_path: Path, stage: int) -> None:
+    torchrun(
+        2,
+        "tests.integration.diagnosis.training_worker",
+        str(tmp_path),
+        str(stage),
+        "none",
+        "0",
+        "6",
+        env={"GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert diagnosed(tmp_path)["verdicts"] == []
+    found = read_folder(tmp_path)
+    for rank in found.ranks.values():
+        steps = rank.records[rank.records["op"] == Op.STEP]
+        assert len(steps) == 6
+        assert rank.closed
+        phases = set(rank.records["phase"].tolist())
+        assert phases >= {int(Phase.OPTIMIZER)} | ({int(Phase.FORWARD)} if stage == 3 else set())
+        labels = {entry["label"] for entry in rank.communicators}
+        assert "data parallel" in labels or stage == 3  # which takes the default group for all it does
+
+
+# ---------------------------------------------------------------- made-up rows
+
+
+def on_device(entries: Any, members: dict[int, list[int]], *, all_stand: bool = False) -> list[Verdict]:
+    """No call is known to have ended or to be waited for."""
+    groups = {c: np.array(m) for c, m in members.items()}
+    known = rows(*entries)
+    known["ended"] = 0
+    made = infer_device_waits(known, set(members), groups, all_stand=all_stand)
+    return hangs(made, groups, {comm: GroupInfo(f"{comm}", "", ()) for comm in members}, before_ns=1_000)
+
+
+def test_a_rank_that_is_behind_on_a_device_is_named() -> None:
+    entries = [(0, 0, 5, 0), (1, 0, 5, 0), (2, 0, 4, 0)]
+    (verdict,) = on_device(entries, {0: [0, 1, 2]})
+    assert (verdict.syndrome, verdict.ranks, verdict.victims) == (Syndrome.NON_COMMUNICATION_HANG, (2,), 2)
+
+
+def test_a_device_call_that_all_ranks_entered_is_presumed_to_have_ended() -> None:
+    entries = [(0, 0, 5, 0), (1, 0, 5, 0)]
+    assert on_device(entries, {0: [0, 1]}) == []
+    (verdict,) = on_device(entries, {0: [0, 1]}, all_stand=True)
+    assert (verdict.syndrome, verdict.ranks) == (Syndrome.COMMUNICATION_HANG, (0, 1))
+
+
+def test_a_device_call_that_is_known_to_have_ended_is_not_presumed() -> None:
+    made = infer_device_waits(rows((0, 0, 5, 0), (1, 0, 5, 0)), {0}, {0: np.array([0, 1])}, all_stand=True)
+    assert not made["blocked"].any()
+
+
+def rows(*entries: tuple[Any, ...]) -> Any:
+    """``(rank, comm, entered, blocked)`` of collectives, ``(rank, (source, destination), entered, blocked)`` of pairs in
+    communicator 9."""
+    out = []
+    for rank, where, entered, blocked in entries:
+        pair = where if isinstance(where, tuple) else (-1, -1)
+        op = Op.ALL_REDUCE if pair == (-1, -1) else Op.SEND if pair[0] == rank else Op.RECEIVE
+        comm = where if pair == (-1, -1) else 9
+        out.append((rank, comm, *pair, entered, entered - (blocked > 0), blocked, 100 + rank, int(op), 2, 5, 8))
+    return np.array(out, PROGRESS)
+
+
+def found(entries: Any, members: dict[int, list[int]], **more: Any) -> list[Verdict]:
+    named = {comm: GroupInfo(f"{comm}", "", ()) for comm in [*members, 9]}
+    return hangs(rows(*entries), {c: np.array(m) for c, m in members.items()}, named, before_ns=1_000, **more)
+
+
+def test_the_root_is_named_and_not_its_victims() -> None:
+    """TP pairs (0, 1) and (2, 3), DP pairs (0, 2) and (1, 3): 3 hangs, 2 waits for it in TP, 0 and 1 in DP and TP."""
+    entries = [(2, 1, 5, 5), (3, 1, 4, 0), (0, 2, 7, 7), (2, 2, 6, 0), (1, 3, 7, 7), (3, 3, 6, 0), (0, 0, 9, 0), (1, 0, 9, 0)]
+    verdict, *more = found(entries, {0: [0, 1], 1: [2, 3], 2: [0, 2], 3: [1, 3]})
+    assert (verdict.syndrome, verdict.ranks, verdict.victims, more) == (Syndrome.NON_COMMUNICATION_HANG, (3,), 3, [])
+
+
+def test_a_call_that_all_have_entered_is_the_network() -> None:
+    entries = [(0, 0, 4, 4), (1, 0, 4, 4), (2, 0, 4, 0)]
+    verdict, *more = found(entries, {0: [0, 1, 2]})
+    assert (verdict.syndrome, verdict.ranks, verdict.seq, more) == (Syndrome.COMMUNICATION_HANG, (0, 1), 4, [])
+
+
+def test_a_send_and_its_receive_that_do_not_end_are_a_link() -> None:
+    verdict, *more = found([(0, (0, 1), 3, 0), (1, (0, 1), 3, 3)], {})
+    assert (verdict.syndrome, verdict.link, more) == (Syndrome.COMMUNICATION_HANG, (0, 1), [])
+
+
+def test_a_receive_without_its_send_names_the_sender() -> None:
+    """Along a pipeline: 2 waits for 1, which waits for 0."""
+    entries = [(2, (1, 2), 3, 3), (1, (1, 2), 2, 0), (1, (0, 1), 3, 3), (0, (0, 1), 2, 0)]
+    verdict, *more = found(entries, {})
+    assert (verdict.syndrome, verdict.ranks, verdict.victims, more) == (Syndrome.NON_COMMUNICATION_HANG, (0,), 2, [])
+
+
+def test_a_circle_is_a_deadlock() -> None:
+    entries = [(0, 1, 1, 1), (1, 1, 0, 0), (1, 2, 1, 1), (0, 2, 0, 0)]
+    (verdict,) = found(entries, {1: [0, 1], 2: [0, 1]})
+    assert (verdict.syndrome, verdict.ranks) == (Syndrome.DEADLOCK, (0, 1))
+
+
+def test_the_dead_enter_nothing() -> None:
+    entries = [(0, 0, 4, 4), (1, 0, 4, 0), (2, 0, 4, 4)]
+    (verdict,) = found(entries, {0: [0, 1, 2]}, gone=frozenset({1}))
+    assert (verdict.syndrome, verdict.ranks) == (Syndrome.NON_COMMUNICATION_HANG, (1,))
+
+
+def test_recent_calls_are_not_reported() -> None:
+    assert hangs(rows((0, 0, 4, 4), (1, 0, 3, 0)), {0: np.array([0, 1])}, {0: GroupInfo("g", "", ())}, before_ns=50) == []
+
+
+def test_a_rank_that_is_not_known_at_all_has_entered_nothing() -> None:
+    (verdict,) = found([(0, 0, 1, 1), (1, 0, 1, 1)], {0: [0, 1, 2]})
+    assert verdict.ranks == (2,)

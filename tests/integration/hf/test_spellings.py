@@ -1,0 +1,90 @@
+"""Models with experts: transformers has other names in memory than in files. Checkpoints of both are interchangeable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.integration.journeys.families import FAMILIES, huggingface_model
+from unickpt.cli.main import main
+from unickpt.dialects.hf_layouts import as_wanted, in_files, in_memory
+from unickpt.load.checkpoint import Checkpoint
+
+EXPERTS = [name for name, family in FAMILIES.items() if family.moe]
+Tensors = dict[str, torch.Tensor]
+
+
+def read(checkpoint: Checkpoint) -> Tensors:
+    return {info.name: checkpoint.read_tensor(*info.key) for info in checkpoint.index.tensors}
+
+
+def equal(one: Tensors, other: Tensors) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.fixture(params=EXPERTS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def model(family: str, tmp_path: Path) -> Tensors:
+    """Return the tensors in memory. The files are in ``model``, their conversion in ``from-files``."""
+    made = huggingface_model(family, seed=3)
+    made.save_pretrained(tmp_path / "model", max_shard_size="50KB")
+    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "from-files")]) == 0
+    return dict(made.state_dict())
+
+
+def files_in(folder: Path) -> Tensors:
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+def test_names_in_files_and_in_memory_are_the_same_model(model: Tensors, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(tmp_path / "from-files")
+    files = files_in(tmp_path / "model")
+    assert equal(read(checkpoint), files)
+    assert not equal(files, model)
+    memory = in_memory(checkpoint)
+    assert equal(read(memory), model)
+    assert in_memory(memory) is memory
+    assert equal(read(in_files(memory)), files)
+    assert in_files(checkpoint) is checkpoint
+
+
+def test_a_job_loads_a_checkpoint_under_its_own_names(model: Tensors, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(tmp_path / "from-files")
+    wanted = {name: tuple(value.shape) for name, value in model.items()}
+    assert equal(read(as_wanted(checkpoint, wanted)), model)
+    files = files_in(tmp_path / "model")
+    assert as_wanted(checkpoint, {name: value.shape for name, value in files.items()}) is checkpoint
+    assert equal(read(as_wanted(in_memory(checkpoint), {name: value.shape for name, value in files.items()})), files)
+    more = {**wanted, "model.score.weight": (3, 32)}  # a tensor that the checkpoint lacks is missing under both names
+    assert equal(read(as_wanted(checkpoint, more)), model)
+    assert as_wanted(checkpoint, {"model.score.weight": (3, 32)}) is checkpoint
+
+
+def test_an_export_has_the_names_of_files(model: Tensors, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    assert main(["export", str(tmp_path / "from-files"), str(folder), "--config", str(tmp_path / "model")]) == 0
+    assert equal(files_in(folder), files_in(tmp_path / "model"))
+    assert equal(dict(AutoModelForCausalLM.from_pretrained(folder).state_dict()), model)
+
+
+def test_a_missing_expert_is_an_error(model: Tensors, tmp_path: Path) -> None:
+    """The tensor of all experts is missing, and the other experts have no counterpart, so a load raises."""
+    names = sorted(
+        name
+        for name in files_in(tmp_path / "model")
+        if "layers.1." in name and name.endswith(("down_proj.weight", "w2.weight"))
+    )
+    lost, *rest = [name for name in names if "experts." in name and "shared" not in name]
+    edited = tmp_path / "edited"
+    assert main(["edit", str(tmp_path / "from-files"), str(edited), "--drop", lost]) == 0
+    view = in_memory(Checkpoint.open(edited))
+    assert model.keys() - read(view).keys() == {"model.layers.1.mlp.experts.down_proj"}
+    assert list(view.untranslated) == rest

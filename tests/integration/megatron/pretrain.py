@@ -1,0 +1,83 @@
+"""Run the unmodified ``pretrain_gpt.py`` of ``$MEGATRON_LM`` on CPU and gloo, under torchrun.
+
+MEGATRON_LM=/path/to/Megatron-LM torchrun --nproc-per-node 4 -m tests.integration.megatron.pretrain <arguments of Megatron>
+
+With ``FOLDER_OF_RANK=PATH{}`` every rank works in a directory of its own, so that a relative path is another one on each.
+With ``BREAK_SAVE=FUNCTION`` (``module.function`` of ``megatron_unickpt``) that function raises on rank 1 while a job saves.
+With ``RECORD_BATCHES=FILE`` the micro batches that a job of one rank trains on are written there when it ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_unickpt.testing import cpu
+
+# Arguments of every run on CPU, with sizes that two cores train in seconds.
+ARGUMENTS = (
+    "--distributed-backend gloo --transformer-impl local --mock-data --tokenizer-type NullTokenizer --vocab-size 4095 "
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 8 --num-workers 0 --split 90,5,5 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 100 "
+    "--clip-grad 1.0 --hidden-dropout 0 --attention-dropout 0 --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
+    "--no-persist-layer-norm --no-rope-fusion --no-bias-dropout-fusion --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --eval-iters 0 --eval-interval 1000 --log-interval 1"
+)
+
+
+def record_batches(file: str) -> None:
+    """Keep tokens, labels and loss masks of the script's own data loader: ``[micro batches, 1, length]`` each."""
+    import megatron.core.utils
+    import megatron.training.utils
+
+    module = megatron.training.utils
+    if not hasattr(module, "get_batch_on_this_tp_rank"):  # the development branch
+        module = megatron.core.utils
+    original, found = module.get_batch_on_this_tp_rank, []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        batch = original(*args, **kwargs)
+        found.append({key: batch[key].cpu().clone() for key in ("tokens", "labels", "loss_mask")})
+        return batch
+
+    module.get_batch_on_this_tp_rank = recorded
+    atexit.register(lambda: torch.save({key: torch.stack([batch[key] for batch in found]) for key in found[0]}, file))
+
+
+def break_save(function: str) -> None:
+    """Make a function of unickpt raise on rank 1, as for an unexpected layout."""
+    module_name, _, name = function.rpartition(".")
+    module = importlib.import_module(f"megatron_unickpt.{module_name}")
+    original = getattr(module, name)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        if torch.distributed.get_rank() == 1 and not kwargs.get("is_loading"):
+            return [][len(args) + 1]
+        return original(*args, **kwargs)
+
+    setattr(module, name, broken)
+
+
+def main() -> None:
+    tree = os.environ["MEGATRON_LM"]
+    sys.path.insert(1, tree)  # after the project, which also has a ``tests``
+    cpu.adapt_megatron()
+    if "FOLDER_OF_RANK" in os.environ:
+        os.chdir(os.environ["FOLDER_OF_RANK"].format(os.environ["RANK"]))
+    if "BREAK_SAVE" in os.environ:
+        break_save(os.environ["BREAK_SAVE"])
+    if "RECORD_BATCHES" in os.environ:
+        record_batches(os.environ["RECORD_BATCHES"])
+    sys.argv = [os.path.join(tree, "pretrain_gpt.py"), *ARGUMENTS.split(), *sys.argv[1:]]
+    # in this module, because processes that Megatron spawns import the main module, and need the harness
+    exec(compile(Path(sys.argv[0]).read_text(), sys.argv[0], "exec"), globals())
+
+
+if __name__ == "__main__":
+    main()

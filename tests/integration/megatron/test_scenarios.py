@@ -1,0 +1,43 @@
+"""The scenarios of ``scenarios_*.py`` on real process groups. One torchrun runs all of them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from unickpt.testing.launch import fork_ranks
+from tests.integration.megatron.scenarios import declared
+
+pytest.importorskip("megatron.core")
+
+CASES = [(name, world) for name, worlds in declared().items() for world in worlds]
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("megatron-scenarios")
+
+
+@cache
+def outcomes(root: Path) -> dict[tuple[str, int], dict[str, str]]:
+    """Run all scenarios on all their world sizes. Returns the failures by rank, for each scenario and world size."""
+    worlds = sorted({world for _, world in CASES})
+    fork_ranks(
+        worlds[-1],
+        "tests.integration.megatron.scenario_worker",
+        str(root),
+        "--worlds",
+        ",".join(map(str, worlds)),
+        timeout_s=900,
+    )
+    found = {world: json.loads((root / f"w{world}.json").read_text()) for world in worlds}
+    return {(name, world): failures for world in worlds for name, failures in found[world].items()}
+
+
+@pytest.mark.parametrize(("name", "world"), CASES, ids=[f"{name}-{world}" for name, world in CASES])
+def test_scenario(root: Path, name: str, world: int) -> None:
+    failures = outcomes(root)[name, world]
+    assert failures == {}, "\n".join(f"rank {rank}:\n{text}" for rank, text in failures.items())

@@ -1,0 +1,37 @@
+"""Ranks of a job as threads of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from unickpt.coordination.rendezvous import Rendezvous
+
+WORLD = 3
+
+
+def on_all_ranks(action: Callable[[Rendezvous], Any], *, timeout_s: float = 30.0) -> list[Any]:
+    """Run an action on WORLD threads that share a store, as ranks do. Returns errors as results."""
+    store = dist.HashStore()
+    out: list[Any] = [None] * WORLD
+
+    def run(rank: int) -> None:
+        meet = Rendezvous(store, rank=rank, world=WORLD, prefix="t", timeout_s=timeout_s, notice_s=0.2)
+        try:
+            out[rank] = action(meet)
+        except Exception as err:
+            out[rank] = err
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(WORLD)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return out
+
+
+def alone(*, notice_s: float = 20.0) -> Rendezvous:
+    return Rendezvous(None, rank=0, world=1, prefix="t", notice_s=notice_s)

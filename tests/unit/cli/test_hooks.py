@@ -1,0 +1,96 @@
+"""``unickpt hooks status``: states of hooks with and without the frameworks."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.cli import REPOSITORY, python
+
+
+def test_hooks_status_of_an_installed_framework(hooks_in_a_process: tuple[str, str]) -> None:
+    document = json.loads(hooks_in_a_process[0])  # output of the framework's import is not part of it
+    assert document["adapters"][0]["state"] == "imported"
+    names = [hook["name"] for hook in document["hooks"]]
+    assert {"deepspeed.configure", "deepspeed.load", "deepspeed.save", "deepspeed.zero_to_fp32"} <= set(names)
+    for hook in document["hooks"]:
+        known = not hook["known_fingerprints"] or hook["fingerprint"] in hook["known_fingerprints"]
+        assert (hook["state"] == "installed") == known or hook["state"] in ("not imported", "not enabled"), hook
+
+
+def test_hooks_status_lists_hooks_whose_framework_is_not_imported(hooks_in_a_process: tuple[str, str]) -> None:
+    states = {hook["name"]: hook["state"] for hook in json.loads(hooks_in_a_process[0])["hooks"]}
+    assert {state for name, state in states.items() if name.startswith("transformers.")} == {"not imported"}
+    assert states["deepspeed.load"] == "installed"
+
+
+def test_hooks_status_lists_timing_hooks_and_whether_their_source_is_known(hooks_in_a_process: tuple[str, str]) -> None:
+    found = {hook["name"]: hook for hook in json.loads(hooks_in_a_process[0])["hooks"]}
+    for name in ("forward", "backward", "step", "save", "load"):
+        hook = found[f"deepspeed.timing.{name}"]
+        assert (hook["state"], hook["reason"]) == ("not enabled", "")
+        assert hook["fingerprint"] in hook["known_fingerprints"]
+
+
+def test_the_page_of_hooks_equals_the_output_of_the_command(hooks_in_a_process: tuple[str, str]) -> None:
+    _, markdown = hooks_in_a_process
+    assert markdown == (REPOSITORY / "docs/developing/hooks.md").read_text(), (
+        "unickpt hooks status --markdown > docs/developing/hooks.md"
+    )
+
+
+def test_hooks_status_reports_a_framework_that_is_not_installed(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unickpt.cli.hooks_command.find_spec", lambda _: None)
+    monkeypatch.setattr("unickpt.hooks._status", {})
+    code, out, _ = run("hooks", "status")
+    assert code == 0
+    assert "deepspeed (ds_unickpt): not installed" in out
+    assert "hooks (0)" in out
+
+
+def test_hooks_status_survives_a_broken_framework(run: Any, run_json: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        print("a framework that greets")
+        raise RuntimeError("no libcudart")
+
+    monkeypatch.setattr("unickpt.cli.hooks_command.find_spec", lambda _: object())
+    monkeypatch.setattr("unickpt.cli.hooks_command.import_module", broken)
+    code, document = run_json("hooks", "status")
+    assert code == 0
+    assert document["adapters"][0]["state"] == "failed"
+    assert document["adapters"][0]["reason"] == "RuntimeError: no libcudart"
+
+
+@pytest.mark.parametrize(
+    ("framework", "missing"),
+    [
+        ("megatron", "megatron.core.optimizer.distrib_optimizer"),  # a module of the framework, after some hooks are installed
+        ("megatron", "megatron_unickpt.optimizer"),  # a module of the adapter that a hook imports when it is called
+        ("deepspeed", "ds_unickpt.engine"),
+        ("megatron", "megatron_unickpt.hooks"),  # autoload reports it in one line, and the import continues
+        ("megatron", "wrapt"),
+    ],
+)
+def test_hooks_status_reports_failed_after_an_import_error(framework: str, missing: str) -> None:
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"needs {framework}")
+    program = (
+        "import sys, importlib.abc\n"
+        "class Broken(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {missing!r}: raise ImportError('cannot import name Gone')\n"
+        "sys.meta_path.insert(0, Broken())\n"
+        "from unickpt.cli.main import main\n"
+        "assert main(['hooks', 'status', '--json']) == 0\n"
+    )
+    document = json.loads(python("-c", program).stdout)
+    adapter = next(each for each in document["adapters"] if each["framework"] == framework)
+    assert adapter["state"] == "failed"
+    assert "cannot import name Gone" in adapter["reason"]
+    for hook in document["hooks"]:
+        if hook["target"].startswith(f"{framework}."):
+            assert (hook["state"], "cannot import name Gone" in hook["reason"]) == ("failed", True), hook

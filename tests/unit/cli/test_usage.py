@@ -1,0 +1,79 @@
+"""Wrong usage, unusable directories, exit codes, and help of every command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unickpt.cli import main as main_module
+from unickpt.cli.main import main
+from unickpt.errors import StorageError
+from unickpt.storage.posix import PosixStorage
+from unickpt.testing import handmade
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_newer_format_version_is_named_and_not_judged(checkpoint: Path, command: str, run: Any, run_json: Any) -> None:
+    handmade.edit_manifest(checkpoint, lambda body: body.update(version=3))
+    code, out, err = run(command, checkpoint)
+    assert (code, out) == (2, "")
+    assert "format version 3, this release reads up to 2; upgrade unickpt" in err
+    code, document = run_json(command, checkpoint)
+    assert (code, document["error"]["type"]) == (2, "NewerFormatError")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_path_that_is_not_a_checkpoint_is_one_line_and_exit_code_2(tmp_path: Path, command: str, run: Any) -> None:
+    for directory in (tmp_path, tmp_path / "nowhere", Path(__file__), tmp_path / ("x" * 300)):
+        code, out, err = run(command, directory)
+        assert (code, out) == (2, "")
+        assert err.startswith("unickpt: ")
+        assert err.count("\n") == 1
+        assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_latest_cannot_lead_out_of_its_directory(checkpoint: Path, tmp_path: Path, command: str, run: Any) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    for text in (b"../out/global_step3", str(checkpoint).encode()):
+        (inner / "latest").write_bytes(text)
+        code, _, err = run(command, inner)
+        assert code == 2, text
+        assert "latest: file path" in err
+    for text in (b"", b" \n", b"\xff\xfe", b"x" * 5000):
+        (inner / "latest").write_bytes(text)
+        code, _, err = run(command, inner)
+        assert code == 2, text
+        assert "latest: does not hold the name of a checkpoint" in err
+
+
+def test_wrong_usage_is_exit_code_2(checkpoint: Path, run: Any) -> None:
+    for arguments in (["inspect"], ["hooks"], ["frobnicate"], [], ["verify", str(checkpoint), "--nonsense"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+    for arguments in (["--grep", "["], ["--state", "weight"]):
+        code, _, err = run("inspect", checkpoint, *arguments)
+        assert code == 2
+        assert err.splitlines()[-1].startswith("unickpt: --")
+
+
+def test_a_storage_error_is_one_line(checkpoint: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: PosixStorage, *_: Any) -> None:
+        raise StorageError(f"{self}: stale file handle")
+
+    monkeypatch.setattr(PosixStorage, "read", refuse)
+    code, _, err = run("inspect", checkpoint)
+    assert code == 2
+    assert "stale file handle" in err
+
+
+def test_every_command_is_a_module_that_can_be_configured(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in main_module.COMMANDS:
+        with pytest.raises(SystemExit) as caught:
+            main([command.name, "--help"])
+        assert caught.value.code == 0
+        assert f"{command.help[:1].upper()}{command.help[1:]}." in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,88 @@
+"""Folders of rings: removal, reading and cleanup, and the end of an agent."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.diagnosis.agent.made import hung, ring
+from unickpt.diagnosis.host import stack_dumps
+from unickpt.diagnosis.host.process_state import State
+from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingWriter
+from unickpt.diagnosis.recording.ring_folder import read_folder, remove_old
+
+
+def test_old_jobs_are_removed_with_all_their_files(tmp_path: Path) -> None:
+    """Old unchanged folders of this user are removed, unless a process of the job is alive."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    own = f"unickpt-{os.geteuid()}-"
+    for name, age_s, pid in ((f"{own}old", 1000, ended.pid), (f"{own}new", 0, ended.pid), (f"{own}lives", 1000, os.getpid())):
+        folder = tmp_path / name
+        ring(folder, 0, pid=pid)
+        (folder / "agent").write_text("x")
+        at = time.time() - age_s
+        for path in (*folder.iterdir(), folder):
+            os.utime(path, (at, at))
+    (tmp_path / "else").mkdir()
+    os.utime(tmp_path / "else", (1, 1))
+    (tmp_path / f"{own}link").symlink_to(tmp_path / "else")
+    left = ["else", f"{own}link", f"{own}lives", f"{own}new"]
+    remove_old(tmp_path, older_than_s=500)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(left)
+    remove_old(tmp_path / "nowhere", older_than_s=0)
+
+
+def test_rings_of_another_host_are_of_unknown_processes(tmp_path: Path) -> None:
+    who = dataclasses.replace(Identity.here(0, 1, "job"), host="elsewhere")
+    RingWriter(tmp_path / f"0{SUFFIX}", who, capacity=8)
+    who = dataclasses.replace(Identity.here(1, 2, "job"), boot="before")
+    RingWriter(tmp_path / f"1{SUFFIX}", who, capacity=8)
+    job = read_folder(tmp_path)
+    assert job.states == {0: State.UNKNOWN, 1: State.DEAD}
+
+
+def test_a_look_includes_new_records() -> None:
+    from unickpt.diagnosis.agent.loop import FEWEST, RECORDS, window
+
+    assert window({}, {}) == RECORDS
+    assert window({0: 100, 1: 100}, {0: 150, 1: 120}) == FEWEST
+    assert window({0: 1000, 1: 100}, {0: 3000, 1: 120}) == 8000
+    assert window({0: 1000}, {0: 3000, 1: 90_000}) == RECORDS  # a rank that is new
+
+
+def test_an_agent_ends_for_a_newer_one(tmp_path: Path) -> None:
+    """A job was restarted in the same folder, which always has living ranks."""
+    from unickpt.diagnosis.agent import loop
+
+    hung(tmp_path, culprit=-1)
+    options: dict[str, Any] = {"every_s": 0.05, "gives_way": True}
+    thread = threading.Thread(target=loop.watch, args=(tmp_path, print), kwargs=options, daemon=True)
+    thread.start()
+    time.sleep(0.5)
+    assert thread.is_alive()
+    (started,) = tmp_path.glob(f"{loop.STARTED}-*")
+    started.write_text("another one")
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_stacks_are_omitted_if_there_is_no_room(tmp_path: Path) -> None:
+    assert stack_dumps.listen(tmp_path / "nowhere" / "0.stacks") is None
+
+
+def test_watching_ends_without_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from unickpt.diagnosis.agent import loop
+
+    monkeypatch.setattr(loop, "_WITHOUT_RANKS_S", 0.2)
+    thread = threading.Thread(target=loop.watch, args=(tmp_path, print), kwargs={"every_s": 0.05}, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()

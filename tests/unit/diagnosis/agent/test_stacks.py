@@ -1,0 +1,66 @@
+"""The stack of a process that does not come back from a call."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.repository import REPO
+from unickpt.diagnosis.host import stack_dumps
+from unickpt.testing.launch import environment
+
+STUCK = """
+import sys, time
+from pathlib import Path
+from unickpt.diagnosis.host import stack_dumps as stacks
+listening = stacks.listen(Path(sys.argv[1]))
+def busy():
+    print("here", flush=True)
+    {body}
+def outer():
+    busy()
+outer()
+"""
+
+
+@pytest.mark.parametrize("body", ["while True: pass", "time.sleep(3600)", "sum(iter(int, 1))"])
+def test_the_stack_of_a_process_that_is_stuck(tmp_path: Path, body: str) -> None:
+    path = tmp_path / "0.stacks"
+    command = [sys.executable, "-c", STUCK.format(body=body), str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPO, env=environment(UNICKPT_AUTOLOAD="0")) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(0.2)  # it says so a line before it is
+            for _ in range(2):
+                frames = stack_dumps.ask(process.pid, path)
+                assert frames[:2] == (stack_dumps.Frame("busy", "<string>", 8), stack_dumps.Frame("outer", "<string>", 10))
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
+def test_a_process_without_handler_gets_no_signal(tmp_path: Path) -> None:
+    (tmp_path / "0.stacks").write_text("main 0x1\n")
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert stack_dumps.ask(process.pid, tmp_path / "0.stacks") == ()
+        time.sleep(0.1)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_signal_in_use_is_not_replaced(tmp_path: Path) -> None:
+    assert stack_dumps.SIGNAL is not None
+    before = signal.signal(stack_dumps.SIGNAL, lambda *_: None)
+    try:
+        assert stack_dumps.listen(tmp_path / "0.stacks") is None
+    finally:
+        signal.signal(stack_dumps.SIGNAL, before)

@@ -1,0 +1,104 @@
+"""Which checkpoint ``--load`` of Megatron's scripts means: its own folder, DeepSpeed's, or a checkpoint itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_unickpt.choices import Choices
+from tests.support.saves import saved
+from unickpt.load.candidates import TRACKER
+from unickpt.load.resume import Offer
+
+
+def order(folder: Path, step: int | None = None) -> list[str]:
+    """Everything that is tried if all of it is damaged."""
+    choices, found = Choices(str(folder), step), list[str]()
+    while (choice := choices.next()).directory:
+        found.append(str(Path(choice.directory).relative_to(folder)))
+    return found
+
+
+@pytest.fixture
+def megatrons(tmp_path: Path) -> Path:
+    saved(tmp_path, "iter_0000001", "iter_0000002", "iter_0000003")
+    (tmp_path / "latest").unlink()
+    (tmp_path / TRACKER).write_text("2")
+    return tmp_path
+
+
+@pytest.fixture
+def deepspeeds(tmp_path: Path) -> Path:
+    saved(tmp_path, "global_step1", "best", "global_step3")
+    (tmp_path / "latest").write_text("best")
+    return tmp_path
+
+
+def test_the_order_in_a_folder_of_megatron(megatrons: Path) -> None:
+    assert order(megatrons) == ["iter_0000002", "iter_0000003", "iter_0000001"]
+    assert order(megatrons, 1) == ["iter_0000001"]
+    assert order(megatrons, 9) == []
+    assert (megatrons / TRACKER).read_text() == "2"
+
+
+@pytest.mark.parametrize("content", ["", "9", "x", "²"])
+def test_a_tracker_that_names_nothing_is_put_right(megatrons: Path, content: str) -> None:
+    (megatrons / TRACKER).write_text(content)
+    choice = Choices(str(megatrons), None).next()
+    assert (choice.name, choice.step) == ("iter_0000003", 3)
+    assert TRACKER in choice.notes[0]
+    assert (megatrons / TRACKER).read_text() == "3"
+
+
+def test_megatron_loads_its_own_formats(megatrons: Path) -> None:
+    (megatrons / "iter_0000009").mkdir()
+    (megatrons / "iter_0000009/common.pt").touch()
+    (megatrons / TRACKER).write_text("9")
+    assert order(megatrons) == []
+    assert order(megatrons, 9) == []
+    (megatrons / TRACKER).write_text("release")
+    assert order(megatrons) == []
+    assert order(megatrons / "nowhere") == order(megatrons / "nowhere", 3) == []
+
+
+def test_deepspeeds_folder(deepspeeds: Path) -> None:
+    choices = Choices(str(deepspeeds), None)
+    assert choices.next() == Offer(str(deepspeeds / "best"), "best", 2)
+    assert order(deepspeeds) == ["best", "global_step3", "global_step1"]
+    assert order(deepspeeds, 3) == ["global_step3"]
+    (deepspeeds / "latest").unlink()
+    assert order(deepspeeds) == []
+
+
+def test_a_step_that_several_checkpoints_have_is_no_choice(tmp_path: Path) -> None:
+    saved(tmp_path, "a")
+    saved(tmp_path, "b")
+    choice = Choices(str(tmp_path), 1).next()
+    assert not choice.directory
+    assert "several checkpoints of step 1: b, a" in choice.refused
+
+
+def test_a_checkpoint_itself(deepspeeds: Path, megatrons: Path) -> None:
+    for folder, name, step in ((deepspeeds, "best", 2), (megatrons, "iter_0000003", 3)):
+        choices = Choices(str(folder / name), None)
+        assert choices.next() == Offer(str(folder / name), step=step, explicit=True)
+        assert choices.next() == Offer()
+
+
+def test_deepspeeds_own_format_is_refused_with_a_remedy(deepspeeds: Path) -> None:
+    (deepspeeds / "native").mkdir()
+    (deepspeeds / "native/mp_rank_00_model_states.pt").touch()
+    (deepspeeds / "latest").write_text("native")
+    assert "unickpt convert" in Choices(str(deepspeeds), None).next().refused
+
+
+def test_in_a_folder_of_both_frameworks_the_tracker_file_has_precedence(
+    megatrons: Path,
+) -> None:
+    saved(megatrons, "x", "y", "global_step3")
+    choice = Choices(str(megatrons), None).next()
+    assert Path(choice.directory).name == "iter_0000002"
+    assert "names global_step3, of step 3, which is later" in choice.notes[0]
+    (megatrons / "latest").write_text("x")
+    assert Choices(str(megatrons), None).next().notes == ()

@@ -1,0 +1,34 @@
+"""The declared hooks on Megatron: a fingerprint and a reason for each."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_unickpt.fingerprints import FINGERPRINTS
+from megatron_unickpt.hooks import DECLARED
+from megatron_unickpt.timing import groups_hook, timing_hooks
+from megatron_unickpt.versions import VERSIONS
+from unickpt import hooks
+from unickpt.hooks import Hook
+from unickpt.options import TimingOptions
+
+
+def test_every_hook_has_fingerprints_and_a_reason_of_its_own() -> None:
+    declared = [*DECLARED, *timing_hooks(), groups_hook(TimingOptions())]
+    assert all(hook.fingerprints for hook in declared)
+    reasons = [hook.why for hook in declared]
+    assert len(set(reasons)) == len(reasons), sorted(reason for reason in reasons if reasons.count(reason) > 1)
+    assert {hook.name for hook in declared} == set(FINGERPRINTS)
+
+
+@pytest.mark.parametrize(("strict", "state"), [(True, "refused"), (False, "installed")])
+def test_an_unknown_source_is_noted_and_refused_only_by_a_strict_hook(strict: bool, state: str) -> None:
+    hook = Hook(
+        name="test", module="argparse", attribute="ArgumentParser.parse_args", wrapper=print, versions=VERSIONS,
+        fingerprints=frozenset({"0" * 12}), why="", upstream="", until="", strict=strict,
+    )  # fmt: skip
+    found = hooks.examine(hook, "0.16.1")
+    assert found.state == state
+    assert "the source of ArgumentParser.parse_args is unknown" in found.reason

@@ -1,0 +1,85 @@
+"""Values that should be the same on all ranks: fingerprints of them, and what is said where they are not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from ds_unickpt.names import plain, spelled_plainly
+from unickpt.errors import FormatError
+from unickpt.format.manifest import OptimizerRecord, ParameterGroup, merge_optimizers, optimizer_from_json
+from unickpt.save.agreement import message_of, notes_of
+from unickpt.save.fingerprints import fingerprints
+
+
+def test_fingerprints_are_equal_only_for_equal_bits() -> None:
+    base = torch.arange(1000, dtype=torch.float32)
+    swapped, negative = base.clone(), base.clone()
+    swapped[[3, 900]] = base[[900, 3]]
+    negative[0] = -0.0
+    changed = base.clone()
+    changed[999] += 1e-4
+    found = fingerprints([base, base.clone().view(10, 100), swapped, negative, changed, base[:999]])
+    assert found[0] == found[1]
+    assert len({*found}) == 5
+    assert all(len(text) == 16 for text in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float64])
+def test_fingerprints_of_every_size_of_element(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([0, 1, 1, 0, 1]).to(dtype)
+    other = torch.tensor([0, 1, 0, 1, 1]).to(dtype)
+    first, again, different = fingerprints([tensor[1:], tensor.clone()[1:], other[1:]])
+    assert first == again != different
+    assert fingerprints([]) == []
+    assert len(fingerprints([tensor[:0]])[0]) == 16
+
+
+def test_differences_are_named_once_with_all_their_ranks() -> None:
+    follows = "Rank 0's values are stored."
+    messages = [
+        message_of((), (0, "aa")),
+        message_of([("buffer mean", follows), ("buffer count", follows)], (0, "aa")),
+        message_of([("buffer mean", follows), ("buffer count", follows)], (1, "bb")),
+        message_of([("scalars", "Kept per rank.")], (1, "cc")),
+    ]
+    replicas, buffers, scalars = notes_of(messages)
+    assert replicas.startswith("the values of rank 3 differ from those of rank 2. These ranks are replicas")
+    assert buffers == f"differs between rank 1, 2 and rank 0: buffer mean, buffer count. {follows}"
+    assert scalars == "differs between rank 3 and rank 0: scalars. Kept per rank."
+    assert notes_of([message_of((), None)] * 3) == ()
+
+
+def test_names_of_compiled_modules_are_plain_unless_that_is_another_ones_name() -> None:
+    assert plain("_orig_mod.layers.0._orig_mod.weight") == "layers.0.weight"
+    names = ["_orig_mod.a", "b", "_orig_mod.b", "c._orig_mod", "c_orig_mod.d"]
+    assert spelled_plainly(names) == {"_orig_mod.a": "a", "b": "b", "_orig_mod.b": "_orig_mod.b", "c._orig_mod": "c",
+                                      "c_orig_mod.d": "c_orig_mod.d"}  # fmt: skip
+
+
+def test_types_of_scalars_survive_the_manifest_and_earlier_ones_have_none() -> None:
+    group = ParameterGroup({"step": 3.0, "lr": 0.1}, ("w",), {"step": ("F32", (1,), "cuda")}, ("step",))
+    record = OptimizerRecord("Adam", (), (group,))
+    body = json.loads(json.dumps(asdict(record)))
+    assert optimizer_from_json(body) == record
+    assert merge_optimizers(record, [record]) == record
+    for member in ("tensors", "repeated"):
+        del body["scalars"][0][member]
+    earlier = optimizer_from_json(body).scalars[0]
+    assert (earlier.tensors, earlier.repeated) == (None, ())
+
+
+@pytest.mark.parametrize(
+    "lie", [["F32", [2], "cpu"], ["F32", [1] * 40, "cpu"], ["F99", [], "cpu"], ["F32", []], 3, ["F32", [], 1]]
+)
+def test_a_scalar_that_is_described_wrongly_is_refused(lie: object) -> None:
+    body = {
+        "name": "Adam",
+        "groups": [],
+        "scalars": [{"hyperparameters": {"step": 1}, "parameters": [], "tensors": {"step": lie}}],
+    }
+    with pytest.raises(FormatError):
+        optimizer_from_json(body)

@@ -1,0 +1,246 @@
+"""What keeps the house in order: directions of imports, an entry point that costs nothing, hooks that let go."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from tests.support.repository import REPO
+from unickpt import hooks
+from unickpt.hooks import accepts, fingerprint_of_source
+from unickpt.testing.launch import environment
+
+
+def python(code: str, **env: str) -> str:
+    """Run code in a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(**env), cwd=REPO, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+def test_the_core_imports_no_framework() -> None:
+    modules = [
+        str(p.relative_to(REPO)).replace("/", ".").removesuffix(".py").removesuffix(".__init__")
+        for p in (REPO / "unickpt").rglob("*.py")
+    ]
+    code = f"""
+import sys, importlib
+for name in {modules!r}:
+    importlib.import_module(name)
+print([m for m in ("deepspeed", "megatron", "transformers", "ds_unickpt", "megatron_unickpt") if m in sys.modules])
+"""
+    assert python(code) == "[]"
+
+
+def test_the_public_testing_modules_need_only_the_installed_dependencies() -> None:
+    """``psutil`` and the like come with an extra: functions that need one import it themselves."""
+    code = """
+import importlib, pkgutil, sys
+import torch
+import unickpt.testing as package
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    importlib.import_module(module.name)
+print([m for m in ("psutil", "pytest", "deepspeed", "megatron", "transformers", "tests") if m in sys.modules])
+"""
+    assert python(code) == "[]"
+
+
+def test_import_directions() -> None:
+    done = subprocess.run([Path(sys.executable).parent / "lint-imports"], capture_output=True, text=True, cwd=REPO, timeout=120)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Yield the dotted names that a file imports, also inside functions and in programs that are string literals."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from _PROGRAM_IMPORT.findall(node.value)
+
+
+_PROGRAM_IMPORT = re.compile(r"(?:^|[;\n])\s*(?:from|import) ((?:tests|scripts|benchmarks|examples)[\w.]*)")
+
+
+def _found_imports(folders: Iterable[str], wanted: str) -> list[str]:
+    """Return ``file: name`` of every import below the folders whose dotted name matches a regular expression."""
+    return [
+        f"{path.relative_to(REPO)}: {name}"
+        for folder in folders
+        for path in sorted((REPO / folder).rglob("*.py"))
+        for name in _imports(path)
+        if re.match(wanted, name)
+    ]
+
+
+def test_no_test_module_imports_another_test_module() -> None:
+    """Shared code belongs to ``tests/support``, to a helper module of the folder, or to a fixture."""
+    assert _found_imports(["tests"], r"tests\.(unit|integration|faults|hostile|support)\.(.+\.)?test_") == []
+
+
+def test_only_tests_import_tests() -> None:
+    assert (
+        _found_imports(["examples", "scripts", "benchmarks", "unickpt", "ds_unickpt", "megatron_unickpt"], r"tests(\.|$)") == []
+    )
+
+
+@pytest.mark.parametrize("command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join)
+def test_style_and_types(command: list[str]) -> None:
+    done = subprocess.run([Path(sys.executable).parent / command[0], *command[1:]], capture_output=True, text=True, cwd=REPO)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_generated_docs_are_up_to_date() -> None:
+    done = subprocess.run([sys.executable, "scripts/make_docs.py", "--check"], env=environment(), cwd=REPO)
+    assert done.returncode == 0, "run python scripts/make_docs.py"
+
+
+def test_the_docs_site_builds_without_warnings(tmp_path: Path) -> None:
+    """Every page is in the navigation, every link and anchor leads somewhere, every public name has a docstring."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    env = environment(REPO) | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=env)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert (tmp_path / "site" / "reference" / "python-api" / "index.html").exists()
+
+
+def test_the_entry_point_imports_nothing_heavy() -> None:
+    """It runs in every ``import torch`` of every program on the machine."""
+    code = """
+import sys
+before = set(sys.modules)
+from _unickpt_autoload import arm
+arm()
+print(sorted({m.split(".")[0] for m in set(sys.modules) - before}))
+"""
+    assert set(json.loads(python(code).replace("'", '"'))) <= {"_unickpt_autoload", "importlib", "__future__"}
+
+
+def test_importing_torch_loads_neither_deepspeed_nor_the_adapter() -> None:
+    code = (
+        "import torch, sys; print('deepspeed' in sys.modules, 'ds_unickpt' in sys.modules, '_unickpt_autoload' in sys.modules)"
+    )
+    assert python(code) == "False False True"
+
+
+@pytest.mark.parametrize(
+    ("code", "env", "expected"),
+    [
+        ("import torch, deepspeed", {}, "True"),
+        ("import torch, deepspeed", {"UNICKPT_AUTOLOAD": "0"}, "False"),
+        ("import torch, deepspeed, ds_unickpt", {"UNICKPT_AUTOLOAD": "0"}, "True"),
+        ("import torch, deepspeed, ds_unickpt", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "True"),
+        ("import ds_unickpt, deepspeed", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "True"),
+        ("import ds_unickpt, deepspeed; ds_unickpt.uninstall()", {}, "False"),
+    ],
+)
+def test_deepspeed_is_hooked_by_installation_or_by_import(code: str, env: dict[str, str], expected: str) -> None:
+    check = "; from deepspeed.runtime.engine import DeepSpeedEngine as E"
+    check += "; print(hasattr(E.__dict__['save_checkpoint'], '__wrapped__'))"
+    assert python(code + check, **env).splitlines()[-1] == expected
+
+
+def test_an_unknown_deepspeed_keeps_its_own_behaviour() -> None:
+    code = """
+import deepspeed, deepspeed.git_version_info as g
+g.version = "0.99.0"
+import ds_unickpt
+from deepspeed.runtime.engine import DeepSpeedEngine as E
+print(hasattr(E.__dict__["save_checkpoint"], "__wrapped__"))
+from unickpt import hooks
+print({s.state for s in hooks.status()}, hooks.status()[0].reason)
+"""
+    assert python(code, UNICKPT_AUTOLOAD="0").splitlines()[-2:] == ["False", "{'refused'} tested with <0.20,>=0.17.0"]
+
+
+def test_a_changed_source_is_refused() -> None:
+    code = """
+import inspect, deepspeed.runtime.engine as e
+def save_checkpoint(self, save_dir): return 1
+e.DeepSpeedEngine.save_checkpoint = save_checkpoint
+from unickpt import hooks
+import ds_unickpt
+ds_unickpt.uninstall()
+e.DeepSpeedEngine.save_checkpoint = save_checkpoint
+hooks.status
+inspect.getsource = lambda f: "def save_checkpoint(self): pass"
+print(ds_unickpt.install(), hooks.status()[1].reason.split("(")[0])
+"""
+    assert python(code).splitlines()[-1] == "False the source of DeepSpeedEngine.save_checkpoint is unknown"
+
+
+def test_versions_and_fingerprints() -> None:
+    assert accepts(SpecifierSet(">=0.17.0,<0.20"), "0.19.8+unknown")
+    assert accepts(SpecifierSet(">=0.17.0,<0.20"), "0.19.9.dev1")
+    assert not accepts(SpecifierSet(">=0.17.0,<0.20"), "0.20.0")
+    assert not accepts(SpecifierSet(">=0.17.0,<0.20"), "not a version")
+    assert fingerprint_of_source("def f():\n    # note\n    return 1\n") == fingerprint_of_source("  def f():\n      return 1")
+    assert fingerprint_of_source("def f():\n    return 1") != fingerprint_of_source("def f():\n    return 2")
+    assert hooks.ALLOW_UNTESTED == "UNICKPT_ALLOW_UNTESTED"
+
+
+def _hook(name: str, attribute: str, versions: str = ">=1") -> hooks.Hook:
+    return hooks.Hook(
+        name, __name__, attribute, lambda wrapped, _, args, kwargs: wrapped(*args, **kwargs), SpecifierSet(versions),
+        frozenset(), "", "", "",
+    )  # fmt: skip
+
+
+def _first() -> int:
+    return 1
+
+
+def _second() -> int:
+    return 2
+
+
+def _decorator_without_wraps(function: Callable[..., int]) -> Callable[..., int]:
+    def inner() -> int:
+        return function() + 1
+
+    return inner
+
+
+@_decorator_without_wraps
+def _decorated() -> int:
+    return 1
+
+
+def test_the_fingerprint_is_of_the_function_below_its_decorators() -> None:
+    source = "@_decorator_without_wraps\ndef _decorated() -> int:\n    return 1\n"
+    assert hooks.examine(_hook("decorated", "_decorated"), "1").fingerprint == fingerprint_of_source(source)
+
+
+def test_all_hooks_of_an_adapter_are_in_place_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_status", {})
+    monkeypatch.setattr(hooks, "_installed", {})
+    before = (_first, _second)
+    assert not hooks.install([_hook("first", "_first"), _hook("second", "_second", ">=3")], framework="it", version="2")
+    assert {status.hook.name: status.state for status in hooks.status()} == {"first": "refused", "second": "refused"}
+    assert hooks.status()[0].reason == "second is refused"
+
+    import wrapt
+
+    def broken(function: object, wrapper: object) -> object:
+        if function is before[1]:
+            raise ImportError("no C extension")
+        return wrapt_proxy(function, wrapper)
+
+    wrapt_proxy = wrapt.FunctionWrapper
+    monkeypatch.setattr(wrapt, "FunctionWrapper", broken)
+    with pytest.raises(ImportError):
+        hooks.install([_hook("first", "_first"), _hook("second", "_second")], framework="it", version="2")
+    assert {(status.state, status.reason) for status in hooks.status()} == {("failed", "ImportError: no C extension")}
+    assert (_first, _second) == before

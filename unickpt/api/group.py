@@ -1,0 +1,34 @@
+"""The ranks that save or load together."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from unickpt.coordination.rendezvous import Rendezvous
+from unickpt.errors import ConfigError
+
+
+def rendezvous_of(group: dist.ProcessGroup | None, *, timeout_s: float) -> Rendezvous:
+    """Return the message exchange for one save or load of a process group.
+
+    Every rank of the group makes the same calls in the same order. The key-value store of the job counts the calls of each
+    rank, so the n-th call of one rank meets the n-th call of the others.
+
+    Args:
+        group: process group, or None for the default group. Without an initialised default group the call is for one process.
+        timeout_s: seconds to wait for the other ranks.
+
+    Raises:
+        ConfigError: this process is not a member of the group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return Rendezvous(None, rank=0, world=1, prefix="unickpt")
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ConfigError("this process is not a member of the process group that was passed as group")
+    if world == 1:
+        return Rendezvous(None, rank=0, world=1, prefix="unickpt")
+    store = dist.distributed_c10d._get_default_store()
+    name = "default" if group is None else group.group_name
+    call = store.add(f"unickpt/api/{name}/calls/{rank}", 1)
+    return Rendezvous(store, rank=rank, world=world, prefix=f"unickpt/api/{name}/{call}", timeout_s=timeout_s)

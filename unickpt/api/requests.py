@@ -1,0 +1,137 @@
+"""Read requests that fill a state dict from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from unickpt.api.state import MASTER, WEIGHT, Key, LocalShard, Value, as_shard, key_of
+from unickpt.coordination.rendezvous import Rendezvous
+from unickpt.errors import MismatchError
+from unickpt.format.dtypes import torch_dtype
+from unickpt.format.index import TensorInfo
+from unickpt.format.objects import Decoded
+from unickpt.load.checkpoint import Checkpoint
+from unickpt.load.reader import Request
+from unickpt.load.report import LoadReport
+
+_SHOWN = 8  # names in a message
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingCopy:
+    """A temporary that is copied to its place after all reads."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclass
+class Wanted:
+    """Read requests of one rank.
+
+    Attributes:
+        checkpoint: the opened checkpoint.
+        requests: reads into the tensors of the state dict or into temporaries.
+        served: (name, state) of the state dict, stored tensor, dtype in the state dict.
+    """
+
+    checkpoint: Checkpoint
+    requests: list[Request] = field(default_factory=list)
+    served: list[tuple[tuple[str, str], TensorInfo, torch.dtype]] = field(default_factory=list)
+    _copies: list[_PendingCopy] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, state: Mapping[Key, Value]) -> Wanted:
+        """Match a state dict with the tensors of a checkpoint.
+
+        Raises:
+            MismatchError: tensors are missing in the checkpoint, or have another shape.
+            ConfigError: a key or value of the state dict has the wrong type.
+        """
+        wanted = cls(checkpoint)
+        missing = list[str]()
+        for key, value in state.items():
+            name_state, shard = key_of(key), as_shard(key, value)
+            info = _source(checkpoint, *name_state)
+            if info is None:
+                missing.append("{} ({})".format(*name_state))
+                continue
+            if info.shape != shard.global_shape:
+                raise MismatchError(
+                    f"{checkpoint.storage}: {info.name} ({info.state}) has shape {list(info.shape)} in the checkpoint and "
+                    f"{list(shard.global_shape)} in the state dict"
+                )
+            wanted._add(info, shard)
+            wanted.served.append((name_state, info, shard.data.dtype))
+        if missing:
+            shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
+            raise MismatchError(f"{checkpoint.storage}: the checkpoint has no {shown}")
+        return wanted
+
+    def _add(self, info: TensorInfo, shard: LocalShard) -> None:
+        box, out = shard.box, shard.data.detach()
+        if not box.numel:
+            return
+        ids = self.checkpoint.ids
+        if info.derived_from is None:
+            self.requests.append(Request(ids[info.key], box, out))
+            return
+        dtype = torch_dtype(info.dtype)
+        rounded = out if out.dtype == dtype else torch.empty(out.shape, dtype=dtype)
+        self.requests.append(Request(ids[info.name, info.derived_from], box, rounded))
+        if rounded is not out:
+            self._copies.append(_PendingCopy(rounded, out))
+        for stored in self.checkpoint.override_boxes(ids[info.key]):
+            common = stored.intersect(box)
+            if common is not None:
+                values = torch.empty(common.shape, dtype=dtype)
+                self.requests.append(Request(ids[info.key], common, values))
+                self._copies.append(_PendingCopy(values, out[common.within(box).slices()]))
+
+    def finish(self, *, allow_pickle: bool) -> Decoded:
+        """Copy the temporaries to their places, and decode the objects of the job."""
+        for copy in self._copies:
+            copy.target.copy_(copy.source)
+        return self.checkpoint.objects(allow_pickle=allow_pickle)
+
+    def account(self, report: LoadReport, decoded: Decoded, meet: Rendezvous) -> None:
+        """Add an entry for every tensor and object of the checkpoint to the report.
+
+        Tensors that no rank requested are listed on every rank; tensors that only other ranks requested are not listed.
+        """
+        for (name, state), info, dtype in self.served:
+            if info.state != state:
+                report.add(name, state, "cast", f"from {info.state}")
+            elif torch_dtype(info.dtype) != dtype:
+                report.add(name, state, "cast", f"{info.dtype} to {str(dtype).removeprefix('torch.')}")
+            else:
+                report.add(name, state, "restored")
+        used = self._used_by_any(meet)
+        for position, info in enumerate(self.checkpoint.index.tensors):
+            if info.kind != "object" and not used >> position & 1:
+                report.add(info.name, info.state, "left out", "no rank requested it")
+        for name in self.checkpoint.manifest.objects:
+            report.add(name, "object", "restored")
+        for path in decoded.left_out:
+            report.add(path, "object", "left out", "stored as a pickle; allow_pickle loads it")
+
+    def _used_by_any(self, meet: Rendezvous) -> int:
+        """Return a bit mask over ``index.tensors`` of those that any rank requested."""
+        mask = 0
+        for _, info, _ in self.served:
+            mask |= 1 << self.checkpoint.ids[info.key]
+        gathered = meet.gather("requested", {"tensors": f"{mask:x}"})
+        for message in gathered or ():
+            mask |= int(message["tensors"], 16)
+        return int(meet.broadcast("used", {"tensors": f"{mask:x}"} if gathered is not None else None)["tensors"], 16)
+
+
+def _source(checkpoint: Checkpoint, name: str, state: str) -> TensorInfo | None:
+    """Return the tensor that serves a request. Weight and master are the same value in two precisions."""
+    found = checkpoint.info(name, state)
+    if found is None and state in (WEIGHT, MASTER):
+        found = checkpoint.info(name, WEIGHT if state == MASTER else MASTER)
+    return found

@@ -1,0 +1,265 @@
+"""Save and load a state dict, in one process or on all ranks of a process group."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unickpt import __version__
+from unickpt.api.group import rendezvous_of
+from unickpt.api.requests import Wanted
+from unickpt.api.state import Key, Value, fingerprint_of_replicated, shards_to_save
+from unickpt.checkpoint_folder import complete_checkpoints
+from unickpt.coordination.rendezvous import Message, Rendezvous
+from unickpt.errors import ConfigError, NotACheckpointError, SaveFailedError
+from unickpt.format.manifest import Writer
+from unickpt.load.candidates import Candidates
+from unickpt.load.checkpoint import Checkpoint
+from unickpt.load.folders import newest
+from unickpt.load.report import LoadReport
+from unickpt.load.resume import Offer, Together, resume
+from unickpt.load.validation import is_checkpoint
+from unickpt.save import shutdown
+from unickpt.save.requests import SaveOptions, SaveRequest, SaveResult
+from unickpt.save.saver import Saver
+from unickpt.save.shards import Contribution
+from unickpt.storage.base import absolute, join, split
+
+_SHOWN = 8  # names in a message
+
+
+def save_checkpoint(
+    state: Mapping[Key, Value],
+    directory: str | os.PathLike[str],
+    *,
+    step: int = 0,
+    objects: Mapping[str, Any] | None = None,
+    rank_objects: Mapping[str, Any] | None = None,
+    save_latest: bool = True,
+    options: SaveOptions | None = None,
+    group: dist.ProcessGroup | None = None,
+    timeout_s: float = 1800.0,
+) -> SaveResult:
+    """Save a state dict. Every rank of the group calls this function.
+
+    A tensor has a name and a state. The key ``"layer.weight"`` means state ``weight``; the key
+    ``("layer.weight", "exp_avg")`` names an optimizer state.
+
+    Example:
+        One process::
+
+            unickpt.save_checkpoint(model.state_dict(), "out/step100", step=100)
+
+        Two ranks, each with half of the rows of an 8 x 4 weight::
+
+            shard = unickpt.LocalShard(rows, start=(4 * rank, 0), global_shape=(8, 4))
+            unickpt.save_checkpoint({"layer.weight": shard}, "out/step100", step=100)
+
+    Args:
+        state: tensors to save, by name or by (name, state). A plain ``torch.Tensor`` is the same on all ranks, and each rank
+            writes an equal part of it. A ``LocalShard`` is written by the rank that passes it; together the shards of all
+            ranks cover each tensor exactly once. Any device. Dtypes: float64, float32, float16, bfloat16, float8_e4m3fn,
+            float8_e5m2, bool, complex64, and signed and unsigned integers.
+        directory: checkpoint directory, ``<save_dir>/<tag>``. A path or a URL. The parts above it are created.
+        step: training step. The same on all ranks.
+        objects: non-tensor state of the job, by name: numbers, strings, containers, tensors. The objects of rank 0 are saved.
+            A value of an unknown type is stored as a pickle, which loads only with ``allow_pickle``.
+        rank_objects: non-tensor state of this rank, such as random generators.
+        save_latest: write the tag to ``<save_dir>/latest``.
+        options: retention, bandwidth limit and upload. ``asynchronous`` is not supported here.
+        group: process group. None: the default group, or this process alone if ``torch.distributed`` is not initialised.
+        timeout_s: seconds to wait for the other ranks.
+
+    Returns:
+        Size in bytes and wall time in seconds. The checkpoint is on durable storage.
+
+    Raises:
+        ConfigError: ``options`` asks for an asynchronous save, or this process is not in the group.
+        SaveFailedError: no checkpoint was written. It is raised on every rank and names rank and cause. Earlier
+            checkpoints, also in the same directory, are intact.
+        CoordinationError: a rank did not make the call within ``timeout_s``.
+    """
+    options = options or SaveOptions()
+    if options.asynchronous:
+        raise ConfigError("save_checkpoint does not support SaveOptions(asynchronous=True): it returns a durable checkpoint")
+    meet = rendezvous_of(group, timeout_s=timeout_s)
+    failed: Exception | None = None
+    must_match: Message = {"step": step}
+    try:
+        must_match["replicated_tensors"] = fingerprint_of_replicated(state)
+    except Exception as err:  # the other ranks learn it in the save
+        failed = err
+
+    def contribute(_: Message) -> Contribution:
+        shards, tensors = shards_to_save(state, rank=meet.rank, world=meet.world)
+        return Contribution(
+            shards, step, _writer(meet), tensors=tensors, objects=dict(objects or {}), rank_objects=dict(rank_objects or {})
+        )
+
+    save_dir, tag = split(absolute(os.fspath(directory)))
+    request = SaveRequest(
+        contribute, save_dir, tag, save_latest=save_latest, must_match=must_match, framework_stands_in=False, failed=failed
+    )
+    pending = Saver(options).save(request, meet, asynchronous=False)
+    if pending.result is None or not pending.result.complete:
+        raise SaveFailedError(f"{pending.directory}: {pending.cause()}. Earlier checkpoints are intact.")
+    return pending.result
+
+
+def _writer(meet: Rendezvous) -> Writer:
+    return Writer("torch", torch.__version__, __version__, torch.__version__, "torch", {"world_size": meet.world})
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A loaded checkpoint.
+
+    Attributes:
+        checkpoint: the opened checkpoint. ``checkpoint.rank_objects(rank)`` has the objects of one rank of the saving job,
+            ``checkpoint.manifest.step`` the training step.
+        objects: non-tensor state of the job, by name.
+        report: outcome for every tensor of the checkpoint, and bytes and seconds of this rank.
+    """
+
+    checkpoint: Checkpoint
+    objects: dict[str, Any]
+    report: LoadReport
+
+    @property
+    def step(self) -> int:
+        """Training step of the checkpoint."""
+        return self.checkpoint.manifest.step
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    state: Mapping[Key, Value],
+    *,
+    fall_back: bool = True,
+    verify: str = "always",
+    allow_pickle: bool = False,
+    group: dist.ProcessGroup | None = None,
+    timeout_s: float = 1800.0,
+) -> Loaded:
+    """Load a checkpoint into the tensors of a state dict. Every rank of the group calls this function.
+
+    The number of ranks and the boxes can differ from those of the saving job. Each rank reads only the fragments that
+    overlap its own boxes.
+
+    Example:
+        Load the second column block of a weight, in bfloat16::
+
+            shard = unickpt.LocalShard(torch.empty(8, 2, dtype=torch.bfloat16), start=(0, 2), global_shape=(8, 4))
+            loaded = unickpt.load_checkpoint("out", {"layer.weight": shard})
+            print(loaded.step, loaded.objects)
+
+    Args:
+        directory: checkpoint directory, or a save directory. In a save directory the checkpoint that ``latest`` names is
+            loaded. A path or a URL.
+        state: tensors to fill, by name or by (name, state), as in ``save_checkpoint``. Tensors are filled in place. Any
+            device and strides. If the dtype differs from the stored one, the values are cast. ``weight`` and ``master`` stand
+            in for each other if the checkpoint has only one of them.
+        fall_back: load the newest whole older checkpoint of a save directory if a checkpoint is damaged. All ranks load the
+            same one.
+        verify: checksums to check. ``always``: of every fragment that is read. ``sampled``: of a sample of the fragments
+            that are needed in part, and of all others. ``off``: only manifest, index and headers.
+        allow_pickle: unpickle values that are stored as pickles. This can run code: only for checkpoints that you trust.
+        group: process group. None: the default group, or this process alone if ``torch.distributed`` is not initialised.
+        timeout_s: seconds to wait for the other ranks.
+
+    Returns:
+        The opened checkpoint, its objects, and the report.
+
+    Raises:
+        NotACheckpointError: the directory holds no checkpoint, or no ``latest`` file names one.
+        MismatchError: the checkpoint lacks a tensor of ``state``, or the shapes differ. Raised before data is read.
+        CorruptCheckpointError, FormatError: the checkpoint is damaged and no other one can be used. The contents of the
+            tensors of ``state`` are then undefined.
+        ConfigError: a key or value of ``state`` has the wrong type, or this process is not in the group.
+        CoordinationError: a rank did not make the call within ``timeout_s``.
+        StorageError: the storage cannot be read. This is never a reason to fall back.
+    """
+    shutdown.finish_all()
+    folder = absolute(os.fspath(directory))
+    meet = rendezvous_of(group, timeout_s=timeout_s)
+    candidates = Candidates(folder)
+
+    def attempt(offer: Offer, skipped: tuple[str, ...]) -> Loaded:
+        return _load(meet, offer.directory, state, skipped, verify=verify, allow_pickle=allow_pickle)
+
+    def nothing(offer: Offer) -> Loaded:
+        present = ", ".join(offer.present[:_SHOWN])
+        raise NotACheckpointError(
+            f"{folder}: no manifest.json and no 'latest' file"
+            + (f"; pass one of its checkpoints: {present}" if present else ", so this is not a checkpoint and contains none")
+        )
+
+    loaded = resume(meet, lambda: _offer(candidates, folder), attempt, nothing, where=folder, fall_back=fall_back)
+    meet.leave()
+    return loaded
+
+
+def _offer(candidates: Candidates, folder: str) -> Offer:
+    """Return the next checkpoint to try. Called on the coordinator. Reads manifests only."""
+    if not candidates.begun and is_checkpoint(folder):
+        return Offer(folder, explicit=True)
+    choice = candidates.next()
+    if choice.tag is None:
+        return Offer(present=tuple(name for _, name in complete_checkpoints(folder)), notes=choice.notes)
+    return Offer(join(folder, choice.tag), choice.tag, notes=choice.notes)
+
+
+def _load(
+    meet: Rendezvous, directory: str, state: Mapping[Key, Value], skipped: tuple[str, ...], *, verify: str, allow_pickle: bool
+) -> Loaded:
+    begin = time.monotonic()
+    together = Together(meet, directory)
+    wanted = together.step("open", lambda: Wanted.of(Checkpoint.open(directory), state))
+    checkpoint = wanted.checkpoint
+    planned, opener = together.plan(
+        lambda: checkpoint.plan(wanted.requests), identity=lambda: checkpoint.identity, share=meet.world > 1
+    )
+    report = LoadReport(source=directory, target=f"a state dict on {meet.world} {'rank' if meet.world == 1 else 'ranks'}")
+
+    def read(host_peers: Any) -> None:
+        stats = checkpoint.fill(planned, verify=verify, host_peers=host_peers)
+        report.bytes_read, report.bytes_needed, report.read_seconds = stats.bytes_read, stats.bytes_needed, stats.seconds
+
+    together.read(read, opener)
+    decoded = together.step("finish", lambda: wanted.finish(allow_pickle=allow_pickle))
+    wanted.account(report, decoded, meet)
+    report.skipped, report.notes = list(skipped), list(checkpoint.manifest.notes)
+    report.seconds = time.monotonic() - begin
+    return Loaded(checkpoint, decoded.value, report)
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
+    """Return the path of the newest whole checkpoint in a save directory.
+
+    Whole means: manifest and index are valid, and all files exist with the expected sizes. ``verify_checkpoint`` also reads
+    the data. The file ``latest`` is not consulted.
+
+    Example:
+        Resume if there is something to resume from::
+
+            found = unickpt.latest_checkpoint("out")
+            if found is not None:
+                unickpt.load_checkpoint(found, state)
+
+    Args:
+        directory: save directory, output directory of a Hugging Face Trainer run, or a checkpoint. A path or a URL.
+
+    Returns:
+        Path or URL of the checkpoint; in a Trainer run, of the ``checkpoint-N`` folder. None if there is no whole checkpoint.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    found = newest(absolute(os.fspath(directory)))
+    return None if found is None else found.path

@@ -1,0 +1,73 @@
+"""Checkpoints of a save directory, from their manifests and the file ``latest``. No data is read."""
+
+from __future__ import annotations
+
+import os
+
+from unickpt.errors import FormatError, NotACheckpointError, StorageError, UnickptError
+from unickpt.format import manifest as manifest_module
+from unickpt.format.layout import LATEST_FILE
+from unickpt.format.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, check_path
+from unickpt.storage.base import Storage
+from unickpt.storage.open import open_storage
+
+_MAX_LATEST_BYTES = 4096
+
+
+def read_manifest(checkpoint: Storage) -> Manifest:
+    """Read and validate the manifest of a checkpoint.
+
+    Raises:
+        NotACheckpointError: the directory has no manifest.
+        FormatError: the manifest is malformed or too large.
+        StorageError: the storage cannot read it.
+    """
+    path = checkpoint.where(MANIFEST_FILE)
+    size = checkpoint.size_bytes(MANIFEST_FILE)
+    if size is None:
+        raise NotACheckpointError(
+            f"{checkpoint}: no {MANIFEST_FILE}, so this is not a checkpoint: its save did not finish, or unickpt did not write "
+            "the directory"
+        )
+    if size > MAX_MANIFEST_BYTES:
+        raise FormatError(f"{path}: {size:,} bytes are too many for a manifest; the limit is {MAX_MANIFEST_BYTES:,}")
+    return manifest_module.from_bytes(checkpoint.read(MANIFEST_FILE, 0, size), where=path)
+
+
+def latest_tag(folder: str | os.PathLike[str]) -> str | None:
+    """Return the tag in the file ``latest`` of a folder, or None if there is no such file.
+
+    Raises:
+        FormatError: the file does not hold the plain name of a directory.
+        StorageError: the storage cannot read it.
+    """
+    place = open_storage(folder)
+    size = place.size_bytes(LATEST_FILE)
+    if size is None:
+        return None
+    where = place.where(LATEST_FILE)
+    try:
+        tag = place.read(LATEST_FILE, 0, min(size, _MAX_LATEST_BYTES)).decode("utf-8").strip()
+    except UnicodeDecodeError:
+        tag = ""
+    if not tag or size > _MAX_LATEST_BYTES:
+        raise FormatError(f"{where}: does not hold the name of a checkpoint")
+    return check_path(tag, where=where)
+
+
+def complete_checkpoints(folder: str | os.PathLike[str]) -> list[tuple[int, str]]:
+    """Return ``(step, name)`` of the checkpoints in a folder whose manifest is valid, newest first.
+
+    Raises:
+        StorageError: the folder cannot be listed, or a manifest cannot be read. That says nothing about the checkpoint.
+    """
+    place = open_storage(folder)
+    found = []
+    for name in place.folders():
+        try:
+            found.append((read_manifest(place.subfolder(name)).step, name))
+        except StorageError:
+            raise
+        except UnickptError:
+            continue
+    return sorted(found, reverse=True)

@@ -1,0 +1,99 @@
+"""Common parts of ``unickpt convert``, ``edit`` and ``average``: check the sources, show the plan, write a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from unickpt.checkpoint_folder import read_manifest
+from unickpt.cli.exit_codes import DAMAGED, SOUND
+from unickpt.cli.locate import is_file, locate_checkpoint
+from unickpt.cli.output import Output, human_bytes
+from unickpt.cli.progress import progress_bar
+from unickpt.convert.pipeline import convert
+from unickpt.edit.table import Table, table_of
+from unickpt.edit.write import source_of
+from unickpt.errors import ConfigError, MismatchError, UnickptError
+from unickpt.load.checkpoint import Checkpoint
+from unickpt.load.validation import is_checkpoint
+from unickpt.load.verify import verify_files
+from unickpt.storage.base import is_url
+from unickpt.storage.open import open_storage
+
+
+def configure_writing(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that ``edit`` and ``average`` have in common."""
+    parser.add_argument("--dry-run", action="store_true", help="print the tensors of the result; write nothing")
+    parser.add_argument("--no-verify", action="store_true", help="do not check the sources against their checksums first")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="number of files at a time (default: 2)")
+
+
+def check_destination(directory: str) -> Path:
+    """Return the output directory.
+
+    Raises:
+        ConfigError: it is a URL or a file.
+        MismatchError: it holds a checkpoint already.
+    """
+    if is_url(directory):
+        raise ConfigError(f"{directory}: the output must be a local directory; upload the checkpoint afterwards")
+    if is_file(directory):
+        raise ConfigError(f"{directory}: is a file; name a directory")
+    if is_checkpoint(directory):
+        raise MismatchError(f"{directory}: holds a checkpoint already; name another directory")
+    return Path(directory)
+
+
+def opened(directory: str) -> Table:
+    """Open a checkpoint, or the one that ``latest`` names, as a table."""
+    return table_of(Checkpoint.open(locate_checkpoint(directory)))
+
+
+def operate(table: Table, sources: Sequence[str], steps: Sequence[object], args: argparse.Namespace, out: Output) -> int:
+    """Show the plan, verify the sources, and write the checkpoint.
+
+    Args:
+        table: the result of all steps.
+        sources: directories of the checkpoints that are read.
+        steps: the steps, in their order.
+    """
+    directory = Path(args.destination)
+    source = source_of(table, steps)
+    if args.dry_run:
+        rows = [
+            (entry.info.name, entry.info.state, entry.info.dtype, list(entry.info.shape), entry.origin)
+            for entry in table.tensors()
+        ]
+        out.table(str(directory), ("tensor", "state", "dtype", "shape", ""), rows)
+        out.line()
+    for line in table.done:
+        out.line(line)
+    for line in table.left_out:
+        out.line(f"left out: {line}")
+    if args.dry_run:
+        out.line(f"{directory}: {len(table.entries):,} tensors; dry run, nothing was written", style="bold")
+        return SOUND
+    if not args.no_verify and not _sound(sources, out):
+        return DAMAGED
+    try:
+        with progress_bar("write", source.size_bytes) as advance:
+            made = convert(source, directory, workers=max(args.workers, 1), progress=advance)
+    except OSError as err:
+        raise UnickptError(f"could not write {directory} from {', '.join(sources)}: {err}") from err
+    kept = f", {made.kept} of them written by an earlier run" if made.kept else ""
+    files = f"{made.files} file{'s' * (made.files != 1)}"
+    out.line(f"{directory}: {made.tensors:,} tensors, {human_bytes(made.size_bytes)}, in {files}{kept}", style="bold green")
+    return SOUND
+
+
+def _sound(sources: Sequence[str], out: Output) -> bool:
+    problems: list[str] = []
+    for directory in map(locate_checkpoint, sources):
+        storage = open_storage(directory)
+        manifest = read_manifest(storage)
+        with progress_bar("verify", sum(record.size_bytes for record in manifest.files)) as advance:
+            problems += verify_files(storage, manifest, progress=advance).problems
+    for problem in problems:
+        out.line(problem, style="red")
+    return not problems

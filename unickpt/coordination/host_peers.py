@@ -1,0 +1,226 @@
+"""Shared memory and progress of the ranks of one host in one load.
+
+Ranks can share memory if they see the same ``/dev/shm``: the same kernel and the same mount. Containers with separate
+``/dev/shm`` mounts count as separate hosts, even on one machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from unickpt.coordination.failure import Failure, FailureKind
+from unickpt.coordination.rendezvous import Message, Rendezvous
+from unickpt.errors import HostPeerFailedError
+from unickpt.format.boxes import Ints
+from unickpt.private_files import create, make_folder, own_folders
+
+logger = logging.getLogger("unickpt")
+
+FOLDER = Path("/dev/shm")
+_PREFIX = "unickpt-load-"
+_STALE_S = 3600.0
+_PAUSES_S = (0.0002, 0.005)
+OPENED, READY, CONSUMED, FAILED = range(4)
+_FIELDS = 4
+_RANK_BYTES = 16 << 20  # shared memory per rank; touching new pages costs more than copying
+_LEAST_RANK_BYTES = 256 << 10
+
+
+class HostPeers:
+    """Shared memory of the ranks of a host during one load. A context manager.
+
+    Attributes:
+        ranks: job ranks on this host, ascending.
+        me: position of this process in ``ranks``.
+        rows: for each rank of the host, the sorted index rows that it reads, int64.
+        memory: the shared memory.
+    """
+
+    def __init__(self, folder: Path, ranks: list[int], rank: int, *, timeout_s: float) -> None:
+        self.ranks, self.me, self._timeout_s = ranks, ranks.index(rank), timeout_s
+        self.rows: list[Ints] = [np.fromfile(folder / f"rows.{at}", np.int64) for at in range(len(ranks))]
+        with open(folder / "segment", "r+b") as segment:
+            self._map = mmap.mmap(segment.fileno(), 0)
+        self._progress = os.open(folder / "progress", os.O_RDWR | os.O_CLOEXEC)
+        self.memory = memoryview(self._map)
+        self.publish(OPENED, 1)
+        if self.me == 0:
+            try:
+                self.wait(OPENED, 1, also_failed=True)  # a rank that already failed has opened the files, too
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)  # the files exist until the last process closes them
+
+    def publish(self, field: int, value: int) -> None:
+        """Publish the progress of this rank. The system call makes earlier stores to the shared memory visible first."""
+        os.pwrite(self._progress, np.int64(value).tobytes(), 8 * (self.me * _FIELDS + field))
+
+    def fail(self) -> None:
+        """Publish that this rank failed, so that no rank waits for it."""
+        self.publish(FAILED, 1)
+
+    def wait(self, field: int, value: int, *, also_failed: bool = False) -> None:
+        """Wait until all ranks of the host have published ``value`` or more in a field.
+
+        Args:
+            field: column of the table of progress.
+            value: value to wait for.
+            also_failed: do not raise for a rank that failed.
+
+        Raises:
+            HostPeerFailedError: a rank failed, or did not get there in time; the message names it.
+        """
+        begin, pause = time.monotonic(), _PAUSES_S[0]
+        while True:
+            table = np.frombuffer(os.pread(self._progress, 8 * _FIELDS * len(self.ranks), 0), np.int64).reshape(-1, _FIELDS)
+            for rank, failed in zip(self.ranks, table[:, FAILED].tolist(), strict=True):
+                if failed and not also_failed:
+                    raise HostPeerFailedError(f"rank {rank} of this host failed while it read data that other ranks need")
+            late = [rank for rank, at in zip(self.ranks, table[:, field].tolist(), strict=True) if at < value]
+            if not late:
+                return
+            if time.monotonic() - begin > self._timeout_s:
+                raise HostPeerFailedError(
+                    f"rank {self.ranks[self.me]} waited {self._timeout_s:.0f} s for data that rank "
+                    f"{', '.join(map(str, late))} of this host reads"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, _PAUSES_S[1])
+
+    def __enter__(self) -> HostPeers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self.fail()
+        with contextlib.suppress(BufferError):  # a traceback may still hold a view of the memory
+            self.memory.release()
+            self._map.close()
+        os.close(self._progress)
+
+
+def meet(
+    rendezvous: Rendezvous,
+    rows: Ints | None,
+    failure: Failure | None,
+    *,
+    identity: str = "",
+    wanted_bytes: int,
+    share: bool = True,
+) -> tuple[tuple[Failure, ...], Callable[[], HostPeers] | None]:
+    """Agree that every rank has its read plan, and prepare the shared memory of each host. Every rank calls this.
+
+    Args:
+        rendezvous: rendezvous of the whole job.
+        rows: sorted index rows that this rank reads, int64; None if it failed.
+        failure: why this rank cannot continue, or None.
+        identity: identity of the opened checkpoint. A rank whose identity differs from rank 0's fails, because the
+            checkpoint may have been saved again in between.
+        wanted_bytes: total size of the rows, an upper limit of the shared memory.
+        share: False: this rank does not share memory.
+
+    Returns:
+        All failures, the same on every rank, and a function that opens the shared memory. The function is None if this
+        rank does not share memory or if any rank failed.
+    """
+    host = _host() if share and rendezvous.world > 1 else ""
+    encoded = None if failure is None else failure.to_json()
+    messages = rendezvous.gather("planned", {"failure": encoded, "host": host, "identity": identity})
+    verdicts = None if messages is None else _verdicts(messages)
+    verdict = rendezvous.scatter("planned-verdict", verdicts, notice=False)
+    failures = tuple(map(Failure.from_json, verdict["failures"]))
+    if failures or not verdict["shared"]:
+        return failures, None
+    ranks: list[int] = verdict["ranks"]
+    folder = FOLDER / f"{_PREFIX}{verdict['token']}-{min(ranks, default=0)}"
+    problem = _prepare(folder, ranks, rendezvous.rank, rows, wanted_bytes) if ranks else None
+    problems = rendezvous.agree("host-peers", problem)
+    if problems:
+        shutil.rmtree(folder, ignore_errors=True)
+        if rendezvous.rank == 0:
+            rank, reason = min(problems.items())
+            logger.warning("unickpt: every rank reads all of its data itself: rank %d cannot share memory (%s)", rank, reason)
+        return (), None
+    return (), partial(HostPeers, folder, ranks, rendezvous.rank, timeout_s=rendezvous.timeout_s) if ranks else None
+
+
+def _verdicts(messages: list[Message]) -> list[Message]:
+    """Return a verdict for each rank: all failures, whether any ranks share memory, and the ranks that it shares with."""
+    failures, hosts = _failures(messages), _hosts([m["host"] for m in messages])
+    own: dict[int, list[int]] = {rank: ranks for ranks in hosts for rank in ranks}
+    common = {"failures": failures, "shared": bool(hosts), "token": uuid.uuid4().hex}
+    return [{**common, "ranks": own.get(rank, [])} for rank in range(len(messages))]
+
+
+def _failures(messages: list[Message]) -> list[Message]:
+    found: list[Message] = [m["failure"] for m in messages if m["failure"] is not None]
+    return found or [
+        Failure(
+            FailureKind.DAMAGED,
+            rank,
+            text="opened another checkpoint than rank 0 "
+            f"(index {message['identity']}, on rank 0 {messages[0]['identity']}). Either it was saved again in between, or the "
+            "storage is not shared. Load again",
+        ).to_json()
+        for rank, message in enumerate(messages)
+        if message["identity"] != messages[0]["identity"]
+    ]  # fmt: skip
+
+
+def _host() -> str:
+    """Return a key that is equal exactly for processes that can share memory, or '' if there is no shared memory."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{FOLDER.stat().st_dev}/{os.getuid()}"
+    except OSError:
+        return ""
+
+
+def _hosts(keys: list[str]) -> list[list[int]]:
+    """Return the ranks of each host with several ranks."""
+    found: dict[str, list[int]] = {}
+    for rank, key in enumerate(keys):
+        if key:
+            found.setdefault(key, []).append(rank)
+    return [ranks for ranks in found.values() if len(ranks) > 1]
+
+
+def _prepare(folder: Path, ranks: list[int], rank: int, rows: Ints | None, wanted_bytes: int) -> str | None:
+    """Create the files of this rank in the folder of the host; the first rank of the host also allocates the memory.
+
+    Returns the error, or None.
+    """
+    try:
+        make_folder(folder)
+        at = ranks.index(rank)
+        with create(folder / f"rows.{at}") as file:
+            np.asarray(rows if rows is not None else [], np.int64).tofile(file)
+        if at == 0:
+            _remove_stale()
+            with create(folder / "progress") as progress:
+                progress.write(bytes(8 * _FIELDS * len(ranks)))
+            size = len(ranks) * max(min(_RANK_BYTES, wanted_bytes), _LEAST_RANK_BYTES)
+            with create(folder / "segment") as segment:
+                os.posix_fallocate(segment.fileno(), 0, size)  # writing to a hole raises SIGBUS if /dev/shm is full
+    except OSError as err:
+        return f"{folder}: {err}"
+    return None
+
+
+def _remove_stale() -> None:
+    """Remove the folders of loads that were killed before they opened their files."""
+    for path in own_folders(FOLDER, _PREFIX):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _STALE_S:
+                shutil.rmtree(path, ignore_errors=True)

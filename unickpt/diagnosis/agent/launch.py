@@ -1,0 +1,151 @@
+"""Start of a host's agent by training. The agents of a job find each other through the job's store.
+
+The address of the job's first agent contains a secret. Training passes it to the agent through a pipe, because other users
+can read command lines and environments. A copy for ``unickpt diagnose`` is in the folder of the rings.
+
+Training processes import this module, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from unickpt.private_files import read_text, replacing
+
+logger = logging.getLogger("unickpt")
+
+ADDRESS = "agent"  # in the folder of the rings: where the job's first agent listens, for its owner alone to read
+LONGEST_ADDRESS = 1024
+_VALID = re.compile(r"http://[^\s/]{1,300}:\d{1,5}/[0-9a-f]{32}")
+_LOOKS_S, _GIVES_UP_S = 1.0, 600.0
+
+
+def start(
+    folder: Path, rank: int, store: Any, *, metrics_port: int = 0, metrics_address: str = "127.0.0.1"
+) -> subprocess.Popen[bytes] | None:
+    """Start the agent in the background, in its own session, so that it outlives the ranks. Never raises.
+
+    Args:
+        folder: absolute path of the folder with the rings.
+        rank: rank of this process. On rank 0's host the agent listens for the others.
+        store: torch's store of the job.
+        metrics_port: port for Prometheus on rank 0's host; 0 for none.
+        metrics_address: address to bind this port to.
+    """
+    try:
+        if rank == 0:
+            with _listener() as listener:
+                address = f"http://{_own_name()}:{listener.getsockname()[1]}/{secrets.token_hex(16)}"
+                if _several_hosts():
+                    store.set(_key(), address)
+                options = ["--listen", str(listener.fileno())]
+                if metrics_port:
+                    options += ["--metrics-port", str(metrics_port), "--metrics-address", metrics_address]
+                process = _run([str(folder), *options], pass_fds=(listener.fileno(),), metrics=bool(metrics_port))
+            _hand_over(process, folder, address)
+            return process
+        process = _run([str(folder)])
+        threading.Thread(target=_find, args=(process, folder, store), name="unickpt-agent-address", daemon=True).start()
+        return process
+    except Exception as err:
+        logger.warning("unickpt: rank %d: no agent on this host (%s: %s)", rank, type(err).__name__, err)
+        return None
+
+
+def _run(arguments: list[str], *, pass_fds: tuple[int, ...] = (), metrics: bool = False) -> subprocess.Popen[bytes]:
+    """Run the agent with a safe ``sys.path``: no working directory, no folder that another user can write to.
+
+    The interpreter starts isolated (``-I``: no environment, no working directory) and without ``site`` (``-S``). Its path is
+    the standard library, then the folders in which this process has found the packages that the agent needs. This supports
+    virtual environments, editable installs and ``PYTHONPATH``.
+    """
+    places = places_of(["unickpt", "numpy", *(["prometheus_client"] if metrics else [])])
+    code = f"import sys; sys.path += {places!r}; from unickpt.diagnosis.agent.__main__ import main; main()"
+    flags = ["-I", "-S", "-W", "ignore", *(["-B"] if sys.dont_write_bytecode else [])]
+    env = {**os.environ, "UNICKPT_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *flags, "-c", code, *arguments], stdin=subprocess.PIPE, env=env, cwd="/", start_new_session=True,
+        pass_fds=pass_fds,
+    )  # fmt: skip
+
+
+def places_of(packages: Sequence[str]) -> list[str]:
+    """Return the absolute folders in which this process finds packages, without packages that are not installed."""
+    found: list[str] = []
+    for name in packages:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            place = os.path.abspath(Path(spec.origin).parent.parent)
+            if place not in found:
+                found.append(place)
+    return found
+
+
+def _hand_over(process: subprocess.Popen[bytes], folder: Path, address: str) -> None:
+    """Write the address to the agent's standard input and to a file."""
+    with contextlib.suppress(OSError):
+        if process.stdin is not None:
+            with process.stdin:
+                process.stdin.write(f"{address}\n".encode())
+    write_address(folder, address)
+
+
+def write_address(folder: Path, address: str) -> None:
+    """Write the address for ``unickpt diagnose`` and ``unickpt agent``. Agents started by training do not read it."""
+    with replacing(folder / ADDRESS) as file:
+        file.write(address.encode())
+
+
+def read_address(folder: Path) -> str:
+    """Return the address of the job's first agent; '' if the folder has none."""
+    return read_text(folder / ADDRESS, LONGEST_ADDRESS).strip()
+
+
+def _find(process: subprocess.Popen[bytes], folder: Path, store: Any) -> None:
+    """Thread beside training: poll the store for the address, without waiting in the store."""
+    end = time.monotonic() + _GIVES_UP_S
+    with contextlib.suppress(Exception):
+        while time.monotonic() < end:
+            if store.check([_key()]):
+                address = store.get(_key()).decode()
+                if not _VALID.fullmatch(address):
+                    logger.warning("unickpt: the job's store holds no address of an agent at %s: %r", _key(), address[:80])
+                    return
+                _hand_over(process, folder, address)
+                return
+            time.sleep(_LOOKS_S)
+
+
+def _key() -> str:
+    return f"unickpt/agent/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _listener() -> socket.socket:
+    """Open the listening socket: on all interfaces only if there are other hosts."""
+    listener = socket.socket()
+    listener.bind(("0.0.0.0" if _several_hosts() else "127.0.0.1", 0))
+    listener.listen(128)
+    return listener
+
+
+def _own_name() -> str:
+    """Return the name of this host for other hosts. Rank 0 is on the master's host."""
+    return os.environ.get("MASTER_ADDR") or socket.gethostname() if _several_hosts() else "127.0.0.1"
+
+
+def _several_hosts() -> bool:
+    world = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", world) != world

@@ -1,0 +1,315 @@
+"""Main loop of the agent."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from unickpt.diagnosis.agent import server
+from unickpt.diagnosis.agent.connections import RateLimitedLog
+from unickpt.diagnosis.agent.cpu_starvation import CpuWaitSampler
+from unickpt.diagnosis.agent.server import AgentReply, Collector
+from unickpt.diagnosis.detectors.examine import Examination, examine, with_process
+from unickpt.diagnosis.detectors.hangs import LONGEST_S
+from unickpt.diagnosis.detectors.tcp_links import LinkHistory
+from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
+from unickpt.diagnosis.host import stack_dumps
+from unickpt.diagnosis.host.process_exits import ExitWatcher, ProcessExit
+from unickpt.diagnosis.host.process_state import State
+from unickpt.diagnosis.host.stack_dumps import Frame
+from unickpt.diagnosis.host.tcp_counters import connections_of
+from unickpt.diagnosis.recording.ring import boot_id
+from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
+from unickpt.diagnosis.reports.verdict_text import VerdictText, render, render_all
+from unickpt.diagnosis.snapshot.clocks import on_one_clock
+from unickpt.diagnosis.snapshot.snapshot import NEWEST_STEPS, Snapshot, take_snapshot
+from unickpt.diagnosis.snapshot.steps import STEP
+from unickpt.diagnosis.snapshot.tcp_windows import TcpSampler
+from unickpt.errors import UnickptError
+from unickpt.logs import printable
+from unickpt.private_files import append, read_text, replacing
+
+EVERY_S = 1.0
+PREFIX = "unickpt: "  # of lines for a person
+RECORDS, FEWEST = 16_384, 2048  # newest records of every rank that are read: most, fewest
+_ALL_LOOKS = 10  # every tenth look reads RECORDS: a step may take longer than a look
+VERDICTS, STARTED = (
+    "verdicts.jsonl",
+    "started",
+)  # in the folder of the rings: written verdicts; process number of the newest agent, by host
+_WITHOUT_RANKS_S = 60.0  # wait for the first ring
+_AGAIN_S = 60.0  # a lasting verdict is written again
+# Steps before a slow rank or link is reported. Links take longer: a late rank is known by then.
+_LASTING_STEPS = {Syndrome.NON_COMMUNICATION_SLOW: 4, Syndrome.COMMUNICATION_SLOW: 8}
+_GONE_S = 3.0  # a verdict that was absent for so long is new
+_STACK_S = 10.0  # interval between requests for the stack of a rank
+_SILENT_S = 10.0  # after which the state of a silent host is unknown
+_LONGEST = 4096  # characters of a line
+_TOUCHED_S = 3600.0  # interval of updates of the folder's time; unused folders are removed
+_LINGER_S = 30.0  # time that the server outlives its own ranks while other hosts have ranks
+
+Tell = Callable[[str], None]
+Address = Callable[[], str]
+
+
+def watch(
+    folder: Path,
+    tell: Tell,
+    *,
+    collector: Collector | None = None,
+    address: Address = lambda: "",
+    every_s: float = EVERY_S,
+    gives_way: bool = False,
+) -> None:
+    """Watch the ranks of this host until all have ended.
+
+    Args:
+        folder: folder of the rings.
+        tell: writes a line to the log.
+        collector: snapshots of the other hosts, if this is the job's first agent.
+        address: returns the address of the first agent, '' if unknown, if this is another agent.
+        every_s: seconds between two looks.
+        gives_way: whether to end when another such agent starts. A job that restarts in the same folder has its own agent.
+    """
+    agent, exits = Agent(folder, tell, collector, address), ExitWatcher()
+    failures = RateLimitedLog(agent.tell, f"{PREFIX}looks at the rings that failed; the agent goes on")
+    begin, ended, touched = time.monotonic(), 0.0, time.monotonic()
+    started, own = folder / f"{STARTED}-{socket.gethostname()}", str(os.getpid())
+    if gives_way:
+        with contextlib.suppress(OSError), replacing(started) as file:
+            file.write(own.encode())
+    before: dict[int, int] = {}
+    numbers: dict[int, int] = {}
+    for look in itertools.count():
+        if gives_way and read_text(started, 64) not in (own, ""):
+            return
+        try:
+            job = read_folder(folder, last=RECORDS if look % _ALL_LOOKS == 0 else window(before, numbers))
+        except (UnickptError, OSError):
+            if time.monotonic() - begin > _WITHOUT_RANKS_S:
+                return
+            time.sleep(every_s)
+            continue
+        exits.watch(ring.identity.pid for rank, ring in job.ranks.items() if _is_alive(job, rank))
+        before, numbers = numbers, {rank: int(ring.records["begun"].max(initial=0)) for rank, ring in job.ranks.items()}
+        try:
+            agent.look(job, exits.known)
+        except Exception as err:  # the data is untrusted
+            failures.note(f"{type(err).__name__}: {err}")
+        if time.monotonic() - touched > _TOUCHED_S:
+            touched = time.monotonic()
+            with contextlib.suppress(OSError):
+                os.utime(folder)
+        if over(job):
+            ended = ended or time.monotonic()
+            awaited = collector is not None and any(_lives(snapshot) for snapshot, age in collector.others() if age < _SILENT_S)
+            if not awaited or time.monotonic() - ended > _LINGER_S:
+                return
+        exits.sleep(every_s)
+
+
+def window(before: dict[int, int], now: dict[int, int]) -> int:
+    """Return how many records the next look reads: several times the number that came since the last one.
+
+    Args:
+        before: number of the newest record of each rank, at the look before the last.
+        now: the same at the last look.
+    """
+    new = max((number - before.get(rank, 0) for rank, number in now.items()), default=RECORDS)
+    return min(max(4 * new, FEWEST), RECORDS)
+
+
+def _is_alive(job: HostRings, rank: int) -> bool:
+    return job.states[rank] not in (State.DEAD, State.UNKNOWN)
+
+
+def over(job: HostRings) -> bool:
+    """Return whether all ranks of this host have ended."""
+    return all(job.states[rank] is State.DEAD or ring.closed for rank, ring in job.ranks.items())
+
+
+def _lives(snapshot: Snapshot) -> bool:
+    return any(not rank.closed and rank.state is not State.DEAD for rank in snapshot.ranks.values())
+
+
+def name_of(folder: Path) -> str:
+    """Return the name of an agent for the server.
+
+    The folder has the same name on all hosts of a job. The device distinguishes containers with the same host name.
+    """
+    try:
+        device = folder.stat().st_dev
+    except OSError:
+        device = 0
+    return f"{socket.gethostname()} {boot_id()} {device} {folder}"
+
+
+class Agent:
+    """State of the agent of one host between looks.
+
+    Args:
+        folder: folder of the rings.
+        tell: writes a line to the log.
+        collector: snapshots of the other hosts, if this is the job's first agent.
+        address: as in ``watch``.
+    """
+
+    def __init__(self, folder: Path, tell: Tell, collector: Collector | None = None, address: Address = lambda: "") -> None:
+        self._folder, self._tell, self._collector, self._address = folder, tell, collector, address
+        self._name = name_of(folder)
+        self._last_told: dict[str, float] = {}
+        self._last_found: dict[str, float] = {}
+        self._slow: dict[str, tuple[int, float]] = {}
+        self._stacks: dict[int, tuple[tuple[Frame, ...], float]] = {}
+        self._history = StepHistory()
+        self._sampler, self._usual, self._cpu_waits = TcpSampler(), LinkHistory(), CpuWaitSampler()
+
+    def look(self, job: HostRings, exits: Mapping[int, ProcessExit] | None = None) -> None:
+        """Process one look: the rings as read, and the processes that have ended."""
+        own = take_snapshot(job, {rank: text for rank, (text, _) in self._stacks.items()}, exits)
+        pids = {rank: one.pid for rank, one in own.ranks.items() if one.state is not State.DEAD}
+        shares = self._cpu_waits.shares(time.monotonic_ns(), pids)
+        ranks = {rank: dataclasses.replace(one, cpu_wait=shares.get(rank, 0.0)) for rank, one in own.ranks.items()}
+        windows = self._sampler.window(time.monotonic_ns(), connections_of(pids))
+        own = dataclasses.replace(own, ranks=ranks, windows=windows)
+        if self._collector is None:
+            said = self._sent(own)
+            if said is not None:
+                self._ask(said.ask, own)
+                for notice in said.notices:
+                    self._once(notice.key, notice.text)
+                return
+        others = self._collector.others() if self._collector is not None else []
+        snapshot = self._history.with_more(on_one_clock([own, *(_aged(other, age) for other, age in others)]))
+        found = examine(snapshot, usual=self._usual)
+        self._history.deadline_s = found.deadline_s
+        if self._collector is not None:
+            self._collector.publish(snapshot, found)
+        if self._ask(server.answer(found, render_all(found.verdicts, snapshot), own).ask, own):
+            snapshot = self._with_stacks(snapshot)
+            found = dataclasses.replace(found, verdicts=[with_process(verdict, snapshot) for verdict in found.verdicts])
+        newest = int(snapshot.steps["number"].max(initial=0))
+        for verdict in found.verdicts:
+            text = render(verdict, snapshot)
+            if self._lasts(verdict, newest) and self._once(verdict.key, text):
+                self._note(verdict, text, found, snapshot)
+
+    def _lasts(self, verdict: Verdict, step: int) -> bool:
+        """Return whether a finding has lasted long enough: beside other work, every rank is slow for a moment."""
+        if verdict.syndrome not in _LASTING_STEPS:
+            return True
+        now, key = time.monotonic(), verdict.key
+        first, seen = self._slow.get(key, (step, now))
+        if now - seen > _GONE_S or step < first:
+            first = step
+        self._slow[key] = (first, now)
+        return step - first >= _LASTING_STEPS[verdict.syndrome]
+
+    def _with_stacks(self, snapshot: Snapshot) -> Snapshot:
+        ranks = {
+            rank: dataclasses.replace(one, stack=self._stacks[rank][0]) if rank in self._stacks else one
+            for rank, one in snapshot.ranks.items()
+        }
+        return dataclasses.replace(snapshot, ranks=ranks)
+
+    def _sent(self, own: Snapshot) -> AgentReply | None:
+        address = self._address()
+        if not address:
+            return None
+        try:
+            return server.send(address, self._name, own)
+        except (OSError, UnickptError):
+            return None
+
+    def _ask(self, ranks: list[int], own: Snapshot) -> bool:
+        """Ask ranks of this host for their stacks; return whether any was asked."""
+        asked = False
+        self._stacks = {rank: found for rank, found in self._stacks.items() if rank in ranks}
+        for rank in ranks:
+            one = own.ranks.get(rank)
+            if one is None or one.state in (State.DEAD, State.STOPPED, State.UNKNOWN) or one.closed:
+                continue
+            if rank not in self._stacks or time.monotonic() - self._stacks[rank][1] > _STACK_S:
+                self._stacks[rank] = (stack_dumps.ask(one.pid, stack_dumps.path_of(self._folder, rank)), time.monotonic())
+                asked = True
+        return asked
+
+    def _once(self, key: str, text: VerdictText) -> bool:
+        """Write a verdict unless it was written lately; return whether it was."""
+        now = time.monotonic()
+        if now - self._last_found.get(key, now) > _GONE_S:
+            self._last_told.pop(key, None)
+        self._last_found[key] = now
+        for old in [known for known, at in self._last_found.items() if now - at > _AGAIN_S]:
+            self._last_found.pop(old)
+            self._last_told.pop(old, None)
+        if now - self._last_told.get(key, -_AGAIN_S) < _AGAIN_S:
+            return False
+        self._last_told[key] = now
+        self.tell(text.line)
+        self.tell(f"{PREFIX}{text.sentence}")
+        return True
+
+    def tell(self, line: str) -> None:
+        """Write a line to the log. Names in it come from rings and from other hosts."""
+        cut = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}... ({len(line)} characters)"
+        self._tell(printable(cut))
+
+    def _note(self, verdict: Verdict, text: VerdictText, found: Examination, snapshot: Snapshot) -> None:
+        entry = {
+            **verdict.as_json(), "line": text.line, "sentence": text.sentence, "at_ns": snapshot.now_ns,
+            "deadline_s": found.deadline_s,
+        }  # fmt: skip
+        with contextlib.suppress(OSError):
+            append(self._folder / VERDICTS, f"{json.dumps(entry)}\n".encode())
+
+
+def _aged(snapshot: Snapshot, age_s: float) -> Snapshot:
+    """Return the snapshot of a host with unknown process states, if it has been silent for too long."""
+    if age_s <= _SILENT_S:
+        return snapshot
+    ranks = {rank: dataclasses.replace(one, state=State.UNKNOWN) for rank, one in snapshot.ranks.items()}
+    hosts = ", ".join(sorted({one.host for one in snapshot.ranks.values()}))
+    problems = [*snapshot.problems, f"no data from {hosts} for {age_s:.0f} s"]
+    return dataclasses.replace(snapshot, ranks=ranks, problems=problems)
+
+
+class StepHistory:
+    """Newest steps of every rank and the longest wait, beyond the records of one look.
+
+    Attributes:
+        deadline_s: last deadline. Longer waits were reported as hangs and do not count.
+    """
+
+    def __init__(self) -> None:
+        self.deadline_s = LONGEST_S
+        self._steps = np.zeros(0, STEP)
+        self._pids: dict[int, int] = {}
+        self._longest_ns = 0
+
+    def with_more(self, snapshot: Snapshot) -> Snapshot:
+        """Return a snapshot with the steps and the longest wait of earlier ones."""
+        pids = {rank: one.pid for rank, one in snapshot.ranks.items()}
+        if any(self._pids.get(rank, pid) != pid for rank, pid in pids.items()):  # another job in the same folder
+            self._steps, self._longest_ns = self._steps[:0], 0
+        self._pids = pids
+        every = np.concatenate([self._steps, snapshot.steps])
+        every = every[np.lexsort((every["number"], every["rank"]))]
+        if len(every):
+            last = np.r_[(every["rank"][1:] != every["rank"][:-1]) | (every["number"][1:] != every["number"][:-1]), True]
+            every = every[last]
+            end = np.searchsorted(every["rank"], every["rank"], side="right")
+            every = every[end - np.arange(len(every)) <= NEWEST_STEPS]
+        self._steps = every
+        if snapshot.longest_wait_ns <= self.deadline_s * 1e9:
+            self._longest_ns = max(self._longest_ns, snapshot.longest_wait_ns)
+        return dataclasses.replace(snapshot, steps=every, longest_wait_ns=self._longest_ns)

@@ -1,0 +1,293 @@
+"""HTTP server on rank 0's host that collects the snapshots of all hosts.
+
+    POST <address>/snapshot    send a host's snapshot; the response asks for stacks and holds verdicts on its ranks
+    GET  <address>/snapshot    the snapshot of the job
+    GET  <address>/verdicts    the newest verdicts
+    GET  <address>/metrics     metrics for Prometheus (needs the extra ``metrics``)
+
+The address contains a secret that only processes of the job know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from socket import SHUT_RDWR, socket
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from unickpt.diagnosis.agent.connections import ConnectionLimits, LimitedHandler, LimitedServer
+from unickpt.diagnosis.detectors.examine import Examination
+from unickpt.diagnosis.reports.verdict_line import parse_line
+from unickpt.diagnosis.reports.verdict_text import VerdictText, render_all
+from unickpt.diagnosis.snapshot.codec import decode_snapshot, encode_snapshot
+from unickpt.diagnosis.snapshot.snapshot import Snapshot
+from unickpt.errors import ConfigError, FormatError
+
+LARGEST = 64 << 20  # bytes of a snapshot
+_DIGITS = 12  # of a length that is looked at
+_ANSWER, _LINES = 1 << 20, 64  # bytes, and lines, of an answer to an agent
+_TIMEOUT_S, _SEND_S, _FETCH_S = 5.0, 10.0, 60.0  # of one read, and of whole exchanges
+_SCHEMES: dict[str, type[http.client.HTTPConnection]] = {
+    "http": http.client.HTTPConnection,
+    "https": http.client.HTTPSConnection,
+}
+_LIMITS = ConnectionLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A verdict as it is written to a log.
+
+    Attributes:
+        key: ``Verdict.key``: a verdict that stays is not written at every look.
+        text: machine-readable line and sentence.
+    """
+
+    key: str
+    text: VerdictText
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReply:
+    """Answer to the agent of another host.
+
+    Attributes:
+        ask: ranks whose stacks are wanted.
+        notices: verdicts on ranks of that host, to be written to its log.
+    """
+
+    ask: list[int] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+
+
+class Collector:
+    """Snapshots of all hosts and the newest verdicts. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._snapshots: dict[str, tuple[Snapshot, float]] = {}
+        self._job: Snapshot | None = None
+        self._found = Examination([], 0.0)
+        self._texts: list[VerdictText] = []
+        self._measuring = threading.Lock()
+        self._measured: tuple[Snapshot, tuple[int, bytes]] | None = None
+
+    def take(self, agent: str, snapshot: Snapshot) -> AgentReply:
+        """Store the snapshot of another host and return the answer to its agent."""
+        with self._lock:
+            self._snapshots[agent] = (snapshot, time.monotonic())
+            return answer(self._found, self._texts, snapshot)
+
+    def others(self) -> list[tuple[Snapshot, float]]:
+        """Return the newest snapshots of the other hosts, each with its age in seconds."""
+        now = time.monotonic()
+        with self._lock:
+            return [(snapshot, now - at) for snapshot, at in self._snapshots.values()]
+
+    def publish(self, job: Snapshot, found: Examination) -> None:
+        """Publish the snapshot of the job and the verdicts on it."""
+        texts = render_all(found.verdicts, job)
+        with self._lock:
+            self._job, self._found, self._texts = job, found, texts
+
+    def job(self) -> Snapshot | None:
+        """Return the published snapshot."""
+        with self._lock:
+            return self._job
+
+    def metrics(self) -> tuple[int, bytes]:
+        """Return an HTTP status and the metrics of the job in Prometheus' text format."""
+        from unickpt.diagnosis.reports.metrics import exposition, live_measurements
+
+        with self._measuring:  # computed once per look
+            with self._lock:
+                job, found = self._job, self._found
+            if job is None:
+                return 503, b"no data of the job yet\n"
+            if self._measured is None or self._measured[0] is not job:
+                try:
+                    answer = 200, exposition(live_measurements(job, found.verdicts)).encode(errors="backslashreplace")
+                except ConfigError as err:
+                    answer = 501, f"{err}\n".encode()
+                self._measured = job, answer
+            return self._measured[1]
+
+    def verdicts(self) -> dict[str, Any]:
+        """Return the published verdicts as JSON types."""
+        with self._lock:
+            return {
+                "deadline_s": self._found.deadline_s,
+                "verdicts": [
+                    {**verdict.as_json(), "line": text.line, "sentence": text.sentence}
+                    for verdict, text in zip(self._found.verdicts, self._texts, strict=True)
+                ],
+            }
+
+
+def answer(found: Examination, texts: Sequence[VerdictText], snapshot: Snapshot) -> AgentReply:
+    """Return what the agent of some ranks needs to know of the verdicts.
+
+    Args:
+        found: verdicts on the job.
+        texts: their texts.
+        snapshot: ranks of that agent.
+    """
+    about = [
+        (rank, Notice(verdict.key, text))
+        for verdict, text in zip(found.verdicts, texts, strict=True)
+        for rank in verdict.ranks
+        if rank in snapshot.ranks
+    ]
+    return AgentReply(sorted({rank for rank, _ in about}), list(dict.fromkeys(notice for _, notice in about)))
+
+
+def serve(
+    collector: Collector,
+    listener: socket,
+    secret: str,
+    *,
+    open_metrics: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
+    limits: ConnectionLimits = _LIMITS,
+) -> LimitedServer:
+    """Serve in background threads until ``shutdown``.
+
+    Args:
+        collector: source of the answers.
+        listener: bound, listening socket.
+        secret: first part of all paths.
+        open_metrics: whether ``/metrics`` needs no secret.
+        tell: writes a line to the log about refused connections.
+        limits: limits of connections.
+    """
+
+    class CollectorHandler(LimitedHandler):
+        def do_POST(self) -> None:  # noqa: N802  (name required by http.server)
+            length = self.headers.get("Content-Length", "")
+            if not self._is_for("snapshot"):
+                return self._refuse()
+            if not length.isdecimal() or len(length) > _DIGITS or int(length) > LARGEST:
+                return self.reply(413, b"")
+            try:
+                snapshot = decode_snapshot(self.rfile.read(int(length)))
+            except FormatError as err:
+                return self.reply(400, str(err).encode(errors="backslashreplace"))
+            said = collector.take(self.headers.get("Unickpt-Agent", "")[:512], snapshot)
+            return self.reply(
+                200,
+                json.dumps(
+                    {"ask": said.ask, "notices": [[n.key, n.text.line, n.text.sentence] for n in said.notices]}
+                ).encode(),
+            )
+
+        def do_GET(self) -> None:  # noqa: N802
+            if self._is_for("verdicts"):
+                return self.reply(200, json.dumps(collector.verdicts()).encode())
+            if self._is_for("metrics") or (open_metrics and self.path == "/metrics"):
+                return self.reply(*collector.metrics())
+            if not self._is_for("snapshot"):
+                return self._refuse()
+            job = collector.job()
+            return self.reply(200, encode_snapshot(job)) if job is not None else self.reply(404, b"")
+
+        def _is_for(self, name: str) -> bool:
+            found = hmac.compare_digest(self.path.encode(), f"/{secret}/{name}".encode())
+            if found:
+                self.server.knows(self.request)
+            return found
+
+        def _refuse(self) -> None:
+            self.server.stranger(self.client_address)
+            self.reply(404, b"")
+
+    server = LimitedServer(listener, CollectorHandler, tell, limits)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+def secret_of(address: str) -> str:
+    """Return the secret in an address."""
+    return urlsplit(address).path.strip("/")
+
+
+def send(address: str, agent: str, snapshot: Snapshot) -> AgentReply:
+    """Send a host's snapshot.
+
+    Raises:
+        OSError: the server cannot be reached, or refuses the snapshot.
+        FormatError: the response is invalid.
+    """
+    reply = _asked(
+        f"{address}/snapshot", encode_snapshot(snapshot), {"Unickpt-Agent": quote(agent)}, most_bytes=_ANSWER, within_s=_SEND_S
+    )
+    try:
+        said = json.loads(reply)
+        notices = [
+            Notice(str(key), VerdictText(str(parse_line(str(line))), str(text))) for key, line, text in said["notices"][:_LINES]
+        ]
+        return AgentReply([int(rank) for rank in said["ask"]], notices)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as err:
+        raise FormatError(f"{_without_secret(address)}: not the answer of an agent ({err})") from err
+
+
+def _notice(key: Any, line: Any, sentence: Any) -> Notice:
+    """Check a notice from the network: its line must be the line of a verdict."""
+    return Notice(str(key), VerdictText(str(parse_line(str(line))), str(sentence)))
+
+
+def fetch(address: str) -> Snapshot:
+    """Return the snapshot of the job from the agent at an address.
+
+    Raises:
+        OSError: the agent cannot be reached, or has no snapshot yet.
+        FormatError: the response is invalid.
+    """
+    return decode_snapshot(_asked(f"{address.rstrip('/')}/snapshot", None, {}, most_bytes=LARGEST, within_s=_FETCH_S))
+
+
+def _asked(url: str, data: bytes | None, headers: dict[str, str], *, most_bytes: int, within_s: float) -> bytes:
+    """Return the body of a response. Redirects and proxies are not used: traffic stays inside the cluster."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in _SCHEMES or not parts.hostname:
+            raise ValueError("not http://...")
+        connection = _SCHEMES[parts.scheme](parts.hostname, parts.port, timeout=_TIMEOUT_S)
+    except ValueError as err:
+        raise FormatError(f"{_without_secret(url)}: not an address of an agent (http://...): {err}") from err
+    with contextlib.closing(connection):
+        connection.connect()
+        line = connection.sock
+        clock = threading.Timer(within_s, _end, [line])  # socket time-outs apply to single reads only
+        clock.daemon = True
+        clock.start()
+        try:
+            connection.request("GET" if data is None else "POST", parts.path, data, headers)
+            with connection.getresponse() as reply:
+                body = reply.read(most_bytes + 1)
+        except http.client.HTTPException as err:
+            raise FormatError(f"{_without_secret(url)}: no agent answers there ({type(err).__name__})") from err
+        finally:
+            clock.cancel()
+    if reply.status != 200:
+        raise ConnectionError(f"HTTP status {reply.status}")
+    if len(body) > most_bytes:
+        raise FormatError(f"{_without_secret(url)}: the answer has more than {most_bytes} bytes")
+    return body
+
+
+def _end(line: socket) -> None:
+    with contextlib.suppress(OSError):
+        line.shutdown(SHUT_RDWR)
+
+
+def _without_secret(url: str) -> str:
+    """Return an address without its secret, for messages."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.partition('/')[0]}/..."

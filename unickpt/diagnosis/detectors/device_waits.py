@@ -1,0 +1,67 @@
+"""Infer waits in calls that end on a device (NCCL), where torch's flight recorder gives no counts
+(``unickpt/diagnosis/recording/flight_recorder.py``).
+
+The host continues as soon as such a call is in its stream, and blocks later, when it reads a value from the device. The
+records show only that a rank makes no further call. The rank is taken to wait in its newest call if a member has not entered
+that call. A call that all members have entered has probably ended. Only if no rank waits in this sense and all ranks are idle
+is the network at fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import numpy.typing as npt
+
+from unickpt.diagnosis.detectors.waits import Members
+from unickpt.diagnosis.snapshot.progress import ProgressTable
+
+
+def infer_device_waits(rows: ProgressTable, on_device: Collection[int], members: Members, *, all_stand: bool) -> ProgressTable:
+    """Return the rows with inferred waits entered in the column ``blocked``.
+
+    Args:
+        rows: progress of all ranks.
+        on_device: communicators whose calls end on a device.
+        members: members of every communicator.
+        all_stand: whether no rank has made a call for long. Then ranks wait for the network if no other wait is found.
+    """
+    if not len(rows) or not on_device:
+        return rows
+    rows = rows[np.lexsort((rows["call_ns"], rows["rank"]))]
+    newest = np.append(rows["rank"][1:] != rows["rank"][:-1], True)
+    elsewhere = np.isin(rows["rank"], rows["rank"][rows["blocked"] > 0])
+    asked = newest & ~elsewhere & np.isin(rows["comm"], list(on_device)) & (rows["ended"] < rows["entered"])
+    waits = asked & np.where(rows["source"] < 0, _lacks_members(rows, members), _lacks_the_other(rows, asked))
+    if not waits.any() and all_stand and not rows["blocked"].any():
+        waits = asked
+    rows["blocked"] = np.where(waits, rows["entered"], rows["blocked"])
+    return rows
+
+
+def _lacks_members(rows: ProgressTable, members: Members) -> npt.NDArray[np.bool_]:
+    """Return for each row of a collective whether a member has not entered that call."""
+    collective = np.flatnonzero(rows["source"] < 0)
+    comm, entered = rows["comm"][collective], rows["entered"][collective]
+    order = np.lexsort((entered, comm))
+    comm, entered = comm[order], entered[order]
+    calls = np.flatnonzero(np.append(True, (comm[1:] != comm[:-1]) | (entered[1:] != entered[:-1])))
+    ends = np.searchsorted(comm, comm[calls], side="right")
+    known = np.array([len(members.get(number, ())) for number in comm[calls].tolist()], np.int64)
+    lacks = np.repeat(ends - calls < known, np.diff(np.append(calls, len(comm))))  # ranks at this call or a later one
+    out = np.zeros(len(rows), bool)
+    out[collective[order]] = lacks
+    return out
+
+
+def _lacks_the_other(rows: ProgressTable, asked: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Return for each point-to-point row in ``asked`` whether the other side has not made that call."""
+    columns = ["comm", "source", "destination", "rank", "entered"]
+    entered = {tuple(key): count for *key, count in rows[columns][rows["source"] >= 0].tolist()}
+    out = np.zeros(len(rows), bool)
+    for at in np.flatnonzero(asked & (rows["source"] >= 0)).tolist():
+        comm, source, destination, rank, count = rows[columns][at].item()
+        other = destination if rank == source else source
+        out[at] = other >= 0 and entered.get((comm, source, destination, other), 0) < count
+    return out

@@ -1,0 +1,210 @@
+"""Run all detectors on a snapshot of a job."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from unickpt.diagnosis.detectors.device_waits import infer_device_waits
+from unickpt.diagnosis.detectors.hangs import deadline_s, hangs
+from unickpt.diagnosis.detectors.slowness import slowness
+from unickpt.diagnosis.detectors.tcp_links import LinkHistory, Links, links_of, stuck_links
+from unickpt.diagnosis.detectors.verdicts import (
+    Cause,
+    DownMember,
+    Exited,
+    SilentLinks,
+    Syndrome,
+    Verdict,
+)
+from unickpt.diagnosis.host.process_exits import ASKED, TOGETHER_S, ExitStatus
+from unickpt.diagnosis.host.process_state import State
+from unickpt.diagnosis.recording.records import Phase
+from unickpt.diagnosis.snapshot.progress import PROGRESS, ProgressTable
+from unickpt.diagnosis.snapshot.snapshot import Calls, Snapshot
+
+STANDING = 3.0  # deadlines without any call after which the network is at fault
+_LONG = (Phase.CHECKPOINT, Phase.EVALUATION, Phase.DATA)
+WRITING_S = 600.0  # that others may wait for a rank that saves or evaluates
+
+TOGETHER_NS = int(TOGETHER_S * 1e9)
+AT_ONCE_NS = 5_000_000  # between ends of processes that are independent of each other
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """Result of a look at a job.
+
+    Attributes:
+        verdicts: findings.
+        deadline_s: seconds that a call was allowed to take.
+    """
+
+    verdicts: list[Verdict]
+    deadline_s: float
+
+
+def examine(snapshot: Snapshot, *, after_s: float | None = None, usual: LinkHistory | None = None) -> Examination:
+    """Find what is wrong with a job at the time of a snapshot.
+
+    Args:
+        snapshot: all known ranks of the job.
+        after_s: seconds that a call may take; default: derived from the job's own calls and steps.
+        usual: past of the job's links, if the caller has watched the job from its beginning.
+    """
+    limit_s = deadline_s(snapshot.steps, [snapshot.longest_wait_ns] * len(snapshot.ranks)) if after_s is None else after_s
+    links = links_of(snapshot.windows)
+    slow = slowness(snapshot, links, usual)  # in a hanging job, too: the history of the links goes on
+    verdicts = _hangs(snapshot, links, limit_s, patient=after_s is None) or slow
+    return Examination([with_process(_with_cause(verdict, snapshot), snapshot) for verdict in verdicts], limit_s)
+
+
+def with_process(verdict: Verdict, snapshot: Snapshot) -> Verdict:
+    """Return the verdict with the state and the innermost frame of the first rank, if the fault is in its process."""
+    one = snapshot.ranks.get(verdict.ranks[0]) if verdict.ranks else None
+    if one is None or verdict.syndrome not in (Syndrome.NON_COMMUNICATION_HANG, Syndrome.NON_COMMUNICATION_SLOW):
+        return verdict
+    return dataclasses.replace(verdict, state=one.state, at=one.stack[0] if one.stack else None)
+
+
+def _hangs(snapshot: Snapshot, links: Links, limit_s: float, *, patient: bool) -> list[Verdict]:
+    members = {number: group.members() for number, group in enumerate(snapshot.groups)}
+    groups = dict(enumerate(snapshot.groups))
+    on_device = {number for number, group in groups.items() if group.on_device}
+    rows = infer_device_waits(snapshot.rows, on_device, members, all_stand=_all_stand(snapshot, STANDING * limit_s))
+    died = _died_first(snapshot)
+    found = [
+        verdict
+        for verdict in (hangs(rows, members, groups, before_ns=snapshot.now_ns, gone=died) if died else [])
+        if verdict.syndrome is Syndrome.NON_COMMUNICATION_HANG and died.issuperset(verdict.ranks)
+    ]  # no deadline is needed for dead ranks
+    found = found or _crashed(snapshot, died)
+    if not found:
+        before_ns = snapshot.now_ns - int(limit_s * 1e9)
+        gone = frozenset(rank for rank, one in snapshot.ranks.items() if one.state is State.DEAD)
+        all_gone = len(gone) == len(snapshot.ranks)  # the job has ended
+        gone = frozenset() if all_gone else gone
+        found = hangs(rows, members, groups, before_ns=before_ns, gone=gone, passed=_passed(rows, snapshot.calls))
+    found = [_by_state(verdict, snapshot) for verdict in found]
+    # a rank of which nothing is known may be in any call
+    found = [verdict for verdict in found if all(rank in snapshot.ranks for rank in verdict.ranks)]
+    return [_with_link(verdict, links) for verdict in found if not (patient and _may_take_long(verdict, snapshot))]
+
+
+def _passed(rows: ProgressTable, calls: Calls) -> ProgressTable:
+    """Return rows of ranks that got through a call in which others wait."""
+    waited = rows[(rows["blocked"] > 0) & (rows["source"] < 0)]
+    if not len(waited):
+        return rows[:0]
+    sought = np.unique(waited["comm"].astype(np.int64) << 40 | waited["blocked"].astype(np.int64))
+    keys = calls["comm"].astype(np.int64) << 40 | calls["seq"].astype(np.int64)
+    over = calls[(calls["source"] < 0) & (calls["end_ns"] > 0) & np.isin(keys, sought)]
+    stand = set(zip(*(rows[name].tolist() for name in ("rank", "comm", "entered")), strict=True))  # already covered by the rows
+    over = over[[each not in stand for each in over[["rank", "comm", "seq"]].tolist()]] if len(over) else over
+    out = np.zeros(len(over), PROGRESS)
+    out["source"] = out["destination"] = -1
+    out["entered"] = out["ended"] = over["seq"]
+    for name in ("rank", "comm", "call_ns", "op", "dtype", "shape"):
+        out[name] = over[name]
+    return out
+
+
+def _all_stand(snapshot: Snapshot, for_s: float) -> bool:
+    """Return whether no rank has made a call for ``for_s`` seconds and none is in a phase without a time limit."""
+    if not len(snapshot.rows) or any(one.phase in _LONG or one.closed for one in snapshot.ranks.values()):
+        return False
+    return bool(snapshot.now_ns - int(snapshot.rows["call_ns"].max()) > for_s * 1e9)
+
+
+def _died_first(snapshot: Snapshot) -> frozenset[int]:
+    """Return ranks whose processes crashed before the others ended; none if the whole job was ended from outside.
+
+    A launcher ends the other ranks when one rank ends. Ranks that ended without such a request are at fault, if that is known.
+    """
+    died = {rank: one.heard_ns for rank, one in snapshot.ranks.items() if one.state is State.DEAD and not one.closed}
+    first = min(died.values(), default=0)
+    soon = {rank for rank, heard_ns in died.items() if heard_ns - first < TOGETHER_NS / 2}
+    by_itself = {rank for rank in soon if _unasked(snapshot.ranks[rank].exit)}  # their end is known exactly
+    earliest = min((died[rank] for rank in by_itself), default=0)
+    by_itself = {rank for rank in by_itself if died[rank] - earliest < AT_ONCE_NS}
+    if len(died) == len(snapshot.ranks) and max(died.values(), default=0) - first < TOGETHER_NS:
+        asked = any((status := snapshot.ranks[rank].exit) is not None and status.signal in ASKED for rank in died)
+        return frozenset(by_itself if asked else ())
+    return frozenset(by_itself or soon)
+
+
+def _crashed(snapshot: Snapshot, died: frozenset[int]) -> list[Verdict]:
+    """Return a verdict on ranks that crashed before another rank waits for them."""
+    ranks = sorted(rank for rank in died if (status := snapshot.ranks[rank].exit) and _unasked(status) and not status.sound)
+    if not ranks:
+        return []
+    since_ns = min(snapshot.ranks[rank].heard_ns for rank in ranks)
+    evidence = tuple(Exited(rank, snapshot.ranks[rank].exit) for rank in ranks)
+    others = len(snapshot.ranks) - len(ranks)
+    return [Verdict(Syndrome.NON_COMMUNICATION_HANG, tuple(ranks), since_ns, victims=others, evidence=evidence)]
+
+
+def _unasked(status: ExitStatus | None) -> bool:
+    """Return whether a process is known to have ended by itself."""
+    return status is not None and status.signal not in ASKED
+
+
+def _by_state(verdict: Verdict, snapshot: Snapshot) -> Verdict:
+    """Blame the members of an unfinished call whose processes are stopped or dead."""
+    if verdict.syndrome is not Syndrome.COMMUNICATION_HANG:
+        return verdict
+    inside = verdict.group.members().tolist() if verdict.group is not None else []
+    members = verdict.link or inside or verdict.ranks
+    still = {rank: snapshot.ranks[rank] for rank in members if rank in snapshot.ranks}
+    still = {rank: one for rank, one in still.items() if one.state in (State.STOPPED, State.DEAD)}
+    if not still or len(still) == len(members):
+        return verdict
+    down = tuple(DownMember(rank, one.state, one.exit) for rank, one in still.items())
+    return dataclasses.replace(
+        verdict, syndrome=Syndrome.NON_COMMUNICATION_HANG, ranks=tuple(still), link=None,
+        evidence=(*down, *verdict.evidence), victims=len(set(verdict.ranks) - set(still)),
+    )  # fmt: skip
+
+
+def _with_link(verdict: Verdict, links: Links) -> Verdict:
+    """Blame the links between the members of an unfinished call on which no acknowledgement arrives."""
+    if verdict.syndrome is not Syndrome.COMMUNICATION_HANG or verdict.link is not None:
+        return verdict
+    stuck = [link for link in stuck_links(links) if set(link) <= set(verdict.ranks)]
+    if not stuck:
+        return verdict
+    ranks = tuple(sorted({rank for link in stuck for rank in link}))
+    return dataclasses.replace(
+        verdict, ranks=ranks, link=stuck[0] if len({frozenset(link) for link in stuck}) == 1 else None, confidence=1.0,
+        evidence=(*verdict.evidence, SilentLinks(tuple(stuck))),
+    )  # fmt: skip
+
+
+def _with_cause(verdict: Verdict, snapshot: Snapshot) -> Verdict:
+    """Return the verdict with a cause: the phase of the ranks at fault, or of the ranks that wait for them."""
+    if verdict.cause:
+        return verdict
+    if verdict.syndrome in (Syndrome.COMMUNICATION_HANG, Syndrome.COMMUNICATION_SLOW):
+        return dataclasses.replace(verdict, cause=Cause.COMMUNICATION)
+    phases = {rank: one.phase for rank, one in snapshot.ranks.items()}
+    waiting = set(snapshot.rows["rank"][snapshot.rows["blocked"] > 0].tolist()) - set(verdict.ranks)
+    if any(phases[rank] == Phase.CHECKPOINT for rank in verdict.ranks) or (
+        waiting and all(phases[rank] == Phase.CHECKPOINT for rank in waiting)
+    ):
+        return dataclasses.replace(verdict, cause=Cause.CHECKPOINT)
+    if verdict.syndrome in (Syndrome.MISMATCH, Syndrome.DEADLOCK):
+        return verdict
+    data = any(phases[rank] == Phase.DATA for rank in verdict.ranks)
+    return dataclasses.replace(verdict, cause=Cause.DATA if data else Cause.COMPUTE)
+
+
+def _may_take_long(verdict: Verdict, snapshot: Snapshot) -> bool:
+    """Return whether all ranks at fault save or evaluate, and have not done so for too long."""
+    if verdict.syndrome is not Syndrome.NON_COMMUNICATION_HANG or snapshot.now_ns - verdict.since_ns > WRITING_S * 1e9:
+        return False
+    ranks = [snapshot.ranks[rank] for rank in verdict.ranks]
+    return all(
+        rank.phase in (Phase.CHECKPOINT, Phase.EVALUATION) and rank.state not in (State.DEAD, State.STOPPED) for rank in ranks
+    )

@@ -1,0 +1,238 @@
+"""Findings of the detectors, as values. ``unickpt.diagnosis.reports.verdict_text`` renders them as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from unickpt.diagnosis.host.process_exits import ExitStatus
+from unickpt.diagnosis.host.process_state import State
+from unickpt.diagnosis.host.stack_dumps import Frame
+from unickpt.diagnosis.recording.records import Op
+from unickpt.diagnosis.snapshot.snapshot import GroupInfo
+
+
+class Syndrome(enum.Enum):
+    """Kind of a finding: the four syndromes of C4 (arXiv 2406.04594, section 4) and two hangs that the program causes."""
+
+    COMMUNICATION_HANG = "communication hang"
+    NON_COMMUNICATION_HANG = "non-communication hang"
+    COMMUNICATION_SLOW = "communication slow"
+    NON_COMMUNICATION_SLOW = "non-communication slow"
+    MISMATCH = "mismatched collectives"
+    DEADLOCK = "deadlock between groups"
+
+
+class Cause(enum.Enum):
+    """Activity of the ranks at fault."""
+
+    DATA = "data"
+    GARBAGE = "garbage collection"
+    COMPUTE = "compute"
+    COMMUNICATION = "communication"
+    CHECKPOINT = "checkpoint"
+
+
+class Direction(enum.Enum):
+    """Side of a link that is slow."""
+
+    SENDS = "sends"
+    RECEIVES = "receives"
+    LINK = "link"
+
+
+class Baseline(enum.Enum):
+    """Quantity that a slow link is compared with."""
+
+    OTHER_LINKS = "other links"
+    OWN_PAST = "own past"
+
+
+@dataclass(frozen=True, slots=True)
+class CallRef:
+    """Identity of one call.
+
+    Attributes:
+        op: operation.
+        seq: sequence number in the group, or in the pair of ranks and direction.
+        group: communicator.
+        pair: source and destination rank of a point-to-point call; None for a collective.
+    """
+
+    op: Op
+    seq: int
+    group: GroupInfo
+    pair: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NotEntered:
+    """``waiting`` ranks wait in a call that ``rank`` has not entered."""
+
+    rank: int
+    call: CallRef
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """All members have entered a call, and it does not end on ``waiters``."""
+
+    call: CallRef
+    waiters: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CircularWait:
+    """``waiters`` wait in ``call`` for ``awaited``, which wait in another call (``opposite``, if it is the only one)."""
+
+    call: CallRef
+    waiters: tuple[int, ...]
+    awaited: tuple[int, ...]
+    opposite: CallRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallVariant:
+    """Form in which some members have entered a mismatched call.
+
+    Attributes:
+        op: operation.
+        dtype: code of the element type, as in ``recording.records.DTYPES`` (from 1; 0 for none).
+        shape: hash of the tensor's shape.
+        ranks: members that called it so.
+    """
+
+    op: Op
+    dtype: int
+    shape: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LongSteps:
+    """A rank's own time per step exceeds that of its peers.
+
+    Attributes:
+        excess_ns: median excess.
+        step_ns: median duration of a step.
+        peers: number of other ranks that make the same calls.
+        steps: number of steps compared.
+        share: fraction of these steps in which the rank was slow, 0 to 1.
+    """
+
+    excess_ns: float
+    step_ns: float
+    peers: int
+    steps: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class SlowTransfers:
+    """Transfers take ``factor`` times as long as the baseline."""
+
+    direction: Direction
+    factor: float
+    baseline: Baseline
+
+
+@dataclass(frozen=True, slots=True)
+class CpuStarvation:
+    """Fraction of time, 0 to 1, that a rank's main thread waits for a processor; and the median of the other ranks."""
+
+    share: float
+    others: float
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A process ended on its own account."""
+
+    rank: int
+    status: ExitStatus | None
+
+
+@dataclass(frozen=True, slots=True)
+class DownMember:
+    """A member of an unfinished call whose process is stopped or dead."""
+
+    rank: int
+    state: State
+    status: ExitStatus | None
+
+
+@dataclass(frozen=True, slots=True)
+class SilentLinks:
+    """Links ``(source, destination)`` on which no acknowledgement arrives."""
+
+    links: tuple[tuple[int, int], ...]
+
+
+Evidence = (
+    NotEntered | Unfinished | CircularWait | CallVariant | LongSteps | SlowTransfers | CpuStarvation | Exited | DownMember
+    | SilentLinks
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One finding.
+
+    Attributes:
+        syndrome: kind.
+        ranks: global ranks at fault; of a mismatch, those that differ from the majority.
+        since_ns: earliest time that shows it, in nanoseconds on the clock of the snapshot.
+        group: communicator of the call in question; None if there is no call.
+        op: operation of that call.
+        seq: sequence number of that call; 0 if there is no call.
+        bytes: size of the tensors that a waiting rank gives to that call; 0 if unknown.
+        link: source and destination rank, if a single link is at fault.
+        victims: number of ranks that wait because of it.
+        confidence: 0 to 1.
+        cause: activity of the ranks at fault; None if unknown.
+        evidence: observations, the most telling one first.
+        state: process state of the first rank at fault, where the fault is in the process.
+        at: innermost Python frame of that rank's main thread; None if unknown.
+    """
+
+    syndrome: Syndrome
+    ranks: tuple[int, ...]
+    since_ns: int
+    group: GroupInfo | None = None
+    op: Op | None = None
+    seq: int = 0
+    bytes: int = 0
+    link: tuple[int, int] | None = None
+    victims: int = 0
+    confidence: float = 1.0
+    cause: Cause | None = None
+    evidence: tuple[Evidence, ...] = ()
+    state: State | None = None
+    at: Frame | None = None
+
+    @property
+    def key(self) -> str:
+        """Identifier of the finding: equal for verdicts of successive looks on the same fault."""
+        what = [self.syndrome.value, self.ranks, self.group.name if self.group else "", self.link]
+        return hashlib.blake2b(json.dumps(what).encode(), digest_size=8).hexdigest()
+
+    def as_json(self) -> dict[str, Any]:
+        """The verdict as JSON types; an item of ``evidence`` has its class name as ``kind``."""
+        found: dict[str, Any] = _plain(self)
+        found["evidence"] = [{"kind": type(each).__name__, **_plain(each)} for each in self.evidence]
+        return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Op):
+        return value.name.lower()
+    if isinstance(value, enum.Enum):
+        return value.value
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value

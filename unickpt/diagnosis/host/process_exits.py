@@ -1,0 +1,140 @@
+"""Time and status of the end of processes on this host, through ``pidfd_open(2)``, without being their parent.
+
+The status of a process is in ``/proc`` until its parent has read it, and in its pidfd afterwards (Linux 6.15 and later).
+Otherwise it is unknown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+TOGETHER_S = 0.1  # between ends of processes of which one caused the others: launchers poll at this interval
+_PROC = Path("/proc")
+_GET_INFO, _INFO_EXIT, _INFO_BYTES = 0xC040FF0B, 1 << 3, 64  # linux/pidfd.h
+_EXIT_CODE = struct.Struct("<i")
+_FIELD_EXIT_CODE = 49  # of /proc/PID/stat, after the name
+
+
+ASKED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})  # signals by which a process is asked to end
+
+
+@dataclass(frozen=True, slots=True)
+class ExitStatus:
+    """Status that a process ended with (``wait(2)``).
+
+    Attributes:
+        signal: number of the signal that killed it, 0 if it exited.
+        code: exit code, 0 to 255.
+    """
+
+    signal: int = 0
+    code: int = 0
+
+    @property
+    def sound(self) -> bool:
+        """Whether the process exited with code 0."""
+        return not self.signal and not self.code
+
+    @property
+    def signal_name(self) -> str:
+        """``SIGKILL``; '' if the process exited."""
+        try:
+            return signal.Signals(self.signal).name if self.signal else ""
+        except ValueError:
+            return f"signal {self.signal}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExit:
+    """End of a process.
+
+    Attributes:
+        at_ns: time on the monotonic clock.
+        status: None if unknown.
+    """
+
+    at_ns: int
+    status: ExitStatus | None
+
+
+class ExitWatcher:
+    """Watches processes.
+
+    Attributes:
+        known: end of each watched process that has ended, by process number.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[int, ProcessExit] = {}
+        self._open: dict[int, int] = {}
+
+    def watch(self, pids: Iterable[int]) -> None:
+        """Watch further processes, which are alive."""
+        for pid in pids:
+            if pid not in self._open:
+                with contextlib.suppress(OSError, AttributeError):  # it has ended, or the kernel is older than 5.3
+                    self._open[pid] = os.pidfd_open(pid)
+                    self.known.pop(pid, None)
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, but at most until a process has ended and those that end with it have, too."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if not self._open:
+                time.sleep(left)
+            elif self._collect(left):
+                end = min(end, time.monotonic() + 2 * TOGETHER_S)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def _collect(self, seconds: float) -> bool:
+        """Wait for a process to end; return whether one did."""
+        poll = select.poll()
+        for descriptor in self._open.values():
+            poll.register(descriptor, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
+        now = time.monotonic_ns()
+        for pid, descriptor in list(self._open.items()):
+            if descriptor in ready:
+                self.known[pid] = ProcessExit(now, _status(pid, descriptor))
+                os.close(self._open.pop(pid))
+        return bool(ready)
+
+
+def _status(pid: int, descriptor: int) -> ExitStatus | None:
+    status = _of_zombie(pid)
+    if status is None:
+        status = _of_reaped(descriptor)
+    return None if status is None else ExitStatus(status & 0x7F, status >> 8 & 0xFF)
+
+
+def _of_zombie(pid: int) -> int | None:
+    try:
+        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[_FIELD_EXIT_CODE]) if fields[0] in "ZX" and len(fields) > _FIELD_EXIT_CODE else None
+
+
+def _of_reaped(descriptor: int) -> int | None:
+    info = bytearray(_INFO_BYTES)
+    struct.pack_into("<Q", info, 0, _INFO_EXIT)
+    try:
+        fcntl.ioctl(descriptor, _GET_INFO, info)
+    except OSError:
+        return None
+    (given,) = struct.unpack_from("<Q", info, 0)
+    return int(_EXIT_CODE.unpack_from(info, _INFO_BYTES - _EXIT_CODE.size)[0]) if given & _INFO_EXIT else None

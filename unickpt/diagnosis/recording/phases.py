@@ -1,0 +1,101 @@
+"""Record steps, phases, garbage collections and waits for data, with hooks on Python and torch."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
+
+from unickpt.diagnosis.recording.recorder import CallRecorder
+from unickpt.diagnosis.recording.records import Op, Phase
+
+SHORTEST_NS = 500_000  # shortest pause or wait that is recorded
+
+_now = time.monotonic_ns
+
+
+class PhaseHooks:
+    """Hooks that write to one recorder. At most one instance per process is installed.
+
+    Args:
+        recorder: recorder to write to.
+    """
+
+    def __init__(self, recorder: CallRecorder) -> None:
+        self._recorder = recorder
+        self._collecting_since = 0
+        self._step_since = 0
+        self._before: list[int] = []  # phases around the current optimizer steps, innermost last
+        self._handles: list[Any] = []
+        self._next: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """Begin to record."""
+        gc.callbacks.append(self._collects)
+        self._handles = [
+            register_optimizer_step_pre_hook(self._optimizer_begins),
+            register_optimizer_step_post_hook(self._optimizer_ends),
+        ]
+        loader: Any = dataloader._BaseDataLoaderIter
+        self._next = original = loader.__next__
+        recorder = self._recorder
+
+        def waits(iterator: Any) -> Any:
+            begin = _now()
+            before = self.phase(Phase.DATA)
+            try:
+                return original(iterator)
+            finally:
+                self.phase(Phase(before))
+                end = _now()
+                if end - begin >= SHORTEST_NS:
+                    recorder.moment(Op.DATA, begin, end)
+
+        loader.__next__ = waits
+
+    def uninstall(self) -> None:
+        """Remove all hooks."""
+        if self._collects in gc.callbacks:
+            gc.callbacks.remove(self._collects)
+        for handle in self._handles:
+            handle.remove()
+        if self._next is not None:
+            loader: Any = dataloader._BaseDataLoaderIter
+            loader.__next__ = self._next
+            self._next = None
+
+    def step(self, number: int) -> None:
+        """Record the end of training step ``number``."""
+        now = _now()
+        if self._step_since:
+            self._recorder.moment(Op.STEP, self._step_since, now)
+        self._step_since = now
+        self._recorder.step = number
+        self._recorder.publish()
+
+    def phase(self, phase: Phase) -> int:
+        """Enter a phase and return the one before."""
+        before, self._recorder.phase = self._recorder.phase, int(phase)
+        self._recorder.publish()
+        return before
+
+    def _collects(self, phase: str, _info: dict[str, int]) -> None:
+        if phase == "start":
+            self._collecting_since = _now()
+        elif self._collecting_since:
+            begin, self._collecting_since = self._collecting_since, 0
+            end = _now()
+            if end - begin >= SHORTEST_NS:
+                self._recorder.moment(Op.GARBAGE, begin, end)
+
+    def _optimizer_begins(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._before.append(self.phase(Phase.OPTIMIZER))
+
+    def _optimizer_ends(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._before:
+            self._recorder.phase = self._before.pop()

@@ -1,0 +1,297 @@
+"""A fixed number of records in a file in shared memory: one writer, any readers, no locks.
+
+The ring outlives its process, and can be read while the process hangs, holds the interpreter's lock or is stopped.
+
+    header (one page)   identity of the writer, clocks, and a few values that change
+    table               communicators, one line of JSON each, append only
+    records             ``capacity`` records; number ``n`` is in slot ``(n - 1) % capacity``
+
+A record begins and ends with its number. The writer writes from front to back; a reader reads the last field first and the
+first field last. A record that changes meanwhile has two different numbers and is left out. This needs stores to become visible
+in order, as on x86; on other processors a reader may rarely see a partly old record.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unickpt.diagnosis.recording.rank_ranges import MOST_RANKS
+from unickpt.diagnosis.recording.records import (
+    CALL_OFFSET,
+    DTYPES,
+    END_OFFSET,
+    FLAGS_OFFSET,
+    FORMAT,
+    RECORD,
+    START_OFFSET,
+    WAIT_OFFSET,
+    Flag,
+    Op,
+    Records,
+)
+from unickpt.errors import ConfigError, FormatError
+from unickpt.private_files import make_named_folder, open_regular, replacing
+
+_MOST_PIDS = 1 << 31
+MAGIC = b"UNICKRNG"
+VERSION = 2
+SUFFIX = ".ring"
+HEADER_BYTES = 4096
+TABLE_BYTES = 256 << 10
+_FIXED = struct.Struct("<8sIIQQIIQqq64s64s40s")  # magic, version, record size, capacity, table, rank, world, pid, clocks, names
+_CHANGING = struct.Struct("<QqqQII")  # bytes of the table, heartbeat, step, newest record, phase, state
+MOST_RECORDS = 1 << 24  # 1.6 GB
+_SLACK = 8192  # records that may have been written since the header was updated
+_CHANGING_OFFSET = 512
+_LOOKED_AT = 1 << 16  # slots read at a time, to bound memory
+_KNOWN_OPS = np.isin(np.arange(256), [int(op) for op in Op])
+_WORD, _SIGNED, _SHORT = struct.Struct("<Q"), struct.Struct("<q"), struct.Struct("<H")
+
+RUNNING, CLOSED = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Identity of the writer of a ring.
+
+    Attributes:
+        rank: global rank.
+        world: number of ranks of the job.
+        pid: process number.
+        host: host name.
+        job: name of the job, equal in all its rings.
+        monotonic_ns: monotonic clock when the ring was created.
+        wall_ns: wall clock at the same instant.
+        boot: boot identifier of the host, within which the monotonic clock and process numbers are valid.
+    """
+
+    rank: int
+    world: int
+    pid: int
+    host: str
+    job: str
+    monotonic_ns: int
+    wall_ns: int
+    boot: str = ""
+
+    @classmethod
+    def here(cls, rank: int, world: int, job: str) -> Identity:
+        return cls(rank, world, os.getpid(), socket.gethostname(), job, time.monotonic_ns(), time.time_ns(), boot_id())
+
+    @property
+    def is_here(self) -> bool:
+        """The writer runs, or ran, on this host since it was started."""
+        return self.host == socket.gethostname() and self.boot == boot_id()
+
+
+def boot_id() -> str:
+    """Of this host (``random(4)``); '' if the system does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+class RingWriter:
+    """Writer of one rank's ring. After construction it neither allocates memory nor calls the system.
+
+    Args:
+        path: path of the file. An existing file is replaced. The folder is created with mode 0700, or checked.
+        identity: identity of the writer.
+        capacity: number of records, at most ``MOST_RECORDS``.
+
+    Attributes:
+        map: mapped file.
+        pack: packs a record into ``map``.
+        first_byte: offset of the first record.
+
+    Raises:
+        ConfigError: ``capacity`` is out of range.
+        OSError: the file cannot be created, there is no room for it, or its folder is open to other users.
+    """
+
+    def __init__(self, path: Path, identity: Identity, *, capacity: int) -> None:
+        self.path, self.identity, self.capacity = path, identity, capacity
+        if not 0 < capacity <= MOST_RECORDS:
+            raise ConfigError(f"a ring of {capacity} records: 1 to {MOST_RECORDS} are possible")
+        size = HEADER_BYTES + TABLE_BYTES + capacity * RECORD.itemsize
+        make_named_folder(path.parent)
+        self._table_bytes = 0
+        with replacing(path) as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # fail now if the file system is full, not by SIGBUS later
+            self.map = mmap.mmap(file.fileno(), size)
+            who = identity
+            _FIXED.pack_into(
+                self.map, 0, MAGIC, VERSION, RECORD.itemsize, capacity, TABLE_BYTES, who.rank, who.world, who.pid,
+                who.monotonic_ns, who.wall_ns, who.host.encode()[:64], who.job.encode()[:64],
+                who.boot.encode()[:40],
+            )  # fmt: skip
+            _CHANGING.pack_into(self.map, _CHANGING_OFFSET, 0, 0, 0, 0, 0, RUNNING)
+        self.first_byte = HEADER_BYTES + TABLE_BYTES
+        self.pack = struct.Struct(FORMAT).pack_into
+
+    def put(self, number: int, *fields: int) -> None:
+        """Write record ``number``. ``fields`` are the fields between the two numbers."""
+        at = self.first_byte + (number - 1) % self.capacity * RECORD.itemsize
+        self.pack(self.map, at, number, *fields, number)
+
+    def end(self, number: int, end_ns: int) -> None:
+        """Write the end of a record. The caller makes sure that its slot was not reused."""
+        _SIGNED.pack_into(self.map, self.first_byte + (number - 1) % self.capacity * RECORD.itemsize + END_OFFSET, end_ns)
+
+    def ended(self, number: int) -> bool:
+        """Return whether the end of a record is written. Same condition as ``end``."""
+        at = self.first_byte + (number - 1) % self.capacity * RECORD.itemsize + END_OFFSET
+        return bool(_SIGNED.unpack_from(self.map, at)[0])
+
+    def wait(self, number: int, wait_ns: int) -> None:
+        """Write the begin of a wait for a record. Same condition as ``end``."""
+        _SIGNED.pack_into(self.map, self.first_byte + (number - 1) % self.capacity * RECORD.itemsize + WAIT_OFFSET, wait_ns)
+
+    def flag(self, number: int, flags: int) -> None:
+        """Replace the flags of a record."""
+        _SHORT.pack_into(self.map, self.first_byte + (number - 1) % self.capacity * RECORD.itemsize + FLAGS_OFFSET, flags)
+
+    def device_call(self, number: int, start_ns: int, wait_ns: int, end_ns: int) -> None:
+        """Write the times of a call on its device. Same condition as ``end``."""
+        self._device_times(number, START_OFFSET, start_ns, wait_ns, end_ns)
+
+    def device_step(self, number: int, begin_ns: int, end_ns: int) -> None:
+        """Replace the times of a step by those of the device. Same condition as ``end``."""
+        self._device_times(number, CALL_OFFSET, begin_ns, begin_ns, begin_ns, end_ns)
+
+    def _device_times(self, number: int, offset: int, *times_ns: int) -> None:
+        """Write times that end with ``end_ns``, then the flag."""
+        at = self.first_byte + (number - 1) % self.capacity * RECORD.itemsize
+        struct.pack_into(f"<{len(times_ns)}q", self.map, at + offset, *times_ns)
+        (flags,) = _SHORT.unpack_from(self.map, at + FLAGS_OFFSET)
+        _SHORT.pack_into(self.map, at + FLAGS_OFFSET, flags | int(Flag.DEVICE_TIMES))
+
+    def list_communicator(self, entry: dict[str, Any]) -> bool:
+        """Append to the table; return False if it is full."""
+        line = json.dumps(entry).encode() + b"\n"
+        begin = HEADER_BYTES + self._table_bytes
+        if self._table_bytes + len(line) > TABLE_BYTES:
+            return False
+        self.map[begin : begin + len(line)] = line
+        self._table_bytes += len(line)
+        _WORD.pack_into(self.map, _CHANGING_OFFSET, self._table_bytes)
+        return True
+
+    def state(self, *, heartbeat_ns: int, step: int, newest: int, phase: int, state: int = RUNNING) -> None:
+        """Update the header. ``newest`` is the number of the last record."""
+        _CHANGING.pack_into(self.map, _CHANGING_OFFSET, self._table_bytes, heartbeat_ns, step, newest, phase, state)
+
+
+@dataclass(frozen=True, slots=True)
+class RingContents:
+    """Contents of a ring at one time.
+
+    Attributes:
+        identity: identity of the writer.
+        communicators: entries of the table, by number.
+        records: ``RECORD`` array by number, the oldest first, without records that changed while they were read.
+        step: training step.
+        phase: training phase.
+        heartbeat_ns: last update of the header, on the monotonic clock.
+        closed: whether the process ended in order.
+    """
+
+    identity: Identity
+    communicators: list[dict[str, Any]]
+    records: Records
+    step: int
+    phase: int
+    heartbeat_ns: int
+    closed: bool
+
+
+class RingReader:
+    """Reader of a ring that may be written at the same time.
+
+    Raises:
+        FormatError: the file is not a ring, has another version, or its header is inconsistent.
+        OSError: the file cannot be opened, is a link or not a regular file, or belongs to another user than its folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < HEADER_BYTES + TABLE_BYTES:
+                raise FormatError(f"{path}: {size} bytes, too short for a ring of records")
+            self.map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        magic, version, record, capacity, table, rank, world, pid, monotonic, wall, host, job, boot = _FIXED.unpack_from(
+            self.map, 0
+        )
+        if magic != MAGIC:
+            raise FormatError(f"{path}: not a ring of records")
+        if version != VERSION or record != RECORD.itemsize or table != TABLE_BYTES:
+            raise FormatError(f"{path}: ring version {version} with records of {record} bytes; this release reads {VERSION}")
+        if not 0 < capacity <= MOST_RECORDS or size != HEADER_BYTES + TABLE_BYTES + capacity * record:
+            raise FormatError(f"{path}: {size} bytes, which is not what {capacity} records take")
+        if not rank < world <= MOST_RANKS:
+            raise FormatError(f"{path}: rank {rank} of {world}; a job has at most {MOST_RANKS} ranks")
+        if not 0 < pid <= _MOST_PIDS or min(monotonic, wall) < 0:
+            raise FormatError(f"{path}: no process has the number {pid} and the clocks {monotonic} and {wall}")
+        self.identity = Identity(rank, world, pid, _text(host), _text(job), monotonic, wall, _text(boot))
+        self.capacity = capacity
+
+    def read(self, *, last: int | None = None) -> RingContents:
+        """Read the contents. ``last`` limits them to that many newest records and makes reading faster."""
+        length, heartbeat, step, newest, phase, state = _CHANGING.unpack_from(self.map, _CHANGING_OFFSET)
+        lines = self.map[HEADER_BYTES : HEADER_BYTES + min(length, TABLE_BYTES)].splitlines()
+        communicators = [_line(line) for line in lines]
+        whole = last is None or last + _SLACK >= self.capacity
+        found = self._part(0, self.capacity) if whole else self._around(newest, last or 0)
+        found = found[np.argsort(found["begun"])]
+        if last is not None:
+            found = found[len(found) - min(last, len(found)) :]
+        return RingContents(self.identity, communicators, found, step, phase, heartbeat, state == CLOSED)
+
+    def _around(self, newest: int, last: int) -> Records:
+        """Return the records from ``last`` before ``newest`` to those that may have been written since."""
+        first, end = max(newest - last, 0), max(newest - last, 0) + last + _SLACK
+        slot = first % self.capacity
+        length = end - first
+        parts = [self._part(slot, min(slot + length, self.capacity))]
+        if slot + length > self.capacity:
+            parts.append(self._part(0, slot + length - self.capacity))
+        return np.concatenate(parts)
+
+    def _part(self, lo: int, hi: int) -> Records:
+        """Return the records in slots ``lo`` to ``hi`` without changing and invalid ones."""
+        if hi - lo > _LOOKED_AT:
+            return np.concatenate([self._part(at, min(at + _LOOKED_AT, hi)) for at in range(lo, hi, _LOOKED_AT)])
+        slots = np.frombuffer(self.map, RECORD, self.capacity, HEADER_BYTES + TABLE_BYTES)[lo:hi]
+        written = slots["written"].copy()
+        found = slots.copy()
+        begun = slots["begun"].copy()
+        place = np.arange(lo, hi, dtype=np.uint64)
+        sound = (written > 0) & (written == found["begun"]) & (written == begun)
+        sound &= (written - np.uint64(1)) % np.uint64(self.capacity) == place
+        sound &= _KNOWN_OPS[found["op"]] & (found["dtype"] <= len(DTYPES))
+        part: Records = found[sound]
+        return part
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="replace")
+
+
+def _line(line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,148 @@
+"""Folder with the rings of a job's ranks on this host: creation, reading, and cleanup."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unickpt.diagnosis.host.process_state import State, state_of
+from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingContents, RingReader
+from unickpt.errors import CoordinationError, FormatError, NotACheckpointError
+from unickpt.private_files import make_folder, own_folders
+
+SHARED_MEMORY = Path("/dev/shm")
+_JOB_CHARACTERS = 64  # of a job's name, in the name of its folder
+_TOKEN = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class HostRings:
+    """Contents of the rings in one folder at one time.
+
+    Attributes:
+        ranks: contents of the ring of each rank.
+        states: process state of each rank.
+        unreadable: files that cannot be read, with the reason.
+        now_ns: time of reading, on the wall clock.
+        offsets_ns: wall clock minus monotonic clock of each rank. It is the same for all ranks of a host within one boot, so
+            that setting the wall clock moves all of them together and no call looks older.
+    """
+
+    ranks: Mapping[int, RingContents]
+    states: Mapping[int, State]
+    unreadable: tuple[str, ...]
+    now_ns: int
+    offsets_ns: Mapping[int, int]
+
+
+def read_folder(folder: Path, *, last: int | None = None) -> HostRings:
+    """Read all rings in a folder.
+
+    Args:
+        folder: folder of one job.
+        last: number of newest records to read of each ring; default: all.
+
+    Raises:
+        NotACheckpointError: there is no ring in the folder.
+    """
+    paths = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
+    if not paths:
+        raise NotACheckpointError(
+            f"{folder}: no rings of records ({SUFFIX}) are there; is timing switched on, and on this host?"
+        )
+    ranks: dict[int, RingContents] = {}
+    unreadable = []
+    for path in paths:
+        try:
+            ring = RingReader(path).read(last=last)
+        except (OSError, FormatError) as err:
+            unreadable.append(f"{path}: {err}")
+        else:
+            ranks[ring.identity.rank] = ring
+    if ranks:  # a job of the same name before this one may have had more ranks
+        world = max(ranks.values(), key=lambda ring: ring.identity.wall_ns).identity.world
+        ranks = {rank: ring for rank, ring in ranks.items() if rank < world}
+    states = {rank: _state(ring.identity) for rank, ring in ranks.items()}
+    return HostRings(ranks, states, tuple(unreadable), time.time_ns(), _offsets_ns(ranks))
+
+
+def _offsets_ns(ranks: Mapping[int, RingContents]) -> dict[int, int]:
+    """Return the offsets: of this host as of now, of other hosts as of the start of their first rank."""
+    now = time.time_ns() - time.monotonic_ns()
+    of_host: dict[tuple[str, str], int] = {}
+    found = {}
+    for rank, ring in ranks.items():
+        who = ring.identity
+        then = now if who.is_here else who.wall_ns - who.monotonic_ns
+        found[rank] = of_host.setdefault((who.host, who.boot), then)
+    return found
+
+
+def shared_folder(parent: Path, job: str, store: Any) -> Path:
+    """Create the folder of a job below a directory of all users, with mode 0700 and a name that other users cannot guess.
+
+    The ranks agree on the random part of the name through the job's store.
+
+    Args:
+        parent: directory of all users (``SHARED_MEMORY``).
+        job: name of the job.
+        store: torch's store of the job.
+
+    Raises:
+        CoordinationError: the store holds an invalid name.
+        OSError: the folder cannot be created, or belongs to another user.
+    """
+    if store is None:
+        raise CoordinationError("the process group has no store to agree on a folder with: set the option timing.folder")
+    key = f"unickpt/rings/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    token = store.compare_set(key, "", secrets.token_hex(16)).decode(errors="replace")
+    if not _TOKEN.fullmatch(token):
+        raise CoordinationError(f"the job's store holds {token[:80]!r} at {key}, not the name of a folder")
+    folder = parent / f"{_own_prefix()}{job[:_JOB_CHARACTERS]}-{token}"
+    make_folder(folder)
+    return folder
+
+
+def own_jobs(parent: Path) -> list[Path]:
+    """Return the folders of this user's jobs that hold rings, the last changed one last."""
+    found = [folder for folder in own_folders(parent, _own_prefix()) if any(folder.glob(f"*{SUFFIX}"))]
+    return sorted(found, key=lambda folder: folder.lstat().st_mtime)
+
+
+def remove_old(parent: Path, *, older_than_s: float) -> None:
+    """Remove this user's job folders without living processes and unchanged for ``older_than_s`` seconds. Never raises."""
+    with contextlib.suppress(OSError):
+        for folder in own_folders(parent, _own_prefix()):
+            with contextlib.suppress(OSError):
+                files = [path.lstat() for path in folder.iterdir()]
+                newest = max(about.st_mtime for about in [folder.lstat(), *files])
+                if newest < time.time() - older_than_s and not _has_living(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _own_prefix() -> str:
+    return f"unickpt-{os.geteuid()}-"
+
+
+def _has_living(folder: Path) -> bool:
+    """Return whether a process of the folder lives. Writes through a mapping need not change the times of files."""
+    for path in folder.glob(f"*{SUFFIX}"):
+        with contextlib.suppress(OSError, FormatError):
+            if _state(RingReader(path).identity) not in (State.DEAD, State.UNKNOWN):
+                return True
+    return False
+
+
+def _state(who: Identity) -> State:
+    if not who.is_here:  # processes of an earlier boot are gone; those of other hosts are unknown
+        return State.DEAD if who.host == socket.gethostname() else State.UNKNOWN
+    return state_of(who.pid, started_before_ns=who.monotonic_ns)

@@ -1,0 +1,257 @@
+"""Metrics of a job for Prometheus and TensorBoard.
+
+``measurements`` uses the rings, ``live_measurements`` the snapshot of a running job. Both client packages are optional
+(``pip install "unickpt[metrics]"``) and imported on use.
+
+Names follow Prometheus' rules (base units, unit at the end, ``_total`` for counters). Counts of records in the rings are
+gauges, because a ring drops its oldest records. Only the number of calls of a group is a counter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unickpt.diagnosis.detectors.tcp_links import links_of
+from unickpt.diagnosis.detectors.verdicts import Verdict
+from unickpt.diagnosis.host.process_state import State
+from unickpt.diagnosis.recording.records import Op, bytes_in
+from unickpt.diagnosis.recording.ring_folder import HostRings
+from unickpt.diagnosis.reports.arrivals import by_step
+from unickpt.diagnosis.reports.job_records import OP_NAMES, JobRecords, gather_records
+from unickpt.diagnosis.snapshot.snapshot import Snapshot
+from unickpt.errors import ConfigError, StorageError
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One value.
+
+    Attributes:
+        name: name of the metric.
+        labels: label values by name.
+        value: value; the unit is at the end of the name.
+        step: training step; None for current values.
+    """
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+    step: int | None = None
+
+
+HELP = {
+    "unickpt_rank_step": "Step that a rank is in.",
+    "unickpt_rank_own_seconds": "Time of its newest whole step that a rank did not spend waiting in calls.",
+    "unickpt_rank_waiting_seconds": "Time of its newest whole step that a rank spent waiting in calls.",
+    "unickpt_rank_data_seconds": "Waits for data in a rank's newest whole step.",
+    "unickpt_rank_garbage_seconds": "Garbage collections in a rank's newest whole step.",
+    "unickpt_rank_lateness_seconds": "Latest arrival at a collective in a rank's newest step, after the first member.",
+    "unickpt_rank_lateness_behind_median_seconds": "Latest arrival at a collective in a rank's newest step, after the median.",
+    "unickpt_rank_state": "1 for the state that a rank's process is in, 0 for the others.",
+    "unickpt_collectives_total": "Collectives that groups have begun, each counted once, by the framework's name of the group.",
+    "unickpt_recorded_calls": "Calls in the rings, counted for each rank, by operation and group.",
+    "unickpt_recorded_bytes": "Bytes that ranks gave to the calls in the rings, by operation and group.",
+    "unickpt_link_seconds_per_byte": "Time that something was under way from a rank to another, for each byte of it.",
+    "unickpt_verdicts": "Verdicts by syndrome and rank at fault.",
+}
+_OF_STEPS = {
+    "own": "unickpt_rank_own_seconds",
+    "waiting": "unickpt_rank_waiting_seconds",
+    "data": "unickpt_rank_data_seconds",
+    "garbage": "unickpt_rank_garbage_seconds",
+    "behind_first": "unickpt_rank_lateness_seconds",
+    "behind_median": "unickpt_rank_lateness_behind_median_seconds",
+}
+
+
+def measurements(
+    jobs: Sequence[HostRings], verdicts: Sequence[Verdict], clock_offsets_ns: Mapping[str, int] | None = None
+) -> list[Measurement]:
+    """Return all values from rings, by ascending step.
+
+    Args:
+        jobs: one for each host.
+        verdicts: verdicts on the job.
+        clock_offsets_ns: as in ``gather_records``.
+    """
+    job = gather_records(jobs, clock_offsets_ns)
+    return [*_of_ranks(job), *_of_steps(job), *_of_groups(job), *of_verdicts(verdicts)]
+
+
+def _of_ranks(job: JobRecords) -> Iterator[Measurement]:
+    for number, rank in job.ranks.items():
+        yield Measurement("unickpt_rank_step", {"rank": str(number)}, float(rank.ring.step))
+        yield from _states(number, rank.ring.identity.host, rank.state)
+
+
+def _states(rank: int, host: str, now: State) -> Iterator[Measurement]:
+    for state in State:
+        labels = {"rank": str(rank), "host": host, "state": state.value}
+        yield Measurement("unickpt_rank_state", labels, float(state is now))
+
+
+def _of_steps(job: JobRecords) -> Iterator[Measurement]:
+    table = by_step(job)
+    for measure, name in _OF_STEPS.items():
+        for number, values in zip(table.ranks.tolist(), table.values[measure], strict=True):
+            labels = {"rank": str(number)}
+            for step, value in zip(table.steps.tolist(), values.tolist(), strict=True):
+                if value == value:  # not NaN: known
+                    yield Measurement(name, labels, value / 1e9, step)
+
+
+def _of_groups(job: JobRecords) -> Iterator[Measurement]:
+    begun: dict[int, int] = {}
+    calls: dict[tuple[str, str], int] = defaultdict(int)
+    given: dict[tuple[str, str], int] = defaultdict(int)
+    for rank in job.ranks.values():
+        called = np.flatnonzero(rank.group >= 0)
+        sizes = bytes_in(rank.records)[called]
+        keys = rank.group[called] * (max(Op) + 1) + rank.records["op"][called]
+        for key in np.unique(keys).tolist():
+            number, op = divmod(key, max(Op) + 1)
+            here = called[keys == key]
+            at = (OP_NAMES[op], job.groups[number].label)
+            calls[at] += len(here)
+            given[at] += int(sizes[keys == key].sum())
+            if op <= Op.BARRIER:
+                begun[number] = max(begun.get(number, 0), int(rank.records["seq"][here].max()))
+    totals: dict[str, int] = defaultdict(int)
+    for number, count in begun.items():
+        totals[job.groups[number].label] += count
+    for label, count in sorted(totals.items()):
+        yield Measurement("unickpt_collectives_total", {"group": label}, float(count))
+    for name, counts in (("unickpt_recorded_calls", calls), ("unickpt_recorded_bytes", given)):
+        for (op_label, label), count in sorted(counts.items()):
+            yield Measurement(name, {"op": op_label, "group": label}, float(count))
+
+
+def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Measurement]:
+    """Return the number of verdicts by syndrome and rank."""
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    for verdict in verdicts:
+        for rank in verdict.ranks:
+            counts[verdict.syndrome.value, str(rank)] += 1
+    for (syndrome, rank_label), count in counts.items():
+        yield Measurement("unickpt_verdicts", {"syndrome": syndrome, "rank": rank_label}, float(count))
+
+
+# ---------------------------------------------------------------- a running job
+
+
+def live_measurements(snapshot: Snapshot, verdicts: Sequence[Verdict]) -> list[Measurement]:
+    """All values that a snapshot has, of its newest steps.
+
+    Args:
+        snapshot: snapshot of the job.
+        verdicts: verdicts on the job.
+    """
+    return [
+        *_live_ranks(snapshot),
+        *_live_steps(snapshot),
+        *_live_groups(snapshot),
+        *_live_links(snapshot),
+        *of_verdicts(verdicts),
+    ]
+
+
+def _live_ranks(snapshot: Snapshot) -> Iterator[Measurement]:
+    for number, rank in sorted(snapshot.ranks.items()):
+        yield Measurement("unickpt_rank_step", {"rank": str(number)}, float(rank.step))
+        yield from _states(number, rank.host, rank.state)
+
+
+def _live_steps(snapshot: Snapshot) -> Iterator[Measurement]:
+    steps = snapshot.steps[np.lexsort((snapshot.steps["number"], snapshot.steps["rank"]))]
+    newest = steps[np.append(steps["rank"][1:] != steps["rank"][:-1], True)] if len(steps) else steps
+    columns = ["rank", "number", "begin_ns", "end_ns", "own_ns", "data_ns", "garbage_ns"]
+    for rank, number, begin, end, own, data, garbage in newest[columns].tolist():
+        values = {"own": own, "waiting": end - begin - own, "data": data, "garbage": garbage}
+        for name, value in values.items():
+            yield Measurement(f"unickpt_rank_{name}_seconds", {"rank": str(rank)}, value / 1e9, number)
+
+
+def _live_groups(snapshot: Snapshot) -> Iterator[Measurement]:
+    totals: dict[str, int] = defaultdict(int)
+    rows = snapshot.rows[snapshot.rows["source"] < 0]
+    for number, group in enumerate(snapshot.groups):
+        here = rows["entered"][rows["comm"] == number]
+        totals[group.label or group.name] += int(here.max(initial=0))
+    for label, count in sorted(totals.items()):
+        yield Measurement("unickpt_collectives_total", {"group": label}, float(count))
+
+
+def _live_links(snapshot: Snapshot) -> Iterator[Measurement]:
+    for source, destination, ns_per_byte in links_of(snapshot.windows)[["source", "destination", "ns_per_byte"]].tolist():
+        if ns_per_byte == ns_per_byte:  # something was sent
+            labels = {"source": str(source), "destination": str(destination)}
+            yield Measurement("unickpt_link_seconds_per_byte", labels, ns_per_byte / 1e9)
+
+
+# ---------------------------------------------------------------- exporters
+
+
+def exposition(measured: Sequence[Measurement]) -> str:
+    """Return Prometheus' text format. Of a value for several steps, the newest counts.
+
+    Raises:
+        ConfigError: ``prometheus_client`` is not installed.
+    """
+    prometheus: Any = _imported("prometheus_client")
+    families: Any = import_module("prometheus_client.core")
+    newest: dict[str, dict[tuple[tuple[str, str], ...], float]] = {name: {} for name in HELP}
+    for measurement in measured:  # ascending steps
+        newest[measurement.name][tuple(measurement.labels.items())] = measurement.value
+
+    class Collected:
+        def collect(self) -> Iterator[Any]:
+            for name, series in newest.items():
+                if not series:
+                    continue
+                kind = families.CounterMetricFamily if name.endswith("_total") else families.GaugeMetricFamily
+                family = kind(name, HELP[name], labels=[label for label, _ in next(iter(series))])
+                for labels, value in series.items():
+                    family.add_metric([text for _, text in labels], value)
+                yield family
+
+    registry = prometheus.CollectorRegistry(auto_describe=False)
+    registry.register(Collected())
+    text: str = prometheus.generate_latest(registry).decode()
+    return text
+
+
+def write_scalars(measured: Sequence[Measurement], folder: Path) -> int:
+    """Write values by step as TensorBoard scalars, ``own_seconds/rank 3``; return their number.
+
+    Raises:
+        ConfigError: ``tensorboard`` is not installed.
+        StorageError: the folder cannot be written to.
+    """
+    _imported("tensorboard")
+    summary: Any = import_module("tensorboard.summary")
+    found = [measurement for measurement in measured if measurement.step is not None]
+    try:
+        writer = summary.Writer(str(folder))
+        for measurement in found:
+            name = measurement.name.removeprefix("unickpt_rank_")
+            writer.add_scalar(f"{name}/rank {measurement.labels['rank']}", measurement.value, measurement.step)
+        writer.close()
+    except OSError as err:
+        raise StorageError(f"{folder}: TensorBoard's scalars cannot be written ({err})") from err
+    return len(found)
+
+
+def _imported(package: str) -> Any:
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as err:
+        raise ConfigError(
+            f'{package.replace("_", "-")} is not installed (no module {err.name}): pip install "unickpt[metrics]"'
+        ) from err

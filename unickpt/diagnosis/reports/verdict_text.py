@@ -1,0 +1,203 @@
+"""Verdicts as text: for each a machine-readable line and a sentence.
+
+Text is made here and nowhere else. Names of groups and hosts come from rings and from other hosts and may hold anything;
+``unickpt.logs.printable`` escapes the sentence where it is printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unickpt.diagnosis.detectors.slowness import starved_ranks
+from unickpt.diagnosis.detectors.verdicts import (
+    Baseline,
+    CallRef,
+    CallVariant,
+    Cause,
+    CircularWait,
+    CpuStarvation,
+    Direction,
+    DownMember,
+    Evidence,
+    Exited,
+    LongSteps,
+    NotEntered,
+    SilentLinks,
+    SlowTransfers,
+    Syndrome,
+    Unfinished,
+    Verdict,
+)
+from unickpt.diagnosis.host.process_exits import ExitStatus
+from unickpt.diagnosis.host.process_state import State
+from unickpt.diagnosis.recording.records import Phase
+from unickpt.diagnosis.reports.verdict_line import VerdictLine, clock_time
+from unickpt.diagnosis.snapshot.snapshot import GroupInfo, Snapshot
+
+MOST_NAMED = 8  # ranks in a list
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictText:
+    """One verdict as text.
+
+    Attributes:
+        line: machine-readable line (``verdict_line``).
+        sentence: sentence for a person, without a final full stop.
+    """
+
+    line: str
+    sentence: str
+
+
+def render(verdict: Verdict, snapshot: Snapshot) -> VerdictText:
+    """Render one verdict on a snapshot."""
+    return VerdictText(str(VerdictLine.of(verdict)), _sentence(verdict, snapshot))
+
+
+def render_all(verdicts: Sequence[Verdict], snapshot: Snapshot) -> list[VerdictText]:
+    """Render the verdicts on a snapshot."""
+    return [render(verdict, snapshot) for verdict in verdicts]
+
+
+def _sentence(verdict: Verdict, snapshot: Snapshot) -> str:
+    facts = _evidence(verdict)
+    first = facts[0] if facts else verdict.syndrome.value
+    if verdict.syndrome is Syndrome.COMMUNICATION_SLOW:
+        return f"{verdict.syndrome.value}: {first}"
+    since = f" since {clock_time(verdict.since_ns)}"
+    if verdict.syndrome is Syndrome.NON_COMMUNICATION_SLOW:
+        return f"{first}{since}; {_process(verdict.ranks[0], snapshot)}"
+    where = ", in a checkpoint" if verdict.cause is Cause.CHECKPOINT else ""
+    waiting = f"{verdict.victims} {'rank waits' if verdict.victims == 1 else 'ranks wait'}"
+    if verdict.syndrome is Syndrome.NON_COMMUNICATION_HANG:
+        return f"{first}{since}{where}, {waiting} in total; {_process(verdict.ranks[0], snapshot)}"
+    return "; ".join([f"{verdict.syndrome.value}: {first}{since}{where}, {waiting}", *facts[1:]])
+
+
+# ---------------------------------------------------------------- evidence
+
+
+def _evidence(verdict: Verdict) -> list[str]:
+    """Return clauses, of which the first stands before the time."""
+    exited = [each for each in verdict.evidence if isinstance(each, Exited)]
+    if exited:
+        named = ", ".join(f"rank {each.rank} has ended ({exit_text(each.status)})" for each in exited[:MOST_NAMED])
+        return [named + (f" and {len(exited) - MOST_NAMED} more" if len(exited) > MOST_NAMED else "")]
+    variants = [each for each in verdict.evidence if isinstance(each, CallVariant)]
+    if variants:
+        return [f"call {verdict.seq} is " + ", and ".join(map(_variant, variants))]
+    down = [each for each in verdict.evidence if isinstance(each, DownMember)]
+    rest = [_clause(each, verdict) for each in verdict.evidence if not isinstance(each, DownMember)]
+    if down:
+        states = "; ".join(f"rank {each.rank} is {_condition(each.state, each.status)}" for each in down)
+        return ["; ".join([states, *rest[:1]]), *rest[1:]]
+    return rest
+
+
+def _clause(item: Evidence, verdict: Verdict) -> str:
+    match item:
+        case NotEntered(rank, call, waiting):
+            return f"rank {rank} has not entered {_call(call)}; {waiting} {'waits' if waiting == 1 else 'wait'} there"
+        case Unfinished(call, waiters):
+            return f"all members have entered {_call(call)}, and it does not end on {counted(waiters)}"
+        case CircularWait(call, waiters, awaited, opposite):
+            back = f"; the other way round: {_call(opposite)}" if opposite is not None else ""
+            return f"{counted(waiters, 'wait')} in {_call(call)} for {counted(awaited)}{back}"
+        case LongSteps(excess_ns, step_ns, peers, steps, share):
+            return (
+                f"rank {verdict.ranks[0]} takes {excess_ns / 1e6:.1f} ms longer than the {peers} that make the same calls, in "
+                f"{share:.0%} of {steps} steps of {step_ns / 1e6:.0f} ms; cause: {_cause(verdict)}"
+            )
+        case CpuStarvation(share, others):
+            return (
+                f"rank {verdict.ranks[0]} waits for a processor {share:.0%} of the time, the others {others:.0%}: another "
+                f"process takes it; cause: {_cause(verdict)}"
+            )
+        case SlowTransfers(direction, factor, baseline):
+            than = "on other links" if baseline is Baseline.OTHER_LINKS else "per byte as before"
+            than = f"as long as {than}" if baseline is Baseline.OTHER_LINKS else f"as long {than}"
+            if direction is Direction.LINK and verdict.link is not None:
+                return f"from rank {verdict.link[0]} to rank {verdict.link[1]} takes {factor:.1f} times {than}"
+            return f"all that rank {verdict.ranks[0]} {direction.value} takes up to {factor:.1f} times {than}"
+        case SilentLinks(links):
+            named = ", ".join(f"from rank {there} to rank {here}" for here, there in links[:4])
+            return f"no acknowledgement arrives {named}" + (f" and on {len(links) - 4} more links" if len(links) > 4 else "")
+        case _:
+            return ""
+
+
+def _cause(verdict: Verdict) -> str:
+    return verdict.cause.value if verdict.cause is not None else "unknown"
+
+
+def _variant(item: CallVariant) -> str:
+    return f"{item.op.name.lower()} (type {item.dtype}, shape {item.shape:08x}) on {counted(item.ranks)}"
+
+
+def _call(call: CallRef) -> str:
+    what = f"{call.op.name.lower()} #{call.seq} of {group_text(call.group)}"
+    return what if call.pair is None else f"{what} from rank {call.pair[0]} to rank {call.pair[1]}"
+
+
+def group_text(group: GroupInfo) -> str:
+    """Name of a group in a sentence."""
+    label = group.label or repr(group.name)
+    if not group.count:
+        return f"the {label} group"
+    if group.count > 2:
+        first, step, count = group.ranks[-1]
+        return f"the {label} group of ranks {group.ranks[0][0]} to {first + step * (count - 1)}"
+    return f"the {label} group of {counted(group.members().tolist())}"
+
+
+def counted(ranks: Sequence[int], verb: str = "") -> str:
+    """Ranks, with a verb: 'rank 3 waits', 'ranks 4, 5 wait'."""
+    one = len(ranks) == 1
+    named = ", ".join(map(str, sorted(ranks)[:MOST_NAMED]))
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return f"rank{'s' * (not one)} {named}{more}" + (f" {verb}{'s' * one}" if verb else "")
+
+
+# ---------------------------------------------------------------- processes
+
+
+def exit_text(status: ExitStatus | None) -> str:
+    """How a process ended: ``SIGKILL``, ``exit code 1``; '' if unknown."""
+    if status is None:
+        return ""
+    return status.signal_name or f"exit code {status.code}"
+
+
+def _condition(state: State, status: ExitStatus | None) -> str:
+    return f"{state.value} ({exit_text(status)})" if status is not None else state.value
+
+
+def _process(rank: int, snapshot: Snapshot) -> str:
+    """Describe what the process of a rank does."""
+    one = snapshot.ranks.get(rank)
+    if one is None:
+        return f"nothing is known of rank {rank}"
+    place = " ".join(f"{axis} {at}" for axis, at in one.coordinates)
+    where = f" ({place})" if place else ""
+    condition = _condition(one.state, one.exit)
+    parts = [f"process {one.pid} on {one.host}{where} is {condition}, in step {one.step} ({_phase(one.phase)})"]
+    if rank in starved_ranks(snapshot):
+        parts[0] += f", and has waited for a processor {one.cpu_wait:.0%} of its time"
+    if one.last is None:
+        parts.append("no call of it has ended")
+    else:
+        call = f"{one.last.op.name.lower()} #{one.last.seq} of its {one.last.label} group"
+        parts.append(f"last ended: {call}, {(snapshot.now_ns - one.last.end_ns) / 1e9:.1f} s ago")
+    if one.stack:
+        frames = " < ".join(f"{frame.function} ({frame.file}:{frame.line})" for frame in one.stack)
+        parts.append(f"its main thread is in {frames}")
+    return "; ".join(parts)
+
+
+def _phase(phase: int) -> str:
+    try:
+        return "waiting for data" if phase == Phase.DATA else Phase(phase).name.lower()
+    except ValueError:
+        return "unknown"

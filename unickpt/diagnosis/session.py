@@ -1,0 +1,189 @@
+"""Timing of one training process: the ring, the hooks, and the agent of the host.
+
+A failure to begin is a warning; training continues without timing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unickpt.diagnosis.agent import launch
+from unickpt.diagnosis.host import stack_dumps
+from unickpt.diagnosis.recording.device_events import CudaEvents, EventSource
+from unickpt.diagnosis.recording.phases import PhaseHooks
+from unickpt.diagnosis.recording.process_group_hooks import ProcessGroupHooks
+from unickpt.diagnosis.recording.recorder import CallRecorder
+from unickpt.diagnosis.recording.records import Phase
+from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingWriter
+from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY, remove_old, shared_folder
+from unickpt.options import TimingOptions
+
+logger = logging.getLogger("unickpt")
+
+_KEPT_S = 7 * 24 * 3600.0
+_UNNAMED = {"undefined": "", "default_pg": "default"}  # torch's names of unnamed groups
+Labels = Callable[[], Mapping[str, Sequence[Any]]]  # name of a kind of group in the framework -> its process groups
+
+
+class Session:
+    """Timing of this process.
+
+    Args:
+        options: options of the user.
+        labels: returns the framework's process groups by kind.
+        events: events that time calls on a device; None: those of CUDA if ``options.device`` asks for them.
+
+    Attributes:
+        folder: folder of the job's rings on this host.
+        phases: recorder of steps and phases, for the adapter.
+
+    Raises:
+        CoordinationError: the ranks cannot agree on a folder.
+        OSError: the ring cannot be created.
+    """
+
+    def __init__(self, options: TimingOptions, labels: Labels, events: EventSource | None = None) -> None:
+        self._labels = labels
+        events = events if events is not None or not options.device else _device_events()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        job = job_name()
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        if first:
+            remove_old(SHARED_MEMORY, older_than_s=_KEPT_S)
+        named = Path(options.folder).absolute() if options.folder else None  # absolute: the agent has another working directory
+        self.folder = named or shared_folder(SHARED_MEMORY, job, _store())
+        ring = RingWriter(self.folder / f"{rank:05d}{SUFFIX}", Identity.here(rank, world, job), capacity=options.records)
+        self._recorder = CallRecorder(ring, self._describe, events)
+        self.phases = PhaseHooks(self._recorder)
+        self._hooks = ProcessGroupHooks(self._recorder)
+        self._hooks.install()
+        self.phases.install()
+        self._stacks = stack_dumps.listen(stack_dumps.path_of(self.folder, rank))
+        self._agent = (
+            launch.start(
+                self.folder, rank, _store(), metrics_port=options.metrics_port, metrics_address=options.metrics_address
+            )
+            if options.watch and first
+            else None
+        )
+
+    def _describe(self, group: Any) -> dict[str, Any]:
+        named = [label for label, groups in self._labels().items() if any(group is known for known in groups)]
+        return {
+            "ranks": dist.get_process_group_ranks(group),
+            "label": named[0] if named else _UNNAMED.get(group.group_desc, group.group_desc),
+            "backend": group.name(),
+        }
+
+    def close(self) -> None:
+        """Stop. The ring remains."""
+        self.remove_hooks()
+        self._recorder.close()
+        if self._stacks is not None:
+            stack_dumps.ignore()
+            self._stacks.close()
+
+    def remove_hooks(self) -> None:
+        """Remove all hooks from torch."""
+        self.phases.uninstall()
+        self._hooks.uninstall()
+
+
+class ProcessTiming:
+    """Owner of this process's timing: at most one session at a time. All methods may be called without a session."""
+
+    def __init__(self) -> None:
+        self._session: Session | None = None
+        self._of_parent: Session | None = None
+
+    def start(self, options: TimingOptions, labels: Labels, events: EventSource | None = None) -> Session | None:
+        """Begin to time unless timing is off or has begun. Never raises.
+
+        Args:
+            options: options of the user.
+            labels: returns the framework's process groups by kind.
+            events: as in ``Session``.
+
+        Returns:
+            The session; None if timing is off or could not begin. Training continues in any case.
+        """
+        if not options.enabled or self._session is not None:
+            return self._session
+        try:
+            self._session = Session(options, labels, events)
+        except Exception as err:
+            logger.warning("unickpt: collectives are not timed, training is not affected (%s: %s)", type(err).__name__, err)
+            return None
+        atexit.register(self.stop)
+        os.register_at_fork(after_in_child=self._forget)
+        if dist.get_rank() == 0:
+            logger.info("unickpt: collectives are timed; rings in %s", self._session.folder)
+        return self._session
+
+    def stop(self) -> None:
+        """End timing in order."""
+        session, self._session = self._session, None
+        if session is not None:
+            atexit.unregister(self.stop)
+            session.close()
+
+    def stepped(self, number: int) -> None:
+        """Record the end of training step ``number``."""
+        if self._session is not None:
+            self._session.phases.step(number)
+
+    @contextlib.contextmanager
+    def in_phase(self, phase: Phase) -> Iterator[None]:
+        """Record that training is in ``phase`` inside the ``with`` block."""
+        phases = None if self._session is None else self._session.phases
+        if phases is None:
+            yield
+            return
+        before = phases.phase(phase)
+        try:
+            yield
+        finally:
+            phases.phase(Phase(before))
+
+    def _forget(self) -> None:
+        """Remove all hooks in a forked child: the ring belongs to the parent."""
+        # kept: its CUDA events would be destroyed without a context
+        session, self._session = self._session, None
+        self._of_parent = session
+        if session is not None:
+            session.remove_hooks()
+
+
+_process = ProcessTiming()  # the hooks of torch and of the frameworks exist once per process, and so does their owner
+start, stop, stepped, in_phase = _process.start, _process.stop, _process.stepped, _process.in_phase
+
+
+def _device_events() -> EventSource | None:
+    """Return the events of CUDA; None, with a warning, if torch sees no CUDA device."""
+    if torch.cuda.is_available():
+        return CudaEvents()
+    logger.warning("unickpt: the option timing.device needs a CUDA device; calls are timed on the host only")
+    return None
+
+
+def _store() -> Any:
+    """Return the job's key-value store."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def job_name() -> str:
+    """Return a name that all ranks of a job share: the launcher's run, the master's address and port."""
+    parts = [os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")]
+    text = "-".join(part for part in parts if part and part != "none")
+    return re.sub(r"[^A-Za-z0-9._-]", "_", text) or "job"

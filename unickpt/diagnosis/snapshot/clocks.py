@@ -1,0 +1,102 @@
+"""Clock differences between hosts, from the collectives that their ranks made together.
+
+No member of an all_reduce ends before the last one has entered. Each such call of ranks on two hosts bounds the difference of
+their clocks from both sides. The estimate is the middle of the tightest bounds. Its error is at most half of their distance,
+which is less than the duration of the shortest of these calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from unickpt.diagnosis.recording.records import Op
+from unickpt.diagnosis.snapshot.snapshot import Calls, Snapshot, merge_snapshots
+
+Ints = npt.NDArray[np.int64]
+_TOGETHER = (
+    Op.ALL_REDUCE,
+    Op.ALL_GATHER,
+    Op.REDUCE_SCATTER,
+    Op.ALL_TO_ALL,
+    Op.BARRIER,
+)  # no member ends before all have entered
+_FAR = np.int64(1) << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """Clock offset of one host.
+
+    Attributes:
+        ns: nanoseconds to add to times of this host.
+        error_ns: largest error of ``ns``, if both clocks run at the same rate; None if the host has no call in common with
+            others. Then ``ns`` is 0.
+    """
+
+    ns: int
+    error_ns: int | None
+
+
+def clock_offsets(snapshots: Sequence[Snapshot]) -> list[Offset]:
+    """Return the clock offset of every host relative to the first one.
+
+    Args:
+        snapshots: one for each host, on its own clock.
+    """
+    if not snapshots:
+        return []
+    zero = [0] * len(snapshots)
+    calls = merge_snapshots(snapshots, zero, 0).calls  # with the job's numbers of communicators, every host on its own clock
+    host = np.repeat(np.arange(len(snapshots)), [len(snapshot.calls) for snapshot in snapshots])
+    key, host, entered, ended = _bounds(calls, host)
+    found: dict[int, Offset] = {0: Offset(0, 0)}
+    offsets = np.zeros(len(snapshots), np.int64)
+    while len(found) < len(snapshots):
+        known = np.isin(host, list(found))
+        last_in = np.full(int(key.max(initial=-1)) + 1, -_FAR)
+        first_out = np.full(len(last_in), _FAR)
+        moved = offsets[host[known]]
+        np.maximum.at(last_in, key[known], entered[known] + moved)
+        np.minimum.at(first_out, key[known], ended[known] + moved)
+        new = ~known & (last_in[key] > -_FAR)
+        low, high = np.full(len(snapshots), -_FAR), np.full(len(snapshots), _FAR)
+        np.maximum.at(low, host[new], last_in[key[new]] - ended[new])
+        np.minimum.at(high, host[new], first_out[key[new]] - entered[new])
+        reached = np.unique(host[new])
+        if not len(reached):
+            break
+        for at in reached.tolist():
+            offsets[at] = (int(low[at]) + int(high[at])) // 2
+            found[at] = Offset(int(offsets[at]), abs(int(high[at]) - int(low[at])) // 2)
+    return [found.get(at, Offset(0, None)) for at in range(len(snapshots))]
+
+
+def _bounds(calls: Calls, host: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return for every call and host: number of the call, host, entry of its last rank, end of its first rank."""
+    over = np.isin(calls["op"], _TOGETHER) & (calls["end_ns"] > 0) & (calls["source"] < 0)
+    calls, host = calls[over], host[over]
+    if not len(calls):
+        nothing = np.zeros(0, np.int64)
+        return nothing, nothing, nothing, nothing
+    names = np.stack([calls["comm"].astype(np.int64), calls["seq"].astype(np.int64)], axis=1)
+    key = np.unique(names, axis=0, return_inverse=True)[1].reshape(-1)
+    order = np.lexsort((host, key))
+    key, host, calls = key[order], host[order], calls[order]
+    first = np.flatnonzero(np.r_[True, (key[1:] != key[:-1]) | (host[1:] != host[:-1])])
+    return (
+        key[first],
+        host[first],
+        np.maximum.reduceat(calls["call_ns"], first),
+        np.minimum.reduceat(calls["end_ns"], first),
+    )
+
+
+def on_one_clock(snapshots: Sequence[Snapshot]) -> Snapshot:
+    """Merge the snapshots of all hosts on the clock of the first host."""
+    offsets = clock_offsets(snapshots)
+    now = max((snapshot.now_ns + offset.ns for snapshot, offset in zip(snapshots, offsets, strict=True)), default=0)
+    return merge_snapshots(snapshots, [offset.ns for offset in offsets], now)

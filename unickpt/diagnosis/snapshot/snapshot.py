@@ -1,0 +1,287 @@
+"""Snapshot of the ranks of a host, small enough to be sent once a second, and merged snapshots of a job.
+
+A snapshot holds the progress of each rank in every communicator, its newest steps, and its newest calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unickpt.diagnosis.host.process_exits import ExitStatus, ProcessExit
+from unickpt.diagnosis.host.process_state import State
+from unickpt.diagnosis.host.stack_dumps import Frame
+from unickpt.diagnosis.recording.rank_ranges import (
+    MOST_MEMBERS,
+    Progressions,
+    checked_progressions,
+    coordinates,
+    count_of,
+    expanded,
+)
+from unickpt.diagnosis.recording.records import Op, Records, begins_ns, bytes_in, bytes_out
+from unickpt.diagnosis.recording.ring import RingContents
+from unickpt.diagnosis.recording.ring_folder import HostRings
+from unickpt.diagnosis.snapshot.progress import PROGRESS, ProgressTable, number_groups, rank_progress
+from unickpt.diagnosis.snapshot.steps import STEP, Steps, steps_of
+from unickpt.diagnosis.snapshot.tcp_windows import WINDOW, Windows
+
+CALL = np.dtype(
+    [
+        ("rank", "i4"),
+        ("comm", "i4"),  # position in ``Snapshot.groups``
+        ("source", "i4"),  # of point-to-point calls; -1 for collectives
+        ("destination", "i4"),
+        ("seq", "u8"),
+        ("op", "u1"),
+        ("dtype", "u1"),
+        ("shape", "u4"),  # hash of it
+        ("bytes", "i8"),  # larger of the bytes sent and received
+        ("call_ns", "i8"),  # arrival at the call: of the host, or of the device where that is timed
+        ("wait_ns", "i8"),  # begin of the wait; 0 without a wait
+        ("end_ns", "i8"),  # 0 until it has ended
+    ]
+)
+Calls = npt.NDArray[Any]  # of dtype ``CALL``
+_LABEL, _NAME = 128, 256  # characters of a label and a name
+WARM_UP = 5  # steps that allocate and compile
+NEWEST_CALLS, NEWEST_STEPS = 256, 32  # of a rank
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """A communicator of the job.
+
+    Attributes:
+        name: unique name in the job.
+        label: name of its kind in the framework.
+        ranks: members as progressions.
+        on_device: whether its calls end on a device, so that their end is known late, or not at all.
+    """
+
+    name: str
+    label: str
+    ranks: Progressions
+    on_device: bool = False
+
+    def members(self) -> npt.NDArray[np.int64]:
+        """Return the global ranks as int64, in the order of the group."""
+        return expanded(self.ranks)
+
+    @property
+    def count(self) -> int:
+        """Number of members."""
+        return count_of(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedCall:
+    """The last call that ended on a rank.
+
+    Attributes:
+        op: operation.
+        seq: sequence number in its group, or in the pair of ranks and direction.
+        label: name of the group in the framework.
+        end_ns: time of its end.
+    """
+
+    op: Op
+    seq: int
+    label: str
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankSnapshot:
+    """One rank.
+
+    Attributes:
+        pid: process number.
+        host: host name.
+        state: state of the process.
+        closed: whether the process ended in order.
+        step: training step.
+        phase: training phase, a value of ``Phase``.
+        heard_ns: time of the last sign of life, to 10 ms; time of the end, if it was observed.
+        coordinates: place in the parallel layout, such as ``(("tp", 1), ("dp", 2))``; empty if the groups do not show it.
+        last: last call that ended; None if no call has.
+        stack: frames of the main thread, innermost first; empty if not asked for.
+        exit: status that the process ended with; None if it runs, or if unknown.
+        cpu_wait: fraction of the last seconds in which the main thread waited for a processor, 0 to 1.
+    """
+
+    pid: int
+    host: str
+    state: State
+    closed: bool
+    step: int
+    phase: int
+    heard_ns: int = 0
+    coordinates: tuple[tuple[str, int], ...] = ()
+    last: FinishedCall | None = None
+    stack: tuple[Frame, ...] = ()
+    exit: ExitStatus | None = None
+    cpu_wait: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """State of a host or a job at one time.
+
+    Attributes:
+        now_ns: time of the snapshot. All times of a snapshot are on one clock.
+        ranks: known ranks.
+        groups: communicators. ``comm`` in ``rows`` and ``calls`` is a position in this list.
+        rows: progress of every rank in every communicator.
+        steps: newest steps of every rank.
+        calls: newest calls of every rank.
+        windows: recent traffic of the TCP connections; empty after a single look.
+        longest_wait_ns: longest wait of these ranks in a call after the first steps.
+        problems: files that could not be read, with the reason.
+    """
+
+    now_ns: int
+    ranks: Mapping[int, RankSnapshot]
+    groups: Sequence[GroupInfo]
+    rows: ProgressTable
+    steps: Steps
+    calls: Calls
+    windows: Windows = field(default_factory=lambda: np.zeros(0, WINDOW))
+    longest_wait_ns: int = 0
+    problems: Sequence[str] = field(default_factory=tuple)
+
+
+def take_snapshot(
+    job: HostRings, stacks: Mapping[int, tuple[Frame, ...]] | None = None, exits: Mapping[int, ProcessExit] | None = None
+) -> Snapshot:
+    """Take a snapshot of one host.
+
+    Args:
+        job: contents of its rings.
+        stacks: stack of each rank that was asked for it.
+        exits: end of each watched process that has ended.
+    """
+    known: dict[str, int] = {}
+    groups: list[GroupInfo] = []
+    ranks, rows, steps, calls = {}, [np.zeros(0, PROGRESS)], [np.zeros(0, STEP)], [np.zeros(0, CALL)]
+    longest = 0
+    for rank, ring in job.ranks.items():
+        table = [_group(entry, at, ring.identity.world) for at, entry in enumerate(ring.communicators)]
+        numbers = number_groups([group.name for group in table], known)
+        groups += [group for group, number in zip(table, numbers.tolist(), strict=True) if number >= len(groups)]
+        offset = job.offsets_ns[rank]
+        made = ring.records[(ring.records["op"] <= Op.RECEIVE) & (ring.records["comm"] < len(table))]
+        rows.append(rank_progress(rank, made, numbers, offset_ns=offset))
+        steps.append(steps_of(rank, ring.records, offset_ns=offset)[-NEWEST_STEPS:])
+        calls.append(_calls(rank, made[-NEWEST_CALLS:], numbers, offset))
+        longest = max(longest, _longest_wait_ns(made))
+        ranks[rank] = _rank(rank, ring, table, made, job, (stacks or {}).get(rank, ()), exits or {})
+    return Snapshot(
+        job.now_ns, ranks, limit_members(groups), np.concatenate(rows), np.concatenate(steps), np.concatenate(calls),
+        longest_wait_ns=longest,
+        problems=job.unreadable,
+    )  # fmt: skip
+
+
+def _group(entry: Mapping[str, Any], at: int, world: int) -> GroupInfo:
+    name = str(entry.get("name", f"?{at}"))[:_NAME]
+    try:
+        ranks = checked_progressions(entry.get("ranks", []), world)
+    except ValueError:  # untrusted
+        ranks = ()
+    return GroupInfo(name, str(entry.get("label", ""))[:_LABEL], ranks, bool(entry.get("on_device", False)))
+
+
+def limit_members(groups: Sequence[GroupInfo]) -> list[GroupInfo]:
+    """Return the groups; once the total number of members is too large, further groups have none."""
+    total, found = 0, []
+    for group in groups:
+        total += group.count
+        found.append(group if total <= MOST_MEMBERS else dataclasses.replace(group, ranks=()))
+    return found
+
+
+def _calls(rank: int, records: Records, numbers: npt.NDArray[np.int32], offset_ns: int) -> Calls:
+    out = np.zeros(len(records), CALL)
+    sends, receives = records["op"] == Op.SEND, records["op"] == Op.RECEIVE
+    out["rank"], out["comm"] = rank, numbers[records["comm"]]
+    out["source"] = np.where(sends, rank, np.where(receives, records["peer"], -1))
+    out["destination"] = np.where(receives, rank, np.where(sends, records["peer"], -1))
+    for name in ("seq", "op", "dtype", "shape"):
+        out[name] = records[name]
+    out["bytes"] = np.maximum(bytes_in(records), bytes_out(records))
+    out["call_ns"] = begins_ns(records) + offset_ns
+    for name in ("wait_ns", "end_ns"):
+        out[name] = np.where(records[name] > 0, records[name] + offset_ns, 0)
+    return out
+
+
+def _longest_wait_ns(calls: Records) -> int:
+    over = calls[(calls["end_ns"] > 0) & (calls["wait_ns"] > 0) & (calls["step"] > WARM_UP)]
+    return int((over["end_ns"] - over["wait_ns"]).max(initial=0))
+
+
+def _rank(
+    rank: int, ring: RingContents, table: Sequence[GroupInfo], made: Records, job: HostRings, stack: tuple[Frame, ...],
+    exits: Mapping[int, ProcessExit],
+) -> RankSnapshot:  # fmt: skip
+    last = None
+    done = made[made["end_ns"] > 0]
+    if len(done):
+        call = done[np.argmax(done["end_ns"])]
+        label, end_ns = table[call["comm"]].label, int(call["end_ns"]) + job.offsets_ns[rank]
+        last = FinishedCall(Op(call["op"]), int(call["seq"]), label, end_ns)
+    who, state, heard_ns, status = ring.identity, job.states.get(rank, State.UNKNOWN), ring.heartbeat_ns, None
+    if state is State.DEAD and who.pid in exits:
+        heard_ns, status = exits[who.pid].at_ns, exits[who.pid].status
+    return RankSnapshot(
+        who.pid, who.host, state, ring.closed, ring.step, ring.phase, heard_ns + job.offsets_ns[rank],
+        tuple(coordinates(rank, ((group.label, group.ranks) for group in table)).items()),
+        last, stack, status,
+    )  # fmt: skip
+
+
+def merge_snapshots(snapshots: Sequence[Snapshot], offsets_ns: Sequence[int], now_ns: int) -> Snapshot:
+    """Merge the snapshots of several hosts.
+
+    Args:
+        snapshots: one for each host.
+        offsets_ns: nanoseconds to add to the times of each snapshot.
+        now_ns: time of the merged snapshot.
+    """
+    known: dict[str, int] = {}
+    groups: list[GroupInfo] = []
+    ranks: dict[int, RankSnapshot] = {}
+    rows, steps, calls = [np.zeros(0, PROGRESS)], [np.zeros(0, STEP)], [np.zeros(0, CALL)]
+    for snapshot, offset in zip(snapshots, offsets_ns, strict=True):
+        numbers = number_groups([group.name for group in snapshot.groups], known)
+        groups += [group for group, number in zip(snapshot.groups, numbers.tolist(), strict=True) if number >= len(groups)]
+        rows.append(_moved(snapshot.rows, offset, ("call_ns",), numbers))
+        steps.append(_moved(snapshot.steps, offset, ("begin_ns", "end_ns")))
+        calls.append(_moved(snapshot.calls, offset, ("call_ns", "wait_ns", "end_ns"), numbers))
+        for rank, one in snapshot.ranks.items():
+            last = dataclasses.replace(one.last, end_ns=one.last.end_ns + offset) if one.last is not None else None
+            ranks[rank] = dataclasses.replace(one, heard_ns=one.heard_ns + offset, last=last)
+    return Snapshot(
+        now_ns, ranks, groups, np.concatenate(rows), np.concatenate(steps), np.concatenate(calls),
+        np.concatenate([np.zeros(0, WINDOW), *(snapshot.windows for snapshot in snapshots)]),
+        max([snapshot.longest_wait_ns for snapshot in snapshots], default=0),
+        [text for snapshot in snapshots for text in snapshot.problems],
+    )  # fmt: skip
+
+
+def _moved(
+    table: npt.NDArray[Any], offset_ns: int, columns: Sequence[str], numbers: npt.NDArray[np.int32] | None = None
+) -> npt.NDArray[Any]:
+    """Return a copy on the job's clock, with the job's numbers of communicators."""
+    out = table.copy()
+    for name in columns:
+        out[name] = np.where(table[name] != 0, table[name] + offset_ns, 0)
+    if numbers is not None and len(out):
+        out["comm"] = numbers[table["comm"]]
+    return out

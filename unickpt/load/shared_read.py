@@ -1,0 +1,260 @@
+"""Read each fragment once per host and share it in memory.
+
+ByteCheckpoint (arXiv 2407.20143) and MegaScale (arXiv 2402.15627) let one rank of a data-parallel group read and send to the
+others over the network. Here all ranks of a host that need the same fragment share it in host memory, under any layout.
+
+All ranks of a host compute the same schedule from the rows that each rank needs. In each round a rank reads its part into its
+slot of the shared memory, while all ranks copy from the slots of the previous round. The rank that reads a fragment checks
+its checksum.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from unickpt.coordination.host_peers import CONSUMED, READY, HostPeers
+from unickpt.format.boxes import Ints
+from unickpt.format.checksums import RunningChecksum
+from unickpt.format.dtypes import torch_dtype
+from unickpt.format.index import Index
+from unickpt.load.read_plan import ReadPlan
+from unickpt.load.reader import THREADS, Fragment, ReadStats, Request, between_kernels, by_file, check, deliver, results
+from unickpt.storage.base import Storage
+
+_RUN_BYTES = 8 << 20  # adjacent fragments that one rank reads
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes ``[lo, hi)`` of a fragment, at byte ``at`` of the slot of its reader."""
+
+    row: int
+    lo: int
+    hi: int
+    at: int
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Assignment of blocks to ranks and rounds.
+
+    Attributes:
+        rows: rows of the index that are shared, int64, sorted.
+        rounds: for each round and each rank of the host, the blocks that the rank reads, in file order.
+    """
+
+    rows: Ints
+    rounds: list[list[list[Block]]] = field(default_factory=list)
+
+
+def schedule(index: Index, wanted: Sequence[Ints], slot_bytes: int) -> Schedule:
+    """Return the schedule, which is the same on every rank of a host.
+
+    Args:
+        index: index of the checkpoint.
+        wanted: sorted rows that each rank of the host needs.
+        slot_bytes: bytes that a rank can share in one round.
+    """
+    rows, count = np.unique(np.concatenate([np.asarray(r, np.int64) for r in wanted]), return_counts=True)
+    rows = rows[count > 1]
+    plan = Schedule(rows)
+    if not len(rows):
+        return plan
+    users = np.stack([np.isin(rows, each) for each in wanted])
+    sizes = index.size_bytes()[rows]
+    loads = [0] * len(wanted)
+    places = [_Slot(slot_bytes) for _ in wanted]
+    for run in _runs(index, rows, users, sizes):
+        candidates = np.flatnonzero(users[:, run[0]]).tolist()
+        reader = min(candidates, key=lambda at: (loads[at], at))
+        loads[reader] += int(sizes[run].sum())
+        for at in run:
+            places[reader].add(int(rows[at]), int(sizes[at]), int(index.offset_bytes[rows[at]]))
+    for number in range(max(len(place.rounds) for place in places)):
+        plan.rounds.append([place.rounds[number] if number < len(place.rounds) else [] for place in places])
+    return plan
+
+
+def _runs(index: Index, rows: Ints, users: np.ndarray[tuple[int, int], np.dtype[np.bool_]], sizes: Ints) -> list[list[int]]:
+    """Group positions in ``rows``, in file order: adjacent fragments that the same ranks need, up to 8 MiB."""
+    order = np.lexsort((index.offset_bytes[rows], index.file[rows]))
+    file, begin = index.file[rows][order], index.offset_bytes[rows][order]
+    adjacent = (file[1:] == file[:-1]) & (begin[1:] == begin[:-1] + sizes[order][:-1])
+    adjacent &= (users[:, order][:, 1:] == users[:, order][:, :-1]).all(axis=0)
+    found: list[list[int]] = []
+    size = 0
+    for joins, at in zip([False, *adjacent.tolist()], order.tolist(), strict=True):
+        if not joins or size >= _RUN_BYTES:
+            found.append([])
+            size = 0
+        found[-1].append(at)
+        size += int(sizes[at])
+    return found
+
+
+class _Slot:
+    """The slot of one reader, filled round after round."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.rounds: list[list[Block]] = []
+        self._slot, self._at, self._end = slot_bytes, slot_bytes, -1
+
+    def add(self, row: int, size: int, offset: int) -> None:
+        lo = 0
+        while lo < size:
+            if offset + lo != self._end:  # not adjacent in the file: keep the alignment that it has there
+                self._at += -self._at % _ALIGNMENT + (offset + lo) % _ALIGNMENT
+            if self._at + min(size - lo, self._slot // 2) > self._slot:
+                self.rounds.append([])
+                self._at = (offset + lo) % _ALIGNMENT
+            hi = min(size, lo + self._slot - self._at)
+            if hi < size:
+                hi -= (hi - lo) % _ALIGNMENT  # never split an element
+            self.rounds[-1].append(Block(row, lo, hi, self._at))
+            self._at += hi - lo
+            self._end = offset + hi
+            lo = hi
+
+
+def execute(
+    storage: Storage,
+    index: Index,
+    plan: ReadPlan,
+    requests: Sequence[Request],
+    host_peers: HostPeers,
+    *,
+    verify: str = "always",
+) -> tuple[ReadStats, ReadPlan]:
+    """Fill the part of a plan that other ranks of the host also need.
+
+    Returns:
+        Cost on this rank, and the rest of the plan.
+
+    Raises:
+        CorruptCheckpointError: a fragment that this rank reads is damaged.
+        StorageError: this rank cannot read a file.
+        HostPeerFailedError: the read of another rank failed.
+    """
+    slot = len(host_peers.memory) // (2 * len(host_peers.ranks)) // _ALIGNMENT * _ALIGNMENT
+    agreed = schedule(index, host_peers.rows, slot)
+    mine = {f.row: f for _, fragments in by_file(index, plan.only(agreed.rows), requests) for f in fragments}
+    slots = [
+        [host_peers.memory[(2 * at + half) * slot : (2 * at + half + 1) * slot] for half in (0, 1)]
+        for at in range(len(host_peers.ranks))
+    ]
+    stats = ReadStats()
+    stop = threading.Event()
+    with (
+        between_kernels(requests),
+        ThreadPoolExecutor(THREADS, "unickpt-handover") as pool,
+        ThreadPoolExecutor(1, "unickpt-rounds") as reader,
+    ):
+        job = _Reading(storage, index, mine, verify, pool)
+
+        def read_all() -> None:
+            try:
+                for number, readers in enumerate(agreed.rounds):
+                    host_peers.wait(CONSUMED, number - 1)  # the round before the last has been copied by all
+                    if stop.is_set():
+                        return
+                    stats.bytes_read += job.read(readers[host_peers.me], slots[host_peers.me][number % 2])
+                    host_peers.publish(READY, number + 1)
+            except BaseException:
+                host_peers.fail()
+                raise
+
+        reading = reader.submit(read_all)
+        try:
+            for number, readers in enumerate(agreed.rounds):
+                host_peers.wait(READY, number + 1)
+                copies = [
+                    pool.submit(_hand_over, mine[block.row], block, slots[at][number % 2])
+                    for at, blocks in enumerate(readers)
+                    for block in blocks
+                    if block.row in mine
+                ]
+                for _ in results(copies):
+                    pass
+                host_peers.publish(CONSUMED, number + 1)
+        except BaseException:
+            stop.set()
+            host_peers.fail()
+            if reading.exception() is not None:  # the cause, if it is this rank's
+                reading.result()
+            raise
+        reading.result()
+        for views in slots:
+            for view in views:
+                view.release()
+    stats.bytes_needed = sum(use.region.numel * torch_dtype(f.info.dtype).itemsize for f in mine.values() for use in f.uses)
+    return stats, plan.only(agreed.rows, without=True)
+
+
+def _hand_over(fragment: Fragment, block: Block, slot: memoryview) -> None:
+    dtype = torch_dtype(fragment.info.dtype)
+    data = slot[block.at : block.at + block.hi - block.lo]
+    if block.at % dtype.itemsize:
+        data = memoryview(bytearray(data))
+    deliver(fragment, block.lo // dtype.itemsize, torch.frombuffer(data, dtype=dtype))
+
+
+class _Reading:
+    """Reads the blocks of this rank."""
+
+    def __init__(
+        self, storage: Storage, index: Index, mine: dict[int, Fragment], verify: str, pool: ThreadPoolExecutor
+    ) -> None:
+        self._storage, self._index, self._mine, self._verify, self._pool = storage, index, mine, verify, pool
+        self._running: dict[int, RunningChecksum] = {}
+
+    def read(self, blocks: Sequence[Block], slot: memoryview) -> int:
+        """Read blocks into the slot and check them. Return the number of bytes."""
+        files: dict[int, list[Block]] = {}
+        for block in blocks:
+            files.setdefault(int(self._index.file[block.row]), []).append(block)
+        for file, of_file in files.items():
+            with self._storage.reader(self._index.files[file]) as reader:
+                parts = [
+                    self._pool.submit(reader.read_into, [slot[at : at + size]], offset)
+                    for at, size, offset in self._stretches(of_file, reader.block_bytes)
+                ]
+                for _ in results(parts):
+                    pass
+                if self._verify != "off":
+                    checks = [self._pool.submit(self._verify_block, block, slot, reader.path) for block in of_file]
+                    for _ in results(checks):
+                        pass
+        return sum(block.hi - block.lo for block in blocks)
+
+    def _stretches(self, blocks: Sequence[Block], piece_bytes: int) -> list[tuple[int, int, int]]:
+        """Return (slot position, bytes, file position) of blocks adjacent in slot and file, in pieces for threads."""
+        joined: list[tuple[int, int, int]] = []
+        for block in blocks:
+            offset, size = int(self._index.offset_bytes[block.row]) + block.lo, block.hi - block.lo
+            if joined and joined[-1][0] + joined[-1][1] == block.at and joined[-1][2] + joined[-1][1] == offset:
+                at, before, begin = joined.pop()
+                joined.append((at, before + size, begin))
+            else:
+                joined.append((block.at, size, offset))
+        return [
+            (at + shift, min(piece_bytes, size - shift), offset + shift)
+            for at, size, offset in joined
+            for shift in range(0, size, piece_bytes)
+        ]
+
+    def _verify_block(self, block: Block, slot: memoryview, path: str) -> None:
+        """Update the checksum with one block. The blocks of a fragment come in order, at most one per round."""
+        fragment = self._mine[block.row]
+        running = self._running.pop(block.row, None) or RunningChecksum()
+        running.update(slot[block.at : block.at + block.hi - block.lo])
+        if block.hi == fragment.size_bytes:
+            check(fragment, running.value(), path)
+        else:
+            self._running[block.row] = running

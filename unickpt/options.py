@@ -1,0 +1,325 @@
+"""All options of the package, each declared once.
+
+``Options`` is the value that both adapters work with. DeepSpeed reads it from the ``unickpt`` key of its JSON configuration,
+Megatron's training scripts from their command line. The field of an option holds its whole declaration: the validation of the
+JSON, the JSON Schema, the flags of ``argparse`` and the tables of the documentation come from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from unickpt.errors import ConfigError
+
+KEY = "unickpt"
+VERIFY = ("always", "sampled", "off")
+ON_BUSY = ("wait", "skip", "queue")
+UNLIMITED = math.inf
+Section = TypeVar("Section")
+
+_NAMED: Mapping[type[Any], str] = {bool: "true or false", str: "a string", float: "a number", int: "a whole number"}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """The declaration of one option.
+
+    Attributes:
+        key: name in the JSON section, and of the field.
+        section: JSON section inside ``unickpt``; '' for ``unickpt`` itself.
+        default: default value, whose type (bool, int, float or str) is the type of the option. ``UNLIMITED``: no limit.
+        help: one sentence without a full stop.
+        unit: unit of a number, or ''.
+        choices: accepted values; empty for any.
+        least, most: bounds of a whole number. A float must be positive.
+        flag: flag of Megatron's training scripts, or ''. The flag of a bool sets the opposite of its default.
+        no_flag: replacement for a flag in Megatron's training scripts.
+        no_key: replacement for a key in DeepSpeed's JSON; '' if the option has a key.
+    """
+
+    key: str
+    section: str
+    default: Any
+    help: str
+    unit: str
+    choices: tuple[str, ...]
+    least: int
+    most: int | None
+    flag: str
+    no_flag: str
+    no_key: str
+
+    @property
+    def kind(self) -> type[Any]:
+        return type(self.default)
+
+    @property
+    def attribute(self) -> str:
+        """Attribute of the namespace that ``argparse`` returns."""
+        names = [KEY, self.section, self.key] if (self.section, self.key) != ("timing", "enabled") else [KEY, self.section]
+        return "_".join(filter(None, names))
+
+    @property
+    def text(self) -> str:
+        """The help sentence with the unit."""
+        return f"{self.help} ({self.unit})" if self.unit else self.help
+
+    @property
+    def flag_text(self) -> str:
+        """The help sentence of the flag, which disables an option that is on by default."""
+        return f"disable: {self.text}" if self.default is True else self.text
+
+    def checked(self, value: Any, where: str) -> Any:
+        """Validate a value and return it.
+
+        Args:
+            value: value from JSON or from a command line. A whole number is converted to float if a float is expected.
+            where: name of the option in messages.
+
+        Raises:
+            ConfigError: the type is wrong, or the value is out of bounds or not one of ``choices``.
+        """
+        if self.kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not self.kind:
+            raise ConfigError(f"{where} must be {_NAMED[self.kind]}, not {value!r} ({type(value).__name__})")
+        if self.kind is float and not value > 0:
+            raise ConfigError(f"{where} must be a positive number, not {value!r}")
+        if self.kind is int and not self.least <= value <= (value if self.most is None else self.most):
+            bounds = f"at least {self.least}" if self.most is None else f"from {self.least} to {self.most}"
+            raise ConfigError(f"{where} must be {bounds}, not {value!r}")
+        if self.choices and value not in self.choices:
+            near = difflib.get_close_matches(str(value), self.choices, n=1, cutoff=0.0)
+            raise ConfigError(f'{where} must be one of {", ".join(self.choices)}, not {value!r}; did you mean "{near[0]}"?')
+        return value
+
+
+def _option(
+    default: Any,
+    help: str,
+    *,
+    unit: str = "",
+    choices: tuple[str, ...] = (),
+    least: int = 0,
+    most: int | None = None,
+    flag: str = "",
+    no_flag: str = "",
+    no_key: str = "",
+) -> Any:
+    """Return the dataclass field of an option. Without ``flag`` and ``no_flag`` the flag is derived from the field name."""
+    declared = {
+        "help": help, "unit": unit, "choices": choices, "least": least, "most": most, "flag": flag, "no_flag": no_flag,
+        "no_key": no_key,
+    }  # fmt: skip
+    return field(default=default, metadata=declared)
+
+
+@dataclass(frozen=True, slots=True)
+class TimingOptions:
+    """Recording and diagnosis of collectives."""
+
+    enabled: bool = _option(False, "record every collective of the job", flag="--unickpt-timing")
+    watch: bool = _option(
+        True,
+        "start an agent on every host, which logs the rank that the others wait for",
+        flag="--unickpt-timing-no-watch",
+    )
+    device: bool = _option(
+        False,
+        "time NCCL's calls on the device by CUDA events, so that slow ranks are found on GPUs; not seen on a device yet",
+    )
+    metrics_port: int = _option(
+        0,
+        "port on which the agent of rank 0's host serves Prometheus metrics (/metrics, no password); 0 disables it",
+        most=65535,
+    )
+    metrics_address: str = _option("127.0.0.1", "address on which metrics_port listens; 0.0.0.0 (IPv6: ::) admits other hosts")
+    folder: str = _option("", "directory of the ring files; empty: a directory in shared memory, one for each job")
+    records: int = _option(65_536, "number of records in the ring of each rank, 96 bytes each", least=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of a job. The defaults suit most jobs."""
+
+    enabled: bool = _option(False, "save and load universal checkpoints", no_flag="use `--ckpt-format unickpt`")
+    verify: str = _option(
+        "always",
+        "verify checksums on load: of all data read, or (sampled) of completely needed and of a sample of partly needed data",
+        choices=VERIFY,
+    )
+    read_once_per_host: bool = _option(
+        True,
+        "read data that several ranks of a host need once, and share it through memory",
+        flag="--unickpt-no-read-once",
+    )
+    restore_rng: bool = _option(
+        True,
+        "restore the Python, NumPy and torch random number generators of every rank",
+        no_flag="Megatron's `--no-load-rng` disables it",
+    )
+    non_persistent_buffers: bool = _option(
+        False,
+        "also save and restore buffers registered with persistent=False",
+        no_flag="the modules' `sharded_state_dict` decides which buffers are saved",
+    )
+    allow_pickle: bool = _option(
+        False, "unpickle opaque objects on load, which runs code from the checkpoint; for trusted checkpoints only"
+    )
+    fall_back: bool = _option(True, "if the latest checkpoint is damaged and no other is named, load the newest intact one")
+    async_save: bool = _option(
+        False,
+        "return from a save after the state is copied to host memory, and write in the background",
+        no_flag="use Megatron's `--async-save`",
+    )
+    sync_save: bool = _option(
+        False,
+        "return from a save only when the checkpoint is durable, even with --async-save",
+        no_key="saves are synchronous unless `async_save` is true",
+    )
+    on_busy: str = _option(
+        "wait", "what a save does while an earlier one is being written: wait for it, skip itself, or queue", choices=ON_BUSY
+    )
+    staging_gigabytes: float = _option(
+        UNLIMITED, "host memory per rank for copies of the state; the rest is written before the save returns", unit="GB"
+    )
+    pinned_staging: bool = _option(
+        False,
+        "copy the state from a GPU behind training, into page-locked host memory; not seen on a device yet",
+    )
+    write_megabytes_per_second: float = _option(UNLIMITED, "write bandwidth per rank", unit="MB/s")
+    direct_io: bool = _option(True, "bypass the page cache when writing data, if the file system supports it")
+    keep_last: int = _option(0, "number of most recent checkpoints to keep in the folder after a save; 0 keeps all")
+    keep_every: int = _option(0, "with keep_last, also keep checkpoints whose step is a multiple of this number; 0: none")
+    upload_to: str = _option("", "URL or path to which each committed checkpoint is copied in the background")
+    grace_seconds: float = _option(25.0, "time that a process waits for its save after SIGTERM", unit="s")
+    load_dialect: str = _option(
+        "",
+        "dialect of a checkpoint of another framework whose metadata does not name its model family: family or dialect file",
+    )
+    timeout_seconds: float = _option(1800.0, "time that a rank waits for other ranks before its save or load fails", unit="s")
+    timing: TimingOptions = field(default=TimingOptions())
+
+
+SECTIONS: Mapping[str, type[Any]] = {"": Options, "timing": TimingOptions}
+
+
+def declared(section: str | None = None) -> Iterator[Option]:
+    """Yield the declarations in order.
+
+    Args:
+        section: '' or the name of a JSON section; None for all sections.
+    """
+    for name, kind in SECTIONS.items():
+        if section not in (None, name):
+            continue
+        for item in fields(kind):
+            if item.metadata:
+                yield _declaration(name, item.name, item.default, item.metadata)
+
+
+def _declaration(section: str, key: str, default: Any, metadata: Mapping[str, Any]) -> Option:
+    flag = metadata["flag"]
+    if not flag and not metadata["no_flag"]:
+        words = [KEY, section, "no" if default is True else "", key.replace("_", "-")]
+        flag = "--" + "-".join(filter(None, words))
+    return Option(key=key, section=section, default=default, **{**metadata, "flag": flag})
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def from_json(section: Any) -> Options:
+    """Return the options from the value of the ``unickpt`` key.
+
+    Raises:
+        ConfigError: the value is not an object, has an unknown option (the message names the nearest valid one), or a
+            value has a wrong type or is out of bounds.
+    """
+    return _section("", section)  # type: ignore[no-any-return]
+
+
+def _section(name: str, section: Any) -> Any:
+    path = ".".join(filter(None, [KEY, name]))
+    if not isinstance(section, Mapping):
+        raise ConfigError(f'"{path}" must be an object such as {{"enabled": true}}, not {section!r}')
+    known = {option.key: option for option in declared(name) if not option.no_key}
+    inside = [] if name else [other for other in SECTIONS if other]
+    values: dict[str, Any] = {}
+    for key, value in section.items():
+        if key in inside:
+            values[key] = _section(key, value)
+        elif key in known:
+            values[key] = known[key].checked(value, f'"{path}.{key}"')
+        else:
+            names = [*known, *inside]
+            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)
+            raise ConfigError(f'"{path}.{key}" is not an option; did you mean "{path}.{near[0]}"? Known: {", ".join(names)}')
+    return SECTIONS[name](**values)
+
+
+def schema(name: str = "") -> dict[str, Any]:
+    """Return the JSON Schema of a section; '' for the value of the ``unickpt`` key."""
+    types = {bool: "boolean", int: "integer", float: "number", str: "string"}
+    properties: dict[str, Any] = {}
+    for option in declared(name):
+        if option.no_key:
+            continue
+        about: dict[str, Any] = {"type": types[option.kind], "description": option.text}
+        about |= {} if option.default == UNLIMITED else {"default": option.default}
+        about |= {"enum": list(option.choices)} if option.choices else {}
+        about |= {"exclusiveMinimum": 0} if option.kind is float else {}
+        about |= {"minimum": option.least} if option.kind is int else {}
+        about |= {"maximum": option.most} if option.most is not None else {}
+        properties[option.key] = about
+    properties |= {} if name else {other: schema(other) for other in SECTIONS if other}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+# ---------------------------------------------------------------- command line
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of Megatron's training scripts to their parser, as the group ``unickpt``."""
+    group = parser.add_argument_group(KEY, "universal checkpoints (--ckpt-format unickpt) and timing of collectives")
+    for option in declared():
+        if not option.flag:
+            continue
+        how: dict[str, Any] = {"type": _parsed(option), "metavar": option.kind.__name__.upper()}
+        if option.kind is bool:
+            how = {"action": "store_false" if option.default else "store_true"}
+        elif option.choices:
+            how = {"choices": option.choices}
+        words = option.flag_text.replace("%", "%%")
+        group.add_argument(option.flag, dest=option.attribute, default=option.default, help=words, **how)
+
+
+def _parsed(option: Option) -> Any:
+    def parse(text: str) -> Any:
+        try:
+            return option.checked(option.kind(text), option.flag)
+        except ConfigError as err:
+            raise argparse.ArgumentTypeError(str(err)) from None
+
+    parse.__name__ = option.kind.__name__  # argparse shows this name in its error message
+    return parse
+
+
+def from_flags(arguments: Any, **native: Any) -> Options:
+    """Return the options of a parsed command line.
+
+    Args:
+        arguments: namespace of ``argparse``. None, or a namespace without the flags, gives the defaults.
+        native: values of options without a flag, by key.
+    """
+    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for option in declared():
+        if option.flag:
+            values[option.section][option.key] = getattr(arguments, option.attribute, option.default)
+    timing = TimingOptions(**values["timing"])
+    return Options(**{**values[""], **native}, timing=timing)

@@ -1,0 +1,142 @@
+"""Copies from device memory into host memory, behind training. Off unless the option ``pinned_staging`` is set.
+
+Not seen on a device. The rules it follows, with their sources in torch 2.13:
+
+- Only page-locked memory is copied without blocking the host. ``pin_memory=True`` would round the buffer up to a power of two
+  (``PowerOf2Ceil`` in ``ATen/core/CachingHostAllocator.h``: 33 GB would lock 64 GB) and give the memory back only to its own
+  cache. So the region is registered as it is (``cudaHostRegister``, as in ``torch/cuda/_pin_memory_utils.py``), once.
+- Order: the copy stream waits for the training stream, so it copies what training has computed. The training stream then waits
+  for the copies, so that nothing that follows in it changes the sources before they are copied. The host waits for neither.
+- ``record_stream``: a source that is freed before it is copied is not given to another stream by the caching allocator
+  (``c10/cuda/CUDACachingAllocator.cpp``). The training stream is ordered by the wait; other streams are not.
+- The thread that writes the file waits for the copies. While another thread captures a CUDA graph in mode ``global``, a call
+  such as ``cudaEventSynchronize`` may invalidate the capture. The waiting thread therefore sets its own capture mode to
+  ``thread local`` for the time of the wait, as ``CUDAStreamCaptureModeGuard`` does (``c10/cuda/CUDAGraphsC10Utils.h``; Python
+  has no access to it).
+- Streams and events are made once. Nothing is allocated after the first save, except by torch for a strided source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("unickpt")
+
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
+_PORTABLE = 1  # cudaHostRegisterPortable: locked for the contexts of all devices
+
+
+@dataclass
+class _Lane:
+    """Copy stream of one device, and the event behind its newest copies."""
+
+    stream: Any
+    event: Any
+    in_flight: bool = False
+
+
+class DeviceCopies:
+    """Copies from devices into one region of host memory.
+
+    Args:
+        region: uint8 tensor of host memory. It is locked at construction, and unlocked when this object is deleted, after the
+            copies.
+    """
+
+    def __init__(self, region: torch.Tensor) -> None:
+        self._lanes: dict[int, _Lane] = {}
+        address, size = region.data_ptr(), region.numel()
+        cuda: Any = torch.cuda
+        status = int(cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
+        self.pinned = status == 0
+        if self.pinned:
+            # keeps the region mapped until it is unlocked; not at exit, when the driver may be gone
+            weakref.finalize(self, _unlock, region, self._lanes).atexit = False
+        else:
+            logger.warning(
+                "unickpt: %.1f GB of staging memory cannot be locked (cudaHostRegister returned %d; see ulimit -l): the host "
+                "waits for the copies of a save", size / 1e9, status,
+            )  # fmt: skip
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Begin to copy. Returns a function that waits until the data are in host memory; any thread may call it, once.
+
+        Args:
+            targets: tensors in the region.
+            sources: tensors on CUDA devices, one for each target.
+        """
+        begun: list[_Lane] = []
+        for index in sorted({source.get_device() for source in sources}):
+            with torch.cuda.device(index):
+                lane = self._lanes.get(index)
+                if lane is None:
+                    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # the waiting thread sleeps
+                    lane = self._lanes[index] = _Lane(torch.cuda.Stream(), event)  # type: ignore[no-untyped-call]
+                training = torch.cuda.current_stream()
+                lane.stream.wait_stream(training)
+                with torch.cuda.stream(lane.stream):
+                    for target, source in zip(targets, sources, strict=True):
+                        if source.get_device() == index:
+                            target.copy_(source, non_blocking=True)
+                            source.record_stream(lane.stream)
+                lane.event.record(lane.stream)
+                lane.in_flight = True
+                training.wait_event(lane.event)
+            begun.append(lane)
+        return functools.partial(_wait, begun)
+
+    def settle(self) -> None:
+        """Wait for copies that nothing has waited for: those of a save that was given up."""
+        _wait(list(self._lanes.values()))
+
+
+def _wait(lanes: Sequence[_Lane]) -> None:
+    for lane in lanes:
+        if lane.in_flight:
+            with _beside_captures():
+                lane.event.synchronize()
+            lane.in_flight = False
+
+
+def _unlock(region: torch.Tensor, lanes: dict[int, _Lane]) -> None:
+    with contextlib.suppress(RuntimeError):  # the device may have failed
+        _wait(list(lanes.values()))
+        cuda: Any = torch.cuda
+        cuda.cudart().cudaHostUnregister(region.data_ptr())
+
+
+@contextlib.contextmanager
+def _beside_captures() -> Iterator[None]:
+    """Let this thread wait for an event while another thread captures a graph."""
+    exchange = _exchange_capture_mode()
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(_THREAD_LOCAL)
+    exchange(ctypes.byref(mode))  # ``mode`` holds the mode before
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _exchange_capture_mode() -> Any:
+    """Return ``cudaThreadExchangeStreamCaptureMode`` of the CUDA runtime that torch has loaded; None if it is not found."""
+    with contextlib.suppress(OSError, AttributeError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            name = line.rpartition(" ")[2]
+            if "/libcudart.so" in name:
+                return ctypes.CDLL(name).cudaThreadExchangeStreamCaptureMode
+    logger.warning("unickpt: the CUDA runtime is not found: a CUDA graph that is captured during a save may be invalidated")
+    return None

@@ -1,0 +1,139 @@
+"""Removal of old checkpoints.
+
+Only files written by unickpt are removed, and only after a newer checkpoint was committed. The newest complete
+checkpoint and the one that ``latest`` names always stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from unickpt.checkpoint_folder import complete_checkpoints, latest_tag
+from unickpt.errors import FormatError, UnickptError
+from unickpt.format.layout import DATA_FOLDER, LOCK_FILE, ROWS_FOLDER
+from unickpt.format.manifest import MANIFEST_FILE
+from unickpt.storage.base import Storage
+from unickpt.storage.open import open_storage
+
+logger = logging.getLogger("unickpt")
+
+MARK_FILE = "metadata.json"  # marker file of the Megatron adapter, beside the manifest
+README_FILE = "README-unickpt.txt"  # written by the DeepSpeed adapter
+ABANDONED_S = 3600.0  # a save without a write for this time is considered dead
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Retention policy.
+
+    Attributes:
+        keep_last: number of most recent checkpoints to keep; 0 keeps all.
+        keep_every: also keep checkpoints whose step is a multiple of this; 0 for none.
+    """
+
+    keep_last: int = 0
+    keep_every: int = 0
+
+
+def superseded(found: Sequence[tuple[int, str]], policy: Retention, *, protected: Collection[str] = ()) -> list[str]:
+    """Return the names of the checkpoints to remove.
+
+    Args:
+        found: ``(step, name)`` of all complete checkpoints.
+        policy: retention policy.
+        protected: names that are never removed.
+    """
+    if policy.keep_last <= 0:
+        return []
+    newest_first = sorted(found, reverse=True)
+    return [
+        name
+        for step, name in newest_first[max(policy.keep_last, 1) :]
+        if name not in protected and not (policy.keep_every > 0 and step % policy.keep_every == 0)
+    ]
+
+
+def apply(folder: str, policy: Retention, *, just_saved: str, busy: Collection[str] = ()) -> list[str]:
+    """Remove superseded checkpoints and the remains of dead saves. The coordinator calls this after a commit.
+
+    Args:
+        folder: save directory.
+        policy: retention policy.
+        just_saved: name of the committed checkpoint.
+        busy: names of checkpoints that are in use, such as by an upload.
+
+    Returns:
+        Names of the removed checkpoints.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    if policy.keep_last <= 0:
+        return []
+    place = open_storage(folder)
+    protected = {just_saved, *busy}
+    with contextlib.suppress(FormatError):  # a damaged ``latest`` protects nothing
+        protected.add(latest_tag(folder) or just_saved)
+    old = superseded(complete_checkpoints(folder), policy, protected=protected)
+    removed = [name for name in old if _remove_unless_in_use(folder, place.subfolder(name), name)]
+    dead = [name for name in abandoned(place) if name not in protected]
+    cleaned = [name for name in dead if _remove_unless_in_use(folder, place.subfolder(name), name)]
+    if removed or cleaned:
+        logger.info("unickpt: removed %s from %s", ", ".join([*removed, *(f"{n} (abandoned)" for n in cleaned)]), folder)
+    return [*removed, *cleaned]
+
+
+def _remove_unless_in_use(folder: str, checkpoint: Storage, name: str) -> bool:
+    """Remove a checkpoint unless another job saves into it or ``latest`` names it now. Return whether it was removed."""
+    with contextlib.suppress(UnickptError):
+        release = checkpoint.try_lock(LOCK_FILE)
+        if release is None:
+            return False
+        try:
+            with contextlib.suppress(FormatError):
+                if latest_tag(folder) == name:
+                    return False
+            remove(checkpoint)
+            return True
+        finally:
+            release()
+            checkpoint.delete_if_empty()
+    return False
+
+
+def abandoned(place: Storage) -> list[str]:
+    """Return the names of folders with files of an uncommitted save that has not written for ``ABANDONED_S``."""
+    limit_ns = time.time_ns() - int(ABANDONED_S * 1e9)
+    found = []
+    for name in place.folders():
+        with contextlib.suppress(UnickptError):
+            inside = place.subfolder(name)
+            if inside.size_bytes(MANIFEST_FILE) is None:
+                ours = _own_files(inside)
+                if ours and max(map(inside.modified_ns, ours)) < limit_ns:
+                    found.append(name)
+    return found
+
+
+def remove(checkpoint: Storage) -> None:
+    """Remove the files of unickpt from a folder. The manifest goes first, so the rest is never taken for a checkpoint."""
+    checkpoint.delete(MANIFEST_FILE)
+    with contextlib.suppress(UnickptError):
+        if checkpoint.size_bytes(MANIFEST_FILE) is not None:
+            return  # the manifest could not be removed, so the other files have to stay
+        for name in _own_files(checkpoint):
+            checkpoint.delete(name)
+        for folder in (DATA_FOLDER, ROWS_FOLDER, ""):
+            checkpoint.delete_if_empty(folder)  # stays if it has other files
+
+
+def _own_files(checkpoint: Storage) -> list[str]:
+    inside = f"{DATA_FOLDER}/rank*.safetensors", f"{ROWS_FOLDER}/rank*.safetensors"
+    patterns = (*inside, "index*.safetensors", f"{MANIFEST_FILE}.tmp", MARK_FILE, README_FILE, LOCK_FILE)
+    names = [name for folder in (DATA_FOLDER, ROWS_FOLDER, "") for name in checkpoint.names(folder)]
+    return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]

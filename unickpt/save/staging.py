@@ -1,0 +1,213 @@
+"""Staging buffers: host memory for the copy of the state, so that training continues while it is written.
+
+The memory is allocated and touched once and then kept: a copy into fresh pages costs 20 to 40 times a copy into warm
+ones. Data on a device are copied before the call returns, or in the background (``device_copy``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from unickpt.format.dtypes import copy_and_compare, is_cast_of
+from unickpt.save.device_copy import DeviceCopies
+from unickpt.save.shards import Shard
+from unickpt.storage.direct_io import BLOCK_BYTES
+
+_COMPARED_BYTES = 512 << 10  # block that is copied, then compared; three of them fit into the cache of a core
+
+
+class StagingBuffer:
+    """One region of host memory. ``tensor``: uint8 ``[capacity]``.
+
+    Args:
+        capacity_bytes: room for data.
+        pinned: copy from devices behind training. The memory is locked at the first such copy.
+    """
+
+    def __init__(self, capacity_bytes: int, *, pinned: bool = False) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._pinned = pinned
+        self._copies: DeviceCopies | None = None
+        self.tensor = _allocated(capacity_bytes + BLOCK_BYTES)  # space for lead_bytes
+
+    def fill(self, shards: Sequence[Shard], *, lead_bytes: int = 0) -> tuple[list[Shard], Callable[[], None]] | None:
+        """Copy the data of shards into the buffer, back to back.
+
+        Args:
+            shards: in file order. The unconditional ones fit into the buffer.
+            lead_bytes: offset of the first shard, so that memory and file have the same block alignment.
+
+        Returns:
+            The shards to write, with data in the buffer, and a function that waits for the copies. None if the shards
+            do not fit.
+        """
+        if self._copies is not None:
+            self._copies.settle()
+        targets, sources, staged = [], [], []
+        dependents = _dependents(shards)
+        derivable: dict[int, bool] = {}
+        at = lead_bytes
+        for shard in shards:
+            data = shard.data.detach()
+            known = derivable.get(id(shard))
+            if shard.unless is not None and (is_cast_of(data, shard.unless) if known is None else known):
+                continue
+            at = -(-at // data.element_size()) * data.element_size()
+            end = at + data.numel() * data.element_size()
+            if end - lead_bytes > self.capacity_bytes:
+                return None
+            target = self.tensor[at:end].view(data.dtype).view(data.shape)
+            staged.append(replace(shard, data=target, unless=None))
+            at = end
+            dependent = dependents.get((data.data_ptr(), data.numel()))
+            if dependent is not None and shard.unless is None and data.is_contiguous():
+                derivable[id(dependent)] = _copy_and_compare(target, data, dependent.data.detach())
+            elif data.numel():
+                targets.append(target)
+                sources.append(data)
+        return staged, self._copy(targets, sources)
+
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], None]:
+        """Copy. What is on a CUDA device is only begun if the buffer is pinned."""
+        later = [source.is_cuda and self._pinned for source in sources]
+        now = [at for at, behind in enumerate(later) if not behind]
+        if now:
+            torch._foreach_copy_([targets[at] for at in now], [sources[at] for at in now])
+        if len(now) == len(later):
+            return nothing_to_wait_for
+        if self._copies is None:
+            self._copies = DeviceCopies(self.tensor)
+        behind = [at for at, each in enumerate(later) if each]
+        return self._copies.copy([targets[at] for at in behind], [sources[at] for at in behind])
+
+
+def _allocated(capacity_bytes: int) -> torch.Tensor:
+    region = mmap.mmap(-1, max(capacity_bytes, 1))
+    with contextlib.suppress(AttributeError, OSError):  # huge pages, if the system supports them
+        region.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(region, dtype=torch.uint8)[:capacity_bytes]
+    tensor.zero_()
+    return tensor
+
+
+def _dependents(shards: Sequence[Shard]) -> dict[tuple[int, int], Shard]:
+    """Return the conditional shards that can be compared during the copy, by address and length of ``unless``.
+
+    With several threads the copy of torch is faster, so there are none.
+    """
+    if torch.get_num_threads() > 1:
+        return {}
+    conditional = [(shard, shard.unless) for shard in shards if shard.unless is not None]
+    return {
+        (unless.data_ptr(), unless.numel()): shard
+        for shard, unless in conditional
+        if unless.is_cpu and shard.data.is_cpu and unless.is_contiguous() and shard.data.is_contiguous() and unless.numel()
+    }
+
+
+def _copy_and_compare(target: torch.Tensor, source: torch.Tensor, value: torch.Tensor) -> bool:
+    """Copy ``source`` and return whether ``value`` is its cast. Each block is compared while it is in the cache."""
+    if source.dtype == value.dtype:
+        return copy_and_compare(target.data_ptr(), source.data_ptr(), value.data_ptr(), source.numel() * source.element_size())
+    target, source, value = target.view(-1), source.view(-1), value.view(-1)
+    same, step = True, _COMPARED_BYTES // source.element_size()
+    for at in range(0, source.numel(), step):
+        length = min(step, source.numel() - at)
+        block = target.narrow(0, at, length)
+        block.copy_(source.narrow(0, at, length))
+        same = same and is_cast_of(value.narrow(0, at, length), block)
+    return same
+
+
+def nothing_to_wait_for() -> None:
+    """Return at once: the data are already in host memory."""
+
+
+def size_of(shards: Sequence[Shard]) -> int:
+    """Return the size of shards in a buffer, in bytes."""
+    at = 0
+    for shard in shards:
+        at = -(-at // shard.data.element_size()) * shard.data.element_size() + shard.data.numel() * shard.data.element_size()
+    return at
+
+
+def first_that_fits(shards: Sequence[Shard], capacity_bytes: int) -> int:
+    """Return the smallest position such that all shards from there on fit into a buffer, including alignment."""
+    room = capacity_bytes
+    for at in range(len(shards) - 1, -1, -1):
+        room -= shards[at].data.numel() * shards[at].data.element_size() + shards[at].data.element_size() - 1
+        if room < 0:
+            return at + 1 if size_of(shards) > capacity_bytes else 0
+    return 0
+
+
+@dataclass
+class _PooledBuffer:
+    buffer: StagingBuffer
+    busy: bool = False
+
+
+class StagingPool:
+    """Pool of staging buffers.
+
+    Args:
+        budget_bytes: maximum total size; None for as much as the states need.
+        buffers: maximum number of buffers, one per concurrent save.
+        pinned: as in ``StagingBuffer``.
+    """
+
+    def __init__(self, budget_bytes: int | None = None, *, buffers: int = 1, pinned: bool = False) -> None:
+        self.budget_bytes, self.buffers, self._pinned = budget_bytes, buffers, pinned
+        self._buffers: list[_PooledBuffer] = []
+        self._freed = threading.Condition()
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Total size of all buffers."""
+        return sum(pooled.buffer.capacity_bytes for pooled in self._buffers)
+
+    def acquire(self, size_bytes: int, *, notice: Callable[[], None] | None = None, notice_s: float = 20.0) -> StagingBuffer:
+        """Return a buffer of at least the given size, or of the budget if that is smaller. Wait until one is free.
+
+        Args:
+            size_bytes: size of the state.
+            notice: called once after a wait of ``notice_s``.
+            notice_s: seconds.
+        """
+        wanted = size_bytes if self.budget_bytes is None else min(size_bytes, self.budget_bytes)
+        with self._freed:
+            while True:
+                found = self._free(wanted)
+                if found is not None:
+                    found.busy = True
+                    return found.buffer
+                if not self._freed.wait(notice_s) and notice is not None:
+                    notice()
+                    notice = None
+
+    def release(self, buffer: StagingBuffer) -> None:
+        with self._freed:
+            for pooled in self._buffers:
+                if pooled.buffer is buffer:
+                    pooled.busy = False
+            self._freed.notify_all()
+
+    def _free(self, wanted: int) -> _PooledBuffer | None:
+        idle = sorted((h for h in self._buffers if not h.busy), key=lambda h: h.buffer.capacity_bytes)
+        for pooled in idle:
+            if pooled.buffer.capacity_bytes >= wanted:
+                return pooled
+        busy = [h for h in self._buffers if h.busy]
+        taken = sum(h.buffer.capacity_bytes for h in busy)
+        if len(busy) >= self.buffers or (self.budget_bytes is not None and taken + wanted > self.budget_bytes):
+            return None
+        self._buffers = busy  # free the buffers that are too small before a larger one is allocated
+        idle.clear()
+        self._buffers.append(_PooledBuffer(StagingBuffer(wanted, pinned=self._pinned)))
+        return self._buffers[-1]

@@ -1,0 +1,174 @@
+"""Reads and writes that bypass the page cache (``O_DIRECT``).
+
+A new file written through the page cache takes fresh pages for all of its bytes, and the processor zeroes and
+fills them. Measured: 0.3 GB/s and a full core through the cache, 1.8 GB/s and one per cent of a core with
+``O_DIRECT`` (docs/evidence/benchmarks.md). Direct I/O requires addresses, lengths and file offsets that are
+multiples of a block. Unaligned data goes through a small aligned buffer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+BLOCK_BYTES = 4096
+_BOUNCE_BYTES = (4 << 20) + 2 * BLOCK_BYTES  # holds a 4 MiB read at any file offset
+_CALL_BYTES = 16 << 20
+FLAG: int = getattr(os, "O_DIRECT", 0)
+
+
+def address_of(part: memoryview) -> int:
+    """Return the memory address of the first byte of a buffer, or 0 for an empty one."""
+    return int(np.frombuffer(part, np.uint8).ctypes.data) if len(part) else 0
+
+
+class DirectReader:
+    """Positioned reads of a file that use the page cache for cached ranges and bypass it for the rest.
+
+    Reading uncached ranges through the cache takes fresh pages for every byte. Threads may share a reader.
+
+    Args:
+        descriptor: open for reading through the cache.
+        past_cache: the same file, open with ``O_DIRECT``.
+    """
+
+    def __init__(self, descriptor: int, past_cache: int) -> None:
+        self._descriptor, self._past_cache = descriptor, past_cache
+
+    def read(self, part: memoryview, offset_bytes: int) -> int:
+        """Read up to ``len(part)`` bytes and return their number, as ``os.preadv`` does; 0 at the end of the file.
+
+        Raises:
+            OSError: the read failed.
+        """
+        if _mostly_cached(self._descriptor, offset_bytes, len(part)):
+            return os.preadv(self._descriptor, [part], offset_bytes)
+        return self._read_past_cache(part, offset_bytes)
+
+    def _read_past_cache(self, part: memoryview, offset_bytes: int) -> int:
+        bounce = _bounce()
+        lead = offset_bytes % BLOCK_BYTES
+        wanted = min(len(part), _BOUNCE_BYTES - BLOCK_BYTES)
+        blocks = -(-(lead + wanted) // BLOCK_BYTES) * BLOCK_BYTES
+        got = os.preadv(self._past_cache, [bounce[:blocks]], offset_bytes - lead) - lead
+        count = max(min(got, wanted), 0)
+        part[:count] = bounce[lead : lead + count]
+        return count
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _mostly_cached(descriptor: int, offset_bytes: int, size_bytes: int) -> bool:
+    """Return whether the page cache holds most of a range, by ``mincore``.
+
+    A non-blocking read is no alternative: it triggers read-ahead.
+    """
+    begin = offset_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+    length = offset_bytes + size_bytes - begin
+    try:
+        mapped = mmap.mmap(descriptor, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=begin)
+    except (OSError, ValueError):
+        return True
+    with mapped:
+        view = np.frombuffer(mapped, np.uint8)
+        pages = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
+        known = (
+            _libc.mincore(ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(length), ctypes.c_void_p(pages.ctypes.data)) == 0
+        )
+        cached = not known or int((pages & 1).sum()) * 2 > len(pages)
+        del view  # a mapping with a live view cannot be closed
+    return cached
+
+
+_local = threading.local()
+
+
+def _bounce() -> memoryview:
+    """Return the aligned buffer of this thread."""
+    found: memoryview | None = getattr(_local, "bounce", None)
+    if found is None:
+        found = _local.bounce = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))
+    return found
+
+
+class DirectSink:
+    """A file that is written sequentially through a descriptor opened with ``O_DIRECT``.
+
+    Block-aligned data is written in place; other data is copied once. If the file system rejects a direct
+    write, the sink continues through the cache.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._bounce = mmap.mmap(-1, _BOUNCE_BYTES)
+        self._view = memoryview(self._bounce)
+        self._filled = 0  # bytes in the bounce buffer
+        self._at = 0  # bytes written to the file; a multiple of the block while direct
+        self._direct = True
+
+    def write(self, parts: Sequence[memoryview]) -> None:
+        for part in parts:
+            left = part
+            while len(left):
+                left = left[self._take(left) :]
+
+    def _take(self, part: memoryview) -> int:
+        """Write or buffer the beginning of a part; return the number of bytes consumed."""
+        to_block = -self._filled % BLOCK_BYTES
+        aligned = (address_of(part) + to_block) % BLOCK_BYTES == 0
+        if aligned and len(part) >= to_block + BLOCK_BYTES:
+            self._keep(part[:to_block])
+            self._flush()
+            count = (len(part) - to_block) // BLOCK_BYTES * BLOCK_BYTES
+            self._put(part[to_block : to_block + count])
+            return to_block + count
+        count = min(len(part), _BOUNCE_BYTES - self._filled)
+        self._keep(part[:count])
+        if self._filled == _BOUNCE_BYTES:
+            self._flush()
+        return count
+
+    def _keep(self, part: memoryview) -> None:
+        self._view[self._filled : self._filled + len(part)] = part
+        self._filled += len(part)
+
+    def _flush(self) -> None:
+        self._put(self._view[: self._filled])
+        self._filled = 0
+
+    def _put(self, part: memoryview) -> None:
+        while len(part):
+            try:
+                written = os.pwrite(self._descriptor, part[:_CALL_BYTES], self._at)
+            except OSError as err:
+                if err.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._go_through_cache()
+                continue
+            self._at += written
+            part = part[written:]
+            if self._direct and written % BLOCK_BYTES:
+                self._go_through_cache()  # after a short write the next one is not aligned
+
+    def _go_through_cache(self) -> None:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~FLAG)
+        self._direct = False
+
+    def finish(self) -> None:
+        """Write the buffered rest and truncate the file to its true length."""
+        size = self._at + self._filled
+        if self._filled:
+            padded = -(-self._filled // BLOCK_BYTES) * BLOCK_BYTES
+            self._view[self._filled : padded] = bytes(padded - self._filled)
+            self._put(self._view[:padded])
+            os.ftruncate(self._descriptor, size)
+        self._filled = 0
