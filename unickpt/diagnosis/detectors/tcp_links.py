@@ -28,12 +28,16 @@ LASTING_NS = 4_000_000_000  # shortest duration to report
 SHARE = 0.1  # smallest share of time in which a link must be busy
 CLEARLY = 1.4  # ratio of busy shares of the two directions between hosts
 LEAST_BYTES = 4096
+TICK_NS = 10_000_000  # the kernel counts busy time in ticks of 1 to 10 ms: a shorter time may read as 0
 _COLUMNS = ["source", "destination", "ns_per_byte", "share"]
 _USUAL, _FEWEST = 60, 8  # windows of the past that are kept, and fewest to judge
 
 
 def links_of(windows: Windows) -> Links:
-    """Join both ends of the connections: traffic from each rank to each other rank."""
+    """Join both ends of the connections: traffic from each rank to each other rank.
+
+    The time per byte is an upper bound if a link was busy for less than a tick of the kernel's clock.
+    """
     order = np.argsort(windows["here"], kind="stable")
     sides = windows["here"][order]
     if not len(sides):
@@ -48,7 +52,7 @@ def links_of(windows: Windows) -> Links:
     out = np.zeros(len(key), LINK)
     out["source"], out["destination"] = key[:, 0], key[:, 1]
     enough = carried >= LEAST_BYTES
-    out["ns_per_byte"] = np.where(enough, busy / np.maximum(carried, 1), np.nan)
+    out["ns_per_byte"] = np.where(enough, np.maximum(busy, TICK_NS) / np.maximum(carried, 1), np.nan)
     out["share"] = busy / np.maximum(window / parts, 1)
     np.maximum.at(out["rtt_us"], at, own["rtt_us"])
     np.maximum.at(out["stuck"], at, own["stuck"])
