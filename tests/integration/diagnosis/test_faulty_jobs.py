@@ -206,6 +206,18 @@ def test_a_device_call_that_all_ranks_entered_is_presumed_to_have_ended() -> Non
     assert (verdict.syndrome, verdict.ranks) == (Syndrome.COMMUNICATION_HANG, (0, 1))
 
 
+def test_a_device_call_that_members_entered_with_different_shapes_is_a_mismatch() -> None:
+    """Two ranks got through it and wait in the next call: gloo ends such a call on some ranks."""
+    known = rows((0, 0, 4, 0), (1, 0, 5, 0), (2, 0, 4, 0), (3, 0, 5, 0), (0, 1, 1, 0), (1, 1, 1, 0), (2, 1, 1, 0), (3, 1, 1, 0))
+    known["ended"] = [4, 4, 4, 4, 0, 1, 0, 1]
+    known["call_ns"] = [1, 9, 1, 9, 5, 5, 5, 5]
+    known["shape"][7] = 6
+    members = {comm: np.arange(4) for comm in (0, 1)}
+    made = infer_device_waits(known, {0, 1}, members, all_stand=False)
+    (verdict,) = hangs(made, members, {comm: GroupInfo(f"{comm}", "", ()) for comm in members}, before_ns=1_000)
+    assert (verdict.syndrome, verdict.ranks, verdict.seq) == (Syndrome.MISMATCH, (3,), 1)
+
+
 def test_a_device_call_that_is_known_to_have_ended_is_not_presumed() -> None:
     made = infer_device_waits(rows((0, 0, 5, 0), (1, 0, 5, 0)), {0}, {0: np.array([0, 1])}, all_stand=True)
     assert not made["blocked"].any()

@@ -3,8 +3,9 @@
 
 The host continues as soon as such a call is in its stream, and blocks later, when it reads a value from the device. The
 records show only that a rank makes no further call. The rank is taken to wait in its newest call if a member has not entered
-that call. A call that all members have entered has probably ended. Only if no rank waits in this sense and all ranks are idle
-is the network at fault.
+that call. A call that all members have entered has probably ended, unless they entered it with different operations, element
+types or shapes: then it may end on some members only. Only if no rank waits in this sense and all ranks are idle is the
+network at fault.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def infer_device_waits(rows: ProgressTable, on_device: Collection[int], members:
     newest = np.append(rows["rank"][1:] != rows["rank"][:-1], True)
     elsewhere = np.isin(rows["rank"], rows["rank"][rows["blocked"] > 0])
     asked = newest & ~elsewhere & np.isin(rows["comm"], list(on_device)) & (rows["ended"] < rows["entered"])
-    waits = asked & np.where(rows["source"] < 0, _lacks_members(rows, members), _lacks_the_other(rows, asked))
+    lacks = np.where(rows["source"] < 0, _lacks_members(rows, members), _lacks_the_other(rows, asked))
+    waits = asked & (lacks | _differs(rows))
     if not waits.any() and all_stand and not rows["blocked"].any():
         waits = asked
     rows["blocked"] = np.where(waits, rows["entered"], rows["blocked"])
@@ -52,6 +54,18 @@ def _lacks_members(rows: ProgressTable, members: Members) -> npt.NDArray[np.bool
     lacks = np.repeat(ends - calls < known, np.diff(np.append(calls, len(comm))))  # ranks at this call or a later one
     out = np.zeros(len(rows), bool)
     out[collective[order]] = lacks
+    return out
+
+
+def _differs(rows: ProgressTable) -> npt.NDArray[np.bool_]:
+    """Return for each row of a collective whether members have entered that call in different ways."""
+    collective = np.flatnonzero(rows["source"] < 0)
+    part = rows[collective]
+    call, way = ["comm", "entered"], ["comm", "entered", "op", "dtype", "shape"]
+    ways = np.unique(part[way])
+    calls, counts = np.unique(ways[call], return_counts=True)
+    out = np.zeros(len(rows), bool)
+    out[collective] = np.isin(part[call], calls[counts > 1])
     return out
 
 
