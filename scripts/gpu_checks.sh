@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, in at most nine minutes: a table, and gpu_checks.json.
 #
-#   scripts/gpu_checks.sh [--dry] [--small] [--only GROUP ...] [--minutes 9] [--out FILE.json]
+#   scripts/gpu_checks.sh [--dry] [--only GROUP ...] [--minutes 9] [--out FILE.json]
 #
 # Needs Python 3.12 with torch 2.11 or newer and CUDA, this checkout, and no network: what else it needs is installed from
 # the wheels that scripts/gpu_wheels.sh has put into build/gpu_wheels, into a folder of its own.

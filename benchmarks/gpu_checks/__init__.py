@@ -1,6 +1,6 @@
 """Everything that only a GPU can show, in one command.
 
-    python -m benchmarks.gpu_checks [--dry] [--small] [--only GROUP ...] [--minutes 9] [--out FILE.json]
+    python -m benchmarks.gpu_checks [--dry] [--only GROUP ...] [--minutes 9] [--out FILE.json]
         [--page FILE.md]
 
 rows        one check and its result

@@ -35,7 +35,6 @@ MARK = "<!-- made by python -m benchmarks.gpu_checks --page -->"
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Everything that only a GPU can show.")
     parser.add_argument("--dry", action="store_true", help="on the CPU: gloo and host memory")
-    parser.add_argument("--small", action="store_true", help="small sizes and few checks, for a test")
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, metavar="GROUP", help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit of all checks")
     parser.add_argument("--out", type=Path, default=Path("gpu_checks.json"), help="output file")
@@ -92,15 +91,14 @@ class Run:
 
     def _faults(self) -> None:
         path = self._folder / "faults.rows"
-        names = faults.SMALL if self.place.small else faults.ROWS
-        place = replace(self.place, ranks=3) if self.place.small else self.place
+        place = self.place
         if not place.dry and place.ranks < 3:  # NCCL's ranks do not communicate here
             place = replace(place, dry=True, backend="gloo", ranks=MOST_RANKS)
-        faults.check(place, path, names, self._left_s("faults"))
-        self._take("faults", path, names, "")
+        faults.check(place, path, self._left_s("faults"))
+        self._take("faults", path, faults.ROWS, "")
 
     def _deepspeed(self) -> None:
-        kinds = zero.SMALL if self.place.small else tuple(zero.KINDS)
+        kinds = tuple(zero.KINDS)
         saves, loads = list(map(zero.save_row, kinds)), list(map(zero.load_row, kinds))
         if self._missing("deepspeed", [*saves, *loads]):
             return
@@ -135,11 +133,11 @@ class Run:
 def place_of(arguments: argparse.Namespace) -> tuple[Place, list[Row]]:
     """Return where the checks run, and what was tried to find out."""
     if arguments.dry:
-        return Place(True, "gloo", 2 if arguments.small else MOST_RANKS, False, arguments.small), []
+        return Place(True, "gloo", MOST_RANKS, False), []
     devices = torch.cuda.device_count()
     if not devices:
         sys.exit("gpu_checks: torch sees no CUDA device; --dry runs the same checks on the CPU")
-    place = Place(False, "nccl", MOST_RANKS, devices < MOST_RANKS, arguments.small)
+    place = Place(False, "nccl", MOST_RANKS, devices < MOST_RANKS)
     row = Row("place", f"{MOST_RANKS} ranks with NCCL on {devices} GPU", "device", "they communicate")
     problem = Ranks(place, MOST_RANKS, timing.probe, ()).wait(60)
     if not problem:

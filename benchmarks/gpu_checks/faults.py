@@ -44,17 +44,16 @@ FAULTS = {
     "straggler": Fault("late", ("non-communication slow",)),
 }
 ROWS = tuple(FAULTS)
-SMALL = ("SIGSTOP", "straggler")
 
 
-def check(place: Place, path: Path, names: tuple[str, ...], limit_s: float) -> None:
+def check(place: Place, path: Path, limit_s: float) -> None:
     """Make the faults one after the other, each in a job of its own. Called in the parent of the ranks."""
     rows = Rows(path, "faults", place.name if place.dry else f"{place.backend}, {place.ranks} ranks")
-    for name in names:
+    for name, fault in FAULTS.items():
         with rows.row(name, f"rank {place.ranks - 1} is named") as row:
             if place.ranks < 3:
                 raise NotHereError("needs three ranks that communicate: with two ranks it is unknown which one differs")
-            _make(place, FAULTS[name], row, limit_s / len(names))
+            _make(place, fault, row, limit_s / len(FAULTS))
 
 
 def _make(place: Place, fault: Fault, row: Row, limit_s: float) -> None:

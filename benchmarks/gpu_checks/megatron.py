@@ -46,7 +46,7 @@ class Trainer:
             parallel_state.initialize_model_parallel()
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
-        width, layers = (32, 2) if place.small else (64, 4) if place.dry else (512, 8)
+        width, layers = (64, 4) if place.dry else (512, 8)
         config = TransformerConfig(
             num_layers=layers, hidden_size=width, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0, bf16=True,
             params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, gradient_accumulation_fusion=False,

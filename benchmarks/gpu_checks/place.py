@@ -24,14 +24,12 @@ class Place:
         backend: of the process groups.
         ranks: number of ranks that can communicate.
         shared: whether several ranks share a GPU.
-        small: sizes of a test.
     """
 
     dry: bool
     backend: str
     ranks: int
     shared: bool
-    small: bool
 
     @property
     def device(self) -> torch.device:

@@ -38,7 +38,7 @@ class State:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.count, self.elements = (4, 1 << 18) if place.small else (16, 1 << 20) if place.dry else (16, 1 << 24)
+        self.count, self.elements = (16, 1 << 20) if place.dry else (16, 1 << 24)
         self.infos = [TensorInfo(f"t{at}", "master", "F32", (self.elements,), "parameter") for at in range(self.count)]
 
     @property

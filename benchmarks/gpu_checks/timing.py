@@ -61,7 +61,7 @@ def check(place: Place, path: Path) -> None:
     rows = Rows(path if dist.get_rank() == 0 else None, "timing", place.name)
     x = torch.ones(1 << (16 if place.dry else 24), device=place.device)
     dist.all_reduce(x)  # makes the communicator
-    calls = 10 if place.small else 50
+    calls = 50
     with tempfile.TemporaryDirectory() as folder:
         # the profiler shows gloo's own work, without the time until the waiting thread wakes up
         goal = "medians within 20% or 0.1 ms" if place.backend == "nccl" else "at least the profiler's"
@@ -74,7 +74,7 @@ def check(place: Place, path: Path) -> None:
         with rows.row(ROWS[3]) as row:
             _cost_of_a_call(place, folder, calls, row)
         with rows.row(ROWS[4]) as row:
-            _cost_of_a_step(place, folder, 8 if place.small else 40, row)
+            _cost_of_a_step(place, folder, 40, row)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -172,7 +172,7 @@ def _cost_of_a_call(place: Place, folder: str, calls: int, row: Row) -> None:
         return (time.thread_time_ns() - begin) / calls / 4e3
 
     found: dict[str, list[float]] = {}
-    for turn in range(3 if place.small else 7):
+    for turn in range(7):
         found.setdefault("us without", []).append(busy_us())
         for name, device in (("us recorded", False), ("us timed", True)):
             with Recording(place, folder, f"cost{turn}{device}", device=device):
@@ -182,7 +182,7 @@ def _cost_of_a_call(place: Place, folder: str, calls: int, row: Row) -> None:
 
 def _cost_of_a_step(place: Place, folder: str, steps: int, row: Row) -> None:
     """Seconds of a step with eight matrix products and four collectives."""
-    size = 128 if place.small else 256 if place.dry else 4096
+    size = 256 if place.dry else 4096
     weight = torch.ones(size, size, device=place.device) / size
     small = torch.ones(1 << 16, device=place.device)
 
@@ -197,7 +197,7 @@ def _cost_of_a_step(place: Place, folder: str, steps: int, row: Row) -> None:
 
     train(lambda: None)
     off, on = [], []
-    for turn in range(3 if place.small else 5):
+    for turn in range(5):
         dist.barrier()
         off.append(place.seconds(lambda: train(lambda: None)) / steps)
         with Recording(place, folder, f"step{turn}") as recording:

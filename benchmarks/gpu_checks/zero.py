@@ -27,7 +27,6 @@ KINDS: dict[str, tuple[int, str, int]] = {
     "ZeRO-1 fp16": (1, "fp16", 2),
     "ZeRO-2 bf16, offloaded": (2, "bf16", 3),
 }
-SMALL = ("ZeRO-1 bf16",)
 
 
 def save_row(kind: str) -> str:
@@ -48,8 +47,8 @@ def build(place: Place, kind: str, *, loaded: bool) -> Any:
     if place.dry and "offloaded" in kind:
         raise NotHereError("nothing to offload from on the CPU accelerator")
     torch.manual_seed(2 if loaded else 1)
-    width = 64 if place.small else 256 if place.dry else 2048
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3 if place.small else 8)))
+    width = 256 if place.dry else 2048
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8)))
     zero: dict[str, Any] = small_buckets(other if loaded else stage)
     if "offloaded" in kind:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
