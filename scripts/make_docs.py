@@ -1,6 +1,7 @@
 """Write the generated parts of the docs: ``python scripts/make_docs.py``. With ``--check``, only compare.
 
-The tables of ``docs/reference/options.md`` and ``configs/unickpt.schema.json`` come from ``unickpt/options.py``.
+The tables of ``docs/reference/options.md`` and ``docs/guides/steering.md``, and ``configs/unickpt.schema.json``, come from
+``unickpt/options.py``.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import re
 import sys
 from pathlib import Path
 
-from unickpt.options import UNLIMITED, Option, declared, schema
+from unickpt.options import UNLIMITED, Option, declared, declared_for_steering, schema
 
 REPO = Path(__file__).resolve().parent.parent
 OPTIONS, SCHEMA = REPO / "docs" / "reference" / "options.md", REPO / "configs" / "unickpt.schema.json"
+STEERING = REPO / "docs" / "guides" / "steering.md"
 # A comment inside a Markdown table ends it, so the opening marker stands above the header.
 MARKED = re.compile(r"(<!-- options of (\w+)[^>]*-->\n\n).*?(\n<!-- end of options -->)", re.S)
 SECTIONS = {"unickpt": "", "timing": "timing"}  # section by the word in the marker
@@ -44,9 +46,35 @@ def options_table(section: str) -> str:
     rows = ["| JSON key | Megatron flag | type | default | unit | meaning |", "|---|---|---|---|---|---|"]
     for option in declared(section):
         key = f"none: {option.no_key}" if option.no_key else f"`{option.key}`"
-        default = "no limit" if option.default == UNLIMITED else f"`{json.dumps(option.default)}`"
-        rows.append(f"| {key} | {_flag(option)} | {_type(option)} | {default} | {option.unit or '-'} | {option.help} |")
+        rows.append(
+            f"| {key} | {_flag(option)} | {_type(option)} | {_default(option)} | {option.unit or '-'} | {option.help} |"
+        )
     return "\n".join(rows)
+
+
+def _default(option: Option) -> str:
+    return "no limit" if option.default == UNLIMITED else f"`{json.dumps(option.default)}`"
+
+
+def steering_table() -> str:
+    """Return the table of the options of ``torchrun --rdzv-conf``."""
+    rows = ["| key | type | default | unit | meaning |", "|---|---|---|---|---|"]
+    for option in declared_for_steering():
+        cells = [f"`{option.key}`", _type(option), _default(option), option.unit or "-", option.help]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def with_steering_table(text: str) -> str:
+    """Return the page of steering with a new table.
+
+    Raises:
+        ValueError: the page lacks the markers of the table.
+    """
+    made, count = MARKED.subn(lambda found: f"{found[1]}{steering_table()}\n{found[3]}", text)
+    if count != 1:
+        raise ValueError(f"{STEERING} has {count} marked tables, not 1")
+    return made
 
 
 def with_tables(text: str) -> str:
@@ -68,7 +96,11 @@ def schema_text() -> str:
 
 
 def main() -> int:
-    made = {OPTIONS: with_tables(OPTIONS.read_text()), SCHEMA: schema_text()}
+    made = {
+        OPTIONS: with_tables(OPTIONS.read_text()),
+        STEERING: with_steering_table(STEERING.read_text()),
+        SCHEMA: schema_text(),
+    }
     stale = [path for path, text in made.items() if not path.is_file() or path.read_text() != text]
     if "--check" in sys.argv:
         print(*(f"{path} is stale" for path in stale), sep="\n", end="\n" if stale else "")

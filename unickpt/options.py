@@ -1,8 +1,9 @@
 """All options of the package, each declared once.
 
 ``Options`` is the value that both adapters work with. DeepSpeed reads it from the ``unickpt`` key of its JSON configuration,
-Megatron's training scripts from their command line. The field of an option holds its whole declaration: the validation of the
-JSON, the JSON Schema, the flags of ``argparse`` and the tables of the documentation come from there.
+Megatron's training scripts from their command line. ``SteeringOptions`` come from torchrun's ``--rdzv-conf``. The field of an
+option holds its whole declaration: the validation of the JSON, the JSON Schema, the flags of ``argparse`` and the tables of
+the documentation come from there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ KEY = "unickpt"
 VERIFY = ("always", "sampled", "off")
 ON_BUSY = ("wait", "skip", "queue")
 UNLIMITED = math.inf
+_CONF = "use torchrun's `--rdzv-conf`"
 Section = TypeVar("Section")
 
 _NAMED: Mapping[type[Any], str] = {bool: "true or false", str: "a string", float: "a number", int: "a whole number"}
@@ -206,6 +208,46 @@ class Options:
     timing: TimingOptions = field(default=TimingOptions())
 
 
+@dataclass(frozen=True, slots=True)
+class SteeringOptions:
+    """Options of ``torchrun --rdzv-backend unickpt --rdzv-conf KEY=VALUE,...``. All but ``host`` are equal on all hosts."""
+
+    host: str = _option("", "name of this host in the job; empty: the host name", no_flag=_CONF)
+    secret_file: str = _option(
+        "", "file with the secret that the hosts of the job share; empty: the `--rdzv-id` is the secret", no_flag=_CONF
+    )
+    sizes: str = _option("", "allowed numbers of hosts, as in `4+6+8`; empty: all from MIN to MAX", no_flag=_CONF)
+    grow: bool = _option(True, "start a larger round as soon as more hosts arrive", no_flag=_CONF)
+    lone: bool = _option(
+        False, "go on with half of the hosts or fewer, even if the others may still run behind a failed network", no_flag=_CONF
+    )
+    join_seconds: float = _option(30.0, "time that the first round waits for more than MIN hosts", unit="s", no_flag=_CONF)
+    arrive_seconds: float = _option(
+        60.0, "time that a round waits for hosts that are still stopping their workers", unit="s", no_flag=_CONF
+    )
+    expiry_seconds: float = _option(
+        15.0, "time without a sign of life after which a host is out; a process that ended is noticed at once", unit="s",
+        no_flag=_CONF,
+    )  # fmt: skip
+    settle_seconds: float = _option(1.0, "time that a round waits for more hosts before it grows", unit="s", no_flag=_CONF)
+    dead_seconds: float = _option(5.0, "age of the finding that a rank is dead before its host is out", unit="s", no_flag=_CONF)
+    stopped_seconds: float = _option(60.0, "time that a process is stopped before its host is out", unit="s", no_flag=_CONF)
+    hang_seconds: float = _option(
+        300.0, "time that others wait for a rank that does not move before its host is out", unit="s", no_flag=_CONF
+    )
+    pause_factor: float = _option(
+        3.0, "hang_seconds is at least this multiple of the longest pause that the job has recovered from", no_flag=_CONF
+    )
+    still_seconds: float = _option(
+        30.0, "time without any movement of a hung process before its host is out", unit="s", no_flag=_CONF
+    )
+    retries: int = _option(3, "restarts in a row without progress before the job is stopped", no_flag=_CONF)
+    slow: str = _option("log", "what is done about a slow host", choices=("log", "evict"), no_flag=_CONF)
+    slow_seconds: float = _option(300.0, "time that a host is slow before it is out", unit="s", no_flag=_CONF)
+    out_seconds: float = _option(300.0, "time that a host stays out; doubles each time", unit="s", no_flag=_CONF)
+    longest_out_seconds: float = _option(86_400.0, "longest time that a host stays out", unit="s", no_flag=_CONF)
+
+
 SECTIONS: Mapping[str, type[Any]] = {"": Options, "timing": TimingOptions}
 
 
@@ -216,11 +258,17 @@ def declared(section: str | None = None) -> Iterator[Option]:
         section: '' or the name of a JSON section; None for all sections.
     """
     for name, kind in SECTIONS.items():
-        if section not in (None, name):
-            continue
-        for item in fields(kind):
-            if item.metadata:
-                yield _declaration(name, item.name, item.default, item.metadata)
+        if section in (None, name):
+            yield from _declarations(name, kind)
+
+
+def declared_for_steering() -> Iterator[Option]:
+    """Yield the declarations of ``SteeringOptions`` in order."""
+    return _declarations("steering", SteeringOptions)
+
+
+def _declarations(section: str, kind: type[Any]) -> Iterator[Option]:
+    return (_declaration(section, item.name, item.default, item.metadata) for item in fields(kind) if item.metadata)
 
 
 def _declaration(section: str, key: str, default: Any, metadata: Mapping[str, Any]) -> Option:
@@ -257,10 +305,13 @@ def _section(name: str, section: Any) -> Any:
         elif key in known:
             values[key] = known[key].checked(value, f'"{path}.{key}"')
         else:
-            names = [*known, *inside]
-            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)
-            raise ConfigError(f'"{path}.{key}" is not an option; did you mean "{path}.{near[0]}"? Known: {", ".join(names)}')
+            raise _unknown(key, [*known, *inside], f"{path}.")
     return SECTIONS[name](**values)
+
+
+def _unknown(key: Any, names: Sequence[str], path: str = "") -> ConfigError:
+    near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)
+    return ConfigError(f'"{path}{key}" is not an option; did you mean "{path}{near[0]}"? Known: {", ".join(names)}')
 
 
 def schema(name: str = "") -> dict[str, Any]:
@@ -323,3 +374,36 @@ def from_flags(arguments: Any, **native: Any) -> Options:
             values[option.section][option.key] = getattr(arguments, option.attribute, option.default)
     timing = TimingOptions(**values["timing"])
     return Options(**{**values[""], **native}, timing=timing)
+
+
+# ---------------------------------------------------------------- torchrun
+
+
+def from_rendezvous(configuration: Mapping[str, Any]) -> SteeringOptions:
+    """Return the options that torchrun has read from ``--rdzv-conf``.
+
+    Args:
+        configuration: strings by key. torchrun's own ``timeout`` is ignored here.
+
+    Raises:
+        ConfigError: an option is unknown (the message names the nearest valid one) or its value is wrong.
+    """
+    known = {option.key: option for option in declared_for_steering()}
+    values: dict[str, Any] = {}
+    for key, value in configuration.items():
+        if key == "timeout":
+            continue
+        if key not in known:
+            raise _unknown(key, list(known), "--rdzv-conf ")
+        values[key] = known[key].checked(_typed(known[key].kind, value), f'"--rdzv-conf {key}"')
+    return SteeringOptions(**values)
+
+
+def _typed(kind: type[Any], text: Any) -> Any:
+    """Return the value that a string spells; the string itself if it spells none."""
+    if kind is bool:
+        return {"true": True, "1": True, "false": False, "0": False}.get(str(text).lower(), text)
+    try:
+        return kind(text)
+    except ValueError:
+        return text

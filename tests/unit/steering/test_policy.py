@@ -1,0 +1,340 @@
+"""The policy: every row of its table, deadlines, and no eviction in a thousand sound windows."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.repository import REPO
+from unickpt.diagnosis.detectors.verdicts import CallRef, Cause, DownMember, Exited, LongSteps, NotEntered, Syndrome, Verdict
+from unickpt.diagnosis.host.process_state import State
+from unickpt.diagnosis.recording.records import Op
+from unickpt.diagnosis.snapshot.snapshot import GroupInfo
+from unickpt.errors import ConfigError
+from unickpt.options import SteeringOptions, declared_for_steering, from_rendezvous
+from unickpt.steering.hosts import host_rows, table
+from unickpt.steering.membership import (
+    Arrived,
+    Joined,
+    Limits,
+    Membership,
+    Opened,
+    Park,
+    Paused,
+    Phase,
+    Ready,
+    transition,
+)
+from unickpt.steering.orders import Action, Order, events
+from unickpt.steering.policy import Fault, Finding, History, ProcessSample, Row, decide, finding_of, still_s
+
+DEFAULTS = SteeringOptions()
+EVICT = SteeringOptions(slow="evict")
+
+
+def job(count: int = 4, low: int = 2, spares: int = 0) -> Membership:
+    """Return a job whose round runs on hosts h0, h1, ..., with spares s0, s1, ..."""
+    state = Membership(Limits(low, count), "h0", gathering_s=-60.0)
+    names = [*(f"h{i}" for i in range(count)), *(f"s{i}" for i in range(spares))]
+    for name in names:
+        state = transition(state, Joined(name, "1", f"{name}:1"), 0.0)
+        state = transition(state, Arrived(name, "1"), 0.0)
+    epoch = (1, 1)
+    state = transition(state, Opened("h0", "1", epoch, "s:1", "m:1"), 0.0)
+    for name in names[1:count]:
+        state = transition(state, Ready(name, "1", epoch), 0.0)
+    assert state.phase is Phase.RUNNING
+    return state
+
+
+def the_order(
+    finding: Finding, state: Membership | None = None, options: SteeringOptions = DEFAULTS, **past: Any
+) -> Order | None:
+    orders = decide([finding], History(**past), state or job(), options)
+    assert len(orders) <= 1
+    return orders[0] if orders else None
+
+
+def found(fault: Fault, *hosts: str, age_s: float = 1000.0, still: float = 100.0, **more: Any) -> Finding:
+    return Finding(fault, hosts, age_s, still, text="evidence", **more)
+
+
+def parked(row: Row, *hosts: str, for_s: float = 300.0) -> Order:
+    return Order(Action.PARK, hosts, row.name, "evidence", for_s)
+
+
+def restarted(row: Row) -> Order:
+    return Order(Action.RESTART, (), row.name, "evidence")
+
+
+ROWS: list[tuple[Row, Finding, Membership, SteeringOptions, History, Order]] = [
+    (Row.DEAD_OUT, found(Fault.DEAD, "h1", age_s=5), job(), DEFAULTS, History(), parked(Row.DEAD_OUT, "h1")),
+    (Row.STOPPED_OUT, found(Fault.STOPPED, "h1", age_s=60), job(), DEFAULTS, History(), parked(Row.STOPPED_OUT, "h1")),
+    (Row.HUNG_OUT, found(Fault.HUNG, "h1", age_s=300), job(), DEFAULTS, History(), parked(Row.HUNG_OUT, "h1")),
+    (Row.AT_FAULT_BUT_NEEDED, found(Fault.DEAD, "h1"), job(4, 4), DEFAULTS, History(), restarted(Row.AT_FAULT_BUT_NEEDED)),
+    (Row.COMMON, found(Fault.HUNG, "h1", "h2", "h3"), job(4, 1), DEFAULTS, History(), restarted(Row.COMMON)),
+    (Row.PROGRAM, found(Fault.MISMATCH, "h1", age_s=1), job(), DEFAULTS, History(), restarted(Row.PROGRAM)),
+    (Row.PROGRAM, found(Fault.DEADLOCK, "h1", age_s=1), job(), DEFAULTS, History(), restarted(Row.PROGRAM)),
+    (Row.PROGRAM, found(Fault.EXCEPTION, "h1", age_s=1), job(), DEFAULTS, History(), restarted(Row.PROGRAM)),
+    (Row.NETWORK, found(Fault.NETWORK, age_s=300), job(), DEFAULTS, History(), restarted(Row.NETWORK)),
+    (
+        Row.LINK_CHECK, found(Fault.SLOW_LINK, "h2", "h1"), job(), DEFAULTS, History(),
+        Order(Action.CHECK, ("h1", "h2"), "LINK_CHECK", "evidence"),
+    ),
+    (
+        Row.LINK_OUT, found(Fault.DEAD_LINK, "h2", "h1", blamed="h2"), job(), DEFAULTS,
+        History(checked=frozenset({("h1", "h2")})), parked(Row.LINK_OUT, "h2"),
+    ),
+    (Row.SLOW_OUT, found(Fault.SLOW, "h1"), job(4, 4, 1), EVICT, History(), parked(Row.SLOW_OUT, "h1")),
+    (
+        Row.NO_PROGRESS, found(Fault.MISMATCH, "h1"), job(), DEFAULTS, History(fruitless=3),
+        Order(Action.STOP, (), "NO_PROGRESS", "3 restarts without progress; PROGRAM: evidence"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "finding", "state", "options", "history", "order"), ROWS, ids=[str(each[0].name) for each in ROWS]
+)
+def test_every_row(
+    row: Row, finding: Finding, state: Membership, options: SteeringOptions, history: History, order: Order
+) -> None:
+    assert decide([finding], history, state, options) == [order]
+    assert row.name in order.reason
+
+
+def test_the_rows_are_all_tested_and_documented() -> None:
+    assert {each[0] for each in ROWS} == set(Row)
+    page = (REPO / "docs" / "guides" / "steering.md").read_text()
+    missing = [row.name for row in Row if f"| `{row.name}` | {row.value} |" not in page]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "finding",
+    [
+        found(Fault.DEAD, "h1", age_s=4.9),
+        found(Fault.STOPPED, "h1", age_s=59),
+        found(Fault.HUNG, "h1", age_s=299),
+        found(Fault.HUNG, "h1", still=29),
+        found(Fault.HUNG, "h1", age_s=100_000, at_work=True),
+        found(Fault.NETWORK, age_s=299),
+        found(Fault.SLOW, "h1", age_s=100_000, gain=0.9),
+        found(Fault.DEAD, "elsewhere"),
+    ],
+    ids=str,
+)
+def test_telling_is_not_acting(finding: Finding) -> None:
+    assert the_order(finding) is None
+
+
+def test_the_deadline_of_a_hang_grows_with_the_pauses_of_the_job() -> None:
+    assert the_order(found(Fault.HUNG, "h1", age_s=899), longest_pause_s=300.0) is None
+    assert the_order(found(Fault.HUNG, "h1", age_s=900), longest_pause_s=300.0) == parked(Row.HUNG_OUT, "h1")
+
+
+def test_a_host_that_is_out_again_waits_twice_as_long() -> None:
+    waits = [the_order(found(Fault.DEAD, "h1"), evictions={"h1": times}) for times in (0, 1, 2, 9, 1000)]
+    assert [order and order.for_s for order in waits] == [300, 600, 1200, 86_400, 86_400]
+
+
+def test_a_slow_host_is_out_only_if_asked_and_if_it_pays() -> None:
+    slow = found(Fault.SLOW, "h1", gain=0.2)
+    assert the_order(slow) is None
+    assert the_order(slow, options=EVICT) is None  # a quarter of the capacity is more than a fifth
+    assert the_order(replace(slow, gain=0.3), options=EVICT) == parked(Row.SLOW_OUT, "h1")
+    assert the_order(slow, job(4, 2, spares=1), EVICT) == parked(Row.SLOW_OUT, "h1")
+    assert the_order(replace(slow, age_s=299), job(4, 2, spares=1), EVICT) is None
+    assert the_order(slow, job(4, 4), EVICT) is None  # too few would be left
+
+
+def test_a_link_is_checked_once_before_one_end_is_blamed() -> None:
+    known = frozenset({("h1", "h2")})
+    assert the_order(found(Fault.SLOW_LINK, "h2", "h1"), checked=known) is None
+    assert the_order(found(Fault.DEAD_LINK, "h2", "h1", age_s=100), checked=known) is None
+    assert the_order(found(Fault.DEAD_LINK, "h2", "h1"), checked=known) == restarted(Row.NETWORK)
+    slow = found(Fault.SLOW_LINK, "h2", "h1", blamed="h2", gain=0.5)
+    assert the_order(slow, checked=known) is None
+    assert the_order(slow, options=EVICT, checked=known) == parked(Row.SLOW_OUT, "h2")
+
+
+def test_one_order_at_a_time_the_most_certain_first() -> None:
+    findings = [found(Fault.NETWORK), found(Fault.SLOW_LINK, "h2", "h3"), found(Fault.DEAD, "h1"), found(Fault.MISMATCH, "h2")]
+    assert decide(findings, History(), job(), DEFAULTS) == [parked(Row.DEAD_OUT, "h1")]
+
+
+def test_no_order_without_a_running_round() -> None:
+    state = transition(job(), Park("h0", "asked"), 0.0)
+    assert state.phase is Phase.GATHERING
+    assert decide([found(Fault.DEAD, "h1")], History(), state, DEFAULTS) == []
+    assert decide([found(Fault.DEAD, "h1")], History(), replace(job(), closed="asked"), DEFAULTS) == []
+
+
+def test_orders_act_on_the_membership() -> None:
+    state = job()
+    order = parked(Row.DEAD_OUT, "h1")
+    assert order.text == "park h1 for 300 s: DEAD_OUT: evidence"
+    for event in events(order, state):
+        state = transition(state, event, 0.0)
+    assert state.reason == "h1 is parked: DEAD_OUT: evidence"
+    assert table(host_rows(state, 5.0)).splitlines()[1:3] == [
+        "h0    -     stopping  -",
+        "h1    -     parked    5 s    DEAD_OUT: evidence",
+    ]
+    assert host_rows(job(), 7.0)[2].as_json() == {"host": "h2", "rank": 2, "state": "running", "since_s": 7.0, "reason": ""}
+    for event in events(Order(Action.ADMIT, ("h1",)), state):
+        state = transition(state, event, 0.0)
+    assert not state.parked
+    assert events(Order(Action.CHECK, ("h1", "h2")), state) == []
+    again = job()
+    for event in events(restarted(Row.PROGRAM), again):
+        again = transition(again, event, 0.0)
+    assert (again.phase, again.reason) == (Phase.GATHERING, "PROGRAM: evidence")
+    for event in events(Order(Action.STOP, (), "NO_PROGRESS", "why"), again):
+        again = transition(again, event, 0.0)
+    assert again.closed == "NO_PROGRESS: why"
+
+
+# ---------------------------------------------------------------- verdicts
+
+GROUP = GroupInfo("dp", "dp", ((0, 4, 1),))  # type: ignore[arg-type]
+HOSTS = {rank: f"h{rank // 2}" for rank in range(8)}
+NOW_NS = 2_000 * 10**9
+
+
+def hang(rank: int, since_s: float = 1000.0, **more: Any) -> Verdict:
+    evidence = (NotEntered(rank, CallRef(Op.ALL_REDUCE, 7, GROUP), 3),)
+    return Verdict(Syndrome.NON_COMMUNICATION_HANG, (rank,), int(since_s * 1e9), **{"evidence": evidence, **more})
+
+
+@pytest.mark.parametrize(
+    ("verdict", "fault", "hosts"),
+    [
+        (hang(3), Fault.HUNG, ("h1",)),
+        (hang(3, state=State.STOPPED), Fault.STOPPED, ("h1",)),
+        (hang(3, state=State.DEAD), Fault.DEAD, ("h1",)),
+        (hang(3, evidence=(Exited(3, None),)), Fault.DEAD, ("h1",)),
+        (hang(3, evidence=(Exited(5, None),)), Fault.HUNG, ("h1",)),
+        (Verdict(Syndrome.COMMUNICATION_HANG, (2,), 0, evidence=(DownMember(2, State.DEAD, None),)), Fault.DEAD, ("h1",)),
+        (Verdict(Syndrome.COMMUNICATION_HANG, (0, 2), 0), Fault.NETWORK, ("h0", "h1")),
+        (Verdict(Syndrome.COMMUNICATION_HANG, (), 0, link=(1, 7)), Fault.DEAD_LINK, ("h0", "h3")),
+        (Verdict(Syndrome.COMMUNICATION_SLOW, (), 0, link=(7, 1)), Fault.SLOW_LINK, ("h3", "h0")),
+        (Verdict(Syndrome.NON_COMMUNICATION_SLOW, (4, 5), 0), Fault.SLOW, ("h2",)),
+        (Verdict(Syndrome.MISMATCH, (4,), 0), Fault.MISMATCH, ("h2",)),
+        (Verdict(Syndrome.DEADLOCK, (0, 1), 0), Fault.DEADLOCK, ("h0",)),
+    ],
+)
+def test_verdicts_as_findings(verdict: Verdict, fault: Fault, hosts: tuple[str, ...]) -> None:
+    finding = finding_of(verdict, HOSTS, NOW_NS)
+    assert (finding.fault, finding.hosts) == (fault, hosts)
+    assert finding.age_s == (NOW_NS - verdict.since_ns) / 1e9
+
+
+def test_the_gain_of_a_slow_rank_and_the_work_of_a_waiting_one() -> None:
+    slow = Verdict(Syndrome.NON_COMMUNICATION_SLOW, (1,), 0, evidence=(LongSteps(25e6, 100e6, 7, 20, 1.0),))
+    assert finding_of(slow, HOSTS, NOW_NS).gain == 0.25
+    assert finding_of(hang(1, cause=Cause.CHECKPOINT), HOSTS, NOW_NS).at_work
+
+
+def test_movement_is_a_stack_processor_time_or_bytes() -> None:
+    frames = ("wait", "main")
+    stays = [ProcessSample(float(t), frames, 5.0 + 0.01 * t, 100) for t in range(60)]
+    assert still_s(stays) == 59
+    assert still_s([*stays[:40], *(replace(each, io_bytes=101) for each in stays[40:])]) == 19
+    assert still_s([*stays[:40], *(replace(each, stack=("other",)) for each in stays[40:])]) == 19
+    assert still_s([replace(each, cpu_s=each.at_s / 2) for each in stays]) == 0
+    assert still_s([]) == 0
+
+
+# ---------------------------------------------------------------- sound jobs
+
+
+def sound_window(source: random.Random) -> tuple[list[ProcessSample], list[Cause | None], float]:
+    """Return samples of a rank that others wait for, its known causes, and the job's longest pause so far.
+
+    It evaluates alone, uploads, compiles in child processes, saves to a stuck file system, waits between attempts of a
+    download, runs on an overloaded machine, or has a longer batch.
+    """
+    kind = source.choice(["evaluation", "upload", "compilation", "save", "retry", "overload", "batch"])
+    length_s = source.uniform(20, {"retry": 280, "batch": 60}.get(kind, 3600))
+    pause_s = source.choice([0.0, source.uniform(0, length_s)])
+    samples, cpu_s, moved, stack = [], 0.0, 0, ("main",)
+    at_s = 0.0
+    while at_s < length_s:
+        at_s += 5.0
+        if kind in ("evaluation", "compilation", "batch"):
+            cpu_s += 5.0 * source.uniform(0.3, 1.0)
+        if kind == "overload":
+            cpu_s += 5.0 * source.uniform(0.03, 0.2)
+        if kind == "upload":
+            moved += source.randint(1, 10**8)
+        if kind in ("evaluation", "batch") and source.random() < 0.5:
+            stack = (f"layer {source.randint(0, 40)}", "main")
+        samples.append(ProcessSample(at_s, stack, cpu_s, moved))
+    return samples, [Cause.CHECKPOINT if kind == "save" else None], pause_s
+
+
+def test_no_eviction_in_a_thousand_sound_windows() -> None:
+    """The detectors name the rank in all of them: the policy must wait, with whatever spares and options."""
+    looks = 0
+    for seed in range(1000):
+        source = random.Random(seed)
+        samples, (cause,), pause_s = sound_window(source)
+        state, options = job(4, 2, spares=source.randint(0, 1)), source.choice([DEFAULTS, EVICT])
+        history = History(longest_pause_s=pause_s, fruitless=source.randint(0, 2))
+        rank = source.choice([0, source.randint(0, 7)])
+        for end in range(1, len(samples) + 1):
+            seen = samples[max(0, end - 120) : end]
+            verdict = hang(rank, 1000.0, state=source.choice([State.RUNNING, State.SLEEPING]), cause=cause)
+            now_ns = int((1000.0 + seen[-1].at_s) * 1e9)
+            finding = finding_of(verdict, HOSTS, now_ns, still=still_s(seen))
+            assert decide([finding], history, state, options) == [], (seed, finding)
+            looks += 1
+    assert looks > 100_000
+
+
+def test_the_same_windows_with_a_real_hang_are_found() -> None:
+    for seed in range(100):
+        source = random.Random(seed)
+        samples, _, pause_s = sound_window(source)
+        last = samples[-1]
+        samples = samples[-20:] + [replace(last, at_s=last.at_s + 5.0 * n) for n in range(1, 900)]
+        history = History(longest_pause_s=min(pause_s, 1000.0))
+        finding = finding_of(hang(2, 1000.0), HOSTS, int((1000.0 + samples[-1].at_s) * 1e9), still=still_s(samples))
+        (order,) = decide([finding], history, job(), DEFAULTS)
+        assert (order.action, order.hosts, order.reason) == (Action.PARK, ("h1",), "HUNG_OUT")
+
+
+# ---------------------------------------------------------------- options
+
+
+def test_options_come_from_the_rendezvous_configuration() -> None:
+    given = {"timeout": 900, "host": "node7", "grow": "false", "expiry_seconds": "5", "retries": "7", "slow": "evict"}
+    assert from_rendezvous(given) == SteeringOptions(
+        host="node7", grow=False, expiry_seconds=5.0, retries=7, slow="evict"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"expiry_second": "5"}, 'did you mean "--rdzv-conf expiry_seconds"'),
+        ({"expiry_seconds": "soon"}, "must be a number"),
+        ({"expiry_seconds": "0"}, "positive"),
+        ({"grow": "perhaps"}, "true or false"),
+        ({"slow": "ignore"}, "one of log, evict"),
+        ({"retries": "1.5"}, "a whole number"),
+    ],
+)
+def test_a_wrong_option_is_named(given: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_rendezvous(given)
+
+
+def test_every_option_of_steering_is_documented() -> None:
+    page = (REPO / "docs" / "guides" / "steering.md").read_text()
+    assert [option.key for option in declared_for_steering() if f"| `{option.key}` |" not in page] == []
+    assert transition(job(), Paused(), 5.0).phase is Phase.RUNNING
