@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unickpt.diagnosis.recording.ring_folder import start_of_workers
 from unickpt.private_files import read_text, replacing
 
 logger = logging.getLogger("unickpt")
@@ -130,7 +131,7 @@ def _find(process: subprocess.Popen[bytes], folder: Path, store: Any) -> None:
 
 
 def _key() -> str:
-    return f"unickpt/agent/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return f"unickpt/agent/{start_of_workers()}"
 
 
 def _listener() -> socket.socket:

@@ -44,6 +44,15 @@ class HostRings:
     offsets_ns: Mapping[int, int]
 
 
+def start_of_workers() -> str:
+    """Return a text that differs between starts of the workers, and is the same on all hosts.
+
+    torchrun's restart count differs between hosts when some of them have joined later. With ``--rdzv-backend unickpt`` the
+    environment has the number of the round.
+    """
+    return os.environ.get("UNICKPT_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 def read_folder(folder: Path, *, last: int | None = None) -> HostRings:
     """Read all rings in a folder.
 
@@ -103,7 +112,7 @@ def shared_folder(parent: Path, job: str, store: Any) -> Path:
     """
     if store is None:
         raise CoordinationError("the process group has no store to agree on a folder with: set the option timing.folder")
-    key = f"unickpt/rings/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    key = f"unickpt/rings/{start_of_workers()}"
     token = store.compare_set(key, "", secrets.token_hex(16)).decode(errors="replace")
     if not _TOKEN.fullmatch(token):
         raise CoordinationError(f"the job's store holds {token[:80]!r} at {key}, not the name of a folder")

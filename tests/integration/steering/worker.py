@@ -1,0 +1,40 @@
+"""Under torchrun: steps with an all-reduce. The step count is the checkpoint. A file ``stop`` ends the program with success.
+
+Usage: ``worker.py FOLDER``. Every start of a worker adds a line to ``FOLDER/starts``: round, rank, world, step, pid.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    saved = folder / "saved"
+    step = int(saved.read_text()) if saved.exists() else 0
+    with (folder / "starts").open("a") as file:
+        file.write(f"{os.environ['UNICKPT_ROUND']} {rank} {world} {step} {os.getpid()}\n")
+    stop = False
+    while not stop:
+        seen = torch.tensor([1, int((folder / "stop").exists())])
+        dist.all_reduce(seen)
+        assert seen[0] == world
+        stop, step = bool(seen[1]), step + 1
+        if rank == 0:
+            part = folder / "saved.part"
+            part.write_text(str(step))
+            part.rename(saved)
+        time.sleep(0.05)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Agents in one process, over real connections: they find each other, one leads, and another one takes over."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from unickpt.errors import ConfigError
+from unickpt.options import SteeringOptions
+from unickpt.steering.codec import SteeringError, dial, event_as_json, key_of
+from unickpt.steering.membership import Arrived, Close, Left, Limits, Membership, Park
+from unickpt.steering.peer import Peer
+from unickpt.steering.rendezvous import _reserve, create, limits_of
+from unickpt.steering.round_store import RoundStore
+from unickpt.testing.launch import free_port
+
+KEY = key_of("job")
+LIMITS = Limits(1, 4, join_s=1.0, expiry_s=2.0, settle_s=0.1)
+
+
+class Job:
+    """Peers of one job."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits, self.endpoint = limits, f"localhost:{free_port()}"
+        self.peers: list[Peer] = []
+
+    def start(self, name: str, key: bytes = KEY) -> Peer:
+        peer = Peer(name, self.endpoint, self.limits, key)
+        peer.start()
+        self.peers.append(peer)
+        return peer
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job(LIMITS)
+    yield made
+    for peer in made.peers:
+        peer.close()
+
+
+def until(condition: Callable[[], Any], limit_s: float = 15.0) -> Any:
+    end_s = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+    return found
+
+
+def hosts(peer: Peer) -> set[str]:
+    state = peer.read()
+    return set(state.hosts) if state is not None else set()
+
+
+def test_all_agents_see_all_hosts_and_one_leads(job: Job) -> None:
+    peers = [job.start(name) for name in ("a", "b", "c")]
+    until(lambda: all(hosts(peer) == {"a", "b", "c"} for peer in peers))
+    assert [peer.leads for peer in peers].count(True) == 1
+
+
+def test_a_second_agent_of_a_host_gets_a_name_of_its_own(job: Job) -> None:
+    first = job.start("a")
+    until(lambda: first.leads)
+    job.start("a")
+    job.start("a")
+    until(lambda: hosts(first) == {"a", "a#2", "a#3"})
+
+
+def test_the_next_host_takes_over_and_a_new_process_at_the_endpoint_follows_it(job: Job) -> None:
+    a = job.start("a")
+    until(lambda: a.leads)
+    b, c = job.start("b"), job.start("c")
+    until(lambda: hosts(b) == hosts(c) == {"a", "b", "c"})
+    a.close()
+    until(lambda: b.leads and hosts(c) == {"b", "c"})
+    state = c.read()
+    assert state is not None
+    assert state.term == 2
+    again = job.start("a")
+    until(lambda: hosts(again) == hosts(b) == {"a", "b", "c"})
+    assert [peer.leads for peer in (again, b, c)] == [False, True, False]
+
+
+def test_an_agent_that_is_started_again_at_once_does_not_begin_another_job(job: Job) -> None:
+    a = job.start("a")
+    until(lambda: a.leads)
+    b, c = job.start("b"), job.start("c")
+    until(lambda: hosts(b) == hosts(c) == {"a", "b", "c"})
+    a.close()
+    again = job.start("a")
+    until(lambda: b.leads)
+    until(lambda: all(hosts(peer) == {"a", "b", "c"} for peer in (again, b, c)))
+    assert [peer.leads for peer in (again, b, c)] == [False, True, False]
+    states = [peer.read() for peer in (again, b, c)]
+    assert {state.term for state in states if state is not None} == {2}
+
+
+def test_a_process_that_ends_is_noticed_at_once_and_one_that_leaves_too(job: Job) -> None:
+    a = job.start("a")
+    until(lambda: a.leads)
+    b, c = job.start("b"), job.start("c")
+    until(lambda: hosts(a) == {"a", "b", "c"})
+    began_s = time.monotonic()
+    b.close()
+    c.close(Left("c", c.incarnation))
+    until(lambda: hosts(a) == {"a"})
+    assert time.monotonic() - began_s < LIMITS.expiry_s
+
+
+def test_only_the_leader_gives_orders_and_all_hear_them(job: Job) -> None:
+    a = job.start("a")
+    until(lambda: a.leads)
+    b = job.start("b")
+    until(lambda: hosts(b) == {"a", "b"})
+    a.order([Park("b", "asked"), Close("enough")])
+    state: Membership = until(lambda: (now := b.read()) is not None and now.closed and now)
+    assert (state.closed, state.parked["b"].reason) == ("enough", "asked")
+    with pytest.raises(SteeringError):
+        b.order([Close("again")])
+
+
+def test_a_host_arrives_in_the_state(job: Job) -> None:
+    a = job.start("a")
+    b = job.start("b")
+    until(lambda: hosts(a) == hosts(b) == {"a", "b"})
+    b.say(Arrived("b", b.incarnation))
+    a.say(Arrived("a", a.incarnation))
+    until(lambda: (state := b.read()) is not None and state.round is not None and len(state.round.members) == 2)
+
+
+def test_a_stranger_changes_nothing_and_is_counted(job: Job) -> None:
+    a = job.start("a")
+    until(lambda: a.leads)
+    stranger = dial(job.endpoint, key_of("guess"), 2.0)
+    stranger.send({"kind": "report", "events": [event_as_json(Close("gone"))], "seen": [0, 0]})
+    with pytest.raises((EOFError, OSError)):
+        stranger.receive()
+    for junk in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 5000 + b"\n", b"[" * 100_000 + b"\n"):
+        with socket.create_connection(("localhost", int(job.endpoint.split(":")[1])), timeout=5) as connection:
+            connection.sendall(junk)
+    insider = dial(job.endpoint, KEY, 2.0)
+    insider.send({"kind": "report", "events": [{"event": "Lost", "name": "a", "incarnation": a.incarnation}], "seen": [0, 0]})
+    with pytest.raises((EOFError, OSError)):
+        insider.receive()
+    until(lambda: a.refused >= 4)
+    state = a.read()
+    assert state is not None
+    assert (hosts(a), state.closed, a.leads) == ({"a"}, "", True)
+
+
+# ---------------------------------------------------------------- handler
+
+
+def parameters(endpoint: str, low: int, high: int, **conf: str) -> RendezvousParameters:
+    return RendezvousParameters("unickpt", endpoint, "job", low, high, None, timeout=900, **conf)
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ConfigError, match="need a fixed port"):
+        create(parameters("localhost:0", 1, 2))
+    with pytest.raises(ConfigError, match="did you mean"):
+        create(parameters("localhost:0", 1, 1, joinseconds="3"))
+    with pytest.raises(ConfigError, match="secret_file"):
+        create(parameters("localhost:0", 1, 1, secret_file="/nowhere"))
+    assert limits_of(parameters("localhost:1", 2, 8), SteeringOptions(sizes="4+8")).sizes == {4, 8}
+    for sizes in ("4+9", "4+x", "1"):
+        with pytest.raises(ConfigError, match="numbers from 2 to 8"):
+            limits_of(parameters("localhost:1", 2, 8), SteeringOptions(sizes=sizes))
+
+
+def test_a_reserved_port_is_given_to_the_store_of_the_workers_alone() -> None:
+    holder = _reserve()
+    port = holder.getsockname()[1]
+    with pytest.raises(OSError, match="in use"), socket.socket() as other:
+        other.bind(("", port))
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    holder.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_agent_survives_a_round_that_ends_while_ranks_are_assigned(rank: int) -> None:
+    """torch's own code, on a store to which the other member never writes."""
+    spec: Any = SimpleNamespace(role="default", local_world_size=2)
+    over = time.monotonic() + 0.3
+    store: Any = RoundStore(HashStore(), lambda: time.monotonic() > over)
+    workers = SimpleElasticAgent._assign_worker_ranks(None, store, rank, 2, spec)  # type: ignore[arg-type]
+    assert [worker.local_rank for worker in workers] == [0, 1]
+    assert [worker.global_rank for worker in workers] == [2 * rank, 2 * rank + 1]
+
+
+def test_an_agent_survives_the_loss_of_the_store_while_ranks_are_assigned() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    store: Any = RoundStore(client, lambda: False)
+    del server
+    spec: Any = SimpleNamespace(role="default", local_world_size=1)
+    assert len(SimpleElasticAgent._assign_worker_ranks(None, store, 1, 2, spec)) == 1  # type: ignore[arg-type]
+
+
+def test_the_store_of_a_round_is_an_ordinary_store_while_the_round_runs() -> None:
+    stores = [RoundStore(shared, lambda: False) for shared in [HashStore()] * 2]
+    stores[0].set("torchelastic/role_info/0", b"{}")
+    stores[1].set("torchelastic/role_info/1", b"[]")
+    assert stores[0].multi_get(["torchelastic/role_info/0", "torchelastic/role_info/1"]) == [b"{}", b"[]"]
+    stores[0].multi_set(["torchelastic/assigned_ranks/1", "x"], ["[1]", "2"])
+    assert (stores[1].get("torchelastic/assigned_ranks/1"), stores[1].get("x"), stores[1].add("n", 2)) == (b"[1]", b"2", 2)

@@ -1,0 +1,323 @@
+"""Rendezvous backend ``unickpt`` of torchrun, found by the entry point group ``torchrun.handlers``.
+
+    torchrun --nnodes 6:8 --nproc-per-node 8 --rdzv-backend unickpt --rdzv-endpoint HOST:29400 --max-restarts 100 train.py
+
+torchrun's agent asks ``num_nodes_waiting`` several times per second while its workers run: a value above 0 makes it restart
+them without using up a restart. ``next_rendezvous`` returns rank, size and stores of the next round, or waits: spare and parked
+hosts wait there. Written for torch 2.13, ``torch/distributed/elastic/agent/server/api.py``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from unickpt.errors import ConfigError
+from unickpt.logs import make_visible, printable
+from unickpt.options import SteeringOptions, from_rendezvous
+from unickpt.steering.codec import join_address, key_of, split_address
+from unickpt.steering.membership import (
+    Arrived,
+    Event,
+    Left,
+    Limits,
+    Membership,
+    Opened,
+    Phase,
+    Ready,
+    Round,
+    Standing,
+    must_stop,
+    rank_in_round,
+    standing,
+)
+from unickpt.steering.peer import Peer
+from unickpt.steering.round_store import RoundStore
+from unickpt.steering.workers import kill_stopped_workers
+
+logger = logging.getLogger("unickpt")
+
+BACKEND = "unickpt"
+ROUND = "UNICKPT_ROUND"  # in the environment of the workers: term and number of the round
+PORT = 29400  # torch's default
+TIMEOUT_S = 600.0  # torch's default time limit of a rendezvous
+CONNECT_S, STORE_S = 10.0, 300.0
+NOTICE_S = 30.0
+
+
+def creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """Return the function that makes a handler. torch calls this when it looks for backends."""
+    return create
+
+
+def create(params: RendezvousParameters) -> RendezvousHandler:
+    """Return the handler of this agent.
+
+    Raises:
+        ConfigError: an option of ``--rdzv-conf`` is unknown or wrong.
+        RendezvousConnectionError: no port can be opened.
+    """
+    make_visible()
+    options = from_rendezvous(params.config)
+    host, _, port = params.endpoint.strip().rpartition(":") if ":" in params.endpoint else (params.endpoint.strip(), "", "")
+    single = params.max_nodes == 1
+    endpoint = join_address((host or "localhost").strip("[]"), int(port) if port.isdigit() else 0 if single else PORT)
+    if split_address(endpoint)[1] == 0 and not single:
+        raise ConfigError(f"--rdzv-endpoint {params.endpoint}: {params.max_nodes} hosts need a fixed port")
+    peer = Peer(
+        options.host or socket.gethostname(),
+        endpoint,
+        limits_of(params, options),
+        _key(params, options),
+        params.local_addr or "",
+    )
+    try:
+        peer.start()
+    except OSError as err:
+        raise RendezvousConnectionError(f"unickpt: {err}") from err
+    return SteeringHandler(peer, params.run_id, float(params.get("timeout", TIMEOUT_S)))
+
+
+def limits_of(params: RendezvousParameters, options: SteeringOptions) -> Limits:
+    """Return the rules of the membership.
+
+    Raises:
+        ConfigError: ``sizes`` is not a list of numbers between MIN and MAX.
+    """
+    words = [word for word in options.sizes.split("+") if word]
+    sizes = frozenset(int(word) for word in words if word.isdigit() and params.min_nodes <= int(word) <= params.max_nodes)
+    if len(sizes) != len(set(words)):
+        raise ConfigError(
+            f"--rdzv-conf sizes={options.sizes} must be numbers from {params.min_nodes} to {params.max_nodes}, as in 4+6+8"
+        )
+    return Limits(
+        params.min_nodes, params.max_nodes, sizes, join_s=options.join_seconds, arrive_s=options.arrive_seconds,
+        expiry_s=options.expiry_seconds, settle_s=options.settle_seconds, grow=options.grow, lone=options.lone,
+    )  # fmt: skip
+
+
+def _key(params: RendezvousParameters, options: SteeringOptions) -> bytes:
+    if not options.secret_file:
+        return key_of(params.run_id)
+    try:
+        return key_of(f"{params.run_id}\0{Path(options.secret_file).read_text().strip()}")
+    except OSError as err:
+        raise ConfigError(f"--rdzv-conf secret_file={options.secret_file}: {err}") from err
+
+
+class SteeringHandler(RendezvousHandler):
+    """Handler of one agent.
+
+    Args:
+        peer: this agent's part in the membership, started.
+        run_id: ``--rdzv-id``.
+        timeout_s: seconds after which ``next_rendezvous`` gives up if no round runs.
+    """
+
+    def __init__(self, peer: Peer, run_id: str, timeout_s: float) -> None:
+        self._peer, self._run_id, self._timeout_s = peer, run_id, timeout_s
+        self._epoch = (0, 0)  # of the last round that this agent took part in
+        self._stores: dict[tuple[int, int], TCPStore] = {}
+        self._reserved: dict[tuple[int, int], socket.socket] = {}
+        self._stopping = (0, 0)  # round whose end was seen
+        atexit.register(self._leave, Left(peer.name, peer.incarnation))
+
+    def get_backend(self) -> str:
+        """See base class."""
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Worker 0 opens the store of the workers, at a new port in every round."""
+        return False
+
+    def get_run_id(self) -> str:
+        """See base class."""
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        """See base class."""
+        state = self._peer.read()
+        return state is not None and bool(state.closed)
+
+    def set_closed(self) -> None:
+        """Close the job on all hosts."""
+        self._leave(Left(self._peer.name, self._peer.incarnation, failed="the job was closed"))
+
+    def num_nodes_waiting(self) -> int:
+        """Return 1 if the workers must be restarted, else 0. Never raises: without steering, a healthy run goes on."""
+        try:
+            state = self._peer.read()
+            if state is None or not must_stop(state, self._epoch):
+                return 0
+            if self._stopping != self._epoch:
+                self._stopping = self._epoch
+                why = state.closed or state.reason
+                logger.info("unickpt: steering: stopping the workers of round %s: %s", _text(self._epoch), printable(why))
+                killed = kill_stopped_workers()
+                if killed:
+                    logger.info("unickpt: steering: killed stopped workers: %s", ", ".join(map(str, killed)))
+            return 1
+        except Exception as err:
+            logger.warning("unickpt: steering: %s: %s", type(err).__name__, err)
+            return 0
+
+    def shutdown(self) -> bool:
+        """Leave the job. torchrun calls this when the workers have ended, or with the exception that ends the agent."""
+        error = sys.exc_info()[1]
+        finished = error is None
+        failed = "" if finished else f"{type(error).__name__}"
+        return self._leave(Left(self._peer.name, self._peer.incarnation, finished, failed))
+
+    def _leave(self, event: Left) -> bool:
+        atexit.unregister(self._leave)
+        self._peer.close(Left(self._peer.name, self._peer.incarnation, event.finished, event.failed))
+        return True
+
+    # ------------------------------------------------------------ rendezvous
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return the next round of this host. Spare and parked hosts wait here.
+
+        Raises:
+            RendezvousClosedError: the job has ended because too few hosts are left, or by an order.
+            RendezvousTimeoutError: no round has begun in time.
+            SystemExit: the program has finished while this host was a spare.
+        """
+        began_s = notice_s = time.monotonic()
+        told = ""
+        self._say()
+        state = self._peer.read()
+        while True:
+            now_s = time.monotonic()
+            if state is not None:
+                self._check_closed(state)
+                info = self._part_in(state)
+                if info is not None:
+                    return info
+                if state.phase is Phase.RUNNING:
+                    began_s = now_s  # a spare waits as long as the others work
+            if now_s - began_s > self._timeout_s:
+                raise RendezvousTimeoutError(f"unickpt: no round began within {self._timeout_s:.0f} s: {self._waiting(state)}")
+            waits = self._waiting(state)
+            if now_s - notice_s > NOTICE_S or (self._is_out(state) and waits != told):
+                notice_s, told = now_s, waits
+                logger.info("unickpt: steering: waiting: %s", printable(waits))
+            state = self._peer.wait(state, 0.5)
+
+    def _say(self, *news: Event) -> None:
+        self._peer.say(Arrived(self._peer.name, self._peer.incarnation, self._epoch), *news)
+
+    def _check_closed(self, state: Membership) -> None:
+        if not state.closed:
+            return
+        if state.finished and self._epoch == (0, 0):
+            logger.info("unickpt: steering: %s; this host was a spare", printable(state.closed))
+            raise SystemExit(0)
+        raise RendezvousClosedError(f"unickpt: {state.closed}")
+
+    def _part_in(self, state: Membership) -> RendezvousInfo | None:
+        """Do this host's next step towards a round. Return the round when all members are connected."""
+        name, incarnation = self._peer.name, self._peer.incarnation
+        rank, round_ = rank_in_round(state, name, incarnation), state.round
+        if rank < 0 or round_ is None or round_.epoch == self._epoch:
+            self._say()
+            return None
+        if state.phase is Phase.OPENING:
+            self._connect(rank, round_)
+            return None
+        store = self._stores.get(round_.epoch)
+        if store is None:
+            self._say()  # the round has begun without this process: ask for the next one
+            return None
+        return self._begin(rank, round_, store)
+
+    def _connect(self, rank: int, round_: Round) -> None:
+        name, incarnation, epoch = self._peer.name, self._peer.incarnation, round_.epoch
+        if epoch in self._stores or (rank > 0 and not round_.store):
+            return
+        try:
+            if rank == 0:
+                host, _ = split_address(self._peer.address)
+                store = TCPStore(host, 0, None, True, timedelta(seconds=CONNECT_S), wait_for_workers=False)
+                self._stores[epoch], self._reserved[epoch] = store, _reserve()
+                master = join_address(host, self._reserved[epoch].getsockname()[1])
+                self._say(Opened(name, incarnation, epoch, join_address(host, store.port), master))
+            else:
+                host, port = split_address(round_.store)
+                self._stores[epoch] = TCPStore(host, port, None, False, timedelta(seconds=CONNECT_S), wait_for_workers=False)
+                self._say(Ready(name, incarnation, epoch))
+        except (OSError, RuntimeError, ValueError) as err:
+            logger.warning("unickpt: steering: no connection to the store of round %s: %s", _text(epoch), err)
+            time.sleep(0.5)
+
+    def _begin(self, rank: int, round_: Round, store: TCPStore) -> RendezvousInfo:
+        self._epoch = round_.epoch
+        self._peer.say()
+        for old in [epoch for epoch in self._stores if epoch != round_.epoch]:
+            self._stores.pop(old)
+        for old in [epoch for epoch in self._reserved if epoch != round_.epoch]:
+            self._reserved.pop(old).close()
+        store.set_timeout(timedelta(seconds=STORE_S))
+        host, port = split_address(round_.master)
+        size = len(round_.members)
+        os.environ[ROUND] = _text(round_.epoch)
+        names = ", ".join(f"{place} {name}" for place, (name, _) in enumerate(round_.members))
+        logger.info("unickpt: steering: round %s: rank %d of %d (%s)", _text(round_.epoch), rank, size, printable(names))
+        guarded = RoundStore(store, lambda: self._is_over(round_.epoch))
+        return RendezvousInfo(guarded, rank, size, RendezvousStoreInfo(host, port))  # type: ignore[arg-type]
+
+    def _is_over(self, epoch: tuple[int, int]) -> bool:
+        state = self._peer.read()
+        return state is not None and must_stop(state, epoch)
+
+    def _is_out(self, state: Membership | None) -> bool:
+        """Whether this host waits while it is parked or a spare."""
+        return state is not None and standing(state, self._peer.name) in (Standing.PARKED, Standing.SPARE)
+
+    def _waiting(self, state: Membership | None) -> str:
+        if state is None:
+            return "no contact with the other hosts"
+        name = self._peer.name
+        if name in state.parked:
+            return f"{name} is parked: {state.parked[name].reason}"
+        if self._is_out(state):
+            return f"{name} is a spare"
+        missing = [host.name for host in state.hosts.values() if host.arrived_s is None]
+        there = f"{len(state.hosts)} hosts of {state.limits.min_nodes} to {state.limits.max_nodes} are there"
+        return there + (f", not ready: {', '.join(sorted(missing))}" if missing else "")
+
+
+def _text(epoch: tuple[int, int]) -> str:
+    return f"{epoch[0]}.{epoch[1]}"
+
+
+def _reserve() -> socket.socket:
+    """Return a socket that holds a free port without listening. A server that sets SO_REUSEADDR can still bind it.
+
+    The port of the workers' store is chosen seconds before worker 0 opens it. A held port is given to no other process.
+    """
+    holder = socket.socket()
+    with contextlib.suppress(OSError):
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    return holder
