@@ -16,7 +16,8 @@ from ds_unickpt import names as names_module
 from ds_unickpt.huggingface import model_of
 from ds_unickpt.names import ModuleNames
 from ds_unickpt.optimizer_record import ElementStates, RankScalars, classify, record_of
-from ds_unickpt.partitions import ParameterRange, Partition, Share, states_of
+from ds_unickpt.partitions import ParameterRange, Partition, states_of
+from ds_unickpt.placement import Placement, Share
 from unickpt import __version__
 from unickpt.coordination.rendezvous import Message
 from unickpt.errors import UnsupportedLayoutError
@@ -32,6 +33,8 @@ from unickpt.options import Options
 from unickpt.save.fingerprints import fingerprints
 from unickpt.save.shards import Contribution, Shard, shards_of_flat_range
 
+EXTRA_STATE = "module_extra_state"  # key in the objects of the job; the shared objects of further pipeline stages start with it
+MICRO_BATCHES = "pipeline_micro_batches"  # key in the objects of the job
 SCALARS = "scalars"  # key in the objects of a rank and in the announcement
 _DIGITS = 16  # hex digits of a fingerprint
 
@@ -40,23 +43,31 @@ def topology(engine: Any) -> dict[str, Any]:
     """Return parallel degrees and modes, for the manifest and for reports."""
     dtypes = sorted({name_of(p.dtype) for p in engine.module.parameters()})
     sequence = int(getattr(engine, "sequence_parallel_size", 1))
+    placed = partitions.placement(engine)
     return {
         "world_size": int(engine.world_size),
         "zero_stage": int(engine.zero_optimization_stage()),
         "optimizer_wrapper": internals.wrapper_of(engine),
         "weight_dtypes": dtypes,
         **({"sequence": sequence} if sequence > 1 else {}),
+        **({"pipeline": placed.stages, "data": len(placed.data)} if placed.stages > 1 else {}),
     }
 
 
-_Replica = tuple[TensorInfo, torch.Tensor, "torch.Tensor | None"]  # the last one is ``Shard.unless``
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    """A tensor that the ranks of ``share`` hold. ``unless`` is that of ``Shard``."""
+
+    info: TensorInfo
+    data: torch.Tensor
+    unless: torch.Tensor | None
+    share: Share
 
 
 @dataclass
 class _Tensors:
-    """Collects the tensors that this rank writes. Replicas are divided among the ranks at the end, in ``share``."""
+    """Collects the tensors that this rank writes. Replicas are divided among their ranks at the end, in ``share``."""
 
-    share_of: Share
     shards: list[Shard] = field(default_factory=list)
     listed: list[TensorInfo] = field(default_factory=list)
     replicas: list[_Replica] = field(default_factory=list)
@@ -68,30 +79,33 @@ class _Tensors:
         if stored:
             self.shards += shards_of_flat_range(info, lo, hi, flat, unless)
 
-    def replicated(self, info: TensorInfo, data: torch.Tensor, unless: torch.Tensor | None = None) -> None:
+    def replicated(
+        self, info: TensorInfo, data: torch.Tensor, share: Share, unless: torch.Tensor | None = None, *, stored: bool = True
+    ) -> None:
         self.listed.append(info)
-        self.replicas.append((info, data, unless))
+        if stored:
+            self.replicas.append(_Replica(info, data, unless, share))
 
     def share(self) -> None:
-        """Add this rank's part of the replicas. Every rank gets the same number of bytes.
+        """Add this rank's part of the replicas. Every rank that holds the same replicas gets the same number of bytes.
 
         Replicas with a condition (``unless``) are divided separately, because usually none of them is written.
         """
-        self._share([replica for replica in self.replicas if replica[2] is None])
-        self._share([replica for replica in self.replicas if replica[2] is not None])
+        self.replicas.sort(key=lambda replica: replica.info.key)
+        for share in dict.fromkeys(replica.share for replica in self.replicas):
+            held = [replica for replica in self.replicas if replica.share == share]
+            self._share([replica for replica in held if replica.unless is None], share)
+            self._share([replica for replica in held if replica.unless is not None], share)
 
-    def _share(self, replicas: list[_Replica]) -> None:
-        if self.share_of.rank < 0:
+    def _share(self, replicas: Sequence[_Replica], share: Share) -> None:
+        if share.rank < 0:
             return
-        replicas.sort(key=lambda replica: replica[0].key)
-        infos = [info for info, _, _ in replicas]
-        ranges = share_of_replicas(
-            [i.size_bytes for i in infos], [i.numel for i in infos], rank=self.share_of.rank, world=self.share_of.world
-        )
-        for (info, data, unless), (lo, hi) in zip(replicas, ranges, strict=True):
+        infos = [replica.info for replica in replicas]
+        ranges = share_of_replicas([i.size_bytes for i in infos], [i.numel for i in infos], rank=share.rank, world=share.world)
+        for replica, (lo, hi) in zip(replicas, ranges, strict=True):
             if lo < hi:
-                part = None if unless is None else unless.detach().reshape(-1)[lo:hi]
-                self.shards += shards_of_flat_range(info, lo, hi, data.detach().reshape(-1)[lo:hi], part)
+                part = None if replica.unless is None else replica.unless.detach().reshape(-1)[lo:hi]
+                self.shards += shards_of_flat_range(replica.info, lo, hi, replica.data.detach().reshape(-1)[lo:hi], part)
 
 
 def contribution(
@@ -116,12 +130,13 @@ def contribution(
     names = ModuleNames.read(engine.module)
     parts = partitions.partitions(engine)
     base = internals.base_optimizer(engine)
-    shared = partitions.share(engine)
-    out = _Tensors(shared)
-    _optimized(out, parts, names, base)
-    excluded = _others(out, parts, names, exclude_frozen)
-    _buffers(out, engine, options)
+    placed = partitions.placement(engine)
+    out = _Tensors()
+    _optimized(out, parts, names, base, placed)
+    excluded = _others(out, parts, names, exclude_frozen, placed)
+    _buffers(out, engine, options, placed)
     out.share()
+    record = None if base is None else record_of(parts, names, base)
     rank_objects: dict[str, Any] = {"rng": rng.capture()}
     if engine.global_rank and client_state_digest(client_state) != announced.get("client_state"):
         rank_objects["client_state"] = dict(client_state)
@@ -134,12 +149,14 @@ def contribution(
         rank_objects=rank_objects,
         step=int(engine.global_steps),
         writer=writer(engine),
-        optimizer=None if base is None else record_of(parts, names, base),
-        aliases=names.aliases,
-        excluded=excluded,
-        objects=_objects(engine, client_state) if engine.global_rank == 0 else {},
-        different=_different(engine, options, scalars, announced) if engine.global_rank else (),
-        replica=None if shared.part is None else (shared.part, _fingerprint(parts, base)),
+        optimizer=record,
+        optimizer_part=record if placed.first else None,
+        aliases=names.aliases if placed.first else {},
+        excluded=excluded if placed.first else (),
+        objects=_objects(engine, client_state) if placed.rank == 0 else {},
+        shared_objects=_shared_states(engine) if placed.first and placed.rank else {},
+        different=_different(engine, options, scalars, announced) if placed.rank and placed.with_coordinator else (),
+        replica=None if placed.part is None else (placed.part, _fingerprint(parts, base)),
     )
 
 
@@ -210,7 +227,9 @@ def writer(engine: Any) -> Writer:
                   model_of(engine.module).as_json())  # fmt: skip
 
 
-def _optimized(out: _Tensors, parts: Sequence[Partition], names: ModuleNames, base: torch.optim.Optimizer | None) -> None:
+def _optimized(
+    out: _Tensors, parts: Sequence[Partition], names: ModuleNames, base: torch.optim.Optimizer | None, placed: Placement
+) -> None:
     """Add masters and optimizer states. Also add the weights that are not the cast of their masters."""
     kinds = classify(parts, base)
     for part in parts:
@@ -222,12 +241,16 @@ def _optimized(out: _Tensors, parts: Sequence[Partition], names: ModuleNames, ba
         for key, flat in flats.items():
             for piece in part.own(key):
                 data = flat.narrow(0, piece.at, piece.hi - piece.lo)
+                info = known[id(piece.parameter)][key]
+                stored = part.stored and info.name not in names.elsewhere
                 if part.replicated:
-                    out.replicated(known[id(piece.parameter)][key], data)
+                    out.replicated(info, data, placed.share, stored=stored)
                 else:
-                    out.own(known[id(piece.parameter)][key], piece.lo, piece.hi, data, stored=part.stored)
+                    out.own(info, piece.lo, piece.hi, data, stored=stored)
         for piece in part.pieces:
-            _override(out, part, piece, known[id(piece.parameter)]["weight"], flats["master"])
+            info = known[id(piece.parameter)]["weight"]
+            if info.name not in names.elsewhere:
+                _override(out, part, piece, info, flats["master"], placed)
 
 
 def _tensor_states(base: torch.optim.Optimizer | None, part: Partition, kinds: ElementStates) -> dict[str, torch.Tensor]:
@@ -245,7 +268,9 @@ def _infos(parameter: torch.nn.Parameter, names: ModuleNames, held: Mapping[str,
     return infos
 
 
-def _override(out: _Tensors, part: Partition, piece: ParameterRange, info: TensorInfo, master: torch.Tensor) -> None:
+def _override(
+    out: _Tensors, part: Partition, piece: ParameterRange, info: TensorInfo, master: torch.Tensor, placed: Placement
+) -> None:
     """Add a weight that is not the cast of its master, because the user changed it after the last step."""
     if part.weight is None:
         return
@@ -253,12 +278,14 @@ def _override(out: _Tensors, part: Partition, piece: ParameterRange, info: Tenso
     weight = part.weight.detach().reshape(-1).narrow(0, piece.at, length)
     master = master.narrow(0, piece.at, length)
     if part.replicated:
-        out.replicated(info, weight, unless=master)
+        out.replicated(info, weight, placed.share, unless=master)
     else:
         out.own(info, piece.lo, piece.hi, weight, unless=master, stored=part.stored)
 
 
-def _others(out: _Tensors, parts: Sequence[Partition], names: ModuleNames, exclude_frozen: bool) -> tuple[str, ...]:
+def _others(
+    out: _Tensors, parts: Sequence[Partition], names: ModuleNames, exclude_frozen: bool, placed: Placement
+) -> tuple[str, ...]:
     """Add the parameters outside the optimizer, such as frozen and empty ones. Returns the names of excluded parameters."""
     optimized = {id(p) for part in parts for p in part.parameters}
     excluded = []
@@ -272,7 +299,7 @@ def _others(out: _Tensors, parts: Sequence[Partition], names: ModuleNames, exclu
         out.listed.append(info)
         held = partitions.held(parameter)
         if held is not None and held.replicated:
-            out.replicated(info, held.data)
+            out.replicated(info, held.data, placed.share, stored=name not in names.elsewhere)
         elif held is not None:
             out.own(info, held.lo, held.hi, held.data, stored=held.stored)
     return tuple(excluded)
@@ -283,12 +310,12 @@ def _stored_buffers(engine: Any, options: Options) -> list[tuple[str, torch.Tens
     return [(name, buffer) for name, buffer, persistent in found if persistent or options.non_persistent_buffers]
 
 
-def _buffers(out: _Tensors, engine: Any, options: Options) -> None:
-    """Add the buffers of the coordinator. Running statistics differ between ranks, so parts of several ranks do not fit."""
+def _buffers(out: _Tensors, engine: Any, options: Options, placed: Placement) -> None:
+    """Add the buffers of the first peer. Running statistics differ between ranks, so parts of several ranks do not fit."""
     for name, buffer in _stored_buffers(engine, options):
         info = TensorInfo(name, "weight", name_of(buffer.dtype), tuple(buffer.shape), "buffer")
         out.listed.append(info)
-        if engine.global_rank == 0 and info.numel:
+        if placed.first and info.numel:
             out.shards.append(Shard(info, Box.whole(info.shape), buffer))
 
 
@@ -305,12 +332,10 @@ def _objects(engine: Any, client_state: Mapping[str, Any]) -> dict[str, Any]:
         if scaler is None
         else {k: getattr(scaler, k) for k in internals.SCALER_FIELDS if hasattr(scaler, k)},
         "grad_scaler": None if grad_scaler is None else grad_scaler.state_dict(),
-        "module_extra_state": {
-            names_module.plain(name): child.get_extra_state()
-            for name, child in engine.module.named_modules()
-            if type(child).get_extra_state is not torch.nn.Module.get_extra_state
-        },
+        EXTRA_STATE: _extra_states(engine),
     }
+    if engine.pipeline_parallelism:
+        found[MICRO_BATCHES] = internals.micro_batches(engine)
     found |= {key: None if value is None else value.state_dict() for key, value in internals.extra_states(engine).items()}
     return found
 
@@ -319,3 +344,16 @@ def _named_state(scheduler: Any) -> dict[str, Any] | None:
     if scheduler is None or not hasattr(scheduler, "state_dict"):
         return None
     return {"class": type(scheduler).__name__, "state": scheduler.state_dict()}
+
+
+def _extra_states(engine: Any) -> dict[str, Any]:
+    """Return ``get_extra_state`` of the modules of this rank, by the stored name of the module."""
+    return {
+        name: child.get_extra_state()
+        for name, child in names_module.modules(engine.module)
+        if type(child).get_extra_state is not torch.nn.Module.get_extra_state
+    }
+
+
+def _shared_states(engine: Any) -> dict[str, Any]:
+    return {f"{EXTRA_STATE}/{name}": state for name, state in _extra_states(engine).items()}

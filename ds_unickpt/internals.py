@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,13 +58,83 @@ def base_optimizer(engine: Any) -> torch.optim.Optimizer | None:
     return optimizer
 
 
+@dataclass(frozen=True, slots=True)
+class PipelineStage:
+    """One stage of a pipeline.
+
+    Attributes:
+        number, count: number of this rank's stage, and number of stages.
+        ranks: global ranks of this stage, ascending.
+    """
+
+    number: int
+    count: int
+    ranks: tuple[int, ...]
+
+
+def pipeline_stage(engine: Any) -> PipelineStage | None:
+    """Return this rank's pipeline stage (runtime/pipe/topology.py), or None without a pipeline."""
+    if not engine.pipeline_parallelism:
+        return None
+    grid = engine.module._grid  # ``engine.grid`` is set later
+    return PipelineStage(int(grid.get_stage_id()), int(grid.pipe_parallel_size), tuple(sorted(grid.dp_group)))
+
+
+def micro_batches(engine: Any) -> int | None:
+    """Return the number of micro-batches that a pipeline has run, or None without a pipeline.
+
+    With ``seed_layers`` the random numbers of a layer, such as dropout masks, depend on it.
+    """
+    return int(engine.module.micro_offset) if engine.pipeline_parallelism else None
+
+
+def set_micro_batches(engine: Any, number: int) -> None:
+    """Set the number of micro-batches that a pipeline has run."""
+    engine.module.micro_offset = number
+
+
+@dataclass(frozen=True, slots=True)
+class TiedCopy:
+    """The module of a ``TiedLayerSpec`` on a pipeline stage that is not the first stage with this module.
+
+    Attributes:
+        key: key of the tied layers.
+        layer: number of the first layer on this stage that uses the module.
+        shared: names in the module of the parameters that DeepSpeed synchronizes with the first stage
+            (``tied_weight_attr``). The others have their own values on this stage.
+    """
+
+    key: str
+    layer: int
+    shared: frozenset[str]
+
+
+def tied_copies(module: Any) -> tuple[TiedCopy, ...]:
+    """Return the tied modules of a ``PipelineModule`` that another stage owns (runtime/pipe/module.py); () otherwise."""
+    found = []
+    for key, comm in getattr(module, "tied_comms", {}).items():
+        if module.global_rank == comm["ranks"][0]:
+            continue
+        own = range(module._local_start, module._local_stop)
+        layer = next(at for at in own if getattr(module._layer_specs[at], "key", None) == key)
+        synchronized = {id(module._recursive_getattr(comm["module"], name)) for name in comm["weight_attr"]}
+        parameters = comm["module"].named_parameters(remove_duplicate=False)
+        found.append(TiedCopy(key, layer, frozenset(name for name, p in parameters if id(p) in synchronized)))
+    return tuple(found)
+
+
+def _tensor_parallel(engine: Any) -> bool:
+    """Whether the job has tensor or model parallelism. For a pipeline ``mp_world_size`` counts the stages too."""
+    size: int = engine.module._grid.get_slice_parallel_world_size() if engine.pipeline_parallelism else engine.mp_world_size
+    return size != 1 or int(engine.autotp_size()) > 1
+
+
 def unsupported_reason(engine: Any) -> str:
     """Return the features of this job that unickpt does not support, as text; '' if there are none."""
     kind, optimizer = wrapper_of(engine), engine.optimizer
     checks = {
-        "pipeline parallelism": engine.pipeline_parallelism,
         "mixture of experts": engine.has_moe_layers,
-        "tensor or model parallelism": engine.mp_world_size != 1 or engine.autotp_size() > 1,
+        "tensor or model parallelism": _tensor_parallel(engine),
         "node-local storage (checkpoint.use_node_local_storage)": engine.use_node_local_storage(),
         "optimizer offload to NVMe": engine.zero_nvme_offload_optimizer(),
         "parameter offload to NVMe": _device_of(engine.zero_offload_param()) == "nvme",

@@ -13,6 +13,7 @@ from ds_unickpt.batches import Batch
 from ds_unickpt.engine import UnickptCheckpointEngine, ours_of
 from ds_unickpt.restore_objects import LoadArguments
 from unickpt.checkpoint_folder import complete_checkpoints
+from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.errors import ConfigError, NotACheckpointError, UnickptError, UnsupportedLayoutError
 from unickpt.format.manifest import MANIFEST_FILE
 from unickpt.load.candidates import Candidates
@@ -182,10 +183,15 @@ def _load(
             )
         checkpoint = dialects.as_named_here(Checkpoint.open(directory), engine, ours.options.load_dialect)
         loading = restore.EngineRestore(engine, checkpoint, ours.options, wanted)
+        if not loading.placed.partial:
+            loading.settle(loading.matching.unclaimed)
         internals.before_restore(engine)
         return loading
 
     loading = together.step("open", opened)
+    if loading.placed.partial:
+        unclaimed = _unclaimed(ours.meet, loading)
+        together.step("match", lambda: loading.settle(unclaimed))
     planned, opener = together.plan(
         loading.plan, identity=lambda: loading.checkpoint.identity, share=ours.options.read_once_per_host
     )
@@ -200,3 +206,14 @@ def _load(
         for line in report.lines():
             logger.info("unickpt: %s", line)
     return join(directory, MANIFEST_FILE), client_state
+
+
+def _unclaimed(meet: Rendezvous, loading: restore.EngineRestore) -> list[str]:
+    """Return the names of the checkpoint that no rank of this job claims. The first rank of each stage sends its own."""
+    gathered = meet.gather("claims", {"claimed": loading.matching.claimed if loading.placed.first else []})
+    found = None
+    if gathered is not None:
+        claimed = {name for message in gathered for name in message["claimed"]}
+        found = {"unclaimed": [name for name in loading.matching.known if name not in claimed]}
+    unclaimed: list[str] = meet.broadcast("unclaimed", found, notice=False)["unclaimed"]
+    return unclaimed

@@ -1,16 +1,26 @@
-"""Names of parameters and buffers. A compiled module has the same names as the module that is not compiled."""
+"""Names of parameters, buffers and modules in a checkpoint.
+
+A compiled module has the same names as the module that is not compiled. The names of a pipeline do not depend on the number of
+stages: DeepSpeed counts the layers of the whole pipeline (``3.weight``) and names tied modules by their key
+(``tied_modules.embed.weight``). Parameters of a tied module that DeepSpeed does not synchronize have their own values on each
+stage with the module. They get the number of the stage's first layer that uses the module: ``tied_modules.embed@7.bias``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ds_unickpt import internals
+from ds_unickpt.internals import TiedCopy
 from unickpt.errors import UnsupportedLayoutError
 
 _COMPILED = "_orig_mod"
+_TIED = "tied_modules"
+_OF_TIED = re.compile(rf"{_TIED}\.([^.@]+)(?:@(\d+))?(\..+)")
 
 
 def plain(name: str) -> str:
@@ -29,6 +39,53 @@ def spelled_plainly(names: Iterable[str]) -> dict[str, str]:
     return spelled
 
 
+def stored_name(name: str, copies: Sequence[TiedCopy]) -> str:
+    """Return the stored name of a parameter, buffer or module. It differs from ``name`` in copies of tied modules."""
+    for copy in copies:
+        module = f"{_TIED}.{copy.key}"
+        if name == module or (name.startswith(f"{module}.") and name[len(module) + 1 :] not in copy.shared):
+            return f"{module}@{copy.layer}{name[len(module) :]}"
+    return name
+
+
+def copied_from(name: str, known: Iterable[str]) -> str:
+    """Return the stored parameter that a pipeline with other stages used in place of a parameter of a tied module; '' if none.
+
+    A stage is a range of layers. So layer 7 used the copy with the largest number up to 7, and without one the original.
+
+    Args:
+        name: name of a parameter, such as ``tied_modules.embed@7.bias``.
+        known: names in the checkpoint.
+    """
+    own = _OF_TIED.fullmatch(name)
+    if own is None:
+        return ""
+    layer = int(own[2] or 0)
+    others = (other for other in map(_OF_TIED.fullmatch, known) if other and (other[1], other[3]) == (own[1], own[3]))
+    found = {int(other[2] or 0): other[0] for other in others}
+    return next((found[at] for at in sorted(found, reverse=True) if at <= layer), "")
+
+
+def original_of(name: str) -> str:
+    """Return the name on the first stage for a parameter of a copy of a tied module; '' for any other name."""
+    found = _OF_TIED.fullmatch(name)
+    return f"{_TIED}.{found[1]}{found[3]}" if found is not None and found[2] else ""
+
+
+def _layer_prefixes(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield ``(name of a submodule, its name in a pipeline)`` for a module with a method ``unickpt_pipeline_layers``.
+
+    The method returns the layers of the pipeline in order: a submodule, a pair ``(key, submodule)`` for a tied layer, or
+    anything else for a layer without parameters.
+    """
+    layers = getattr(module, "unickpt_pipeline_layers", None)
+    names = {id(child): plain(name) for name, child in module.named_modules()} if callable(layers) else {}
+    for number, layer in enumerate(layers() if callable(layers) else ()):
+        key, child = (f"{_TIED}.{layer[0]}", layer[1]) if isinstance(layer, tuple) else (str(number), layer)
+        if names.get(id(child)):
+            yield names[id(child)], key
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
     """The parameters of a module by name.
@@ -36,19 +93,22 @@ class ModuleNames:
     Attributes:
         of: id(parameter) -> stored name, the first of its names.
         parameters: stored name -> parameter, in module order.
-        aliases: further names of tied parameters -> stored name.
+        aliases: further names of tied parameters, and names of a plain module's parameters in a pipeline -> stored name.
         own: stored name or alias -> name in the module.
+        elsewhere: stored names of tied parameters that an earlier pipeline stage also has, and stores.
     """
 
     of: dict[int, str]
     parameters: dict[str, torch.nn.Parameter]
     aliases: dict[str, str]
     own: dict[str, str]
+    elsewhere: frozenset[str]
 
     @classmethod
     def read(cls, module: torch.nn.Module) -> ModuleNames:
         found = dict(module.named_parameters(remove_duplicate=False))
-        spelled = spelled_plainly(found)
+        copies = internals.tied_copies(module)
+        spelled = {own: stored_name(name, copies) for own, name in spelled_plainly(found).items()}
         of: dict[int, str] = {}
         parameters: dict[str, torch.nn.Parameter] = {}
         aliases: dict[str, str] = {}
@@ -59,7 +119,12 @@ class ModuleNames:
             else:
                 of[id(parameter)] = name
                 parameters[name] = parameter
-        return cls(of, parameters, aliases, {name: own for own, name in spelled.items()})
+        stored = {**{name: name for name in parameters}, **aliases, **{name: name for name, _, kept in buffers(module) if kept}}
+        for prefix, layer in _layer_prefixes(module):
+            under = {f"{layer}{name[len(prefix) :]}": to for name, to in stored.items() if name.startswith(f"{prefix}.")}
+            aliases |= {alias: to for alias, to in under.items() if alias not in stored}
+        elsewhere = frozenset(f"{_TIED}.{copy.key}.{name}" for copy in copies for name in copy.shared)
+        return cls(of, parameters, aliases, {name: own for own, name in spelled.items()}, elsewhere)
 
     def name(self, parameter: torch.nn.Parameter) -> str:
         """Return the stored name of a parameter. Raises UnsupportedLayoutError if the module does not have the parameter."""
@@ -72,8 +137,26 @@ class ModuleNames:
 
 def buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Yield ``(name, buffer, persistent)`` for every distinct buffer."""
-    volatile = internals.non_persistent_names(module)
+    volatile, copies = internals.non_persistent_names(module), internals.tied_copies(module)
     found = dict(module.named_buffers())
     spelled = spelled_plainly(found)
     for name, buffer in found.items():
-        yield spelled[name], buffer, name not in volatile
+        yield stored_name(spelled[name], copies), buffer, name not in volatile
+
+
+def volatile_names(module: torch.nn.Module) -> frozenset[str]:
+    """Return the stored names of the buffers that are registered with ``persistent=False``."""
+    copies = internals.tied_copies(module)
+    return frozenset(stored_name(plain(name), copies) for name in internals.non_persistent_names(module))
+
+
+def modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield ``(name, submodule)`` for a module and every distinct submodule, and again with its names in a pipeline, if any."""
+    copies = internals.tied_copies(module)
+    prefixes = list(_layer_prefixes(module))
+    for own, child in module.named_modules():
+        name = plain(own)
+        yield stored_name(name, copies), child
+        for prefix, layer in prefixes:
+            if name == prefix or name.startswith(f"{prefix}."):
+                yield f"{layer}{name[len(prefix) :]}", child

@@ -6,15 +6,18 @@ sources (the docstrings name the files) and are verified against live weights. `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from torch.distributed import get_process_group_ranks
 
+from ds_unickpt import internals
 from ds_unickpt.internals import BF16, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, is_zero3, wrapper_of
+from ds_unickpt.placement import Placement
 from unickpt.errors import UnsupportedLayoutError
 
 
@@ -39,7 +42,9 @@ class Partition:
         parameters: all parameters of the partitioned group, also those on other ranks.
         group: parameter group of the optimizer (a live dict).
         replicated: every rank holds the same values.
-        stored: this rank stores its copy. Sequence-parallel peers hold the same partition, and only one of them stores it.
+        stored: this rank stores its copy. With data and sequence parallelism DeepSpeed partitions over the data-parallel ranks
+            alone. The data-parallel groups then hold copies of each other, and the group with the first peer
+            (``Placement.peers``) stores.
         whole: states whose tensor holds whole parameters back to back, not elementwise parallel to ``master``. Maps the key
             to the parameter ranges in that tensor.
     """
@@ -79,15 +84,16 @@ def partitions(engine: Any) -> list[Partition]:
     kind = wrapper_of(engine)
     if kind == "none":
         return []
-    build = {
+    first = placement(engine).peers[0]
+    build: dict[str, Callable[[Any], Iterator[Partition]]] = {
         "plain": _plain,
-        ZERO_1_2: _zero_1_2,
-        ZERO_3: _zero_3,
-        BF16: _bf16,
+        ZERO_1_2: partial(_zero_1_2, first=first),
+        ZERO_3: partial(_zero_3, first=first),
+        BF16: partial(_bf16, first=first),
         FP16_FUSED: _fp16_fused,
         FP16_UNFUSED: _fp16_unfused,
-    }[kind]
-    found = list(build(engine.optimizer))
+    }
+    found = list(build[kind](engine.optimizer))
     for partition in found:
         _check(partition)
     return found
@@ -144,7 +150,7 @@ def _fp16_fused(optimizer: Any) -> Iterator[Partition]:
         )
 
 
-def _zero_1_2(optimizer: Any) -> Iterator[Partition]:
+def _zero_1_2(optimizer: Any, first: int) -> Iterator[Partition]:
     """runtime/zero/stage_1_and_2.py: this rank owns an equal part of the padded and reordered group."""
     offsets_of_group = getattr(optimizer, "round_robin_bit16_offsets", None)
     for g, params in enumerate(optimizer.round_robin_bit16_groups):
@@ -159,18 +165,9 @@ def _zero_1_2(optimizer: Any) -> Iterator[Partition]:
             tuple(params),
             _group_of(optimizer.optimizer, master, g),
             replicated=False,
-            stored=_is_stored(process_group),
+            stored=first in get_process_group_ranks(process_group),
             whole=_whole_states(optimizer, g),
         )
-
-
-def _is_stored(process_group: Any) -> bool:
-    """Whether the ranks of this group store their partitions.
-
-    With data and sequence parallelism DeepSpeed partitions over the data-parallel ranks alone. The data-parallel groups
-    then hold copies of each other, and the group with rank 0 stores.
-    """
-    return 0 in get_process_group_ranks(process_group)
 
 
 def _bit16_partition(optimizer: Any, g: int, rank: int) -> torch.Tensor:
@@ -199,7 +196,7 @@ def _whole_states(optimizer: Any, g: int) -> dict[str, tuple[ParameterRange, ...
     return {MOMENTUM: tuple(pieces)}
 
 
-def _bf16(optimizer: Any) -> Iterator[Partition]:
+def _bf16(optimizer: Any, first: int) -> Iterator[Partition]:
     """runtime/bf16_optimizer.py: like ZeRO-1, without reordering."""
     for g, params in enumerate(optimizer.bf16_groups):
         process_group = optimizer.real_dp_process_group[g]
@@ -212,7 +209,7 @@ def _bf16(optimizer: Any) -> Iterator[Partition]:
             tuple(params),
             _group_of(optimizer.optimizer, master, g),
             replicated=False,
-            stored=_is_stored(process_group),
+            stored=first in get_process_group_ranks(process_group),
         )
 
 
@@ -230,7 +227,7 @@ def _slice_of_group(
     return tuple(pieces)
 
 
-def _zero_3(optimizer: Any) -> Iterator[Partition]:
+def _zero_3(optimizer: Any, first: int) -> Iterator[Partition]:
     """runtime/zero/stage3.py: each parameter is cut into equal parts. The parts of a sub-group lie back to back."""
     groups = getattr(optimizer, "sub_group_process_groups", None)
     weights = _zero_3_weights(optimizer)
@@ -254,7 +251,7 @@ def _zero_3(optimizer: Any) -> Iterator[Partition]:
             tuple(params),
             group,
             replicated=False,
-            stored=_is_stored(process_group),
+            stored=first in get_process_group_ranks(process_group),
         )
 
 
@@ -317,33 +314,18 @@ def held(parameter: Any) -> HeldParameter | None:
     if parameter.ds_tensor.numel() < hi - lo:
         raise UnsupportedLayoutError(f"a ZeRO-3 partition has {parameter.ds_tensor.numel()} elements, expected {hi - lo}")
     return HeldParameter(lo, hi, parameter.ds_tensor.detach().narrow(0, 0, hi - lo), live=True, replicated=False,
-                stored=_is_stored(parameter.ds_process_group))  # fmt: skip
+                stored=0 in get_process_group_ranks(parameter.ds_process_group))  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The ranks that store replicated values.
+def placement(engine: Any) -> Placement:
+    """Return where this rank stands among the ranks of the job.
 
-    Attributes:
-        rank: this rank among those that store replicated values; -1 if this rank stores none.
-        world: number of ranks that store replicated values.
-        part: index of this rank's part of the job's state, if several data-parallel groups hold a copy of the state. Ranks
-            with the same part hold the same values. None if there is one copy.
+    ZeRO-3 partitions over the sequence-parallel peers as well, so they are no replicas there.
     """
-
-    rank: int
-    world: int
-    part: int | None
-
-
-def share(engine: Any) -> Share:
-    """Return the data-parallel group with rank 0.
-
-    Sequence-parallel peers should hold the same values. DeepSpeed 0.19 does not reduce their gradients under ZeRO 0 to 2, so
-    their values may differ. One of them therefore stores everything, instead of a part each. ZeRO-3 partitions over the peers
-    as well, so they are no replicas there.
-    """
-    ranks = get_process_group_ranks(engine.seq_data_parallel_group)
-    rank = ranks.index(engine.global_rank)
-    part = rank if len(ranks) < engine.world_size and not engine.zero_optimization_partition_weights() else None
-    return Share(rank if 0 in ranks else -1, len(ranks), part)
+    data = tuple(get_process_group_ranks(engine.seq_data_parallel_group))
+    stage = internals.pipeline_stage(engine)
+    rank, world = int(engine.global_rank), int(engine.world_size)
+    peers = tuple(range(world)) if stage is None else stage.ranks
+    copies = len(data) < len(peers) and not engine.zero_optimization_partition_weights()
+    number, stages = (0, 1) if stage is None else (stage.number, stage.count)
+    return Placement(rank, world, number, stages, peers, data, data.index(rank) if copies else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,12 @@ import torch
 
 from ds_unickpt import internals, partition_updates, partitions
 from ds_unickpt.capture import SCALARS, topology
-from ds_unickpt.names import ModuleNames, buffers, plain, spelled_plainly
+from ds_unickpt.matching import Matching, OwnTensor
+from ds_unickpt.names import ModuleNames, buffers, volatile_names
 from ds_unickpt.partitions import HeldParameter, Partition
 from ds_unickpt.reads import Reads
 from ds_unickpt.restore_objects import LoadArguments, RestoredObjects
-from ds_unickpt.restore_optimizer import RestoredOptimizer, some
+from ds_unickpt.restore_optimizer import RestoredOptimizer
 from unickpt.coordination.host_peers import HostPeers
 from unickpt.dialects.translated_checkpoint import translated_from
 from unickpt.errors import MismatchError
@@ -81,9 +82,11 @@ class EngineRestore:
             target=describe(topology(engine)),
         )
         self.report.notes = list(checkpoint.manifest.notes)
-        self._excluded = frozenset(map(plain, checkpoint.manifest.excluded))
-        self._volatile = frozenset(map(plain, internals.non_persistent_names(engine.module)))
-        self._stored = self._match()
+        self.placed = partitions.placement(engine)
+        self.matching = Matching(checkpoint, self.names, volatile_names(engine.module), wanted.strict, self.report)
+        self.matching.match(self._own_tensors(), optimizer=wanted.optimizer)
+        self._elsewhere: frozenset[str] = frozenset()
+        self._stored = self.matching.stored
         self._reads = Reads(checkpoint, self._stored)
         self._overrides: list[_Override] = []
         self._custom_source: dict[str, torch.Tensor] = {}
@@ -93,43 +96,24 @@ class EngineRestore:
 
     # ---------------------------------------------------------------- names and shapes
 
-    def _match(self) -> dict[str, str]:
-        """Return the name in the checkpoint for each parameter and buffer of this job.
+    def settle(self, unclaimed: Collection[str]) -> None:
+        """Check that names and shapes fit.
+
+        Args:
+            unclaimed: names of the checkpoint that no rank of this job has (``Matching.unclaimed`` on all ranks).
 
         Raises:
             MismatchError: lists all missing tensors, extra tensors and tensors of another shape.
         """
-        manifest = self.checkpoint.manifest
-        aliases = {plain(alias): name for alias, name in manifest.aliases.items()} | manifest.aliases
-        own_aliases: dict[str, list[str]] = {}
-        for alias, name in self.names.aliases.items():
-            own_aliases.setdefault(name, []).append(alias)
-        known = {info.name: info for info in self.checkpoint.index.tensors if info.kind in ("parameter", "buffer")}
-        spelled = {name: stored for stored, name in spelled_plainly(known).items()}
-        optimized = {id(p) for part in self.parts for p in part.parameters}
-        matched: dict[str, str] = {}
-        missing: list[str] = []
-        shapes: list[str] = []
-        for name, shape, parameter in self._own_tensors():
-            candidates = [name, *own_aliases.get(name, [])]
-            targets = [spelled.get(aliases.get(c, c), aliases.get(c, c)) for c in candidates]
-            source = next((target for target in targets if target in known), None)
-            if source is None:
-                self._absent(name, parameter is not None and id(parameter) in optimized, missing)
-            elif known[source].shape != shape:
-                shapes.append(f"{name}: {known[source].shape} in the checkpoint, {shape} in this job")
-            else:
-                matched[name] = source
-        extra = self._extra(known, matched)
-        self._complain(missing, extra, shapes)
-        return matched
+        self._elsewhere = self.matching.settle(unclaimed)
 
-    def _own_tensors(self) -> Iterable[tuple[str, tuple[int, ...], torch.nn.Parameter | None]]:
+    def _own_tensors(self) -> Iterator[OwnTensor]:
+        optimized = {id(p) for part in self.parts for p in part.parameters}
         for name, parameter in self.names.parameters.items():
-            yield name, internals.shape_of(parameter), parameter
+            yield OwnTensor(name, internals.shape_of(parameter), id(parameter) in optimized)
         for name, buffer, persistent in buffers(self.engine.module):
             if persistent or self._restores_buffer(name, buffer):
-                yield name, tuple(buffer.shape), None
+                yield OwnTensor(name, tuple(buffer.shape), trained=False)
             else:
                 self.report.add(name, "weight", "recreated", "non-persistent buffers, which the model creates itself")
 
@@ -137,59 +121,6 @@ class EngineRestore:
         info = self.checkpoint.info(name, "weight")
         wanted = self.options.non_persistent_buffers and info is not None
         return wanted and info is not None and info.shape == tuple(buffer.shape)
-
-    def _absent(self, name: str, optimized: bool, missing: list[str]) -> None:
-        if name in self._excluded and not optimized and not self.wanted.strict:
-            reason = "excluded when it was saved (exclude_frozen_parameters): keeps its initial value"
-            self.report.add(name, "weight", "left out", reason)
-        elif self.wanted.strict or (optimized and self.wanted.optimizer):
-            # Also if strict is off, as in Trainer for every PEFT model: a job does not resume if a trained parameter keeps
-            # its random initial value.
-            missing.append(name)
-        else:
-            self.report.add(name, "weight", "left out", "not in the checkpoint; keeps its initial value")
-
-    def _extra(self, known: Mapping[str, TensorInfo], matched: Mapping[str, str]) -> list[str]:
-        used = set(matched.values())
-        accounted = {entry.name for entry in self.report.entries}
-        extra = list(self.checkpoint.untranslated) if self.wanted.strict else []
-        for name in self.checkpoint.untranslated if not self.wanted.strict else ():
-            self.report.add(name, "weight", "left out", "this job has no counterpart")
-        for name in known:
-            if name in used or name in accounted:
-                continue
-            if plain(name) in self.names.aliases:
-                self.report.add(name, "weight", "left out", f"tied to {self.names.aliases[plain(name)]} in this job")
-            elif self._is_volatile(name):
-                self.report.add(name, "weight", "recreated", "non-persistent buffers, which the model creates itself")
-            elif self.wanted.strict:
-                extra.append(name)
-            else:
-                self.report.add(name, "weight", "left out", "this job has no such parameter or buffer")
-        return extra
-
-    def _is_volatile(self, name: str) -> bool:
-        return plain(name) in self._volatile
-
-    def _complain(self, missing: list[str], extra: list[str], shapes: list[str]) -> None:
-        lines = []
-        if missing:
-            lines.append(f"in this job but not in the checkpoint ({len(missing)}): {some(missing)}")
-        if extra:
-            lines.append(f"in the checkpoint but not in this job ({len(extra)}): {some(extra)}")
-        if shapes:
-            lines.append(f"of another shape ({len(shapes)}): {some(shapes, '; ')}")
-        if lines:
-            hint = ""
-            excluded = self._excluded.intersection(missing)
-            if excluded:
-                hint = f" exclude_frozen_parameters=True left out {len(excluded)} of them."
-            if missing or extra:
-                hint += " load_module_strict=False allows differing names, except those of trained parameters."
-                hint += " load_optimizer_states=False also allows those."
-            raise MismatchError(
-                f"{self.checkpoint.storage} does not fit this model: " + "; ".join(lines) + f".{hint} Nothing is loaded."
-            )
 
     # ---------------------------------------------------------------- tensors
 
@@ -207,7 +138,7 @@ class EngineRestore:
             self._request_others()
         if self.wanted.optimizer:
             self._optimizer.request()
-        self._optimizer.account_others(wanted=self.wanted.optimizer)
+        self._optimizer.account_others(wanted=self.wanted.optimizer, elsewhere=self._elsewhere)
         return self.checkpoint.plan(self._reads.requests)
 
     def read(self, planned: Planned, host_peers: HostPeers | None) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_unickpt import internals
+from ds_unickpt import internals, names, partitions
+from ds_unickpt.capture import EXTRA_STATE, MICRO_BATCHES
 from ds_unickpt.dialects import SCHEDULE
 from ds_unickpt.names import plain
 from unickpt.convert.deepspeed import lr_schedulers
@@ -50,6 +51,7 @@ class RestoredObjects:
     ) -> None:
         self.engine, self.checkpoint, self.options, self.wanted, self.report = engine, checkpoint, options, wanted, report
         self._saved: dict[str, Any] = {}
+        self._of_stages: dict[str, Any] = {}
         self._rank_objects: dict[int, dict[str, Any]] = {}
         self._notes: list[Entry] = []
 
@@ -62,6 +64,7 @@ class RestoredObjects:
             self.report.add(path, "object", "left out", reason.strip())
         self._notes = list(self.checkpoint.job_notes) if isinstance(self.checkpoint, TranslatedCheckpoint) else []
         self.report.entries += [note for note in self._notes if note.outcome == "left out"]
+        self._of_stages = self._extra_states_of_stages()
         for rank in {0, 1, int(self.engine.global_rank)}:
             self._rank_objects[rank] = self.checkpoint.rank_objects(rank, allow_pickle=self.options.allow_pickle).value
 
@@ -80,8 +83,9 @@ class RestoredObjects:
         counters = saved.get("engine") or {}
         for key in ("global_steps", "global_samples", "skipped_steps"):
             setattr(self.engine, key, int(counters.get(key, 0)))
-        self.engine.loaded_checkpoint_dp_world_size = self.checkpoint.manifest.writer.topology.get("world_size")
-        self.engine.loaded_checkpoint_mp_world_size = 1
+        topology = self.checkpoint.manifest.writer.topology
+        self.engine.loaded_checkpoint_dp_world_size = topology.get("data", topology.get("world_size"))
+        self.engine.loaded_checkpoint_mp_world_size = topology.get("pipeline", 1)
         counted = [note for note in self._notes if note.outcome == "set"]
         self.report.entries += counted or [Entry("engine", "object", "restored")]
         self._set_scheduler(saved.get("lr_scheduler"), saved.get(SCHEDULE))
@@ -89,7 +93,10 @@ class RestoredObjects:
         self._set_stateful("grad_scaler", saved.get("grad_scaler"), internals.grad_scaler(self.engine))
         for name, target in internals.extra_states(self.engine).items():
             self._set_stateful(name, saved.get(name), target)
-        self._set_extra_state(saved.get("module_extra_state") or {})
+        self._set_extra_state({**(saved.get(EXTRA_STATE) or {}), **self._of_stages})
+        if saved.get(MICRO_BATCHES) is not None and internals.micro_batches(self.engine) is not None:
+            internals.set_micro_batches(self.engine, saved[MICRO_BATCHES])
+            self._object(MICRO_BATCHES, "restored")
         self._set_rng()
         self._object("client_state", "restored")
         return self._client_state(saved)
@@ -175,16 +182,27 @@ class RestoredObjects:
             self._object(name, "restored")
 
     def _set_extra_state(self, saved: dict[str, Any]) -> None:
-        modules = {plain(name): child for name, child in self.engine.module.named_modules()}
-        saved = {plain(name): state for name, state in saved.items()}
-        for name, state in saved.items():
+        modules = dict(names.modules(self.engine.module))
+        for name, state in {plain(name): state for name, state in saved.items()}.items():
             if name in modules and not isinstance(state, objects.Opaque):
                 modules[name].set_extra_state(state)
-                self._object(f"module_extra_state.{name}", "restored")
+                self._object(f"{EXTRA_STATE}.{name}", "restored")
+            elif name in modules:
+                self._object(f"{EXTRA_STATE}.{name}", "left out", "needs allow_pickle")
+            elif partitions.placement(self.engine).partial:
+                self._object(f"{EXTRA_STATE}.{name}", "on other ranks")
             else:
-                reason = "needs allow_pickle" if isinstance(state, objects.Opaque) else "this job has no such module"
-                self._object(f"module_extra_state.{name}", "left out", reason)
-        self._object("module_extra_state", "restored")
+                self._object(f"{EXTRA_STATE}.{name}", "left out", "this job has no such module")
+        self._object(EXTRA_STATE, "restored")
+
+    def _extra_states_of_stages(self) -> dict[str, Any]:
+        """Return the extra states that other pipeline stages than the first one stored, for the modules of this rank."""
+        found = {}
+        own = {f"{EXTRA_STATE}/{name}": name for name, _ in names.modules(self.engine.module)}
+        for key in self.checkpoint.shared_names():
+            if key in own:
+                found[own[key]] = self.checkpoint.shared_object(key, allow_pickle=self.options.allow_pickle).value
+        return found
 
     def _set_rng(self) -> None:
         """Restore the generators of this rank: exactly on the same number of ranks, deterministically on another."""

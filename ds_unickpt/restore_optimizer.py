@@ -6,7 +6,7 @@ entry in the report.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -140,8 +140,13 @@ class RestoredOptimizer:
         else:
             self.report.add(name, state, "cast", f"{source[1].dtype} to {dtype}")
 
-    def account_others(self, *, wanted: bool) -> None:
-        """Report the optimizer states of the checkpoint that this job does not use."""
+    def account_others(self, *, wanted: bool, elsewhere: Collection[str]) -> None:
+        """Report the optimizer states of the checkpoint that this rank does not use.
+
+        Args:
+            wanted: the load includes the optimizer.
+            elsewhere: names of the checkpoint that other ranks have.
+        """
         back = {stored: name for name, stored in self.reads.stored.items()}
         known = {(entry.name, entry.state) for entry in self.report.entries}
         if not wanted:
@@ -151,7 +156,11 @@ class RestoredOptimizer:
         else:
             reason = "this job does not train it"
         for info in self.checkpoint.index.tensors:
-            if info.kind == "optimizer" and (back.get(info.name, info.name), info.state) not in known:
+            if info.kind != "optimizer" or (back.get(info.name, info.name), info.state) in known:
+                continue
+            if wanted and info.name in elsewhere:
+                self.report.add(info.name, info.state, "on other ranks")
+            else:
                 self.report.add(back.get(info.name, info.name), info.state, "left out", reason)
 
     # ---------------------------------------------------------------- settings and scalars

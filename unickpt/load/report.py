@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from unickpt.errors import MismatchError
 
-Outcome = Literal["restored", "cast", "set", "re-seeded", "recreated", "left out"]
-OUTCOMES: tuple[Outcome, ...] = ("restored", "cast", "set", "re-seeded", "recreated", "left out")
+Outcome = Literal["restored", "cast", "set", "re-seeded", "recreated", "on other ranks", "left out"]
+OUTCOMES: tuple[Outcome, ...] = ("restored", "cast", "set", "re-seeded", "recreated", "on other ranks", "left out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,8 @@ class Entry:
         state: ``weight``, ``master``, an optimizer key, or ``object``.
         outcome: ``restored`` (bit for bit), ``cast`` (to another dtype, or from the master), ``set`` (translated from the
             counters of another framework), ``re-seeded`` (given a new, deterministic value), ``recreated`` (computed by the
-            model itself, as in a job without a checkpoint; nothing is lost), ``left out``.
+            model itself, as in a job without a checkpoint; nothing is lost), ``on other ranks`` (held by
+            other ranks only, such as those of another pipeline stage), ``left out``.
         reason: reason for an outcome other than ``restored``.
     """
 

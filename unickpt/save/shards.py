@@ -84,7 +84,9 @@ class Contribution:
             other experts). They are merged into ``optimizer``.
         different: values that differ from the coordinator's, as ``(name, consequence)``.
         replica: ``(part, fingerprint)`` if several ranks hold the same part of the state and one of them stores it.
-        step, writer, optimizer, aliases, excluded, objects: state of the job; only those of the coordinator are used.
+        aliases, excluded: further names of tied parameters, and names of excluded parameters. Those of all ranks are merged.
+            Only one of the ranks with the same parameters needs to give them.
+        step, writer, optimizer, objects: state of the job; only those of the coordinator are used.
     """
 
     shards: list[Shard]

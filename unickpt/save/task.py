@@ -167,6 +167,8 @@ class SaveTask:
             message |= agreement.message_of(part.prepared.different, part.prepared.replica)
             if self.meet.rank and part.prepared.optimizer_part is not None:
                 message["optimizer"] = asdict(part.prepared.optimizer_part)
+            if self.meet.rank and (part.prepared.aliases or part.prepared.excluded):
+                message["names"] = [part.prepared.aliases, part.prepared.excluded]
             return message
         except Exception as err:
             return {"failure": save_failure(err, self.meet.rank).to_json()}
@@ -224,6 +226,9 @@ class SaveTask:
             files = [FileRecord(**message["file"]) for message in messages]
             parts = [manifest_module.optimizer_from_json(m["optimizer"]) for m in messages if m.get("optimizer")]
             part.optimizer = manifest_module.merge_optimizers(part.optimizer, parts)
+            for aliases, excluded in (message["names"] for message in messages if message.get("names")):
+                part.aliases = {**aliases, **part.aliases}
+                part.excluded = tuple(dict.fromkeys((*part.excluded, *excluded)))
             part.notes = agreement.notes_of(messages)
             made = commit_module.commit(
                 self.storage, files, part, self.names.generation, proceed=lambda: self._step("_publishing")

@@ -29,6 +29,7 @@ GROUPS = {  # each runs in one torchrun
     "promises": ("scenarios_promises",),
     "errors": ("scenarios_damage", "scenarios_one_rank", "scenarios_mismatches", "scenarios_failed_saves"),
     "unsupported": ("scenarios_unsupported",),
+    "pipeline": ("scenarios_pipeline",),
     "surgery": ("scenarios_surgery",),
     "placement": ("scenarios_placement",),
     "fidelity": ("scenarios_fidelity",),

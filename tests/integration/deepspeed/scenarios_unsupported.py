@@ -1,6 +1,6 @@
 """Layouts that unickpt does not support: DeepSpeed saves them itself, and training continues.
 
-A module of its own: pipelines and experts leave global process groups behind in DeepSpeed.
+A module of its own: experts leave global process groups behind in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -40,26 +40,6 @@ def experts_are_saved_by_deepspeed_itself_with_one_warning(folder: Path) -> None
             engine.step()
             assert engine.save_checkpoint(str(folder), tag=f"s{step}") is True
     _check(engine, folder, log, "mixture of experts")
-
-
-@scenario(2)
-def pipelines_are_saved_by_deepspeed_itself_with_one_warning(folder: Path) -> None:
-    from deepspeed.pipe import PipelineModule
-
-    layers = [torch.nn.Linear(8, 8) for _ in range(4)]
-    net = PipelineModule(layers=layers, num_stages=2, loss_fn=lambda a, b: ((a - b) ** 2).mean())
-    cfg = {
-        "train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "unickpt": {"enabled": True},
-        "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
-    }  # fmt: skip
-    with Log() as log:
-        engine, *_ = deepspeed.initialize(
-            model=net, model_parameters=[p for p in net.parameters() if p.requires_grad], config=cfg
-        )
-        for step in range(2):
-            engine.train_batch(iter([(torch.ones(1, 8), torch.zeros(1, 8))] * 2))
-            assert engine.save_checkpoint(str(folder), tag=f"s{step}") is True
-    _check(engine, folder, log, "pipeline parallelism")
 
 
 def _check(engine: Any, folder: Path, log: Log, what: str) -> None:

@@ -37,6 +37,8 @@ def contribution(rank: int) -> Contribution:
         shared_objects={f"rng/shard_{rank}": {"of": rank, "words": torch.arange(rank + 1)}, f"plain/{rank}": rank},
         optimizer=record(0.1, "stage0", "both") if rank == 0 else None,
         optimizer_part=record(0.1 if rank == 1 else 0.2, f"stage{rank}", "both"),
+        aliases={f"tied{rank}": "stage0"},
+        excluded=("frozen", f"frozen{rank}"),
     )  # fmt: skip
 
 
@@ -75,6 +77,12 @@ def test_the_optimizer_record_merges_those_of_all_ranks(saved: Path) -> None:
     groups = {g.hyperparameters["lr"]: g.parameters for g in found.groups}
     assert groups == {0.1: ("stage0", "both", "stage1"), 0.2: ("stage2",)}
     assert [s.parameters for s in found.scalars] == [("stage0", "both", "stage1", "stage2")]
+
+
+def test_names_of_tied_and_excluded_parameters_are_those_of_all_ranks(saved: Path) -> None:
+    manifest = Checkpoint.open(saved).manifest
+    assert manifest.aliases == {"tied0": "stage0", "tied1": "stage0", "tied2": "stage0"}
+    assert manifest.excluded == ("frozen", "frozen0", "frozen1", "frozen2")
 
 
 def test_tensors_are_removed_atomically_and_the_rest_stays(saved: Path) -> None:

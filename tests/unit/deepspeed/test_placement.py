@@ -1,0 +1,100 @@
+"""Ranks that hold the same parameters, and names that do not depend on the number of pipeline stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_unickpt.internals import TiedCopy
+from ds_unickpt.names import ModuleNames, copied_from, original_of, stored_name
+from ds_unickpt.placement import Placement, Share
+
+
+def placement(rank: int, *, peers: tuple[int, ...], data: tuple[int, ...], world: int = 4) -> Placement:
+    return Placement(rank, world, 0, world // len(peers), peers, data, None)
+
+
+def test_all_ranks_share_what_all_of_them_hold() -> None:
+    placed = [placement(rank, peers=(0, 1, 2, 3), data=(0, 1, 2, 3)) for rank in range(4)]
+    assert [(p.share.rank, p.share.world, p.first, p.partial) for p in placed] == [
+        (0, 4, True, False), (1, 4, False, False), (2, 4, False, False), (3, 4, False, False),
+    ]  # fmt: skip
+
+
+def test_each_pipeline_stage_shares_its_own_parameters() -> None:
+    placed = [placement(rank, peers=ranks, data=ranks) for ranks in ((0, 1), (2, 3)) for rank in ranks]
+    assert [(p.share.rank, p.share.world, p.first, p.with_coordinator, p.partial) for p in placed] == [
+        (0, 2, True, True, True), (1, 2, False, True, True), (0, 2, True, False, True), (1, 2, False, False, True),
+    ]  # fmt: skip
+    assert len({p.share.ranks for p in placed}) == 2
+
+
+def test_one_of_the_sequence_parallel_peers_stores_everything() -> None:
+    placed = [placement(rank, peers=(0, 1, 2, 3), data=(rank % 2, rank % 2 + 2)) for rank in range(4)]
+    assert [p.share.rank for p in placed] == [0, -1, 1, -1]
+    assert placed[1].share == Share((), 1)
+
+
+COPIES = (TiedCopy("embed", 7, frozenset({"weight"})),)
+
+
+@pytest.mark.parametrize(
+    ("own", "stored"),
+    [
+        ("tied_modules.embed.weight", "tied_modules.embed.weight"),
+        ("tied_modules.embed.bias", "tied_modules.embed@7.bias"),
+        ("tied_modules.embed.norm.weight", "tied_modules.embed@7.norm.weight"),
+        ("tied_modules.embed", "tied_modules.embed@7"),
+        ("tied_modules.embedding.bias", "tied_modules.embedding.bias"),
+        ("7.bias", "7.bias"),
+    ],
+)
+def test_values_of_a_stage_have_a_name_of_their_own(own: str, stored: str) -> None:
+    assert stored_name(own, COPIES) == stored
+    assert stored_name(own, ()) == own
+
+
+def test_the_original_of_a_stages_own_value_is_on_the_first_stage() -> None:
+    assert original_of("tied_modules.embed@7.norm.weight") == "tied_modules.embed.norm.weight"
+    assert original_of("tied_modules.embed.weight") == original_of("7.bias") == original_of("embed@7.bias") == ""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ("tied_modules.e.bias", "tied_modules.e.bias"),
+        ("tied_modules.e@3.bias", "tied_modules.e.bias"),
+        ("tied_modules.e@5.bias", "tied_modules.e@5.bias"),
+        ("tied_modules.e@8.bias", "tied_modules.e@5.bias"),
+        ("tied_modules.e@11.bias", "tied_modules.e@10.bias"),
+        ("tied_modules.f@11.bias", ""),
+        ("tied_modules.e@11.weight", ""),
+        ("e@11.bias", ""),
+    ],
+)
+def test_a_stage_gets_the_copy_that_its_layers_used_before(wanted: str, found: str) -> None:
+    known = ["tied_modules.e.bias", "tied_modules.e@5.bias", "tied_modules.e@10.bias", "tied_modules.g@4.bias", "3.bias"]
+    assert copied_from(wanted, known) == found
+
+
+class Plain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(3, 2)
+        self.blocks = torch.nn.ModuleList([torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2)])
+
+    def unickpt_pipeline_layers(self) -> list[object]:
+        return [("embed", self.embed), torch.relu, *self.blocks, ("embed", self.embed)]
+
+
+def test_a_plain_module_can_name_the_layers_of_its_pipeline() -> None:
+    assert ModuleNames.read(Plain()).aliases == {
+        "tied_modules.embed.weight": "embed.weight",
+        "2.weight": "blocks.0.weight",
+        "2.bias": "blocks.0.bias",
+        "2.running_mean": "blocks.0.running_mean",
+        "2.running_var": "blocks.0.running_var",
+        "2.num_batches_tracked": "blocks.0.num_batches_tracked",
+        "3.weight": "blocks.1.weight",
+        "3.bias": "blocks.1.bias",
+    }
