@@ -57,6 +57,7 @@ DIAL_S = 2.0
 RETRY_S = 0.3
 OBJECT_S = 1.0  # interval at which a leader looks for another one at the endpoint
 PAUSE_S = 3.0  # gap between ticks after which the leader does not trust silence
+WARN_S = 60.0
 MOST_CONNECTIONS = 4096
 NAMES = 100  # agents of one machine
 
@@ -114,6 +115,7 @@ class Peer:
         self._holds_endpoint = False
         self._former: tuple[str, ...] = ()  # addresses of lost leaders, which may come back from a failed network
         self._connections = 0
+        self._warned_s = -WARN_S
         self.refused = 0  # messages that were not authentic
         self.address = ""
 
@@ -379,10 +381,13 @@ class Peer:
                     copy = state_from_json(answer["state"], time.monotonic()) if answer.get("state") else newest
                     newest = max(newest, copy, key=lambda each: (each.term, each.version))
         if not may_lead(newest, frozenset(granted), ended) or term != self._promised:
-            logger.warning(
-                "unickpt: steering: the leader %s is lost, and too few of the other hosts can be reached to go on without it",
-                printable(state.leader),
-            )
+            if time.monotonic() - self._warned_s > WARN_S:
+                self._warned_s = time.monotonic()
+                logger.warning(
+                    "unickpt: steering: the leader %s is lost, and too few of the other hosts can be reached to go on. "
+                    "Running workers are left alone. See 'lone' in the options of steering",
+                    printable(state.leader),
+                )
             return False
         proven = frozenset(name for name in ended if newest.hosts.get(name) == state.hosts[name])
         self._former = (*self._former[-3:], self._leader_address)

@@ -23,7 +23,7 @@ from unickpt.steering.round_store import RoundStore
 from unickpt.testing.launch import free_port
 
 KEY = key_of("job")
-LIMITS = Limits(1, 4, join_s=1.0, expiry_s=2.0, settle_s=0.1)
+LIMITS = Limits(1, 4, join_s=1.0, expiry_s=60.0, settle_s=0.1)
 
 
 class Job:
@@ -48,7 +48,7 @@ def job() -> Iterator[Job]:
         peer.close()
 
 
-def until(condition: Callable[[], Any], limit_s: float = 15.0) -> Any:
+def until(condition: Callable[[], Any], limit_s: float = 55.0) -> Any:
     end_s = time.monotonic() + limit_s
     while not (found := condition()):
         assert time.monotonic() < end_s
