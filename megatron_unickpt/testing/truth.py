@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer import distrib_optimizer
-
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
 Truth = dict[str, torch.Tensor]
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)$")
@@ -61,7 +62,12 @@ def consolidated(job: Job, folder: Path, *, optimizer: bool = True) -> Truth | N
         state["optimizer"] = job.optimizer.sharded_state_dict(state, **asked)
     with _results_of_this_process():
         dist_checkpointing.save(state, str(folder), validate_access_integrity=False)
-    tensors = dist_checkpointing.load_plain_tensors(str(folder))
+    if sharding != "fully_reshardable":  # flattened: Megatron alone restores the shapes
+        tensors = dist_checkpointing.load_plain_tensors(str(folder))
+    elif dist.get_rank() == 0:
+        tensors = _read_by_one_rank(folder)
+    if dist.get_rank() != 0:
+        return None
     truth: Truth = {}
     for key, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
@@ -74,7 +80,22 @@ def consolidated(job: Job, folder: Path, *, optimizer: bool = True) -> Truth | N
             truth[f"{name}/{match.group(2)}"] = tensor
     for key in [key for key in truth if key.startswith("weight/")]:
         truth.setdefault(key.replace("weight/", "master/", 1), truth[key])
-    return truth if dist.get_rank() == 0 else None
+    return truth
+
+
+def _read_by_one_rank(folder: Path) -> dict[str, Any]:
+    """Read all of a ``torch_dist`` checkpoint by PyTorch's own reader, as ``dcp_to_torch_save`` does. Not collective.
+
+    ``load_plain_tensors`` reads everything on every rank.
+    """
+    state: dict[str, Any] = {}
+    reader, planner = FileSystemReader(folder), _EmptyStateDictLoadPlanner()
+    metadata = reader.read_metadata()
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(plan, planner).wait()
+    return state
 
 
 @contextlib.contextmanager

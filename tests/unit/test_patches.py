@@ -133,10 +133,9 @@ def test_a_patched_megatron_behaves_like_a_hooked_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["unpatched", "patched, unickpt not installed"])
 def test_without_patch_or_package_megatron_does_not_know_the_format(tmp_path: Path, case: str) -> None:
     tree = megatron_tree(tmp_path, patched=case != "unpatched")
-    if case != "unpatched":
-        (tree / "unickpt").mkdir()
-        (tree / "unickpt/__init__.py").write_text("raise ImportError('not installed')")
     env = {"UNICKPT_AUTOLOAD": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    if case != "unpatched":
+        env["WITHOUT_UNICKPT"] = "1"
     refused = pretrain(1, tree, f"--ckpt-format unickpt --bf16 --train-iters 2 --save {tmp_path / 'out'}", **env)
     assert "invalid choice: 'unickpt'" in refused, refused[-3000:]
     stock = pretrain(1, tree, f"--bf16 --train-iters 2 --save-interval 2 --save {tmp_path / 'out'}", **env)

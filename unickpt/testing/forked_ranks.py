@@ -12,6 +12,7 @@ seconds later.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import random
@@ -37,10 +38,13 @@ def main() -> int:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     run = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
     os.environ.update(sizes | address | run)
+    gc.disable()  # imports leave hardly any garbage, and collections would take a tenth of their time
     importlib.import_module(module)
+    gc.enable()
     del sys.modules[module]  # each rank runs it again, as __main__
     if threading.active_count() > 1:
         print(f"forked_ranks: the import of {module} has started threads, which the ranks do not have", file=sys.stderr)
+    gc.freeze()  # a collection in a rank leaves what was imported alone, and so copies none of its pages
     sys.stdout.flush()
     sys.stderr.flush()
     ranks: dict[int, int] = {}

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import deepspeed
 
+from tests.support import lazy_imports  # noqa: F401
 from tests.support.scenarios import Scenario, arguments, run
 from tests.support.turns import in_turn
 from unickpt.testing.launch import leave
@@ -67,6 +68,7 @@ def run_all(group: str, folder: Path, only: set[str]) -> None:
 
 def main() -> None:
     given = arguments("group")
+    scenarios(given.group)  # imports them, before ranks fork
     in_turn((world, partial(run_all, given.group, given.folder, set(given.names))) for world in given.worlds)
     leave()
 

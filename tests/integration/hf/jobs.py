@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.repository import REPO
-from unickpt.testing.launch import torchrun
+from unickpt.testing.launch import fork_ranks, torchrun
 
 CONFIGS = REPO / "configs" / "deepspeed"
 GLOBAL_BATCH = 12  # divides over 1, 2 and 3 processes; every layout then sees the same samples at each step
@@ -77,15 +77,17 @@ def run(
     *arguments: str,
     record: bool = True,
     check: bool = True,
+    launcher: bool = False,
 ) -> CompletedProcess[str]:
     """Run a script on ``world`` processes.
 
     Checkpoints go to ``folder``, and the output of ``recorder`` to ``folder/record``. With ``check=False`` the run may fail.
+    With ``launcher`` torchrun starts the processes; without it they share their imports, which takes less time.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "deepspeed.json"
     path.write_text(json.dumps(config))
-    return torchrun(
+    return (torchrun if launcher else fork_ranks)(
         world,
         "tests.integration.hf.ordinary",
         script,

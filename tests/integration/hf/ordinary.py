@@ -15,7 +15,12 @@ import signal
 import sys
 from pathlib import Path
 
+import deepspeed  # noqa: F401  # once, before ranks are forked
+import transformers.integrations.deepspeed
+import transformers.trainer  # noqa: F401
+
 from tests.faults.calls import Call, watched
+from tests.support import lazy_imports  # noqa: F401
 from unickpt.testing.launch import leave
 
 

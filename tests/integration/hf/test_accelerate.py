@@ -26,9 +26,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> ResumedRun:
     """ZeRO-2 on 2 processes, and from its step 3 ZeRO-3 on 1 process."""
     work = tmp_path_factory.mktemp("accelerate")
     source, target = work / "zero2x2", work / "zero3x1"
-    run("train_accelerate", 2, source, accelerate_json("hf_zero2_auto"), *COMMON)
+    run("train_accelerate", 2, source, accelerate_json("hf_zero2_auto"), *COMMON, launcher=True)
     resume = ("--resume", str(source / f"step-{SAVED}"))
-    run("train_accelerate", 1, target, accelerate_json("hf_zero3_auto"), *COMMON, *resume)
+    run("train_accelerate", 1, target, accelerate_json("hf_zero3_auto"), *COMMON, *resume, launcher=True)
     return ResumedRun(source, target, SAVED)
 
 

@@ -212,7 +212,7 @@ def killed(work: Path) -> Path:
     config["unickpt"] |= {"async_save": False, "write_megabytes_per_second": 0.06}
     kill = Killing(folder / f"checkpoint-{TORN}" / f"global_step{TORN}" / "data")
     kill.start()
-    process = run("train_trainer", 2, folder, config, *COMMON, check=False)
+    process = run("train_trainer", 2, folder, config, *COMMON, check=False, launcher=True)
     kill.join()
     assert kill.killed == 2, process.stdout[-4000:]
     assert process.returncode != 0
@@ -268,7 +268,9 @@ def test_a_save_that_does_not_end_leaves_no_complete_checkpoint_and_keeps_the_pr
     folder = work / how
     monkeypatch.setenv("BREAK_SAVE", f"{how}:checkpoint-{2 * SAVED}")
     limit = ("--save_total_limit", "1")
-    process = run("train_trainer", 1, folder, shipped("hf_zero2_auto"), *COMMON, *limit, record=False, check=False)
+    process = run(
+        "train_trainer", 1, folder, shipped("hf_zero2_auto"), *COMMON, *limit, record=False, check=False, launcher=True
+    )
     assert process.returncode != 0
     assert (f"checkpoint-{2 * SAVED}/global_step{2 * SAVED} is not saved" in process.stdout) or how == "kill", process.stdout[
         -3000:

@@ -20,7 +20,9 @@ from megatron_unickpt.testing.jobs import Job  # before anything of megatron
 import torch
 import torch.distributed as dist
 
+import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  # once, before the forks
 import megatron_unickpt
+import megatron_unickpt.api
 from megatron_unickpt.edge import RUNTIME
 from unickpt.testing.launch import leave
 

@@ -4,6 +4,7 @@ MEGATRON_LM=/path/to/Megatron-LM torchrun --nproc-per-node 4 -m tests.integratio
 
 With ``FOLDER_OF_RANK=PATH{}`` every rank works in a directory of its own, so that a relative path is another one on each.
 With ``BREAK_SAVE=FUNCTION`` (``module.function`` of ``megatron_unickpt``) that function raises on rank 1 while a job saves.
+With ``WITHOUT_UNICKPT=1`` an import of unickpt fails in the script, as if it were not installed; this harness is a part of it.
 With ``RECORD_BATCHES=FILE`` the micro batches that a job of one rank trains on are written there when it ends.
 """
 
@@ -64,9 +65,18 @@ def break_save(function: str) -> None:
     setattr(module, name, broken)
 
 
+def hide_unickpt() -> None:
+    """Let every later import of unickpt raise ImportError."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("unickpt", "megatron_unickpt")]:
+        del sys.modules[name]
+    sys.modules |= {"unickpt": None, "megatron_unickpt": None}  # type: ignore[dict-item]  # how Python marks it
+
+
 def main() -> None:
     tree = os.environ["MEGATRON_LM"]
     sys.path.insert(1, tree)  # after the project, which also has a ``tests``
+    if "WITHOUT_UNICKPT" in os.environ:
+        hide_unickpt()
     cpu.adapt_megatron()
     if "FOLDER_OF_RANK" in os.environ:
         os.chdir(os.environ["FOLDER_OF_RANK"].format(os.environ["RANK"]))
