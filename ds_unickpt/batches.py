@@ -79,7 +79,7 @@ def changed(saved: Batch | None, now: Batch, *, step: int, trainer: bool) -> str
     return (
         f"the global batch changes from {saved} to {now}. One pass over the data takes {ratio:.3g} times "
         f"{'as many' if longer else 'fewer'} steps. A learning-rate schedule in steps does not adapt. "
-        f"{who} its position in the data by steps{', so' if trainer else ','} {place}. {kept(saved.total, now, trainer)}"
+        f"{who}{', so' if trainer else ','} {place}. {kept(saved.total, now, trainer)}"
     )
 
 

@@ -21,3 +21,13 @@ def read_options(config: Mapping[str, Any]) -> Options | None:
         ConfigError: an unknown option (with the nearest valid one), or a value of the wrong type or out of bounds.
     """
     return from_json(config[KEY]) if KEY in config else None
+
+
+def unused_options(config: Mapping[str, Any]) -> list[str]:
+    """Return the options of checkpoints that a configuration sets without ``"enabled"``, so that they have no effect.
+
+    With ``"enabled": false`` the list is empty: the user has switched checkpoints off. Sections such as ``"timing"`` work
+    without it.
+    """
+    section = config[KEY]
+    return [] if "enabled" in section else [key for key, value in section.items() if not isinstance(value, Mapping)]

@@ -9,7 +9,7 @@ from typing import Any
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from ds_unickpt import callers, capture, hints, internals
-from ds_unickpt.config import read_options
+from ds_unickpt.config import read_options, unused_options
 from ds_unickpt.runtime import EngineRuntime
 from unickpt.coordination.failure import FailureKind, sentence
 from unickpt.coordination.rendezvous import Rendezvous
@@ -105,16 +105,24 @@ def adopt(runtime: EngineRuntime, engine: Any) -> None:
     options = read_options(internals.config_of(engine))
     if options is None:
         return
+    if options.enabled or options.timing.enabled:
+        make_visible()
     if options.timing.enabled:  # imported only then
         from ds_unickpt import timing
 
         timing.begin(engine, options.timing)
     if not options.enabled:
+        unused = unused_options(internals.config_of(engine))
+        if unused and engine.global_rank == 0:
+            logger.warning(
+                'unickpt: "unickpt" in the DeepSpeed config sets %s, but not "enabled": true. '
+                "DeepSpeed saves and loads by itself.",
+                ", ".join(unused),
+            )
         return
     reason = unusable_reason(options.upload_to) if options.upload_to else ""
     if reason:
         raise ConfigError(f'"unickpt.upload_to": {reason}')
-    make_visible()
     meet = runtime.engine_rendezvous(engine, timeout_s=options.timeout_seconds)
     engine.checkpoint_engine = UnickptCheckpointEngine(engine.checkpoint_engine, options, meet)
 

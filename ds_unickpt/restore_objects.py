@@ -225,9 +225,8 @@ class RestoredObjects:
             elif now == world:
                 self._object("rng", "restored")
             else:
-                self._object(
-                    "rng", "re-seeded", f"{world} ranks became {now}: ranks below {min(world, now)} keep their generators"
-                )
+                kept = "rank 0 keeps its" if min(world, now) == 1 else f"ranks 0 to {min(world, now) - 1} keep their"
+                self._object("rng", "re-seeded", f"{world} ranks became {now}: {kept} generators")
         else:
             other = self._rng_of(1) if world > 1 else None
             if other is not None and rng.equal(first, other):

@@ -123,7 +123,12 @@ def _not_installed(known: list[HookStatus], adapters: list[_Adapter]) -> list[Ho
 
 
 def _without_status(hook: Hook) -> HookStatus:
-    return HookStatus(hook, "not imported", "" if _exists(hook.module) else f"{hook.module} is not installed", "")
+    reason = (
+        "the hook is installed when a program imports that module"
+        if _exists(hook.module)
+        else f"{hook.module} is not installed"
+    )
+    return HookStatus(hook, "not imported", reason, "")
 
 
 def _declared(adapter: str) -> list[Hook]:

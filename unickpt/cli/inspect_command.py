@@ -228,7 +228,7 @@ def _show_objects(out: Output, view: _View, *, full: bool) -> None:
     ranks = summary.ranks_with_objects(view.index)
     if ranks:
         listed = _some([str(rank) for rank in ranks], show_all=full)
-        out.line(f"own objects (such as random generators) of {len(ranks)} ranks: {listed}")
+        out.line(f"ranks with objects of their own (such as random generators): {listed}")
 
 
 def _show_names(out: Output, manifest: Manifest, *, show_all: bool) -> None:

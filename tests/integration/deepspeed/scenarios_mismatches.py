@@ -33,6 +33,22 @@ def without_the_key_the_error_of_a_load_names_the_format_and_the_remedy(folder: 
 
 
 @scenario(2)
+def options_without_enabled_are_a_warning(folder: Path) -> None:
+    for section, warned in (
+        ({"keep_last": 2, "async_save": True}, True),
+        ({"enabled": False, "keep_last": 2}, False),
+        ({}, False),
+    ):
+        with Log() as log:
+            engine = build(here(1), seed=2, unickpt=section)
+        assert ('sets keep_last, async_save, but not "enabled": true' in "".join(log.lines)) == (
+            warned and dist.get_rank() == 0
+        )
+        assert bool(log.lines) == (warned and dist.get_rank() == 0), log.lines
+        assert type(engine.checkpoint_engine).__module__.startswith("deepspeed.")
+
+
+@scenario(2)
 def errors_of_deepspeeds_converters_name_the_format_and_the_command(folder: Path) -> None:
     from deepspeed.checkpoint import ds_to_universal
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

@@ -95,6 +95,7 @@ def test_the_rank_that_others_wait_for_is_named(job: Callable[..., Any], stage: 
     if fault != "kill":  # then the launcher ends the job, and it may be over before the deadline is
         text = until_told(folder)
         assert f"unickpt: rank {rank} has not entered" in text
+        assert f"unickpt: collectives are timed; rings in {folder}" in text
         (line, *_) = [parse_line(each) for each in text.splitlines() if "unickpt HANG" in each]
         assert (line.syndrome, line.ranks.ranks, line.blocked) == (Syndrome.NON_COMMUNICATION_HANG, (rank,), WORLD - 1)
         assert (line.op, line.seq, line.state) == (verdict["op"], verdict["seq"], state)

@@ -28,6 +28,11 @@ def test_hooks_status_lists_hooks_whose_framework_is_not_imported(hooks_in_a_pro
     assert states["deepspeed.load"] == "installed"
 
 
+def test_hooks_status_gives_a_reason_for_a_hook_that_is_not_imported(hooks_in_a_process: tuple[str, str]) -> None:
+    reasons = {hook["reason"] for hook in json.loads(hooks_in_a_process[0])["hooks"] if hook["state"] == "not imported"}
+    assert all("imports that module" in reason or "is not installed" in reason for reason in reasons), reasons
+
+
 def test_hooks_status_lists_timing_hooks_and_whether_their_source_is_known(hooks_in_a_process: tuple[str, str]) -> None:
     found = {hook["name"]: hook for hook in json.loads(hooks_in_a_process[0])["hooks"]}
     for name in ("forward", "backward", "step", "save", "load"):

@@ -61,6 +61,7 @@ def test_inspect_text_shows_the_same_to_people(ranks: Path, run: Any) -> None:
     assert "<opaque builtins.range: a pickle, loaded with allow_pickle only>" in out
     assert "tied: head.weight = embed.weight" in out
     assert "excluded: frozen.weight" in out
+    assert "ranks with objects of their own (such as random generators): 0, 1, 2\n" in out
 
 
 def test_inspect_of_a_tensor_shows_the_location_of_its_bytes(ranks: Path, run_json: Any, run: Any) -> None:

@@ -26,14 +26,14 @@ def test_fewer_ranks_make_a_smaller_batch() -> None:
     message = changed(Batch(12, 6, 1, 2), Batch(6, 6, 1, 1), step=3, trainer=True)
     assert "from 12 (6 per device x 1 accumulated x 2 ranks) to 6 (6 per device x 1 accumulated x 1 ranks)" in message
     assert "takes 2 times as many steps" in message
-    assert "so 18 samples are seen twice" in message
+    assert "Trainer finds its position in the data by steps, so 18 samples are seen twice." in message
     assert message.endswith("To keep 12: --gradient_accumulation_steps 2, or --per_device_train_batch_size 12.")
 
 
 def test_more_ranks_make_a_larger_batch() -> None:
     message = changed(Batch(8), Batch(16, 2, 2, 4), step=10, trainer=False)
     assert "2 times fewer steps" in message
-    assert "80 samples are skipped" in message
+    assert "If your loop finds its position in the data by steps, 80 samples are skipped." in message
     assert '"gradient_accumulation_steps": 1, or "train_micro_batch_size_per_gpu": 1, and "train_batch_size": 8' in message
     assert changed(Batch(16), Batch(16, 2, 2, 4), step=10, trainer=False) == ""
     assert changed(None, Batch(16, 2, 2, 4), step=10, trainer=False) == ""
