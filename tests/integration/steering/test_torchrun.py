@@ -93,6 +93,13 @@ class Agents:
     def text(self) -> str:
         return "\n".join(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in self.outputs)
 
+    def until_step(self, step: int) -> None:
+        """Wait for a step."""
+        deadline = time.monotonic() + LIMIT_S
+        while self.step() < step:
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.1)
+
     def until_said(self, words: str) -> None:
         """Wait for words in the output of an agent."""
         deadline = time.monotonic() + LIMIT_S
@@ -174,6 +181,24 @@ def test_a_spare_takes_the_place_of_a_host_that_is_told_to_end(job: Agents) -> N
     second = job.round(first[0].round, world=2)
     assert [host_of(job, each) for each in second] == ["n3", "n2"]
     assert time.monotonic() - began_s < 30 or os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
+    job.start("n1")
+    job.until_said("waiting: n1 is a spare")
+    job.finish()
+
+
+@pytest.mark.parametrize("job", [("1:2", 8)], ids=["1:2"], indirect=True)
+def test_a_healthy_run_goes_on_while_the_leader_is_silent(job: Agents) -> None:
+    """The agent of n1 is stopped, not its workers. n2 cannot know whether n1 has ended, so it must not go on alone."""
+    job.start("n1")
+    job.until_said("this agent leads")
+    job.start("n2")
+    first = job.round("", world=2)
+    job.running["n1"].send_signal(signal.SIGSTOP)
+    job.until_said("too few of the other hosts can be reached")
+    job.until_step(job.step() + 5)
+    job.running["n1"].send_signal(signal.SIGCONT)
+    time.sleep(2.0)
+    assert [each for each in sorted(job.starts()) if each.round >= first[0].round] == first
     job.finish()
 
 
