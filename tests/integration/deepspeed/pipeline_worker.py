@@ -18,6 +18,7 @@ from tests.integration.deepspeed.jobs import in_a_group
 from tests.integration.deepspeed.pipeline_jobs import build, mark, scramble, train, truth_of
 from tests.integration.deepspeed.pipeline_names import PipelineLayout
 from tests.integration.deepspeed.truth import Truth, differences
+from tests.support import lazy_imports  # noqa: F401
 from tests.support.turns import in_turn
 from unickpt.testing.launch import leave
 
