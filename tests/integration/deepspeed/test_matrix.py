@@ -21,6 +21,7 @@ from tests.integration.deepspeed.jobs import STEPS_BEFORE, Layout, layouts
 from unickpt.testing.launch import fork_ranks
 
 FULL = os.environ.get("UNICKPT_FULL_MATRIX") == "1"
+pytestmark = [pytest.mark.timeout(3 * 3600)] if FULL else []
 WORLDS = (1, 2, 3, 4)
 # Rounding differs from layout to layout. Two uninterrupted runs show by how much; a resumed run
 # follows the one and then the other, so it may stray a little further than they are apart.

@@ -18,6 +18,7 @@ from tests.integration.deepspeed.pipeline_names import PipelineLayout, pairs
 from unickpt.testing.launch import fork_ranks
 
 FULL = os.environ.get("UNICKPT_FULL_MATRIX") == "1"
+pytestmark = [pytest.mark.timeout(3 * 3600)] if FULL else []
 STEPS_BEFORE = 3
 PAIRS = pairs(FULL)
 SOURCES = list(dict.fromkeys(source for source, _ in PAIRS))

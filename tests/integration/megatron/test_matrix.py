@@ -22,6 +22,7 @@ from unickpt.load.checkpoint import Checkpoint
 pytest.importorskip("megatron.core")
 
 FULL = os.environ.get("UNICKPT_FULL_MATRIX") == "1"
+pytestmark = [pytest.mark.timeout(3 * 3600)] if FULL else []
 # Tolerance of losses between 4 and 5, for the different arithmetic of two layouts in two steps.
 FP32_NOISE, BF16_NOISE = 5e-6, 2e-3
 
