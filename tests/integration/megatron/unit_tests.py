@@ -113,7 +113,10 @@ def outcomes(
             old.unlink()
         world = FEWER_RANKS.get(file, WORLD)
         ended = run(tree, file, place, limit, world, only, unickpt=unickpt)
-        kept.write_text(json.dumps(merged(place, world, ended), indent=1))
+        results = merged(place, world, ended)
+        if only and not results:  # for example, torchrun found its port taken
+            raise RuntimeError(f"no test of {file} was collected: see {place / 'log'}; run the command again")
+        kept.write_text(json.dumps(results, indent=1))
     found: dict[str, dict[str, Any]] = json.loads(kept.read_text())
     return found
 
