@@ -1,6 +1,6 @@
 """The DeepSpeed adapter: ``"unickpt": {"enabled": true}`` in the DeepSpeed JSON.
 
-Importing this package installs three hooks on ``DeepSpeedEngine``. ``_unickpt_autoload`` imports it when a program imports
+Importing this package installs hooks on DeepSpeed. ``_unickpt_autoload`` imports it when a program imports
 DeepSpeed. The hooks do not change an engine whose configuration lacks the key or has ``"enabled": false``.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 
 from ds_unickpt.hooks import install, uninstall
+from ds_unickpt.start import StartingPoint, resume_or_start
 
-__all__ = ["install", "uninstall"]
+__all__ = ["StartingPoint", "install", "resume_or_start", "uninstall"]
 
 if "deepspeed.runtime.engine" not in sys.modules:
     # A program imports this package itself, before DeepSpeed. The hooks need DeepSpeed's classes.

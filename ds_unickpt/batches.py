@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+BATCH = "batch"  # key in the objects of the job
 _KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -28,6 +29,18 @@ class Batch:
             return f"{self.total}"
         return f"{self.total} ({self.per_device} per device x {self.accumulation} accumulated x {self.ranks} ranks)"
 
+    def to_json(self) -> dict[str, int | None]:
+        """Return the value that ``from_json`` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> Batch | None:
+        """Return the batch size that a checkpoint recorded, or None if it is not one."""
+        if not isinstance(value, Mapping):
+            return None
+        total, *factors = (_count(value.get(key)) for key in ("total", "per_device", "accumulation", "ranks"))
+        return None if total is None else cls(total, *factors)
+
 
 @dataclass(frozen=True, slots=True)
 class SettingNames:
@@ -39,6 +52,26 @@ class SettingNames:
 
 TRAINER = SettingNames("--per_device_train_batch_size {}", "--gradient_accumulation_steps {}")
 DEEPSPEED = SettingNames('"train_micro_batch_size_per_gpu": {}', '"gradient_accumulation_steps": {}')
+
+
+def of_engine(engine: Any) -> Batch:
+    """Return the batch size of a DeepSpeedEngine."""
+    total, per_device, accumulation = (
+        int(value())
+        for value in (engine.train_batch_size, engine.train_micro_batch_size_per_gpu, engine.gradient_accumulation_steps)
+    )
+    return Batch(total, per_device, accumulation, max(total // (per_device * accumulation), 1))
+
+
+def of_saved(objects: Mapping[str, Any], ranks: int) -> Batch | None:
+    """Return the batch size of the job that saved a checkpoint, or None if the checkpoint does not tell it.
+
+    Args:
+        objects: non-tensor state of the checkpoint.
+        ranks: data-parallel ranks of that job.
+    """
+    config = objects.get("ds_config")
+    return Batch.from_json(objects.get(BATCH)) or of_config(config if isinstance(config, Mapping) else None, ranks)
 
 
 def of_config(config: Mapping[str, Any] | None, ranks: int) -> Batch | None:
@@ -83,6 +116,26 @@ def changed(saved: Batch | None, now: Batch, *, step: int, trainer: bool) -> str
     )
 
 
+def resumed(saved: Batch | None, now: Batch, *, step: int, samples: int, worlds: tuple[int | None, int]) -> str:
+    """Return the log line of a resume: position, and what changed since the checkpoint.
+
+    Args:
+        saved: batch size of the job that saved the checkpoint; None if unknown.
+        now: batch size of this job.
+        step, samples: optimizer step of the checkpoint, and samples that the job has consumed.
+        worlds: number of ranks of both jobs; None if unknown.
+    """
+    before = saved or now
+    values = [
+        ("world", *worlds),
+        ("global batch", before.total, now.total),
+        ("micro batch", before.per_device, now.per_device),
+        ("accumulation", before.accumulation, now.accumulation),
+    ]
+    changes = [f"{name} {new}" if old in (None, new) else f"{name} {old} -> {new}" for name, old, new in values]
+    return f"resumed at step {step:,} after {samples:,} samples: {', '.join(changes)}"
+
+
 def kept(total: int, now: Batch, trainer: bool) -> str:
     """Return a sentence with the settings that give a global batch size of ``total`` on the ranks of this job."""
     names = TRAINER if trainer else DEEPSPEED
@@ -104,4 +157,5 @@ def kept(total: int, now: Batch, trainer: bool) -> str:
 
 
 def _count(value: Any) -> int | None:
+    """Return a value that can be a number of samples, steps or ranks; None for any other value."""
     return value if type(value) is int and value > 0 else None

@@ -21,6 +21,20 @@ def called_by_trainer() -> bool:
     return _trainer() is not None
 
 
+def completes_folder() -> str:
+    """Return the caller that gives each checkpoint a folder of its own and writes further files there; '' if none does.
+
+    Such a checkpoint cannot be in memory alone: the folder on disk would look complete without it.
+    """
+    own = "gives each checkpoint a folder of its own and writes further files there"
+    if _trainer() is not None:
+        return f"Trainer {own}"
+    if _lightning() is not None:
+        return f"Lightning {own}"
+    module = sys.modules.get("accelerate.accelerator")
+    return "" if module is None or _calling(module.Accelerator) is None else f"Accelerate {own}"
+
+
 def touches_checkpoints(save_dir: str) -> str:
     """Return what the caller does to checkpoints when the save returns, or ''.
 
@@ -63,14 +77,19 @@ def _trainer() -> Any:
 
 def _lightning_deletes() -> bool:
     """Whether Lightning called this function and deletes some of its checkpoints."""
+    trainer = getattr(getattr(_lightning(), "lightning_module", None), "_trainer", None)
+    callbacks = getattr(trainer, "checkpoint_callbacks", ())
+    return any(getattr(one, "save_top_k", -1) > 0 or bool(getattr(one, "save_last", False)) for one in callbacks)
+
+
+def _lightning() -> Any:
+    """Return the strategy of Lightning that called this function, or None."""
     for name in _LIGHTNING:
         module = sys.modules.get(name)
         strategy = None if module is None else _calling(module.DeepSpeedStrategy)
         if strategy is not None:
-            trainer = getattr(getattr(strategy, "lightning_module", None), "_trainer", None)
-            callbacks = getattr(trainer, "checkpoint_callbacks", ())
-            return any(getattr(one, "save_top_k", -1) > 0 or bool(getattr(one, "save_last", False)) for one in callbacks)
-    return False
+            return strategy
+    return None
 
 
 def _calling(kind: type[Any]) -> Any:

@@ -6,34 +6,36 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ds_unickpt import internals, partitions
+from ds_unickpt import batches, internals, megatron_deepspeed, owned_states, partitions, tensor_parallel, vocabulary
 from ds_unickpt import names as names_module
+from ds_unickpt.fallbacks import require_supported
 from ds_unickpt.huggingface import model_of
 from ds_unickpt.names import ModuleNames
 from ds_unickpt.optimizer_record import ElementStates, RankScalars, classify, record_of
 from ds_unickpt.partitions import ParameterRange, Partition, states_of
 from ds_unickpt.placement import Placement, Share
+from ds_unickpt.slices import Slice, Slices, places
 from unickpt import __version__
+from unickpt.convert.deepspeed.tensor_parallel import PlacedBox
 from unickpt.coordination.rendezvous import Message
-from unickpt.errors import UnsupportedLayoutError
 from unickpt.format import objects
 from unickpt.format.boxes import Box
 from unickpt.format.checksums import digest
-from unickpt.format.dtypes import name_of
+from unickpt.format.dtypes import itemsize_bytes, name_of
 from unickpt.format.index import TensorInfo
-from unickpt.format.manifest import Writer
+from unickpt.format.manifest import OptimizerRecord, Writer
 from unickpt.load import rng
 from unickpt.load.read_plan import share_of_replicas
 from unickpt.options import Options
 from unickpt.save.fingerprints import fingerprints
-from unickpt.save.shards import Contribution, Shard, shards_of_flat_range
+from unickpt.save.shards import Contribution, Shard
 
-EXTRA_STATE = "module_extra_state"  # key in the objects of the job; the shared objects of further pipeline stages start with it
+EXTRA_STATE = "module_extra_state"  # key in the objects of the job; the shared objects of other ranks start with it
 MICRO_BATCHES = "pipeline_micro_batches"  # key in the objects of the job
 SCALARS = "scalars"  # key in the objects of a rank and in the announcement
 _DIGITS = 16  # hex digits of a fingerprint
@@ -44,21 +46,40 @@ def topology(engine: Any) -> dict[str, Any]:
     dtypes = sorted({name_of(p.dtype) for p in engine.module.parameters()})
     sequence = int(getattr(engine, "sequence_parallel_size", 1))
     placed = partitions.placement(engine)
+    model_parallel = placed.stages > 1 or placed.tensors > 1
+    degree = max((layer.degree for layer in internals.expert_layers(engine.module)), default=1)
     return {
         "world_size": int(engine.world_size),
         "zero_stage": int(engine.zero_optimization_stage()),
         "optimizer_wrapper": internals.wrapper_of(engine),
         "weight_dtypes": dtypes,
         **({"sequence": sequence} if sequence > 1 else {}),
-        **({"pipeline": placed.stages, "data": len(placed.data)} if placed.stages > 1 else {}),
+        **({"tensor": placed.tensors} if placed.tensors > 1 else {}),
+        **({"pipeline": placed.stages} if placed.stages > 1 else {}),
+        **({"data": len(placed.data)} if model_parallel else {}),
+        **({"expert": degree} if degree > 1 else {}),
     }
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """The boxes of a rank's slice that the rank stores, and the shape of its tensor."""
+
+    local: tuple[int, ...]
+    boxes: tuple[PlacedBox, ...]
+
+    @classmethod
+    def of(cls, part: Slice, *, stored: bool, across: bool = False) -> Stored:
+        """Return what a rank stores. ``stored`` and ``across`` are those of ``Partition``."""
+        return cls(part.local, (part.boxes if across else part.own) if stored else ())
+
+
+@dataclass(frozen=True, slots=True)
 class _Replica:
-    """A tensor that the ranks of ``share`` hold. ``unless`` is that of ``Shard``."""
+    """A tensor that the ranks of ``share`` hold. ``unless`` is that of ``Shard``, ``place`` that of ``_Tensors.own``."""
 
     info: TensorInfo
+    place: Stored
     data: torch.Tensor
     unless: torch.Tensor | None
     share: Share
@@ -73,18 +94,22 @@ class _Tensors:
     replicas: list[_Replica] = field(default_factory=list)
 
     def own(
-        self, info: TensorInfo, lo: int, hi: int, flat: torch.Tensor, unless: torch.Tensor | None = None, *, stored: bool = True
+        self, info: TensorInfo, place: Stored, lo: int, hi: int, flat: torch.Tensor, unless: torch.Tensor | None = None
     ) -> None:
+        """Add the flat range ``[lo, hi)`` of this rank's slice of a tensor, given its elements as a 1-D tensor."""
         self.listed.append(info)
-        if stored:
-            self.shards += shards_of_flat_range(info, lo, hi, flat, unless)
+        self._add(info, place, lo, hi, flat, unless)
+
+    def _add(self, info: TensorInfo, place: Stored, lo: int, hi: int, flat: torch.Tensor, unless: torch.Tensor | None) -> None:
+        for part in places(place.local, place.boxes, lo, hi):
+            self.shards.append(Shard(info, part.whole, part.of(flat), None if unless is None else part.of(unless)))
 
     def replicated(
-        self, info: TensorInfo, data: torch.Tensor, share: Share, unless: torch.Tensor | None = None, *, stored: bool = True
+        self, info: TensorInfo, place: Stored, data: torch.Tensor, share: Share, unless: torch.Tensor | None = None
     ) -> None:
         self.listed.append(info)
-        if stored:
-            self.replicas.append(_Replica(info, data, unless, share))
+        if place.boxes:
+            self.replicas.append(_Replica(info, place, data, unless, share))
 
     def share(self) -> None:
         """Add this rank's part of the replicas. Every rank that holds the same replicas gets the same number of bytes.
@@ -100,12 +125,13 @@ class _Tensors:
     def _share(self, replicas: Sequence[_Replica], share: Share) -> None:
         if share.rank < 0:
             return
-        infos = [replica.info for replica in replicas]
-        ranges = share_of_replicas([i.size_bytes for i in infos], [i.numel for i in infos], rank=share.rank, world=share.world)
+        numels = [replica.data.numel() for replica in replicas]
+        sizes = [numel * itemsize_bytes(replica.info.dtype) for numel, replica in zip(numels, replicas, strict=True)]
+        ranges = share_of_replicas(sizes, numels, rank=share.rank, world=share.world)
         for replica, (lo, hi) in zip(replicas, ranges, strict=True):
             if lo < hi:
                 part = None if replica.unless is None else replica.unless.detach().reshape(-1)[lo:hi]
-                self.shards += shards_of_flat_range(replica.info, lo, hi, replica.data.detach().reshape(-1)[lo:hi], part)
+                self._add(replica.info, replica.place, lo, hi, replica.data.detach().reshape(-1)[lo:hi], part)
 
 
 def contribution(
@@ -124,17 +150,16 @@ def contribution(
     Raises:
         UnsupportedLayoutError: the job uses a layout that unickpt does not support.
     """
-    reason = internals.unsupported_reason(engine)
-    if reason:
-        raise UnsupportedLayoutError(reason)
+    require_supported(engine)
     names = ModuleNames.read(engine.module)
     parts = partitions.partitions(engine)
     base = internals.base_optimizer(engine)
     placed = partitions.placement(engine)
     out = _Tensors()
-    _optimized(out, parts, names, base, placed)
-    excluded = _others(out, parts, names, exclude_frozen, placed)
-    _buffers(out, engine, options, placed)
+    slices = tensor_parallel.slices(engine)
+    _optimized(out, parts, names, slices, base, placed)
+    excluded = _others(out, parts, names, slices, exclude_frozen, placed)
+    _buffers(out, engine, options, names, placed)
     out.share()
     record = None if base is None else record_of(parts, names, base)
     rank_objects: dict[str, Any] = {"rng": rng.capture()}
@@ -150,20 +175,40 @@ def contribution(
         step=int(engine.global_steps),
         writer=writer(engine),
         optimizer=record,
-        optimizer_part=record if placed.first else None,
+        optimizer_part=_part(record, names, placed),
         aliases=names.aliases if placed.first else {},
         excluded=excluded if placed.first else (),
         objects=_objects(engine, client_state) if placed.rank == 0 else {},
-        shared_objects=_shared_states(engine) if placed.first and placed.rank else {},
-        different=_different(engine, options, scalars, announced) if placed.rank and placed.with_coordinator else (),
+        shared_objects={
+            **(_shared_states(engine, names, placed) if placed.rank else {}),
+            **({} if base is None else owned_states.captured(parts, names, base, placed)),
+            **_vocabularies(engine, names, client_state, placed),
+        },
+        different=_different(engine, options, names, scalars, announced) if placed.rank and placed.with_coordinator else (),
         replica=None if placed.part is None else (placed.part, _fingerprint(parts, base)),
     )
+
+
+def _part(record: OptimizerRecord | None, names: ModuleNames, placed: Placement) -> OptimizerRecord | None:
+    """Return the groups and scalars of the parameters that this rank is the first one to have; None if there are none."""
+    if record is None:
+        return None
+    groups, scalars = (
+        tuple(
+            replace(g, parameters=own)
+            for g in found
+            if (own := tuple(n for n in g.parameters if placed.leads(names.holders(n))))
+        )
+        for found in (record.groups, record.scalars)
+    )
+    return OptimizerRecord(record.name, groups, scalars) if groups else None
 
 
 def announcement(engine: Any, options: Options, client_state: Mapping[str, Any]) -> Message:
     """Return digests of the coordinator's state. Other ranks compare them with their own to find values that differ."""
     found: Message = {"client_state": client_state_digest(client_state)}
     with contextlib.suppress(Exception):  # ``contribution`` raises the same error on all ranks
+        found["replicas"] = "".join(fingerprints([p.detach() for _, p in _tensor_parallel_replicas(engine)]))
         found["buffers"] = "".join(fingerprints([buffer for _, buffer in _stored_buffers(engine, options)]))
         parts, base = partitions.partitions(engine), internals.base_optimizer(engine)
         if base is not None and not all(part.replicated for part in parts):
@@ -171,19 +216,31 @@ def announcement(engine: Any, options: Options, client_state: Mapping[str, Any])
     return found
 
 
-def _different(engine: Any, options: Options, scalars: RankScalars | None, announced: Message) -> tuple[tuple[str, str], ...]:
+def _different(
+    engine: Any, options: Options, names: ModuleNames, scalars: RankScalars | None, announced: Message
+) -> tuple[tuple[str, str], ...]:
     """Return what differs between this rank and the coordinator, each with the consequence for a load."""
     found = []
-    buffers = _stored_buffers(engine, options)
-    theirs, ours = announced.get("buffers", ""), fingerprints([buffer for _, buffer in buffers])
-    if len(theirs) == _DIGITS * len(ours):
-        for at, (name, _) in enumerate(buffers):
-            if ours[at] != theirs[_DIGITS * at : _DIGITS * (at + 1)]:
-                found.append((f"buffer {name}", "Rank 0's values are stored. After a load every rank has them."))
+    buffers, replicas = _stored_buffers(engine, options), _tensor_parallel_replicas(engine)
+    for key, kind, tensors in (("buffers", "buffer", buffers), ("replicas", "parameter", replicas)):
+        theirs, ours = announced.get(key, ""), fingerprints([tensor.detach() for _, tensor in tensors])
+        if len(theirs) != _DIGITS * len(ours):
+            continue
+        for at, (name, _) in enumerate(tensors):
+            if ours[at] != theirs[_DIGITS * at : _DIGITS * (at + 1)] and 0 in (names.holders(name) or (0,)):
+                found.append((f"{kind} {name}", "Rank 0's values are stored. After a load every rank has them."))
     if scalars is not None and SCALARS in announced and scalars.fingerprint() != announced[SCALARS]:
         follows = "With the same layout each rank gets its own values back. With another layout all ranks get rank 0's."
         found.append(("scalars of the optimizer", follows))
     return tuple(found)
+
+
+def _tensor_parallel_replicas(engine: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the weights that all tensor-parallel ranks should hold alike; () under ZeRO-3, where a rank has a part of them."""
+    if tensor_parallel.degree(engine) == 1 or engine.zero_optimization_partition_weights():
+        return []
+    slices, names = tensor_parallel.slices(engine), ModuleNames.read(engine.module)
+    return [(name, parameter) for name, parameter in names.parameters.items() if slices.of(parameter).replicated]
 
 
 def _fingerprint(parts: Sequence[Partition], base: torch.optim.Optimizer | None) -> str:
@@ -194,7 +251,7 @@ def _fingerprint(parts: Sequence[Partition], base: torch.optim.Optimizer | None)
     tensors = []
     for part in parts:
         state = states_of(base, part) if base is not None else {}
-        tensors += _held_elements(part, "master", part.master)
+        tensors += _held_elements(part, "master", part.elements)
         for key, value in sorted(state.items()):
             if isinstance(value, torch.Tensor):
                 tensors += _held_elements(part, key, value)
@@ -203,7 +260,7 @@ def _fingerprint(parts: Sequence[Partition], base: torch.optim.Optimizer | None)
 
 def _held_elements(part: Partition, key: str, value: torch.Tensor) -> list[torch.Tensor]:
     """Return the elements of a state that belong to parameters; the whole tensor if it is not elementwise."""
-    if key not in part.whole and value.numel() != part.master.numel():
+    if key not in part.whole and value.numel() != part.elements.numel():
         return [value]
     flat = value.detach().reshape(-1)
     return [flat.narrow(0, piece.at, piece.hi - piece.lo) for piece in part.held(key)]
@@ -223,19 +280,25 @@ def writer(engine: Any) -> Writer:
     """Return the writer's entry of the manifest."""
     from deepspeed.git_version_info import version
 
-    return Writer("deepspeed", version, __version__, torch.__version__, "huggingface", topology(engine),
-                  model_of(engine.module).as_json())  # fmt: skip
+    known = megatron_deepspeed.job_of(engine.module)
+    dialect, model = ("huggingface", model_of(engine.module)) if known is None else (known.dialect, known.model)
+    return Writer("deepspeed", version, __version__, torch.__version__, dialect, topology(engine), model.as_json())
 
 
 def _optimized(
-    out: _Tensors, parts: Sequence[Partition], names: ModuleNames, base: torch.optim.Optimizer | None, placed: Placement
+    out: _Tensors,
+    parts: Sequence[Partition],
+    names: ModuleNames,
+    slices: Slices,
+    base: torch.optim.Optimizer | None,
+    placed: Placement,
 ) -> None:
     """Add masters and optimizer states. Also add the weights that are not the cast of their masters."""
     kinds = classify(parts, base)
     for part in parts:
-        held = {"master": part.master, **_tensor_states(base, part, kinds)}
+        held = {"master": part.elements, **_tensor_states(base, part, kinds)}
         flats = {key: tensor.detach().reshape(-1) for key, tensor in held.items()}
-        known = {id(parameter): _infos(parameter, names, held) for parameter in part.parameters}
+        known = {id(p): _infos(p, names, slices.of(p).shape, held) for p in part.parameters}
         for infos in known.values():
             out.listed += infos.values()
         for key, flat in flats.items():
@@ -243,14 +306,16 @@ def _optimized(
                 data = flat.narrow(0, piece.at, piece.hi - piece.lo)
                 info = known[id(piece.parameter)][key]
                 stored = part.stored and info.name not in names.elsewhere
+                place = Stored.of(slices.of(piece.parameter), stored=stored, across=part.across)
                 if part.replicated:
-                    out.replicated(info, data, placed.share, stored=stored)
+                    out.replicated(info, place, data, placed.share_among(names.holders(info.name)))
                 else:
-                    out.own(info, piece.lo, piece.hi, data, stored=stored)
+                    out.own(info, place, piece.lo, piece.hi, data)
         for piece in part.pieces:
             info = known[id(piece.parameter)]["weight"]
             if info.name not in names.elsewhere:
-                _override(out, part, piece, info, flats["master"], placed)
+                place = Stored.of(slices.of(piece.parameter), stored=part.stored, across=part.across)
+                _override(out, part, piece, info, place, flats["master"], placed.share_among(names.holders(info.name)))
 
 
 def _tensor_states(base: torch.optim.Optimizer | None, part: Partition, kinds: ElementStates) -> dict[str, torch.Tensor]:
@@ -258,8 +323,10 @@ def _tensor_states(base: torch.optim.Optimizer | None, part: Partition, kinds: E
     return {key: value for key, value in state.items() if key in kinds.tensors and value is not None}
 
 
-def _infos(parameter: torch.nn.Parameter, names: ModuleNames, held: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
-    name, shape = names.name(parameter), internals.shape_of(parameter)
+def _infos(
+    parameter: torch.nn.Parameter, names: ModuleNames, shape: tuple[int, ...], held: Mapping[str, torch.Tensor]
+) -> dict[str, TensorInfo]:
+    name = names.name(parameter)
     infos = {
         key: TensorInfo(name, key, name_of(tensor.dtype), shape, "parameter" if key == "master" else "optimizer")
         for key, tensor in held.items()
@@ -269,22 +336,21 @@ def _infos(parameter: torch.nn.Parameter, names: ModuleNames, held: Mapping[str,
 
 
 def _override(
-    out: _Tensors, part: Partition, piece: ParameterRange, info: TensorInfo, master: torch.Tensor, placed: Placement
+    out: _Tensors, part: Partition, piece: ParameterRange, info: TensorInfo, place: Stored, master: torch.Tensor, share: Share
 ) -> None:
     """Add a weight that is not the cast of its master, because the user changed it after the last step."""
-    if part.weight is None:
+    weight = part.weight_of(piece)
+    if weight is None:
         return
-    length = piece.hi - piece.lo
-    weight = part.weight.detach().reshape(-1).narrow(0, piece.at, length)
-    master = master.narrow(0, piece.at, length)
+    master = master.narrow(0, piece.at, piece.hi - piece.lo)
     if part.replicated:
-        out.replicated(info, weight, placed.share, unless=master)
+        out.replicated(info, place, weight, share, unless=master)
     else:
-        out.own(info, piece.lo, piece.hi, weight, unless=master, stored=part.stored)
+        out.own(info, place, piece.lo, piece.hi, weight, unless=master)
 
 
 def _others(
-    out: _Tensors, parts: Sequence[Partition], names: ModuleNames, exclude_frozen: bool, placed: Placement
+    out: _Tensors, parts: Sequence[Partition], names: ModuleNames, slices: Slices, exclude_frozen: bool, placed: Placement
 ) -> tuple[str, ...]:
     """Add the parameters outside the optimizer, such as frozen and empty ones. Returns the names of excluded parameters."""
     optimized = {id(p) for part in parts for p in part.parameters}
@@ -295,13 +361,17 @@ def _others(
         if exclude_frozen and not parameter.requires_grad:
             excluded.append(name)
             continue
-        info = TensorInfo(name, "weight", name_of(parameter.dtype), internals.shape_of(parameter), "parameter")
+        part = slices.of(parameter)
+        info = TensorInfo(name, "weight", name_of(parameter.dtype), part.shape, "parameter")
         out.listed.append(info)
-        held = partitions.held(parameter)
-        if held is not None and held.replicated:
-            out.replicated(info, held.data, placed.share, stored=name not in names.elsewhere)
-        elif held is not None:
-            out.own(info, held.lo, held.hi, held.data, stored=held.stored)
+        held = partitions.held(parameter, placed)
+        if held is None:
+            continue
+        place = Stored.of(part, stored=held.stored and name not in names.elsewhere, across=held.across)
+        if held.replicated:
+            out.replicated(info, place, held.data, placed.share_among(names.holders(name)))
+        else:
+            out.own(info, place, held.lo, held.hi, held.data)
     return tuple(excluded)
 
 
@@ -310,12 +380,12 @@ def _stored_buffers(engine: Any, options: Options) -> list[tuple[str, torch.Tens
     return [(name, buffer) for name, buffer, persistent in found if persistent or options.non_persistent_buffers]
 
 
-def _buffers(out: _Tensors, engine: Any, options: Options, placed: Placement) -> None:
-    """Add the buffers of the first peer. Running statistics differ between ranks, so parts of several ranks do not fit."""
+def _buffers(out: _Tensors, engine: Any, options: Options, names: ModuleNames, placed: Placement) -> None:
+    """Add the buffers that this rank is the first one to have. Running statistics differ between ranks, so parts do not fit."""
     for name, buffer in _stored_buffers(engine, options):
         info = TensorInfo(name, "weight", name_of(buffer.dtype), tuple(buffer.shape), "buffer")
         out.listed.append(info)
-        if placed.first and info.numel:
+        if placed.leads(names.holders(name)) and info.numel:
             out.shards.append(Shard(info, Box.whole(info.shape), buffer))
 
 
@@ -327,6 +397,7 @@ def _objects(engine: Any, client_state: Mapping[str, Any]) -> dict[str, Any]:
         "client_state": dict(client_state),
         "engine": {key: int(getattr(engine, key)) for key in ("global_steps", "global_samples", "skipped_steps")},
         "ds_config": dict(internals.config_of(engine)),
+        batches.BATCH: batches.of_engine(engine).to_json(),
         "lr_scheduler": _named_state(scheduler),
         "loss_scaler": None
         if scaler is None
@@ -355,5 +426,14 @@ def _extra_states(engine: Any) -> dict[str, Any]:
     }
 
 
-def _shared_states(engine: Any) -> dict[str, Any]:
-    return {f"{EXTRA_STATE}/{name}": state for name, state in _extra_states(engine).items()}
+def _vocabularies(engine: Any, names: ModuleNames, client_state: Mapping[str, Any], placed: Placement) -> dict[str, Any]:
+    """Return the entries of the padded vocabularies that this rank is the first one to have, by their shared key."""
+    found = vocabulary.of_job(engine, names, client_state)
+    own = (name for name in found if placed.leads(names.holders(name)) and name not in names.elsewhere)
+    return {f"{vocabulary.STORED}{name}": found[name] for name in own}
+
+
+def _shared_states(engine: Any, names: ModuleNames, placed: Placement) -> dict[str, Any]:
+    """Return the extra states of the modules that this rank is the first one to have, by their key in the shared objects."""
+    found = _extra_states(engine)
+    return {f"{EXTRA_STATE}/{name}": state for name, state in found.items() if placed.leads(names.holders(name))}

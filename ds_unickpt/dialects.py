@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ds_unickpt import internals
+from ds_unickpt import tensor_parallel
 from ds_unickpt.huggingface import model_of
 from ds_unickpt.names import ModuleNames, buffers
 from unickpt.convert import training_progress
@@ -49,7 +49,8 @@ def as_named_here(checkpoint: Checkpoint, engine: Any, chosen: str) -> Checkpoin
 
 def _wanted(engine: Any) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the parameters and persistent buffers of this job's model, by name."""
-    found = {name: internals.shape_of(parameter) for name, parameter in ModuleNames.read(engine.module).parameters.items()}
+    slices = tensor_parallel.slices(engine)
+    found = {name: slices.of(parameter).shape for name, parameter in ModuleNames.read(engine.module).parameters.items()}
     found |= {name: tuple(buffer.shape) for name, buffer, persistent in buffers(engine.module) if persistent}
     return found
 

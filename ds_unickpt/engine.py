@@ -8,19 +8,21 @@ from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from ds_unickpt import callers, capture, hints, internals
+from ds_unickpt import batches, callers, capture, hints, internals, steered
 from ds_unickpt.config import read_options, unused_options
 from ds_unickpt.runtime import EngineRuntime
 from unickpt.coordination.failure import FailureKind, sentence
 from unickpt.coordination.rendezvous import Rendezvous
+from unickpt.diagnosis import session
 from unickpt.errors import ConfigError, CoordinationError, SaveFailedError
 from unickpt.load.report import LoadReport
 from unickpt.logs import make_visible
+from unickpt.memory.tier import MemoryTier
 from unickpt.options import Options
 from unickpt.save import shutdown
 from unickpt.save.requests import PendingSave, SaveRequest, SaveResult, save_options
 from unickpt.save.saver import Saver
-from unickpt.storage.base import is_url
+from unickpt.storage.base import is_url, split
 from unickpt.storage.open import unusable_reason
 
 logger = logging.getLogger("unickpt")
@@ -46,6 +48,7 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         last_report: report of the last load; None before.
         unsupported: why unickpt cannot save this job; '' if it can, or before the first save.
         warned: warnings that ``warn_once`` has logged.
+        memory: checkpoints in the memory of the hosts.
     """
 
     def __init__(self, native: Any, options: Options, meet: Rendezvous) -> None:
@@ -54,6 +57,7 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.last_save: SaveResult | None = None
         self.last_report: LoadReport | None = None
         self.saver = Saver(save_options(options, asynchronous=options.async_save))
+        self.memory = MemoryTier(options.memory, self.saver.options, session.memory_status)
         self.unsupported = ""
         self.warned: set[str] = set()
 
@@ -124,7 +128,26 @@ def adopt(runtime: EngineRuntime, engine: Any) -> None:
     if reason:
         raise ConfigError(f'"unickpt.upload_to": {reason}')
     meet = runtime.engine_rendezvous(engine, timeout_s=options.timeout_seconds)
+    if runtime.reads_batch and steered.keeps_batch(options):
+        _compare_batches(engine, meet)
     engine.checkpoint_engine = UnickptCheckpointEngine(engine.checkpoint_engine, options, meet)
+
+
+def _compare_batches(engine: Any, meet: Rendezvous) -> None:
+    """Check that all ranks have the same batch. Each of them has read the checkpoint's from the folder by itself.
+
+    Raises:
+        CoordinationError: they differ. Raised on every rank.
+    """
+    meet.begin("batch")
+    batch = batches.of_engine(engine)
+    gathered = meet.gather("batch", batch.to_json())
+    found = None if gathered is None else {"batches": [other for other in gathered if other != gathered[0]]}
+    if meet.broadcast("batch-verdict", found, notice=False)["batches"]:
+        raise CoordinationError(
+            f"ranks have different batches; this one has {batch}. They see different checkpoints in the folder from which "
+            "the job resumes."
+        )
 
 
 def ours_of(engine: Any) -> UnickptCheckpointEngine | None:
@@ -230,14 +253,32 @@ def _save(
         must_match={"exclude_frozen_parameters": bool(exclude_frozen)},
         on_end=lambda save: _ended(ours, save),
     )
-    at_once = callers.touches_checkpoints(save_dir) if ours.options.async_save else ""
-    if at_once:
+    at_once = callers.touches_checkpoints(save_dir) if ours.options.async_save or ours.memory.enabled else ""
+    if ours.memory.enabled:
+        to_disk = at_once or callers.completes_folder()
+        if to_disk:
+            ours.warn_once(f"saves go to disk although memory.to_disk_every is set: {to_disk}")
+        else:
+            in_memory = _save_in_memory(ours, request)
+            if in_memory is not None:
+                return in_memory
+    if at_once and ours.options.async_save:
         ours.warn_once(f"saves are synchronous although async_save is on: {at_once}")
     try:
         return ours.saver.save(request, meet, asynchronous=False if at_once else None)
     except CoordinationError as err:
         logger.error("unickpt: %s/%s is not saved: %s", save_dir, tag, err)
         return err
+
+
+def _save_in_memory(ours: UnickptCheckpointEngine, request: SaveRequest) -> PendingSave | None:
+    """Begin a save into the memory of the hosts. Returns None if the checkpoint has to go to disk."""
+    try:
+        save = ours.memory.save(request, ours.meet)
+    except CoordinationError as err:
+        logger.error("unickpt: %s is not saved in memory: %s", request.directory, err)
+        return None
+    return None if save is None or (save.done and not save.committed) else save
 
 
 def _ended(ours: UnickptCheckpointEngine, save: PendingSave) -> None:
@@ -248,6 +289,9 @@ def _ended(ours: UnickptCheckpointEngine, save: PendingSave) -> None:
             logger.error("unickpt: %s is not saved: %s", directory, save.error)
         return
     ours.last_save = result
+    session.checkpoint_io(result.times)
+    if result.complete:
+        ours.memory.saved_to_disk(split(directory)[0], result.seconds)
     if ours.meet.rank or (result.framework_saves and not save.background):  # the call logs it
         return
     if result.committed:

@@ -13,6 +13,7 @@ FINGERPRINTS: dict[str, frozenset[str]] = {
     "deepspeed.configure": frozenset({"05231fd69ed9", "a3ffb260c85d", "e5638865d837"}),
     "deepspeed.save": _SAVE,
     "deepspeed.load": _LOAD,
+    "deepspeed.batch": frozenset({"c62ced40ba2e"}),
     "deepspeed.zero_to_fp32": frozenset({"57048e9edbcb"}),
     "deepspeed.ds_to_universal": frozenset({"0ba5a81f38a1"}),
     "deepspeed.timing.forward": frozenset({
@@ -29,5 +30,7 @@ FINGERPRINTS: dict[str, frozenset[str]] = {
     "deepspeed.timing.load": _LOAD,
     "transformers.get_last_checkpoint": _LAST_CHECKPOINT,
     "transformers.trainer.get_last_checkpoint": _LAST_CHECKPOINT,
+    "transformers.batch": frozenset({"b42012fb0949", "4a890ff0b285"}),
+    "transformers.train": frozenset({"bb42940246d8", "cb8b164d3c4d", "f9d3f75abfac", "1141b5be39e0"}),
     "transformers.load_trainer_state": frozenset({"bcfb8b30b7ad"}),
 }  # fmt: skip

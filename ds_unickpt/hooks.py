@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ds_unickpt import hints, trainer_hooks
+from ds_unickpt import batch_hooks, hints, trainer_hooks
 from ds_unickpt.declaration import declared
 from ds_unickpt.edge import RUNTIME
 from ds_unickpt.runtime import EngineRuntime
@@ -67,7 +67,7 @@ HOOKS = [
     ),
 ]
 
-DECLARED = [*HOOKS, *hints.HOOKS, *trainer_hooks.HOOKS]
+DECLARED = [*HOOKS, batch_hooks.HOOK, *hints.HOOKS, *trainer_hooks.HOOKS]
 
 
 def install() -> bool:
@@ -78,6 +78,7 @@ def install() -> bool:
     """
     installed = hooks.install(HOOKS, framework="DeepSpeed", version=version())
     if installed:
+        hooks.install([batch_hooks.HOOK], framework="DeepSpeed", version=version())
         hints.install_fp32()
         watch(
             {hints.CONVERTER: "ds_unickpt.hints:install_converter", trainer_hooks.TRAINER: "ds_unickpt.trainer_hooks:install"}
@@ -88,4 +89,4 @@ def install() -> bool:
 def uninstall() -> None:
     """Restore the functions of DeepSpeed and transformers."""
     trainer_hooks.uninstall()
-    hooks.uninstall([*HOOKS, *hints.HOOKS])
+    hooks.uninstall([*HOOKS, batch_hooks.HOOK, *hints.HOOKS])

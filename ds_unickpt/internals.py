@@ -5,18 +5,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed import get_process_group_ranks
 
 ZERO_1_2 = "DeepSpeedZeroOptimizer"
 ZERO_3 = "DeepSpeedZeroOptimizer_Stage3"
 BF16 = "BF16_Optimizer"
 FP16_FUSED = "FP16_Optimizer"
 FP16_UNFUSED = "FP16_UnfusedOptimizer"
+_COMPILED = "_orig_mod"
 
 
 def config_of(engine: Any) -> Mapping[str, Any]:
@@ -25,14 +26,9 @@ def config_of(engine: Any) -> Mapping[str, Any]:
     return config
 
 
-def shape_of(parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    """Return the full shape of a parameter, also if ZeRO-3 has partitioned it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def numel_of(parameter: torch.nn.Parameter) -> int:
-    """Return the number of elements of the full parameter."""
-    return math.prod(shape_of(parameter))
+def plain(name: str) -> str:
+    """Return a name without the parts that ``torch.compile`` adds to the names of a module or submodule."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def is_zero3(parameter: torch.nn.Parameter) -> bool:
@@ -64,7 +60,7 @@ class PipelineStage:
 
     Attributes:
         number, count: number of this rank's stage, and number of stages.
-        ranks: global ranks of this stage, ascending.
+        ranks: global ranks of this stage, ascending, with all of its tensor-parallel ranks.
     """
 
     number: int
@@ -77,7 +73,8 @@ def pipeline_stage(engine: Any) -> PipelineStage | None:
     if not engine.pipeline_parallelism:
         return None
     grid = engine.module._grid  # ``engine.grid`` is set later
-    return PipelineStage(int(grid.get_stage_id()), int(grid.pipe_parallel_size), tuple(sorted(grid.dp_group)))
+    stage = int(grid.get_stage_id())
+    return PipelineStage(stage, int(grid.pipe_parallel_size), tuple(sorted(grid.topology().filter_match(pipe=stage))))
 
 
 def micro_batches(engine: Any) -> int | None:
@@ -123,36 +120,48 @@ def tied_copies(module: Any) -> tuple[TiedCopy, ...]:
     return tuple(found)
 
 
-def _tensor_parallel(engine: Any) -> bool:
-    """Whether the job has tensor or model parallelism. For a pipeline ``mp_world_size`` counts the stages too."""
-    size: int = engine.module._grid.get_slice_parallel_world_size() if engine.pipeline_parallelism else engine.mp_world_size
-    return size != 1 or int(engine.autotp_size()) > 1
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """The experts of one ``deepspeed.moe.layer.MoE`` on this rank.
+
+    Attributes:
+        name: name in the module of the list of experts: ``block.moe.deepspeed_moe.experts.deepspeed_experts``.
+        first, count: global number of the first expert on this rank, and number of experts on it.
+        degree: number of ranks that share the experts of the layer out among them (expert parallelism).
+        ranks: global ranks with the same experts as this one, ascending (the expert-data-parallel group).
+    """
+
+    name: str
+    first: int
+    count: int
+    degree: int
+    ranks: tuple[int, ...]
 
 
-def unsupported_reason(engine: Any) -> str:
-    """Return the features of this job that unickpt does not support, as text; '' if there are none."""
-    kind, optimizer = wrapper_of(engine), engine.optimizer
-    checks = {
-        "mixture of experts": engine.has_moe_layers,
-        "tensor or model parallelism": _tensor_parallel(engine),
-        "node-local storage (checkpoint.use_node_local_storage)": engine.use_node_local_storage(),
-        "optimizer offload to NVMe": engine.zero_nvme_offload_optimizer(),
-        "parameter offload to NVMe": _device_of(engine.zero_offload_param()) == "nvme",
-        "ZeRO++ secondary partitions (zero_hpz_partition_size)": engine.zero_hpz_partition_size() > 1,
-        "ZeRO++ quantized weights": engine.zero_quantized_weights(),
-        "ZenFlow": bool(getattr(optimizer, "zenflow", False)),
-        "partial optimizer offload (offload_optimizer.ratio)": getattr(optimizer, "partial_offload", 1.0) != 1.0,
-        f"optimizer wrapper {kind}": kind not in ("plain", "none", ZERO_1_2, ZERO_3, BF16, FP16_FUSED, FP16_UNFUSED),
-        "an engine without optimizer under ZeRO": kind == "none" and engine.zero_optimization(),
-        "an engine without optimizer under bf16": kind == BF16 and not optimizer.using_real_optimizer,
-    }
-    found = [name for name, present in checks.items() if present]
-    return ", ".join(found)
+EXPERTS = "deepspeed_experts"
 
 
-def _device_of(offload: Any) -> str:
-    device = getattr(offload, "device", "none")
-    return str(getattr(device, "value", device))
+def expert_layers(module: torch.nn.Module) -> tuple[ExpertLayer, ...]:
+    """Return the expert layers of a module (moe/layer.py, utils/groups.py); () if it has none."""
+    from deepspeed import comm as dist
+    from deepspeed.moe.sharded_moe import MOELayer
+    from deepspeed.utils import groups
+
+    found = []
+    for name, child in module.named_modules(remove_duplicate=False):
+        if isinstance(child, MOELayer) and child.ep_group is not None:
+            count = int(child.num_local_experts)
+            replicas = groups._get_expert_data_parallel_group(child.ep_group_name)
+            found.append(ExpertLayer(
+                f"{name}.experts.{EXPERTS}".lstrip("."), dist.get_rank(group=child.ep_group) * count, count,
+                dist.get_world_size(group=child.ep_group), tuple(sorted(get_process_group_ranks(replicas))),
+            ))  # fmt: skip
+    return tuple(found)
+
+
+def is_expert(parameter: torch.nn.Parameter) -> bool:
+    """Whether DeepSpeed reduces the gradient of a parameter over its expert-data-parallel group (moe/utils.py)."""
+    return getattr(parameter, "allreduce", True) is False
 
 
 def before_restore(engine: Any) -> None:

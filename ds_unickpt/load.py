@@ -5,22 +5,24 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ds_unickpt import batches, dialects, hints, internals, restore, trainer_folders
-from ds_unickpt.batches import Batch
 from ds_unickpt.engine import UnickptCheckpointEngine, ours_of
+from ds_unickpt.fallbacks import require_supported
 from ds_unickpt.restore_objects import LoadArguments
-from unickpt.checkpoint_folder import complete_checkpoints
+from unickpt.checkpoint_folder import complete_checkpoints, latest_tag, read_manifest
 from unickpt.coordination.rendezvous import Rendezvous
-from unickpt.errors import ConfigError, NotACheckpointError, UnickptError, UnsupportedLayoutError
+from unickpt.diagnosis import session
+from unickpt.errors import ConfigError, FormatError, NotACheckpointError, UnickptError
 from unickpt.format.manifest import MANIFEST_FILE
 from unickpt.load.candidates import Candidates
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.failure import DAMAGE, failure_of
 from unickpt.load.resume import Offer, Together, resume
 from unickpt.load.validation import is_checkpoint
+from unickpt.memory.tier import MemoryLoad, choose
 from unickpt.save import shutdown
 from unickpt.storage.base import Storage, is_url, join
 from unickpt.storage.open import open_storage
@@ -38,8 +40,14 @@ def load_checkpoint(
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
     custom_load_fn: Any = None,
+    *,
+    newest: bool = False,
 ) -> Any:
     """Replace ``DeepSpeedEngine.load_checkpoint``. The arguments have the same meaning; the saved layout may differ.
+
+    Args:
+        newest: without a ``latest`` file load the newest complete checkpoint. Checkpoints that cannot be loaded are an error.
+            ``ds_unickpt.resume_or_start`` passes it.
 
     Returns:
         ``(path of the manifest, client_state)``. ``(None, None)``, as DeepSpeed returns it, if there is no ``latest`` file
@@ -76,19 +84,44 @@ def load_checkpoint(
             if hint:
                 raise ConfigError(hint) from err
             raise
-    shutdown.finish_all()
+    shutdown.finish_all(ending=False)
     ours.meet.begin("load")
-    folder, candidates = str(load_dir), Candidates(load_dir)
+    folder, candidates = str(load_dir), Candidates(load_dir, newest=newest)
     of_trainer = "transformers.trainer" in sys.modules and not is_url(folder) and trainer_folders.is_one(folder)
+    memory = ours.memory.look(folder, ours.meet) if ours.memory.enabled else MemoryLoad()
+    tried: list[tuple[int, bool]] = []
+    if memory.problems and ours.meet.rank == 0:
+        logger.warning("unickpt: in the memory of the hosts: %s", "; ".join(memory.problems))
+
+    def offer() -> Offer:
+        found = choose(memory, lambda: _disk_step(folder), tried) if tag is None else None
+        if found is None:
+            return _offer(candidates, folder, tag, newest)
+        generation, checked = found
+        directory = join(folder, generation.tag)
+        return Offer(directory, generation.tag, generation.step, generation=generation.number, checked=checked)
 
     def attempt(offer: Offer, skipped: tuple[str, ...]) -> Any:
         if offer.native:
             return run_native(tag)
-        loaded = _load(ours, engine, join(folder, offer.name) if offer.name else folder, wanted, skipped)
-        _warn_of_batch(ours, engine, wanted, loaded[1].get("ds_config"), of_trainer)
+        directory = join(folder, offer.name) if offer.name else folder
+
+        def opened() -> Checkpoint:
+            if not offer.generation:
+                return Checkpoint.open(directory)
+            return ours.memory.open(folder, memory, offer.generation)
+
+        if offer.checked:
+            Together(ours.meet, directory).step("check", lambda: ours.memory.check(folder, offer.generation))
+        loading, client_state = _load(ours, engine, directory, opened, wanted, skipped)
+        read = ours.memory.loaded(folder, memory, loading.checkpoint.manifest.step, offer.generation)
+        if read and ours.meet.rank == 0:
+            logger.info("unickpt: %s was loaded from the memory of the hosts: rank 0 read %s", directory, read)
+        if not wanted.module_only and ours.meet.rank == 0:
+            _log_batch(engine, loading, of_trainer)
         if of_trainer and ours.meet.rank == 0:
             trainer_folders.forget_damage(folder)
-        return loaded
+        return join(directory, MANIFEST_FILE), client_state
 
     def nothing(offer: Offer) -> Any:
         if ours.meet.rank == 0 and offer.present:
@@ -102,12 +135,12 @@ def load_checkpoint(
             return None, None
         if of_trainer and trainer_folders.has_our_files(folder):
             raise NotACheckpointError(f"{folder} has no 'latest' file, so its save did not finish")
-        return run_native(tag)
+        return (None, None) if newest else run_native(tag)
 
     try:
         return resume(
             ours.meet,
-            lambda: _offer(candidates, folder, tag),
+            offer,
             attempt,
             nothing,
             where=folder,
@@ -119,17 +152,13 @@ def load_checkpoint(
         raise _of_trainer(err, folder, first=ours.meet.rank == 0) from err.__cause__
 
 
-def _warn_of_batch(ours: UnickptCheckpointEngine, engine: Any, wanted: LoadArguments, saved: Any, of_trainer: bool) -> None:
-    """Warn if the global batch size differs from the checkpoint's. DeepSpeed does not compare them."""
-    if ours.meet.rank or wanted.module_only or not isinstance(saved, Mapping):
-        return
-    total, per_device, accumulation = (
-        int(value())
-        for value in (engine.train_batch_size, engine.train_micro_batch_size_per_gpu, engine.gradient_accumulation_steps)
-    )
-    now = Batch(total, per_device, accumulation, max(total // (per_device * accumulation), 1))
-    before = batches.of_config(saved, int(engine.loaded_checkpoint_dp_world_size or 1))
-    warning = batches.changed(before, now, step=int(engine.global_steps), trainer=of_trainer)
+def _log_batch(engine: Any, loading: restore.EngineRestore, of_trainer: bool) -> None:
+    """Log what changed since the checkpoint. Warn if the global batch size changed: DeepSpeed does not compare them."""
+    before, now, step = loading.saved_batch(), batches.of_engine(engine), int(engine.global_steps)
+    worlds = loading.checkpoint.manifest.writer.topology.get("world_size"), int(engine.world_size)
+    line = batches.resumed(before, now, step=step, samples=int(engine.global_samples), worlds=worlds)
+    logger.info("unickpt: %s", line)
+    warning = batches.changed(before, now, step=step, trainer=of_trainer)
     if warning:
         logger.warning("unickpt: %s", warning)
 
@@ -146,7 +175,7 @@ def _of_trainer(error: UnickptError, folder: str, *, first: bool) -> UnickptErro
     return type(error)(text).about(file=error.file, tensor=error.tensor)
 
 
-def _offer(candidates: Candidates, load_dir: str, tag: Any) -> Offer:
+def _offer(candidates: Candidates, load_dir: str, tag: Any, newest: bool) -> Offer:
     """Return the checkpoint to load next. Runs on the coordinator. Reads manifests, no data."""
     folder = open_storage(load_dir)
     if tag is not None:
@@ -155,10 +184,43 @@ def _offer(candidates: Candidates, load_dir: str, tag: Any) -> Offer:
         return Offer(load_dir, explicit=True)
     native = not candidates.begun
     choice = candidates.next()
+    if choice.tag is None and newest:
+        return Offer(notes=(*choice.notes, *unnamed(folder)))
     if choice.tag is None:
         return Offer(present=tuple(name for _, name in complete_checkpoints(load_dir)), notes=choice.notes)
     native = native and _is_native(folder.subfolder(choice.tag))
     return Offer(join(load_dir, choice.tag), choice.tag, native=native, notes=choice.notes)
+
+
+def _disk_step(folder: str) -> int | None:
+    """Return the step of the checkpoint that ``latest`` names, or of the newest one. None if there is none.
+
+    The step of a checkpoint of DeepSpeed itself is not known; it counts as newer than any in memory.
+    """
+    named = latest_tag(folder)
+    if named is None:
+        return next((step for step, _ in complete_checkpoints(folder)), None)
+    try:
+        return read_manifest(open_storage(folder).subfolder(named)).step
+    except NotACheckpointError:
+        return sys.maxsize if _is_native(open_storage(folder).subfolder(named)) else None
+    except FormatError:
+        return None
+
+
+def unnamed(folder: Storage) -> list[str]:
+    """Return why the checkpoints of a folder cannot be loaded, although neither ``latest`` nor a manifest names one.
+
+    A save that did not finish is no checkpoint.
+    """
+    found = []
+    for name in folder.folders():
+        inside = folder.subfolder(name)
+        if is_checkpoint(inside.where()):
+            found.append(f"{inside.where()} has a damaged manifest")
+        elif any(file.endswith("_states.pt") for file in inside.names()):
+            found.append(f"DeepSpeed wrote {inside.where()}, and no 'latest' file names it")
+    return found
 
 
 def _is_native(directory: Storage) -> bool:
@@ -170,18 +232,15 @@ def _is_native(directory: Storage) -> bool:
 
 
 def _load(
-    ours: UnickptCheckpointEngine, engine: Any, directory: str, wanted: LoadArguments, skipped: tuple[str, ...]
-) -> tuple[str, dict[str, Any]]:
+    ours: UnickptCheckpointEngine, engine: Any, directory: str, source: Callable[[], Checkpoint], wanted: LoadArguments,
+    skipped: tuple[str, ...],
+) -> tuple[restore.EngineRestore, dict[str, Any]]:  # fmt: skip
     begin = time.monotonic()
     together = Together(ours.meet, directory)
 
     def opened() -> restore.EngineRestore:
-        reason = internals.unsupported_reason(engine)
-        if reason:
-            raise UnsupportedLayoutError(
-                f"{directory} is a unickpt checkpoint. This job uses {reason}, which unickpt does not support yet."
-            )
-        checkpoint = dialects.as_named_here(Checkpoint.open(directory), engine, ours.options.load_dialect)
+        require_supported(engine, for_load=directory)
+        checkpoint = dialects.as_named_here(source(), engine, ours.options.load_dialect)
         loading = restore.EngineRestore(engine, checkpoint, ours.options, wanted)
         if not loading.placed.partial:
             loading.settle(loading.matching.unclaimed)
@@ -202,18 +261,29 @@ def _load(
     report.skipped = list(skipped)
     report.seconds = time.monotonic() - begin
     ours.last_report = report
+    session.checkpoint_io(report.io_times(loading.checkpoint.manifest.step or 0))
     if ours.meet.rank == 0:
         for line in report.lines():
             logger.info("unickpt: %s", line)
-    return join(directory, MANIFEST_FILE), client_state
+    return loading, client_state
 
 
 def _unclaimed(meet: Rendezvous, loading: restore.EngineRestore) -> list[str]:
-    """Return the names of the checkpoint that no rank of this job claims. The first rank of each stage sends its own."""
-    gathered = meet.gather("claims", {"claimed": loading.matching.claimed if loading.placed.first else []})
-    found = None
+    """Return the names of the checkpoint that no rank of this job claims. Every rank gets the misfits of all ranks.
+
+    The first of the ranks with the same parameters sends what it uses. Each rank sends its misfits, because tensor-parallel
+    ranks may have other shapes.
+    """
+    own = loading.matching
+    found = {"claimed": own.claimed if loading.placed.first else [], "missing": own.missing, "shapes": own.shapes}
+    gathered = meet.gather("claims", found)
+    together = None
     if gathered is not None:
-        claimed = {name for message in gathered for name in message["claimed"]}
-        found = {"unclaimed": [name for name in loading.matching.known if name not in claimed]}
-    unclaimed: list[str] = meet.broadcast("unclaimed", found, notice=False)["unclaimed"]
-    return unclaimed
+        claimed, missing, shapes = ([name for message in gathered for name in message[key]] for key in found)
+        known = set(claimed)
+        unclaimed = [name for name in own.known if name not in known]
+        together = {"unclaimed": unclaimed, "missing": list(dict.fromkeys(missing)), "shapes": list(dict.fromkeys(shapes))}
+    result = meet.broadcast("unclaimed", together, notice=False)
+    own.missing, own.shapes = result["missing"], result["shapes"]
+    names: list[str] = result["unclaimed"]
+    return names

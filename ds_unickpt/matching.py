@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ds_unickpt.names import ModuleNames, copied_from, original_of, plain, spelled_plainly
+from ds_unickpt.internals import plain
+from ds_unickpt.names import ModuleNames, copied_from, original_of, spelled_plainly
 from ds_unickpt.restore_optimizer import some
+from ds_unickpt.vocabulary import PaddedRows
 from unickpt.errors import MismatchError
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.report import LoadReport
@@ -35,19 +37,22 @@ class Matching:
 
     Attributes:
         stored: this job's name -> name in the checkpoint.
-        missing: names of this rank that the checkpoint lacks.
-        shapes: descriptions of tensors that have another shape in the checkpoint.
+        missing: names of this rank, or of all ranks if they hold different parameters, that the checkpoint lacks.
+        shapes: descriptions of tensors that have another shape in the checkpoint, as for ``missing``.
+        other_rows: shape in the checkpoint of each vocabulary that has other padding there, by this job's name.
         unclaimed: names of the checkpoint that this rank neither uses nor explains, in the order of the checkpoint.
     """
 
     checkpoint: Checkpoint
     names: ModuleNames
     volatile: frozenset[str]
+    padded: PaddedRows
     strict: bool
     report: LoadReport
     stored: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     shapes: list[str] = field(default_factory=list)
+    other_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unclaimed: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -76,12 +81,29 @@ class Matching:
             source = next((target for target in targets if target in self.known), None)
             if source is None:
                 self._absent(tensor, optimizer)
-            elif self.known[source].shape != tensor.shape:
+            elif self.known[source].shape != tensor.shape and not self._fits(tensor, source):
                 misfits.add(source)
-                self.shapes.append(f"{tensor.name}: {self.known[source].shape} in the checkpoint, {tensor.shape} in this job")
             else:
                 self.stored[tensor.name] = source
         self._explain({*self.stored.values(), *misfits})
+
+    def _fits(self, tensor: OwnTensor, source: str) -> bool:
+        """Whether a tensor of another shape in the checkpoint is a vocabulary with other padding. Notes it, or the misfit."""
+        shape = self.known[source].shape
+        rows = self.padded.rows(tensor.name, source, shape, tensor.shape)
+        if rows is not None and not rows.refused:
+            self.other_rows[tensor.name] = shape
+            self.stored[tensor.name] = source
+            return True
+        what = f"{shape} in the checkpoint, {tensor.shape} in this job" if rows is None else rows.refused
+        self.shapes.append(f"{tensor.name}: {what}")
+        return False
+
+    def other_padding(self, name: str) -> str:
+        """Return the note of the report about a vocabulary that has other padding in the checkpoint; '' if it has not."""
+        return (
+            f"with {self.other_rows[name][0]:,} rows in the checkpoint: only padding differs" if name in self.other_rows else ""
+        )
 
     def _absent(self, tensor: OwnTensor, optimizer: bool) -> None:
         if tensor.name in self._excluded and not tensor.trained and not self.strict:

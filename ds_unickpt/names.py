@@ -4,28 +4,27 @@ A compiled module has the same names as the module that is not compiled. The nam
 stages: DeepSpeed counts the layers of the whole pipeline (``3.weight``) and names tied modules by their key
 (``tied_modules.embed.weight``). Parameters of a tied module that DeepSpeed does not synchronize have their own values on each
 stage with the module. They get the number of the stage's first layer that uses the module: ``tied_modules.embed@7.bias``.
+
+Every expert-parallel rank counts its experts from 0. In a checkpoint an expert has its number among all experts of its layer:
+``deepspeed_moe.experts.deepspeed_experts.5.weight``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ds_unickpt import internals
-from ds_unickpt.internals import TiedCopy
-from unickpt.errors import UnsupportedLayoutError
+from ds_unickpt.fallbacks import UNKNOWN_BUFFERS
+from ds_unickpt.internals import EXPERTS, ExpertLayer, TiedCopy, plain
+from ds_unickpt.slices import local_shape
 
-_COMPILED = "_orig_mod"
 _TIED = "tied_modules"
+_OF_EXPERT = re.compile(rf"(.*\b{EXPERTS})\.(\d+)(\..+)?")
 _OF_TIED = re.compile(rf"{_TIED}\.([^.@]+)(?:@(\d+))?(\..+)")
-
-
-def plain(name: str) -> str:
-    """Return a name without the parts that ``torch.compile`` adds to the names of a module or submodule."""
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def spelled_plainly(names: Iterable[str]) -> dict[str, str]:
@@ -46,6 +45,40 @@ def stored_name(name: str, copies: Sequence[TiedCopy]) -> str:
         if name == module or (name.startswith(f"{module}.") and name[len(module) + 1 :] not in copy.shared):
             return f"{module}@{copy.layer}{name[len(module) :]}"
     return name
+
+
+def expert_name(name: str, layers: Mapping[str, ExpertLayer]) -> str:
+    """Return a name with the global number of an expert in place of the number on this rank.
+
+    Args:
+        name: name of a parameter, buffer or module.
+        layers: expert layers of this rank by name.
+    """
+    found = _OF_EXPERT.fullmatch(name)
+    layer = None if found is None else layers.get(found[1])
+    return name if found is None or layer is None else f"{found[1]}.{layer.first + int(found[2])}{found[3] or ''}"
+
+
+def holders(name: str, layers: Mapping[str, ExpertLayer]) -> tuple[int, ...] | None:
+    """Return the global ranks that have an expert, by the stored name of something in it; None outside of experts."""
+    found = _OF_EXPERT.fullmatch(name)
+    layer = None if found is None else layers.get(found[1])
+    return None if layer is None else layer.ranks
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelling:
+    """Stored names of a module's parameters, buffers and submodules."""
+
+    copies: tuple[TiedCopy, ...]
+    experts: dict[str, ExpertLayer]
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> _Spelling:
+        return cls(internals.tied_copies(module), {plain(layer.name): layer for layer in internals.expert_layers(module)})
+
+    def stored(self, name: str) -> str:
+        return stored_name(expert_name(name, self.experts), self.copies)
 
 
 def copied_from(name: str, known: Iterable[str]) -> str:
@@ -96,6 +129,7 @@ class ModuleNames:
         aliases: further names of tied parameters, and names of a plain module's parameters in a pipeline -> stored name.
         own: stored name or alias -> name in the module.
         elsewhere: stored names of tied parameters that an earlier pipeline stage also has, and stores.
+        experts: expert layers by name.
     """
 
     of: dict[int, str]
@@ -103,12 +137,13 @@ class ModuleNames:
     aliases: dict[str, str]
     own: dict[str, str]
     elsewhere: frozenset[str]
+    experts: dict[str, ExpertLayer]
 
     @classmethod
     def read(cls, module: torch.nn.Module) -> ModuleNames:
         found = dict(module.named_parameters(remove_duplicate=False))
-        copies = internals.tied_copies(module)
-        spelled = {own: stored_name(name, copies) for own, name in spelled_plainly(found).items()}
+        spelling = _Spelling.of(module)
+        spelled = {own: spelling.stored(name) for own, name in spelled_plainly(found).items()}
         of: dict[int, str] = {}
         parameters: dict[str, torch.nn.Parameter] = {}
         aliases: dict[str, str] = {}
@@ -123,40 +158,44 @@ class ModuleNames:
         for prefix, layer in _layer_prefixes(module):
             under = {f"{layer}{name[len(prefix) :]}": to for name, to in stored.items() if name.startswith(f"{prefix}.")}
             aliases |= {alias: to for alias, to in under.items() if alias not in stored}
-        elsewhere = frozenset(f"{_TIED}.{copy.key}.{name}" for copy in copies for name in copy.shared)
-        return cls(of, parameters, aliases, {name: own for own, name in spelled.items()}, elsewhere)
+        elsewhere = frozenset(f"{_TIED}.{copy.key}.{name}" for copy in spelling.copies for name in copy.shared)
+        return cls(of, parameters, aliases, {name: own for own, name in spelled.items()}, elsewhere, spelling.experts)
 
     def name(self, parameter: torch.nn.Parameter) -> str:
         """Return the stored name of a parameter. Raises UnsupportedLayoutError if the module does not have the parameter."""
         try:
             return self.of[id(parameter)]
         except KeyError:
-            shape = internals.shape_of(parameter)
-            raise UnsupportedLayoutError(f"the optimizer holds a parameter of shape {shape} that the module lacks") from None
+            shape = local_shape(parameter)
+            raise UNKNOWN_BUFFERS.error(f"the optimizer holds a parameter of shape {shape} that the module lacks") from None
+
+    def holders(self, name: str) -> tuple[int, ...] | None:
+        """Return the global ranks that have an expert, by the stored name of something in it; None outside of experts."""
+        return holders(name, self.experts)
 
 
 def buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Yield ``(name, buffer, persistent)`` for every distinct buffer."""
-    volatile, copies = internals.non_persistent_names(module), internals.tied_copies(module)
+    volatile, spelling = internals.non_persistent_names(module), _Spelling.of(module)
     found = dict(module.named_buffers())
     spelled = spelled_plainly(found)
     for name, buffer in found.items():
-        yield stored_name(spelled[name], copies), buffer, name not in volatile
+        yield spelling.stored(spelled[name]), buffer, name not in volatile
 
 
 def volatile_names(module: torch.nn.Module) -> frozenset[str]:
     """Return the stored names of the buffers that are registered with ``persistent=False``."""
-    copies = internals.tied_copies(module)
-    return frozenset(stored_name(plain(name), copies) for name in internals.non_persistent_names(module))
+    spelling = _Spelling.of(module)
+    return frozenset(spelling.stored(plain(name)) for name in internals.non_persistent_names(module))
 
 
 def modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield ``(name, submodule)`` for a module and every distinct submodule, and again with its names in a pipeline, if any."""
-    copies = internals.tied_copies(module)
+    spelling = _Spelling.of(module)
     prefixes = list(_layer_prefixes(module))
     for own, child in module.named_modules():
         name = plain(own)
-        yield stored_name(name, copies), child
+        yield spelling.stored(name), child
         for prefix, layer in prefixes:
             if name == prefix or name.startswith(f"{prefix}."):
                 yield f"{layer}{name[len(prefix) :]}", child

@@ -7,15 +7,15 @@ partitions, and gets them back exactly under the same layout.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ds_unickpt.fallbacks import ODD_SETTINGS
 from ds_unickpt.names import ModuleNames
 from ds_unickpt.partitions import Partition, states_of
-from unickpt.errors import UnsupportedLayoutError
 from unickpt.format import objects
 from unickpt.format.checksums import digest
 from unickpt.format.dtypes import name_of, torch_dtype
@@ -32,21 +32,19 @@ Kinds = dict[str, tuple[str, tuple[int, ...], str]]  # see ``ParameterGroup.tens
 
 @dataclass(frozen=True, slots=True)
 class ElementStates:
-    """Keys of an optimizer's state: tensors of the parameter's shape, and scalars."""
+    """Keys of an optimizer's state: tensors of the parameter's shape, scalars, and all others (``ds_unickpt.owned_states``)."""
 
     tensors: frozenset[str]
     scalars: frozenset[str]
+    owned: frozenset[str]
 
 
 def classify(partitions: Sequence[Partition], base: torch.optim.Optimizer | None) -> ElementStates:
-    """Classify the keys of an optimizer's state as elementwise tensors or scalars.
+    """Classify the keys of an optimizer's state as elementwise tensors, scalars, or states that belong to their owner.
 
     A key is elementwise if its values have the shape of their parameter. For a one-element parameter the shape does not
     decide, because ``step`` may have the same shape. The other parameters decide then. If there are none, ``step`` is a
-    scalar and all other keys are elementwise.
-
-    Raises:
-        UnsupportedLayoutError: a value is neither, such as a factored or compressed state.
+    scalar and all other keys are elementwise. A key with a value of another kind, or of different kinds, belongs to its owner.
     """
     votes: dict[str, set[str]] = {}
     for partition in partitions if base is not None else ():
@@ -54,24 +52,17 @@ def classify(partitions: Sequence[Partition], base: torch.optim.Optimizer | None
         for key, value in states_of(base, partition).items():
             if value is not None:
                 votes.setdefault(key, set()).add(_nature(key, value, partition))
-    tensors = {key for key, kinds in votes.items() if "tensor" in kinds or (kinds == {"either"} and key != STEP)}
-    mixed = [key for key, kinds in votes.items() if {"tensor", "scalar"} <= kinds]
-    if mixed:
-        raise UnsupportedLayoutError(f"optimizer state {mixed[0]!r} is elementwise for some parameters and scalar for others")
-    return ElementStates(frozenset(tensors), frozenset(set(votes) - tensors))
+    owned = {key for key, kinds in votes.items() if "owned" in kinds or {"tensor", "scalar"} <= kinds}
+    tensors = {key for key, kinds in votes.items() if "tensor" in kinds or (kinds == {"either"} and key != STEP)} - owned
+    return ElementStates(frozenset(tensors), frozenset(set(votes) - tensors - owned), frozenset(owned))
 
 
 def _nature(key: str, value: Any, partition: Partition) -> str:
     if isinstance(value, (bool, int, float)):
         return "scalar"
-    if isinstance(value, torch.Tensor):
-        shape = partition.shape(key)
-        if tuple(value.shape) == shape:
-            return "either" if value.numel() == 1 else "tensor"
-        if value.numel() == 1:
-            return "scalar"
-        raise UnsupportedLayoutError(f"optimizer state {key!r} has shape {tuple(value.shape)} for a tensor of shape {shape}")
-    raise UnsupportedLayoutError(f"optimizer state {key!r} is a {type(value).__name__}")
+    if isinstance(value, torch.Tensor) and tuple(value.shape) == partition.shape(key):
+        return "either" if value.numel() == 1 else "tensor"
+    return "scalar" if isinstance(value, torch.Tensor) and value.numel() == 1 else "owned"
 
 
 def record_of(partitions: Sequence[Partition], names: ModuleNames, base: torch.optim.Optimizer) -> OptimizerRecord:
@@ -104,7 +95,10 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _scalars(part: Partition, base: torch.optim.Optimizer, kinds: ElementStates) -> dict[str, Any]:
     held = states_of(base, part)
-    return {key: held[key] for key in sorted(kinds.scalars) if held.get(key) is not None}
+    found = {key: held[key] for key in sorted(kinds.scalars) if held.get(key) is not None}
+    if part.stepped_by is not None and isinstance(found.get(STEP), torch.Tensor):
+        found[STEP] = int(found[STEP])  # as the engine's own optimizer keeps it
+    return found
 
 
 def _encoded(values: Mapping[str, Any], repeated: tuple[str, ...] = ()) -> ParameterGroup:
@@ -112,9 +106,7 @@ def _encoded(values: Mapping[str, Any], repeated: tuple[str, ...] = ()) -> Param
     single = {k: v for k, v in values.items() if isinstance(v, torch.Tensor) and v.numel() == 1}
     encoded = objects.encode({k: v.item() if k in single else v for k, v in values.items()}, prefix="optimizer")
     if encoded.tensors or encoded.opaque:
-        raise UnsupportedLayoutError(
-            f"hyperparameters hold values that are not plain: {encoded.opaque or list(encoded.tensors)}"
-        )
+        raise ODD_SETTINGS.error(f"hyperparameters hold values that are not plain: {encoded.opaque or list(encoded.tensors)}")
     tensors: Kinds = {k: (name_of(v.dtype), tuple(v.shape), v.device.type) for k, v in single.items()}
     return ParameterGroup(encoded.value, (), tensors, repeated)
 
@@ -192,5 +184,10 @@ class RankScalars:
 
 def layout_of(partitions: Sequence[Partition], names: ModuleNames, base: torch.optim.Optimizer) -> str:
     """Return a digest of the optimizer's class and of the parameter ranges in this rank's partitions."""
-    places = [[part.master.numel(), [[names.name(p.parameter), p.lo, p.hi, p.at] for p in part.pieces]] for part in partitions]
+    places = [place_of(part, names.name) for part in partitions]
     return digest(json.dumps([type(base).__name__, places]).encode())
+
+
+def place_of(part: Partition, name: Callable[[torch.nn.Parameter], str]) -> list[Any]:
+    """Return the number of elements of a partition and its parameter ranges, as JSON: ``[n, [[name, lo, hi, at], ...]]``."""
+    return [part.elements.numel(), [[name(p.parameter), p.lo, p.hi, p.at] for p in part.pieces]]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from ds_unickpt import swap_files
 from ds_unickpt.internals import BF16, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, wrapper_of
 from ds_unickpt.partitions import MOMENTUM, OFFLOADED, Partition, partitions
 
@@ -30,7 +31,7 @@ def new_state(engine: Any, partition: Partition, key: str, dtype: torch.dtype) -
         tensor = torch.zeros_like(partition.master, dtype=dtype, requires_grad=False)
     else:
         tensor = torch.zeros(shape, dtype=dtype, device=partition.master.device)
-    state = base.state
+    state = (partition.stepped_by or base).state
     state[partition.master][key] = tensor
     if kind == ZERO_3 and key in ("exp_avg", "exp_avg_sq") and "optim_states" in _offloaded(optimizer):
         state[partition.master][key + OFFLOADED] = tensor  # ``reload_states`` expects it there
@@ -53,15 +54,19 @@ def reload_states(engine: Any) -> Callable[[], None]:
     return lambda: engine.offload_states(include=away, pin_memory=pinned)
 
 
-def refresh_weights(engine: Any) -> None:
+def refresh_weights(engine: Any, parts: Sequence[Partition]) -> None:
     """Set the weights to the cast of their masters. A collective under ZeRO-1 and 2."""
     kind, optimizer = wrapper_of(engine), engine.optimizer
     if kind in (ZERO_1_2, BF16):
         optimizer.update_lp_params()
     elif kind == ZERO_3:
-        for weight, master in zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True):
-            if weight is not None and weight.data_ptr() != master.data_ptr():
-                weight.data.copy_(master.data)
+        for part in parts:
+            if part.weight is not None:
+                part.weight.data.copy_(part.elements)
+            for piece in part.pieces if part.weights else ():
+                weight = part.weight_of(piece)
+                if weight is not None:
+                    weight.copy_(part.elements.narrow(0, piece.at, piece.hi - piece.lo))
     elif kind == FP16_FUSED:
         for weight, master in zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True):
             weight.data.copy_(master.data)
@@ -88,9 +93,21 @@ def after_restore(engine: Any) -> None:
             optimizer._lazy_init_hp_params_optimizer_state()
     if wrapper_of(engine) == ZERO_3 and getattr(optimizer, "save_muon_momentum_buffer_in_memory", False):
         _link_momenta(optimizer)
+    for parameter in engine.module.parameters():
+        if getattr(parameter, "ds_secondary_tensor", None) is not None:  # the epilogue forgets those of frozen parameters
+            parameter.ds_secondary_tensor = None
+    swap_files.flush(_swap_paths(engine))
     epilogue = getattr(optimizer, "checkpoint_event_epilogue", None)
     if epilogue is not None:
         epilogue()
+
+
+def _swap_paths(engine: Any) -> set[str]:
+    found = swap_files.release_weights(engine.module)
+    if wrapper_of(engine) == ZERO_3 and engine.optimizer.swap_optimizer:
+        for part in partitions(engine):
+            found.update(() if part.swapped is None else part.swapped.paths.values())
+    return found
 
 
 def _link_momenta(optimizer: Any) -> None:

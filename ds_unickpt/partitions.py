@@ -6,7 +6,7 @@ sources (the docstrings name the files) and are verified against live weights. `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,10 +15,11 @@ import torch
 from deepspeed import comm as dist
 from torch.distributed import get_process_group_ranks
 
-from ds_unickpt import internals
+from ds_unickpt import internals, tensor_parallel
+from ds_unickpt.fallbacks import UNKNOWN_BUFFERS
 from ds_unickpt.internals import BF16, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, is_zero3, wrapper_of
 from ds_unickpt.placement import Placement
-from unickpt.errors import UnsupportedLayoutError
+from ds_unickpt.swap_files import SwappedPartition, swapped_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,14 @@ class Partition:
         group: parameter group of the optimizer (a live dict).
         replicated: every rank holds the same values.
         stored: this rank stores its copy. With data and sequence parallelism DeepSpeed partitions over the data-parallel ranks
-            alone. The data-parallel groups then hold copies of each other, and the group with the first peer
-            (``Placement.peers``) stores.
+            alone. The data-parallel groups then hold copies of each other, and the group with the first rank
+            (``Placement.slice_ranks``) stores.
+        stepped_by: optimizer that steps on ``master``, if it is not the one of the engine: with partial offload under ZeRO-3,
+            DeepSpeed steps on the sub-groups that stay on the device with a second optimizer.
+        across: see ``Placement.across``.
+        swapped: files that hold the elements of ``master`` and the states, if they are on NVMe. ``master`` has no values then.
+        weights: this rank's part of each parameter by id, if the parameters of the partition are on NVMe. ``weight`` is then
+            None.
         whole: states whose tensor holds whole parameters back to back, not elementwise parallel to ``master``. Maps the key
             to the parameter ranges in that tensor.
     """
@@ -56,7 +63,23 @@ class Partition:
     group: MutableMapping[str, Any]
     replicated: bool
     stored: bool = True
+    across: bool = False
+    stepped_by: torch.optim.Optimizer | None = None
+    swapped: SwappedPartition | None = None
+    weights: Mapping[int, torch.Tensor] = field(default_factory=dict)
     whole: Mapping[str, tuple[ParameterRange, ...]] = field(default_factory=dict)
+
+    @property
+    def elements(self) -> torch.Tensor:
+        """The values of ``master``, also if they are on NVMe."""
+        return self.master if self.swapped is None else self.swapped.tensors["master"]
+
+    def weight_of(self, piece: ParameterRange) -> torch.Tensor | None:
+        """Return the weights of a piece, 1-D; None if the model computes with the masters."""
+        if self.weight is not None:
+            return self.weight.detach().reshape(-1).narrow(0, piece.at, piece.hi - piece.lo)
+        part = self.weights.get(id(piece.parameter))
+        return None if part is None else part.narrow(0, 0, piece.hi - piece.lo)
 
     def held(self, state: str) -> tuple[ParameterRange, ...]:
         """Return the parameter ranges of a state on this rank, at their positions in the state's tensor."""
@@ -72,7 +95,7 @@ class Partition:
     def shape(self, state: str) -> tuple[int, ...]:
         """Shape of a state's tensor, if the state is elementwise."""
         whole = self.whole.get(state)
-        return tuple(self.master.shape) if whole is None else (sum(piece.hi for piece in whole),)
+        return tuple(self.elements.shape) if whole is None else (sum(piece.hi for piece in whole),)
 
 
 def partitions(engine: Any) -> list[Partition]:
@@ -84,12 +107,12 @@ def partitions(engine: Any) -> list[Partition]:
     kind = wrapper_of(engine)
     if kind == "none":
         return []
-    first = placement(engine).peers[0]
+    placed = placement(engine)
     build: dict[str, Callable[[Any], Iterator[Partition]]] = {
         "plain": _plain,
-        ZERO_1_2: partial(_zero_1_2, first=first),
-        ZERO_3: partial(_zero_3, first=first),
-        BF16: partial(_bf16, first=first),
+        ZERO_1_2: partial(_zero_1_2, placed=placed),
+        ZERO_3: partial(_zero_3, placed=placed),
+        BF16: partial(_bf16, placed=placed),
         FP16_FUSED: _fp16_fused,
         FP16_UNFUSED: _fp16_unfused,
     }
@@ -100,17 +123,17 @@ def partitions(engine: Any) -> list[Partition]:
 
 
 def _check(partition: Partition) -> None:
-    size = partition.master.numel()
+    size = partition.elements.numel()
     for state, whole in partition.whole.items():
         if {id(piece.parameter) for piece in partition.pieces} - {id(piece.parameter) for piece in whole}:
-            raise UnsupportedLayoutError(f"a partition holds a part of a parameter that its state {state} lacks")
+            raise UNKNOWN_BUFFERS.error(f"a partition holds a part of a parameter that its state {state} lacks")
     for piece in partition.pieces:
         if piece.at < 0 or piece.at + piece.hi - piece.lo > size:
-            raise UnsupportedLayoutError(
+            raise UNKNOWN_BUFFERS.error(
                 f"a parameter range ends at element {piece.at + piece.hi - piece.lo} of a partition of {size} elements"
             )
     if partition.weight is not None and partition.weight.numel() != size:
-        raise UnsupportedLayoutError(f"a partition has {partition.weight.numel()} elements of weights and {size} of masters")
+        raise UNKNOWN_BUFFERS.error(f"a partition has {partition.weight.numel()} elements of weights and {size} of masters")
 
 
 MOMENTUM = "momentum_buffer"
@@ -119,7 +142,9 @@ OFFLOADED = "_offload_buffer"
 
 def states_of(optimizer: torch.optim.Optimizer, partition: Partition) -> dict[str, Any]:
     """Return the optimizer state of one partition, without the copies that DeepSpeed's offload adds."""
-    state = optimizer.state.get(partition.master, {})
+    state = (partition.stepped_by or optimizer).state.get(partition.master, {})
+    if partition.swapped is not None:
+        state = {key: partition.swapped.tensors.get(key, value) for key, value in state.items()}
     return {k: v for k, v in state.items() if not (k.endswith(OFFLOADED) and k.removesuffix(OFFLOADED) in state)}
 
 
@@ -150,7 +175,7 @@ def _fp16_fused(optimizer: Any) -> Iterator[Partition]:
         )
 
 
-def _zero_1_2(optimizer: Any, first: int) -> Iterator[Partition]:
+def _zero_1_2(optimizer: Any, placed: Placement) -> Iterator[Partition]:
     """runtime/zero/stage_1_and_2.py: this rank owns an equal part of the padded and reordered group."""
     offsets_of_group = getattr(optimizer, "round_robin_bit16_offsets", None)
     for g, params in enumerate(optimizer.round_robin_bit16_groups):
@@ -165,7 +190,7 @@ def _zero_1_2(optimizer: Any, first: int) -> Iterator[Partition]:
             tuple(params),
             _group_of(optimizer.optimizer, master, g),
             replicated=False,
-            stored=first in get_process_group_ranks(process_group),
+            stored=_stored(process_group, params, placed),
             whole=_whole_states(optimizer, g),
         )
 
@@ -196,7 +221,7 @@ def _whole_states(optimizer: Any, g: int) -> dict[str, tuple[ParameterRange, ...
     return {MOMENTUM: tuple(pieces)}
 
 
-def _bf16(optimizer: Any, first: int) -> Iterator[Partition]:
+def _bf16(optimizer: Any, placed: Placement) -> Iterator[Partition]:
     """runtime/bf16_optimizer.py: like ZeRO-1, without reordering."""
     for g, params in enumerate(optimizer.bf16_groups):
         process_group = optimizer.real_dp_process_group[g]
@@ -209,8 +234,13 @@ def _bf16(optimizer: Any, first: int) -> Iterator[Partition]:
             tuple(params),
             _group_of(optimizer.optimizer, master, g),
             replicated=False,
-            stored=first in get_process_group_ranks(process_group),
+            stored=_stored(process_group, params, placed),
         )
+
+
+def _stored(process_group: Any, params: Sequence[torch.nn.Parameter], placed: Placement) -> bool:
+    """Whether the ranks of a group store their partitions. Groups of experts all do, because each has experts of its own."""
+    return any(map(internals.is_expert, params)) or placed.stores(tuple(get_process_group_ranks(process_group)))
 
 
 def _slice_of_group(
@@ -227,22 +257,24 @@ def _slice_of_group(
     return tuple(pieces)
 
 
-def _zero_3(optimizer: Any, first: int) -> Iterator[Partition]:
+def _zero_3(optimizer: Any, placed: Placement) -> Iterator[Partition]:
     """runtime/zero/stage3.py: each parameter is cut into equal parts. The parts of a sub-group lie back to back."""
     groups = getattr(optimizer, "sub_group_process_groups", None)
     weights = _zero_3_weights(optimizer)
     for s, params in enumerate(optimizer.fp16_groups):
         process_group = groups[s] if groups else getattr(params[0], "ds_process_group", optimizer.dp_process_group)
-        rank = dist.get_rank(group=process_group)
+        rank, ranks = dist.get_rank(group=process_group), tuple(get_process_group_ranks(process_group))
         pieces, at = [], 0
         for p in params:
             pieces += [ParameterRange(p, lo, hi, at) for lo, hi in _zero3_range(p, rank)]
             at += p.partition_numel()
         master = optimizer.fp32_partitioned_groups_flat[s]
-        if master.numel() != at:
-            raise UnsupportedLayoutError(f"ZeRO-3 sub-group {s} holds {master.numel()} elements, but its parameters have {at}")
+        swapped = SwappedPartition.of(optimizer, s)
+        size = (master if swapped is None else swapped.tensors["master"]).numel()
+        if size != at:
+            raise UNKNOWN_BUFFERS.error(f"ZeRO-3 sub-group {s} holds {size} elements, but its parameters have {at}")
         weight = weights[s]
-        same = weight is None or weight.data_ptr() == master.data_ptr()
+        same = weight is None or (swapped is None and weight.data_ptr() == master.data_ptr())
         group = _group_of(optimizer.optimizer, master, optimizer.sub_group_to_group_id[s])
         yield Partition(
             master,
@@ -251,8 +283,22 @@ def _zero_3(optimizer: Any, first: int) -> Iterator[Partition]:
             tuple(params),
             group,
             replicated=False,
-            stored=first in get_process_group_ranks(process_group),
+            stored=placed.stores(ranks),
+            across=placed.across(ranks),
+            stepped_by=_second_optimizer(optimizer, s),
+            swapped=swapped,
+            weights={id(p): part_of(p) for p in params} if weight is None else {},
         )
+
+
+def _second_optimizer(optimizer: Any, sub_group: int) -> torch.optim.Optimizer | None:
+    """Return the optimizer of a sub-group that partial offload (``ratio``) leaves on the device (``_optimizer_step``)."""
+    if not optimizer.offload_optimizer or getattr(optimizer, "partial_offload", 1.0) == 1.0:
+        return None
+    if optimizer.subgroup_to_device[sub_group] == "cpu":
+        return None
+    found: torch.optim.Optimizer = optimizer.backup_optimizer
+    return found
 
 
 def _zero_3_weights(optimizer: Any) -> list[torch.Tensor | None]:
@@ -291,7 +337,7 @@ class HeldParameter:
         data: elements of the range, 1-D.
         live: ``data`` is a view of the parameter.
         replicated: all ranks hold the same values.
-        stored: see ``Partition``.
+        stored, across: see ``Partition``.
     """
 
     lo: int
@@ -300,9 +346,10 @@ class HeldParameter:
     live: bool
     replicated: bool
     stored: bool = True
+    across: bool = False
 
 
-def held(parameter: Any) -> HeldParameter | None:
+def held(parameter: Any, placed: Placement) -> HeldParameter | None:
     """Return this rank's part of a parameter: all of it, or its ZeRO-3 partition. None if it holds no element."""
     if not is_zero3(parameter):
         data = parameter.detach()
@@ -311,10 +358,19 @@ def held(parameter: Any) -> HeldParameter | None:
     if not ranges:
         return None
     lo, hi = ranges[0]
-    if parameter.ds_tensor.numel() < hi - lo:
-        raise UnsupportedLayoutError(f"a ZeRO-3 partition has {parameter.ds_tensor.numel()} elements, expected {hi - lo}")
-    return HeldParameter(lo, hi, parameter.ds_tensor.detach().narrow(0, 0, hi - lo), live=True, replicated=False,
-                stored=0 in get_process_group_ranks(parameter.ds_process_group))  # fmt: skip
+    part = part_of(parameter)
+    if part.numel() < hi - lo:
+        raise UNKNOWN_BUFFERS.error(f"a ZeRO-3 partition has {part.numel()} elements, expected {hi - lo}")
+    ranks = tuple(get_process_group_ranks(parameter.ds_process_group))
+    return HeldParameter(lo, hi, part.narrow(0, 0, hi - lo), live=True, replicated=False,
+                stored=placed.stores(ranks), across=placed.across(ranks))  # fmt: skip
+
+
+def part_of(parameter: Any) -> torch.Tensor:
+    """Return this rank's part of a ZeRO-3 parameter with padding, 1-D, also if it is on NVMe."""
+    swapped = swapped_weight(parameter)
+    part: torch.Tensor = parameter.ds_tensor.detach() if swapped is None else swapped
+    return part
 
 
 def placement(engine: Any) -> Placement:
@@ -325,7 +381,12 @@ def placement(engine: Any) -> Placement:
     data = tuple(get_process_group_ranks(engine.seq_data_parallel_group))
     stage = internals.pipeline_stage(engine)
     rank, world = int(engine.global_rank), int(engine.world_size)
-    peers = tuple(range(world)) if stage is None else stage.ranks
-    copies = len(data) < len(peers) and not engine.zero_optimization_partition_weights()
+    ranks = tuple(range(world)) if stage is None else stage.ranks
+    same = set(ranks).intersection(*(layer.ranks for layer in internals.expert_layers(engine.module)))
+    tensors = tensor_parallel.degree(engine)
+    copies = len(data) < len(ranks) // tensors and not engine.zero_optimization_partition_weights()
     number, stages = (0, 1) if stage is None else (stage.number, stage.count)
-    return Placement(rank, world, number, stages, peers, data, data.index(rank) if copies else None)
+    return Placement(
+        rank, world, number, stages, tuple(sorted(same)), ranks, data, data.index(rank) if copies else None,
+        tensor_parallel.rank(engine), tensors,
+    )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from unickpt.format.boxes import split_flat_range
+from ds_unickpt.slices import Slice, places
 from unickpt.format.index import TensorInfo
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.reader import Request
@@ -55,12 +55,15 @@ class Reads:
         """Copy ``flat`` into ``target``, which has the same number of elements, in ``finish``."""
         self._copies.append(_Copy(target, flat))
 
-    def fill(self, position: int, lo: int, hi: int, flat: torch.Tensor) -> None:
-        """Request the flat range ``[lo, hi)`` of a stored tensor into ``flat``, which has ``hi - lo`` elements."""
-        at = 0
-        for box in split_flat_range(self.checkpoint.index.tensors[position].shape, lo, hi):
-            self.requests.append(Request(position, box, flat.narrow(0, at, box.numel)))
-            at += box.numel
+    def fill(self, position: int, part: Slice, lo: int, hi: int, flat: torch.Tensor) -> None:
+        """Request the flat range ``[lo, hi)`` of this rank's part of a stored tensor into ``flat`` of ``hi - lo`` elements.
+
+        Padding that the checkpoint lacks becomes zero.
+        """
+        if not part.complete:
+            flat.zero_()
+        for place in places(part.local, part.boxes, lo, hi):
+            self.requests.append(Request(position, place.whole, place.of(flat)))
 
     def finish(self) -> None:
         """Copy the temporaries into their targets, after reading."""

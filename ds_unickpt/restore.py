@@ -15,18 +15,21 @@ from typing import Any
 
 import torch
 
-from ds_unickpt import internals, partition_updates, partitions
+from ds_unickpt import internals, partition_updates, partitions, swap_files, tensor_parallel, vocabulary
+from ds_unickpt.batches import Batch
 from ds_unickpt.capture import SCALARS, topology
 from ds_unickpt.matching import Matching, OwnTensor
 from ds_unickpt.names import ModuleNames, buffers, volatile_names
 from ds_unickpt.partitions import HeldParameter, Partition
+from ds_unickpt.placement import Placement
 from ds_unickpt.reads import Reads
 from ds_unickpt.restore_objects import LoadArguments, RestoredObjects
 from ds_unickpt.restore_optimizer import RestoredOptimizer
+from ds_unickpt.slices import Place, Slice, places
 from unickpt.coordination.host_peers import HostPeers
 from unickpt.dialects.translated_checkpoint import translated_from
 from unickpt.errors import MismatchError
-from unickpt.format.boxes import Box, split_flat_range
+from unickpt.format.boxes import Box
 from unickpt.format.dtypes import name_of, torch_dtype
 from unickpt.format.index import TensorInfo
 from unickpt.format.topology import describe
@@ -48,23 +51,22 @@ class _Override:
 
     Attributes:
         parameter: owning parameter.
-        at, box: flat range ``[at, at + box.numel)`` of this rank's part of the parameter, as a box of the whole parameter.
-        common: the part of ``box`` to replace.
+        place: region of this rank's part of the parameter.
+        common: the part of ``place.whole`` to replace.
         data: elements of ``common``, 1-D, in the stored dtype.
     """
 
     parameter: torch.nn.Parameter
-    at: int
-    box: Box
+    place: Place
     common: Box
     data: torch.Tensor
 
-    def apply(self) -> None:
-        held = partitions.held(self.parameter)
+    def apply(self, placed: Placement) -> None:
+        held, place = partitions.held(self.parameter, placed), self.place
         assert held is not None  # or the override was not requested
-        box = self.box
-        live = held.data.narrow(0, self.at, box.numel).view(box.shape) if held.live else self.parameter.detach()[box.slices()]
-        live[self.common.within(box).slices()].copy_(self.data.view(self.common.shape))
+        live = place.of(held.data) if held.live else self.parameter.detach()[place.local.slices()]
+        live = live if live.shape == place.local.shape else live.view(place.local.shape)
+        live[self.common.within(place.whole).slices()].copy_(self.data.view(self.common.shape))
 
 
 class EngineRestore:
@@ -73,6 +75,7 @@ class EngineRestore:
     def __init__(self, engine: Any, checkpoint: Checkpoint, options: Options, wanted: LoadArguments) -> None:
         self.engine, self.checkpoint, self.options, self.wanted = engine, checkpoint, options, wanted
         self.names = ModuleNames.read(engine.module)
+        swap_files.release_weights(engine.module)
         self.parts = partitions.partitions(engine)
         self.base = internals.base_optimizer(engine)
         source = checkpoint.manifest.writer
@@ -83,15 +86,22 @@ class EngineRestore:
         )
         self.report.notes = list(checkpoint.manifest.notes)
         self.placed = partitions.placement(engine)
-        self.matching = Matching(checkpoint, self.names, volatile_names(engine.module), wanted.strict, self.report)
+        self.slices = tensor_parallel.slices(engine)
+        padded = vocabulary.PaddedRows.of(checkpoint, engine, self.names)
+        self.matching = Matching(checkpoint, self.names, volatile_names(engine.module), padded, wanted.strict, self.report)
         self.matching.match(self._own_tensors(), optimizer=wanted.optimizer)
+        for name, shape in self.matching.other_rows.items():
+            parameter = self.names.parameters[name]
+            self.slices = self.slices.fitted(parameter, vocabulary.fitted(self.slices.of(parameter), shape))
         self._elsewhere: frozenset[str] = frozenset()
         self._stored = self.matching.stored
         self._reads = Reads(checkpoint, self._stored)
         self._overrides: list[_Override] = []
         self._custom_source: dict[str, torch.Tensor] = {}
         self._offload_again: Callable[[], None] = _nothing
-        self._optimizer = RestoredOptimizer(engine, self.parts, self.names, self._reads, self.report)
+        self._optimizer = RestoredOptimizer(
+            engine, self.parts, self.names, self.slices, self._reads, self.report, allow_pickle=options.allow_pickle
+        )
         self._objects = RestoredObjects(engine, checkpoint, options, wanted, self.report)
 
     # ---------------------------------------------------------------- names and shapes
@@ -110,7 +120,7 @@ class EngineRestore:
     def _own_tensors(self) -> Iterator[OwnTensor]:
         optimized = {id(p) for part in self.parts for p in part.parameters}
         for name, parameter in self.names.parameters.items():
-            yield OwnTensor(name, internals.shape_of(parameter), id(parameter) in optimized)
+            yield OwnTensor(name, self.slices.of(parameter).shape, id(parameter) in optimized)
         for name, buffer, persistent in buffers(self.engine.module):
             if persistent or self._restores_buffer(name, buffer):
                 yield OwnTensor(name, tuple(buffer.shape), trained=False)
@@ -144,15 +154,14 @@ class EngineRestore:
     def read(self, planned: Planned, host_peers: HostPeers | None) -> None:
         """Read all requested data. Data that other ranks of this host also need is read once."""
         stats = self.checkpoint.fill(planned, verify=self.options.verify, host_peers=host_peers)
-        self.report.bytes_read, self.report.bytes_needed = stats.bytes_read, stats.bytes_needed
-        self.report.read_seconds = stats.seconds
+        self.report.add_read(stats)
         self._reads.finish()
         self._objects.read()
         if self.wanted.custom_load_fn is not None:
             self._custom_source = self._full_state_dict()
 
     def _request_masters(self, part: Partition) -> None:
-        flat = self._reads.flat(part.master)
+        flat = self._reads.flat(part.elements)
         dtype = name_of(part.master.dtype)
         for parameter in part.parameters:
             name = self.names.name(parameter)
@@ -163,7 +172,8 @@ class EngineRestore:
             name = self.names.name(piece.parameter)
             source = self._reads.source(name, "master") or self._reads.source(name, "weight")
             if source is not None:
-                self._reads.fill(source[0], piece.lo, piece.hi, flat.narrow(0, piece.at, piece.hi - piece.lo))
+                part_of = self.slices.of(piece.parameter)
+                self._reads.fill(source[0], part_of, piece.lo, piece.hi, flat.narrow(0, piece.at, piece.hi - piece.lo))
 
     def _account_trained(self, name: str, parameter: torch.nn.Parameter, info: TensorInfo, master: str) -> None:
         if info.state == "master" and info.dtype == master:
@@ -173,7 +183,7 @@ class EngineRestore:
         weight = self.checkpoint.info(self._stored[name], "weight")
         dtype = name_of(parameter.dtype)
         if weight is not None and weight.dtype == dtype:
-            self.report.add(name, "weight", "restored")
+            self.report.add(name, "weight", "restored", self.matching.other_padding(name))
             if weight.derived_from is not None and self._has_fragments(weight):
                 self._request_override(weight, parameter)
         else:
@@ -184,38 +194,35 @@ class EngineRestore:
         return bool(self.checkpoint.override_boxes(self.checkpoint.ids[info.key]))
 
     def _request_override(self, info: TensorInfo, parameter: torch.nn.Parameter) -> None:
-        held = partitions.held(parameter)
+        held, part = partitions.held(parameter, self.placed), self.slices.of(parameter)
         if held is None:
             return
         position = self.checkpoint.ids[info.key]
         overrides = self.checkpoint.override_boxes(position)
-        at = 0
-        for box in split_flat_range(info.shape, held.lo, held.hi):
+        for place in places(part.local, part.boxes, held.lo, held.hi):
             for override in overrides:
-                common = box.intersect(override)
+                common = place.whole.intersect(override)
                 if common is not None:
                     data = torch.empty(common.numel, dtype=torch_dtype(info.dtype))
                     self._reads.requests.append(Request(position, common, data))
-                    self._overrides.append(_Override(parameter, at, box, common, data))
-            at += box.numel
+                    self._overrides.append(_Override(parameter, place, common, data))
 
     def _request_others(self) -> None:
         """Request the parameters outside the optimizer, such as frozen ones, and the buffers."""
         optimized = {id(p) for part in self.parts for p in part.parameters}
         for name, parameter in self.names.parameters.items():
             if id(parameter) not in optimized and name in self._stored:
-                held = partitions.held(parameter)
-                self._request_plain(name, name_of(parameter.dtype), held)
+                held = partitions.held(parameter, self.placed)
+                self._request_plain(name, name_of(parameter.dtype), self.slices.of(parameter), held)
                 if held is not None and not held.live:
                     self._reads.copy_later(parameter, held.data)
         for name, buffer, _ in buffers(self.engine.module):
             if name in self._stored:
                 flat = self._reads.flat(buffer)
-                self._request_plain(
-                    name, name_of(buffer.dtype), HeldParameter(0, flat.numel(), flat, live=True, replicated=True)
-                )
+                held = HeldParameter(0, flat.numel(), flat, live=True, replicated=True)
+                self._request_plain(name, name_of(buffer.dtype), Slice.whole(tuple(buffer.shape)), held)
 
-    def _request_plain(self, name: str, dtype: str, held: HeldParameter | None) -> None:
+    def _request_plain(self, name: str, dtype: str, part: Slice, held: HeldParameter | None) -> None:
         source = self._reads.source(name, "weight") or self._reads.source(name, "master")
         if source is None:
             raise MismatchError(f"{self.checkpoint.storage}: {name} has neither a weight nor a master")
@@ -225,7 +232,7 @@ class EngineRestore:
         else:
             self.report.add(name, "weight", "cast", f"{info.dtype} {info.state} to {dtype} weight")
         if held is not None:
-            self._reads.fill(position, held.lo, held.hi, held.data)
+            self._reads.fill(position, part, held.lo, held.hi, held.data)
 
     # ---------------------------------------------------------------- into the engine
 
@@ -235,9 +242,9 @@ class EngineRestore:
         if self.wanted.custom_load_fn is not None:
             self._custom_load(self.wanted.custom_load_fn)
         else:
-            partition_updates.refresh_weights(self.engine)
+            partition_updates.refresh_weights(self.engine, self.parts)
             for override in self._overrides:
-                override.apply()
+                override.apply(self.placed)
         if self.wanted.optimizer:
             self._optimizer.apply(self._objects.of_this_rank(SCALARS))
 
@@ -253,15 +260,29 @@ class EngineRestore:
         self._require_all()
         return client_state
 
+    def saved_batch(self) -> Batch | None:
+        """Return the batch size of the job that saved the checkpoint; None if unknown."""
+        return self._objects.saved_batch()
+
     def _full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Read all weights in full, under the names of this job. They are the ``src`` argument of ``custom_load_fn``."""
+        """Read this rank's part of all weights, under the names of this job: the ``src`` argument of ``custom_load_fn``."""
         source = {}
         for name, stored in self._stored.items():
             state = "weight" if (stored, "weight") in self.checkpoint.ids else "master"
-            source[name] = self.checkpoint.read_tensor(stored, state)
+            source[name] = self._read_part(name, self.checkpoint.index.tensors[self.checkpoint.ids[stored, state]])
             self.report.add(name, "weight", "restored", "passed to custom_load_fn")
         source |= {alias: source[name] for alias, name in self.names.aliases.items() if name in source}
         return {self.names.own.get(name, name): tensor for name, tensor in source.items()}
+
+    def _read_part(self, name: str, info: TensorInfo) -> torch.Tensor:
+        """Read this rank's part of a tensor: all of it without tensor parallelism."""
+        parameter = self.names.parameters.get(name)
+        part = Slice.whole(info.shape) if parameter is None else self.slices.of(parameter)
+        found = torch.zeros(part.local, dtype=torch_dtype(info.dtype))
+        for box in part.boxes:
+            if box.whole.numel:
+                found[box.local.slices()] = self.checkpoint.read_box(info, box.whole).view(box.whole.shape)
+        return found
 
     def _custom_load(self, load: Callable[..., Any]) -> None:
         """Call ``custom_load_fn``, and derive the masters from the weights that it sets."""

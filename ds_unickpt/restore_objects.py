@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_unickpt import internals, names, partitions
+from ds_unickpt import batches, internals, names, partitions
+from ds_unickpt.batches import Batch
 from ds_unickpt.capture import EXTRA_STATE, MICRO_BATCHES
 from ds_unickpt.dialects import SCHEDULE
-from ds_unickpt.names import plain
+from ds_unickpt.internals import plain
+from ds_unickpt.placement import Generators
 from unickpt.convert.deepspeed import lr_schedulers
 from unickpt.dialects.translated_checkpoint import TranslatedCheckpoint
 from unickpt.format import objects
@@ -56,7 +58,7 @@ class RestoredObjects:
         self._notes: list[Entry] = []
 
     def read(self) -> None:
-        """Read the state of the job, of this rank, and of ranks 0 and 1. Their generators seed additional ranks."""
+        """Read the state of the job, of this rank, and of the ranks whose generators it may use."""
         decoded = self.checkpoint.objects(allow_pickle=self.options.allow_pickle)
         self._saved = decoded.value
         for line in decoded.left_out:
@@ -65,12 +67,18 @@ class RestoredObjects:
         self._notes = list(self.checkpoint.job_notes) if isinstance(self.checkpoint, TranslatedCheckpoint) else []
         self.report.entries += [note for note in self._notes if note.outcome == "left out"]
         self._of_stages = self._extra_states_of_stages()
-        for rank in {0, 1, int(self.engine.global_rank)}:
+        source = self._generators()
+        for rank in {0, source.second, source.rank, int(self.engine.global_rank)}:
             self._rank_objects[rank] = self.checkpoint.rank_objects(rank, allow_pickle=self.options.allow_pickle).value
 
     def of_this_rank(self, key: str) -> Any:
         """Return an object that this rank of the saving job stored for itself, or None."""
         return self._rank_objects[int(self.engine.global_rank)].get(key)
+
+    def saved_batch(self) -> Batch | None:
+        """Return the batch size of the job that saved the checkpoint; None if unknown."""
+        topology = self.checkpoint.manifest.writer.topology
+        return batches.of_saved(self._saved, topology.get("data", topology.get("world_size")) or 1)
 
     def apply(self) -> dict[str, Any]:
         """Set the state in the engine, and return the client state."""
@@ -85,7 +93,7 @@ class RestoredObjects:
             setattr(self.engine, key, int(counters.get(key, 0)))
         topology = self.checkpoint.manifest.writer.topology
         self.engine.loaded_checkpoint_dp_world_size = topology.get("data", topology.get("world_size"))
-        self.engine.loaded_checkpoint_mp_world_size = topology.get("pipeline", 1)
+        self.engine.loaded_checkpoint_mp_world_size = topology.get("tensor", topology.get("pipeline", 1))
         counted = [note for note in self._notes if note.outcome == "set"]
         self.report.entries += counted or [Entry("engine", "object", "restored")]
         self._set_scheduler(saved.get("lr_scheduler"), saved.get(SCHEDULE))
@@ -209,32 +217,39 @@ class RestoredObjects:
         if not self.options.restore_rng:
             self._object("rng", "left out", "unickpt.restore_rng is false")
             return
-        world = int(self.checkpoint.manifest.writer.topology.get("world_size") or 0)
-        rank, now = int(self.engine.global_rank), int(self.engine.world_size)
+        world, now = int(self.checkpoint.manifest.writer.topology.get("world_size") or 0), int(self.engine.world_size)
+        source = self._generators()
         first = self._rng_of(0)
-        own = self._rng_of(rank) if 0 < rank < world else first
+        own = self._rng_of(source.rank) if source.rank < world else first
         if isinstance(self.checkpoint, TranslatedCheckpoint):
             framework = self.checkpoint.manifest.writer.framework
             self._object("rng", "left out", f"generators of {framework} have no counterpart: this job's own keep their state")
         elif first is None or own is None:
             self._object("rng", "left out", "none was saved")
-        elif rank < world:
+        elif source.rank < world:
             missing = rng.restore(own)
             if missing:
                 self._object("rng", "left out", f"this process has no {', '.join(missing)} generator")
+            elif source.regrouped:
+                self._object("rng", "re-seeded", f"the ranks of a tensor-parallel group share those of rank {source.rank}")
             elif now == world:
                 self._object("rng", "restored")
             else:
                 kept = "rank 0 keeps its" if min(world, now) == 1 else f"ranks 0 to {min(world, now) - 1} keep their"
                 self._object("rng", "re-seeded", f"{world} ranks became {now}: {kept} generators")
         else:
-            other = self._rng_of(1) if world > 1 else None
+            other = self._rng_of(source.second) if world > source.second else None
             if other is not None and rng.equal(first, other):
                 rng.restore(first)
                 self._object("rng", "re-seeded", f"{world} ranks became {now}: all ranks shared one state, and still share it")
             else:
-                rng.reseed(first, rank)
+                rng.reseed(first, source.number)
                 self._object("rng", "re-seeded", f"{world} ranks became {now}: this rank is new, and is seeded from rank 0")
+
+    def _generators(self) -> Generators:
+        """Return whose generators this rank takes."""
+        placed, before = partitions.placement(self.engine), self.checkpoint.manifest.writer.topology.get("tensor", 1)
+        return Generators.of(placed, before if isinstance(before, int) else 1)
 
     def _rng_of(self, rank: int) -> rng.State | None:
         return self._rank_objects[rank].get("rng")

@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 
-from ds_unickpt import internals, partition_updates
+from ds_unickpt import internals, owned_states, partition_updates, tensor_parallel
 from ds_unickpt.names import ModuleNames
 from ds_unickpt.optimizer_record import NOT_HYPERPARAMETERS, STEP, RankScalars, classify, decoded, layout_of
+from ds_unickpt.owned_states import OwnedStates
 from ds_unickpt.partitions import Partition, states_of
 from ds_unickpt.reads import Reads
+from ds_unickpt.slices import Slices
+from ds_unickpt.swap_files import SwappedPartition
 from unickpt.errors import MismatchError
 from unickpt.format.dtypes import name_of, torch_dtype
 from unickpt.format.index import TensorInfo
@@ -39,8 +42,14 @@ def family_of(name: str) -> str:
 class RestoredOptimizer:
     """The optimizer of one load into one engine. Adds its entries to ``report``."""
 
-    def __init__(self, engine: Any, parts: Sequence[Partition], names: ModuleNames, reads: Reads, report: LoadReport) -> None:
+    def __init__(
+        self, engine: Any, parts: Sequence[Partition], names: ModuleNames, slices: Slices, reads: Reads, report: LoadReport, *,
+        allow_pickle: bool,
+    ) -> None:  # fmt: skip
+        self.allow_pickle = allow_pickle
+        self._owned: list[dict[str, Any]] = []
         self.engine, self.parts, self.names, self.reads, self.report = engine, parts, names, reads, report
+        self.slices = slices
         self.checkpoint: Checkpoint = reads.checkpoint
         self.base = internals.base_optimizer(engine)
 
@@ -68,7 +77,7 @@ class RestoredOptimizer:
             name
             for part in self.parts
             for name, parameter in ((self.names.name(p), p) for p in part.parameters)
-            if name in stored and stored[name] not in trained and internals.numel_of(parameter)
+            if name in stored and stored[name] not in trained and 0 not in self.slices.of(parameter).shape
         ]
         if untrained:
             raise MismatchError(
@@ -86,11 +95,24 @@ class RestoredOptimizer:
         if self.base is None:
             return
         states = self._states()
+        owned = OwnedStates(self.checkpoint, self._stored_name, allow_pickle=self.allow_pickle)
+        owned.require_undivided(tensor_parallel.degree(self.engine))
+        self._owned = [owned.read(part, self._stepping(part)) for part in self.parts]
         for part in self.parts:
             self._refuse_unknown_states(part, states)
         for part in self.parts:
+            if part.swapped is not None:
+                self._create_swapped(part, part.swapped, states)
             for state in sorted(states):
                 self._request(part, state)
+
+    def _create_swapped(self, part: Partition, swapped: SwappedPartition, states: set[str]) -> None:
+        """Create the states that a partition on NVMe lacks."""
+        sources = {state: self.reads.source(self.names.name(p), state) for p in part.parameters for state in sorted(states)}
+        missing = {state: torch_dtype(source[1].dtype) for state, source in sources.items() if source is not None}
+        missing = {state: dtype for state, dtype in missing.items() if state not in swapped.tensors}
+        if missing:
+            swapped.create(missing)
 
     def _request(self, part: Partition, state: str) -> None:
         names = [self.names.name(p) for p in part.parameters]
@@ -106,7 +128,7 @@ class RestoredOptimizer:
             if source is None:
                 view.zero_()
             else:
-                self.reads.fill(source[0], piece.lo, piece.hi, view)
+                self.reads.fill(source[0], self.slices.of(piece.parameter), piece.lo, piece.hi, view)
         for name, source in sources.items():
             self._account(name, state, source, name_of(tensor.dtype))
 
@@ -123,13 +145,22 @@ class RestoredOptimizer:
 
     def _tensor(self, part: Partition, state: str, info: TensorInfo) -> torch.Tensor:
         assert self.base is not None
-        held = self.base.state[part.master].get(state)
+        held = states_of(self._stepping(part), part).get(state)
         if isinstance(held, torch.Tensor) and tuple(held.shape) == part.shape(state):
             return held
         master = self.reads.source(self.names.name(part.parameters[0]), "master")
         same = master is not None and master[1].dtype == name_of(part.master.dtype)
         dtype = torch_dtype(info.dtype) if same else part.master.dtype
         return partition_updates.new_state(self.engine, part, state, dtype)
+
+    def _state(self, part: Partition) -> dict[str, Any]:
+        """Return the live state of a partition."""
+        state: dict[str, Any] = self._stepping(part).state[part.master]
+        return state
+
+    def _stepping(self, part: Partition) -> torch.optim.Optimizer:
+        assert self.base is not None
+        return part.stepped_by or self.base
 
     def _account(self, name: str, state: str, source: tuple[int, TensorInfo] | None, dtype: str) -> None:
         if source is None:
@@ -192,6 +223,15 @@ class RestoredOptimizer:
             if own is not None and len(own.partitions) == len(self.parts):
                 scalars = [own.partitions[number]]
             self._set_scalars(part, scalars, same=same)
+        for part, states in zip(self.parts, self._owned, strict=True):
+            if states:
+                owned_states.restore(part, self.base, states)
+            for key in states.get("states", ()):
+                self.report.add(self._label(part), key, "restored")
+
+    def _stored_name(self, parameter: torch.nn.Parameter) -> str:
+        name = self.names.name(parameter)
+        return self.reads.stored.get(name, name)
 
     def _stored_names(self, part: Partition) -> list[str]:
         names = map(self.names.name, part.parameters)
@@ -220,16 +260,15 @@ class RestoredOptimizer:
     def _set_scalars(self, part: Partition, sources: Sequence[ParameterGroup], *, same: bool) -> None:
         """Set the scalars of one partition from those of its parameters."""
         assert self.base is not None
-        more = f" and {len(part.parameters) - 1} more" if len(part.parameters) > 1 else ""
-        label = self.names.name(part.parameters[0]) + more
+        label = self._label(part)
         found: dict[str, list[Any]] = {}
         for source in sources:
             for key, value in self._decoded(source, part).items():
                 if key not in source.repeated or not (same or key in part.group):  # otherwise the group already has it
                     found.setdefault(key, []).append(value)
-        typed = same and all(source.tensors is not None for source in sources)
+        typed = same and part.stepped_by is None and all(source.tensors is not None for source in sources)
         for key, values in found.items():
-            held = self.base.state[part.master]
+            held = self._state(part)
             if key == STEP and not all(source.tensors is not None for source in sources):
                 guess = self._step_of_group(label, part, values)
                 if guess and key not in held:
@@ -237,6 +276,10 @@ class RestoredOptimizer:
             if key not in held and not typed:
                 held[key] = self._guessed(part)
             self._set(held, key, values, label=label, state=key)
+
+    def _label(self, part: Partition) -> str:
+        more = f" and {len(part.parameters) - 1} more" if len(part.parameters) > 1 else ""
+        return self.names.name(part.parameters[0]) + more
 
     def _step_of_group(self, label: str, part: Partition, values: Sequence[Any]) -> bool:
         """Set ``step`` in the group if it belongs there, and return whether it does. For checkpoints of before 2026-11."""
@@ -253,7 +296,7 @@ class RestoredOptimizer:
 
     def _guessed(self, part: Partition) -> Any:
         """Return a scalar state of the type that this optimizer probably uses."""
-        if not type(self.base).__module__.startswith("torch.optim"):
+        if not type(self._stepping(part)).__module__.startswith("torch.optim"):
             return 0
         on_device = part.group.get("capturable") or part.group.get("fused")
         return torch.zeros((), dtype=torch.float32, device=part.master.device if on_device else "cpu")

@@ -16,11 +16,15 @@ class EngineRuntime:
     Attributes:
         engines: number of engines that use unickpt.
         resumes: number of times that ``Trainer.train`` looked for a checkpoint.
+        reads_batch: whether ranks of this job have looked for the batch of a checkpoint, each by itself.
+        said: lines about the batch that were logged.
     """
 
     def __init__(self) -> None:
         self.engines = 0
         self.resumes = 0
+        self.reads_batch = False
+        self.said: set[str] = set()
 
     def engine_rendezvous(self, engine: Any, *, timeout_s: float) -> Rendezvous:
         """Return the message exchange of a new engine.
@@ -31,11 +35,14 @@ class EngineRuntime:
         """
         from ds_unickpt import internals
         from unickpt.coordination.rendezvous import Rendezvous
+        from unickpt.round_folder import ends_of_job
 
         world, prefix = int(engine.world_size), f"unickpt/{self.engines}"
         self.engines += 1
         store = internals.default_store() if world > 1 else None
-        return Rendezvous(store, rank=int(engine.global_rank), world=world, prefix=prefix, timeout_s=timeout_s)
+        rank = int(engine.global_rank)
+        ended = ends_of_job(rank, world)
+        return Rendezvous(store, rank=rank, world=world, prefix=prefix, timeout_s=timeout_s, ended=ended)
 
     def trainer_rendezvous(self) -> Rendezvous:
         """Return the message exchange of one call of ``Trainer.train``. Without a process group the job has one rank."""

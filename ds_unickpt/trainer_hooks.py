@@ -1,4 +1,7 @@
-"""Declarations of the hooks on transformers. ``resume_from_checkpoint=True`` selects the newest usable checkpoint.
+"""Declarations of the hooks on transformers.
+
+``resume_from_checkpoint=True`` selects the newest usable checkpoint. A job that torchrun starts again resumes without this
+argument, and keeps its global batch on another number of ranks.
 
 They are installed when both DeepSpeed and ``transformers.trainer`` are imported. They do not change a job whose DeepSpeed
 configuration lacks the ``unickpt`` key.
@@ -22,8 +25,10 @@ from ds_unickpt.edge import RUNTIME
 from ds_unickpt.runtime import EngineRuntime
 from unickpt import hooks
 from unickpt.hooks import Hook
+from unickpt.options import KEY
 
 if TYPE_CHECKING:
+    from ds_unickpt.trainer_folders import ResumeFolder
     from unickpt.coordination.rendezvous import Rendezvous
 
 logger = logging.getLogger("unickpt")
@@ -37,7 +42,12 @@ UNTIL = "Trainer skips incomplete checkpoints"
 def _in_trainer(runtime: EngineRuntime, wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
     """Wrap the call in ``Trainer.train``, which every rank makes. The ranks agree on the folder."""
     newest = inspect.unwrap(wrapped)(*args, **kwargs)
-    return newest if newest is None or not _enabled() else _agreed(runtime.trainer_rendezvous(), os.path.dirname(newest))
+    if newest is None or not _enabled():
+        return newest
+    from ds_unickpt import trainer_folders
+
+    folder = os.path.dirname(newest)
+    return _agreed(runtime.trainer_rendezvous(), folder, partial(trainer_folders.choose, folder))
 
 
 def _in_script(wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
@@ -70,6 +80,39 @@ def _load_state(wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> 
         raise NotACheckpointError(f"{folder} cannot be resumed: {reason}. {trainer_folders.advice(folder)}") from err
 
 
+def _keep_batch(runtime: EngineRuntime, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrap ``HfTrainerDeepSpeedConfig.trainer_config_process``, which copies the arguments into the configuration."""
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    if KEY in instance.config and not given.get("auto_find_batch_size"):
+        from ds_unickpt import trainer_steering
+
+        runtime.reads_batch |= trainer_steering.keep_batch(instance.config, given["args"])
+    return wrapped(*args, **kwargs)
+
+
+def _train(runtime: EngineRuntime, wrapped: Callable[..., Any], trainer: Any, args: Any, kwargs: Any) -> Any:
+    """Wrap ``Trainer.train``, which every rank calls."""
+    config = _config()
+    if config is None or KEY not in config or not getattr(trainer, "is_deepspeed_enabled", False):
+        return wrapped(*args, **kwargs)
+    from ds_unickpt import trainer_steering
+
+    options = trainer_steering.options_of(config)
+    if options is None:
+        return wrapped(*args, **kwargs)
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    given, output_dir = bound.arguments.get("resume_from_checkpoint"), trainer.args.output_dir
+    if given is None and trainer_steering.resumes(options):
+        chosen = partial(trainer_steering.newest, output_dir, fall_back=options.fall_back)
+        folder = _agreed(runtime.trainer_rendezvous(), output_dir, chosen)
+        if folder is not None and trainer.args.process_index == 0:
+            _inform(f"no checkpoint is named: resuming from {folder}, the newest one")
+        bound.arguments["resume_from_checkpoint"] = folder
+    elif trainer.args.process_index == 0:
+        _warn(trainer_steering.remark(options, given, output_dir))
+    return wrapped(*bound.args, **bound.kwargs)
+
+
 _SCRIPT = declared(
     "transformers.get_last_checkpoint", UTILS, FUNCTION, _in_script,
     why="it returns the folder with the highest number, whether or not its save has finished",
@@ -88,6 +131,20 @@ HOOKS = [
         "transformers.load_trainer_state", "transformers.trainer_callback", "TrainerState.load_from_json", _load_state,
         why="for a folder without trainer_state.json it raises FileNotFoundError, which names no folder that can be resumed",
         until=UNTIL, strict=False, upstream=f"{SOURCE}trainer_callback.py", versions=VERSIONS, parameters=("json_path",),
+    ),
+    declared(
+        "transformers.batch", "transformers.integrations.deepspeed", "HfTrainerDeepSpeedConfig.trainer_config_process",
+        partial(_keep_batch, RUNTIME),
+        why="on another number of ranks the same arguments give another global batch, and Trainer's position in the data, "
+        "its learning rate and its total steps count batches",
+        until="Trainer keeps the global batch of a checkpoint on another number of ranks",
+        strict=False, upstream=f"{SOURCE}integrations/deepspeed.py", versions=VERSIONS, parameters=("args",),
+    ),
+    declared(
+        "transformers.train", TRAINER, "Trainer.train", partial(_train, RUNTIME),
+        why="torchrun starts a job again with the same command line, and Trainer then starts from the beginning",
+        until="Trainer resumes by itself after a restart by torchrun",
+        strict=False, upstream=f"{SOURCE}trainer.py", versions=VERSIONS, parameters=("resume_from_checkpoint",),
     ),
 ]  # fmt: skip
 
@@ -118,20 +175,25 @@ def _holders() -> list[Hook]:
 
 def _enabled() -> bool:
     """Whether this job's DeepSpeed configuration, which transformers holds, enables unickpt and ``fall_back``."""
-    from ds_unickpt.config import read_options
-    from unickpt.errors import ConfigError
+    from ds_unickpt import trainer_steering
 
+    options = trainer_steering.options_of(_config())
+    return options is not None and options.fall_back
+
+
+def _config() -> Any:
+    """Return the DeepSpeed configuration that transformers holds, or None."""
     module = sys.modules.get("transformers.integrations.deepspeed")
-    config = None if module is None else module.deepspeed_config()
-    try:
-        options = None if config is None else read_options(config)
-    except ConfigError:  # raised again when the engine is created
-        return False
-    return options is not None and options.enabled and options.fall_back
+    return None if module is None else module.deepspeed_config()
 
 
-def _agreed(meet: Rendezvous, output_dir: str) -> str | None:
+def _agreed(meet: Rendezvous, output_dir: str, choose: Callable[[], ResumeFolder]) -> str | None:
     """Return the folder that rank 0 chooses, on every rank.
+
+    Args:
+        meet: message exchange of this call.
+        output_dir: folder of the run, for messages.
+        choose: called on rank 0.
 
     Raises:
         UnickptError: rank 0 failed. All ranks raise its error.
@@ -143,7 +205,7 @@ def _agreed(meet: Rendezvous, output_dir: str) -> str | None:
     message: dict[str, Any] | None = None
     if meet.rank == 0:
         try:
-            message = {"failure": None, **asdict(trainer_folders.choose(output_dir))}
+            message = {"failure": None, **asdict(choose())}
         except Exception as err:  # the other ranks wait for this message
             message = {"failure": failure_of(err, rank=0, where=output_dir).to_json()}
     choice = meet.broadcast("folder", message)
@@ -154,6 +216,13 @@ def _agreed(meet: Rendezvous, output_dir: str) -> str | None:
     if meet.rank == 0:
         _warn(chosen.line())
     return chosen.folder
+
+
+def _inform(line: str) -> None:
+    from unickpt.logs import make_visible
+
+    make_visible()
+    logger.info("unickpt: %s", line)
 
 
 def _warn(line: str) -> None:

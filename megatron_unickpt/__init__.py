@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 from unickpt import autoload
 
 if TYPE_CHECKING:
-    from megatron_unickpt.api import load, save
+    from megatron_unickpt.api import load, resume_or_start, save
     from megatron_unickpt.edge import RUNTIME
     from megatron_unickpt.strategies import UnickptLoadStrategy, UnickptSaveStrategy
     from megatron_unickpt.timing import begin as time_collectives
 
-__all__ = ["RUNTIME", "UnickptLoadStrategy", "UnickptSaveStrategy", "load", "save", "time_collectives"]
+__all__ = ["RUNTIME", "UnickptLoadStrategy", "UnickptSaveStrategy", "load", "resume_or_start", "save", "time_collectives"]
 
 _MODULES = {
     "RUNTIME": ("megatron_unickpt.edge", "RUNTIME"),
     "load": ("megatron_unickpt.api", "load"),
+    "resume_or_start": ("megatron_unickpt.api", "resume_or_start"),
     "save": ("megatron_unickpt.api", "save"),
     "time_collectives": ("megatron_unickpt.timing", "begin"),
     "UnickptLoadStrategy": ("megatron_unickpt.strategies", "UnickptLoadStrategy"),

@@ -5,7 +5,8 @@ They need no global arguments and fork no process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,21 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import random as tracker_module
 
 from megatron_unickpt import internals, loading, saving
+from megatron_unickpt.choices import step_of
 from megatron_unickpt.common_state import VOCABULARY
 from megatron_unickpt.edge import RUNTIME
+from megatron_unickpt.errors import MegatronSaveError, as_agreed_failures, as_megatron_errors
 from megatron_unickpt.foreign_state import Receiver
 from megatron_unickpt.optimizer import METADATA
 from unickpt.errors import ConfigError
 from unickpt.load import rng
+from unickpt.load.candidates import Candidates
 from unickpt.load.checkpoint import Checkpoint
+from unickpt.load.resume import Offer, Together, resume
+from unickpt.memory.offers import MemoryResume
+from unickpt.options import MemoryOptions
+from unickpt.save import shutdown
+from unickpt.storage.base import absolute, join, split
 
 _RNG = "unickpt_rng"
 
@@ -35,6 +44,7 @@ def save(
     metadata: dict[str, Any] | None = None,
     asynchronous: bool = False,
     vocabulary: int | None = None,
+    memory: MemoryOptions | None = None,
 ) -> Any:
     """Save a model and its optimizer. All ranks call it.
 
@@ -49,6 +59,8 @@ def save(
         asynchronous: return after this rank's part is copied to host memory; see Returns.
         vocabulary: number of entries of the tokenizer, without padding. A later job with fewer padding rows can load the
             checkpoint only if it is known.
+        memory: save into the memory of the hosts, and return after the copy, except every ``to_disk_every``-th time.
+            ``resume_or_start`` finds the checkpoint.
 
     Returns:
         None; with ``asynchronous`` a ``MegatronSave``: call its ``conclude()`` on every rank before the next save.
@@ -63,9 +75,15 @@ def save(
     state |= {"iteration": iteration, "extra": extra or {}}
     if vocabulary is not None:
         state[VOCABULARY] = vocabulary
-    request = saving.save(
-        RUNTIME, state, directory, content_metadata={**(metadata or {}), **METADATA}, asynchronous=asynchronous
-    )
+    described = {**(metadata or {}), **METADATA}
+    tier = None if memory is None else RUNTIME.memory(memory, RUNTIME.saver().options)
+    turn = tier.turn(split(absolute(str(directory)))[0], RUNTIME.rendezvous()) if tier is not None and tier.enabled else None
+    try:
+        request = saving.save(RUNTIME, state, directory, content_metadata=described, asynchronous=asynchronous, turn=turn)
+    except MegatronSaveError:
+        if turn is None:
+            raise
+        request = saving.save(RUNTIME, state, directory, content_metadata=described, asynchronous=asynchronous)
     return request.async_fn.pending if asynchronous else None
 
 
@@ -92,8 +110,69 @@ def load(
     Raises:
         MegatronCheckpointError: the checkpoint is damaged or does not fit.
     """
+    return _load(directory, model, optimizer, scheduler=scheduler, metadata=metadata, strict=strict)
+
+
+def resume_or_start(
+    folder: str | Path,
+    model: Any,
+    optimizer: Any = None,
+    *,
+    scheduler: Any = None,
+    metadata: dict[str, Any] | None = None,
+    strict: bool = True,
+    memory: MemoryOptions | None = None,
+) -> dict[str, Any]:
+    """Load the newest complete checkpoint of a folder, or start without one if there is none. All ranks call it.
+
+    Args:
+        folder: path or URL of the folder in which ``save`` has made its checkpoints. It need not exist.
+        model, optimizer, scheduler, metadata, strict: as for ``load``.
+        memory: also look for checkpoints in the memory of the hosts.
+
+    Returns:
+        As ``load``; iteration 0 and empty ``extra`` without a checkpoint.
+
+    Raises:
+        MegatronCheckpointError: there are checkpoints, but none can be loaded, or the newest one does not fit.
+    """
+    shutdown.finish_all(ending=False)
+    meet, where = RUNTIME.rendezvous(), str(folder)
+    meet.begin("choose")
+    tier = RUNTIME.memory(memory or MemoryOptions(), RUNTIME.saver().options)
+    in_memory = MemoryResume(tier, where, meet)
+    candidates = Candidates(where, newest=True)
+
+    def on_disk() -> Offer:
+        found = candidates.next()
+        if found.tag is None:
+            return Offer(notes=found.notes)
+        directory = join(where, found.tag)
+        return Offer(directory, found.tag, step_of(directory), found.notes)
+
+    def attempt(offer: Offer, _: tuple[str, ...]) -> dict[str, Any]:
+        if offer.checked:
+            Together(meet, offer.directory).step("check", partial(in_memory.check, offer))
+        with as_agreed_failures():
+            found = _load(
+                offer.directory, model, optimizer, scheduler=scheduler, metadata=metadata, strict=strict,
+                source=partial(in_memory.open, offer),
+            )  # fmt: skip
+        in_memory.loaded(offer, offer.step)
+        return found
+
+    offers = in_memory.offers(on_disk, lambda: -1)
+    with as_megatron_errors():
+        return resume(meet, offers.next, attempt, lambda _: {"iteration": 0, "extra": {}}, where=where)
+
+
+def _load(
+    directory: str | Path, model: Any, optimizer: Any, *, scheduler: Any, metadata: dict[str, Any] | None, strict: bool,
+    source: Callable[[], Checkpoint] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     state = _state(model, optimizer, scheduler, metadata, is_loading=True)
-    loaded = loading.load(RUNTIME, state, directory, receiver=Receiver(scheduler=scheduler), adapt=_with_stored_generators)
+    receiver = Receiver(scheduler=scheduler)
+    loaded = loading.load(RUNTIME, state, directory, receiver=receiver, adapt=_with_stored_generators, source=source)
     for key, chunk in _chunks(model).items():
         chunk.load_state_dict(loaded[key], strict=strict)
     if optimizer is not None:

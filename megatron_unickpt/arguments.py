@@ -13,6 +13,7 @@ from typing import Any
 from megatron_unickpt.marks import BACKEND
 from unickpt.errors import ConfigError
 from unickpt.options import add_flags, from_flags
+from unickpt.round_folder import note_saver
 from unickpt.save import requests
 from unickpt.save.requests import SaveOptions
 from unickpt.storage.base import is_url
@@ -20,6 +21,7 @@ from unickpt.storage.open import unusable_reason
 
 NATIVE_FORMAT = "torch_dist"
 ASKED_ASYNC = "unickpt_async_save"  # value of --async-save before Megatron checks the arguments
+IN_MEMORY = "unickpt_in_memory"  # whether the arguments have --non-persistent-ckpt-type in_memory
 
 
 def add_arguments(wrapped: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -51,9 +53,12 @@ def _wants_asynchronous(options: argparse.Namespace) -> bool:
 
 def set_asynchronous(options: argparse.Namespace) -> None:
     """Set Megatron's own flag, by which it finalizes a save. Called at a save, after Megatron has checked its arguments."""
-    options.async_save = _wants_asynchronous(options)
-    if options.async_save and hasattr(options, "async_strategy"):
-        options.async_strategy = "mcore"
+    vars(options).update(asynchronous_arguments(options) if _wants_asynchronous(options) else {"async_save": False})
+
+
+def asynchronous_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments with which the scripts save asynchronously."""
+    return {"async_save": True, **({"async_strategy": "mcore"} if hasattr(options, "async_strategy") else {})}
 
 
 def parse_arguments(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +71,12 @@ def parse_arguments(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         begin_with_groups(timing)
     wanted = getattr(parsed, "ckpt_format", None) == BACKEND
     setattr(parsed, BACKEND, wanted)
+    if wanted and getattr(parsed, "save", None):
+        note_saver()
     setattr(parsed, ASKED_ASYNC, bool(getattr(parsed, "async_save", False)))
+    setattr(parsed, IN_MEMORY, wanted and getattr(parsed, "non_persistent_ckpt_type", None) == "in_memory")
+    if getattr(parsed, IN_MEMORY):  # Megatron refuses this type
+        parsed.non_persistent_ckpt_type = "global"
     if wanted:
         _check_places(parsed)
         parsed.ckpt_format = NATIVE_FORMAT

@@ -49,4 +49,6 @@ def schedule(wrapped: Callable[..., Any], queue: Any, async_request: Any) -> Any
     """Wrap ``AsyncCallsQueue.schedule_async_request``: a save in a thread gets a ``ThreadCaller``."""
     if not isinstance(async_request.async_fn, Background):
         return wrapped(async_request)
+    if async_request.async_fn.in_memory:
+        return None  # nothing follows when it ends, and the next save waits for it
     return internals.enqueue(queue, ThreadCaller(async_request.async_fn.pending), async_request)

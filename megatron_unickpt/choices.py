@@ -41,7 +41,7 @@ class Choices:
         elif (self._folder / TRACKER).is_file():
             choice = self._megatrons()
         elif is_checkpoint(self._folder):
-            choice = _NOTHING if self._tried else Offer(str(self._folder), step=_step_of(self._folder), explicit=True)
+            choice = _NOTHING if self._tried else Offer(str(self._folder), step=step_of(self._folder), explicit=True)
         else:
             choice = self._deepspeeds()
         if choice.directory:
@@ -93,7 +93,7 @@ class Choices:
         """Return a note if DeepSpeed saved a later checkpoint in the folder. The tracker file has precedence."""
         with contextlib.suppress(UnickptError, OSError):
             tag = latest_tag(self._folder)
-            step = -1 if tag is None else _step_of(self._folder / tag)
+            step = -1 if tag is None else step_of(self._folder / tag)
             if step > tracked:
                 return [
                     f"{self._folder / LATEST_FILE} names {tag}, of step {step}, which is later. To resume from it, pass "
@@ -108,14 +108,14 @@ class Choices:
             return _NOTHING
         directory = self._folder / found.tag
         if is_checkpoint(directory):
-            return Offer(str(directory), found.tag, _step_of(directory), found.notes)
+            return Offer(str(directory), found.tag, step_of(directory), found.notes)
         return Offer(
             refused=f"{directory}, which {self._folder / LATEST_FILE} names, is not a unickpt checkpoint. If it is one of "
             "DeepSpeed's own, convert it first (unickpt convert)."
         )
 
 
-def _step_of(directory: Path) -> int:
+def step_of(directory: str | Path) -> int:
     """Return the step of a checkpoint; 0 if the manifest is damaged, because opening it gives the better error."""
     try:
         return read_manifest(open_storage(directory)).step

@@ -52,3 +52,14 @@ def as_megatron_errors() -> Iterator[None]:
         if isinstance(error, MegatronCheckpointError):
             error.failures = agreed.failures
         raise error from error.__cause__
+
+
+@contextmanager
+def as_agreed_failures() -> Iterator[None]:
+    """Convert an error that all ranks have agreed on, and that leaves this block, to ``AgreedFailureError``."""
+    try:
+        yield
+    except MegatronCheckpointError as err:
+        if err.failures:
+            raise AgreedFailureError(err.failures, err) from None
+        raise

@@ -56,10 +56,10 @@ def _save(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: A
 
 
 def _load(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import loading, marks
+    from megatron_unickpt import loading
 
     given = _arguments(wrapped, args, kwargs)
-    if not marks.recognises(given["checkpoint_dir"]):
+    if not runtime.recognises(given["checkpoint_dir"]):
         return wrapped(*args, **kwargs)
     return loading.load(
         runtime,
@@ -73,10 +73,10 @@ def _load(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: A
 
 def _metadata(name: str, runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
     """Call a function of ``metadata`` for a unickpt checkpoint."""
-    from megatron_unickpt import marks, metadata
+    from megatron_unickpt import metadata
 
     given = _arguments(wrapped, args, kwargs)
-    if not marks.recognises(given["checkpoint_dir"]):
+    if not runtime.recognises(given["checkpoint_dir"]):
         return wrapped(*args, **kwargs)
     return getattr(metadata, name)(runtime, given["checkpoint_dir"])
 
@@ -99,9 +99,9 @@ def _default_save(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any,
 
 
 def _default_load(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import marks, strategies
+    from megatron_unickpt import strategies
 
-    if marks.recognises(_arguments(wrapped, args, kwargs)["checkpoint_dir"]):
+    if runtime.recognises(_arguments(wrapped, args, kwargs)["checkpoint_dir"]):
         return strategies.UnickptLoadStrategy(runtime=runtime)
     return wrapped(*args, **kwargs)
 

@@ -399,6 +399,11 @@ def global_arguments() -> Any:
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
+def iterations_done() -> int | None:
+    """Return how many iterations the training scripts have done before the current one; None outside of their training loop."""
+    return getattr(global_arguments(), "curr_iteration", None)
+
+
 def options() -> Options:
     """Return the options from the flags of Megatron's training scripts, or the defaults without the scripts."""
     return from_flags(global_arguments())

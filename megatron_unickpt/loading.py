@@ -26,6 +26,7 @@ from megatron_unickpt.hyperparameters import OptimizerPart
 from megatron_unickpt.runtime import Runtime
 from unickpt.coordination.host_peers import HostPeers
 from unickpt.coordination.rendezvous import Rendezvous
+from unickpt.diagnosis import session
 from unickpt.dialects.translated_checkpoint import TranslatedCheckpoint
 from unickpt.format.index import TensorInfo
 from unickpt.format.topology import describe
@@ -54,6 +55,7 @@ def load(
     allow_pickle: bool | None = None,
     verify: str | None = None,
     read_once_per_host: bool | None = None,
+    source: Callable[[], Checkpoint] | None = None,
 ) -> Any:
     """Load into a sharded state dict, from a checkpoint of any parallel shape and optimizer. All ranks call it.
 
@@ -71,6 +73,7 @@ def load(
             ``--unickpt-verify``, or ``always``.
         read_once_per_host: one rank of a host reads the data that several need, and shares it in memory. None: True unless
             ``--unickpt-no-read-once`` was given.
+        source: opens the checkpoint, if it is in memory. ``checkpoint_dir`` is then its name in messages.
 
     Returns:
         The state dict; with ``return_all`` and ``return_unexpected`` also missing and unexpected keys.
@@ -86,17 +89,17 @@ def load(
     with_pickle = options.allow_pickle if allow_pickle is None else allow_pickle
     if read_once_per_host is None:
         read_once_per_host = options.read_once_per_host
-    shutdown.finish_all()
+    shutdown.finish_all(ending=False)
     together = begin_together(runtime, checkpoint_dir)
 
     def opened() -> tuple[Checkpoint, _Request]:
-        checkpoint = runtime.opened(checkpoint_dir)
+        checkpoint = runtime.opened(checkpoint_dir) if source is None else source()
         return checkpoint, _Request.of(adapt(checkpoint, sharded_state_dict) if adapt else sharded_state_dict)
 
     with as_megatron_errors():
-        source, request = together.step("open", opened)
+        stored, request = together.step("open", opened)
         with_others = together.meet if validate_access_integrity else None
-        checkpoint = together.step("named", lambda: dialects.as_named_here(source, request.items(), with_others, receiver))
+        checkpoint = together.step("named", lambda: dialects.as_named_here(stored, request.items(), with_others, receiver))
         wanted, missing, unexpected = request.wanted, set[str](), set[str]()
         if handling != validation.StrictHandling.ASSUME_OK_UNEXPECTED:  # may raise on some ranks only
             wanted, missing, unexpected = together.step(
@@ -117,6 +120,7 @@ def load(
         together.step("finish", partial(_finish, filling, request, state))
         _account(filling.work, wanted, with_others, time.monotonic() - begin, with_optimizer=bool(request.parts))
         runtime.last_report = filling.work.report
+        session.checkpoint_io(filling.work.report.io_times(checkpoint.manifest.step or 0))
     merge(state, request.local)
     state = apply_factory_merges(state, request.factories)
     if validation.StrictHandling.requires_returning_mismatch_keys(handling):

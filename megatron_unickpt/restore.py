@@ -16,7 +16,6 @@ from megatron_unickpt import vocabulary as vocabulary_module
 from megatron_unickpt.common_state import COMMON
 from megatron_unickpt.hyperparameters import OptimizerPart
 from megatron_unickpt.sharded_tensors import MASTER, WEIGHT, Piece, StateTensor
-from megatron_unickpt.vocabulary import Rows, Vocabulary
 from unickpt.convert.megatron.keys import VOCABULARY_TENSORS
 from unickpt.coordination.host_peers import HostPeers
 from unickpt.dialects.model_facts import Model
@@ -29,6 +28,7 @@ from unickpt.format.topology import describe
 from unickpt.load.checkpoint import Checkpoint, Planned
 from unickpt.load.reader import Request
 from unickpt.load.report import LoadReport
+from unickpt.load.vocabulary import Rows, Vocabulary, rows_of
 
 OBJECT = "object"
 
@@ -134,9 +134,7 @@ class Restore:
         stats = self.checkpoint.fill(planned, verify=self.verify, host_peers=host_peers)
         for copy in self._late:
             copy.target.copy_(copy.data)
-        self.report.bytes_read += stats.bytes_read
-        self.report.bytes_needed += stats.bytes_needed
-        self.report.read_seconds += stats.seconds
+        self.report.add_read(stats)
 
     @cached_property
     def _optimized(self) -> frozenset[str]:
@@ -236,7 +234,7 @@ class Restore:
         """Return what to do with the rows of a vocabulary tensor. Empty for any other tensor."""
         if info.shape == tuple(item.global_shape) or not _is_of_vocabulary(item):
             return Rows()
-        return vocabulary_module.rows_of(info.shape[0], int(item.global_shape[0]), self.vocabulary)
+        return rows_of(info.shape[0], int(item.global_shape[0]), self.vocabulary)
 
     def _begin_rows(self, item: ShardedTensor, info: TensorInfo) -> None:
         """Prepare the rows that the checkpoint lacks. Padding is set to zero, as torch_dist loads it."""

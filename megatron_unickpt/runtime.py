@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unickpt.coordination.rendezvous import Rendezvous
+from unickpt.round_folder import ends_of_job
 
 if TYPE_CHECKING:  # imported when they are used: hooks are also installed in jobs that never use unickpt
     from megatron_unickpt.foreign_state import Receiver
     from unickpt.load.checkpoint import Checkpoint
     from unickpt.load.report import LoadReport
+    from unickpt.memory.tier import MemoryTier, Turn
+    from unickpt.options import MemoryOptions
     from unickpt.save.requests import SaveOptions, SaveResult
     from unickpt.save.saver import Saver
 
@@ -37,11 +40,17 @@ class ScriptCall:
         purpose: which format is saved or loaded.
         source: opened checkpoint, for ``Purpose.LOAD``.
         receiver: objects of the job that receive the state of another framework's checkpoint, for ``Purpose.LOAD``.
+        directory: directory by which Megatron's functions name ``source``. It need not exist if the checkpoint is in memory.
+        memory: the checkpoint goes into memory, for ``Purpose.SAVE``.
+        memory_folder: folder in which checkpoints in memory would be on disk, for ``Purpose.SAVE``.
     """
 
     purpose: Purpose
     source: Checkpoint | None = None
     receiver: Receiver | None = None
+    directory: str = ""
+    memory: Turn | None = None
+    memory_folder: str = ""
 
 
 class Runtime:
@@ -66,6 +75,7 @@ class Runtime:
         self.call: ScriptCall | None = None
         self._meeting: tuple[Any, Rendezvous] | None = None
         self._saver: Saver | None = None
+        self._memory: MemoryTier | None = None
         self._said: set[str] = set()
 
     def rendezvous(self) -> Rendezvous:
@@ -78,8 +88,11 @@ class Runtime:
         store = dist.distributed_c10d._get_default_store() if world > 1 else None
         if self._meeting is None or self._meeting[0] is not store or self._meeting[1].world != world:
             timeout_s = internals.options().timeout_seconds if self.timeout_s is None else self.timeout_s
-            meet = Rendezvous(store, rank=dist.get_rank(), world=world, prefix="unickpt/megatron", timeout_s=timeout_s)
-            self._meeting = (store, meet)
+            rank = dist.get_rank()
+            meet = Rendezvous(
+                store, rank=rank, world=world, prefix="unickpt/megatron", timeout_s=timeout_s, ended=ends_of_job(rank, world)
+            )
+            self._meeting, self._memory = (store, meet), None
         return self._meeting[1]
 
     def saver(self, options: SaveOptions | None = None) -> Saver:
@@ -95,6 +108,31 @@ class Runtime:
                 self._saver.finish()
             self._saver = Saver(options)
         return self._saver
+
+    def memory(self, options: MemoryOptions, save_options: SaveOptions) -> MemoryTier:
+        """Return the memory tier of this job. Other options make a new one.
+
+        Args:
+            options: options of the tier.
+            save_options: options of saves to disk.
+        """
+        from unickpt.diagnosis import session
+        from unickpt.memory.tier import MemoryTier
+
+        self.rendezvous()
+        if self._memory is None or self._memory.options != options:
+            self._memory = MemoryTier(options, save_options, session.memory_status)
+        return self._memory
+
+    def saved_to_disk(self, folder: str, seconds: float) -> None:
+        """Note that a checkpoint is on disk, so that the end of the job does not write an older one from memory.
+
+        Args:
+            folder: folder in which checkpoints in memory would be on disk.
+            seconds: how long ago its save began.
+        """
+        if self._memory is not None:
+            self._memory.saved_to_disk(folder, seconds)
 
     @contextmanager
     def during(self, call: ScriptCall) -> Iterator[None]:
@@ -116,6 +154,11 @@ class Runtime:
         return None if self.call is None else self.call.source
 
     @property
+    def source_directory(self) -> str:
+        """Directory by which Megatron's functions name that checkpoint; '' if there is none."""
+        return "" if self.call is None else self.call.directory
+
+    @property
     def receiver(self) -> Receiver | None:
         """Receiver of the load that the scripts make."""
         return None if self.call is None else self.call.receiver
@@ -128,9 +171,15 @@ class Runtime:
         """
         from unickpt.load.checkpoint import Checkpoint
 
-        if self.source is not None and str(self.source.storage) == str(directory):
+        if self.source is not None and self.source_directory == str(directory):
             return self.source
         return Checkpoint.open(str(directory))
+
+    def recognises(self, directory: str | Path | None) -> bool:
+        """Return whether a directory holds a unickpt checkpoint, or names the one that the scripts are loading."""
+        from megatron_unickpt import marks
+
+        return (self.source is not None and self.source_directory == str(directory)) or marks.recognises(directory)
 
     def is_news(self, text: str) -> bool:
         """Return whether this is the first call with this text."""

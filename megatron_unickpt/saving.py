@@ -20,10 +20,13 @@ from megatron_unickpt.errors import MegatronSaveError, as_megatron_errors
 from megatron_unickpt.runtime import Purpose, Runtime
 from unickpt.convert.megatron.keys import CONTENT_METADATA
 from unickpt.coordination.rendezvous import Message
+from unickpt.diagnosis import session
 from unickpt.logs import make_visible
+from unickpt.memory.tier import Turn
 from unickpt.save.requests import PendingSave, SaveRequest
 from unickpt.save.shards import Contribution
 from unickpt.storage.base import absolute, split
+from unickpt.storage.open import open_storage
 
 logger = logging.getLogger("unickpt")
 
@@ -38,6 +41,7 @@ def save(
     share: bool = True,
     validate_access_integrity: bool = True,
     preprocess_common: Callable[[Any], Any] | None = None,
+    turn: Turn | None = None,
 ) -> Any:
     """Save a sharded state dict. All ranks call it.
 
@@ -51,6 +55,7 @@ def save(
         validate_access_integrity: compare the ranks' common state, and warn where it differs. Rank 0's is stored. (That
             shards cover every tensor exactly once is always checked.)
         preprocess_common: removes values that may differ between ranks from the comparison.
+        turn: save into memory, and return after the copy.
 
     Returns:
         None, or with ``asynchronous`` Megatron's ``AsyncRequest``.
@@ -63,7 +68,10 @@ def save(
     directory = absolute(str(checkpoint_dir))
     save_dir, tag = split(directory)
     compared: list[Any] = []
-    by_scripts = runtime.purpose is Purpose.SAVE  # they can save in Megatron's own format instead
+    call = runtime.call if runtime.purpose is Purpose.SAVE else None
+    by_scripts = call is not None  # they can save in Megatron's own format instead
+    if call is not None and tag.startswith("iter_"):
+        turn = call.memory
 
     def contribute(_: Message) -> Contribution:
         common = sharded_tensors.common(sharded_state_dict)
@@ -77,28 +85,37 @@ def save(
         save_dir=save_dir,
         tag=tag,
         on_commit=_scripts_commit if by_scripts else marks.mark,
-        on_end=partial(_ended, runtime),
+        on_end=partial(_ended, runtime, (call.memory_folder if call is not None else "") or save_dir),
         framework_stands_in=by_scripts,
     )
-    pending = _begun(runtime, request, asynchronous=asynchronous)
+    pending = _begun(runtime, request, asynchronous=asynchronous, turn=turn)
     if not pending.pending.agreed:
         pending.conclude()
+    if turn is not None and pending.pending.rank == 0:
+        open_storage(directory).delete_if_empty()  # the scripts have created it
     if validate_access_integrity:  # a collective: all ranks reach it, or none
         internals.compare_common_state(compared[0])
     if not asynchronous:
-        pending.conclude()
+        if turn is None:
+            pending.conclude()
         return None
-    return AsyncRequest(Background(pending), (), _Finalizers(pending))
+    finalizers = _Finalizers(pending) if turn is None else _NoFinalizers()
+    return AsyncRequest(Background(pending, in_memory=turn is not None), (), finalizers)
 
 
-def refuse(runtime: Runtime, err: Exception) -> MegatronSaveError:
+def refuse(runtime: Runtime, err: Exception, *, turn: Turn | None = None) -> MegatronSaveError:
     """Take part in the other ranks' save, on a rank that failed before it began one.
+
+    Args:
+        runtime: state of the adapter.
+        err: why this rank failed.
+        turn: the others save into memory.
 
     Returns:
         The error that all ranks raise.
     """
     request = SaveRequest(_nothing, save_dir="", tag="", failed=err)
-    pending = _begun(runtime, request, asynchronous=False)
+    pending = _begun(runtime, request, asynchronous=False, turn=turn)
     return MegatronSaveError(f"no checkpoint is saved ({pending.pending.cause()})", framework_saves=True)
 
 
@@ -106,9 +123,11 @@ def _nothing(_: Message) -> Contribution:
     raise AssertionError("a rank that failed before the save contributes nothing")
 
 
-def _begun(runtime: Runtime, request: SaveRequest, *, asynchronous: bool) -> MegatronSave:
-    meet = runtime.rendezvous().separate("save")  # an earlier save may still be in progress
+def _begun(runtime: Runtime, request: SaveRequest, *, asynchronous: bool, turn: Turn | None) -> MegatronSave:
     with as_megatron_errors():
+        if turn is not None:
+            return MegatronSave(turn.save(request))
+        meet = runtime.rendezvous().separate("save")  # an earlier save may still be in progress
         return MegatronSave(runtime.saver().save(request, meet, asynchronous=asynchronous))
 
 
@@ -118,8 +137,11 @@ def _scripts_commit(directory: str) -> None:
     marks.track(directory)
 
 
-def _ended(runtime: Runtime, save: PendingSave) -> None:
+def _ended(runtime: Runtime, memory_folder: str, save: PendingSave) -> None:
     runtime.last_save = result = save.result
+    session.checkpoint_io(result.times if result is not None else ())
+    if result is not None and result.complete:
+        runtime.saved_to_disk(memory_folder, result.seconds)
     if result is not None and result.shortfall and save.rank == 0:
         logger.error("unickpt: %s", result.shortfall)
     elif result is not None and result.committed and save.rank == 0:
@@ -164,10 +186,15 @@ class MegatronSave:
 
 
 class Background:
-    """The ``async_fn`` of an ``AsyncRequest`` whose work already runs in a thread of this process."""
+    """The ``async_fn`` of an ``AsyncRequest`` whose work already runs in a thread of this process.
 
-    def __init__(self, pending: MegatronSave) -> None:
-        self.pending = pending
+    Attributes:
+        pending: the save.
+        in_memory: whether the checkpoint goes into memory.
+    """
+
+    def __init__(self, pending: MegatronSave, *, in_memory: bool = False) -> None:
+        self.pending, self.in_memory = pending, in_memory
         self._process = os.getpid()
 
     def __call__(self) -> None:
@@ -202,3 +229,10 @@ class _Finalizers(list[Callable[[], Any]]):
 
     def append(self, function: Callable[[], Any]) -> None:
         super().append(lambda: function() if self._pending.committed else None)
+
+
+class _NoFinalizers(list[Callable[[], Any]]):
+    """Takes none of Megatron's finalize functions: they name a checkpoint on disk, and delete older ones."""
+
+    def append(self, function: Callable[[], Any]) -> None:
+        """Drop the function."""

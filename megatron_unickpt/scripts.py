@@ -12,14 +12,25 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_unickpt import argument_changes, foreign_state, internals, loading, marks, metadata, non_persistent, saving
-from megatron_unickpt.arguments import NATIVE_FORMAT, save_options, set_asynchronous
+from megatron_unickpt import (
+    argument_changes,
+    foreign_state,
+    internals,
+    loading,
+    marks,
+    memory,
+    metadata,
+    non_persistent,
+    saving,
+)
+from megatron_unickpt.arguments import NATIVE_FORMAT, asynchronous_arguments, save_options, set_asynchronous
 from megatron_unickpt.errors import MegatronCheckpointError, MegatronSaveError, as_megatron_errors
 from megatron_unickpt.foreign_state import Receiver
 from megatron_unickpt.marks import BACKEND
@@ -31,6 +42,7 @@ from unickpt.format.manifest import MANIFEST_FILE
 from unickpt.format.topology import describe
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.resume import AgreedFailureError, Offer, Together, resume
+from unickpt.memory.tier import Turn
 from unickpt.options import from_flags
 from unickpt.save import shutdown
 from unickpt.storage.base import split
@@ -87,9 +99,12 @@ def save_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, *
         return _native(runtime, wrapped, args, kwargs)
     set_asynchronous(options)
     runtime.saver(save_options(options))
-    before = runtime.saves_begun
+    turn = memory.turn_of(runtime, options, kwargs)
+    if turn is not None and _saved_in_memory(runtime, wrapped, options, turn, args, kwargs):
+        return None
+    before, place = runtime.saves_begun, memory.folder_of(options, str(options.save))
     try:
-        with runtime.during(ScriptCall(Purpose.SAVE)):
+        with runtime.during(ScriptCall(Purpose.SAVE, memory_folder=place)):
             return wrapped(*args, **kwargs)
     except MegatronSaveError as err:
         failed = err
@@ -110,6 +125,28 @@ def save_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, *
     if first and failed.directory:
         open_storage(failed.directory).delete(MANIFEST_FILE)  # left by an earlier save of unickpt of this iteration
     return result
+
+
+def _saved_in_memory(
+    runtime: Runtime, wrapped: Callable[..., Any], options: argparse.Namespace, turn: Turn, args: Any, kwargs: Any
+) -> bool:
+    """Save a checkpoint into memory. Returns whether it is on its way; the same on every rank.
+
+    Megatron's function runs as for an asynchronous save, because it then leaves the tracker file to a function that is dropped
+    here: the file names checkpoints on disk.
+    """
+    before = runtime.saves_begun
+    try:
+        with _changed(options, asynchronous_arguments(options)), runtime.during(ScriptCall(Purpose.SAVE, memory=turn)):
+            wrapped(*args, **kwargs)
+    except MegatronSaveError:
+        return False
+    except Exception as err:
+        if runtime.saves_begun != before:
+            raise
+        saving.refuse(runtime, err, turn=turn)
+        return False
+    return True
 
 
 def sharding_metadata(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -159,23 +196,30 @@ def load_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, *
     load_dir = getattr(options, bound.arguments["load_arg"], None)
     if load_dir is None:
         return _native(runtime, wrapped, args, kwargs)
-    shutdown.finish_all()  # a save of this process that is still in progress may be the newest checkpoint
+    shutdown.finish_all(ending=False)  # a save of this process that is still in progress may be the newest checkpoint
     meet = runtime.rendezvous()
     meet.begin("choose")
-    choices = non_persistent.choices_of(options, str(load_dir), getattr(options, "ckpt_step", None))
+    step = getattr(options, "ckpt_step", None)
+    choices = non_persistent.choices_of(options, str(load_dir), step)
+    in_memory = memory.resume_of(runtime, options, str(load_dir), step)
+    offers = in_memory.offers(lambda: _marked(choices()), partial(memory.tracked, str(load_dir)))
     tried = False
 
     def attempt(offer: Offer, skipped: tuple[str, ...]) -> Any:
         nonlocal tried
         first, tried = not tried, True
-        if first and _local_is_newer(options, bound, offer):
+        if offer.native or (first and _local_is_newer(options, bound, offer)):
             return _native(runtime, wrapped, args, kwargs)
-        return _universal(runtime, wrapped, bound, options, offer, skipped)
+        if offer.checked:
+            Together(meet, offer.directory).step("check", partial(in_memory.check, offer))
+        result = _universal(runtime, wrapped, bound, options, offer, skipped, partial(in_memory.open, offer))
+        in_memory.loaded(offer, offer.step)
+        return result
 
     with as_megatron_errors():
         return resume(
             meet,
-            lambda: _marked(choices()),
+            offers.next,
             attempt,
             lambda _: _native(runtime, wrapped, args, kwargs),
             where=str(load_dir),
@@ -200,12 +244,12 @@ def _marked(offer: Offer) -> Offer:
 def checkpoint_name(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap ``get_checkpoint_name``: return the directory of the checkpoint that is being loaded, whatever its name."""
     base = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get("return_base_dir", False)
-    return str(runtime.source.storage) if runtime.source is not None and base else wrapped(*args, **kwargs)
+    return (runtime.source_directory if base else "") or wrapped(*args, **kwargs)
 
 
 def first_file(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap ``find_checkpoint_rank_0``: return the directory of the checkpoint that is being loaded."""
-    return str(runtime.source.storage) if runtime.source is not None else wrapped(*args, **kwargs)
+    return runtime.source_directory or wrapped(*args, **kwargs)
 
 
 def checkpoint_format(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -215,9 +259,9 @@ def checkpoint_format(runtime: Runtime, wrapped: Callable[..., Any], *args: Any,
 
 def _universal(
     runtime: Runtime, wrapped: Callable[..., Any], bound: inspect.BoundArguments, options: argparse.Namespace, offer: Offer,
-    skipped: tuple[str, ...],
+    skipped: tuple[str, ...], source: Callable[[], Checkpoint],
 ) -> Any:  # fmt: skip
-    """Load a unickpt checkpoint through Megatron's own function.
+    """Load a unickpt checkpoint, which ``source`` opens, through Megatron's own function.
 
     Raises:
         AgreedFailureError: the load failed, on all ranks.
@@ -227,7 +271,7 @@ def _universal(
     receiver = Receiver(options, bound.arguments["opt_param_scheduler"] if with_schedule else None)
 
     def opened() -> tuple[Checkpoint, Any]:
-        checkpoint = Checkpoint.open(offer.directory)
+        checkpoint = source()
         foreign = foreign_state.is_foreign(checkpoint)
         stored = None if foreign else metadata.common_state_dict(checkpoint).get("args")
         if stored is not None and not finetune:
@@ -244,7 +288,8 @@ def _universal(
         changes["no_load_rng"] = True
     begun = runtime.loads_begun
     try:
-        with _changed(options, changes), runtime.during(ScriptCall(Purpose.LOAD, checkpoint, receiver)):
+        directory = offer.directory if offer.generation else str(checkpoint.storage)
+        with _changed(options, changes), runtime.during(ScriptCall(Purpose.LOAD, checkpoint, receiver, directory)):
             result = wrapped(*bound.args, **bound.kwargs)
     except MegatronCheckpointError as err:
         if err.failures:

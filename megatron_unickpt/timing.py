@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_unickpt.declaration import declared
-from megatron_unickpt.internals import process_groups
+from megatron_unickpt.internals import iterations_done, process_groups
 from megatron_unickpt.versions import version
 from unickpt import hooks
 from unickpt.diagnosis import session
@@ -20,7 +20,11 @@ _CHECKPOINTING = "megatron.core.dist_checkpointing"
 
 
 class StepCounter:
-    """Counts optimizer steps. A chained optimizer steps its inner optimizers within one step."""
+    """Counts optimizer steps. A chained optimizer steps its inner optimizers within one step.
+
+    With Megatron's training scripts a step has the number of its iteration, which goes on after a restart. Other programs count
+    from the start of the process.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
@@ -34,7 +38,8 @@ class StepCounter:
         finally:
             self._depth -= 1
             if not self._depth:
-                self._steps += 1
+                done = iterations_done()
+                self._steps = self._steps + 1 if done is None else done + 1
                 session.stepped(self._steps)
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(REPO))
 from megatron_unickpt.hooks import DECLARED  # noqa: E402
 
 MODULE = "megatron/core/unickpt.py"
-SOURCE = '''"""unickpt in the source instead of at run time: does nothing where it is not installed (pip install unickpt)."""
+SOURCE = '''"""unickpt in the source instead of at run time: does nothing if unickpt is not installed."""
 
 try:
     from unickpt.hooks import in_source

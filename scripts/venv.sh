@@ -26,10 +26,14 @@ use_venv() {
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "installing torch, then unickpt[$extras], into $venv (some minutes, once)" >&2
     # torch first and alone: among the other requirements pip might choose another build of it, gigabytes larger.
+    # Python compiles a module when it is first imported, and most of what is installed never is.
     # shellcheck disable=SC2086  # may hold options of pip as well
-    python -m pip install -qq $torch || return 1
-    python -m pip install -qq --editable ".[$extras]" || return 1
-    compile_operators "$venv/compile.log" || return 1
+    python -m pip install -qq --no-compile $torch || return 1
+    python -m pip install -qq --no-compile --editable ".[deepspeed]" || return 1
+    compile_operators "$venv/compile.log" & # while pip downloads the rest
+    local compiling=$!
+    python -m pip install -qq --no-compile --editable ".[$extras]" || { kill $compiling; return 1; }
+    wait $compiling || return 1
     echo "$wanted" >"$stamp"
   fi
 }
@@ -40,7 +44,8 @@ compile_operators() {
   local builder pid failed="" pids=()
   : >"$1"
   for builder in ShareMemCommBuilder CPUAdamBuilder FusedAdamBuilder; do
-    DS_ACCELERATOR=cpu python -c "$code" $builder >>"$1" 2>&1 &
+    # without autoload: pip may be replacing this package's files at the moment
+    TORCH_DEVICE_BACKEND_AUTOLOAD=0 DS_ACCELERATOR=cpu python -c "$code" $builder >>"$1" 2>&1 &
     pids+=($!)
   done
   for pid in "${pids[@]}"; do wait "$pid" || failed=yes; done

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from unickpt.api.state import LocalShard
     from unickpt.api.training import Loaded, latest_checkpoint, load_checkpoint, save_checkpoint
     from unickpt.convert.pipeline import Converted
+    from unickpt.data.global_order import DataPosition, GlobalOrderSampler
+    from unickpt.data.resharding import ReshardableLoader, deal_samples
     from unickpt.errors import (
         ConfigError,
         CoordinationError,
@@ -47,6 +49,8 @@ _MODULES = {
     "unickpt.api.state": ("LocalShard",),
     "unickpt.api.training": ("Loaded", "latest_checkpoint", "load_checkpoint", "save_checkpoint"),
     "unickpt.convert.pipeline": ("Converted",),
+    "unickpt.data.global_order": ("DataPosition", "GlobalOrderSampler"),
+    "unickpt.data.resharding": ("ReshardableLoader", "deal_samples"),
     "unickpt.errors": (
         "ConfigError", "CoordinationError", "CorruptCheckpointError", "CoverageError", "FormatError", "LanguageError",
         "MismatchError", "HostPeerFailedError", "NewerFormatError", "NotACheckpointError", "SaveFailedError", "StorageError",
@@ -67,8 +71,10 @@ __all__ = [
     "CoordinationError",
     "CorruptCheckpointError",
     "CoverageError",
+    "DataPosition",
     "Export",
     "FormatError",
+    "GlobalOrderSampler",
     "HostPeerFailedError",
     "LanguageError",
     "LoadReport",
@@ -77,6 +83,7 @@ __all__ = [
     "MismatchError",
     "NewerFormatError",
     "NotACheckpointError",
+    "ReshardableLoader",
     "Retention",
     "SaveFailedError",
     "SaveOptions",
@@ -88,6 +95,7 @@ __all__ = [
     "UnsupportedLayoutError",
     "Verification",
     "convert_checkpoint",
+    "deal_samples",
     "export_checkpoint",
     "latest_checkpoint",
     "load_checkpoint",

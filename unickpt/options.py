@@ -20,6 +20,7 @@ from unickpt.errors import ConfigError
 KEY = "unickpt"
 VERIFY = ("always", "sampled", "off")
 ON_BUSY = ("wait", "skip", "queue")
+WHEN = ("steering", "always", "never")
 UNLIMITED = math.inf
 _CONF = "use torchrun's `--rdzv-conf`"
 Section = TypeVar("Section")
@@ -146,6 +147,22 @@ class TimingOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryOptions:
+    """Checkpoints in the memory of the hosts, between those on disk."""
+
+    to_disk_every: int = _option(
+        0, "save into the memory of the hosts, and each time after this number of saves to disk; 0 disables the memory tier"
+    )
+    replicas: int = _option(1, "number of other hosts that hold a copy of each file")
+    generations: int = _option(2, "number of checkpoints that stay in memory, at least 2", least=2, most=8)
+    gigabytes: float = _option(
+        UNLIMITED, "memory per host for all checkpoints and copies; a save that does not fit goes to disk", unit="GB"
+    )
+    copy_megabytes_per_second: float = _option(UNLIMITED, "bandwidth of the copies to another host", unit="MB/s")
+    folder: str = _option("/dev/shm", "directory in memory (tmpfs) that holds the checkpoints")
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """Options of a job. The defaults suit most jobs."""
 
@@ -205,17 +222,62 @@ class Options:
         "dialect of a checkpoint of another framework whose metadata does not name its model family: family or dialect file",
     )
     timeout_seconds: float = _option(1800.0, "time that a rank waits for other ranks before its save or load fails", unit="s")
+    resume_from: str = _option(
+        "",
+        "folder of the checkpoints that a job saves and resumes from: `keep_global_batch` reads the batch there, and "
+        "`ds_unickpt.resume_or_start` loads from it",
+        no_flag="use Megatron's `--load`",
+    )
+    keep_global_batch: str = _option(
+        "steering",
+        "when the number of ranks changes, keep the global batch by another gradient accumulation: under "
+        "`torchrun --rdzv-backend unickpt`, always, or never",
+        choices=WHEN,
+        no_flag="Megatron's `--global-batch-size` keeps it",
+    )
+    batch_tolerance: float = _option(
+        0.0,
+        "with keep_global_batch, share by which the global batch may differ from `train_batch_size` on ranks that cannot make "
+        "it exactly, as in 0.01; 0: an error names the numbers of ranks that can",
+        no_flag="Megatron's scripts need an exact batch",
+    )
+    auto_resume: str = _option(
+        "steering",
+        "without resume_from_checkpoint, Trainer resumes from the newest complete checkpoint in output_dir: after a restart by "
+        "`torchrun --rdzv-backend unickpt`, always, or never",
+        choices=WHEN,
+        no_flag="use Megatron's `--load`",
+    )
+    memory: MemoryOptions = field(default=MemoryOptions())
     timing: TimingOptions = field(default=TimingOptions())
 
 
 @dataclass(frozen=True, slots=True)
 class SteeringOptions:
-    """Options of ``torchrun --rdzv-backend unickpt --rdzv-conf KEY=VALUE,...``. All but ``host`` are equal on all hosts."""
+    """Options of ``torchrun --rdzv-backend unickpt --rdzv-conf KEY=VALUE,...``.
+
+    All but ``host`` and ``history`` are equal on all hosts.
+    """
 
     host: str = _option("", "name of this host in the job; empty: the host name", no_flag=_CONF)
     secret_file: str = _option(
         "", "file with the secret that the hosts of the job share; empty: the `--rdzv-id` is the secret", no_flag=_CONF
     )
+    history: str = _option(
+        "",
+        "folder for the history of the job, for `unickpt report`: a file for each agent; empty: a folder in shared memory",
+        no_flag=_CONF,
+    )
+    webhook: str = _option(
+        "", "URL, or file with the URL, to which the leader posts orders, verdicts and lost rounds as JSON", no_flag=_CONF
+    )
+    metrics_port: int = _option(
+        0,
+        "port on which each torchrun agent serves metrics of the steering for Prometheus; 0: none",
+        most=65_535,
+        no_flag=_CONF,
+    )
+    metrics_address: str = _option("127.0.0.1", "address to which that port is bound", no_flag=_CONF)
     sizes: str = _option("", "allowed numbers of hosts, as in `4+6+8`; empty: all from MIN to MAX", no_flag=_CONF)
     grow: bool = _option(True, "start a larger round as soon as more hosts arrive", no_flag=_CONF)
     lone: bool = _option(
@@ -230,7 +292,15 @@ class SteeringOptions:
         no_flag=_CONF,
     )  # fmt: skip
     settle_seconds: float = _option(1.0, "time that a round waits for more hosts before it grows", unit="s", no_flag=_CONF)
-    dead_seconds: float = _option(5.0, "age of the finding that a rank is dead before its host is out", unit="s", no_flag=_CONF)
+    boundary_seconds: float = _option(
+        1800.0, "time that a round waits for the next checkpoint of unickpt before it grows, so that no steps are lost; a job "
+        "that does not save with unickpt does not wait", unit="s", no_flag=_CONF,
+    )  # fmt: skip
+    act: bool = _option(True, "give the orders of the policy; false: only log them", no_flag=_CONF)
+    dead_seconds: float = _option(
+        45.0, "time that a rank is dead, and torchrun has not started it again, before its host is out; torchrun gives "
+        "the other workers of the host 30 s to end", unit="s", no_flag=_CONF,
+    )  # fmt: skip
     stopped_seconds: float = _option(60.0, "time that a process is stopped before its host is out", unit="s", no_flag=_CONF)
     hang_seconds: float = _option(
         300.0, "time that others wait for a rank that does not move before its host is out", unit="s", no_flag=_CONF
@@ -241,14 +311,32 @@ class SteeringOptions:
     still_seconds: float = _option(
         30.0, "time without any movement of a hung process before its host is out", unit="s", no_flag=_CONF
     )
+    loop_seconds: float = _option(
+        420.0, "time that a hung process stays in the same functions, while it uses the processor, before its host is out; "
+        "with NCCL, all ranks end after 600 s", unit="s", no_flag=_CONF,
+    )  # fmt: skip
     retries: int = _option(3, "restarts in a row without progress before the job is stopped", no_flag=_CONF)
+    fruitful_seconds: float = _option(
+        1800.0, "time after which a round counts as progress, whatever its steps are", unit="s", no_flag=_CONF
+    )
     slow: str = _option("log", "what is done about a slow host", choices=("log", "evict"), no_flag=_CONF)
     slow_seconds: float = _option(300.0, "time that a host is slow before it is out", unit="s", no_flag=_CONF)
+    check_seconds: float = _option(20.0, "time limit of a check of both ends of a link", unit="s", no_flag=_CONF)
+    bad_link: str = _option(
+        "log", "what is done if only one link is bad, so that no host is at fault: only log it, or blame the host with the "
+        "higher rank", choices=("log", "park"), no_flag=_CONF,
+    )  # fmt: skip
+    self_check: bool = _option(
+        True, "a host that returns, or was out for a fault, measures itself before it is admitted", no_flag=_CONF
+    )
+    check_share: float = _option(
+        0.5, "share of the median of the other hosts that it must reach in compute, memory and loop-back", no_flag=_CONF
+    )
     out_seconds: float = _option(300.0, "time that a host stays out; doubles each time", unit="s", no_flag=_CONF)
     longest_out_seconds: float = _option(86_400.0, "longest time that a host stays out", unit="s", no_flag=_CONF)
 
 
-SECTIONS: Mapping[str, type[Any]] = {"": Options, "timing": TimingOptions}
+SECTIONS: Mapping[str, type[Any]] = {"": Options, "memory": MemoryOptions, "timing": TimingOptions}
 
 
 def declared(section: str | None = None) -> Iterator[Option]:
@@ -372,8 +460,8 @@ def from_flags(arguments: Any, **native: Any) -> Options:
     for option in declared():
         if option.flag:
             values[option.section][option.key] = getattr(arguments, option.attribute, option.default)
-    timing = TimingOptions(**values["timing"])
-    return Options(**{**values[""], **native}, timing=timing)
+    memory, timing = MemoryOptions(**values["memory"]), TimingOptions(**values["timing"])
+    return Options(**{**values[""], **native}, memory=memory, timing=timing)
 
 
 # ---------------------------------------------------------------- torchrun

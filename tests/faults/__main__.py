@@ -22,7 +22,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # children are forked
 
 import torch
 
-from tests.faults import damaging, deepspeed_kills, jobs, killing, refusing, stalling
+from tests.faults import damaging, deepspeed_kills, jobs, killing, memory, refusing, stalling
 from tests.faults.tally import Tally
 from tests.support.document import put, section
 
@@ -38,6 +38,12 @@ FAULTS: dict[str, tuple[Fault, int]] = {  # and how often where --count does not
     "stall": (stalling.stalls, 60),
     "sigterm": (stalling.terminations, 100),
     "two-jobs": (jobs.two, 50),
+    "memory": (memory.at_random, 250),
+    "memory-stages": (memory.stages, 150),
+    "memory-flight": (memory.flight, 100),
+    "memory-keepers": (memory.keepers, 50),
+    "memory-names": (memory.names, 150),
+    "memory-full": (memory.full, 50),
     "bits": (damaging.bits, 1000),
     "truncation": (damaging.ends, 1000),
     "zeros": (damaging.pages, 500),
@@ -94,6 +100,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="the document whose table is replaced")
     parser.add_argument("--json", type=Path, help="the counts as JSON")
+    parser.add_argument(
+        "--with", dest="earlier", action="append", type=Path, default=[], metavar="JSON",
+        help="add the counts of another run of the same fault, with another seed, from its --json",
+    )  # fmt: skip
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
@@ -107,12 +117,16 @@ def main() -> int:
             tallies[name] = fault(folder, count, options.seed)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+        for path in options.earlier:
+            for tally, before in zip(tallies[name], json.loads(path.read_text())[name], strict=True):
+                tally.add(before)
         print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
         for tally in tallies[name]:
             print(json.dumps({**tally.to_json(), "how": "", "fault": tally.fault}, indent=1), flush=True)
         if options.out is not None:
             command = f"TMPDIR={os.environ['TMPDIR']} " if "TMPDIR" in os.environ else ""
-            command += f"python -m tests.faults {name} --count {count} --seed {options.seed} --out {options.out}"
+            command += f"python -m tests.faults {name} --count {count} --seed {options.seed}"
+            command += "".join(f" --with {path.name}" for path in options.earlier) + f" --out {options.out}"
             put(options.out, name, section(name, command, table(tallies[name])), HEAD)
     if options.json is not None:
         options.json.write_text(json.dumps({name: [tally.to_json() for tally in found] for name, found in tallies.items()}))

@@ -99,7 +99,11 @@ def resume(folder: Path) -> Resumed:
 
 def read(directory: Path) -> tuple[int, list[str]]:
     """Step of a checkpoint, and what in it is not that step's. Raises ``UnickptError`` if it is damaged."""
-    checkpoint = Checkpoint.open(directory)
+    return judged(Checkpoint.open(directory))
+
+
+def judged(checkpoint: Checkpoint) -> tuple[int, list[str]]:
+    """As ``read``, of an opened checkpoint."""
     step = checkpoint.manifest.step
     objects = checkpoint.objects().value
     wrong = []

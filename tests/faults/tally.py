@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.faults.state import Resumed
 
@@ -58,6 +59,15 @@ class Tally:
             self.outcomes["no checkpoint yet, nothing resumed"] += 1
         else:
             self.outcomes[NEWEST if found.step == newest else PREVIOUS] += 1
+
+    def add(self, before: dict[str, Any]) -> None:
+        """Add the counts of another run, from its ``to_json``."""
+        assert before["fault"] == self.fault
+        self.outcomes.update(before["outcomes"])
+        self.wrong += before["wrong"]
+        self.deaths += before["deaths"]
+        self.lost += before["lost"]
+        self.notes += before["notes"]
 
     def to_json(self) -> dict[str, object]:
         return {"fault": self.fault, "how": self.how, "count": self.count, "outcomes": dict(self.outcomes), "wrong": self.wrong,

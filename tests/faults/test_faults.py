@@ -15,7 +15,8 @@ from unickpt.testing.launch import environment
 
 COUNTS = {
     "kill": 2, "kill-calls": 8, "errors": 20, "gone": 5, "short-writes": 4, "full": 2, "stall": 5, "sigterm": 3, "two-jobs": 1,
-    "bits": 12, "truncation": 12, "zeros": 6,
+    "memory": 2, "memory-stages": 1, "memory-flight": 1, "memory-keepers": 1, "memory-names": 1, "memory-full": 1, "bits": 12,
+    "truncation": 12, "zeros": 6,
 }  # fmt: skip
 
 

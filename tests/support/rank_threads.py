@@ -13,19 +13,22 @@ from unickpt.coordination.rendezvous import Rendezvous
 WORLD = 3
 
 
-def on_all_ranks(action: Callable[[Rendezvous], Any], *, timeout_s: float = 30.0) -> list[Any]:
-    """Run an action on WORLD threads that share a store, as ranks do. Returns errors as results."""
+def on_all_ranks(
+    action: Callable[[Rendezvous], Any], *, timeout_s: float = 30.0, world: int = WORLD,
+    ended: Callable[[], frozenset[int]] = frozenset,
+) -> list[Any]:  # fmt: skip
+    """Run an action on ``world`` threads that share a store, as ranks do. Returns errors as results."""
     store = dist.HashStore()
-    out: list[Any] = [None] * WORLD
+    out: list[Any] = [None] * world
 
     def run(rank: int) -> None:
-        meet = Rendezvous(store, rank=rank, world=WORLD, prefix="t", timeout_s=timeout_s, notice_s=0.2)
+        meet = Rendezvous(store, rank=rank, world=world, prefix="t", timeout_s=timeout_s, notice_s=0.2, ended=ended)
         try:
             out[rank] = action(meet)
         except Exception as err:
             out[rank] = err
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(WORLD)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
     for thread in threads:
         thread.start()
     for thread in threads:

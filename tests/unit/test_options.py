@@ -34,7 +34,7 @@ def row_of(option: Option) -> str:
 
 @pytest.mark.parametrize("option", ALL, ids=lambda option: f"{option.section}.{option.key}")
 def test_both_adapters_have_every_option_or_the_docs_give_a_reason(option: Option) -> None:
-    properties = (SCHEMA["properties"]["timing"] if option.section else SCHEMA)["properties"]
+    properties = (SCHEMA["properties"][option.section] if option.section else SCHEMA)["properties"]
     action = next((action for action in parser()._actions if option.flag and option.flag in action.option_strings), None)
     if option.no_key:
         assert option.key not in properties

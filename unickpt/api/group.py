@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.errors import ConfigError
+from unickpt.round_folder import ends_of_job
 
 
 def rendezvous_of(group: dist.ProcessGroup | None, *, timeout_s: float) -> Rendezvous:
@@ -31,4 +32,5 @@ def rendezvous_of(group: dist.ProcessGroup | None, *, timeout_s: float) -> Rende
     store = dist.distributed_c10d._get_default_store()
     name = "default" if group is None else group.group_name
     call = store.add(f"unickpt/api/{name}/calls/{rank}", 1)
-    return Rendezvous(store, rank=rank, world=world, prefix=f"unickpt/api/{name}/{call}", timeout_s=timeout_s)
+    ended = ends_of_job(rank, world) if group is None else frozenset
+    return Rendezvous(store, rank=rank, world=world, prefix=f"unickpt/api/{name}/{call}", timeout_s=timeout_s, ended=ended)

@@ -165,7 +165,7 @@ def load_checkpoint(
         state: tensors to fill, by name or by (name, state), as in ``save_checkpoint``. Tensors are filled in place. Any
             device and strides. If the dtype differs from the stored one, the values are cast. ``weight`` and ``master`` stand
             in for each other if the checkpoint has only one of them.
-        fall_back: load the newest whole older checkpoint of a save directory if a checkpoint is damaged. All ranks load the
+        fall_back: load the newest complete older checkpoint of a save directory if a checkpoint is damaged. All ranks load the
             same one.
         verify: checksums to check. ``always``: of every fragment that is read. ``sampled``: of a sample of the fragments
             that are needed in part, and of all others. ``off``: only manifest, index and headers.
@@ -185,7 +185,7 @@ def load_checkpoint(
         CoordinationError: a rank did not make the call within ``timeout_s``.
         StorageError: the storage cannot be read. This is never a reason to fall back.
     """
-    shutdown.finish_all()
+    shutdown.finish_all(ending=False)
     folder = absolute(os.fspath(directory))
     meet = rendezvous_of(group, timeout_s=timeout_s)
     candidates = Candidates(folder)
@@ -229,7 +229,7 @@ def _load(
 
     def read(host_peers: Any) -> None:
         stats = checkpoint.fill(planned, verify=verify, host_peers=host_peers)
-        report.bytes_read, report.bytes_needed, report.read_seconds = stats.bytes_read, stats.bytes_needed, stats.seconds
+        report.add_read(stats)
 
     together.read(read, opener)
     decoded = together.step("finish", lambda: wanted.finish(allow_pickle=allow_pickle))
@@ -240,7 +240,7 @@ def _load(
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
-    """Return the path of the newest whole checkpoint in a save directory.
+    """Return the path of the newest complete checkpoint in a save directory.
 
     Whole means: manifest and index are valid, and all files exist with the expected sizes. ``verify_checkpoint`` also reads
     the data. The file ``latest`` is not consulted.
@@ -256,7 +256,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
         directory: save directory, output directory of a Hugging Face Trainer run, or a checkpoint. A path or a URL.
 
     Returns:
-        Path or URL of the checkpoint; in a Trainer run, of the ``checkpoint-N`` folder. None if there is no whole checkpoint.
+        Path or URL of the checkpoint; in a Trainer run, of the ``checkpoint-N`` folder. None if none is complete.
 
     Raises:
         StorageError: the storage cannot be read.

@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "sources", metavar="SRC", nargs="+", help="checkpoints in order, or one save directory with --last; paths or URLs"
     )
-    parser.add_argument("--last", type=int, metavar="K", help="average the K newest whole checkpoints of the save directory")
+    parser.add_argument("--last", type=int, metavar="K", help="average the K newest complete checkpoints of the save directory")
     parser.add_argument(
         "--ema", type=float, metavar="DECAY", help="exponential moving average: m = DECAY * m + (1 - DECAY) * x, in order"
     )
@@ -34,11 +34,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _newest(directories: list[str], count: int) -> list[str]:
-    """The ``count`` newest whole checkpoints of a save directory, oldest first."""
+    """The ``count`` newest complete checkpoints of a save directory, oldest first."""
     if len(directories) != 1 or count < 2:
         raise ConfigError("--last K needs one save directory, and K of at least 2")
-    whole = [tag for tag in list_tags(directories[0]) if tag.whole]
-    if len(whole) < count:
-        some = ", ".join(tag.tag for tag in whole) or "none"
-        raise MismatchError(f"{directories[0]}: {count} whole checkpoints are needed, {len(whole)} are there ({some})")
-    return [join(directories[0], tag.tag) for tag in whole[-count:]]
+    complete = [tag for tag in list_tags(directories[0]) if tag.complete]
+    if len(complete) < count:
+        some = ", ".join(tag.tag for tag in complete) or "none"
+        raise MismatchError(f"{directories[0]}: {count} complete checkpoints are needed, {len(complete)} are there ({some})")
+    return [join(directories[0], tag.tag) for tag in complete[-count:]]

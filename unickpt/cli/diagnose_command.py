@@ -11,7 +11,8 @@ from unickpt.cli.output import Output
 from unickpt.diagnosis.agent.launch import ADDRESS, read_address
 from unickpt.diagnosis.agent.server import fetch
 from unickpt.diagnosis.detectors.examine import examine
-from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY, own_jobs, read_folder
+from unickpt.diagnosis.host.exit_file import read_exits
+from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY, has_living, own_jobs, read_folder
 from unickpt.diagnosis.reports.verdict_text import render_all
 from unickpt.diagnosis.snapshot.clocks import on_one_clock
 from unickpt.diagnosis.snapshot.snapshot import Snapshot, take_snapshot
@@ -47,7 +48,7 @@ def _seen_from(place: str) -> Snapshot:
     if "://" not in place and Path(place).name == ADDRESS and Path(place).is_file():
         place = read_address(Path(place).parent)
     if "://" not in place:
-        return take_snapshot(read_folder(Path(place)))
+        return take_snapshot(read_folder(Path(place)), exits=read_exits(Path(place)))
     try:
         return fetch(place)
     except OSError as err:
@@ -57,12 +58,14 @@ def _seen_from(place: str) -> Snapshot:
 
 
 def _own_folder() -> str:
-    """Return the folder of this user's only job on this host.
+    """Return the folder of this user's only job on this host, or of the only one with living processes.
 
     Raises:
         NotACheckpointError: there is no such folder, or there are several.
     """
     found = own_jobs(SHARED_MEMORY)
+    living = [folder for folder in found if has_living(folder)]
+    found = living if len(living) == 1 else found
     if len(found) == 1:
         return str(found[0])
     if not found:

@@ -21,6 +21,7 @@ from unickpt.hooks import Hook, HookStatus
 
 JSON_SCHEMA = 1
 ADAPTERS = ("ds_unickpt", "megatron_unickpt")
+FALLBACKS = "ds_unickpt.fallbacks"
 
 _MARKDOWN_BEGINNING = """\
 <!-- Generated, do not edit: unickpt hooks status --markdown > docs/developing/hooks.md -->
@@ -31,7 +32,8 @@ framework's version is in the tested range and the function has the parameters t
 the framework keeps its own behaviour, and one warning says so. A fingerprint is 12 hex digits of the SHA-256 of
 the function's source without comment lines, blank lines and indentation. If the fingerprint is unknown, a hook
 with "refused" is not installed. A hook with "installed" is installed, and `unickpt hooks status` names it: the
-hook passes calls through or changes the text of an error, or it belongs to Megatron-LM, whose users edit the source.
+hook passes calls through, sets an argument or changes the text of an error, or it belongs to Megatron-LM, whose users
+edit the source.
 
 Hooks with `timing` in their names are installed only if timing is enabled.
 
@@ -59,6 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     form = status.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="the table as one JSON document")
     form.add_argument("--markdown", action="store_true", help="what the hooks are, as docs/developing/hooks.md holds it")
+    form.add_argument("--fallbacks", action="store_true", help="what DeepSpeed saves by itself, as the guide for it holds it")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -66,15 +69,29 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.markdown:
         out.text(_markdown([hook for adapter in ADAPTERS for hook in _declared(adapter)]))
         return 0
+    if args.fallbacks:
+        out.text(
+            "\n".join(["| the job uses | why |", "|---|---|", *(f"| {r['feature']} | {r['why']} |" for r in _fallbacks())])
+        )
+        return 0
     adapters = [_import("ds_unickpt", "deepspeed", DEEPSPEED), _import("megatron_unickpt", "megatron", MEGATRON)]
     known = [_usable(status, adapters) for status in hooks.status()]
     found = sorted([*known, *_not_installed(known, adapters)], key=lambda status: status.hook.name)
     if args.json:
         documents = {"adapters": [asdict(adapter) for adapter in adapters], "hooks": [_document(status) for status in found]}
-        out.json({"schema": JSON_SCHEMA, **documents})
+        fallbacks = _fallbacks() if adapters[0].state == "imported" else []
+        out.json({"schema": JSON_SCHEMA, **documents, "fallbacks": fallbacks})
     else:
         _show(out, adapters, found)
+        if adapters[0].state == "imported":
+            cells = [[row["feature"], row["why"]] for row in _fallbacks()]
+            out.table(f"jobs that DeepSpeed saves by itself ({len(cells)})", ["the job uses", "why"], cells)
     return 0
+
+
+def _fallbacks() -> list[dict[str, str]]:
+    """Return what the DeepSpeed adapter does not save, from its table."""
+    return [{"feature": row.feature, "why": row.why} for row in import_module(FALLBACKS).FALLBACKS]
 
 
 def _import(adapter: str, framework: str, installers: dict[str, str]) -> _Adapter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from unickpt.checkpoint_folder import latest_tag, read_manifest
@@ -13,12 +14,15 @@ from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.rendering import render, render_settings
+from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY
 from unickpt.errors import ConfigError, CorruptCheckpointError
 from unickpt.format.boxes import Box
 from unickpt.format.index import Index
 from unickpt.format.manifest import MANIFEST_FILE, Manifest
 from unickpt.load.folders import TagSummary, list_tags
 from unickpt.load.validation import check_files, read_index
+from unickpt.memory.contact import named as generation_named
+from unickpt.storage.base import Storage
 from unickpt.storage.open import open_storage
 
 JSON_SCHEMA = 1
@@ -31,7 +35,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
         "directory", metavar="DIR",
-        help="a checkpoint, a save directory (follows 'latest'), or the output directory of a Trainer run; a path or a URL",
+        help="a checkpoint, a save directory (follows 'latest'), or the output directory of a Trainer run; a path or a URL. "
+        "A checkpoint in memory: memory://TOKEN/gNUMBER as in the log and in 'unickpt hosts', or its folder in /dev/shm; "
+        "without gNUMBER the newest that can be loaded",
+    )  # fmt: skip
+    parser.add_argument(
+        "--memory-folder", metavar="DIR", type=Path, default=SHARED_MEMORY,
+        help="directory in memory that holds checkpoints, as the option memory.folder (default: /dev/shm)",
     )  # fmt: skip
     parser.add_argument("--all", action="store_true", help=f"list all parameters, not only the first {_SHOWN_PARAMETERS}")
     parser.add_argument("--grep", metavar="REGEX", help="only parameters whose name contains a match")
@@ -46,6 +56,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.state is not None and args.tensor is None:
         raise ConfigError("--state belongs to --tensor NAME")
     pattern = _pattern(args.grep)
+    in_memory = generation_named(args.directory, args.memory_folder)
+    if in_memory is not None:
+        return _show_view(args, out, _View.read(in_memory), pattern, tags=None)
     directory = open_storage(args.directory).where()
     location = locate(directory)
     tags = None if location.save_directory is None else list_tags(location.save_directory)
@@ -55,7 +68,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
         if args.json:
             out.json(_document(directory, tags, None, None))
         return SOUND
-    view = _View.read(location.checkpoint)
+    return _show_view(args, out, _View.read(open_storage(location.checkpoint)), pattern, tags=tags)
+
+
+def _show_view(
+    args: argparse.Namespace, out: Output, view: _View, pattern: re.Pattern[str] | None, *, tags: list[TagSummary] | None
+) -> int:
+    """Print a checkpoint. Arguments as in ``_document``."""
     if args.tensor is not None:
         found = summary.fragmented(view.index, args.tensor, args.state, aliases=view.manifest.aliases)
         if args.json:
@@ -63,6 +82,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         else:
             _show_fragments(out, found)
     elif args.json:
+        directory = view.directory if tags is None else open_storage(args.directory).where()
         out.json(_document(directory, tags, view, pattern))
     else:
         _show(out, view, pattern, show_all=args.all, show_objects=args.objects)
@@ -79,17 +99,22 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 class _View:
     """Manifest and index of a checkpoint. ``problem`` describes missing files and files of the wrong size, or is empty."""
 
-    def __init__(self, directory: str, manifest: Manifest, index: Index, problem: str) -> None:
-        self.directory, self.manifest, self.index, self.problem = directory, manifest, index, problem
+    def __init__(self, storage: Storage, manifest: Manifest, index: Index, problem: str) -> None:
+        self.storage, self.manifest, self.index, self.problem = storage, manifest, index, problem
+
+    @property
+    def directory(self) -> str:
+        """Path or URL of the checkpoint."""
+        return self.storage.where()
 
     @classmethod
-    def read(cls, directory: str) -> _View:
+    def read(cls, storage: Storage) -> _View:
         """Read manifest and index.
 
         Raises:
             UnickptError: the manifest or the index cannot be used. A missing data file is only recorded in ``problem``.
         """
-        storage, problem = open_storage(directory), ""
+        problem = ""
         manifest = read_manifest(storage)
         try:
             check_files(storage, manifest)
@@ -97,13 +122,13 @@ class _View:
             if storage.size_bytes(manifest.index) != manifest.file(manifest.index).size_bytes:
                 raise
             problem = str(err)
-        return cls(directory, manifest, read_index(storage, manifest), problem)
+        return cls(storage, manifest, read_index(storage, manifest), problem)
 
     @property
     def total_bytes(self) -> int:
         """Size of all files, including the manifest."""
         listed = sum(record.size_bytes for record in self.manifest.files)
-        return listed + (open_storage(self.directory).size_bytes(MANIFEST_FILE) or 0)
+        return listed + (self.storage.size_bytes(MANIFEST_FILE) or 0)
 
 
 # ---------------------------------------------------------------- JSON
@@ -155,10 +180,12 @@ def _show_tags(out: Output, directory: str, tags: list[TagSummary]) -> None:
     latest = latest_tag(directory)
     out.line(f"save directory {directory}", style="bold")
     out.line(f"latest: {latest or '(no such file)'}")
-    complete = [tag.tag for tag in tags if tag.whole]
-    out.line(f"newest whole checkpoint: {complete[-1] if complete else 'none'}")
-    rows = [[tag.tag, "" if tag.step is None else str(tag.step), "yes" if tag.whole else f"no: {tag.problem}"] for tag in tags]
-    out.table(f"checkpoints ({len(tags)})", ["tag", "step", "whole"], rows)
+    complete = [tag.tag for tag in tags if tag.complete]
+    out.line(f"newest complete checkpoint: {complete[-1] if complete else 'none'}")
+    rows = [
+        [tag.tag, "" if tag.step is None else str(tag.step), "yes" if tag.complete else f"no: {tag.problem}"] for tag in tags
+    ]
+    out.table(f"checkpoints ({len(tags)})", ["tag", "step", "complete"], rows)
     out.line()
 
 

@@ -1,4 +1,4 @@
-"""``unickpt latest``: print the path of the newest whole checkpoint, for scripts."""
+"""``unickpt latest``: print the path of the newest complete checkpoint, for scripts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Print the path. Return 0 if there is one, 1 if no checkpoint is whole or unickpt wrote none, 3 if there is no checkpoint.
+    """Print the path. Return 0 if there is one, 1 if none is complete or unickpt wrote none, 3 if there is no checkpoint.
 
     The file ``latest`` is not consulted: it can name a checkpoint that has lost files since.
     """
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.json:
         out.json({"schema": JSON_SCHEMA, "path": None, "checkpoint": None, "step": None})
     broken = list_tags(directory)
-    words = f"no whole checkpoint; {broken[-1].tag}: {broken[-1].problem}" if broken else "no checkpoint of unickpt is there"
+    words = f"no complete checkpoint; {broken[-1].tag}: {broken[-1].problem}" if broken else "no checkpoint of unickpt is there"
     _say(f"{directory}: {words}")
     return DAMAGED if broken or others else NONE
 

@@ -63,8 +63,8 @@ def locate_checkpoint(directory: str) -> str:
     """
     location = locate(directory)
     if location.checkpoint is None:
-        found = [tag.tag for tag in list_tags(directory) if tag.whole]
-        names = ", ".join(found[-_SHOWN:]) if found else "none is whole"
+        found = [tag.tag for tag in list_tags(directory) if tag.complete]
+        names = ", ".join(found[-_SHOWN:]) if found else "none is complete"
         raise NotACheckpointError(f"{directory}: has no 'latest' file; name one of the checkpoints there: {names}")
     return location.checkpoint
 

@@ -44,7 +44,7 @@ class _Command:
 COMMANDS = (
     _Command("inspect", "unickpt.cli.inspect_command", "show what a checkpoint holds, without reading its data"),
     _Command("verify", "unickpt.cli.verify_command", "read every byte of a checkpoint and report what is damaged"),
-    _Command("latest", "unickpt.cli.latest_command", "print the newest whole checkpoint of a directory"),
+    _Command("latest", "unickpt.cli.latest_command", "print the newest complete checkpoint of a directory"),
     _Command("diff", "unickpt.cli.diff_command", "compare two checkpoints, also of different frameworks"),
     _Command(
         "convert", "unickpt.cli.convert_command",
@@ -71,11 +71,13 @@ COMMANDS = (
         "metrics", "unickpt.cli.metrics_command", "print measurements of a job for Prometheus, or write them for TensorBoard",
         _REPEAT,
     ),
+    _Command("whatif", "unickpt.cli.whatif_command", "price every rank, link, stage and cause of a slow step by a replay"),
+    _Command("hosts", "unickpt.cli.hosts_command", "show, park or admit the hosts of a job of torchrun --rdzv-backend unickpt"),
     _Command("hooks", "unickpt.cli.hooks_command", "show the hooks in the installed frameworks"),
     _Command("completion", "unickpt.cli.completion_command", "print a script that completes commands in bash, zsh or fish"),
 )  # fmt: skip
 _EPILOG = (
-    "exit codes: 0 no problem; 1 damaged, different or not whole; 2 no readable checkpoint, or wrong usage; 3 no checkpoint "
+    "exit codes: 0 no problem; 1 damaged, different or incomplete; 2 no readable checkpoint, or wrong usage; 3 no checkpoint "
     "yet (latest); 130 stopped by Ctrl-C. 'unickpt COMMAND --help' describes a command."
 )
 

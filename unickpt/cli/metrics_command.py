@@ -7,8 +7,10 @@ from pathlib import Path
 
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
-from unickpt.cli.ring_folders import add_deadline, add_folders, read_hosts
-from unickpt.diagnosis.reports.metrics import exposition, measurements, write_scalars
+from unickpt.cli.ring_folders import add_deadline, add_folders
+from unickpt.diagnosis.reports.host_folders import read_hosts
+from unickpt.diagnosis.reports.metrics import exposition, measurements, of_memory, write_scalars
+from unickpt.memory_status import read_status
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +26,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Print or write the measurements."""
     hosts = read_hosts(args.directories)
     verdicts = [verdict for verdict, _ in hosts.judged(after_s=args.after)]
-    measured = measurements(hosts.jobs, verdicts, hosts.clock_offsets_ns)
+    memory = next((found for found in map(read_status, args.directories) if found is not None), None)
+    measured = [*measurements(hosts.jobs, verdicts, hosts.clock_offsets_ns), *of_memory(memory)]
     if args.tensorboard is None:
         out.text(exposition(measured).rstrip("\n"))
     else:

@@ -3,36 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-
-from unickpt.diagnosis.detectors.examine import examine
-from unickpt.diagnosis.detectors.verdicts import Verdict
-from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
-from unickpt.diagnosis.reports.verdict_text import VerdictText, render
-from unickpt.diagnosis.snapshot.clocks import clock_offsets, on_one_clock
-from unickpt.diagnosis.snapshot.snapshot import take_snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class Hosts:
-    """The records of a job on all its hosts.
-
-    Attributes:
-        jobs: records of each folder.
-        clock_offsets_ns: by host, offset of its wall clock behind the clock of the first folder, in ns. Estimated from common
-            calls.
-    """
-
-    jobs: list[HostRings]
-    clock_offsets_ns: dict[str, int]
-
-    def judged(self, *, after_s: float | None) -> list[tuple[Verdict, VerdictText]]:
-        """Return the verdicts on the job with their texts; ``after_s`` is the number of seconds that a call may take."""
-        snapshot = on_one_clock([take_snapshot(job) for job in self.jobs])
-        found = examine(snapshot, after_s=after_s)
-        return [(verdict, render(verdict, snapshot)) for verdict in found.verdicts]
 
 
 def add_folders(parser: argparse.ArgumentParser) -> None:
@@ -47,18 +18,3 @@ def add_deadline(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--after", type=float, metavar="SECONDS", help="time limit of a call (default: derived from the calls of the job)"
     )
-
-
-def read_hosts(folders: Sequence[Path]) -> Hosts:
-    """Read all records of all folders.
-
-    Raises:
-        NotACheckpointError: a folder has no ring files.
-    """
-    jobs = [read_folder(folder) for folder in folders]
-    offsets = clock_offsets([take_snapshot(job) for job in jobs]) if len(jobs) > 1 else []
-    found: dict[str, int] = {}
-    for job, offset in zip(jobs, offsets, strict=False):
-        for ring in job.ranks.values():
-            found.setdefault(ring.identity.host, offset.ns)
-    return Hosts(jobs, found)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output, human_bytes
-from unickpt.cli.ring_folders import add_folders, read_hosts
+from unickpt.cli.ring_folders import add_folders
+from unickpt.diagnosis.reports.host_folders import read_hosts
 from unickpt.diagnosis.reports.job_records import gather_records
 from unickpt.diagnosis.reports.perfetto import write_trace
 

@@ -145,7 +145,7 @@ def _ours(folder: Path) -> str:
     if within is not None:
         return (
             f"is a unickpt checkpoint without {MANIFEST_FILE}: its save did not finish, so it cannot be read. "
-            f"'unickpt latest {folder.parent}' finds the newest whole checkpoint"
+            f"'unickpt latest {folder.parent}' finds the newest complete checkpoint"
         )
     if loose is not None:
         return f"{loose.name} is a part of a unickpt checkpoint, not a model; pass the folder that contains {MANIFEST_FILE}"

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from unickpt.convert.pickle_machine import keyed
-from unickpt.convert.pickle_records import Name
+from unickpt.convert.pickle_records import Name, Record, UnsafePickleError
 from unickpt.errors import FormatError
 
 
@@ -109,7 +109,21 @@ def _ordered(values: Any = ()) -> OrderedDict[Any, Any]:
     return OrderedDict(_mapping(values))
 
 
+def _member(owner: Any, name: Any) -> Record:
+    """Return the record of a member of an enumeration.
+
+    Python 3.11.2 pickles ``Kind.ONE`` as ``getattr(Kind, "ONE")`` (``Enum.__reduce_ex__``), and 3.11.7 as ``Kind(1)``.
+    """
+    if type(owner) is not Name or owner.make is not None or type(name) is not str or name.startswith("_"):
+        raise UnsafePickleError(
+            "calls builtins.getattr for something else than a member of a stored class, which is not on the list of allowed "
+            "classes; no code of the file was run"
+        )
+    return Record(owner.name, (name,))
+
+
 _MAKERS = {
+    "builtins.getattr": _member,
     "collections.OrderedDict": _ordered, "collections.defaultdict": _no_factory, "collections.deque": _deque,
     "builtins.set": _set, "builtins.frozenset": _frozenset, "builtins.list": _list, "builtins.tuple": _tuple,
     "builtins.dict": _mapping, "builtins.int": _of(int, bool), "builtins.float": _of(float, int), "builtins.bool": _of(bool),

@@ -43,15 +43,18 @@ class Rendezvous:
         prefix: prefix of all keys.
         timeout_s: seconds to wait for other ranks before CoordinationError.
         notice_s: seconds after which one warning names the missing ranks.
+        ended: returns the ranks whose processes have ended (``round_folder.ends_of_job``). A wait for a message that
+            one of them has not sent ends at once.
     """
 
     def __init__(
-        self, store: Store | None, *, rank: int, world: int, prefix: str, timeout_s: float = 1800.0, notice_s: float = 20.0
-    ) -> None:
+        self, store: Store | None, *, rank: int, world: int, prefix: str, timeout_s: float = 1800.0, notice_s: float = 20.0,
+        ended: Callable[[], frozenset[int]] = frozenset,
+    ) -> None:  # fmt: skip
         if store is None and world != 1:
             raise CoordinationError(f"{world} ranks need a key-value store for coordination, but none was given")
         self.rank, self.world, self.timeout_s, self.notice_s = rank, world, timeout_s, notice_s
-        self._store, self._prefix, self._round = store, prefix, 0
+        self._store, self._prefix, self._round, self.ended = store, prefix, 0, ended
         self._session = "0"
         self._begun: dict[str, int] = {}
         self._uncount: Callable[[], None] | None = None
@@ -76,7 +79,7 @@ class Rendezvous:
         self._begun[name] = self._begun.get(name, 0) + 1
         found = Rendezvous(
             self._store, rank=self.rank, world=self.world, prefix=f"{self._prefix}/{name}/{self._begun[name]}",
-            timeout_s=self.timeout_s, notice_s=self.notice_s,
+            timeout_s=self.timeout_s, notice_s=self.notice_s, ended=self.ended,
         )  # fmt: skip
 
         def uncount() -> None:
@@ -89,6 +92,11 @@ class Rendezvous:
     def following(self) -> Rendezvous:
         """Return the next rendezvous of the same name, if ``separate`` created this one; otherwise this one."""
         return self if self._following is None else self._following()
+
+    @property
+    def deserted(self) -> bool:
+        """Whether the process of the coordinator has ended, so that no wait for it can end."""
+        return self.rank != 0 and 0 in self.ended()
 
     def abandon_reason(self) -> str:
         """Return why a rank abandoned this session, or ''."""
@@ -153,18 +161,22 @@ class Rendezvous:
         return {int(rank): reason for rank, reason in self.broadcast(f"{topic}-verdict", verdict, notice=False).items()}
 
     def leave(self, timeout_s: float = 10.0) -> None:
-        """End a separate rendezvous. The coordinator, which may host the store, waits until all ranks have left."""
+        """End a separate rendezvous. The coordinator, which may host the store, waits until all ranks have left or ended."""
         if self._store is None:
             return
         base = self._next("leave")
         if self.rank:
             self._put(f"{base}/{self.rank}", {})
             return
-        keys = [f"{base}/{rank}" for rank in range(1, self.world)]
+        keys = {rank: f"{base}/{rank}" for rank in range(1, self.world)}
         end = time.monotonic() + timeout_s
-        while not self._present(keys) and time.monotonic() < end:
+        while time.monotonic() < end:
+            ended = self.ended()
+            awaited = [key for rank, key in keys.items() if rank not in ended]
+            if not awaited or self._present(awaited):
+                break
             time.sleep(self._longest_pause_s)
-        for key in [*keys, *self._spent]:
+        for key in [*keys.values(), *self._spent]:
             self._delete(key)
         self._spent.clear()
 
@@ -202,6 +214,7 @@ class Rendezvous:
     def _await(self, topic: str, keys: dict[int, str], *, notice: bool = True) -> None:
         """Poll until all keys exist. A blocking call of the store would lock the client and, in torch, write log lines."""
         begin = checked = time.monotonic()
+        lost: frozenset[int] = frozenset()
         noticed = not notice
         pause = _FIRST_PAUSE_S
         while not self._present(list(keys.values())):
@@ -210,6 +223,7 @@ class Rendezvous:
             if now - checked >= _CHECK_EVERY_S:
                 checked = now
                 self._check_abandoned()
+                lost = self._check_ended(topic, keys, lost)
             if waited >= self.timeout_s:
                 self._give_up(topic, keys, waited)
                 continue
@@ -239,6 +253,27 @@ class Rendezvous:
             f"rank {self.rank} gave up after {waited_s:.0f} s in step {topic!r}: no message from rank {self._missing(keys)}. "
             "Every rank must make this call. Check the state of the named ranks."
         )
+        if self.rank == 0:
+            self.abandon(reason)
+        raise CoordinationError(reason)
+
+    def _check_ended(self, topic: str, keys: dict[int, str], lost: frozenset[int]) -> frozenset[int]:
+        """Raise CoordinationError if the process of an awaited rank has ended.
+
+        Its last message may still be on its way to the store, so two checks must find it missing.
+
+        Args:
+            topic, keys: of the wait.
+            lost: what the check before this one has returned.
+
+        Returns:
+            The awaited ranks that have ended and whose messages are missing.
+        """
+        found = frozenset(rank for rank in self.ended() & keys.keys() if not self._present([keys[rank]]))
+        if not found & lost:
+            return found
+        named = ", ".join(map(str, sorted(found & lost)))
+        reason = f"rank {self.rank} gave up in step {topic!r}: the process of rank {named} has ended without a message"
         if self.rank == 0:
             self.abandon(reason)
         raise CoordinationError(reason)

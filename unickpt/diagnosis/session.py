@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,17 @@ from unickpt.diagnosis.recording.process_group_hooks import ProcessGroupHooks
 from unickpt.diagnosis.recording.recorder import CallRecorder
 from unickpt.diagnosis.recording.records import Phase
 from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingWriter
-from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY, remove_old, shared_folder
+from unickpt.diagnosis.recording.ring_folder import (
+    SHARED_MEMORY,
+    SessionNote,
+    remove_old,
+    shared_folder,
+    write_note,
+)
+from unickpt.io_times import IoTime
+from unickpt.memory_status import MemoryStatus, write_status
 from unickpt.options import TimingOptions
+from unickpt.round_folder import folder_of_round
 
 logger = logging.getLogger("unickpt")
 
@@ -61,7 +70,8 @@ class Session:
         if first:
             remove_old(SHARED_MEMORY, older_than_s=_KEPT_S)
         named = Path(options.folder).absolute() if options.folder else None  # absolute: the agent has another working directory
-        self.folder = named or shared_folder(SHARED_MEMORY, job, _store())
+        given = folder_of_round()  # its agent has been there before this process
+        self.folder = _folder(given, named, job)
         ring = RingWriter(self.folder / f"{rank:05d}{SUFFIX}", Identity.here(rank, world, job), capacity=options.records)
         self._recorder = CallRecorder(ring, self._describe, events)
         self.phases = PhaseHooks(self._recorder)
@@ -73,9 +83,12 @@ class Session:
             launch.start(
                 self.folder, rank, _store(), metrics_port=options.metrics_port, metrics_address=options.metrics_address
             )
-            if options.watch and first
+            if options.watch and first and given is None
             else None
         )
+        if given is not None and first:
+            note = SessionNote(str(self.folder), options.watch, options.metrics_port, options.metrics_address)
+            write_note(given, note)
 
     def _describe(self, group: Any) -> dict[str, Any]:
         named = [label for label, groups in self._labels().items() if any(group is known for known in groups)]
@@ -84,6 +97,11 @@ class Session:
             "label": named[0] if named else _UNNAMED.get(group.group_desc, group.group_desc),
             "backend": group.name(),
         }
+
+    def checkpoint_io(self, times: Iterable[IoTime]) -> None:
+        """Record phases of saves and loads."""
+        for each in times:
+            self._recorder.checkpoint_io(each)
 
     def close(self) -> None:
         """Stop. The ring remains."""
@@ -142,6 +160,18 @@ class ProcessTiming:
         if self._session is not None:
             self._session.phases.step(number)
 
+    def checkpoint_io(self, times: Iterable[IoTime]) -> None:
+        """Record phases of a save or load. Any thread may call this. Never raises."""
+        with contextlib.suppress(Exception):
+            if self._session is not None:
+                self._session.checkpoint_io(times)
+
+    def memory_status(self, status: MemoryStatus) -> None:
+        """Write the state of the memory tier for the agent. Any thread may call this. Never raises."""
+        with contextlib.suppress(Exception):
+            if self._session is not None:
+                write_status(self._session.folder, status)
+
     @contextlib.contextmanager
     def in_phase(self, phase: Phase) -> Iterator[None]:
         """Record that training is in ``phase`` inside the ``with`` block."""
@@ -166,6 +196,20 @@ class ProcessTiming:
 
 _process = ProcessTiming()  # the hooks of torch and of the frameworks exist once per process, and so does their owner
 start, stop, stepped, in_phase = _process.start, _process.stop, _process.stepped, _process.in_phase
+checkpoint_io, memory_status = _process.checkpoint_io, _process.memory_status
+
+
+def _folder(given: Path | None, named: Path | None, job: str) -> Path:
+    """Return the folder of the rings.
+
+    Args:
+        given: folder of the round, from the agent of torchrun.
+        named: folder that the user has named. Each round has a folder of its own in it.
+        job: name of the job.
+    """
+    if given is None:
+        return named or shared_folder(SHARED_MEMORY, job, _store())
+    return named / given.name if named is not None else given
 
 
 def _device_events() -> EventSource | None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unickpt.format.boxes import Box
+from unickpt.format.file_names import DATA_FOLDER, LATEST_FILE, LOCK_FILE, MANIFEST_FILE, ROWS_FOLDER
 from unickpt.format.index import TensorInfo
 
-DATA_FOLDER = "data"
-ROWS_FOLDER = "rows"
-LATEST_FILE = "latest"  # in the save directory
-LOCK_FILE = "saving.lock"  # the coordinator locks it during a save
 SHARED_PREFIX = "objects/shared/"  # objects that every rank may read by name
 SHARED_TENSORS_PREFIX = "objects/shared-tensors/"
+
+__all__ = [
+    "DATA_FOLDER", "LATEST_FILE", "LOCK_FILE", "MANIFEST_FILE", "ROWS_FOLDER", "SHARED_PREFIX", "SHARED_TENSORS_PREFIX",
+    "RankFiles", "fragment_key", "index_name",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from typing import Any
 from unickpt.errors import FormatError, NewerFormatError, UnsafePathError
 from unickpt.format.checksums import PREFIX, digest
 from unickpt.format.dtypes import torch_dtype
+from unickpt.format.file_names import MANIFEST_FILE as MANIFEST_FILE
 from unickpt.format.json_text import parse_json
 from unickpt.format.safetensors_header import MAX_HEADER_BYTES
 
 FORMAT_NAME = "unickpt"
 FORMAT_VERSION = 2
-MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20  # the manifest of 100,000 ranks has 30 MB
 
 JSONValue = Any  # a value encoded by ``unickpt.format.objects``

@@ -51,7 +51,11 @@ class Header:
 
 
 def build_header(
-    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str], *, alignment: int = 8
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+    *,
+    alignment: int = 8,
+    least_bytes: int = 0,
 ) -> tuple[bytes, Header]:
     """Lay out tensors back to back and encode the header.
 
@@ -59,6 +63,7 @@ def build_header(
         tensors: ``(name, dtype, shape)`` in file order.
         metadata: strings for ``__metadata__``.
         alignment: the data begins at a multiple of this number of bytes.
+        least_bytes: the data begins at this byte or after it.
 
     Returns:
         The bytes of the header (padded with spaces) and its parsed form.
@@ -82,6 +87,7 @@ def build_header(
             "data_offsets": [slot.begin_byte, slot.end_byte],
         }
     text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "backslashreplace")
+    text += b" " * max(least_bytes - 8 - len(text), 0)
     text += b" " * (-(8 + len(text)) % alignment)
     if len(text) > MAX_HEADER_BYTES:
         raise FormatError(f"the safetensors header has {len(text)} bytes, the limit of the format is {MAX_HEADER_BYTES}")

@@ -1,4 +1,4 @@
-"""Find the checkpoint of a folder that a job resumes from: the one that ``latest`` names, or the newest whole one before it.
+"""Find the checkpoint of a folder that a job resumes from: the one that ``latest`` names, or the newest complete one before it.
 
 Reads manifests, never data. Damaged data shows only when it is read; the caller then asks for the next candidate.
 """
@@ -105,12 +105,17 @@ class Candidates:
     """The checkpoints of a folder, in the order in which a job tries them.
 
     The first candidate is the tag in ``latest``, or else the one in Megatron's tracker file. Without either file the job is
-    new and there is no candidate. Each later candidate is the newest whole checkpoint that was not tried. A checkpoint that
-    was saved again while it was read is offered again, because its old files are gone.
+    new and there is no candidate, or with ``newest`` it is the newest complete checkpoint. Each later candidate is the
+    newest complete checkpoint that was not tried. A checkpoint that was saved again while it was read is offered again,
+    because its old files are gone.
+
+    Args:
+        folder: folder of checkpoints. A path or a URL.
+        newest: whether checkpoints count that neither ``latest`` nor a tracker file names.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = os.fspath(folder)
+    def __init__(self, folder: str | os.PathLike[str], *, newest: bool = False) -> None:
+        self._folder, self._newest = os.fspath(folder), newest
         self._tried: list[str] = []
         self._offered: tuple[str, Identity] | None = None
         self._again = 0
@@ -135,7 +140,9 @@ class Candidates:
         notes = []
         if self._offered is None:
             try:
-                return CandidateTag(latest_tag(self._folder) or self._tracked())
+                named = latest_tag(self._folder) or self._tracked()
+                if named is not None or not self._newest:
+                    return CandidateTag(named)
             except StorageError:
                 raise  # an unavailable storage must not lead to an older checkpoint
             except UnickptError as err:

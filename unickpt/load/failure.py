@@ -23,7 +23,7 @@ from unickpt.errors import (
 from unickpt.storage.base import is_url
 
 # An older checkpoint helps against these and no others. Everything else would fail again with an older checkpoint, or hides
-# a newer one that is whole.
+# a newer one that is complete.
 DAMAGE = frozenset({FailureKind.ABSENT, FailureKind.DAMAGED})
 
 _KINDS: tuple[tuple[type[UnickptError], FailureKind], ...] = (  # subclasses before their base

@@ -29,19 +29,19 @@ class TagSummary:
     Attributes:
         tag: name of its directory. In a Trainer run two names, such as ``checkpoint-500/global_step500``.
         step: training step. None if the manifest cannot be read.
-        whole: manifest and index are valid, and every file exists with its expected size.
-        problem: why the checkpoint is not whole. Empty if it is whole.
+        complete: manifest and index are valid, and every file exists with its expected size.
+        problem: why the checkpoint is not complete. Empty if it is.
     """
 
     tag: str
     step: int | None
-    whole: bool
+    complete: bool
     problem: str
 
 
 @dataclass(frozen=True, slots=True)
 class NewestCheckpoint:
-    """The newest whole checkpoint of a directory.
+    """The newest complete checkpoint of a directory.
 
     Attributes:
         path: path to resume from. In a Trainer run the ``checkpoint-N`` folder, otherwise the checkpoint.
@@ -69,19 +69,19 @@ def list_tags(directory: str) -> list[TagSummary]:
         folder = place.subfolder(name)
         torn = _torn(folder, trainer=trainer)
         found = list_tags(folder.where()) or [TagSummary("", None, False, "no unickpt checkpoint")]
-        tags += [
-            TagSummary(f"{name}/{tag.tag}".rstrip("/"), tag.step, tag.whole and not torn, tag.problem or torn) for tag in found
-        ]
+        for tag in found:
+            path = f"{name}/{tag.tag}".rstrip("/")
+            tags.append(TagSummary(path, tag.step, tag.complete and not torn, tag.problem or torn))
     return sorted(tags, key=lambda tag: (-1 if tag.step is None else tag.step, tag.tag))
 
 
 def newest(directory: str) -> NewestCheckpoint | None:
-    """Return the newest whole checkpoint of a directory or of a Trainer run, or the directory itself if it is a checkpoint.
+    """Return the newest complete checkpoint of a directory or of a Trainer run, or the directory itself if it is a checkpoint.
 
-    Reads manifests until one checkpoint is whole, so the cost does not grow with old checkpoints.
+    Reads manifests until one checkpoint is complete, so the cost does not grow with old checkpoints.
 
     Returns:
-        None if the directory holds no whole checkpoint.
+        None if the directory holds no complete checkpoint.
 
     Raises:
         StorageError: the storage cannot be read.

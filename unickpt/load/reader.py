@@ -60,11 +60,15 @@ class ReadStats:
         bytes_read: bytes read from storage.
         bytes_needed: bytes that the requests needed.
         seconds: wall time.
+        bytes_gathered: bytes that this rank needed and other ranks of the host have read.
+        gather_seconds: part of ``seconds`` in which this rank copied these bytes, or waited for them, and did not read.
     """
 
     bytes_read: int = 0
     bytes_needed: int = 0
     seconds: float = 0.0
+    bytes_gathered: int = 0
+    gather_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

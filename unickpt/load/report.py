@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from unickpt.errors import MismatchError
+from unickpt.io_times import IoTime, of_load
+from unickpt.load.reader import ReadStats
 
 Outcome = Literal["restored", "cast", "set", "re-seeded", "recreated", "on other ranks", "left out"]
 OUTCOMES: tuple[Outcome, ...] = ("restored", "cast", "set", "re-seeded", "recreated", "on other ranks", "left out")
@@ -45,6 +48,8 @@ class LoadReport:
         bytes_needed: bytes that the tensors of this rank needed.
         seconds: wall time on this rank.
         read_seconds: part of ``seconds`` spent in reading and checksums.
+        bytes_gathered: bytes that this rank needed and other ranks of its host have read.
+        gather_seconds: part of ``read_seconds`` in which this rank only copied these bytes, or waited for them.
         skipped: newer checkpoints that were skipped, each with the reason.
         notes: warnings that the saving job stored in the checkpoint.
     """
@@ -56,12 +61,29 @@ class LoadReport:
     bytes_needed: int = 0
     seconds: float = 0.0
     read_seconds: float = 0.0
+    bytes_gathered: int = 0
+    gather_seconds: float = 0.0
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def add(self, name: str, state: str, outcome: Outcome, reason: str = "") -> None:
         """Add an entry."""
         self.entries.append(Entry(name, state, outcome, reason))
+
+    def add_read(self, stats: ReadStats) -> None:
+        """Add what a read has cost."""
+        self.bytes_read += stats.bytes_read
+        self.bytes_needed += stats.bytes_needed
+        self.read_seconds += stats.seconds
+        self.bytes_gathered += stats.bytes_gathered
+        self.gather_seconds += stats.gather_seconds
+
+    def io_times(self, step: int) -> tuple[IoTime, ...]:
+        """Return the phases of the load of a checkpoint of this step, which ends now."""
+        return of_load(
+            max(step, 0), time.monotonic_ns(), seconds=self.seconds, read_seconds=self.read_seconds,
+            gather_seconds=self.gather_seconds, bytes_read=self.bytes_read, bytes_gathered=self.bytes_gathered,
+        )  # fmt: skip
 
     def require(self, keys: Iterable[tuple[str, str]], *, what: str) -> None:
         """Check that every given (name, state) has an entry.

@@ -25,7 +25,7 @@ logger = logging.getLogger("unickpt")
 
 T = TypeVar("T")
 Opener = Callable[[], HostPeers]
-_SHOWN = 8  # whole checkpoints that an error names
+_SHOWN = 8  # complete checkpoints that an error names
 
 
 class AgreedFailureError(Exception):
@@ -52,9 +52,11 @@ class Offer:
         notes: problems of the folder itself, for the log.
         explicit: the user named this checkpoint, so no other one replaces it.
         native: the checkpoint has the framework's own format.
-        present: whole checkpoints of the folder, newest first. Set only if there is nothing to load.
+        present: complete checkpoints of the folder, newest first. Set only if there is nothing to load.
         refused: why an existing checkpoint cannot be loaded.
         failure: why the coordinator cannot select a checkpoint.
+        generation: number of a generation in the memory of the hosts; 0 for a checkpoint on disk.
+        checked: each host first removes its damaged files of the generation.
     """
 
     directory: str = ""
@@ -66,6 +68,8 @@ class Offer:
     present: tuple[str, ...] = ()
     refused: str = ""
     failure: Failure | None = None
+    generation: int = 0
+    checked: bool = False
 
     def to_message(self) -> dict[str, Any]:
         """Return a JSON-compatible value."""
@@ -224,14 +228,14 @@ def resume(
         if found.refused:
             raise MismatchError(found.refused)
         if found.notes and meet.rank == 0:
-            follows = f"Trying {found.directory}." if found.directory else "No whole checkpoint is left."
+            follows = f"Trying {found.directory}." if found.directory else "No complete checkpoint is left."
             logger.warning("unickpt: %s. %s", "; ".join(found.notes), follows)
         if found.notes and not fall_back:
             raise CorruptCheckpointError("; ".join(found.notes))
         skipped += found.notes
         if not found.directory:
             if tried or skipped:
-                raise CorruptCheckpointError(f"no whole checkpoint is left in {where}: " + "; ".join(skipped))
+                raise CorruptCheckpointError(f"no complete checkpoint is left in {where}: " + "; ".join(skipped))
             return nothing(found)
         tried = True
         try:
@@ -256,7 +260,7 @@ def _offered(offer: Callable[[], Offer], where: str) -> Offer:
 
 
 def _advised(meet: Rendezvous, error: Exception, offer: Offer, where: str) -> Exception:
-    """Return the error about a checkpoint that the user named, extended by the whole checkpoints in the same folder."""
+    """Return the error about a checkpoint that the user named, extended by the complete checkpoints in the same folder."""
     others: dict[str, Any] | None = None
     if meet.rank == 0:
         with contextlib.suppress(UnickptError, OSError):
@@ -269,6 +273,6 @@ def _advised(meet: Rendezvous, error: Exception, offer: Offer, where: str) -> Ex
         return error
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     named = ", ".join(found[:_SHOWN])
-    return type(error)(f"{error} Whole checkpoints in {where}, newest first: {named}{more}.").about(
+    return type(error)(f"{error} Complete checkpoints in {where}, newest first: {named}{more}.").about(
         file=error.file, tensor=error.tensor
     )

@@ -11,6 +11,7 @@ its checksum.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -150,6 +151,7 @@ def execute(
         for at in range(len(host_peers.ranks))
     ]
     stats = ReadStats()
+    begin, reads_s = time.monotonic(), 0.0
     stop = threading.Event()
     with (
         between_kernels(requests),
@@ -159,12 +161,15 @@ def execute(
         job = _Reading(storage, index, mine, verify, pool)
 
         def read_all() -> None:
+            nonlocal reads_s
             try:
                 for number, readers in enumerate(agreed.rounds):
                     host_peers.wait(CONSUMED, number - 1)  # the round before the last has been copied by all
                     if stop.is_set():
                         return
+                    read_since = time.monotonic()
                     stats.bytes_read += job.read(readers[host_peers.me], slots[host_peers.me][number % 2])
+                    reads_s += time.monotonic() - read_since
                     host_peers.publish(READY, number + 1)
             except BaseException:
                 host_peers.fail()
@@ -194,6 +199,8 @@ def execute(
             for view in views:
                 view.release()
     stats.bytes_needed = sum(use.region.numel * torch_dtype(f.info.dtype).itemsize for f in mine.values() for use in f.uses)
+    stats.bytes_gathered = max(0, stats.bytes_needed - stats.bytes_read)
+    stats.gather_seconds = max(0.0, time.monotonic() - begin - reads_s)
     return stats, plan.only(agreed.rows, without=True)
 
 

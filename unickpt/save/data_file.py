@@ -52,13 +52,15 @@ class DataFile:
         shards: all shards of the file, in file order. Their data are not read yet.
         rank, step: for the metadata of the file.
         pace: bandwidth limit.
+        header_bytes: least size of the header.
     """
 
-    def __init__(self, sink: Sink, shards: Sequence[Shard], *, rank: int, step: int, pace: Pace) -> None:
+    def __init__(self, sink: Sink, shards: Sequence[Shard], *, rank: int, step: int, pace: Pace, header_bytes: int = 0) -> None:
         self._head, self._header = build_header(
             ((fragment_key(s.tensor, s.box), s.tensor.dtype, s.box.shape) for s in shards),
             {"format": "unickpt-data", "rank": str(rank), "step": str(step)},
             alignment=BLOCK_BYTES,
+            least_bytes=header_bytes,
         )
         self._sink, self._pace = sink, pace
         self._whole = RunningDigest()

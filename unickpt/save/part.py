@@ -16,7 +16,7 @@ from unickpt.save.failure import save_failure
 from unickpt.save.opening import Opening, refusal
 from unickpt.save.requests import SaveOptions, SaveRequest
 from unickpt.save.shards import Prepared, Shard, prepare, resolve_conditions
-from unickpt.save.staging import StagingBuffer, StagingPool
+from unickpt.save.staging import BufferPool, StagingBuffer
 from unickpt.storage.base import Storage
 from unickpt.storage.direct_io import BLOCK_BYTES
 
@@ -48,6 +48,7 @@ class SavePart:
         ready: waits until the data of ``shards`` are in host memory.
         buffer: staging memory of this part, or None.
         staged: ``shards`` lie in the buffer, so training may continue.
+        stage_ns: time that this rank has spent on the part before all ranks agreed to it, and on its copy.
     """
 
     prepared: Prepared | None = None
@@ -58,6 +59,12 @@ class SavePart:
     ready: Callable[[], None] = staging.nothing_to_wait_for
     buffer: StagingBuffer | None = None
     staged: bool = False
+    stage_ns: int = 0
+
+    @property
+    def header_bytes(self) -> int:
+        """Least size of the header of the data file. It is the place of the data in a buffer that becomes the file."""
+        return 0 if self.buffer is None or self.written is not None else self.buffer.lead_bytes
 
 
 class PartBuilder:
@@ -68,7 +75,7 @@ class PartBuilder:
         pool: staging memory.
     """
 
-    def __init__(self, options: SaveOptions, pool: StagingPool) -> None:
+    def __init__(self, options: SaveOptions, pool: BufferPool) -> None:
         self._options, self._pool = options, pool
 
     def describe(self, request: SaveRequest, opening: Opening, meet: Rendezvous) -> SavePart:

@@ -11,6 +11,7 @@ from unickpt.coordination.failure import Failure, FailureKind, sentence
 from unickpt.coordination.pending import Pending
 from unickpt.coordination.rendezvous import Message
 from unickpt.errors import CoordinationError
+from unickpt.io_times import IoTime
 from unickpt.options import Options
 from unickpt.save.failure import FRAMEWORK_SAVES
 from unickpt.save.retention import Retention
@@ -86,6 +87,7 @@ class SaveResult:
         size_bytes: size of all files except the manifest; 0 unless committed.
         seconds: wall time on this rank, from the call to the commit.
         stall_s: the part of ``seconds`` in which training on this rank was blocked.
+        times: phases of the save on this rank.
     """
 
     committed: bool
@@ -95,6 +97,7 @@ class SaveResult:
     size_bytes: int = 0
     seconds: float = 0.0
     stall_s: float = 0.0
+    times: tuple[IoTime, ...] = ()
 
     @property
     def complete(self) -> bool:

@@ -21,6 +21,7 @@ from unickpt.coordination.failure import Failure, FailureKind
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import CoordinationError
 from unickpt.format.layout import RankFiles
+from unickpt.round_folder import note_saver
 from unickpt.save import commit as commit_module
 from unickpt.save import shutdown
 from unickpt.save.directory_locks import DirectoryLocks
@@ -30,13 +31,15 @@ from unickpt.save.part import PartBuilder, SavePart, warn_of_waiting
 from unickpt.save.requests import PendingSave, SaveCounts, SaveOptions, SaveRequest, SaveResult
 from unickpt.save.shards import Contribution
 from unickpt.save.shutdown import AbandonedSave
-from unickpt.save.staging import StagingPool
+from unickpt.save.staging import BufferPool, StagingPool
 from unickpt.save.task import SaveTask
 from unickpt.save.upload import PendingUpload, Uploader, UploadRequest
 from unickpt.storage.base import Storage, split
 from unickpt.storage.open import open_storage
 
 logger = logging.getLogger("unickpt")
+
+_PIECE_S = 0.25  # of a wait that may become pointless
 
 
 class Saver:
@@ -45,28 +48,39 @@ class Saver:
     Every rank makes the same calls. Failures of a save are results, not exceptions, except CoordinationError if the
     ranks do not meet.
 
+    Args:
+        options: options of all saves.
+        pool: source of staging memory; default: as the options say.
+        opener: returns the storage of a path or URL.
+
     Attributes:
         counts: counters of finished saves.
         known_defect: failure of a save for an unexpected reason, or None. Later saves are refused with it, so that
             the framework saves.
     """
 
-    def __init__(self, options: SaveOptions | None = None) -> None:
+    def __init__(
+        self, options: SaveOptions | None = None, *, pool: BufferPool | None = None,
+        opener: Callable[[str], Storage] = open_storage,
+    ) -> None:  # fmt: skip
         self.options = options or SaveOptions()
+        self.open = opener
         self.counts = SaveCounts()
         self.known_defect: Failure | None = None
         buffers = 2 if self.options.on_busy == "queue" else 1
-        self._pool = StagingPool(self.options.staging_bytes, buffers=buffers, pinned=self.options.pinned_staging)
+        self._pool = pool or StagingPool(self.options.staging_bytes, buffers=buffers, pinned=self.options.pinned_staging)
         self._parts = PartBuilder(self.options, self._pool)
         self._pending: list[PendingSave] = []
         self._tasks: dict[PendingSave, SaveTask] = {}
         self._unreported: list[PendingSave] = []  # failed in the background
         self._recovering = False  # True from a failure in the background to the next commit
         self._threads: list[threading.Thread] = []
+        self._meet: Rendezvous | None = None  # of the last save
         self._uploader = Uploader(self.options.bandwidth_bytes_per_s)
         self._logged_notes: set[str] = set()
         self._locks = DirectoryLocks()  # used on the coordinator
         shutdown.guard(self)
+        note_saver()
 
     @property
     def pending(self) -> list[PendingSave]:
@@ -88,20 +102,30 @@ class Saver:
 
         return all(save.wait(left()) for save in self.pending) and all(upload.wait(left()) for upload in self.uploads)
 
+    def closing(self, *, signalled: bool) -> None:
+        """Begin what is left to do before the process ends: nothing, because each save has begun what follows it."""
+
     def leave(self, timeout_s: float) -> bool:
         """Wait like ``finish``, but until the threads have ended too: the end of the process would kill them.
+
+        Not after the process of the coordinator has ended: then no save ends, and a thread may hang in the job's store.
 
         Returns whether all have ended.
         """
         end = time.monotonic() + timeout_s
+
+        def left() -> float:
+            deserted = self._meet is not None and self._meet.deserted
+            return 0.0 if deserted else max(end - time.monotonic(), 0.0)
+
         waiting = self.pending  # includes a save in the training thread, while another thread handles SIGTERM
         for save in waiting:
-            save.wait(max(end - time.monotonic(), 0.0))
+            _wait_in_pieces(save.wait, partial(_pends, save), left)
         for thread in self._threads:
-            thread.join(max(end - time.monotonic(), 0.0))
+            _wait_in_pieces(thread.join, thread.is_alive, left)
         uploading = self._uploader.threads  # after the saves, because these start uploads
         for thread in uploading:
-            thread.join(max(end - time.monotonic(), 0.0))
+            _wait_in_pieces(thread.join, thread.is_alive, left)
         return not self.pending and not any(thread.is_alive() for thread in [*self._threads, *uploading])
 
     def abandon(self) -> list[AbandonedSave]:
@@ -140,6 +164,7 @@ class Saver:
             KeyboardInterrupt, SystemExit: this rank was interrupted; no files of the save remain.
         """
         begin = time.monotonic()
+        self._meet = meet
         save = PendingSave(request.directory, meet.rank, self.counts)
         wanted = self.options.asynchronous if asynchronous is None else asynchronous
         busy = self.pending
@@ -156,19 +181,23 @@ class Saver:
                 )
             return save
         part, failures, generation = SavePart(), [], 0
-        storage = open_storage(save.directory)
+        storage = self.open(save.directory)
         try:
             if opening.refused is not None:
                 failures = [opening.refused]
             else:
+                described_ns = time.monotonic_ns()
                 part = self._parts.describe(request, opening, meet)
+                part.stage_ns = time.monotonic_ns() - described_ns
                 self._pending.append(save)  # from now on, SIGTERM waits for it
                 generation, failures = self._agreed(part, storage, meet)
             if failures:
                 self._ended(save, part, failures, request, meet, begin)
                 return save
             if not part.staged and opening.background:
+                staged_ns = time.monotonic_ns()
                 self._parts.stage(part, storage, RankFiles(meet.rank, generation), meet)
+                part.stage_ns += time.monotonic_ns() - staged_ns
         except BaseException as err:
             self._interrupted(err, save, part, meet)
             raise
@@ -224,7 +253,7 @@ class Saver:
         """End a save that all ranks know to have failed before any file was written."""
         self._release(save, part)
         if request.failed is None and meet.rank == 0:
-            open_storage(save.directory).delete_if_empty()  # the framework may have created it
+            self.open(save.directory).delete_if_empty()  # the framework may have created it
         result = SaveResult(committed=False, failures=tuple(failures), seconds=time.monotonic() - begin)
         save.end(result, notify=request.on_end)
         with contextlib.suppress(CoordinationError):
@@ -273,6 +302,16 @@ class Saver:
     def unlock(self, directory: str) -> None:
         """Release the lock of a checkpoint directory."""
         self._locks.release(directory)
+
+
+def _pends(save: PendingSave) -> bool:
+    return not save.done
+
+
+def _wait_in_pieces(wait: Callable[[float], object], goes_on: Callable[[], bool], left: Callable[[], float]) -> None:
+    """Wait for something that goes on, for at most as long as ``left`` says. It may say less from one moment to the next."""
+    while goes_on() and (left_s := left()) > 0:
+        wait(min(left_s, _PIECE_S))
 
 
 def _wait_for(save: PendingSave, directory: str, meet: Rendezvous) -> None:

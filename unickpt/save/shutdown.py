@@ -56,6 +56,9 @@ class GuardedSaver(Protocol):
     @property
     def uploads(self) -> Sequence[PendingUpload]: ...
 
+    def closing(self, *, signalled: bool) -> None:
+        """Begin what is left to do before the process ends. ``signalled``: SIGTERM ends it."""
+
     def leave(self, timeout_s: float) -> bool:
         """Wait until no thread of the saver runs. Return whether all have ended."""
 
@@ -66,7 +69,7 @@ class GuardedSaver(Protocol):
         """Log the saves that failed in the background."""
 
 
-_savers: weakref.WeakSet[GuardedSaver] = weakref.WeakSet()
+_savers: weakref.WeakKeyDictionary[GuardedSaver, None] = weakref.WeakKeyDictionary()  # in the order of all ranks: as made
 _lock = threading.Lock()
 _installed = False
 _listening = False
@@ -77,7 +80,7 @@ def guard(saver: GuardedSaver) -> None:
     """Make the end of this process wait for the pending saves of a saver."""
     global _installed, _listening
     with _lock:
-        _savers.add(saver)
+        _savers[saver] = None
         if not _installed:
             _installed = True
             _at_exit()
@@ -123,16 +126,19 @@ def _reset_in_child() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def finish_all() -> None:
+def finish_all(*, ending: bool = True) -> None:
     """Wait for all pending saves and uploads of this process.
 
-    Call it before reading a checkpoint or before ``os._exit``; a normal exit calls it. It waits up to ``WRITING_S``
+    Call it before ``os._exit``, or with ``ending=False`` before reading a checkpoint; a normal exit calls it. At the end of the
+    process the newest checkpoint in the memory of the hosts is written to disk first. It waits up to ``WRITING_S``
     for the writes of this rank, again as long for its uploads, and then the grace period of the saver for the other
     ranks. Failed asynchronous saves that were not reported yet are logged as errors.
     """
     begin = time.monotonic()
     end = begin + WRITING_S
     for saver in list(_savers):
+        if ending:
+            saver.closing(signalled=False)
         for save in saver.pending:
             save.written.wait(max(end - time.monotonic(), 0.0))
             if saver.options.upload_to:
@@ -154,6 +160,7 @@ def _finish(why: str, since: float) -> None:
     begin = time.monotonic()
     for saver in list(_savers):
         if why:
+            saver.closing(signalled=True)
             for save in saver.pending[-1:]:
                 logger.warning("unickpt: received %s; finishing the save of %s first", why, save.directory)
             for upload in saver.uploads[-1:]:

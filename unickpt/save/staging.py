@@ -11,6 +11,7 @@ import mmap
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -28,13 +29,18 @@ class StagingBuffer:
     Args:
         capacity_bytes: room for data.
         pinned: copy from devices behind training. The memory is locked at the first such copy.
+        memory: uint8 tensor to use; default: fresh memory, with space for ``lead_bytes``.
+
+    Attributes:
+        lead_bytes: offset of the first shard of the last ``fill``.
     """
 
-    def __init__(self, capacity_bytes: int, *, pinned: bool = False) -> None:
+    def __init__(self, capacity_bytes: int, *, pinned: bool = False, memory: torch.Tensor | None = None) -> None:
         self.capacity_bytes = capacity_bytes
+        self.lead_bytes = 0
         self._pinned = pinned
         self._copies: DeviceCopies | None = None
-        self.tensor = _allocated(capacity_bytes + BLOCK_BYTES)  # space for lead_bytes
+        self.tensor = _allocated(capacity_bytes + BLOCK_BYTES) if memory is None else memory
 
     def fill(self, shards: Sequence[Shard], *, lead_bytes: int = 0) -> tuple[list[Shard], Callable[[], None]] | None:
         """Copy the data of shards into the buffer, back to back.
@@ -49,6 +55,7 @@ class StagingBuffer:
         """
         if self._copies is not None:
             self._copies.settle()
+        self.lead_bytes = lead_bytes
         targets, sources, staged = [], [], []
         dependents = _dependents(shards)
         derivable: dict[int, bool] = {}
@@ -151,6 +158,16 @@ def first_that_fits(shards: Sequence[Shard], capacity_bytes: int) -> int:
 class _PooledBuffer:
     buffer: StagingBuffer
     busy: bool = False
+
+
+class BufferPool(Protocol):
+    """Source of staging buffers."""
+
+    def acquire(self, size_bytes: int, *, notice: Callable[[], None] | None = None, notice_s: float = 20.0) -> StagingBuffer:
+        """Return a buffer for data of a size."""
+
+    def release(self, buffer: StagingBuffer) -> None:
+        """Take a buffer back."""
 
 
 class StagingPool:

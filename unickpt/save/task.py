@@ -19,7 +19,9 @@ from unickpt.errors import CoordinationError, UncertainCommitError, UnickptError
 from unickpt.format import manifest as manifest_module
 from unickpt.format.layout import LATEST_FILE, RankFiles
 from unickpt.format.manifest import FileRecord
-from unickpt.save import agreement, retention
+from unickpt.io_times import IoPhase, IoTime
+from unickpt.round_folder import note_commit
+from unickpt.save import agreement, retention, staging
 from unickpt.save import commit as commit_module
 from unickpt.save.data_file import DataFile, Pace, create_data_file, write_rows
 from unickpt.save.failure import save_failure
@@ -28,7 +30,6 @@ from unickpt.save.requests import PendingSave, SaveOptions, SaveRequest, SaveRes
 from unickpt.save.shards import Prepared
 from unickpt.save.upload import PendingUpload, UploadRequest, tags_of
 from unickpt.storage.base import Storage
-from unickpt.storage.open import open_storage
 
 logger = logging.getLogger("unickpt")
 
@@ -43,6 +44,9 @@ class TaskOwner(Protocol):
 
     @property
     def uploads(self) -> list[PendingUpload]: ...
+
+    def open(self, where: str) -> Storage:
+        """Return the storage of a path or URL."""
 
     def end_task(self, task: SaveTask, result: SaveResult | None) -> None:
         """Release the resources of the task and keep its failure."""
@@ -78,6 +82,7 @@ class SaveTask:
 
     def __post_init__(self) -> None:
         self._gate = threading.Lock()
+        self._times: list[IoTime] = []
         self._reported = self._publishing = self._abandoned = False
 
     def run(self) -> None:
@@ -90,7 +95,10 @@ class SaveTask:
         try:
             if self.after is not None:  # ranks wait for each other within a save, so all use the same order
                 self.after.wait()
+            self._timed(IoPhase.STAGE, time.monotonic_ns() - self.part.stage_ns)
+            begin_ns = time.monotonic_ns()
             message = self._write()
+            self._timed(IoPhase.WRITE, begin_ns)
             self._step("_reported")
             self.save.written.set()
             result = self._agree(message)
@@ -109,6 +117,8 @@ class SaveTask:
         if committed:
             self._upload()
         self.save.end(result, error, self.request.on_end)
+        if committed and not self.meet.rank:
+            note_commit()
         with contextlib.suppress(CoordinationError):
             self.meet.leave()
 
@@ -148,6 +158,16 @@ class SaveTask:
         self.owner.end_task(self, None)
         self.save.end(SaveResult(committed=False, failures=(failure,)))
 
+    def _timed(self, phase: IoPhase, begin_ns: int) -> None:
+        """Note that a phase ends now."""
+        prepared, background = self.part.prepared, self.save.background and phase is not IoPhase.STAGE
+        size = {
+            IoPhase.STAGE: 0 if self.part.buffer is None else staging.size_of(self.part.shards),
+            IoPhase.WRITE: 0 if self.record is None else self.record.size_bytes,
+        }.get(phase, 0)
+        step = max(0, prepared.step or 0) if prepared is not None else 0
+        self._times.append(IoTime(phase, step, begin_ns, time.monotonic_ns(), size, background))
+
     def _step(self, name: str) -> None:
         """Enter the next step. Raises AbandonedError if the save was abandoned."""
         with self._gate:
@@ -178,7 +198,10 @@ class SaveTask:
             options = self.owner.options
             with create_data_file(self.storage, self.names.data, prepared.shards, direct=options.direct_io) as sink:
                 pace = Pace(options.bandwidth_bytes_per_s)
-                file = DataFile(sink, prepared.shards, rank=self.meet.rank, step=prepared.step, pace=pace)
+                file = DataFile(
+                    sink, prepared.shards, rank=self.meet.rank, step=prepared.step, pace=pace,
+                    header_bytes=self.part.header_bytes,
+                )  # fmt: skip
                 file.write(self.part.shards)
         else:
             begun, self.part.written = self.part.written, None
@@ -191,12 +214,15 @@ class SaveTask:
         return file.record(self.names.data)
 
     def _agree(self, message: Message) -> SaveResult:
+        begin_ns = time.monotonic_ns()
         messages = self.meet.gather("written", message)
         conclusion = None
         if messages is not None:
             conclusion = self._conclude(messages)
             if conclusion["committed"] and self.request.on_commit is not None:
                 _notify(self.request.on_commit, self.save.directory)
+            if conclusion["committed"]:  # before any rank returns, and may copy the folder: the lock file goes
+                self.owner.unlock(self.save.directory)
         verdict = self.meet.broadcast("verdict", conclusion, notice=False)
         if self.meet.rank == 0 and verdict["committed"]:
             busy = tags_of(self.owner.uploads, self.request.save_dir)
@@ -206,6 +232,7 @@ class SaveTask:
                 logger.warning("unickpt: older checkpoints in %s were not removed: %s", self.request.save_dir, err)
         if not verdict["committed"] and not verdict["uncertain"]:
             commit_module.remove_rank_files(self.storage, self.names)
+        self._timed(IoPhase.COMMIT, begin_ns)
         return SaveResult(
             committed=verdict["committed"],
             failures=tuple(map(Failure.from_json, verdict["failures"])),
@@ -213,6 +240,7 @@ class SaveTask:
             size_bytes=verdict["size_bytes"],
             seconds=time.monotonic() - self.begin,
             stall_s=self.save.stall_s or time.monotonic() - self.begin,
+            times=tuple(self._times),
         )
 
     def _conclude(self, messages: list[Message]) -> Message:
@@ -245,7 +273,7 @@ class SaveTask:
             verdict["shortfall"] = f"{self.save.directory} is committed, but may not survive a crash of the machine"
         if self.request.save_latest:
             try:
-                open_storage(self.request.save_dir).write_atomic(LATEST_FILE, self.request.tag.encode())
+                self.owner.open(self.request.save_dir).write_atomic(LATEST_FILE, self.request.tag.encode())
             except Exception as err:  # the checkpoint is committed, and all ranks wait for the verdict
                 verdict["shortfall"] = f"{self.save.directory} is committed, but 'latest' could not be updated: {err}"
         return verdict

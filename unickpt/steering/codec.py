@@ -12,22 +12,29 @@ import hashlib
 import hmac
 import json
 import socket
+import time
 from collections.abc import Mapping
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
-from unickpt.errors import UnickptError
+from unickpt.errors import ConfigError, UnickptError
 from unickpt.steering import membership
-from unickpt.steering.membership import NEVER_S, Event, Host, Limits, Membership, Parking, Phase, Round
+from unickpt.steering.limits import Limits
+from unickpt.steering.membership import NEVER_S, Ending, Event, GivenOrder, Host, Membership, Parking, Phase, Round
+from unickpt.steering.scores import score_from
 
 LONGEST_FRAME = 8 << 20  # bytes: a state of 10,000 hosts has 2 MB
+_CHUNK = 1 << 20  # bytes of a measurement that are sent at once
 _CHALLENGE = 32  # hexadecimal digits
 _NAME = 256  # characters
+_MOST = 1 << 20  # workers of a host
 
 _EVENTS: Mapping[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        membership.Joined, membership.Heard, membership.Arrived, membership.Opened, membership.Ready, membership.Left,
-        membership.Park, membership.Admit, membership.Restart, membership.Close,
+        membership.Joined, membership.Heard, membership.Arrived, membership.Opened, membership.Ready, membership.Committed,
+        membership.WorkersEnded, membership.Measured, membership.Left, membership.Park, membership.Admit, membership.Restart,
+        membership.Close,
     )
 }  # fmt: skip
 
@@ -61,10 +68,16 @@ def event_from_json(value: Any) -> Event:
 def _checked(kind: str, value: Any) -> Any:
     if kind == "str" and isinstance(value, str) and len(value) <= 16 * _NAME:
         return value
+    if kind == "int" and type(value) is int and 0 <= value < _MOST:
+        return value
     if kind == "bool" and isinstance(value, bool):
         return value
     if kind == "float" and (value is None or (isinstance(value, (int, float)) and value > 0)):
         return NEVER_S if value is None else float(value)
+    if kind == "Score":
+        return score_from(value)
+    if kind == "tuple[int, ...]" and isinstance(value, (list, tuple)) and len(value) <= _MOST:
+        return tuple(_checked("int", each) for each in value)
     if kind == "tuple[int, int]":
         term, number = value
         if type(term) is type(number) is int:
@@ -83,18 +96,27 @@ def state_as_json(state: Membership, now_s: float) -> dict[str, Any]:
     return {
         "limits": {**limits, "sizes": sorted(state.limits.sizes)},
         "leader": state.leader, "term": state.term, "version": state.version, "phase": state.phase.value,
-        "hosts": [[host.name, host.incarnation, host.address, ago(host.arrived_s)] for host in state.hosts.values()],
+        "hosts": [
+            [host.name, host.incarnation, host.address, ago(host.arrived_s), host.workers] for host in state.hosts.values()
+        ],
         "parked": [
             [name, parking.reason, ago(parking.since_s), None if parking.until_s == NEVER_S else parking.until_s - now_s]
             for name, parking in state.parked.items()
         ],
-        "seats": dict(state.seats), "losses": dict(state.losses),
+        "seats": dict(state.seats), "losses": dict(state.losses), "evictions": dict(state.evictions),
+        "orders": [
+            [each.number, each.identifier, each.epoch, each.ranks, each.text, each.action, each.cause] for each in state.orders
+        ],
+        "furthest": state.furthest, "reached": state.reached, "fruitless": state.fruitless, "pause": state.pause_s,
+        "commits": [state.commits, ago(state.committed_s)], "suspects": dict(state.suspects), "checks": state.checks,
+        "scores": dict(state.scores),
         "round": round_ and {
             "epoch": round_.epoch, "members": round_.members, "ago": ago(round_.since_s), "store": round_.store,
-            "master": round_.master, "ready": sorted(round_.ready),
+            "master": round_.master, "ready": sorted(round_.ready), "hub": round_.hub,
         },
+        "ended": sorted(state.ended),
         "electorate": state.electorate, "gathering": ago(state.gathering_s), "enough": ago(state.enough_s),
-        "reason": state.reason, "closed": state.closed, "finished": state.finished,
+        "reason": state.reason, "ending": state.ending.value, "closed": state.closed, "finished": state.finished,
     }  # fmt: skip
 
 
@@ -106,7 +128,7 @@ def state_from_json(value: Any, now_s: float) -> Membership:
     """
     try:
         return _state(value, now_s)
-    except (KeyError, TypeError, ValueError, AttributeError) as err:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as err:
         raise SteeringError(f"not a state: {type(err).__name__}: {err}") from None
 
 
@@ -118,7 +140,10 @@ def _state(value: Any, now_s: float) -> Membership:
         return tuple((str(name), str(incarnation)) for name, incarnation in items)
 
     round_, sizes = value["round"], frozenset(int(size) for size in value["limits"]["sizes"])
-    hosts = [Host(str(name), str(incarnation), str(address), at(ago)) for name, incarnation, address, ago in value["hosts"]]
+    hosts = [
+        Host(str(name), str(incarnation), str(address), at(ago), int(workers))
+        for name, incarnation, address, ago, workers in value["hosts"]
+    ]
     return Membership(
         limits=Limits(**{**value["limits"], "sizes": sizes}), leader=str(value["leader"]), term=int(value["term"]),
         version=int(value["version"]), phase=Phase(value["phase"]), hosts={host.name: host for host in hosts},
@@ -129,13 +154,27 @@ def _state(value: Any, now_s: float) -> Membership:
         },
         seats={str(name): int(seat) for name, seat in value["seats"].items()},
         losses={str(name): int(count) for name, count in value["losses"].items()},
+        evictions={str(name): int(count) for name, count in value["evictions"].items()},
+        orders=tuple(
+            GivenOrder(
+                int(number), str(name), (int(epoch[0]), int(epoch[1])), tuple(int(rank) for rank in ranks), str(text),
+                str(action), str(cause),
+            )
+            for number, name, epoch, ranks, text, action, cause in value["orders"]
+        ),
+        furthest=int(value["furthest"]), reached=int(value["reached"]), fruitless=int(value["fruitless"]),
+        pause_s=float(value["pause"]), commits=int(value["commits"][0]), committed_s=at(value["commits"][1]),
+        suspects={str(name): int(check) for name, check in value["suspects"].items()}, checks=int(value["checks"]),
+        scores={str(name): score_from(score) for name, score in value["scores"].items()},
         round=None if round_ is None else Round(
             epoch=(int(round_["epoch"][0]), int(round_["epoch"][1])), members=pairs(round_["members"]),
             since_s=now_s - float(round_["ago"]), store=str(round_["store"]), master=str(round_["master"]),
-            ready=frozenset(str(name) for name in round_["ready"]),
+            ready=frozenset(str(name) for name in round_["ready"]), hub=str(round_["hub"]),
         ),
+        ended=frozenset(int(rank) for rank in value["ended"]),
         electorate=pairs(value["electorate"]), gathering_s=now_s - float(value["gathering"]), enough_s=at(value["enough"]),
-        reason=str(value["reason"]), closed=str(value["closed"]), finished=bool(value["finished"]),
+        reason=str(value["reason"]), ending=Ending(value["ending"]), closed=str(value["closed"]),
+        finished=bool(value["finished"]),
     )  # fmt: skip
 
 
@@ -145,6 +184,20 @@ def _state(value: Any, now_s: float) -> Membership:
 def key_of(secret: str) -> bytes:
     """Return the key for a job's secret."""
     return hashlib.sha256(b"unickpt steering\0" + secret.encode()).digest()
+
+
+def secret_key(run_id: str, secret_file: str | Path | None) -> bytes:
+    """Return the key of a job from ``--rdzv-id`` and the file with the secret, if it has one.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if not secret_file:
+        return key_of(run_id)
+    try:
+        return key_of(f"{run_id}\0{Path(secret_file).read_text().strip()}")
+    except (OSError, UnicodeDecodeError) as err:
+        raise ConfigError(f"the secret in secret_file {secret_file} cannot be read: {err}") from err
 
 
 class Frames:
@@ -161,7 +214,7 @@ class Frames:
         self._connection, self._key, self._challenge = connection, key, challenge
         self._sends, self._receives = ("answer", "request") if listens else ("request", "answer")
         self._sent = self._received = 0
-        self._file: IO[bytes] = connection.makefile("rb")
+        self._file = connection.makefile("rb")
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message.
@@ -195,6 +248,43 @@ class Frames:
         if not isinstance(message, dict):
             raise SteeringError("a message is not a JSON object")
         return message
+
+    def settimeout(self, timeout_s: float) -> None:
+        """Set the time limit of each operation."""
+        self._connection.settimeout(timeout_s)
+
+    def pour(self, count: int, end_s: float) -> None:
+        """Send so many zero bytes that are not authenticated, for a measurement. ``end_s``: on the monotonic clock.
+
+        Raises:
+            TimeoutError: the time is over.
+            OSError: the connection is broken.
+        """
+        chunk = memoryview(bytes(min(count, _CHUNK)))
+        while count:
+            self._limit(end_s)
+            count -= self._connection.send(chunk[: min(count, _CHUNK)])
+
+    def drain(self, count: int, end_s: float) -> None:
+        """Receive and drop so many bytes.
+
+        Raises:
+            EOFError: the other side has closed the connection.
+            TimeoutError: the time is over.
+            OSError: the connection is broken.
+        """
+        while count:
+            self._limit(end_s)
+            received = len(self._file.read1(min(count, _CHUNK)))
+            if not received:
+                raise EOFError("the connection is closed")
+            count -= received
+
+    def _limit(self, end_s: float) -> None:
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the time of a measurement is over")
+        self._connection.settimeout(left_s)
 
     def close(self) -> None:
         """Close the connection."""

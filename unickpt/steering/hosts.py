@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unickpt.logs import printable
-from unickpt.steering.membership import Membership, Standing, natural, rank_in_round, standing
+from unickpt.steering.admission import waits_for
+from unickpt.steering.membership import Membership, Standing, natural, rank_in_round, ranks_of, standing
 
-HEADER = ("host", "rank", "state", "since", "reason")
+HEADER = ("host", "rank", "ranks", "state", "since", "reason")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,20 +20,22 @@ class HostRow:
     Attributes:
         host: name.
         rank: rank of the host in the round; None if it is not a member.
+        ranks: ranks of its workers in the job; empty if it is not a member, or if they are unknown.
         state: what it does.
         since_s: seconds since the state began; None if unknown.
-        reason: why it is parked; ''.
+        reason: why it is parked, or what a spare waits for; ''.
     """
 
     host: str
     rank: int | None
+    ranks: range
     state: Standing
     since_s: float | None
     reason: str
 
     def as_json(self) -> dict[str, Any]:
         """The row as JSON types."""
-        return {**asdict(self), "state": self.state.value}
+        return {**asdict(self), "ranks": list(self.ranks), "state": self.state.value}
 
 
 def host_rows(state: Membership, now_s: float) -> list[HostRow]:
@@ -56,7 +59,12 @@ def _row(state: Membership, name: str, now_s: float) -> HostRow:
     elif does is Standing.RUNNING and state.round is not None:
         began_s = state.round.since_s
     since_s = None if began_s is None else max(0.0, now_s - began_s)
-    return HostRow(name, rank if rank >= 0 else None, does, since_s, parking.reason if parking else "")
+    reason = parking.reason if parking is not None else waits_for(state, name, now_s) if does is Standing.SPARE else ""
+    return HostRow(name, rank if rank >= 0 else None, ranks_of(state, name), does, since_s, reason)
+
+
+def _span(ranks: range) -> str:
+    return "-" if not ranks else str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 def table(rows: Sequence[HostRow]) -> str:
@@ -65,7 +73,7 @@ def table(rows: Sequence[HostRow]) -> str:
         HEADER,
         *(
             (
-                row.host, "-" if row.rank is None else str(row.rank), row.state.value,
+                row.host, "-" if row.rank is None else str(row.rank), _span(row.ranks), row.state.value,
                 "-" if row.since_s is None else f"{row.since_s:.0f} s", row.reason,
             )
             for row in rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from unickpt.steering.membership import NEVER_S, Admit, Close, Event, Membership, Park, Restart
+from unickpt.steering.membership import NEVER_S, Admit, Close, Event, Membership, Park, Restart, natural
 
 
 class Action(enum.Enum):
@@ -28,6 +28,7 @@ class Order:
         reason: row of the policy that made it, or the name of the person.
         evidence: text of the finding.
         for_s: of PARK, seconds until the host is admitted by itself; ``NEVER_S`` for no limit.
+        ranks: ranks of workers that are killed, because they may not react to SIGTERM.
     """
 
     action: Action
@@ -35,6 +36,7 @@ class Order:
     reason: str = ""
     evidence: str = ""
     for_s: float = NEVER_S
+    ranks: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -58,3 +60,33 @@ def events(order: Order, state: Membership) -> list[Event]:
     if order.action is Action.RESTART and state.round is not None:
         return [Restart(state.round.epoch, why)]
     return [Close(why)] if order.action is Action.STOP else []
+
+
+def asked(action: object, host: object, by: object, state: Membership) -> Order:
+    """Return the order of a person.
+
+    Args:
+        action: ``park`` or ``admit``.
+        host: name of the host.
+        by: name of the person.
+        state: state of the job.
+
+    Raises:
+        ValueError: there is no such order or host.
+    """
+    if action not in (Action.PARK.value, Action.ADMIT.value) or not isinstance(host, str) or not isinstance(by, str):
+        raise ValueError("an order is park or admit, with a host")
+    known = {*state.hosts, *state.parked, *state.losses}
+    if host not in known:
+        raise ValueError(f"no host {host[:64]!r}; the job has {', '.join(sorted(known, key=natural))}")
+    if action == Action.ADMIT.value and host not in state.parked:
+        raise ValueError(f"{host} is not parked")
+    return Order(Action(action), (host,), f"asked by {by[:128]}")
+
+
+def consequence(state: Membership) -> str:
+    """Return what a person must know about the hosts that are left; '' for nothing."""
+    left = sum(name not in state.parked for name in state.hosts)
+    if state.limits.size(left):
+        return ""
+    return f"{left} hosts are left, and {state.limits.min_nodes} are needed: the job waits for more"

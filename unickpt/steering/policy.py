@@ -7,8 +7,8 @@ or saves for minutes. An order to take a host out therefore needs a deadline of 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from unickpt.diagnosis.detectors.verdicts import Cause, DownMember, Exited, LongSteps, Syndrome, Verdict
 from unickpt.diagnosis.host.process_state import State
@@ -56,10 +56,12 @@ class Finding:
         fault: kind.
         hosts: hosts of the ranks at fault; of a link its two ends.
         age_s: seconds for which it has been so.
-        still_s: seconds in which nothing has moved in the processes of the ranks at fault (``still_s``); 0 if unknown.
+        still_s: seconds in which nothing has moved in the processes of the ranks at fault (``movement.still_s``); 0 if unknown.
+        same_place_s: seconds in which their main threads were in the same functions (``movement.same_place_s``); 0 if unknown.
         at_work: whether the ranks save a checkpoint, or wait for data, which may take any time.
         gain: fraction of a step's time that the job would gain without the hosts, 0 to 1.
         blamed: of a link, the end that a pairwise check has blamed; '' if it has not been checked.
+        ranks: ranks at fault.
         text: the finding in words, for the log.
     """
 
@@ -67,10 +69,12 @@ class Finding:
     hosts: tuple[str, ...]
     age_s: float
     still_s: float = 0.0
+    same_place_s: float = 0.0
     at_work: bool = False
     gain: float = 0.0
     blamed: str = ""
     text: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,51 +94,18 @@ class History:
     checked: frozenset[tuple[str, ...]] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessSample:
-    """A look at a process.
-
-    Attributes:
-        at_s: time of the look.
-        stack: frames of the main thread, in a form that can be compared.
-        cpu_s: processor time of the process and its children.
-        io_bytes: bytes that the process has read and written, sockets included.
-    """
-
-    at_s: float
-    stack: tuple[str, ...]
-    cpu_s: float
-    io_bytes: int
-
-
-MOVING_CPU_SHARE = 0.02  # of a processor; less is background threads
-
-
-def still_s(samples: Sequence[ProcessSample]) -> float:
-    """Return for how many seconds, up to the last sample, nothing has moved: stack, processor time, input and output."""
-    if not samples:
-        return 0.0
-    last = since = samples[-1]
-    for sample in reversed(samples[:-1]):
-        used_s = last.cpu_s - sample.cpu_s
-        if sample.stack != last.stack or sample.io_bytes != last.io_bytes:
-            break
-        if used_s > MOVING_CPU_SHARE * (last.at_s - sample.at_s):
-            break
-        since = sample
-    return last.at_s - since.at_s
-
-
 def finding_of(
-    verdict: Verdict, hosts: Mapping[int, str], now_ns: int, *, still: float = 0.0, blamed: str = "", text: str = ""
-) -> Finding:
+    verdict: Verdict, hosts: Mapping[int, str], now_ns: int, *, still: float = 0.0, same_place: float = 0.0, blamed: str = "",
+    text: str = "",
+) -> Finding:  # fmt: skip
     """Return what the policy must know about a verdict.
 
     Args:
         verdict: finding of the detectors.
         hosts: host of every rank.
         now_ns: time of the snapshot, in nanoseconds on its clock.
-        still: seconds without movement of the ranks at fault (``still_s``), the least of them.
+        still: seconds without movement of the ranks at fault, the least of them.
+        same_place: seconds in which they were in the same functions, the least of them.
         blamed: result of the check of a link.
         text: the verdict in words.
     """
@@ -143,6 +114,7 @@ def finding_of(
     gain = max((item.excess_ns / item.step_ns for item in verdict.evidence if isinstance(item, LongSteps)), default=0.0)
     return Finding(
         fault=_fault(verdict), hosts=found, age_s=max(0.0, (now_ns - verdict.since_ns) / 1e9), still_s=still,
+        same_place_s=same_place, ranks=verdict.ranks if verdict.link is None else (),
         at_work=verdict.cause in (Cause.CHECKPOINT, Cause.DATA), gain=min(gain, 1.0), blamed=blamed, text=text,
     )  # fmt: skip
 
@@ -199,7 +171,7 @@ def _orders(finding: Finding, history: History, state: Membership, options: Stee
         return _out(Row.DEAD_OUT, finding, finding.hosts, history, state, options)
     if fault is Fault.STOPPED and age_s >= options.stopped_seconds:
         return _out(Row.STOPPED_OUT, finding, finding.hosts, history, state, options)
-    if fault is Fault.HUNG and hangs and finding.still_s >= options.still_seconds and not finding.at_work:
+    if fault is Fault.HUNG and hangs and _stands(finding, options) and not finding.at_work:
         return _out(Row.HUNG_OUT, finding, finding.hosts, history, state, options)
     if fault in (Fault.MISMATCH, Fault.DEADLOCK, Fault.EXCEPTION):
         return _restart(Row.PROGRAM, finding, history, options)
@@ -210,10 +182,18 @@ def _orders(finding: Finding, history: History, state: Membership, options: Stee
     return _slow(finding, finding.hosts, history, state, options) if fault is Fault.SLOW else []
 
 
+def _stands(finding: Finding, options: SteeringOptions) -> bool:
+    return finding.still_s >= options.still_seconds or finding.same_place_s >= options.loop_seconds
+
+
 def _link(finding: Finding, hangs: bool, history: History, state: Membership, options: SteeringOptions) -> list[Order]:
     ends = tuple(sorted(finding.hosts))
+    if len(ends) == 1:  # a link within a host
+        finding = replace(finding, blamed=ends[0])
+        if finding.fault is Fault.DEAD_LINK and not hangs:
+            return []
     if not finding.blamed:
-        if ends not in history.checked:
+        if len(ends) == 2 and ends not in history.checked:
             return [Order(Action.CHECK, ends, Row.LINK_CHECK.name, finding.text)]
         return _restart(Row.NETWORK, finding, history, options) if finding.fault is Fault.DEAD_LINK and hangs else []
     if finding.fault is Fault.DEAD_LINK:
@@ -247,12 +227,16 @@ def _out(
     if not state.limits.size(len(_usable(state) - set(hosts))):
         return _restart(Row.AT_FAULT_BUT_NEEDED, finding, history, options)
     times = max(history.evictions.get(host, 0) for host in hosts)
-    for_s = min(options.out_seconds * 2.0 ** min(times, 64), options.longest_out_seconds)
-    return [Order(Action.PARK, hosts, row.name, finding.text, for_s)]
+    return [Order(Action.PARK, hosts, row.name, finding.text, state.limits.out_for_s(times), _to_kill(finding))]
 
 
 def _restart(row: Row, finding: Finding, history: History, options: SteeringOptions) -> list[Order]:
     if history.fruitless >= options.retries:
         why = f"{history.fruitless} restarts without progress; {row.name}: {finding.text}"
         return [Order(Action.STOP, (), Row.NO_PROGRESS.name, why)]
-    return [Order(Action.RESTART, (), row.name, finding.text)]
+    return [Order(Action.RESTART, (), row.name, finding.text, ranks=_to_kill(finding))]
+
+
+def _to_kill(finding: Finding) -> tuple[int, ...]:
+    """Return ranks that may not react to SIGTERM. All others may use the time that torchrun gives them to finish a save."""
+    return finding.ranks if finding.fault in (Fault.STOPPED, Fault.HUNG) else ()

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import logging
 import os
+import shutil
 import socket
 import sys
 import time
@@ -31,28 +32,39 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY
 from unickpt.errors import ConfigError
 from unickpt.logs import make_visible, printable
 from unickpt.options import SteeringOptions, from_rendezvous
-from unickpt.steering.codec import join_address, key_of, split_address
+from unickpt.round_folder import RINGS
+from unickpt.steering.addresses import is_loopback
+from unickpt.steering.admission import waits_for
+from unickpt.steering.asking import Contact, publish
+from unickpt.steering.codec import join_address, secret_key, split_address
+from unickpt.steering.decisions import Decisions
+from unickpt.steering.host_agent import HostAgent
+from unickpt.steering.limits import Limits
 from unickpt.steering.membership import (
     Arrived,
+    Committed,
     Event,
     Left,
-    Limits,
     Membership,
     Opened,
     Phase,
     Ready,
     Round,
     Standing,
+    WorkersEnded,
     must_stop,
     rank_in_round,
     standing,
 )
+from unickpt.steering.observers import Observers
 from unickpt.steering.peer import Peer
 from unickpt.steering.round_store import RoundStore
-from unickpt.steering.workers import kill_stopped_workers
+from unickpt.steering.self_check import SelfCheck
+from unickpt.steering.workers import EndedWorkers, kill_stopped_workers, kill_workers_of_ranks
 
 logger = logging.getLogger("unickpt")
 
@@ -60,6 +72,7 @@ BACKEND = "unickpt"
 ROUND = "UNICKPT_ROUND"  # in the environment of the workers: term and number of the round
 PORT = 29400  # torch's default
 TIMEOUT_S = 600.0  # torch's default time limit of a rendezvous
+RUN_ID = "TORCHELASTIC_RUN_ID"  # torchrun sets it in the environment of the workers
 CONNECT_S, STORE_S = 10.0, 300.0
 NOTICE_S = 30.0
 
@@ -83,18 +96,30 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     endpoint = join_address((host or "localhost").strip("[]"), int(port) if port.isdigit() else 0 if single else PORT)
     if split_address(endpoint)[1] == 0 and not single:
         raise ConfigError(f"--rdzv-endpoint {params.endpoint}: {params.max_nodes} hosts need a fixed port")
+    key = secret_key(params.run_id, options.secret_file)
+    name, observers = options.host or socket.gethostname(), Observers(options, params.run_id)
     peer = Peer(
-        options.host or socket.gethostname(),
-        endpoint,
-        limits_of(params, options),
-        _key(params, options),
-        params.local_addr or "",
-    )
+        name, endpoint, limits_of(params, options), key, params.local_addr or "", Decisions(options), observers.chronicle
+    )  # fmt: skip
+    observers.leads = lambda: peer.leads
     try:
         peer.start()
     except OSError as err:
         raise RendezvousConnectionError(f"unickpt: {err}") from err
-    return SteeringHandler(peer, params.run_id, float(params.get("timeout", TIMEOUT_S)))
+    alone = single or is_loopback(split_address(peer.address)[0])
+    agent = HostAgent(params.run_id, key, lambda: peer.name, lambda: split_address(peer.address)[0], alone, peer.found)
+    check = SelfCheck(key, lambda: peer.address, peer.read, peer.keep)
+    timeout_s, contact = float(params.get("timeout", TIMEOUT_S)), _publish(peer, key)
+    return SteeringHandler(peer, agent, check, params.run_id, timeout_s, contact, observers)
+
+
+def _publish(peer: Peer, key: bytes) -> Path | None:
+    """Let this user's command line find the job. Return the folder that says where it is."""
+    try:
+        return publish(SHARED_MEMORY, Contact(peer.address, key))
+    except OSError as err:
+        logger.warning("unickpt: steering: 'unickpt hosts' needs --rdzv-endpoint on this host: %s", err)
+        return None
 
 
 def limits_of(params: RendezvousParameters, options: SteeringOptions) -> Limits:
@@ -112,16 +137,10 @@ def limits_of(params: RendezvousParameters, options: SteeringOptions) -> Limits:
     return Limits(
         params.min_nodes, params.max_nodes, sizes, join_s=options.join_seconds, arrive_s=options.arrive_seconds,
         expiry_s=options.expiry_seconds, settle_s=options.settle_seconds, grow=options.grow, lone=options.lone,
+        fruitful_s=options.fruitful_seconds, boundary_s=options.boundary_seconds, out_s=options.out_seconds,
+        longest_out_s=options.longest_out_seconds, retries=options.retries if options.act else None,
+        self_check=options.self_check, check_share=options.check_share,
     )  # fmt: skip
-
-
-def _key(params: RendezvousParameters, options: SteeringOptions) -> bytes:
-    if not options.secret_file:
-        return key_of(params.run_id)
-    try:
-        return key_of(f"{params.run_id}\0{Path(options.secret_file).read_text().strip()}")
-    except OSError as err:
-        raise ConfigError(f"--rdzv-conf secret_file={options.secret_file}: {err}") from err
 
 
 class SteeringHandler(RendezvousHandler):
@@ -129,16 +148,27 @@ class SteeringHandler(RendezvousHandler):
 
     Args:
         peer: this agent's part in the membership, started.
+        agent: diagnosis agent of this host.
+        self_check: measurements of this host.
         run_id: ``--rdzv-id``.
         timeout_s: seconds after which ``next_rendezvous`` gives up if no round runs.
+        contact: folder for this user's command line, removed at the end.
+        observers: what is told of events; closed at the end.
     """
 
-    def __init__(self, peer: Peer, run_id: str, timeout_s: float) -> None:
-        self._peer, self._run_id, self._timeout_s = peer, run_id, timeout_s
+    def __init__(
+        self, peer: Peer, agent: HostAgent, self_check: SelfCheck, run_id: str, timeout_s: float, contact: Path | None = None,
+        observers: Observers | None = None,
+    ) -> None:  # fmt: skip
+        self._peer, self._agent, self._run_id, self._timeout_s = peer, agent, run_id, timeout_s
+        self._contact, self._observers = contact, observers
+        self._self_check = self_check
         self._epoch = (0, 0)  # of the last round that this agent took part in
         self._stores: dict[tuple[int, int], TCPStore] = {}
         self._reserved: dict[tuple[int, int], socket.socket] = {}
         self._stopping = (0, 0)  # round whose end was seen
+        self._workers: EndedWorkers | None = None  # of this round
+        self._commits = ((0, 0), 0)  # round, and its commits that the leader knows of
         atexit.register(self._leave, Left(peer.name, peer.incarnation))
 
     def get_backend(self) -> str:
@@ -168,18 +198,34 @@ class SteeringHandler(RendezvousHandler):
         try:
             state = self._peer.read()
             if state is None or not must_stop(state, self._epoch):
+                self._tell_commits()
                 return 0
             if self._stopping != self._epoch:
                 self._stopping = self._epoch
                 why = state.closed or state.reason
                 logger.info("unickpt: steering: stopping the workers of round %s: %s", _text(self._epoch), printable(why))
-                killed = kill_stopped_workers()
+                if self._workers is not None:
+                    self._workers.look()  # before torchrun stops the workers, which may then wait for a save
+                ordered = any(order.epoch == self._epoch for order in state.orders)
+                self._agent.end(last_look=not ordered)  # an order has its verdict, and what is killed for it needs none
+                killed = [*kill_stopped_workers(), *kill_workers_of_ranks(self._at_fault(state))]
                 if killed:
-                    logger.info("unickpt: steering: killed stopped workers: %s", ", ".join(map(str, killed)))
+                    logger.info("unickpt: steering: killed workers that are stopped or hang: %s", ", ".join(map(str, killed)))
             return 1
         except Exception as err:
             logger.warning("unickpt: steering: %s: %s", type(err).__name__, err)
             return 0
+
+    def _tell_commits(self) -> None:
+        """Tell the leader when the workers of this host have committed a checkpoint."""
+        count = self._agent.commits()
+        if count is not None and (self._epoch, count) != self._commits:
+            self._commits = (self._epoch, count)
+            self._peer.say(Committed(self._peer.name, self._peer.incarnation, self._epoch, count))
+
+    def _at_fault(self, state: Membership) -> set[int]:
+        """Return the ranks that orders about the last round of this host blame."""
+        return {rank for order in state.orders if order.epoch == self._epoch for rank in order.ranks}
 
     def shutdown(self) -> bool:
         """Leave the job. torchrun calls this when the workers have ended, or with the exception that ends the agent."""
@@ -190,7 +236,13 @@ class SteeringHandler(RendezvousHandler):
 
     def _leave(self, event: Left) -> bool:
         atexit.unregister(self._leave)
+        self._end_watch()
+        self._agent.close()
+        if self._contact is not None:
+            shutil.rmtree(self._contact, ignore_errors=True)
         self._peer.close(Left(self._peer.name, self._peer.incarnation, event.finished, event.failed))
+        if self._observers is not None:
+            self._observers.close()
         return True
 
     # ------------------------------------------------------------ rendezvous
@@ -201,16 +253,19 @@ class SteeringHandler(RendezvousHandler):
         Raises:
             RendezvousClosedError: the job has ended because too few hosts are left, or by an order.
             RendezvousTimeoutError: no round has begun in time.
-            SystemExit: the program has finished while this host was a spare.
+            SystemExit: the program has finished while this host was out, or a spare.
         """
+        self._end_watch()
+        self._agent.end(last_look=True)
         began_s = notice_s = time.monotonic()
-        told = ""
+        logged = ""
         self._say()
         state = self._peer.read()
         while True:
             now_s = time.monotonic()
             if state is not None:
                 self._check_closed(state)
+                self._self_check.follow(state, self._peer.name, self._peer.incarnation)
                 info = self._part_in(state)
                 if info is not None:
                     return info
@@ -219,8 +274,8 @@ class SteeringHandler(RendezvousHandler):
             if now_s - began_s > self._timeout_s:
                 raise RendezvousTimeoutError(f"unickpt: no round began within {self._timeout_s:.0f} s: {self._waiting(state)}")
             waits = self._waiting(state)
-            if now_s - notice_s > NOTICE_S or (self._is_out(state) and waits != told):
-                notice_s, told = now_s, waits
+            if now_s - notice_s > NOTICE_S or (self._is_out(state) and waits != logged):
+                notice_s, logged = now_s, waits
                 logger.info("unickpt: steering: waiting: %s", printable(waits))
             state = self._peer.wait(state, 0.5)
 
@@ -230,8 +285,8 @@ class SteeringHandler(RendezvousHandler):
     def _check_closed(self, state: Membership) -> None:
         if not state.closed:
             return
-        if state.finished and self._epoch == (0, 0):
-            logger.info("unickpt: steering: %s; this host was a spare", printable(state.closed))
+        if state.finished and (state.round is None or self._epoch != state.round.epoch):
+            logger.info("unickpt: steering: %s; this host was not in the last round", printable(state.closed))
             raise SystemExit(0)
         raise RendezvousClosedError(f"unickpt: {state.closed}")
 
@@ -261,7 +316,8 @@ class SteeringHandler(RendezvousHandler):
                 store = TCPStore(host, 0, None, True, timedelta(seconds=CONNECT_S), wait_for_workers=False)
                 self._stores[epoch], self._reserved[epoch] = store, _reserve()
                 master = join_address(host, self._reserved[epoch].getsockname()[1])
-                self._say(Opened(name, incarnation, epoch, join_address(host, store.port), master))
+                hub = self._agent.hub(epoch)
+                self._say(Opened(name, incarnation, epoch, join_address(host, store.port), master, hub))
             else:
                 host, port = split_address(round_.store)
                 self._stores[epoch] = TCPStore(host, port, None, False, timedelta(seconds=CONNECT_S), wait_for_workers=False)
@@ -281,10 +337,36 @@ class SteeringHandler(RendezvousHandler):
         host, port = split_address(round_.master)
         size = len(round_.members)
         os.environ[ROUND] = _text(round_.epoch)
+        self._agent.begin(round_.epoch, round_.hub, is_hub=rank == 0)
+        self._watch(round_.epoch)
         names = ", ".join(f"{place} {name}" for place, (name, _) in enumerate(round_.members))
         logger.info("unickpt: steering: round %s: rank %d of %d (%s)", _text(round_.epoch), rank, size, printable(names))
-        guarded = RoundStore(store, lambda: self._is_over(round_.epoch))
+        guarded = RoundStore(store, lambda: self._is_over(round_.epoch), self._count_workers)
         return RendezvousInfo(guarded, rank, size, RendezvousStoreInfo(host, port))  # type: ignore[arg-type]
+
+    def _watch(self, epoch: tuple[int, int]) -> None:
+        """Watch the workers of a round that torchrun is about to start, if they have a folder."""
+        folder = os.environ.get(RINGS, "")
+        if not folder:
+            return
+
+        def ended() -> frozenset[int]:
+            state = self._peer.read()
+            return state.ended if state is not None and state.round is not None and state.round.epoch == epoch else frozenset()
+
+        def tell(ranks: tuple[int, ...]) -> None:
+            self._peer.keep(WorkersEnded(self._peer.name, self._peer.incarnation, epoch, ranks))
+
+        variables = (f"{RUN_ID}={self._run_id}".encode(), f"{ROUND}={_text(epoch)}".encode())
+        self._workers = EndedWorkers(variables, Path(folder), ended, tell)
+
+    def _end_watch(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def _count_workers(self, count: int) -> None:
+        self._peer.workers = count
 
     def _is_over(self, epoch: tuple[int, int]) -> bool:
         state = self._peer.read()
@@ -301,7 +383,7 @@ class SteeringHandler(RendezvousHandler):
         if name in state.parked:
             return f"{name} is parked: {state.parked[name].reason}"
         if self._is_out(state):
-            return f"{name} is a spare"
+            return f"{name} is a spare" + (f": {waits}" if (waits := waits_for(state, name, time.monotonic())) else "")
         missing = [host.name for host in state.hosts.values() if host.arrived_s is None]
         there = f"{len(state.hosts)} hosts of {state.limits.min_nodes} to {state.limits.max_nodes} are there"
         return there + (f", not ready: {', '.join(sorted(missing))}" if missing else "")

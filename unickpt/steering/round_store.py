@@ -8,6 +8,7 @@ workers that they start are stopped at once, because the round is over.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -23,10 +24,13 @@ class RoundStore:
     Args:
         store: the connected store.
         is_over: whether the round has ended.
+        own_workers: called with the number of workers of this agent.
     """
 
-    def __init__(self, store: Any, is_over: Callable[[], bool]) -> None:
-        self._store, self._is_over = store, is_over
+    def __init__(
+        self, store: Any, is_over: Callable[[], bool], own_workers: Callable[[int], None] = lambda _: None
+    ) -> None:  # fmt: skip
+        self._store, self._is_over, self._own_workers = store, is_over, own_workers
         self._own: bytes = b"{}"
 
     def __getattr__(self, name: str) -> Any:
@@ -37,6 +41,8 @@ class RoundStore:
         """Set a key. Without the store, an agent's own entry is only kept here."""
         if key.startswith(ROLE):
             self._own = value if isinstance(value, bytes) else str(value).encode()
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                self._own_workers(int(json.loads(self._own)["local_world_size"]))
         try:
             self._store.set(key, value)
         except RuntimeError:

@@ -1,11 +1,17 @@
-"""Workers of torchrun's agent in this process that are stopped, so that SIGTERM does not reach them."""
+"""Workers of torchrun's agent in this process: those that SIGTERM may not end, and those that have ended."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import threading
+from collections.abc import Callable, Collection
 from pathlib import Path
+
+from unickpt.round_folder import note_ended
+
+LOOK_S = 0.2  # interval of looks for workers that have ended
 
 
 def kill_stopped_workers() -> list[int]:
@@ -20,6 +26,92 @@ def kill_stopped_workers() -> list[int]:
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
     return killed
+
+
+def kill_workers_of_ranks(ranks: Collection[int]) -> list[int]:
+    """Kill worker processes of this agent that have these ranks. Return their process numbers.
+
+    A rank that hangs may not react to SIGTERM: Python runs a handler only when the main thread returns to the interpreter.
+    """
+    wanted = {f"RANK={rank}".encode() for rank in ranks}
+    killed = []
+    for pid in _children() if wanted else []:
+        with contextlib.suppress(OSError):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if wanted.intersection(variables) and any(each.startswith(b"TORCHELASTIC_RUN_ID=") for each in variables):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+    return killed
+
+
+class EndedWorkers:
+    """Tells the workers of this host, and the leader, which ranks of a round have ended. The thread ends with ``close``.
+
+    torchrun's agent is busy while it stops the other workers after the end of one. They may be waiting for the part of the dead
+    rank in a save, so they must hear of it in that time. Never raises.
+
+    Args:
+        variables: of the environment of the round's workers.
+        folder: folder of the round on this host.
+        ended: returns the ranks of the round that are known to have ended on any host.
+        tell: called with the ranks of this host that have ended, when there are more.
+    """
+
+    def __init__(
+        self, variables: Collection[bytes], folder: Path, ended: Callable[[], frozenset[int]],
+        tell: Callable[[tuple[int, ...]], None],
+    ) -> None:  # fmt: skip
+        self._variables, self._folder, self._ended, self._tell = frozenset(variables), folder, ended, tell
+        self._ranks: dict[int, int] = {}  # of the workers that have been seen alive, by process number
+        self._noted: frozenset[int] = frozenset()
+        self._told: frozenset[int] = frozenset()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="unickpt-steering-workers", daemon=True).start()
+
+    def look(self) -> None:
+        """Look once."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            alive = {pid for pid in _children() if _lives(pid)}
+            self._ranks |= {
+                pid: rank for pid in alive - self._ranks.keys() if (rank := _rank_of(pid, self._variables)) is not None
+            }
+            here = frozenset(rank for pid, rank in self._ranks.items() if pid not in alive)
+            ended = self._ended() | here
+            if ended != self._noted:
+                self._noted = ended
+                note_ended(self._folder, ended)
+            if here != self._told:
+                self._told = here
+                self._tell(tuple(sorted(here)))
+
+    def close(self) -> None:
+        """End. The files of a round's folder are its owner's from now on."""
+        with self._lock:
+            self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            with contextlib.suppress(Exception):
+                self.look()
+
+
+def _rank_of(pid: int, wanted: frozenset[bytes]) -> int | None:
+    """Return the rank of a worker whose environment has all of these variables; None for other processes."""
+    with contextlib.suppress(OSError, ValueError):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if wanted.issubset(variables):
+            return next((int(each[5:]) for each in variables if each.startswith(b"RANK=")), None)
+    return None
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return _state(pid) not in "ZX"
+    except OSError:
+        return False
 
 
 def _children() -> list[int]:

@@ -18,6 +18,7 @@ import os
 import random
 import runpy
 import signal
+import socket
 import sys
 import threading
 import time
@@ -26,14 +27,15 @@ import uuid
 
 import torch.distributed as dist
 
-from unickpt.testing.launch import free_port
-
 _GRACE_S = 30.0
 
 
 def main() -> int:
     world, module, arguments = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    port = free_port()
+    # Listens before the imports, which take seconds: no other process can take the port, and ranks that come early wait in
+    # its queue.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    port = listener.getsockname()[1]
     sizes = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     run = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
@@ -51,10 +53,13 @@ def main() -> int:
     for rank in range(world):
         child = os.fork()
         if child == 0:
+            listener.close()
             _run_rank(rank, module, arguments)
         ranks[child] = rank
     # after the forks: it has threads
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     failed = _wait_for(ranks)
     del store
     return failed

@@ -1,19 +1,20 @@
 """Launch jobs of several ranks on this machine, on CPU, with a time limit, and show their output when they fail.
 
-``torchrun`` runs a job to its end, ``fork_ranks`` does so with ranks that share their imports, ``start`` and ``end`` run one
-beside the caller, and ``leave`` ends a rank that has done its work. Needs PyTorch. Jobs that exceed their time limit need
-psutil as well.
+``torchrun`` runs a job to its end, ``fork_ranks`` does so with ranks that share their imports. ``start``, ``start_forked`` and
+``end`` run one beside the caller, and ``leave`` ends a rank that has done its work. Needs PyTorch. Jobs that exceed their time
+limit need psutil as well.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -22,14 +23,20 @@ if TYPE_CHECKING:
 
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC")
 _OUTPUT_CHARACTERS = 8000
+_PIPE_S = 10.0
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that no process listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
+    """Return a TCP port of the loopback interface that no process listens on.
+
+    It lies below the range from which Linux takes the ports of outgoing connections (``ip_local_port_range``, 32768 to 60999):
+    a connection of another process would else take the port between this call and the start of the server.
+    """
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def environment(folder: str | os.PathLike[str] | None = None, **extra: str) -> dict[str, str]:
@@ -68,6 +75,18 @@ def start(
     return _start(command(world, *program), output, folder, env)
 
 
+def start_forked(
+    world: int, module: str, *arguments: str, output: int | IO[str], folder: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.Popen[str]:  # fmt: skip
+    """Start a job as ``start`` does, with ranks that are forked after the imports of a module; see ``fork_ranks``."""
+    return _start(_forked(world, module, arguments), output, folder, env)
+
+
+def _forked(world: int, module: str, arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "unickpt.testing.forked_ranks", str(world), module, *arguments]
+
+
 def _start(
     program: list[str], output: int | IO[str], folder: str | os.PathLike[str] | None, env: Mapping[str, str] | None
 ) -> subprocess.Popen[str]:
@@ -79,6 +98,8 @@ def _start(
 
 def end(process: subprocess.Popen[str], *, abort_s: float = 0.0) -> str:
     """Kill torchrun and its ranks, wait for them, and return the rest of the output if it is a pipe.
+
+    A process that outlives its parents may hold the pipe open: 10 seconds after the kill, the output so far is returned.
 
     Args:
         process: result of ``start``. It may have ended.
@@ -97,7 +118,11 @@ def end(process: subprocess.Popen[str], *, abort_s: float = 0.0) -> str:
             return process.communicate(timeout=abort_s)[0] or ""
     _signal(ranks, signal.SIGKILL)
     process.kill()
-    return process.communicate()[0] or ""
+    try:
+        return process.communicate(timeout=_PIPE_S)[0] or ""
+    except subprocess.TimeoutExpired as late:
+        so_far = late.output or ""
+        return so_far if isinstance(so_far, str) else so_far.decode(errors="replace")  # bytes, although text=True
 
 
 def _signal(processes: list[psutil.Process], number: int) -> None:
@@ -139,8 +164,7 @@ def fork_ranks(
     Saves the time of ``world`` imports (``unickpt.testing.forked_ranks``). The module must not start threads or read its rank
     when it is imported. Arguments, result and errors are those of ``torchrun``.
     """
-    program = [sys.executable, "-m", "unickpt.testing.forked_ranks", str(world), module, *arguments]
-    return _finish(program, module, timeout_s, folder, env, check)
+    return _finish(_forked(world, module, arguments), module, timeout_s, folder, env, check)
 
 
 def _finish(

@@ -30,6 +30,11 @@ class Layout:
     def name(self) -> str:
         return f"z{self.stage}w{self.world}{self.precision}"
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights in the model: fp32 or bf16."""
+        return "fp32" if self.precision == "fp32" else "bf16"
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

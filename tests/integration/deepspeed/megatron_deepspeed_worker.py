@@ -1,7 +1,9 @@
 """Under torchrun on 4 ranks: Megatron-DeepSpeed's own models, of the tree ``$MEGATRON_DEEPSPEED``, trained and saved.
 
-megatron_deepspeed_worker train DIR pipe|plain bf16|fp32   DIR/job/<tag>, DIR/job.rank<n>, DIR/job.logits<tensor rank>
-megatron_deepspeed_worker load DIR                         DIR/converted into a GPT-2 of transformers: DIR/loaded.truth
+megatron_deepspeed_worker train DIR pipe|plain bf16|fp32 [unickpt]   DIR/job/<tag>, DIR/job.rank<n>, DIR/job.logits<tensor rank>
+megatron_deepspeed_worker resume DIR TENSOR STAGES bf16|fp32         DIR/job under other degrees (0 stages: plain):
+                                                                     DIR/resumed-<TENSOR>-<STAGES>.rank<n>
+megatron_deepspeed_worker load DIR TAG                               DIR/TAG into a GPT-2 of transformers: DIR/loaded.truth
 
 Arguments, tokenizer, process groups, model, optimizer, the engine and what is saved are made by the tree's own code. Its
 training loop is not used: megatron/training.py imports torchvision, and pretrain_gpt.py a data set that it compiles.
@@ -31,8 +33,7 @@ ARGUMENTS = (
     "--train-iters 4 --lr 0.01 --lr-decay-style constant --clip-grad 1.0 --weight-decay 0.1 --hidden-dropout 0 "
     "--attention-dropout 0 --no-query-key-layer-scaling --no-masked-softmax-fusion --no-bias-gelu-fusion "
     "--no-bias-dropout-fusion --no-gradient-accumulation-fusion --no-async-tensor-model-parallel-allreduce "
-    "--use-cpu-initialization --distributed-backend gloo --save-interval 100 --eval-iters 0 --deepspeed --zero-stage 1 "
-    "--tensor-model-parallel-size 2"
+    "--use-cpu-initialization --distributed-backend gloo --save-interval 100 --eval-iters 0 --deepspeed --zero-stage 1"
 )
 
 
@@ -41,43 +42,60 @@ def rows(count: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY - 1, (count, LENGTH + 1), generator=torch.Generator().manual_seed(3))
 
 
-def train(folder: Path, mode: str, precision: str) -> None:
+def started(folder: Path, tensor: int, stages: int, precision: str, seed: int, *more: str, **keys: Any) -> Any:
+    """Return an engine with the tree's own model.
+
+    Args:
+        folder: folder of the job.
+        tensor, stages: degrees. 0 stages: without a pipeline.
+        precision: bf16 or fp32.
+        seed: the values of the model depend on it.
+        more: further arguments of the scripts.
+        keys: further keys of the DeepSpeed JSON.
+    """
     sys.path.insert(0, os.environ["MEGATRON_DEEPSPEED"])
-    degrees = "--pipeline-model-parallel-size 2" if mode == "pipe" else "--no-pipeline-parallel"
+    degrees = f"--tensor-model-parallel-size {tensor} "
+    degrees += f"--pipeline-model-parallel-size {stages}" if stages else "--no-pipeline-parallel"
     config = folder / f"config.{os.environ['RANK']}.json"
     batch = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1}
     config.write_text(json.dumps({
         **batch, "steps_per_print": 10**9, "bf16": {"enabled": precision == "bf16"}, "zero_optimization": {"stage": 1},
-        "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True, **keys,
     }))  # fmt: skip
     sys.argv = ["pretrain_gpt.py", *ARGUMENTS.split(), *degrees.split(), "--save", str(folder / "job"),
-                "--deepspeed_config", str(config), *(["--bf16"] if precision == "bf16" else [])]  # fmt: skip
+                "--deepspeed_config", str(config), *(["--bf16"] if precision == "bf16" else []), *more]  # fmt: skip
     from megatron import initialize
     from megatron.arguments import core_transformer_config_from_args, parse_args, validate_args
-    from megatron.checkpointing import save_checkpoint
     from megatron.core import mpu
     from megatron.core.enums import ModelType
     from megatron.global_vars import set_global_variables
     from megatron.model import GPTModel, GPTModelPipe
     from megatron.optimizer import get_megatron_optimizer
-    from megatron.utils import get_ltor_masks_and_position_ids
 
     args = parse_args()
     validate_args(args, {})
     set_global_variables(args)
     initialize._initialize_distributed()
-    initialize._set_random_seed(1, False)
+    initialize._set_random_seed(seed, False)
     initialize._initialize_mem_buffs()
     args.model_type = ModelType.encoder_or_decoder  # as pretrain_gpt.py and training.py set these two
     args.attn_mask = torch.tril(torch.ones(1, 1, LENGTH, LENGTH)) < 0.5
     args.deepspeed_config_dict = json.loads(config.read_text())
-    pipe = mode == "pipe"
-    net = (GPTModelPipe if pipe else GPTModel)(core_transformer_config_from_args(args))
+    net = (GPTModelPipe if stages else GPTModel)(core_transformer_config_from_args(args))
     with torch.no_grad():
         for p in net.parameters():  # biases begin as zeros, norms as ones
-            p.add_(0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+            p.add_(0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed * p.numel())))
     optimizer = get_megatron_optimizer([net])
-    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, args=args, mpu=None if pipe else mpu)
+    return deepspeed.initialize(model=net, optimizer=optimizer, args=args, mpu=None if stages else mpu)[0]
+
+
+def train(folder: Path, mode: str, precision: str, *unickpt: str) -> None:
+    pipe = mode == "pipe"
+    keys: dict[str, Any] = {"unickpt": {"enabled": True, "async_save": False}} if unickpt else {}
+    engine = started(folder, 2, 2 if pipe else 0, precision, 1, **keys)
+    from megatron.checkpointing import save_checkpoint
+    from megatron.core import mpu
+    from megatron.utils import get_ltor_masks_and_position_ids
 
     def batch_of(row: torch.Tensor) -> Any:
         tokens, labels = row[None, :-1], row[None, 1:]
@@ -126,8 +144,18 @@ def held(engine: Any) -> dict[tuple[str, str], tuple[int, torch.Tensor, tuple[in
     return found
 
 
-def load(folder: Path) -> None:
-    """The converted checkpoint, as a GPT-2 of transformers under DeepSpeed has it."""
+def resume(folder: Path, tensor: str, stages: str, precision: str) -> None:
+    """Resume by the tree's own ``load_checkpoint``, from values of another seed."""
+    job = ("--load", str(folder / "job"), "--no-load-rng")
+    engine = started(folder, int(tensor), int(stages), precision, 7, *job, unickpt={"enabled": True})
+    from megatron.checkpointing import load_checkpoint
+
+    assert load_checkpoint([engine], None, None) == STEPS
+    torch.save(held(engine), folder / f"resumed-{tensor}-{stages}.rank{dist.get_rank()}")
+
+
+def load(folder: Path, tag: str) -> None:
+    """A checkpoint, as a GPT-2 of transformers under DeepSpeed has it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(7)
@@ -138,7 +166,7 @@ def load(folder: Path) -> None:
         "unickpt": {"enabled": True}, "zero_allow_untested_optimizer": True,
     }  # fmt: skip
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    where, _ = engine.load_checkpoint(str(folder), tag="converted")
+    where, _ = engine.load_checkpoint(str(folder), tag=tag)
     assert where is not None
     truth = consolidated(engine, STATES)
     if dist.get_rank() == 0:
@@ -149,7 +177,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     deepspeed.init_distributed("gloo", verbose=False)
     kind, folder, *rest = sys.argv[1:]
-    {"train": train, "load": load}[kind](Path(folder), *rest)
+    {"train": train, "resume": resume, "load": load}[kind](Path(folder), *rest)
     dist.barrier()
     leave()
 

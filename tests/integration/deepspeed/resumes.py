@@ -48,21 +48,20 @@ def assert_weights_equal(a: Any, b: Any) -> None:
             assert torch.equal(left, q.detach()), name
 
 
-class FactoredSGD(torch.optim.SGD):
-    """An optimizer with a state of another shape than its parameter, which unickpt does not support."""
+class MaskedSGD(torch.optim.SGD):
+    """An optimizer with a setting that is not a plain value, which unickpt does not support."""
 
     def step(self, closure: Any = None) -> Any:  # noqa: ARG002 - torch's signature
         super().step()
         for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["row"] = torch.zeros(3)
+            group["mask"] = torch.zeros(3)
 
 
 def unsupported_engine() -> Any:
-    """Build an engine whose optimizer state unickpt does not support, and train one step."""
+    """Build an engine whose optimizer settings unickpt does not support, and train one step."""
     torch.manual_seed(1)
     model = Model()
-    optimizer = FactoredSGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = MaskedSGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     engine = build(here(1), seed=1, model=model, client_optimizer=optimizer, scheduler={})
     train(engine, 1)
     return engine

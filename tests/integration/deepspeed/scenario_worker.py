@@ -26,14 +26,18 @@ from unickpt.testing.launch import leave
 REGISTRY: dict[str, dict[str, tuple[tuple[int, ...], Scenario]]] = {}
 PACKAGE = "tests.integration.deepspeed"
 GROUPS = {  # each runs in one torchrun
-    "state": ("scenarios_optimizers", "scenarios_parameters", "scenarios_calls"),
-    "promises": ("scenarios_promises",),
+    "state": ("scenarios_optimizers", "scenarios_offload", "scenarios_owned_states", "scenarios_parameters", "scenarios_calls"),
+    "promises": ("scenarios_promises", "scenarios_starting", "scenarios_batch"),
     "errors": ("scenarios_damage", "scenarios_one_rank", "scenarios_mismatches", "scenarios_failed_saves"),
     "unsupported": ("scenarios_unsupported",),
-    "pipeline": ("scenarios_pipeline",),
+    "pipeline": ("scenarios_pipeline", "scenarios_megatron"),
+    "experts": ("scenarios_experts",),
+    "tensors": ("scenarios_tensor",),
     "surgery": ("scenarios_surgery",),
     "placement": ("scenarios_placement",),
     "fidelity": ("scenarios_fidelity",),
+    "memory": ("scenarios_memory",),
+    "nvme": ("scenarios_nvme",),
     "object_store": ("scenarios_object_store",),
 }
 
@@ -57,7 +61,7 @@ def scenarios(group: str) -> dict[str, tuple[tuple[int, ...], Scenario]]:
         importlib.import_module(module)
     # this file runs as __main__ under torchrun; scenario modules import it by its own name
     registry = importlib.import_module(f"{PACKAGE}.scenario_worker").REGISTRY
-    return {name: found for module in modules for name, found in registry[module].items()}
+    return {name: found for module in modules for name, found in registry.get(module, {}).items()}
 
 
 def run_all(group: str, folder: Path, only: set[str]) -> None:

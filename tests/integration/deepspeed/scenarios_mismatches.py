@@ -71,12 +71,15 @@ def a_changed_global_batch_logs_the_setting_that_keeps_it(folder: Path) -> None:
     place = damaged(folder, untouched)
     with Log() as log:
         build(here(2), seed=2).load_checkpoint(str(place))
-        assert not [line for line in log.lines if "global batch" in line]
+        assert not [line for line in log.lines if "the global batch changes" in line]
         build(here(2), seed=2, train_batch_size=24).load_checkpoint(str(place))
-    warned = [line for line in log.lines if "global batch" in line]
+    warned = [line for line in log.lines if "the global batch changes" in line]
     assert len(warned) == (dist.get_rank() == 0), warned
     if warned:
-        assert "changes from 12 to 24 (12 per device x 1 accumulated x 2 ranks)" in warned[0], warned
+        assert (
+            "changes from 12 (6 per device x 1 accumulated x 2 ranks) to 24 (12 per device x 1 accumulated x 2 ranks)"
+            in warned[0]
+        ), warned
         assert '"train_micro_batch_size_per_gpu": 6, and "train_batch_size": 12' in warned[0], warned
 
 

@@ -164,5 +164,5 @@ def the_error_for_a_damaged_tag_names_the_complete_checkpoints(folder: Path) -> 
     if dist.get_rank() == 0:
         data(folder / "seen/global_step2").unlink()
     dist.barrier()
-    with pytest.raises(UnickptError, match=r"is missing.*Whole checkpoints in .*seen, newest first: global_step1"):
+    with pytest.raises(UnickptError, match=r"is missing.*Complete checkpoints in .*seen, newest first: global_step1"):
         build(here(2), seed=2).load_checkpoint(str(folder / "seen"), tag="global_step2")

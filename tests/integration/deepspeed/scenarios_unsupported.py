@@ -16,19 +16,23 @@ from tests.integration.deepspeed.logs import Log
 from tests.integration.deepspeed.scenario_worker import scenario
 
 
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.enter = torch.nn.Linear(8, 8)
+        self.moe = MoE(hidden_size=8, expert=torch.nn.Linear(8, 8), num_experts=2, ep_size=2, k=1)
+        # as an adapter library does after DeepSpeed has marked the parameters of the experts
+        for expert in self.moe.deepspeed_moe.experts.deepspeed_experts:
+            expert.adapter = torch.nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.moe(self.enter(x))[0] ** 2).mean()
+
+
 @scenario(2)
-def experts_are_saved_by_deepspeed_itself_with_one_warning(folder: Path) -> None:
-    from deepspeed.moe.layer import MoE
-
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.enter = torch.nn.Linear(8, 8)
-            self.moe = MoE(hidden_size=8, expert=torch.nn.Linear(8, 8), num_experts=2, ep_size=2, k=1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.moe(self.enter(x))[0] ** 2).mean()
-
+def parameters_that_deepspeed_averages_over_different_experts_are_saved_by_it_with_one_warning(folder: Path) -> None:
     cfg = {
         "train_batch_size": 8, "unickpt": {"enabled": True}, "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
     }  # fmt: skip
@@ -39,7 +43,7 @@ def experts_are_saved_by_deepspeed_itself_with_one_warning(folder: Path) -> None
             engine.backward(engine(torch.ones(4, 8)))
             engine.step()
             assert engine.save_checkpoint(str(folder), tag=f"s{step}") is True
-    _check(engine, folder, log, "mixture of experts")
+    _check(engine, folder, log, "parameters in experts that DeepSpeed does not treat as such (moe.deepspeed_moe")
 
 
 def _check(engine: Any, folder: Path, log: Log, what: str) -> None:

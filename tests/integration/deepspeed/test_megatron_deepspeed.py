@@ -51,29 +51,29 @@ def configure(folder: Path) -> None:
     ).save_pretrained(folder / "config")  # fmt: skip
 
 
-def assert_every_rank_agrees(found: Checkpoint, folder: Path, thirds: bool) -> None:
+def assert_every_rank_agrees(found: Checkpoint, folder: Path, thirds: bool, job: str = "job", tensor: int = 2) -> None:
     seen: set[tuple[str, str]] = set()
-    for rank in range(4):
-        for (name, state), (at, values, local, dim) in torch.load(folder / f"job.rank{rank}", weights_only=False).items():
-            if rank >= 2 and name.startswith("tied_modules.embed.position_embeddings"):
+    for rank in range(len(list(folder.glob(f"{job}.rank*")))):
+        for (name, state), (at, values, local, dim) in torch.load(folder / f"{job}.rank{rank}", weights_only=False).items():
+            if rank >= tensor and name.startswith("tied_modules.embed.position_embeddings"):
                 continue  # the last stage has a copy that it never uses, and that nothing keeps equal: words alone are tied
             whole = found.read_tensor(name, state)
-            if "word_embeddings" in name:  # of which the padding is left out
-                whole = torch.nn.functional.pad(whole, (0, 0, 0, 128 - len(whole)))
-            mine = share(whole, local, dim, rank % 2, 3 if thirds and FUSED in name else 1).reshape(-1)
+            if "word_embeddings" in name:  # of which the padding may be left out
+                whole = torch.nn.functional.pad(whole[:VOCABULARY], (0, 0, 0, local[0] * tensor - VOCABULARY))
+            mine = share(whole, local, dim, rank % tensor, tensor, 3 if thirds and FUSED in name else 1).reshape(-1)
             mine = mine[at : at + len(values)].clone()
-            if "word_embeddings" in name and rank % 2:
-                kept = torch.arange(at, at + len(values)) < (VOCABULARY - 64) * HIDDEN
+            if "word_embeddings" in name:
+                kept = torch.arange(at, at + len(values)) < (VOCABULARY - rank % tensor * local[0]) * HIDDEN
                 mine, values = mine[kept], values[kept]
             assert torch.equal(mine, values), (rank, name, state)
             seen.add((name, state))
-    stored = {info.key for info in found.index.tensors if info.kind != "object"}
+    stored = {info.key for info in found.index.tensors if info.kind != "object" and "@" not in info.name}
     assert {key for key in stored if key[1] != "master"} == {key for key in seen if key[1] != "master"}
 
 
-def share(whole: torch.Tensor, local: tuple[int, ...], dim: int, rank: int, parts: int) -> torch.Tensor:
-    """Return one rank's part of two of a tensor, as Megatron's layers divide it."""
-    if dim < 0:
+def share(whole: torch.Tensor, local: tuple[int, ...], dim: int, rank: int, ranks: int, parts: int) -> torch.Tensor:
+    """Return one rank's part of a tensor, as Megatron's layers divide it."""
+    if dim < 0 or ranks == 1:
         return whole
     pieces = whole.chunk(parts, 0)
     return torch.cat([piece.narrow(dim, rank * local[dim] // parts, local[dim] // parts) for piece in pieces])
@@ -109,7 +109,11 @@ def test_a_transformers_job_continues_with_masters_and_moments(tmp_path: Path, t
     found = train(tmp_path, "pipe", "bf16")
     assert_every_rank_agrees(found, tmp_path, thirds)
     configure(tmp_path)
-    fork_ranks(2, "tests.integration.deepspeed.megatron_deepspeed_worker", "load", str(tmp_path))
+    assert_transformers_continue(found, tmp_path, "converted", thirds)
+
+
+def assert_transformers_continue(found: Checkpoint, tmp_path: Path, tag: str, thirds: bool) -> None:
+    fork_ranks(2, "tests.integration.deepspeed.megatron_deepspeed_worker", "load", str(tmp_path), tag)
     truth = torch.load(tmp_path / "loaded.truth", weights_only=False)
     assert len({key for key in truth if "/" in key}) == 4 * (4 + 12 * LAYERS)
     for key, got in truth.items():
@@ -117,6 +121,25 @@ def test_a_transformers_job_continues_with_masters_and_moments(tmp_path: Path, t
         if name:
             assert torch.equal(got, as_gpt2(found, name, state, thirds)), key
     assert truth["step"] == [2.0]
+
+
+@needs_tree
+@pytest.mark.parametrize(("mode", "precision"), [("pipe", "bf16"), ("plain", "fp32")])
+def test_a_job_with_the_key_resumes_under_other_degrees(tmp_path: Path, mode: str, precision: str, thirds: bool) -> None:
+    job = "tests.integration.deepspeed.megatron_deepspeed_worker"
+    fork_ranks(4, job, "train", str(tmp_path), mode, precision, "unickpt")
+    found = Checkpoint.open(tmp_path / "job" / "global_step2")
+    writer = found.manifest.writer
+    assert writer.dialect == {"pipe": "megatron-deepspeed-pipe", "plain": "megatron-deepspeed"}[mode]
+    assert writer.model["facts"]["vocab"] == VOCABULARY
+    assert_every_rank_agrees(found, tmp_path, thirds)
+    for ranks, tensor, stages in ((2, 1, 2), (4, 4, 1), (1, 1, 1)) if mode == "pipe" else ((4, 4, 0), (2, 1, 0)):
+        fork_ranks(ranks, job, "resume", str(tmp_path), str(tensor), str(stages), precision)
+        assert_every_rank_agrees(found, tmp_path, thirds, f"resumed-{tensor}-{stages}", tensor)
+    if precision == "bf16":
+        configure(tmp_path)
+        (tmp_path / "converted").symlink_to(tmp_path / "job" / "global_step2")
+        assert_transformers_continue(found, tmp_path, "converted", thirds)
 
 
 def as_gpt2(found: Checkpoint, name: str, state: str, thirds: bool) -> torch.Tensor:

@@ -171,7 +171,7 @@ def page(rows: dict[str, Any], limit: float, tree: Path, files: list[str] | None
         "Stock: without unickpt's hooks. With the key: the tests that pass stock run again, with",
         '`"unickpt": {"enabled": true}` in every DeepSpeed config. The last column counts the tests that pass with the key and',
         "leave a unickpt checkpoint on disk; the others do not save, or their layout is saved by DeepSpeed itself.",
-        f"Each test has {limit:.0f} seconds. Not run: the time of the whole run was over (`--minutes`).", "",
+        f"Each test has {limit:.0f} seconds. *Not run* counts the tests that `--minutes` left out.", "",
         "| file | tests | stock: pass | fail | skipped | not run | key: pass | fail | not run | pass, saved by unickpt |",
         "|---" * 10 + "|",
     ]  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 
 from tests.integration.journeys.families import huggingface_model, rows
 from tests.integration.journeys.station import SEED
-from unickpt.testing.launch import torchrun
+from unickpt.testing.launch import fork_ranks
 from unickpt.cli.main import main
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.dialects.hf_layouts import in_memory
@@ -69,7 +69,7 @@ def travelled(folder: Path, family: str, precision: str, stations: list[Station]
         out = folder / str(at)
         out.mkdir(parents=True)
         arguments = (station.kind, station.layout, family, precision, source, str(out), str(STEPS), str(step))
-        torchrun(station.ranks, "tests.integration.journeys.station", *arguments)
+        fork_ranks(station.ranks, "tests.integration.journeys.station", *arguments)
         found.append(json.loads((out / "station.json").read_text()))
         source, step = str(out / "trained"), step + STEPS
     return found
@@ -79,7 +79,7 @@ def uninterrupted(folder: Path, family: str, precision: str, steps: int, begin: 
     """Return the losses of one DeepSpeed job with all steps."""
     folder.mkdir(parents=True)
     arguments = ("deepspeed", "zero1", family, precision, str(begin), str(folder), str(steps), "0")
-    torchrun(2, "tests.integration.journeys.station", *arguments)
+    fork_ranks(2, "tests.integration.journeys.station", *arguments)
     losses: list[float] = json.loads((folder / "station.json").read_text())["losses"]
     return losses
 

@@ -5,6 +5,7 @@ MEGATRON_LM=/path/to/Megatron-LM torchrun --nproc-per-node 4 -m tests.integratio
 With ``FOLDER_OF_RANK=PATH{}`` every rank works in a directory of its own, so that a relative path is another one on each.
 With ``BREAK_SAVE=FUNCTION`` (``module.function`` of ``megatron_unickpt``) that function raises on rank 1 while a job saves.
 With ``WITHOUT_UNICKPT=1`` an import of unickpt fails in the script, as if it were not installed; this harness is a part of it.
+With ``KILL_AFTER_SAVES=N`` the ranks kill themselves after N saves, when the copies of the last one in memory are complete.
 With ``RECORD_BATCHES=FILE`` the micro batches that a job of one rank trains on are written there when it ends.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 
 from megatron_unickpt.testing import cpu
+from unickpt.save import shutdown
 
 # Arguments of every run on CPU, with sizes that two cores train in seconds.
 ARGUMENTS = (
@@ -65,6 +68,23 @@ def break_save(function: str) -> None:
     setattr(module, name, broken)
 
 
+def kill_after(saves: int) -> None:
+    """End the ranks without any warning after a number of saves of the scripts."""
+    from megatron.training import training
+
+    original, left = training.save_checkpoint_and_time, [saves]
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        left[0] -= 1
+        if not left[0]:
+            shutdown.finish_all(ending=False)
+            torch.distributed.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    training.save_checkpoint_and_time = counted
+
+
 def hide_unickpt() -> None:
     """Let every later import of unickpt raise ImportError."""
     for name in [name for name in sys.modules if name.split(".")[0] in ("unickpt", "megatron_unickpt")]:
@@ -82,6 +102,8 @@ def main() -> None:
         os.chdir(os.environ["FOLDER_OF_RANK"].format(os.environ["RANK"]))
     if "BREAK_SAVE" in os.environ:
         break_save(os.environ["BREAK_SAVE"])
+    if "KILL_AFTER_SAVES" in os.environ:
+        kill_after(int(os.environ["KILL_AFTER_SAVES"]))
     if "RECORD_BATCHES" in os.environ:
         record_batches(os.environ["RECORD_BATCHES"])
     sys.argv = [os.path.join(tree, "pretrain_gpt.py"), *ARGUMENTS.split(), *sys.argv[1:]]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 Scenario = Callable[[Path], None]
 REGISTRY: dict[str, tuple[tuple[int, ...], Scenario]] = {}
-MODULES = ("scenarios_library", "scenarios_asynchronous", "scenarios_jobs", "scenarios_errors")
+MODULES = ("scenarios_library", "scenarios_asynchronous", "scenarios_jobs", "scenarios_errors", "scenarios_memory")
 
 
 def scenario(*worlds: int) -> Callable[[Scenario], Scenario]:

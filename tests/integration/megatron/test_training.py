@@ -424,4 +424,5 @@ def test_timing_is_an_argument(tmp_path: Path) -> None:
         assert int((rank.records["op"] == Op.STEP).sum()) == 2  # of three steps; the beginning of the first one is unknown
         labels = {entry["label"] for entry in rank.communicators}
         assert labels >= {"tensor model parallel", "pipeline model parallel", "data parallel"}, labels
+    assert {rank.step for rank in found.ranks.values()} == {3}
     assert main(["diagnose", str(rings), "--after", "2"]) == 0

@@ -4,130 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import NamedTuple
 
-import psutil
 import pytest
 
-from tests.support.repository import REPO
-from unickpt.testing.launch import end, environment, free_port
-
-LIMIT_S = 240.0  # on a busy machine
-
-
-class Start(NamedTuple):
-    """One start of a worker."""
-
-    round: str
-    rank: int
-    world: int
-    step: int
-    pid: int
-
-
-class Agents:
-    """Agents of one job."""
-
-    def __init__(self, folder: Path, nodes: str, expiry_s: int = 60) -> None:
-        self.folder, self.nodes, self.port, self.expiry_s = folder, nodes, free_port(), expiry_s
-        self.running: dict[str, subprocess.Popen[str]] = {}
-        self.outputs: list[Path] = []
-
-    def start(self, name: str, *arguments: str, workers: int = 1) -> None:
-        output = self.folder / f"{name}-{len(self.outputs)}.txt"
-        self.outputs.append(output)
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", self.nodes, "--nproc-per-node", str(workers),
-            "--rdzv-backend", "unickpt", "--rdzv-id", "job", "--rdzv-endpoint", f"localhost:{self.port}",
-            "--rdzv-conf", f"host={name},join_seconds=2,expiry_seconds={self.expiry_s}", "--max-restarts", "20", *arguments,
-            str(Path(__file__).with_name("worker.py")), str(self.folder),
-        ]  # fmt: skip
-        with output.open("w") as file:
-            self.running[name] = subprocess.Popen(
-                command,
-                cwd=REPO,
-                env=environment(REPO),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-
-    def kill(self, name: str) -> None:
-        """Kill the agent and its workers at once, as a failing machine does."""
-        agent = self.running.pop(name)
-        family = [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]
-        for process in family:
-            process.kill()
-        agent.wait()
-
-    def starts(self) -> list[Start]:
-        file = self.folder / "starts"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [Start(line.split()[0], *(int(word) for word in line.split()[1:])) for line in lines]
-
-    def round(self, after: str, world: int) -> list[Start]:
-        """Wait for a later round of this size, and for 5 steps in it. Return its workers by rank."""
-        deadline = time.monotonic() + LIMIT_S
-        while time.monotonic() < deadline:
-            found = sorted(
-                (each for each in self.starts() if each.round > after and each.world == world), key=lambda each: each[:2]
-            )
-            last = [each for each in found if each.round == found[-1].round]
-            if len(last) == world and self.step() >= last[0].step + 5:
-                assert [each.rank for each in last] == list(range(world))
-                return last
-            time.sleep(0.1)
-        raise AssertionError(f"no round of {world} workers after {after}: {self.starts()}\n{self.text()}")
-
-    def step(self) -> int:
-        file = self.folder / "saved"
-        return int(file.read_text()) if file.exists() else 0
-
-    def text(self) -> str:
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in self.outputs)
-
-    def until_step(self, step: int) -> None:
-        """Wait for a step."""
-        deadline = time.monotonic() + LIMIT_S
-        while self.step() < step:
-            assert time.monotonic() < deadline, self.text()
-            time.sleep(0.1)
-
-    def until_said(self, words: str) -> None:
-        """Wait for words in the output of an agent."""
-        deadline = time.monotonic() + LIMIT_S
-        while words not in "".join(path.read_text() for path in self.outputs):
-            assert time.monotonic() < deadline, f"no agent says {words!r}\n{self.text()}"
-            time.sleep(0.1)
-
-    def finish(self) -> None:
-        """Let the program end, and check that all agents end with success."""
-        (self.folder / "stop").touch()
-        deadline = time.monotonic() + LIMIT_S
-        while time.monotonic() < deadline and any(agent.poll() is None for agent in self.running.values()):
-            time.sleep(0.1)
-        assert {name: agent.poll() for name, agent in self.running.items()} == dict.fromkeys(self.running, 0), self.text()
+from tests.integration.steering.agents import LIMIT_S, Agents, host_of
+from tests.integration.steering.worker import SAVE
 
 
 @pytest.fixture
 def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Agents]:
     agents = Agents(tmp_path, *request.param)
     yield agents
-    for agent in agents.running.values():
-        end(agent)
-
-
-def host_of(agents: Agents, start: Start) -> str:
-    """Return the name of the agent whose worker it is."""
-    parent = psutil.Process(start.pid).ppid()
-    return next(name for name, agent in agents.running.items() if agent.pid == parent)
+    agents.close()
 
 
 def test_torch_finds_the_backend() -> None:
@@ -147,8 +39,10 @@ def test_a_crashed_worker_of_a_single_host_starts_again_and_resumes(job: Agents)
     job.finish()
 
 
-@pytest.mark.parametrize("job", [("1:3",)], ids=["1:3"], indirect=True)
+@pytest.mark.parametrize("job", [("1:3", 60, "worker.py", "check_share=0.02")], ids=["1:3"], indirect=True)
 def test_the_host_of_rank_0_and_of_the_endpoint_dies_and_returns(job: Agents) -> None:
+    """A round grows right after a checkpoint, and the host that returns has measured itself."""
+    (job.folder / "checkpoints").mkdir()
     for name in ("n1", "n2"):
         job.start(name)
     first = job.round("", world=2)
@@ -163,10 +57,15 @@ def test_the_host_of_rank_0_and_of_the_endpoint_dies_and_returns(job: Agents) ->
     job.start("n1")
     fourth = job.round(third[0].round, world=3)
     assert [host_of(job, each) for each in fourth] == ["n3", "n2", "n1"]
+    assert "order: admit n1, which has passed its self-check: compute " in job.text()
+    assert "order: admit n3" not in job.text()
+    for before, after in ((second, third), (third, fourth)):
+        committed = [step for step in job.commits() if step <= after[0].step]  # a job that has not saved yet grows at any time
+        assert not committed or after[0].step - max(before[0].step, *committed) < SAVE / 2, (before, after, job.commits())
     job.finish()
 
 
-@pytest.mark.parametrize("job", [("2",)], ids=["2"], indirect=True)
+@pytest.mark.parametrize("job", [("2", 60)], ids=["2"], indirect=True)
 def test_a_spare_takes_the_place_of_a_host_that_is_told_to_end(job: Agents) -> None:
     for name in ("n1", "n2"):
         job.start(name)
@@ -181,8 +80,6 @@ def test_a_spare_takes_the_place_of_a_host_that_is_told_to_end(job: Agents) -> N
     second = job.round(first[0].round, world=2)
     assert [host_of(job, each) for each in second] == ["n3", "n2"]
     assert time.monotonic() - began_s < 30 or os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
-    job.start("n1")
-    job.until_said("waiting: n1 is a spare")
     job.finish()
 
 

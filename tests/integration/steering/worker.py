@@ -1,5 +1,7 @@
 """Under torchrun: steps with an all-reduce. The step count is the checkpoint. A file ``stop`` ends the program with success.
 
+If a folder ``checkpoints`` exists, the program also saves with unickpt every ``SAVE`` steps.
+
 Usage: ``worker.py FOLDER``. Every start of a worker adds a line to ``FOLDER/starts``: round, rank, world, step, pid.
 """
 
@@ -13,12 +15,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import unickpt
+
+SAVE = 160  # steps
+
 
 def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    saved = folder / "saved"
+    saved, checkpoints = folder / "saved", folder / "checkpoints"
     step = int(saved.read_text()) if saved.exists() else 0
     with (folder / "starts").open("a") as file:
         file.write(f"{os.environ['UNICKPT_ROUND']} {rank} {world} {step} {os.getpid()}\n")
@@ -32,6 +38,8 @@ def main() -> None:
             part = folder / "saved.part"
             part.write_text(str(step))
             part.rename(saved)
+        if step % SAVE == 0 and checkpoints.exists():
+            assert unickpt.save_checkpoint({"step": torch.tensor(step)}, checkpoints / f"step{step}", step=step).committed
         time.sleep(0.05)
     dist.destroy_process_group()
 

@@ -50,8 +50,8 @@ def run_json(run: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def hooks_in_a_process() -> tuple[str, str]:
-    """Output of ``hooks status`` with ``--json`` and with ``--markdown``, in a process with DeepSpeed."""
+def hooks_in_a_process() -> tuple[str, str, str]:
+    """Output of ``hooks status`` with ``--json``, ``--markdown`` and ``--fallbacks``, in a process with DeepSpeed."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("needs DeepSpeed")
     program = (
@@ -59,9 +59,11 @@ def hooks_in_a_process() -> tuple[str, str]:
         "assert main(['hooks', 'status', '--json']) == 0\n"
         "print('=====')\n"
         "assert main(['hooks', 'status', '--markdown']) == 0\n"
+        "print('=====')\n"
+        "assert main(['hooks', 'status', '--fallbacks']) == 0\n"
     )
-    document, markdown = python("-c", program).stdout.split("=====\n")
-    return document, markdown
+    document, markdown, fallbacks = python("-c", program).stdout.split("=====\n")
+    return document, markdown, fallbacks
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from tests.support.cli import REPOSITORY, python
 
 
-def test_hooks_status_of_an_installed_framework(hooks_in_a_process: tuple[str, str]) -> None:
+def test_hooks_status_of_an_installed_framework(hooks_in_a_process: tuple[str, str, str]) -> None:
     document = json.loads(hooks_in_a_process[0])  # output of the framework's import is not part of it
     assert document["adapters"][0]["state"] == "imported"
     names = [hook["name"] for hook in document["hooks"]]
@@ -22,18 +23,18 @@ def test_hooks_status_of_an_installed_framework(hooks_in_a_process: tuple[str, s
         assert (hook["state"] == "installed") == known or hook["state"] in ("not imported", "not enabled"), hook
 
 
-def test_hooks_status_lists_hooks_whose_framework_is_not_imported(hooks_in_a_process: tuple[str, str]) -> None:
+def test_hooks_status_lists_hooks_whose_framework_is_not_imported(hooks_in_a_process: tuple[str, str, str]) -> None:
     states = {hook["name"]: hook["state"] for hook in json.loads(hooks_in_a_process[0])["hooks"]}
     assert {state for name, state in states.items() if name.startswith("transformers.")} == {"not imported"}
     assert states["deepspeed.load"] == "installed"
 
 
-def test_hooks_status_gives_a_reason_for_a_hook_that_is_not_imported(hooks_in_a_process: tuple[str, str]) -> None:
+def test_hooks_status_gives_a_reason_for_a_hook_that_is_not_imported(hooks_in_a_process: tuple[str, str, str]) -> None:
     reasons = {hook["reason"] for hook in json.loads(hooks_in_a_process[0])["hooks"] if hook["state"] == "not imported"}
     assert all("imports that module" in reason or "is not installed" in reason for reason in reasons), reasons
 
 
-def test_hooks_status_lists_timing_hooks_and_whether_their_source_is_known(hooks_in_a_process: tuple[str, str]) -> None:
+def test_hooks_status_lists_timing_hooks_and_whether_their_source_is_known(hooks_in_a_process: tuple[str, str, str]) -> None:
     found = {hook["name"]: hook for hook in json.loads(hooks_in_a_process[0])["hooks"]}
     for name in ("forward", "backward", "step", "save", "load"):
         hook = found[f"deepspeed.timing.{name}"]
@@ -41,11 +42,26 @@ def test_hooks_status_lists_timing_hooks_and_whether_their_source_is_known(hooks
         assert hook["fingerprint"] in hook["known_fingerprints"]
 
 
-def test_the_page_of_hooks_equals_the_output_of_the_command(hooks_in_a_process: tuple[str, str]) -> None:
-    _, markdown = hooks_in_a_process
+def test_the_page_of_hooks_equals_the_output_of_the_command(hooks_in_a_process: tuple[str, str, str]) -> None:
+    _, markdown, _ = hooks_in_a_process
     assert markdown == (REPOSITORY / "docs/developing/hooks.md").read_text(), (
         "unickpt hooks status --markdown > docs/developing/hooks.md"
     )
+
+
+def test_the_limits_of_the_guide_equal_the_table_that_a_save_checks(hooks_in_a_process: tuple[str, str, str]) -> None:
+    document, _, table = hooks_in_a_process
+    page = (REPOSITORY / "docs/guides/deepspeed.md").read_text()
+    marked = re.search(r"<!-- fallbacks[^>]*-->\n\n(.*?)\n<!-- end of fallbacks -->", page, re.S)
+    assert marked is not None
+    assert marked[1] == table, "unickpt hooks status --fallbacks, between the markers of docs/guides/deepspeed.md"
+    assert [f"| {row['feature']} | {row['why']} |" for row in json.loads(document)["fallbacks"]] == table.splitlines()[2:]
+
+
+def test_only_rows_of_the_table_make_deepspeed_save_by_itself() -> None:
+    """Other modules of the adapter raise the error through a row (``Fallback.error``)."""
+    files = [path for path in (REPOSITORY / "ds_unickpt").glob("*.py") if "UnsupportedLayoutError(" in path.read_text()]
+    assert [path.name for path in files] == ["fallbacks.py"]
 
 
 def test_hooks_status_reports_a_framework_that_is_not_installed(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

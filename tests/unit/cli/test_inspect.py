@@ -140,7 +140,7 @@ def test_inspect_of_a_save_directory_lists_its_checkpoints(tmp_path: Path, run: 
     assert code == 0
     assert document["save_directory"]["latest"] == "global_step4"
     tags = document["save_directory"]["tags"]
-    assert [(t["tag"], t["step"], t["whole"]) for t in tags] == [
+    assert [(t["tag"], t["step"], t["complete"]) for t in tags] == [
         ("global_step9", None, False), ("global_step3", 3, True), ("global_step4", 4, True), ("global_step5", 5, False)
     ]  # fmt: skip
     assert "rank00000.safetensors is missing" in tags[3]["problem"]
@@ -182,13 +182,13 @@ def test_inspect_of_a_trainer_run_lists_its_checkpoints(tmp_path: Path, run: Any
     code, document = run_json("inspect", folder)
     assert code == 0
     assert document["checkpoint"] is None
-    assert [(tag["tag"], tag["step"], tag["whole"]) for tag in document["save_directory"]["tags"]] == [
+    assert [(tag["tag"], tag["step"], tag["complete"]) for tag in document["save_directory"]["tags"]] == [
         ("checkpoint-15", None, False), ("checkpoint-3/global_step3", 3, True), ("checkpoint-6/global_step6", 6, True),
         ("checkpoint-12/global_step12", 12, False),
     ]  # fmt: skip
     code, out, _ = run("inspect", folder)
     assert code == 0
-    assert "newest whole checkpoint: checkpoint-6/global_step6" in out
+    assert "newest complete checkpoint: checkpoint-6/global_step6" in out
     assert "it has no trainer_state.json, so its save did not finish" in out
     assert "no unickpt checkpoint" in out
     code, _, err = run("verify", folder)

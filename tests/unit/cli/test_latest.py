@@ -31,7 +31,7 @@ def test_latest_prints_the_checkpoint_that_a_job_resumes_from(tmp_path: Path, ru
     code, out, err = run("latest", folder)
     assert (code, out) == (1, "")
     assert err.count("\n") == 1
-    assert "no whole checkpoint; checkpoint-6/global_step6: " in err
+    assert "no complete checkpoint; checkpoint-6/global_step6: " in err
 
 
 def test_latest_needs_no_trainer_state_outside_of_a_trainer_run(tmp_path: Path, run: Any) -> None:

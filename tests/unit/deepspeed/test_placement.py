@@ -1,17 +1,17 @@
-"""Ranks that hold the same parameters, and names that do not depend on the number of pipeline stages."""
+"""Ranks that hold the same parameters, and names that do not depend on stages of a pipeline or on expert-parallel ranks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from ds_unickpt.internals import TiedCopy
-from ds_unickpt.names import ModuleNames, copied_from, original_of, stored_name
+from ds_unickpt.internals import ExpertLayer, TiedCopy
+from ds_unickpt.names import ModuleNames, copied_from, expert_name, holders, original_of, stored_name
 from ds_unickpt.placement import Placement, Share
 
 
 def placement(rank: int, *, peers: tuple[int, ...], data: tuple[int, ...], world: int = 4) -> Placement:
-    return Placement(rank, world, 0, world // len(peers), peers, data, None)
+    return Placement(rank, world, 0, world // len(peers), peers, peers, data, None)
 
 
 def test_all_ranks_share_what_all_of_them_hold() -> None:
@@ -33,6 +33,44 @@ def test_one_of_the_sequence_parallel_peers_stores_everything() -> None:
     placed = [placement(rank, peers=(0, 1, 2, 3), data=(rank % 2, rank % 2 + 2)) for rank in range(4)]
     assert [p.share.rank for p in placed] == [0, -1, 1, -1]
     assert placed[1].share == Share((), 1)
+
+
+def test_each_expert_is_shared_by_the_ranks_that_have_it() -> None:
+    everyone, ranks = (0, 1, 2, 3), {rank: (rank % 2, rank % 2 + 2) for rank in range(4)}
+    placed = [Placement(rank, 4, 0, 1, ranks[rank], everyone, everyone, None) for rank in everyone]
+    assert [(p.first, p.with_coordinator, p.partial) for p in placed] == [
+        (True, True, True), (True, True, True), (False, True, True), (False, True, True),
+    ]  # fmt: skip
+    assert [p.share_among(None).rank for p in placed] == [0, 1, 2, 3]
+    assert [p.share_among(ranks[p.rank]).rank for p in placed] == [0, 0, 1, 1]
+    assert [(p.leads(None), p.leads(ranks[p.rank])) for p in placed] == [
+        (True, True), (False, True), (False, False), (False, False),
+    ]  # fmt: skip
+
+
+LAYERS = {
+    layer.name: layer
+    for layer in (
+        ExpertLayer("a.moe.deepspeed_experts", first=6, count=3, degree=4, ranks=(2, 6)),
+        ExpertLayer("deepspeed_experts", first=0, count=2, degree=1, ranks=(0, 1)),
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("own", "stored", "ranks"),
+    [
+        ("a.moe.deepspeed_experts.2.up.weight", "a.moe.deepspeed_experts.8.up.weight", (2, 6)),
+        ("a.moe.deepspeed_experts.0", "a.moe.deepspeed_experts.6", (2, 6)),
+        ("a.moe.deepspeed_experts", "a.moe.deepspeed_experts", None),
+        ("deepspeed_experts.1.blocks.0.weight", "deepspeed_experts.1.blocks.0.weight", (0, 1)),
+        ("b.moe.deepspeed_experts.1.weight", "b.moe.deepspeed_experts.1.weight", None),
+        ("a.moe.gate.wg.weight", "a.moe.gate.wg.weight", None),
+    ],
+)
+def test_an_expert_has_its_number_among_all_experts(own: str, stored: str, ranks: tuple[int, ...] | None) -> None:
+    assert expert_name(own, LAYERS) == stored
+    assert holders(stored, LAYERS) == ranks
 
 
 COPIES = (TiedCopy("embed", 7, frozenset({"weight"})),)

@@ -24,14 +24,14 @@ from unickpt.diagnosis.recording.records import DTYPES, FORMAT, ITEMSIZES, RECOR
 from unickpt.diagnosis.recording.ring import CLOSED, HEADER_BYTES, TABLE_BYTES, RingContents, RingReader, RingWriter
 from unickpt.errors import FormatError
 from unickpt.format import dtypes
-from unickpt.testing.launch import environment, torchrun
+from unickpt.testing.launch import environment, fork_ranks
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[RingContents, list[Any]]]:
     """Of every rank what we have noted, and the flight recorder's entries."""
     folder = tmp_path_factory.mktemp("calls")
-    torchrun(
+    fork_ranks(
         request.param,
         "tests.integration.diagnosis.calls_worker",
         str(folder),
@@ -110,7 +110,7 @@ def test_the_fields_of_a_recorded_call(job: list[tuple[RingContents, list[Any]]]
 
 def test_the_flight_recorder_gives_the_state_of_device_calls(tmp_path: Path) -> None:
     """Of calls that are only seen to begin: while a rank stands, which have ended, and which of the others came first."""
-    torchrun(2, "tests.integration.diagnosis.flights_worker", str(tmp_path), env=ENVIRONMENT)
+    fork_ranks(2, "tests.integration.diagnosis.flights_worker", str(tmp_path), env=ENVIRONMENT)
     first, half = [""] * BEFORE, [""]
     moments = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert moments["at once"] == [*first, *half, "", ""]
@@ -135,7 +135,7 @@ MEGATRON = (
 
 @pytest.mark.parametrize(("kind", "names"), [("deepspeed", DEEPSPEED), ("megatron", MEGATRON)])
 def test_every_collective_of_a_framework_is_noted_once(kind: str, names: tuple[str, ...], tmp_path: Path) -> None:
-    torchrun(2, "tests.integration.diagnosis.frameworks_worker", str(tmp_path), kind, *names, env=ENVIRONMENT)
+    fork_ranks(2, "tests.integration.diagnosis.frameworks_worker", str(tmp_path), kind, *names, env=ENVIRONMENT)
     for name in names:
         for rank in range(2):
             ours, theirs = noted(tmp_path / f"{name}-{rank}.ring"), flown(tmp_path / f"{name}-{rank}.json")
@@ -169,7 +169,7 @@ def test_the_newest_are_found_without_reading_all(tmp_path: Path, newest: int, u
     ring = RingWriter(tmp_path / "r.ring", here(), capacity=20_000)
     for number in range(1, newest + 1):
         put(ring, number)
-    ring.state(heartbeat_ns=0, step=0, newest=max(newest - unpublished, 0), phase=0)  # the last ones were not told of yet
+    ring.state(heartbeat_ns=0, step=0, newest=max(newest - unpublished, 0), phase=0)  # it does not count the last ones
     found = RingReader(tmp_path / "r.ring").read(last=100).records["begun"].tolist()
     assert found == list(range(max(newest - 99, 1), newest + 1))
 

@@ -1,4 +1,4 @@
-"""Made-up jobs with one fault each: it is told, with the right rank or link, and nothing else; of sound jobs nothing is."""
+"""Simulated jobs with one fault each: one verdict, with the right rank or link. Healthy jobs have no verdict."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_right_and_wrong_verdicts_are_distinguished() -> None:
 
 
 def test_ranks_of_a_dead_host_are_all_named() -> None:
-    """A host of four: what is told of many ranks is right, too."""
+    """A host with four ranks: verdicts on several ranks are right, too."""
     scene = simulate(LARGER, JobFault.DEAD, 5)
     (rank,) = scene.expected.ranks
     host = frozenset(np.flatnonzero(scene.hosts == scene.hosts[rank]).tolist())

@@ -398,7 +398,7 @@ def test_the_last_ones_of_a_save_directory(tmp_path: Path, capsys: pytest.Captur
     assert "mean of 2 checkpoints" in out
     assert "left out: the optimizer" in out
     assert main(["average", str(tmp_path / "more"), str(tmp_path / "saves"), "--last", "4"]) == 2
-    assert "4 whole checkpoints are needed, 3 are there (step0, step1, step2)" in capsys.readouterr().err
+    assert "4 complete checkpoints are needed, 3 are there (step0, step1, step2)" in capsys.readouterr().err
 
 
 def test_checkpoints_of_two_models_have_no_mean(handmade: Path, llama: tuple[Checkpoint, Values], tmp_path: Path) -> None:

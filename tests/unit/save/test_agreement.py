@@ -8,7 +8,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from ds_unickpt.names import plain, spelled_plainly
+from ds_unickpt.internals import plain
+from ds_unickpt.names import spelled_plainly
 from unickpt.errors import FormatError
 from unickpt.format.manifest import OptimizerRecord, ParameterGroup, merge_optimizers, optimizer_from_json
 from unickpt.save.agreement import message_of, notes_of

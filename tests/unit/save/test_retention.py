@@ -1,4 +1,4 @@
-"""Old checkpoints go, the newest whole one never does, and nothing that others wrote is touched."""
+"""Retention removes old checkpoints, never the newest complete one, and nothing that others wrote."""
 
 from __future__ import annotations
 

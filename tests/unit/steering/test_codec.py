@@ -22,28 +22,37 @@ from unickpt.steering.codec import (
     state_as_json,
     state_from_json,
 )
+from unickpt.steering.limits import Limits
 from unickpt.steering.membership import (
     NEVER_S,
     Admit,
     Arrived,
     Close,
+    Committed,
     Event,
     Heard,
     Joined,
     Left,
-    Limits,
+    Measured,
     Membership,
     Opened,
+    Ordered,
     Park,
+    Reached,
     Ready,
     Restart,
-    transition,
+    WorkersEnded,
 )
+from unickpt.steering.scores import Score
+from unickpt.steering.transitions import transition
 
 EVENTS: list[Event] = [
     Joined("a", "1", "a:1"), Heard("a", "1"), Arrived("a", "1", (3, 4)), Opened("a", "1", (1, 1), "s:1", "m:1"),
     Ready("a", "1", (1, 1)), Left("a", "1", True, ""), Park("a", "slow"), Park("a", "slow", 5.0), Admit("a"),
     Restart((1, 1), "why"), Close("why"),
+    Opened("a", "1", (1, 1), "s:1", "m:1", "http://a:1/secret"),
+    Joined("a", "1", "a:1", 8), Committed("a", "1", (1, 1), 3), WorkersEnded("a", "1", (1, 1), (0, 7)),
+    Measured("a", "1", 4, Score(1.5, 0.0, 2.0, 3.0, 0.25, "wrong")),
 ]  # fmt: skip
 
 
@@ -52,7 +61,12 @@ def some_state() -> Membership:
     arrivals = [Arrived("a", "1"), Joined("b", "7", "[::1]:5"), Arrived("b", "7")]
     for event in [*EVENTS[:2], *arrivals, Park("c", "hung", 8.0), Park("d", "asked")]:
         state = transition(state, event, 100.0)
-    for event in [Opened("a", "1", (1, 1), "s:1", "m:1"), Ready("b", "7", (1, 1)), Joined("e", "2", "e:5"), Arrived("e", "2")]:
+    late: list[Event] = [Ordered("x", "park c", (1, 2)), Reached((1, 1), 12, 2.5), Committed("a", "1", (1, 1), 3)]
+    late.append(WorkersEnded("a", "1", (1, 1), (5, 2)))
+    opened = [Opened("a", "1", (1, 1), "s:1", "m:1", "http://a:1/secret"), Ready("b", "7", (1, 1))]
+    late.append(Measured("a", "1", 0, Score(1.5, 0.0, 2.0, 3.0, 0.25)))
+    state = replace(state, suspects={"c": 3}, checks=3)
+    for event in [*opened, *late, Joined("e", "2", "e:5"), Arrived("e", "2")]:
         state = transition(state, event, 101.0)
     return state
 
@@ -68,10 +82,12 @@ def test_a_state_arrives_with_times_on_the_clock_of_the_receiver() -> None:
     later = replace(state, heard=dict.fromkeys(state.hosts, 1003.0))
     assert copy.parked["c"].until_s == pytest.approx(1008.0)
     assert copy.parked["d"].until_s == NEVER_S
-    assert copy.hosts["e"].arrived_s == pytest.approx(1001.0)
+    assert copy.hosts["e"].arrived_s == copy.committed_s == pytest.approx(1001.0)
     assert copy.round is not None
     assert state.round is not None
     assert (copy.round.members, copy.round.epoch, copy.round.ready) == (state.round.members, (1, 1), frozenset("ab"))
+    assert copy.round.hub == "http://a:1/secret"
+    assert (copy.reached, copy.evictions, copy.orders[0].ranks) == (12, {"c": 1}, (1, 2))
     names = (
         "limits",
         "leader",
@@ -85,6 +101,16 @@ def test_a_state_arrives_with_times_on_the_clock_of_the_receiver() -> None:
         "closed",
         "finished",
         "losses",
+        "evictions",
+        "orders",
+        "furthest",
+        "reached",
+        "fruitless",
+        "pause_s",
+        "commits",
+        "suspects",
+        "checks",
+        "scores",
     )
     assert {name: getattr(copy, name) for name in names} == {name: getattr(later, name) for name in names}
 
@@ -96,11 +122,17 @@ def test_a_state_arrives_with_times_on_the_clock_of_the_receiver() -> None:
         {"event": "Joined", "name": "a", "incarnation": "1"}, {"event": "Joined", "name": 1, "incarnation": "1", "address": ""},
         {"event": "Arrived", "name": "a", "incarnation": "1", "after": [1]},
         {"event": "Arrived", "name": "a", "incarnation": "1", "after": ["1", True]},
+        *(
+            {"event": "Measured", "name": "a", "incarnation": "1", "check": 1, "score": score}
+            for score in (None, [], [1, 2, 3, 4, 5], [1, 2, 3, 4, -5, ""], [1, 2, 3, 4, float("nan"), ""],
+                          [True, 2, 3, 4, 5, ""], [1, 2, 3, 4, 10**400, ""], [1, 2, 3, 4, 5, "x" * 5000],
+                          [1, 2, 3, 4, 5, 6], "123456")
+        ),
         {"event": "Park", "name": "a", "reason": "r", "for_s": -1}, {"event": "Admit", "name": "a" * 9999},
     ],
 )  # fmt: skip
 def test_what_is_no_event_of_an_agent_is_refused(value: Any) -> None:
-    """Nobody can send that another host is lost, or that there is a new leader."""
+    """No agent can send the event that another host is lost, or that there is a new leader."""
     with pytest.raises(SteeringError):
         event_from_json(value)
 

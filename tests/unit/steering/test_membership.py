@@ -1,113 +1,39 @@
-"""Membership: every short sequence of events, and long random ones with lost and repeated messages and dying hosts."""
+"""Membership: what happens to hosts and rounds, event by event."""
 
 from __future__ import annotations
 
-import random
-from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import pytest
-
+from tests.unit.steering.checked_events import arrive, connect, members, run, started
+from unickpt.steering.limits import Limits
 from unickpt.steering.membership import (
     Admit,
     Arrived,
     Close,
-    Event,
+    GivenOrder,
     Heard,
     Joined,
     Left,
-    Limits,
     Lost,
     Membership,
     Opened,
+    Ordered,
     Park,
     Paused,
     Phase,
+    Reached,
     Ready,
     Restart,
     Standing,
     Tick,
     TookOver,
     holds_name,
-    may_lead,
     must_stop,
     natural,
-    quorum,
-    rank_in_round,
     standing,
     successors,
-    transition,
 )
-
-AT_ONCE = {"join_s": 0.0, "settle_s": 0.0, "arrive_s": 20.0, "expiry_s": 10.0}
-
-
-def checked(before: Membership, event: Event, now_s: float) -> Membership:
-    """Apply an event and check what must hold after every event."""
-    after = transition(before, event, now_s)
-    assert (after.term, after.version) >= (before.term, before.version)
-    assert transition(after, Tick(), now_s) is after, "a state is settled"
-    if not isinstance(event, Paused | Heard):
-        assert replace(transition(after, event, now_s), version=after.version) == after, "a repeated event changes nothing"
-    assert set(after.heard) == set(after.hosts)
-    round_ = after.round
-    if round_ is None:
-        assert after.phase is Phase.GATHERING
-        return after
-    names = [name for name, _ in round_.members]
-    assert len(set(names)) == len(names), "no host twice"
-    assert after.limits.size(len(names)) == len(names), "the size is allowed"
-    assert [rank_in_round(after, *member) for member in round_.members] == (
-        [-1] * len(names) if after.phase is Phase.GATHERING else list(range(len(names)))
-    )
-    assert (after.phase is Phase.RUNNING) <= (round_.ready == set(names) and bool(round_.store))
-    assert before.round is None or before.round.epoch <= round_.epoch
-    if before.round is None or before.round.epoch != round_.epoch:
-        assert not before.closed, "a closed job has no new round"
-        assert not set(names) & set(after.parked)
-        assert after.phase is Phase.OPENING
-        assert all(holds_name(after, *member) for member in round_.members)
-        old = [name for name in sorted(before.seats, key=before.seats.__getitem__) if name in names]
-        assert [name for name in names if name in old] == old, "a host keeps its place"
-    return after
-
-
-def run(state: Membership, *events: Event, now_s: float = 0.0) -> Membership:
-    for event in events:
-        state = checked(state, event, now_s)
-    return state
-
-
-def arrive(state: Membership, *names: str, now_s: float = 0.0) -> Membership:
-    after = state.round.epoch if state.round else (0, 0)
-    for name in names:
-        host = state.hosts.get(name)
-        state = run(state, Joined(name, host.incarnation if host else "1", f"{name}:1"), now_s=now_s)
-        state = run(state, Arrived(name, state.hosts[name].incarnation, after), now_s=now_s)
-    return state
-
-
-def connect(state: Membership, now_s: float = 0.0) -> Membership:
-    """Let all members of an opened round connect."""
-    assert state.phase is Phase.OPENING
-    assert state.round is not None
-    epoch, members = state.round.epoch, state.round.members
-    state = run(state, Opened(*members[0], epoch, "store:1", "master:2"), now_s=now_s)
-    state = run(state, *(Ready(name, incarnation, epoch) for name, incarnation in members[1:]), now_s=now_s)
-    assert state.phase is Phase.RUNNING
-    return state
-
-
-def started(count: int, low: int, high: int, **limits: object) -> Membership:
-    """Return a job whose first round runs on hosts h1, h2, ..."""
-    state = Membership(Limits(low, high, **{**AT_ONCE, "join_s": 30.0}), "h1", gathering_s=-30.0)  # type: ignore[arg-type]
-    state = connect(arrive(state, *(f"h{i}" for i in range(1, count + 1))))
-    return replace(state, limits=Limits(low, high, **{**AT_ONCE, **limits}))  # type: ignore[arg-type]
-
-
-def members(state: Membership) -> list[str]:
-    assert state.round is not None
-    return [name for name, _ in state.round.members]
+from unickpt.steering.quorum import may_lead, quorum
 
 
 def test_natural_order_of_names() -> None:
@@ -323,180 +249,152 @@ def test_a_new_leader_keeps_a_running_round_and_ends_an_opening_one() -> None:
     assert successors(lost) == ["h1", "h3"]
 
 
-def test_every_short_sequence_of_events() -> None:
-    """Sequences of five events of three hosts, one of which is started twice, from before and after the first round."""
-    processes = [("a", "1"), ("b", "1"), ("b", "2"), ("c", "1")]
-
-    def events(state: Membership) -> list[Event]:
-        found: list[Event] = [Tick(), Park("b", "order"), Admit("b"), TookOver("c", state.term + 1, frozenset({"a"}))]
-        for name, incarnation in processes:
-            found += [Joined(name, incarnation, "x:1"), Lost(name, incarnation), Left(name, incarnation, finished=True)]
-            found += [Left(name, incarnation, failed="no restarts")]
-            if holds_name(state, name, incarnation):
-                found += [Arrived(name, incarnation)]
-            if state.round is not None:
-                found += [Arrived(name, incarnation, state.round.epoch), Ready(name, incarnation, state.round.epoch)]
-                found += [Opened(name, incarnation, state.round.epoch, "s:1", "m:1"), Restart(state.round.epoch, "order")]
-        return found
-
-    first = Membership(Limits(1, 2, **AT_ONCE), "a")  # type: ignore[arg-type]
-    seen: set[str] = set()
-    queue = deque([(first, 0), (started(2, 1, 2), 3)])
-    steps = 0
-    while queue:
-        state, depth = queue.popleft()
-        for event in events(state) if depth < 5 else []:
-            after = checked(state, event, 0.0)
-            steps += 1
-            key = repr(replace(after, version=0, losses={}))
-            if key not in seen:
-                seen.add(key)
-                queue.append((after, depth + 1))
-    assert steps > 5_000
+def test_a_leader_of_several_hosts_waits_a_moment_before_the_first_round() -> None:
+    """Another leader of the same job, which has moved, can object."""
+    state = arrive(Membership(Limits(2, 2, join_s=30), "h1"), "h1", "h2")
+    assert run(state, Tick(), now_s=0.9).phase is Phase.GATHERING
+    assert run(state, Tick(), now_s=1.0).phase is Phase.OPENING
 
 
-# ---------------------------------------------------------------- random jobs
+def test_an_agent_that_has_become_the_leader_has_another_address() -> None:
+    state = run(started(2, 1, 2), Joined("h1", "1", "endpoint:29400"))
+    assert state.hosts["h1"].address == "endpoint:29400"
+    assert state.phase is Phase.RUNNING
 
 
-@dataclass
-class Agent:
-    """What the agent of a host does and knows."""
-
-    name: str
-    incarnation: str
-    alive: bool = True
-    view: Membership | None = None
-    after: tuple[int, int] = (0, 0)
-    waits: bool = True  # in the rendezvous; otherwise its workers run in the round ``after``
+def test_silence_does_not_end_a_round_that_could_not_begin_again() -> None:
+    state = run(started(3, 3, 3), Heard("h1", "1"), Heard("h2", "1"), now_s=9)
+    state = run(state, Tick(), now_s=15)
+    assert (list(state.hosts), state.phase) == (["h1", "h2"], Phase.RUNNING)
+    assert run(state, Lost("h3", "1"), now_s=15).phase is Phase.GATHERING  # its workers have ended as well
 
 
-@dataclass
-class Job:
-    """A job over a network that loses, repeats and delays messages."""
-
-    random: random.Random
-    limits: Limits
-    agents: dict[str, Agent]
-    leader: str
-    state: Membership
-    now_s: float = 0.0
-    messages: list[Event] = field(default_factory=list)
-    dead: set[tuple[str, str]] = field(default_factory=set)
-    rounds: int = 0
-    takeovers: int = 0
-
-    def apply(self, event: Event) -> None:
-        before = self.state.round.epoch if self.state.round else None
-        self.state = checked(self.state, event, self.now_s)
-        self.rounds += (self.state.round.epoch if self.state.round else None) != before
-
-    def send(self, event: Event, loss: float) -> None:
-        self.messages += [event] * (0 if self.random.random() < loss else 2 if self.random.random() < 0.1 else 1)
-
-    def agent_step(self, agent: Agent, loss: float) -> None:
-        """What an agent does with its view, as in the handler of torchrun."""
-        view = agent.view
-        self.send(Joined(agent.name, agent.incarnation, f"{agent.name}:1"), loss)
-        self.send(Heard(agent.name, agent.incarnation), loss)
-        if not agent.waits:
-            crashed = loss > 0 and self.random.random() < 0.01
-            agent.waits = crashed or (view is not None and must_stop(view, agent.after))
-            return
-        self.send(Arrived(agent.name, agent.incarnation, agent.after), loss)
-        round_ = view.round if view else None
-        if view is None or round_ is None or round_.epoch == agent.after:
-            return
-        rank = rank_in_round(view, agent.name, agent.incarnation)
-        if rank == 0 and not round_.store:
-            self.send(Opened(agent.name, agent.incarnation, round_.epoch, "s:1", "m:1"), loss)
-        elif rank > 0 and round_.store:
-            self.send(Ready(agent.name, agent.incarnation, round_.epoch), loss)
-        if rank >= 0 and view.phase is Phase.RUNNING:
-            agent.after, agent.waits = round_.epoch, False
-
-    def step(self, loss: float) -> None:
-        self.now_s += self.random.random()
-        self.apply(Tick())
-        for agent in self.agents.values():
-            if agent.alive:
-                if self.random.random() >= loss and (agent.view is None or agent.view.version <= self.state.version):
-                    agent.view = self.state
-                self.agent_step(agent, loss)
-        self.random.shuffle(self.messages)
-        late = len(self.messages) // 8 if loss else 0
-        now, self.messages = self.messages[late:], self.messages[:late]
-        for message in now:
-            self.apply(message)
-        for name, incarnation in sorted(self.dead):
-            if self.random.random() < 0.3:
-                self.apply(Lost(name, incarnation))
-        self.one_active_round()
-
-    def one_active_round(self) -> None:
-        """No two rounds have all their members at work, and no host works in two."""
-        working: dict[tuple[int, int], set[str]] = {}
-        for agent in self.agents.values():
-            if agent.alive and not agent.waits:
-                working.setdefault(agent.after, set()).add(agent.name)
-        views = [agent.view for agent in self.agents.values() if agent.view is not None]
-        known = {view.round.epoch: view.round.members for view in views if view.round is not None}
-        active = [epoch for epoch, names in working.items() if epoch in known and {name for name, _ in known[epoch]} == names]
-        assert len(active) <= 1, active
-
-    def kill(self, name: str) -> None:
-        agent = self.agents[name]
-        agent.alive = False
-        self.dead.add((name, agent.incarnation))
-        if name == self.leader:
-            self.take_over()
-
-    def start(self, name: str) -> None:
-        self.agents[name] = Agent(name, str(int(self.agents[name].incarnation) + 1))
-
-    def take_over(self) -> None:
-        """The successors in a copy of the state ask each other, and the newest copy among them goes on."""
-        alive = {name: agent for name, agent in self.agents.items() if agent.alive and agent.view is not None}
-        if not alive:
-            return
-        newest = max((agent.view for agent in alive.values() if agent.view), key=lambda view: (view.term, view.version))
-        ended = frozenset(name for name, incarnation in self.dead if holds_name(newest, name, incarnation))
-        heirs = [name for name in successors(newest) if name in alive]
-        if heirs and may_lead(newest, frozenset(alive), ended):
-            self.leader, self.messages = heirs[0], []
-            self.state = newest
-            self.takeovers += 1
-            self.apply(TookOver(heirs[0], newest.term + 1, ended))
+def test_of_several_spares_the_one_that_has_not_failed_is_taken() -> None:
+    state = arrive(started(2, 2, 2), "a")
+    for incarnation in ("1", "2"):
+        state = run(state, Lost("a", incarnation), Joined("a", str(int(incarnation) + 1), "a:1"))
+    state = arrive(state, "a", "b")
+    state = run(state, Lost("h2", "1"))
+    assert members(connect(arrive(state, "h1"))) == ["h1", "b"]
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_random_jobs_keep_their_invariants_and_recover(part: int) -> None:
-    """Messages are lost, repeated, late and out of order; agents and leaders die and return; then all is quiet."""
-    rounds = takeovers = 0
-    for seed in range(part * 25, part * 25 + 25):
-        source = random.Random(seed)
-        count, spares = source.randint(1, 4), source.randint(0, 2)
-        limits = Limits(source.randint(1, count), count, **AT_ONCE)  # type: ignore[arg-type]
-        names = [f"h{i}" for i in range(count + spares)]
-        job = Job(source, limits, {name: Agent(name, "1") for name in names}, names[0], Membership(limits, names[0]))
-        for _ in range(source.randint(40, 120)):
-            job.step(loss=0.3)
-            chance = source.random()
-            running = [name for name in names if job.agents[name].alive]
-            if chance < 0.04 and len(running) > 1:
-                job.kill(source.choice([name for name in running if job.agents[name].view is not None] or running[1:]))
-            elif chance < 0.10 and len(running) < len(names):
-                job.start(source.choice([name for name in names if not job.agents[name].alive]))
-            elif chance < 0.12:
-                job.apply(Park(source.choice(names), "order", 20.0))
-        for name in names:
-            if not job.agents[name].alive:
-                job.start(name)
-        for _ in range(120):
-            job.step(loss=0.0)
-        assert job.state.phase is Phase.RUNNING, (seed, job.state)
-        at_work = {name for name, agent in job.agents.items() if not agent.waits}
-        assert at_work == set(members(job.state)), seed
-        assert len(at_work) == count, (seed, job.state)
-        rounds, takeovers = rounds + job.rounds, takeovers + job.takeovers
-    assert rounds > 100
-    assert takeovers > 3
+def test_a_round_grows_after_the_time_to_settle_and_only_if_it_may() -> None:
+    for grow in (True, False):
+        state = started(2, 1, 2)
+        limits = Limits(1, 4, settle_s=5.0, grow=grow)
+        state = run(replace(state, limits=limits), Joined("h3", "1", "h3:1"), Arrived("h3", "1"))
+        assert run(state, Tick(), now_s=4.9).phase is Phase.RUNNING
+        state = run(state, Joined("h4", "1", "h4:1"), Arrived("h4", "1"), now_s=4.9)
+        assert run(state, Tick(), now_s=5.0).phase is Phase.RUNNING  # h4 has just come
+        late = run(state, Tick(), now_s=9.9)
+        assert late.phase is (Phase.GATHERING if grow else Phase.RUNNING)
+        assert not grow or late.reason == "h3, h4 can be used"
+
+
+def test_a_spare_that_ends_says_nothing_about_the_program() -> None:
+    state = run(arrive(started(2, 2, 2), "spare"), Left("spare", "1", finished=True))
+    assert (state.closed, state.finished, state.phase) == ("", False, Phase.RUNNING)
+
+
+def test_only_orders_for_a_time_count_as_evictions_and_each_once() -> None:
+    state = run(started(3, 1, 3), Park("h1", "asked"), Park("h2", "hung", 60), Park("h2", "hung", 60))
+    assert state.evictions == {"h2": 1}
+
+
+def test_an_order_is_logged_once_and_old_ones_are_forgotten() -> None:
+    state = run(started(2, 1, 2), *(Ordered(str(number), f"order {number}", (1,)) for number in range(40)))
+    assert [order.number for order in state.orders] == list(range(25, 41))
+    assert state.orders[-1] == GivenOrder(40, "39", (1, 1), (1,), "order 39")
+    assert run(state, Ordered("39", "again")).orders == state.orders
+
+
+def test_progress_is_of_the_running_round() -> None:
+    state = run(started(2, 1, 2), Reached((1, 1), 7, 2.0), Reached((1, 1), 5, 1.0), Reached((1, 2), 99, 9.0))
+    assert (state.reached, state.pause_s, state.furthest) == (7, 2.0, -1)
+    state = connect(arrive(state, "h1", "h2"))
+    assert (state.reached, state.furthest, state.fruitless) == (0, 7, 0)
+    state = connect(arrive(run(state, Reached((1, 2), 7)), "h1", "h2"))
+    assert (state.furthest, state.fruitless) == (7, 1)
+    state = connect(arrive(run(state, Lost("h2", "1")), "h1"))
+    assert state.fruitless == 1, "the program has not failed"
+
+
+def test_the_silence_of_a_lost_leader_counts_before_and_after_the_take_over() -> None:
+    state = run(replace(started(3, 2, 3), leader="h1 (1)"), Heard("h2", "1"), Heard("h3", "1"), now_s=8)
+    for silent_s, gone_s in ((0.0, 18.5), (8.0, 10.5)):
+        after = run(state, TookOver("h2 (1)", 2, silent_s=silent_s), now_s=8)
+        after = run(after, Heard("h2", "1"), Heard("h3", "1"), now_s=gone_s - 1)
+        assert "h1" in after.hosts, "expiry is 10 s"
+        assert sorted(run(after, Tick(), now_s=gone_s).hosts) == ["h2", "h3"]
+
+
+def failing(retries: int | None, *steps: int) -> Membership:
+    """Return a job whose workers on h1 fail again and again, after these steps in each round."""
+    state = started(2, 1, 2)
+    state = replace(state, limits=replace(state.limits, retries=retries))
+    for number, step in enumerate(steps, 1):
+        state = run(state, Reached((1, number), step)) if step else state
+        state = arrive(state, "h1", "h2")
+        state = state if state.closed else connect(state)
+    return state
+
+
+def test_a_program_that_fails_again_and_again_without_progress_ends_the_job() -> None:
+    assert failing(2, 7, 7).closed == ""
+    closed = failing(2, 7, 7, 7)
+    assert (closed.phase, closed.finished, closed.fruitless) == (Phase.GATHERING, False, 2)
+    assert closed.closed.startswith(
+        "2 rounds in a row have failed without progress: the workers of h1 have ended again, and the"
+    )
+    assert "has not passed step 7" in closed.closed
+    assert must_stop(closed, (1, 3)), "the workers of all other hosts end as well"
+    assert failing(2, 7, 7, 8, 8).closed == "", "progress begins the count again"
+    assert failing(None, 7, 7, 7, 7, 7).closed == ""
+    assert failing(2, 0, 0, 0, 0, 0).closed == "", "without timing no step is known"
+
+
+def test_a_parked_host_does_not_count_when_a_round_could_begin_again() -> None:
+    state = run(arrive(started(2, 2, 2), "s"), Park("s", "asked"), Heard("h1", "1"), Heard("s", "1"), now_s=9)
+    silent = run(state, Tick(), now_s=15)
+    assert (sorted(silent.hosts), silent.phase) == (["h1", "s"], Phase.RUNNING)
+    failed = run(state, Left("h2", "1", failed="no restarts"), now_s=9)
+    assert failed.closed == "h2 gave up (no restarts); 1 hosts are left, and 2 are needed"
+
+
+def test_a_member_that_ends_before_its_workers_have_started_has_not_finished_the_program() -> None:
+    for low, closed in ((1, ""), (2, "the program has finished on h1; 1 hosts are left, and 2 are needed")):
+        state = arrive(started(2, low, 2), "h1", "h2")
+        state = run(state, Left("h1", "1", finished=True))
+        assert (state.finished, state.closed) == (False, closed)
+
+
+def test_a_host_that_has_never_taken_part_does_not_hold_up_the_others() -> None:
+    state = run(started(2, 1, 2), Joined("slow", "1", "slow:1"), Lost("h2", "1"))
+    assert members(arrive(state, "h1")) == ["h1"]
+
+
+def test_nobody_is_ready_before_the_stores_are_open() -> None:
+    state = arrive(started(2, 1, 2), "h1", "h2")
+    assert run(state, Ready("h2", "1", (1, 2))).round == state.round
+
+
+def test_an_opening_round_is_given_up_when_a_member_is_silent_even_without_a_quorum() -> None:
+    state = run(arrive(started(2, 1, 2), "h1", "h2"), Heard("h2", "1"), now_s=9)
+    state = run(state, Tick(), now_s=15)
+    assert (state.phase, state.reason, list(state.hosts)) == (Phase.GATHERING, "h1 is gone", ["h2"])
+
+
+def test_the_end_of_a_later_process_proves_nothing_about_the_workers_of_an_earlier_one() -> None:
+    state = run(started(3, 1, 3), Heard("h1", "1"), Heard("h3", "1"), now_s=9)
+    gone = run(state, Tick(), now_s=15)
+    assert run(gone, TookOver("h3", 2, frozenset({"h2"})), now_s=15).electorate == (("h1", "1"), ("h3", "1"))
+    state = run(gone, Joined("h2", "2", "h2:1"), now_s=15)
+    state = run(state, TookOver("h3", 2, frozenset({"h2"})), now_s=15)
+    assert state.electorate == (("h1", "1"), ("h2", "1"), ("h3", "1"))
+
+
+def test_a_process_that_took_no_part_in_the_round_takes_over_last() -> None:
+    state = run(started(3, 1, 3), Heard("h1", "1"), Heard("h3", "1"), now_s=9)
+    state = run(state, Tick(), now_s=15)
+    assert successors(state) == ["h1", "h3"]
+    assert successors(run(state, Joined("h2", "2", "h2:1"), now_s=15)) == ["h1", "h3", "h2"]

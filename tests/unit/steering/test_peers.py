@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,31 +13,16 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from tests.unit.steering.peers import KEY, Job, hosts, until
 from unickpt.errors import ConfigError
 from unickpt.options import SteeringOptions
 from unickpt.steering.codec import SteeringError, dial, event_as_json, key_of
-from unickpt.steering.membership import Arrived, Close, Left, Limits, Membership, Park
-from unickpt.steering.peer import Peer
+from unickpt.steering.limits import Limits
+from unickpt.steering.membership import Arrived, Close, Left, Membership, Park
 from unickpt.steering.rendezvous import _reserve, create, limits_of
 from unickpt.steering.round_store import RoundStore
-from unickpt.testing.launch import free_port
 
-KEY = key_of("job")
 LIMITS = Limits(1, 4, join_s=1.0, expiry_s=60.0, settle_s=0.1)
-
-
-class Job:
-    """Peers of one job."""
-
-    def __init__(self, limits: Limits) -> None:
-        self.limits, self.endpoint = limits, f"localhost:{free_port()}"
-        self.peers: list[Peer] = []
-
-    def start(self, name: str, key: bytes = KEY) -> Peer:
-        peer = Peer(name, self.endpoint, self.limits, key)
-        peer.start()
-        self.peers.append(peer)
-        return peer
 
 
 @pytest.fixture
@@ -46,19 +31,6 @@ def job() -> Iterator[Job]:
     yield made
     for peer in made.peers:
         peer.close()
-
-
-def until(condition: Callable[[], Any], limit_s: float = 55.0) -> Any:
-    end_s = time.monotonic() + limit_s
-    while not (found := condition()):
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
-    return found
-
-
-def hosts(peer: Peer) -> set[str]:
-    state = peer.read()
-    return set(state.hosts) if state is not None else set()
 
 
 def test_all_agents_see_all_hosts_and_one_leads(job: Job) -> None:

@@ -3,51 +3,40 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.repository import REPO
+from tests.unit.steering.made import running as job
+from unickpt.diagnosis.detectors.hangs import BEFORE_S
 from unickpt.diagnosis.detectors.verdicts import CallRef, Cause, DownMember, Exited, LongSteps, NotEntered, Syndrome, Verdict
+from unickpt.diagnosis.host.movement import ProcessSample, same_place_s, sample, still_s
 from unickpt.diagnosis.host.process_state import State
+from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.snapshot.snapshot import GroupInfo
 from unickpt.errors import ConfigError
 from unickpt.options import SteeringOptions, declared_for_steering, from_rendezvous
 from unickpt.steering.hosts import host_rows, table
 from unickpt.steering.membership import (
-    Arrived,
     Joined,
-    Limits,
     Membership,
-    Opened,
     Park,
     Paused,
     Phase,
-    Ready,
-    transition,
 )
 from unickpt.steering.orders import Action, Order, events
-from unickpt.steering.policy import Fault, Finding, History, ProcessSample, Row, decide, finding_of, still_s
+from unickpt.steering.policy import Fault, Finding, History, Row, decide, finding_of
+from unickpt.steering.transitions import transition
 
 DEFAULTS = SteeringOptions()
 EVICT = SteeringOptions(slow="evict")
-
-
-def job(count: int = 4, low: int = 2, spares: int = 0) -> Membership:
-    """Return a job whose round runs on hosts h0, h1, ..., with spares s0, s1, ..."""
-    state = Membership(Limits(low, count), "h0", gathering_s=-60.0)
-    names = [*(f"h{i}" for i in range(count)), *(f"s{i}" for i in range(spares))]
-    for name in names:
-        state = transition(state, Joined(name, "1", f"{name}:1"), 0.0)
-        state = transition(state, Arrived(name, "1"), 0.0)
-    epoch = (1, 1)
-    state = transition(state, Opened("h0", "1", epoch, "s:1", "m:1"), 0.0)
-    for name in names[1:count]:
-        state = transition(state, Ready(name, "1", epoch), 0.0)
-    assert state.phase is Phase.RUNNING
-    return state
 
 
 def the_order(
@@ -71,7 +60,7 @@ def restarted(row: Row) -> Order:
 
 
 ROWS: list[tuple[Row, Finding, Membership, SteeringOptions, History, Order]] = [
-    (Row.DEAD_OUT, found(Fault.DEAD, "h1", age_s=5), job(), DEFAULTS, History(), parked(Row.DEAD_OUT, "h1")),
+    (Row.DEAD_OUT, found(Fault.DEAD, "h1", age_s=45), job(), DEFAULTS, History(), parked(Row.DEAD_OUT, "h1")),
     (Row.STOPPED_OUT, found(Fault.STOPPED, "h1", age_s=60), job(), DEFAULTS, History(), parked(Row.STOPPED_OUT, "h1")),
     (Row.HUNG_OUT, found(Fault.HUNG, "h1", age_s=300), job(), DEFAULTS, History(), parked(Row.HUNG_OUT, "h1")),
     (Row.AT_FAULT_BUT_NEEDED, found(Fault.DEAD, "h1"), job(4, 4), DEFAULTS, History(), restarted(Row.AT_FAULT_BUT_NEEDED)),
@@ -116,10 +105,11 @@ def test_the_rows_are_all_tested_and_documented() -> None:
 @pytest.mark.parametrize(
     "finding",
     [
-        found(Fault.DEAD, "h1", age_s=4.9),
+        found(Fault.DEAD, "h1", age_s=44.9),
         found(Fault.STOPPED, "h1", age_s=59),
         found(Fault.HUNG, "h1", age_s=299),
         found(Fault.HUNG, "h1", still=29),
+        found(Fault.HUNG, "h1", still=0, same_place_s=419),
         found(Fault.HUNG, "h1", age_s=100_000, at_work=True),
         found(Fault.NETWORK, age_s=299),
         found(Fault.SLOW, "h1", age_s=100_000, gain=0.9),
@@ -134,6 +124,22 @@ def test_telling_is_not_acting(finding: Finding) -> None:
 def test_the_deadline_of_a_hang_grows_with_the_pauses_of_the_job() -> None:
     assert the_order(found(Fault.HUNG, "h1", age_s=899), longest_pause_s=300.0) is None
     assert the_order(found(Fault.HUNG, "h1", age_s=900), longest_pause_s=300.0) == parked(Row.HUNG_OUT, "h1")
+
+
+def test_an_endless_loop_is_out_after_a_deadline_of_its_own() -> None:
+    assert the_order(found(Fault.HUNG, "h1", still=0, same_place_s=420)) == parked(Row.HUNG_OUT, "h1")
+    nccl_s = 600.0  # torch's default with NCCL
+    assert the_order(found(Fault.HUNG, "h1", age_s=nccl_s - 60, still=0, same_place_s=nccl_s - 60 - BEFORE_S)), "before NCCL"
+
+
+def test_ranks_that_may_not_react_are_killed_and_others_may_finish_a_save() -> None:
+    ranks = {
+        fault: order.ranks
+        for fault in Fault
+        if (order := the_order(found(fault, "h1", ranks=(2, 3)), options=replace(EVICT, slow_seconds=1.0)))
+    }
+    assert ranks[Fault.STOPPED] == ranks[Fault.HUNG] == (2, 3)
+    assert ranks[Fault.MISMATCH] == ranks[Fault.NETWORK] == ranks[Fault.DEAD] == ()
 
 
 def test_a_host_that_is_out_again_waits_twice_as_long() -> None:
@@ -161,6 +167,13 @@ def test_a_link_is_checked_once_before_one_end_is_blamed() -> None:
     assert the_order(slow, options=EVICT, checked=known) == parked(Row.SLOW_OUT, "h2")
 
 
+def test_a_link_within_a_host_is_the_hosts() -> None:
+    assert the_order(found(Fault.DEAD_LINK, "h1", age_s=300)) == parked(Row.LINK_OUT, "h1")
+    assert the_order(found(Fault.DEAD_LINK, "h1", age_s=299)) is None
+    assert the_order(found(Fault.SLOW_LINK, "h1", gain=0.5)) is None
+    assert the_order(found(Fault.SLOW_LINK, "h1", gain=0.5), options=EVICT) == parked(Row.SLOW_OUT, "h1")
+
+
 def test_one_order_at_a_time_the_most_certain_first() -> None:
     findings = [found(Fault.NETWORK), found(Fault.SLOW_LINK, "h2", "h3"), found(Fault.DEAD, "h1"), found(Fault.MISMATCH, "h2")]
     assert decide(findings, History(), job(), DEFAULTS) == [parked(Row.DEAD_OUT, "h1")]
@@ -181,10 +194,22 @@ def test_orders_act_on_the_membership() -> None:
         state = transition(state, event, 0.0)
     assert state.reason == "h1 is parked: DEAD_OUT: evidence"
     assert table(host_rows(state, 5.0)).splitlines()[1:3] == [
-        "h0    -     stopping  -",
-        "h1    -     parked    5 s    DEAD_OUT: evidence",
+        "h0    -     -      stopping  -",
+        "h1    -     -      parked    5 s    DEAD_OUT: evidence",
     ]
-    assert host_rows(job(), 7.0)[2].as_json() == {"host": "h2", "rank": 2, "state": "running", "since_s": 7.0, "reason": ""}
+    assert host_rows(job(), 7.0)[2].as_json() == {
+        "host": "h2",
+        "rank": 2,
+        "ranks": [],
+        "state": "running",
+        "since_s": 7.0,
+        "reason": "",
+    }
+    running = job()
+    for name, workers in (("h0", 8), ("h1", 1), ("h2", 2)):
+        running = transition(running, Joined(name, "1", f"{name}:1", workers), 0.0)
+    assert [list(row.ranks) for row in host_rows(running, 5.0)] == [list(range(8)), [8], [9, 10], []]
+    assert table(host_rows(running, 5.0)).splitlines()[1].split() == ["h0", "0", "0-7", "running", "5", "s"]
     for event in events(Order(Action.ADMIT, ("h1",)), state):
         state = transition(state, event, 0.0)
     assert not state.parked
@@ -240,13 +265,47 @@ def test_the_gain_of_a_slow_rank_and_the_work_of_a_waiting_one() -> None:
 
 
 def test_movement_is_a_stack_processor_time_or_bytes() -> None:
-    frames = ("wait", "main")
+    frames = (Frame("wait", "a.py", 3), Frame("main", "a.py", 9))
     stays = [ProcessSample(float(t), frames, 5.0 + 0.01 * t, 100) for t in range(60)]
     assert still_s(stays) == 59
     assert still_s([*stays[:40], *(replace(each, io_bytes=101) for each in stays[40:])]) == 19
-    assert still_s([*stays[:40], *(replace(each, stack=("other",)) for each in stays[40:])]) == 19
+    assert still_s([*stays[:40], *(replace(each, stack=frames[1:]) for each in stays[40:])]) == 19
     assert still_s([replace(each, cpu_s=each.at_s / 2) for each in stays]) == 0
     assert still_s([]) == 0
+
+
+def test_an_endless_loop_stays_in_its_functions_and_other_work_does_not() -> None:
+    frame = Frame("spin", "a.py", 3)
+    loop = [ProcessSample(float(t), (replace(frame, line=t),), 1.0 * t, 100) for t in range(60)]
+    assert (still_s(loop), same_place_s(loop)) == (0, 59)
+    assert same_place_s([replace(each, children_s=each.at_s / 2) for each in loop]) == 0  # compilers
+    assert same_place_s([replace(each, cpu_s=0.2 * each.at_s) for each in loop]) == 0  # an overloaded machine
+    assert same_place_s([replace(each, io_bytes=each.io_bytes + int(each.at_s)) for each in loop]) == 0
+    assert same_place_s([*loop[:40], *(replace(each, stack=(replace(frame, function="step"),)) for each in loop[40:])]) == 19
+    assert same_place_s([replace(each, stack=()) for each in loop]) == same_place_s([]) == 0
+
+
+def test_the_movement_of_real_processes() -> None:
+    """A loop uses the processor, a sleeper nothing, and a parent has what its children use."""
+    spin, parent = "while True: pass", "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    arguments = [["import time; time.sleep(99)"], [spin], [parent, spin]]
+    started = [subprocess.Popen([sys.executable, "-c", *each]) for each in arguments]
+    try:
+        time.sleep(1.0)
+        before = [sample(each.pid, 0.0, ()) for each in started]
+        time.sleep(2.0)
+        after = [sample(each.pid, 2.0, ()) for each in started]
+        used = [(b.cpu_s - a.cpu_s, b.children_s - a.children_s) for a, b in zip(before, after, strict=True) if a and b]
+    finally:
+        for each in started:
+            for process in [*psutil.Process(each.pid).children(recursive=True), each]:
+                process.kill()
+            each.wait()
+    assert used[0] == (0, 0)
+    assert used[1][0] > 0.2
+    assert used[1][1] == 0
+    assert used[2][1] > 0.2
+    assert sample(started[0].pid, 3.0, ()) in (None, ProcessSample(3.0, (), 0.0, 0))
 
 
 # ---------------------------------------------------------------- sound jobs
@@ -261,7 +320,8 @@ def sound_window(source: random.Random) -> tuple[list[ProcessSample], list[Cause
     kind = source.choice(["evaluation", "upload", "compilation", "save", "retry", "overload", "batch"])
     length_s = source.uniform(20, {"retry": 280, "batch": 60}.get(kind, 3600))
     pause_s = source.choice([0.0, source.uniform(0, length_s)])
-    samples, cpu_s, moved, stack = [], 0.0, 0, ("main",)
+    main = Frame("main", "train.py", 3)
+    samples, cpu_s, moved, stack = [], 0.0, 0, (main,)
     at_s = 0.0
     while at_s < length_s:
         at_s += 5.0
@@ -272,8 +332,8 @@ def sound_window(source: random.Random) -> tuple[list[ProcessSample], list[Cause
         if kind == "upload":
             moved += source.randint(1, 10**8)
         if kind in ("evaluation", "batch") and source.random() < 0.5:
-            stack = (f"layer {source.randint(0, 40)}", "main")
-        samples.append(ProcessSample(at_s, stack, cpu_s, moved))
+            stack = (Frame(f"layer_{source.randint(0, 40)}", "model.py", 7), main)
+        samples.append(ProcessSample(at_s, stack, cpu_s, moved, cpu_s if kind == "compilation" else 0.0))
     return samples, [Cause.CHECKPOINT if kind == "save" else None], pause_s
 
 
@@ -290,7 +350,7 @@ def test_no_eviction_in_a_thousand_sound_windows() -> None:
             seen = samples[max(0, end - 120) : end]
             verdict = hang(rank, 1000.0, state=source.choice([State.RUNNING, State.SLEEPING]), cause=cause)
             now_ns = int((1000.0 + seen[-1].at_s) * 1e9)
-            finding = finding_of(verdict, HOSTS, now_ns, still=still_s(seen))
+            finding = finding_of(verdict, HOSTS, now_ns, still=still_s(seen), same_place=same_place_s(seen))
             assert decide([finding], history, state, options) == [], (seed, finding)
             looks += 1
     assert looks > 100_000

@@ -62,6 +62,23 @@ def megatron_deepspeed(first: File, names: Collection[str], info: Mapping[str, A
     plain = any(name.startswith("language_model.encoder.layers.") for name in names)
     if "num_attention_heads" not in arguments or not (plain or layers):
         return None
+    version = first.content.get("checkpoint_version")
+    variant = "" if isinstance(version, (int, float)) and version >= _ORDERED else f"-version-{version}"
+    if layers and min(layers) != FIRST_LAYER and not variant:
+        variant = f"-first-layer-{min(layers)}"
+    entries = info.get("original_vocab_size")
+    return described(arguments, plain=plain, variant=variant, entries=entries if type(entries) is int else None)
+
+
+def described(arguments: Mapping[str, Any], *, plain: bool, variant: str = "", entries: int | None) -> MegatronDeepSpeed:
+    """Return the facts about a Megatron-DeepSpeed job.
+
+    Args:
+        arguments: arguments of its scripts.
+        plain: names are those of ``GPTModel``, not of a pipeline.
+        variant: suffix of a dialect without rules, for an unusual variant; '' normally.
+        entries: number of entries of the tokenizer; None if unknown.
+    """
     heads = arguments["num_attention_heads"]
     groups = arguments.get("num_key_value_heads") or heads
     thirds = _FPDT in arguments
@@ -70,24 +87,14 @@ def megatron_deepspeed(first: File, names: Collection[str], info: Mapping[str, A
         "heads": heads,
         "groups": groups,
         "head_dim": arguments.get("kv_channels"),
-        "vocab": info.get("original_vocab_size"),
+        "vocab": entries,
         "qkv_blocks": 1 if thirds else groups,
     }
     known = {name: number for name, number in facts.items() if type(number) is int and number > 0}
     dialect = PLAIN if plain else PIPE
-    return MegatronDeepSpeed(dialect + _variant(first, arguments, layers), Model(_family(arguments), known), thirds)
-
-
-def _variant(first: File, arguments: Mapping[str, Any], layers: Collection[int]) -> str:
-    """Return the suffix of a dialect without rules, for an unusual variant; '' normally."""
-    version = first.content.get("checkpoint_version")
-    if not isinstance(version, (int, float)) or version < _ORDERED:
-        return f"-version-{version}"
-    if arguments.get("apply_layernorm_1p"):
-        return "-layernorm-1p"  # its LayerNorm weights are stored minus one
-    if layers and min(layers) != FIRST_LAYER:
-        return f"-first-layer-{min(layers)}"
-    return ""
+    if arguments.get("apply_layernorm_1p") and "version" not in variant:
+        variant = "-layernorm-1p"  # its LayerNorm weights are stored minus one
+    return MegatronDeepSpeed(dialect + variant, Model(_family(arguments), known), thirds)
 
 
 def _family(arguments: Mapping[str, Any]) -> str:

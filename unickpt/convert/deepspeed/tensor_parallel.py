@@ -7,16 +7,15 @@ names (deepspeed/checkpoint/constants.py, ``merge_tp_slices`` in ds_to_universal
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from unickpt.convert.deepspeed.patterns import VOCABULARY, Cut, cut_of, matches
 from unickpt.errors import FormatError
-from unickpt.format.boxes import Box, strides_of
+from unickpt.format.boxes import Box, contiguous_runs, strides_of
 
 AFFINE_VERSION = 1
-MAX_REPETITIONS = 4
 # Power of the scale of a piece, by state (SCALE_POWER_BY_STATE in affine.py).
 SCALE_POWERS = {"weight": 1, "master": 1, "exp_avg": -1, "exp_avg_sq": -2}
 Shape = tuple[int, ...]
@@ -29,11 +28,34 @@ class PlacedBox:
     Attributes:
         local, whole: the box in the rank's tensor and in the global tensor. Both have the same shape.
         scale: factor between the elements of the rank's tensor and of the global tensor.
+        owner: first rank that has the box.
     """
 
     local: Box
     whole: Box
     scale: float = 1.0
+    owner: int = 0
+
+    def up_to(self, shape: Shape) -> PlacedBox | None:
+        """Return the part of this box in a smaller global tensor, or None if there is none."""
+        kept = self.whole.intersect(Box.whole(shape))
+        if kept is None:
+            return None
+        offset = kept.within(self.whole).start
+        start = tuple(a + b for a, b in zip(self.local.start, offset, strict=True))
+        return PlacedBox(Box(start, kept.shape), kept, self.scale, self.owner)
+
+    def common(self, box: Box) -> tuple[Box, Box] | None:
+        """Return the region that this box has in common with a box of the rank's tensor, or None if there is none.
+
+        Returns:
+            The region in the rank's tensor, and in the global tensor.
+        """
+        region = self.local.intersect(box)
+        if region is None:
+            return None
+        start = tuple(a + b for a, b in zip(self.whole.start, region.within(self.local).start, strict=True))
+        return region, Box(start, region.shape)
 
 
 @dataclass(frozen=True)
@@ -72,64 +94,125 @@ def division(name: str, shapes: Sequence[Shape], info: Mapping[str, Any], where:
     """
     if len(shapes) == 1:
         return undivided(shapes[0])
-    affine = info.get("affine_map") or {}
-    if affine and affine.get("version") != AFFINE_VERSION:
-        raise FormatError(f"{where}: affine_map has version {affine.get('version')!r}, expected {AFFINE_VERSION}")
-    entry = _match(affine.get("params") or {}, name, where)
+    entry = affine_entry(info, name, where)
     found = _affine(name, shapes, entry, where) if entry is not None else _by_patterns(name, shapes, info, where, parts)
     rows = info.get("original_vocab_size")
-    if isinstance(rows, int) and _listed(info, "vocabulary_parameter_patterns", name, where) and rows < found.shape[0]:
+    listed = any(matches(each, name, where) for each in info.get(VOCABULARY) or ())
+    if isinstance(rows, int) and listed and rows < found.shape[0]:
         return _without_padding(found, rows)
     return found
 
 
-def _match(entries: Mapping[str, Any], name: str, where: str) -> Any:
-    found = [value for pattern, value in entries.items() if _matches(pattern, name, where)]
+def affine_entry(info: Mapping[str, Any], name: str, where: str, *, trusted: bool = False) -> Mapping[str, Any] | None:
+    """Return the entry of a parameter in ``affine_map``, or None. ``trusted`` is that of ``cut_of``.
+
+    Raises:
+        FormatError: the map has another version, or several entries match.
+    """
+    affine = info.get("affine_map") or {}
+    if affine and affine.get("version") != AFFINE_VERSION:
+        raise FormatError(f"{where}: affine_map has version {affine.get('version')!r}, expected {AFFINE_VERSION}")
+    entries: Mapping[str, Any] = affine.get("params") or {}
+    found = [value for pattern, value in entries.items() if matches(pattern, name, where, trusted=trusted)]
     if len(found) > 1:
         raise FormatError(f"{where}: {len(found)} patterns of affine_map match {name}, expected at most one")
     return found[0] if found else None
 
 
-def _matches(pattern: str, name: str, where: str) -> bool:
-    """Return whether a pattern of DeepSpeed matches a name.
-
-    The patterns are regular expressions; those that DeepSpeed generates are escaped names. Matching an arbitrary expression
-    from a file can take exponential time, so patterns with groups or many repetitions are refused.
-    """
-    plain = pattern.removeprefix("^").removesuffix("$")
-    if re.sub(r"\\(.)", r"\1", plain) == name:
-        return True
-    if re.search(r"[\[\](){}|]", plain) or sum(plain.count(each) for each in "+*?") > MAX_REPETITIONS:
-        raise FormatError(f"{where}: the name pattern {pattern[:80]!r} is not supported: it has groups or many repetitions")
-    return re.match(pattern, name) is not None
-
-
-def _listed(info: Mapping[str, Any], key: str, name: str, where: str) -> bool:
-    return any(_matches(pattern, name, where) for pattern in info.get(key) or ())
-
-
 def _affine(name: str, shapes: Sequence[Shape], entry: Mapping[str, Any], where: str) -> Division:
-    whole: Shape = tuple(entry["logical_shape"])
+    whole = merged(tuple(entry["logical_shape"]), len(shapes[0]))
     placed = []
     for rank, shape in enumerate(shapes):
         one = entry["ranks"].get(rank, entry["ranks"].get(str(rank)))
-        if one is None or tuple(one["shard_shape"]) != shape:
+        if one is None or merged(tuple(one["shard_shape"]), len(shape)) != shape:
             raise FormatError(
                 f"{where}: {name} has shape {shape} on tensor parallel rank {rank}, affine_map has {one and one['shard_shape']}"
             )
-        pieces = []
-        for piece in one["pieces"]:
-            if min(piece.get("locations") or [rank]) == rank:
-                extent = tuple(piece["shape"])
-                pieces.append(
-                    PlacedBox(
-                        _box(extent, piece["dest"], shape, name, where),
-                        _box(extent, piece["source"], whole, name, where),
-                        float(piece.get("scale", 1.0)),
-                    )
-                )
-        placed.append(tuple(pieces))
+        placed.append(tuple(piece for piece in affine_boxes(name, entry, rank, len(shape), where) if piece.owner == rank))
     return _checked(Division(whole, tuple(placed)), name, where)
+
+
+def affine_boxes(name: str, entry: Mapping[str, Any], rank: int, ndim: int, where: str) -> tuple[PlacedBox, ...]:
+    """Return all boxes of a rank that are not empty, also those that other ranks have.
+
+    DeepSpeed may describe a matrix of shape ``[heads * width, input]`` as ``[heads, width, input]``. The boxes are those of the
+    matrix.
+
+    Args:
+        name: name of the parameter.
+        entry: affine map of the parameter (``ParamAffineMap.to_dict`` in affine.py).
+        rank: tensor parallel rank.
+        ndim: number of dimensions of the parameter.
+        where: place of the map in messages.
+
+    Raises:
+        FormatError: a piece of the map is not a box, or it is outside of its tensor.
+    """
+    whole: Shape = tuple(entry["logical_shape"])
+    one = entry["ranks"].get(rank, entry["ranks"].get(str(rank)))
+    shape: Shape = tuple(one["shard_shape"])
+    boxes = [
+        PlacedBox(
+            _box(tuple(piece["shape"]), piece["dest"], shape, name, where),
+            _box(tuple(piece["shape"]), piece["source"], whole, name, where),
+            float(piece.get("scale", 1.0)),
+            min(piece.get("locations") or [rank]),
+        )
+        for piece in one["pieces"]
+        if math.prod(piece["shape"])
+    ]
+    return tuple(boxes) if len(whole) <= ndim else tuple(part for box in boxes for part in _merge(box, shape, whole, ndim))
+
+
+def merged(view: Shape, ndim: int) -> Shape:
+    """Return the shape of a view whose leading dimensions become one, so that it has ``ndim`` dimensions."""
+    lead = len(view) - ndim + 1
+    return (math.prod(view[:lead]), *view[lead:]) if lead > 1 else view
+
+
+def _merge(box: PlacedBox, local: Shape, whole: Shape, ndim: int) -> list[PlacedBox]:
+    """Return a box of views of tensors as boxes of the tensors (``_merged``).
+
+    Args:
+        box: box of the views. Not empty.
+        local, whole: shapes of the view of the rank's tensor, and of the view of the global tensor.
+        ndim: number of dimensions of the tensors.
+    """
+    lead = len(whole) - ndim + 1
+    runs = []
+    for one, shape in ((box.local, local), (box.whole, whole)):
+        starts, length = contiguous_runs(Box(one.start[:lead], one.shape[:lead]), shape[:lead])
+        runs.append((starts, length, one.start[lead:]))
+    step = min(length for _, length, _ in runs)
+    found = []
+    for at in range(0, math.prod(box.whole.shape[:lead]), step):
+        here, there = (
+            Box((int(starts[at // length]) + at % length, *start), (step, *box.whole.shape[lead:]))
+            for starts, length, start in runs
+        )
+        found.append(PlacedBox(here, there, box.scale, box.owner))
+    return found
+
+
+def split_boxes(whole: Shape, widths: Sequence[Sequence[int]], dim: int, rank: int) -> tuple[PlacedBox, ...]:
+    """Return the boxes of a rank if sub-parameters lie back to back along a dimension, and each is split among the ranks.
+
+    Args:
+        whole: global shape.
+        widths: extents along ``dim`` by sub-parameter and rank.
+        dim: the dimension.
+        rank: tensor parallel rank.
+    """
+    found, local, begin = [], 0, 0
+    for each in widths:
+        extent = (*whole[:dim], each[rank], *whole[dim + 1 :])
+        here, there = (
+            Box(tuple(start if d == dim else 0 for d in range(len(whole))), extent)
+            for start in (local, begin + sum(each[:rank]))
+        )
+        found.append(PlacedBox(here, there, owner=rank))
+        local, begin = local + each[rank], begin + sum(each)
+    return tuple(found)
 
 
 def _box(extent: Shape, at: Sequence[Any], shape: Shape, name: str, where: str) -> Box:
@@ -152,53 +235,71 @@ def _by_patterns(name: str, shapes: Sequence[Shape], info: Mapping[str, Any], wh
             f"{where}: {name} is divided among {len(shapes)} tensor parallel ranks, but the file has no "
             "universal_checkpoint_info, which DeepSpeed writes for AutoTP since 0.18 and Megatron-DeepSpeed for its models"
         )
-    if any(
-        _matches(each, name, where) for sub in info.get("parameter_with_sub_params") or () for each in sub.get("patterns", ())
-    ):
-        raise FormatError(f"{where}: {name} has sub-parameters, which are supported only with affine_map")
-    averaged = _listed(info, "parameter_to_average_patterns", name, where)
-    if averaged or _listed(info, "tp_replicated_parameter_patterns", name, where):
+    cut = cut_of(name, info, where) or Cut(0)
+    return divided(name, shapes, replace(cut, parts=parts) if parts and cut.dim is not None else cut, where)
+
+
+def divided(name: str, shapes: Sequence[Shape], cut: Cut, where: str) -> Division:
+    """Return the division of a parameter whose cut is known.
+
+    Args:
+        name: name of the parameter.
+        shapes: shape of the parameter on every tensor parallel rank.
+        cut: how the ranks divide it.
+        where: name of the file or job in messages.
+
+    Raises:
+        FormatError: the cut does not fit the shapes.
+    """
+    if cut.dim is None:
         if len(set(shapes)) > 1:
             raise FormatError(f"{where}: {name} is replicated, but has shapes {sorted(set(shapes))}")
-        return Division(shapes[0], undivided(shapes[0], len(shapes)).placed, averaged)
-    dim = 1 if _listed(info, "parameter_with_row_parallelism_patterns", name, where) else 0
+        return Division(shapes[0], undivided(shapes[0], len(shapes)).placed, cut.averaged)
+    if cut.view:
+        return _divided_view(name, shapes, cut, where)
+    dim, parts = cut.dim, cut.parts
     if any(
         len(shape) <= dim or (*shape[:dim], *shape[dim + 1 :]) != (*shapes[0][:dim], *shapes[0][dim + 1 :]) for shape in shapes
     ):
         raise FormatError(f"{where}: {name} has shapes {list(shapes)}, which cannot be concatenated along dimension {dim}")
-    parts = parts or (2 if _listed(info, "parameter_with_2_sub_params_cat_dim_0", name, where) else 1)
     whole = (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
-    placed = []
-    begin = 0
     for shape in shapes:
         if shape[dim] % parts:
             raise FormatError(f"{where}: {name} of shape {shape} cannot be divided into {parts} equal parts")
-        step = shape[dim] // parts
-        pieces = []
-        for part in range(parts):
-            extent = (*shape[:dim], step, *shape[dim + 1 :])
-            local = Box(tuple(part * step if d == dim else 0 for d in range(len(shape))), extent)
-            at = part * (whole[dim] // parts) + begin
-            pieces.append(PlacedBox(local, Box(tuple(at if d == dim else 0 for d in range(len(shape))), extent)))
-        placed.append(tuple(pieces))
-        begin += step
-    return Division(whole, tuple(placed))
+    widths = [[shape[dim] // parts for shape in shapes]] * parts
+    return Division(whole, tuple(split_boxes(whole, widths, dim, rank) for rank in range(len(shapes))))
+
+
+def _divided_view(name: str, shapes: Sequence[Shape], cut: Cut, where: str) -> Division:
+    """Return the division of a parameter with sub-parameters of several sizes, which may be those of a view of it."""
+    assert cut.dim is not None
+    dim, ranks, sizes = cut.dim, len(shapes), cut.view[cut.dim]
+    assert isinstance(sizes, tuple)
+    widths = cut.widths or tuple((size // ranks,) * ranks for size in sizes)
+    if any(len(each) != ranks or sum(each) != size for each, size in zip(widths, sizes, strict=True)):
+        raise FormatError(f"{where}: {name} has sub-parameters of sizes {sizes}, which {ranks} ranks cannot divide by {widths}")
+    total = sum(math.prod(shape) for shape in shapes)
+    known = math.prod(size for at, size in enumerate(cut.view) if at != dim and isinstance(size, int) and size >= 0)
+    rest = total // (known * sum(sizes)) if known * sum(sizes) else 0
+    whole = tuple(sum(s) if isinstance(s, tuple) else rest if s < 0 else s for s in cut.view)
+    ndim = len(shapes[0])
+    shape, placed = merged(whole, ndim), []
+    for rank, local in enumerate(shapes):
+        view = (*whole[:dim], sum(each[rank] for each in widths), *whole[dim + 1 :])
+        if len(shape) != ndim or merged(view, ndim) != local:
+            raise FormatError(
+                f"{where}: {name} has shape {local} on tensor parallel rank {rank}, its sub-parameters have shape {view}"
+            )
+        boxes = [box for box in split_boxes(whole, widths, dim, rank) if box.whole.numel]
+        placed.append(tuple(boxes if len(whole) == ndim else (b for box in boxes for b in _merge(box, view, whole, ndim))))
+    return _checked(Division(shape, tuple(placed)), name, where)
 
 
 def _without_padding(found: Division, rows: int) -> Division:
     """Return the division of the first ``rows`` rows."""
-    kept = Box.whole((rows, *found.shape[1:]))
-    placed = []
-    for pieces in found.placed:
-        cut = []
-        for piece in pieces:
-            common = piece.whole.intersect(kept)
-            if common is not None:
-                inside = common.within(piece.whole)
-                start = tuple(a + b for a, b in zip(piece.local.start, inside.start, strict=True))
-                cut.append(PlacedBox(Box(start, common.shape), common, piece.scale))
-        placed.append(tuple(cut))
-    return Division(kept.shape, tuple(placed), found.averaged)
+    shape = (rows, *found.shape[1:])
+    placed = tuple(tuple(cut for box in boxes if (cut := box.up_to(shape)) is not None) for boxes in found.placed)
+    return Division(shape, placed, found.averaged)
 
 
 def _checked(found: Division, name: str, where: str) -> Division:

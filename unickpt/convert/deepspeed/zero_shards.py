@@ -125,12 +125,11 @@ class ShardCollector(SourceBuilder):
             ranks[rank.tensor].append((box, data))
             return
         for placed in tensor.division.placed[rank.tensor]:
-            common = placed.local.intersect(box)
+            common = placed.common(box)
             if common is None:
                 continue
-            start = tuple(a + b for a, b in zip(placed.whole.start, common.within(placed.local).start, strict=True))
-            whole = Box(start, common.shape)
-            read = box_reader(whole, data.at(common.within(box)), placed.scale ** SCALE_POWERS.get(state, 1))
+            region, whole = common
+            read = box_reader(whole, data.at(region.within(box)), placed.scale ** SCALE_POWERS.get(state, 1))
             if state == "weight" and tensor.masters:
                 derived = TensorInfo(name, "weight", data.dtype, tensor.division.shape, "parameter", derived_from="master")
                 self.add(path, SourcePart(derived, whole, read, unless=Regions(tensor.master_dtype, tensor.masters).read))

@@ -9,20 +9,18 @@ Training processes import this module, so it imports nothing heavy.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import re
 import secrets
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unickpt import isolated_process
 from unickpt.diagnosis.recording.ring_folder import start_of_workers
 from unickpt.private_files import read_text, replacing
 
@@ -55,10 +53,10 @@ def start(
                 options = ["--listen", str(listener.fileno())]
                 if metrics_port:
                     options += ["--metrics-port", str(metrics_port), "--metrics-address", metrics_address]
-                process = _run([str(folder), *options], pass_fds=(listener.fileno(),), metrics=bool(metrics_port))
+                process = run_isolated([str(folder), *options], pass_fds=(listener.fileno(),), metrics=bool(metrics_port))
             _hand_over(process, folder, address)
             return process
-        process = _run([str(folder)])
+        process = run_isolated([str(folder)])
         threading.Thread(target=_find, args=(process, folder, store), name="unickpt-agent-address", daemon=True).start()
         return process
     except Exception as err:
@@ -66,33 +64,13 @@ def start(
         return None
 
 
-def _run(arguments: list[str], *, pass_fds: tuple[int, ...] = (), metrics: bool = False) -> subprocess.Popen[bytes]:
-    """Run the agent with a safe ``sys.path``: no working directory, no folder that another user can write to.
-
-    The interpreter starts isolated (``-I``: no environment, no working directory) and without ``site`` (``-S``). Its path is
-    the standard library, then the folders in which this process has found the packages that the agent needs. This supports
-    virtual environments, editable installs and ``PYTHONPATH``.
-    """
-    places = places_of(["unickpt", "numpy", *(["prometheus_client"] if metrics else [])])
-    code = f"import sys; sys.path += {places!r}; from unickpt.diagnosis.agent.__main__ import main; main()"
-    flags = ["-I", "-S", "-W", "ignore", *(["-B"] if sys.dont_write_bytecode else [])]
-    env = {**os.environ, "UNICKPT_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *flags, "-c", code, *arguments], stdin=subprocess.PIPE, env=env, cwd="/", start_new_session=True,
-        pass_fds=pass_fds,
-    )  # fmt: skip
-
-
-def places_of(packages: Sequence[str]) -> list[str]:
-    """Return the absolute folders in which this process finds packages, without packages that are not installed."""
-    found: list[str] = []
-    for name in packages:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.origin is not None:
-            place = os.path.abspath(Path(spec.origin).parent.parent)
-            if place not in found:
-                found.append(place)
-    return found
+def run_isolated(
+    arguments: list[str], *, pass_fds: tuple[int, ...] = (), metrics: bool = False,
+    module: str = "unickpt.diagnosis.agent.__main__", stdout: int | None = None,
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    """Run an agent, the function ``main`` of a module (``isolated_process``). ``metrics``: it needs Prometheus' package."""
+    packages = ["unickpt", "numpy", *(["prometheus_client"] if metrics else [])]
+    return isolated_process.run_isolated(module, arguments, packages=packages, pass_fds=pass_fds, stdout=stdout)
 
 
 def _hand_over(process: subprocess.Popen[bytes], folder: Path, address: str) -> None:

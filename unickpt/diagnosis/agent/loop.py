@@ -9,13 +9,14 @@ import json
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from unickpt.diagnosis.agent import server
-from unickpt.diagnosis.agent.connections import RateLimitedLog
 from unickpt.diagnosis.agent.cpu_starvation import CpuWaitSampler
 from unickpt.diagnosis.agent.server import AgentReply, Collector
 from unickpt.diagnosis.detectors.examine import Examination, examine, with_process
@@ -23,6 +24,8 @@ from unickpt.diagnosis.detectors.hangs import LONGEST_S
 from unickpt.diagnosis.detectors.tcp_links import LinkHistory
 from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.host import stack_dumps
+from unickpt.diagnosis.host.exit_file import append_exits
+from unickpt.diagnosis.host.movement import ProcessSample, same_place_s, sample, still_s
 from unickpt.diagnosis.host.process_exits import ExitWatcher, ProcessExit
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
@@ -31,11 +34,13 @@ from unickpt.diagnosis.recording.ring import boot_id
 from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
 from unickpt.diagnosis.reports.verdict_text import VerdictText, render, render_all
 from unickpt.diagnosis.snapshot.clocks import on_one_clock
-from unickpt.diagnosis.snapshot.snapshot import NEWEST_STEPS, Snapshot, take_snapshot
+from unickpt.diagnosis.snapshot.snapshot import NEWEST_STEPS, RankSnapshot, Snapshot, take_snapshot
 from unickpt.diagnosis.snapshot.steps import STEP
 from unickpt.diagnosis.snapshot.tcp_windows import TcpSampler
 from unickpt.errors import UnickptError
+from unickpt.limited_http import RateLimitedLog
 from unickpt.logs import printable
+from unickpt.memory_status import read_status
 from unickpt.private_files import append, read_text, replacing
 
 EVERY_S = 1.0
@@ -51,7 +56,8 @@ _AGAIN_S = 60.0  # a lasting verdict is written again
 # Steps before a slow rank or link is reported. Links take longer: a late rank is known by then.
 _LASTING_STEPS = {Syndrome.NON_COMMUNICATION_SLOW: 4, Syndrome.COMMUNICATION_SLOW: 8}
 _GONE_S = 3.0  # a verdict that was absent for so long is new
-_STACK_S = 10.0  # interval between requests for the stack of a rank
+_STACK_S, _EAGER_LOOKS = 10.0, 10  # interval between requests for the stack of a rank, after one at each of the first looks
+_SAMPLES = 4096  # looks at the movement of a rank that are kept
 _SILENT_S = 10.0  # after which the state of a silent host is unknown
 _LONGEST = 4096  # characters of a line
 _TOUCHED_S = 3600.0  # interval of updates of the folder's time; unused folders are removed
@@ -153,6 +159,21 @@ def name_of(folder: Path) -> str:
     return f"{socket.gethostname()} {boot_id()} {device} {folder}"
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the job's first agent has found at one look.
+
+    Attributes:
+        snapshot: state of the job.
+        verdicts: findings that have lasted long enough to be told.
+        longest_wait_ns: longest wait that has ended, also if it was reported as a hang.
+    """
+
+    snapshot: Snapshot
+    verdicts: list[Verdict]
+    longest_wait_ns: int
+
+
 class Agent:
     """State of the agent of one host between looks.
 
@@ -161,24 +182,37 @@ class Agent:
         tell: writes a line to the log.
         collector: snapshots of the other hosts, if this is the job's first agent.
         address: as in ``watch``.
+        name: name of this agent for the first one; default: made from host and folder.
+        key: key that authenticates snapshots; empty for none.
+        movement: whether to look at the movement of ranks that others wait for.
     """
 
-    def __init__(self, folder: Path, tell: Tell, collector: Collector | None = None, address: Address = lambda: "") -> None:
+    def __init__(
+        self, folder: Path, tell: Tell, collector: Collector | None = None, address: Address = lambda: "", *, name: str = "",
+        key: bytes = b"", movement: bool = False,
+    ) -> None:  # fmt: skip
         self._folder, self._tell, self._collector, self._address = folder, tell, collector, address
-        self._name = name_of(folder)
+        self._name, self._key, self._movement = name or name_of(folder), key, movement
         self._last_told: dict[str, float] = {}
         self._last_found: dict[str, float] = {}
         self._slow: dict[str, tuple[int, float]] = {}
         self._stacks: dict[int, tuple[tuple[Frame, ...], float]] = {}
+        self._moves: dict[int, deque[ProcessSample]] = {}
+        self._noted: dict[int, ProcessExit] = {}
         self._history = StepHistory()
         self._sampler, self._usual, self._cpu_waits = TcpSampler(), LinkHistory(), CpuWaitSampler()
 
-    def look(self, job: HostRings, exits: Mapping[int, ProcessExit] | None = None) -> None:
-        """Process one look: the rings as read, and the processes that have ended."""
+    def look(self, job: HostRings, exits: Mapping[int, ProcessExit] | None = None) -> Look | None:
+        """Process one look: the rings as read, and the processes that have ended.
+
+        Returns:
+            What the job's first agent has found; None from another agent.
+        """
+        self._note_exits(exits or {})
         own = take_snapshot(job, {rank: text for rank, (text, _) in self._stacks.items()}, exits)
         pids = {rank: one.pid for rank, one in own.ranks.items() if one.state is not State.DEAD}
         shares = self._cpu_waits.shares(time.monotonic_ns(), pids)
-        ranks = {rank: dataclasses.replace(one, cpu_wait=shares.get(rank, 0.0)) for rank, one in own.ranks.items()}
+        ranks = {rank: self._with_movement(rank, one, shares.get(rank, 0.0)) for rank, one in own.ranks.items()}
         windows = self._sampler.window(time.monotonic_ns(), connections_of(pids))
         own = dataclasses.replace(own, ranks=ranks, windows=windows)
         if self._collector is None:
@@ -187,21 +221,24 @@ class Agent:
                 self._ask(said.ask, own)
                 for notice in said.notices:
                     self._once(notice.key, notice.text)
-                return
+                return None
         others = self._collector.others() if self._collector is not None else []
-        snapshot = self._history.with_more(on_one_clock([own, *(_aged(other, age) for other, age in others)]))
+        merged = on_one_clock([own, *(_aged(other, age) for other, age in others)])
+        snapshot = self._history.with_more(merged)
         found = examine(snapshot, usual=self._usual)
         self._history.deadline_s = found.deadline_s
         if self._collector is not None:
-            self._collector.publish(snapshot, found)
+            self._collector.publish(snapshot, found, read_status(self._folder))
         if self._ask(server.answer(found, render_all(found.verdicts, snapshot), own).ask, own):
             snapshot = self._with_stacks(snapshot)
             found = dataclasses.replace(found, verdicts=[with_process(verdict, snapshot) for verdict in found.verdicts])
         newest = int(snapshot.steps["number"].max(initial=0))
-        for verdict in found.verdicts:
+        lasting = [verdict for verdict in found.verdicts if self._lasts(verdict, newest)]
+        for verdict in lasting:
             text = render(verdict, snapshot)
-            if self._lasts(verdict, newest) and self._once(verdict.key, text):
+            if self._once(verdict.key, text):
                 self._note(verdict, text, found, snapshot)
+        return Look(snapshot, lasting, merged.longest_wait_ns)
 
     def _lasts(self, verdict: Verdict, step: int) -> bool:
         """Return whether a finding has lasted long enough: beside other work, every rank is slow for a moment."""
@@ -226,7 +263,7 @@ class Agent:
         if not address:
             return None
         try:
-            return server.send(address, self._name, own)
+            return server.send(address, self._name, own, self._key)
         except (OSError, UnickptError):
             return None
 
@@ -234,14 +271,32 @@ class Agent:
         """Ask ranks of this host for their stacks; return whether any was asked."""
         asked = False
         self._stacks = {rank: found for rank, found in self._stacks.items() if rank in ranks}
+        self._moves = {rank: found for rank, found in self._moves.items() if rank in ranks}
         for rank in ranks:
             one = own.ranks.get(rank)
             if one is None or one.state in (State.DEAD, State.STOPPED, State.UNKNOWN) or one.closed:
                 continue
-            if rank not in self._stacks or time.monotonic() - self._stacks[rank][1] > _STACK_S:
+            eager = self._movement and len(self._moves.get(rank, ())) < _EAGER_LOOKS
+            if eager or rank not in self._stacks or time.monotonic() - self._stacks[rank][1] > _STACK_S:
                 self._stacks[rank] = (stack_dumps.ask(one.pid, stack_dumps.path_of(self._folder, rank)), time.monotonic())
                 asked = True
+            if self._movement:
+                self._sample(rank, one.pid)
         return asked
+
+    def _sample(self, rank: int, pid: int) -> None:
+        """Look at the movement of a rank. What it writes because it is asked for its stack does not count."""
+        try:
+            written = stack_dumps.path_of(self._folder, rank).stat().st_size
+        except OSError:
+            written = 0
+        taken = sample(pid, time.monotonic(), self._stacks[rank][0], written)
+        if taken is not None:
+            self._moves.setdefault(rank, deque(maxlen=_SAMPLES)).append(taken)
+
+    def _with_movement(self, rank: int, one: RankSnapshot, cpu_wait: float) -> RankSnapshot:
+        moves = self._moves.get(rank, ())
+        return dataclasses.replace(one, cpu_wait=cpu_wait, still_s=still_s(moves), same_place_s=same_place_s(moves))
 
     def _once(self, key: str, text: VerdictText) -> bool:
         """Write a verdict unless it was written lately; return whether it was."""
@@ -264,6 +319,12 @@ class Agent:
         cut = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}... ({len(line)} characters)"
         self._tell(printable(cut))
 
+    def _note_exits(self, exits: Mapping[int, ProcessExit]) -> None:
+        new = {pid: end for pid, end in exits.items() if self._noted.get(pid) != end}
+        self._noted.update(new)
+        with contextlib.suppress(OSError):
+            append_exits(self._folder, new)
+
     def _note(self, verdict: Verdict, text: VerdictText, found: Examination, snapshot: Snapshot) -> None:
         entry = {
             **verdict.as_json(), "line": text.line, "sentence": text.sentence, "at_ns": snapshot.now_ns,
@@ -277,7 +338,10 @@ def _aged(snapshot: Snapshot, age_s: float) -> Snapshot:
     """Return the snapshot of a host with unknown process states, if it has been silent for too long."""
     if age_s <= _SILENT_S:
         return snapshot
-    ranks = {rank: dataclasses.replace(one, state=State.UNKNOWN) for rank, one in snapshot.ranks.items()}
+    ranks = {
+        rank: dataclasses.replace(one, state=State.UNKNOWN, still_s=0.0, same_place_s=0.0)
+        for rank, one in snapshot.ranks.items()
+    }
     hosts = ", ".join(sorted({one.host for one in snapshot.ranks.values()}))
     problems = [*snapshot.problems, f"no data from {hosts} for {age_s:.0f} s"]
     return dataclasses.replace(snapshot, ranks=ranks, problems=problems)

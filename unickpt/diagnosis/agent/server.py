@@ -11,6 +11,7 @@ The address contains a secret that only processes of the job know.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import http.client
 import json
@@ -22,16 +23,18 @@ from socket import SHUT_RDWR, socket
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from unickpt.diagnosis.agent.connections import ConnectionLimits, LimitedHandler, LimitedServer
 from unickpt.diagnosis.detectors.examine import Examination
 from unickpt.diagnosis.reports.verdict_line import parse_line
 from unickpt.diagnosis.reports.verdict_text import VerdictText, render_all
 from unickpt.diagnosis.snapshot.codec import decode_snapshot, encode_snapshot
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
 from unickpt.errors import ConfigError, FormatError
+from unickpt.limited_http import ConnectionLimits, LimitedHandler, LimitedServer
+from unickpt.memory_status import MemoryStatus
 
 LARGEST = 64 << 20  # bytes of a snapshot
 _DIGITS = 12  # of a length that is looked at
+_COUNT_DIGITS = 24
 _ANSWER, _LINES = 1 << 20, 64  # bytes, and lines, of an answer to an agent
 _TIMEOUT_S, _SEND_S, _FETCH_S = 5.0, 10.0, 60.0  # of one read, and of whole exchanges
 _SCHEMES: dict[str, type[http.client.HTTPConnection]] = {
@@ -68,16 +71,50 @@ class AgentReply:
 
 
 class Collector:
-    """Snapshots of all hosts and the newest verdicts. Thread-safe."""
+    """Snapshots of all hosts and the newest verdicts. Thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        key: key that authenticates the snapshots of other hosts; empty: the secret in the address is enough.
+    """
+
+    def __init__(self, key: bytes = b"") -> None:
         self._lock = threading.Lock()
+        self._key = key
+        self._counts: dict[str, int] = {}
         self._snapshots: dict[str, tuple[Snapshot, float]] = {}
         self._job: Snapshot | None = None
         self._found = Examination([], 0.0)
         self._texts: list[VerdictText] = []
+        self._memory: MemoryStatus | None = None
         self._measuring = threading.Lock()
         self._measured: tuple[Snapshot, tuple[int, bytes]] | None = None
+
+    def authentic(self, secret: str, agent: str, count: str, mac: str, body: bytes) -> bool:
+        """Return whether an agent of the job has sent this body, and has not sent it before.
+
+        Args:
+            secret: secret in the address.
+            agent: name of the sender.
+            count: number of the message, which increases.
+            mac: its authentication code, as from ``mac_of``.
+            body: bytes of the message.
+        """
+        if not self._key:
+            return True
+        expected = mac_of(self._key, secret, agent, count, body)
+        if not (count.isascii() and count.isdecimal()) or not hmac.compare_digest(mac.encode(), expected.encode()):
+            return False
+        with self._lock:
+            fresh = int(count) > self._counts.get(agent, -1)
+            if fresh:
+                self._counts[agent] = int(count)
+            return fresh
+
+    def named(self) -> list[tuple[str, Snapshot, float]]:
+        """Return the newest snapshots of the other hosts, each with the name of its agent and its age in seconds."""
+        now = time.monotonic()
+        with self._lock:
+            return [(name, snapshot, now - at) for name, (snapshot, at) in self._snapshots.items()]
 
     def take(self, agent: str, snapshot: Snapshot) -> AgentReply:
         """Store the snapshot of another host and return the answer to its agent."""
@@ -91,11 +128,11 @@ class Collector:
         with self._lock:
             return [(snapshot, now - at) for snapshot, at in self._snapshots.values()]
 
-    def publish(self, job: Snapshot, found: Examination) -> None:
-        """Publish the snapshot of the job and the verdicts on it."""
+    def publish(self, job: Snapshot, found: Examination, memory: MemoryStatus | None = None) -> None:
+        """Publish the snapshot of the job, the verdicts on it, and the state of its memory tier."""
         texts = render_all(found.verdicts, job)
         with self._lock:
-            self._job, self._found, self._texts = job, found, texts
+            self._job, self._found, self._texts, self._memory = job, found, texts, memory
 
     def job(self) -> Snapshot | None:
         """Return the published snapshot."""
@@ -108,12 +145,12 @@ class Collector:
 
         with self._measuring:  # computed once per look
             with self._lock:
-                job, found = self._job, self._found
+                job, found, memory = self._job, self._found, self._memory
             if job is None:
                 return 503, b"no data of the job yet\n"
             if self._measured is None or self._measured[0] is not job:
                 try:
-                    answer = 200, exposition(live_measurements(job, found.verdicts)).encode(errors="backslashreplace")
+                    answer = 200, exposition(live_measurements(job, found.verdicts, memory)).encode(errors="backslashreplace")
                 except ConfigError as err:
                     answer = 501, f"{err}\n".encode()
                 self._measured = job, answer
@@ -149,9 +186,9 @@ def answer(found: Examination, texts: Sequence[VerdictText], snapshot: Snapshot)
 
 
 def serve(
-    collector: Collector,
+    collector: Collector | Callable[[], tuple[Collector, str]],
     listener: socket,
-    secret: str,
+    secret: str = "",
     *,
     open_metrics: bool = False,
     tell: Callable[[str], None] = lambda _: None,
@@ -160,26 +197,33 @@ def serve(
     """Serve in background threads until ``shutdown``.
 
     Args:
-        collector: source of the answers.
+        collector: source of the answers, or a function that returns it and its secret if they change.
         listener: bound, listening socket.
-        secret: first part of all paths.
+        secret: first part of all paths, if the collector is given.
         open_metrics: whether ``/metrics`` needs no secret.
         tell: writes a line to the log about refused connections.
         limits: limits of connections.
     """
 
+    current = collector if callable(collector) else lambda: (collector, secret)
+
     class CollectorHandler(LimitedHandler):
         def do_POST(self) -> None:  # noqa: N802  (name required by http.server)
+            hub, key = current()
             length = self.headers.get("Content-Length", "")
-            if not self._is_for("snapshot"):
+            if not self._is_for("snapshot", key):
                 return self._refuse()
             if not length.isdecimal() or len(length) > _DIGITS or int(length) > LARGEST:
                 return self.reply(413, b"")
+            agent, body = self.headers.get("Unickpt-Agent", "")[:512], self.rfile.read(int(length))
+            count, mac = self.headers.get("Unickpt-Count", "")[:_COUNT_DIGITS], self.headers.get("Unickpt-Mac", "")[:128]
+            if not hub.authentic(key, agent, count, mac, body):
+                return self._refuse()
             try:
-                snapshot = decode_snapshot(self.rfile.read(int(length)))
+                snapshot = decode_snapshot(body)
             except FormatError as err:
                 return self.reply(400, str(err).encode(errors="backslashreplace"))
-            said = collector.take(self.headers.get("Unickpt-Agent", "")[:512], snapshot)
+            said = hub.take(agent, snapshot)
             return self.reply(
                 200,
                 json.dumps(
@@ -188,17 +232,18 @@ def serve(
             )
 
         def do_GET(self) -> None:  # noqa: N802
-            if self._is_for("verdicts"):
-                return self.reply(200, json.dumps(collector.verdicts()).encode())
-            if self._is_for("metrics") or (open_metrics and self.path == "/metrics"):
-                return self.reply(*collector.metrics())
-            if not self._is_for("snapshot"):
+            hub, key = current()
+            if self._is_for("verdicts", key):
+                return self.reply(200, json.dumps(hub.verdicts()).encode())
+            if self._is_for("metrics", key) or (open_metrics and self.path == "/metrics"):
+                return self.reply(*hub.metrics())
+            if not self._is_for("snapshot", key):
                 return self._refuse()
-            job = collector.job()
+            job = hub.job()
             return self.reply(200, encode_snapshot(job)) if job is not None else self.reply(404, b"")
 
-        def _is_for(self, name: str) -> bool:
-            found = hmac.compare_digest(self.path.encode(), f"/{secret}/{name}".encode())
+        def _is_for(self, name: str, key: str) -> bool:
+            found = bool(key) and hmac.compare_digest(self.path.encode(), f"/{key}/{name}".encode())
             if found:
                 self.server.knows(self.request)
             return found
@@ -217,16 +262,24 @@ def secret_of(address: str) -> str:
     return urlsplit(address).path.strip("/")
 
 
-def send(address: str, agent: str, snapshot: Snapshot) -> AgentReply:
-    """Send a host's snapshot.
+def mac_of(key: bytes, secret: str, agent: str, count: str, body: bytes) -> str:
+    """Return the authentication code of a message: a recorded message is of no use at another address or a second time."""
+    head = f"snapshot {secret} {agent} {count} ".encode()
+    return hmac.new(key, head + hashlib.sha256(body).digest(), hashlib.sha256).hexdigest()
+
+
+def send(address: str, agent: str, snapshot: Snapshot, key: bytes = b"") -> AgentReply:
+    """Send a host's snapshot, authenticated if there is a key.
 
     Raises:
         OSError: the server cannot be reached, or refuses the snapshot.
         FormatError: the response is invalid.
     """
-    reply = _asked(
-        f"{address}/snapshot", encode_snapshot(snapshot), {"Unickpt-Agent": quote(agent)}, most_bytes=_ANSWER, within_s=_SEND_S
-    )
+    body, head = encode_snapshot(snapshot), {"Unickpt-Agent": quote(agent)}
+    if key:
+        count = str(time.monotonic_ns())
+        head |= {"Unickpt-Count": count, "Unickpt-Mac": mac_of(key, secret_of(address), quote(agent), count, body)}
+    reply = _asked(f"{address}/snapshot", body, head, most_bytes=_ANSWER, within_s=_SEND_S)
     try:
         said = json.loads(reply)
         notices = [

@@ -21,6 +21,7 @@ from unickpt.diagnosis.recording.rank_ranges import progressions
 from unickpt.diagnosis.recording.records import DTYPES, END_OFFSET, RECORD, Flag, Op, Phase
 from unickpt.diagnosis.recording.ring import CLOSED, RingWriter
 from unickpt.format.dtypes import torch_dtype
+from unickpt.io_times import IoTime
 
 logger = logging.getLogger("unickpt")
 
@@ -32,6 +33,7 @@ _REMEMBERED = 4096  # calls of a communicator that may be in flight on a device
 _MAX_COMMUNICATORS = 1 << 16
 _MAX_ERRORS = 3
 DTYPE_CODES = {torch_dtype(name): at for at, name in enumerate(DTYPES, start=1)}
+_BYTES = DTYPES.index("U8") + 1
 HOST_BACKENDS = ("gloo", "mpi")  # backends whose calls end on the host
 _RECORD_BYTES = RECORD.itemsize
 _pack_end = struct.Struct("<q").pack_into
@@ -243,6 +245,16 @@ class CallRecorder:
         self.ring.put(number, begin_ns, 0, begin_ns, end_ns, 0, 0, 0, 0, int(op), 0, 0, self.phase, 0, -1, 0, self.step, 0)
         if op is Op.STEP and self._device is not None:
             self._device.step(number)
+
+    def checkpoint_io(self, time: IoTime) -> None:
+        """Record a phase of a save or load that is over. Any thread may call this."""
+        number = next(self._numbers)
+        self._last = max(number, self._last)
+        flags, op = _ASYNC if time.background else 0, int(Op[time.phase.value.upper()])
+        self.ring.put(
+            number, time.begin_ns, 0, 0, time.end_ns, 0, time.size_bytes, 0, 0, op, _BYTES, flags, int(Phase.CHECKPOINT), 0,
+            -1, 0, time.step, 0,
+        )  # fmt: skip
 
     def device_call(self, number: int, start_ns: int, wait_ns: int, end_ns: int) -> None:
         """Write the times of a call on its device."""

@@ -32,6 +32,16 @@ class Op(enum.IntEnum):
     GARBAGE = 33
     DATA = 34
     CHECKPOINT = 35
+    SAVE_STAGE = 36  # as ``unickpt.io_times.IoPhase``
+    SAVE_WRITE = 37
+    SAVE_COMMIT = 38
+    LOAD_READ = 39
+    LOAD_GATHER = 40
+    LOAD_SET = 41
+
+    @property
+    def checkpoint_io(self) -> bool:
+        return self >= Op.SAVE_STAGE
 
     @property
     def point_to_point(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -10,17 +11,18 @@ import shutil
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from unickpt.diagnosis.host.process_state import State, state_of
 from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingContents, RingReader
 from unickpt.errors import CoordinationError, FormatError, NotACheckpointError
-from unickpt.private_files import make_folder, own_folders
+from unickpt.private_files import make_folder, own_folders, read_text, replacing
 
 SHARED_MEMORY = Path("/dev/shm")
 _JOB_CHARACTERS = 64  # of a job's name, in the name of its folder
+NOTE, _NOTE_BYTES = "session", 65_536  # in the folder of a round: what its workers want of the agent
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 
 
@@ -121,6 +123,51 @@ def shared_folder(parent: Path, job: str, store: Any) -> Path:
     return folder
 
 
+def fresh_folder(parent: Path, job: str) -> Path:
+    """Create a folder like that of ``shared_folder``, for one round of one host, without a store.
+
+    Raises:
+        OSError: the folder cannot be created.
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", job)[:_JOB_CHARACTERS] or "job"
+    folder = parent / f"{_own_prefix()}{name}-{secrets.token_hex(16)}"
+    make_folder(folder)
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class SessionNote:
+    """What the workers of a round want of the agent on their host.
+
+    Attributes:
+        folder: folder of the rings.
+        watch: whether the agent looks at them.
+        metrics_port, metrics_address: where it answers Prometheus; port 0 for nowhere.
+    """
+
+    folder: str
+    watch: bool = True
+    metrics_port: int = 0
+    metrics_address: str = "127.0.0.1"
+
+
+def write_note(folder: Path, note: SessionNote) -> None:
+    """Write the note of the workers into the folder of their round."""
+    with replacing(folder / NOTE) as file:
+        file.write(json.dumps(asdict(note)).encode())
+
+
+def read_note(folder: Path) -> SessionNote | None:
+    """Return the note of the workers; None if there is none yet."""
+    try:
+        found = json.loads(read_text(folder / NOTE, _NOTE_BYTES))
+        return SessionNote(
+            str(found["folder"]), bool(found["watch"]), int(found["metrics_port"]), str(found["metrics_address"])
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def own_jobs(parent: Path) -> list[Path]:
     """Return the folders of this user's jobs that hold rings, the last changed one last."""
     found = [folder for folder in own_folders(parent, _own_prefix()) if any(folder.glob(f"*{SUFFIX}"))]
@@ -134,7 +181,7 @@ def remove_old(parent: Path, *, older_than_s: float) -> None:
             with contextlib.suppress(OSError):
                 files = [path.lstat() for path in folder.iterdir()]
                 newest = max(about.st_mtime for about in [folder.lstat(), *files])
-                if newest < time.time() - older_than_s and not _has_living(folder):
+                if newest < time.time() - older_than_s and not has_living(folder):
                     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -142,7 +189,7 @@ def _own_prefix() -> str:
     return f"unickpt-{os.geteuid()}-"
 
 
-def _has_living(folder: Path) -> bool:
+def has_living(folder: Path) -> bool:
     """Return whether a process of the folder lives. Writes through a mapping need not change the times of files."""
     for path in folder.glob(f"*{SUFFIX}"):
         with contextlib.suppress(OSError, FormatError):

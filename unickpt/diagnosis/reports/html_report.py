@@ -10,7 +10,8 @@ import base64
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.recording.rank_ranges import progressions
 from unickpt.diagnosis.recording.records import Op, bytes_in
 from unickpt.diagnosis.reports.arrivals import MEASURES, Floats, StepTable, by_step
-from unickpt.diagnosis.reports.job_records import OP_NAMES, JobRecords, unended
+from unickpt.diagnosis.reports.checkpoint_io import CheckpointIo, checkpoint_io
+from unickpt.diagnosis.reports.job_records import OP_NAMES, Ints, JobRecords, unended
 from unickpt.diagnosis.reports.timeline import KINDS, timeline
 from unickpt.diagnosis.reports.transfer_delays import delay_matrix, transfer_times
 from unickpt.diagnosis.reports.verdict_text import VerdictText
@@ -39,15 +41,22 @@ _UNKNOWN = 65535
 Verdicts = Sequence[tuple[Verdict, VerdictText]]
 
 
-def write_report(job: JobRecords, verdicts: Verdicts, path: Path) -> None:
+def write_report(
+    job: JobRecords, verdicts: Verdicts, path: Path, rounds: dict[str, Any] | None = None, memory: dict[str, Any] | None = None,
+    prices: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
     """Write the page.
+
+    Args:
+        job, verdicts, rounds, memory, prices: as in ``contents``.
+        path: of the page.
 
     Raises:
         StorageError: the page cannot be written. An existing file is unchanged.
     """
     fresh = path.with_name(f"{path.name}.part")
     try:
-        fresh.write_text(page(contents(job, verdicts)), encoding="utf-8")
+        fresh.write_text(page(contents(job, verdicts, rounds, memory, prices)), encoding="utf-8")
         fresh.replace(path)
     except OSError as err:
         with contextlib.suppress(OSError):
@@ -68,8 +77,19 @@ def page(data: dict[str, Any]) -> str:
     return "".join([before, text, between, script, after])
 
 
-def contents(job: JobRecords, verdicts: Verdicts) -> dict[str, Any]:
-    """Return the data of a page as JSON types: durations in nanoseconds, times on the job's clock in milliseconds."""
+def contents(
+    job: JobRecords, verdicts: Verdicts, rounds: dict[str, Any] | None = None, memory: dict[str, Any] | None = None,
+    prices: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the data of a page as JSON types: durations in nanoseconds, times on the job's clock in milliseconds.
+
+    Args:
+        job: records of the job. It may have none, if there are rounds.
+        verdicts: verdicts on the job, with their texts.
+        rounds: history of the job, from ``unickpt.steering.timeline.as_json``.
+        memory: state of the memory tier, from ``memory_section``.
+        prices: result of a replay, from ``unickpt.replay.price.WhatIf.for_report``.
+    """
     table = by_step(job)
     hosts = sorted({rank.ring.identity.host for rank in job.ranks.values()})
     return {
@@ -97,6 +117,10 @@ def contents(job: JobRecords, verdicts: Verdicts) -> dict[str, Any]:
         "heat": _heat(table),
         "timeline": _timeline(job, verdicts, table),
         "delays": _delays(job),
+        "rounds": rounds,
+        "memory": memory,
+        "prices": prices,
+        "io": _io(checkpoint_io(job)),
         "groups": _groups(job),
     }
 
@@ -164,17 +188,30 @@ def _waiting(job: JobRecords, verdicts: Verdicts) -> dict[str, Any]:
 
 
 def _heat(table: StepTable) -> dict[str, Any]:
-    """Return matrices as base64 of little-endian 16-bit numbers in units of ``unit`` nanoseconds."""
-    rows, per_row = _blocks(len(table.ranks), MOST_ROWS)
-    columns, per_column = _blocks(len(table.steps), MOST_COLUMNS)
+    return _matrices(table.ranks, table.steps, {name: table.values[name] for name in MEASURES})
+
+
+def _io(found: CheckpointIo) -> dict[str, Any] | None:
+    """Return phases of checkpoints: ``time:PHASE`` in nanoseconds and ``size:PHASE`` in bytes. None if there are none."""
+    if not found.summaries:
+        return None
+    values = {f"time:{name}": table for name, table in found.times.items()}
+    values |= {f"size:{name}": table for name, table in found.sizes.items()}
+    return {**_matrices(found.ranks, found.steps, values), "phases": [asdict(each) for each in found.summaries]}
+
+
+def _matrices(ranks: Ints, steps: Ints, values: Mapping[str, Floats]) -> dict[str, Any]:
+    """Return matrices ``[ranks, steps]`` as base64 of little-endian 16-bit numbers in units of ``unit``."""
+    rows, per_row = _blocks(len(ranks), MOST_ROWS)
+    columns, per_column = _blocks(len(steps), MOST_COLUMNS)
     return {
-        "ranks": table.ranks[rows].tolist(),
-        "steps": table.steps[columns].tolist(),
-        "last_rank": int(table.ranks[-1]) if len(table.ranks) else 0,
+        "ranks": ranks[rows].tolist(),
+        "steps": steps[columns].tolist(),
+        "last_rank": int(ranks[-1]) if len(ranks) else 0,
         "ranks_per_row": per_row,
         "steps_per_column": per_column,
         "measures": {
-            name: _encoded(_largest(table.values[name], rows, columns)) for name in MEASURES if len(rows) and len(columns)
+            name: _encoded(_largest(table, rows, columns)) for name, table in values.items() if len(rows) and len(columns)
         },
     }
 

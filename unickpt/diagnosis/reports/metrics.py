@@ -9,6 +9,7 @@ gauges, because a ring drops its oldest records. Only the number of calls of a g
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.records import Op, bytes_in
 from unickpt.diagnosis.recording.ring_folder import HostRings
+from unickpt.diagnosis.reports import memory_tier
 from unickpt.diagnosis.reports.arrivals import by_step
 from unickpt.diagnosis.reports.job_records import OP_NAMES, JobRecords, gather_records
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
 from unickpt.errors import ConfigError, StorageError
+from unickpt.memory_status import MemoryStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +51,10 @@ class Measurement:
 
 HELP = {
     "unickpt_rank_step": "Step that a rank is in.",
-    "unickpt_rank_own_seconds": "Time of its newest whole step that a rank did not spend waiting in calls.",
-    "unickpt_rank_waiting_seconds": "Time of its newest whole step that a rank spent waiting in calls.",
-    "unickpt_rank_data_seconds": "Waits for data in a rank's newest whole step.",
-    "unickpt_rank_garbage_seconds": "Garbage collections in a rank's newest whole step.",
+    "unickpt_rank_own_seconds": "Time of its newest complete step that a rank did not spend waiting in calls.",
+    "unickpt_rank_waiting_seconds": "Time of its newest complete step that a rank spent waiting in calls.",
+    "unickpt_rank_data_seconds": "Waits for data in a rank's newest complete step.",
+    "unickpt_rank_garbage_seconds": "Garbage collections in a rank's newest complete step.",
     "unickpt_rank_lateness_seconds": "Latest arrival at a collective in a rank's newest step, after the first member.",
     "unickpt_rank_lateness_behind_median_seconds": "Latest arrival at a collective in a rank's newest step, after the median.",
     "unickpt_rank_state": "1 for the state that a rank's process is in, 0 for the others.",
@@ -60,6 +63,7 @@ HELP = {
     "unickpt_recorded_bytes": "Bytes that ranks gave to the calls in the rings, by operation and group.",
     "unickpt_link_seconds_per_byte": "Time that something was under way from a rank to another, for each byte of it.",
     "unickpt_verdicts": "Verdicts by syndrome and rank at fault.",
+    **memory_tier.HELP,
 }
 _OF_STEPS = {
     "own": "unickpt_rank_own_seconds",
@@ -143,15 +147,21 @@ def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Measurement]:
         yield Measurement("unickpt_verdicts", {"syndrome": syndrome, "rank": rank_label}, float(count))
 
 
+def of_memory(status: MemoryStatus | None) -> list[Measurement]:
+    """Return the values of the memory tier; none without one."""
+    return [Measurement(name, labels, value) for name, labels, value in memory_tier.memory_values(status, time.time())]
+
+
 # ---------------------------------------------------------------- a running job
 
 
-def live_measurements(snapshot: Snapshot, verdicts: Sequence[Verdict]) -> list[Measurement]:
+def live_measurements(snapshot: Snapshot, verdicts: Sequence[Verdict], memory: MemoryStatus | None = None) -> list[Measurement]:
     """All values that a snapshot has, of its newest steps.
 
     Args:
         snapshot: snapshot of the job.
         verdicts: verdicts on the job.
+        memory: state of its memory tier.
     """
     return [
         *_live_ranks(snapshot),
@@ -159,6 +169,7 @@ def live_measurements(snapshot: Snapshot, verdicts: Sequence[Verdict]) -> list[M
         *_live_groups(snapshot),
         *_live_links(snapshot),
         *of_verdicts(verdicts),
+        *of_memory(memory),
     ]
 
 
@@ -198,15 +209,19 @@ def _live_links(snapshot: Snapshot) -> Iterator[Measurement]:
 # ---------------------------------------------------------------- exporters
 
 
-def exposition(measured: Sequence[Measurement]) -> str:
+def exposition(measured: Sequence[Measurement], about: Mapping[str, str] = HELP) -> str:
     """Return Prometheus' text format. Of a value for several steps, the newest counts.
+
+    Args:
+        measured: values, by ascending step.
+        about: one line about each name.
 
     Raises:
         ConfigError: ``prometheus_client`` is not installed.
     """
     prometheus: Any = _imported("prometheus_client")
     families: Any = import_module("prometheus_client.core")
-    newest: dict[str, dict[tuple[tuple[str, str], ...], float]] = {name: {} for name in HELP}
+    newest: dict[str, dict[tuple[tuple[str, str], ...], float]] = {name: {} for name in about}
     for measurement in measured:  # ascending steps
         newest[measurement.name][tuple(measurement.labels.items())] = measurement.value
 
@@ -216,7 +231,7 @@ def exposition(measured: Sequence[Measurement]) -> str:
                 if not series:
                     continue
                 kind = families.CounterMetricFamily if name.endswith("_total") else families.GaugeMetricFamily
-                family = kind(name, HELP[name], labels=[label for label, _ in next(iter(series))])
+                family = kind(name, about[name], labels=[label for label, _ in next(iter(series))])
                 for labels, value in series.items():
                     family.add_metric([text for _, text in labels], value)
                 yield family

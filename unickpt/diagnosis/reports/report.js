@@ -83,10 +83,10 @@ function scaleKey(parent) {
   const bar = canvas(holder, "colour scale"), high = add(holder, "span", "soft"), none = add(parent, "span", "key");
   add(none, "i").style.background = "var(--none)";
   add(none, "span", "soft", "not known");
-  return (top, open) => {
+  return (top, open, shows) => {
     const pen = context(bar, 140, 12);
     for (let x = 0; x < 140; x++) { pen.fillStyle = rgb(ramp(x / 139)); pen.fillRect(x, 0, 1, 12); }
-    high.textContent = time(top) + (open ? " and more" : "");
+    high.textContent = (shows || time)(top) + (open ? " and more" : "");
     low.textContent = "0";
   };
 }
@@ -100,6 +100,7 @@ function every(size, least) { // how many of so large cells there are from one l
 function heading() {
   document.title = "unickpt report: " + data.job;
   add(page, "h1", "", "Job " + data.job);
+  if (!data.world) { add(page, "p", "note", "No rings were given: only the rounds of the job are shown."); return; }
   const known = Object.keys(data.places).length, parts = [];
   parts.push(known.toLocaleString("en") + " of " + count(data.world, "rank"), data.host ? "host " + data.host : count(data.hosts, "host"));
   if (data.steps) parts.push("steps " + data.steps[0] + " to " + data.steps[1]);
@@ -170,15 +171,52 @@ function waiting() {
 }
 
 function heat() {
-  const map = data.heat, names = Object.keys(map.measures);
   const box = section("Rank by step", "Rows are ranks, columns are steps. A rank that stands out in lateness keeps the others waiting. Own time, waits for data and garbage collection show what with.");
-  if (!names.length) { add(box, "p", "note", "There are no collectives of several ranks and no steps in the records."); return; }
-  const titles = {
+  if (!Object.keys(data.heat.measures).length) { add(box, "p", "note", "There are no collectives of several ranks and no steps in the records."); return; }
+  heatMap(box, data.heat, {
     behind_first: "lateness: after the first member of the group, latest arrival of the step",
     behind_median: "lateness: after the median member of the group, latest arrival of the step",
     own: "own time of the step: not waiting in calls", waiting: "time of the step spent waiting in calls",
     data: "waits for data in the step", garbage: "garbage collection in the step",
+  }, () => time);
+}
+
+function memory() {
+  const tier = data.memory;
+  if (!tier) return;
+  const box = section("Checkpoints in memory", "Held bytes include the copies of other hosts' files. A checkpoint is confirmed when each of its files has its copies.");
+  const newest = add(box, "p", "");
+  newest.id = "memory";
+  newest.textContent = tier.generation
+    ? "Newest confirmed: step " + tier.step + ", generation g" + tier.generation + ", " + seconds(tier.age_s) + " old, confirmed after " + seconds(tier.confirm_s) + " (longest " + seconds(tier.longest_s) + ")."
+    : "No checkpoint in memory was confirmed.";
+  add(box, "p", "", tier.confirmed + " confirmed, " + tier.uncopied + " without copies, " + tier.failed + " failed, " + tier.skipped + " to disk after a failure.");
+  const table = add(box, "table"), head = add(table, "tr");
+  for (const name of ["host", "first rank", "held", "connections refused"]) add(head, "th", "", name);
+  for (const each of tier.hosts) {
+    const row = add(table, "tr");
+    for (const text of [each.host, each.rank, bytes(each.held_bytes), each.refused]) add(row, "td", "", String(text));
+  }
+}
+
+function checkpoints() {
+  if (!data.io) return;
+  const box = section("Checkpoint input and output", "Rows are ranks, columns are the steps of checkpoints. A rank that stands out keeps a save or load waiting: the others wait for it in the commit.");
+  const meanings = {
+    save_stage: "save: describe and stage", save_write: "save: write", save_commit: "save: commit, with the wait for other ranks",
+    load_read: "load: read", load_gather: "load: gather from ranks of the host", load_set: "load: everything else",
   };
+  const titles = {};
+  for (const name of Object.keys(data.io.measures)) titles[name] = meanings[name.slice(5)] + (name.startsWith("size:") ? ", bytes" : ", time");
+  heatMap(box, data.io, titles, (name) => name.startsWith("size:") ? bytes : time);
+  add(box, "h3", "", "Time for one checkpoint");
+  plainTable(box, [["phase", ""], ["ranks", "number"], ["median rank", "number"], ["slowest rank", ""], ["its time", "number"], ["its bytes", "number"], ["its rate", "number"], ["bytes of all", "number"], ["", ""]],
+    data.io.phases.map((each) => [meanings[each.phase], each.ranks.toLocaleString("en"), time(each.median_ns), place(each.slowest), time(each.slowest_ns), each.bytes ? bytes(each.slowest_bytes) : "",
+      each.bytes && each.slowest_ns ? bytes(each.slowest_bytes / each.slowest_ns * 1e9) + "/s" : "", each.bytes ? bytes(each.bytes) : "", each.background ? "behind training" : ""]));
+}
+
+function heatMap(box, map, titles, formats) { // formats: name of a measure -> function that shows a value
+  const names = Object.keys(map.measures);
   const tools = add(box, "div", "tools"), select = choice(tools, "Show", names.map((name) => [name, titles[name]])), key = scaleKey(tools);
   const target = canvas(box, "heat map of ranks and steps"), most = add(box, "p", "note"), left = 64, top = 20;
   const values = {};
@@ -199,20 +237,21 @@ function heat() {
       const gap = wide > 6 && high > 6 ? 1 : 0;
       pen.fillRect(left + column * wide, top + row * high, wide - gap + (gap ? 0 : 0.5), high - gap);
     }
-    key(known.top, known.most > known.top * 1.01);
+    const shows = formats(select.value);
+    key(known.top, known.most > known.top * 1.01, shows);
     const middles = map.ranks.map((_, row) => {
       const line = Array.from(own.subarray(row * columns, (row + 1) * columns)).filter((value) => value !== 65535).sort((a, b) => a - b);
       return [row, line.length ? (line[Math.floor((line.length - 1) / 2)] + line[Math.floor(line.length / 2)]) / 2 * unit : 0];
     }).sort((a, b) => b[1] - a[1]);
-    most.textContent = "Largest medians over the steps: " + middles.slice(0, 4).map(([row, value]) => rankName(row).replace(/ \(.*/, "") + " " + time(value)).join(", ") +
-      "; median of all rows: " + time(middles[Math.floor(rows / 2)][1]) + ".";
+    most.textContent = "Largest medians over the steps: " + middles.slice(0, 4).map(([row, value]) => rankName(row).replace(/ \(.*/, "") + " " + shows(value)).join(", ") +
+      "; median of all rows: " + shows(middles[Math.floor(rows / 2)][1]) + ".";
   });
   hover(target, (x, y) => {
     const column = Math.floor((x - left) / wide), row = Math.floor((y - top) / high);
     if (column < 0 || row < 0 || column >= columns || row >= rows) return "";
     const value = values[select.value][row * columns + column];
     const steps = map.steps_per_column > 1 && column + 1 < columns ? "steps " + map.steps[column] + " to " + (map.steps[column + 1] - 1) : "step " + map.steps[column];
-    return rankName(row) + "\n" + steps + ": " + (value === 65535 ? "not known" : time(value * map.measures[select.value].unit));
+    return rankName(row) + "\n" + steps + ": " + (value === 65535 ? "not known" : formats(select.value)(value * map.measures[select.value].unit));
   });
   const cut = [];
   if (map.ranks_per_row > 1) cut.push(map.ranks_per_row + " ranks");
@@ -331,8 +370,96 @@ function groups() {
   if (more > 0) add(box, "p", "note", count(more, "more row") + " not shown: those whose members gave least.");
 }
 
+function prices() {
+  const found = data.prices;
+  if (!found) return;
+  const box = section("What a step costs", "A replay of steps " + found.steps[0] + " to " + found.steps[1] + ": the time of a step that each part costs (unickpt whatif). Prices overlap, so they do not add up.");
+  const ns = (value) => time(value * 1e9), share = (value) => (100 * value / found.step_s).toFixed(1) + "%";
+  add(box, "p", "", "A step takes " + ns(found.step_s) + ", and " + ns(found.ideal_s) + " with ranks like their peers, transfers like their class and no pauses: slowdown " + found.slowdown.toFixed(3) + ". Every figure is ± " + ns(found.error_s) + ".");
+  plainTable(box, [["kind", ""], ["name", ""], ["time", "number"], ["of a step", "number"]], found.rows.map(([kind, name, value]) => [kind, name, ns(value), share(value)]));
+  if (found.left) add(box, "p", "note", count(found.left, "more row") + " not shown: those that cost least.");
+}
+
+function seconds(value) {
+  if (value < 100) return value.toFixed(1) + " s";
+  if (value < 7200) return (value / 60).toFixed(1) + " min";
+  return (value / 3600).toFixed(1) + " h";
+}
+function plainTable(parent, heads, rows) { // [text, class]; cells are texts
+  const table = add(add(parent, "div", "scroll"), "table"), head = add(table, "tr");
+  for (const [name, kind] of heads) add(head, "th", kind, name);
+  for (const row of rows) {
+    const line = add(table, "tr");
+    row.forEach((text, at) => add(line, "td", heads[at][1], text));
+  }
+}
+function rounds() {
+  const job = data.rounds;
+  if (!job) return;
+  const box = section("Rounds", "Each start of the workers under torchrun --rdzv-backend unickpt. The height is the number of ranks. Effective training time is training seconds divided by wall seconds.");
+  const share = (100 * job.effective).toFixed(2) + "%", sum = add(box, "p", "", "");
+  sum.id = "effective";
+  add(sum, "b", "", "Effective training time " + share + ": ");
+  add(sum, "span", "", seconds(job.training_s) + " of " + seconds(job.wall_s) + ", in " + count(job.in_all, "round") + ". ");
+  add(sum, "span", "", job.finished ? "The program finished." : job.closed ? "The job ended: " + job.closed : "The job was running at the end of this history.");
+  const tools = add(box, "div", "tools"), colours = { training: "#2a9d6f", repeating: "#7fb2dd", starting: "#f0a020", regrouping: "#8a8f98", stalled: "#c8321f" };
+  const meanings = { training: "training", repeating: "repeating steps since the last checkpoint", starting: "starting: imports, load, first step", regrouping: "stopping workers and regrouping hosts", stalled: "no step: fault, detection, deadline" };
+  for (const part of job.parts) {
+    const key = add(tools, "span", "key");
+    add(key, "i").style.background = colours[part];
+    add(key, "span", "", meanings[part]);
+  }
+  const target = canvas(box, "rounds of the job"), left = 64, high = 120, top = 6, most = Math.max(1, ...job.rounds.map((each) => each.world || each.count));
+  const spans = []; // [begin, end, part, round]
+  let end = 0;
+  job.rounds.forEach((each, at) => {
+    if (each.running_s > end) spans.push([end, each.running_s, "regrouping", at]);
+    const passed = Math.max(Math.min(each.passed_s, Math.max(each.last_s, each.first_s)), each.first_s), last = Math.max(each.last_s, passed);
+    spans.push([each.running_s, each.first_s, "starting", at], [each.first_s, passed, "repeating", at], [passed, last, "training", at], [last, each.ended_s, "stalled", at]);
+    end = each.ended_s;
+  });
+  if (end < job.wall_s && !job.finished) spans.push([end, job.wall_s, "regrouping", job.rounds.length - 1]);
+  let wide = 1;
+  painters.push(() => {
+    wide = box.clientWidth - 36 - left;
+    const pen = context(target, left + wide + 2, top + high + 20);
+    pen.fillText(count(most, "rank"), 4, top + 10);
+    for (const [from, to, part, at] of spans) {
+      if (to <= from) continue;
+      const each = job.rounds[at], tall = part === "regrouping" ? 8 : Math.max(10, high * (each.world || each.count) / most);
+      pen.fillStyle = colours[part];
+      pen.fillRect(left + (from / job.wall_s) * wide, top + high - tall, Math.max(((to - from) / job.wall_s) * wide, 0.6), tall);
+    }
+    pen.fillStyle = style("--soft");
+    pen.fillText("0", left, top + high + 16);
+    const text = seconds(job.wall_s);
+    pen.fillText(text, left + wide - pen.measureText(text).width, top + high + 16);
+  });
+  hover(target, (x) => {
+    const now = ((x - left) / wide) * job.wall_s, found = spans.filter(([from, to]) => from <= now && now < to).pop();
+    if (!found) return "";
+    const each = job.rounds[found[3]];
+    return "round " + each.round + ", " + (each.world ? count(each.world, "rank") : count(each.count, "host")) + "\n" + meanings[found[2]] + ", " + seconds(found[1] - found[0]);
+  });
+  if (!job.steps_known) add(box, "p", "note", "The job is not timed, so its steps are unknown: starting, repeated steps and the time before a fault is noticed count as training. Enable timing for exact figures.");
+  add(box, "h3", "", "Downtime by cause");
+  const wall = Math.max(job.wall_s, 1e-9);
+  plainTable(box, [["cause", ""], ["times", "number"], ["downtime", "number"], ["of the wall time", "number"]],
+    job.causes.map(([cause, times, all]) => [cause || "still running", times.toLocaleString("en"), seconds(all), (100 * all / wall).toFixed(2) + "%"]));
+  add(box, "h3", "", "Each round");
+  const shown = job.rounds.slice(-200);
+  plainTable(box, [["round", ""], ["hosts", ""], ["ranks", "number"], ["began", "number"], ["lasted", "number"], ["training", "number"], ["last step", "number"], ["ended by", ""]],
+    shown.map((each) => [each.round, each.count + ": " + each.hosts.slice(0, 8).join(", ") + (each.count > 8 ? ", ..." : ""), each.world ? String(each.world) : "?", seconds(each.running_s), seconds(each.ended_s - each.running_s),
+      seconds(Math.max(each.last_s - each.passed_s, 0)), each.step ? each.step.toLocaleString("en") : "", each.cause + (each.text && each.text !== each.cause ? ": " + each.text : "")]));
+  if (shown.length < job.in_all) add(box, "p", "note", "Only the newest " + shown.length + " rounds are shown.");
+  if (job.orders.length) {
+    add(box, "h3", "", "Orders");
+    plainTable(box, [["at", "number"], ["order", ""]], job.orders.slice(-100).map(([at, , text]) => [seconds(at), text]));
+  }
+}
+
 let noneColour = style("--none");
-for (const part of [heading, verdicts, waiting, heat, lines, delays, groups]) part();
+for (const part of data.world ? [heading, rounds, verdicts, prices, waiting, heat, lines, memory, checkpoints, delays, groups] : [heading, rounds]) part();
 function again() { noneColour = style("--none"); paint(); }
 again();
 addEventListener("resize", again);

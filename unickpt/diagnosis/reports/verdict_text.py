@@ -182,7 +182,7 @@ def _process(rank: int, snapshot: Snapshot) -> str:
     place = " ".join(f"{axis} {at}" for axis, at in one.coordinates)
     where = f" ({place})" if place else ""
     condition = _condition(one.state, one.exit)
-    parts = [f"process {one.pid} on {one.host}{where} is {condition}, in step {one.step} ({_phase(one.phase)})"]
+    parts = [f"process {one.pid} on {one.host}{where} is {condition}, in step {one.step}{_phase(one.phase)}"]
     if rank in starved_ranks(snapshot):
         parts[0] += f", and has waited for a processor {one.cpu_wait:.0%} of its time"
     if one.last is None:
@@ -197,7 +197,11 @@ def _process(rank: int, snapshot: Snapshot) -> str:
 
 
 def _phase(phase: int) -> str:
+    """The phase in parentheses; '' if it is unknown."""
     try:
-        return "waiting for data" if phase == Phase.DATA else Phase(phase).name.lower()
-    except ValueError:
-        return "unknown"
+        known = Phase(phase)
+    except ValueError:  # rings are not trusted
+        return ""
+    if known is Phase.UNKNOWN:
+        return ""
+    return " (waiting for data)" if known is Phase.DATA else f" ({known.name.lower()})"

@@ -21,9 +21,10 @@ from unickpt.diagnosis.snapshot.steps import STEP
 from unickpt.diagnosis.snapshot.tcp_windows import WINDOW
 from unickpt.errors import FormatError
 
-VERSION = 6
+VERSION = 7
 _LONGEST = 4096  # characters of a text
 _LATEST_NS = 1 << 62
+_LONGEST_S = 1e9
 _LENGTH = struct.Struct("<Q")
 _TABLES = {"rows": PROGRESS, "steps": STEP, "calls": CALL, "windows": WINDOW}
 
@@ -51,6 +52,8 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
                 [[frame.function, frame.file, frame.line] for frame in r.stack],
                 [r.exit.signal, r.exit.code] if r.exit is not None else None,
                 r.cpu_wait,
+                r.still_s,
+                r.same_place_s,
             ]
             for rank, r in snapshot.ranks.items()
         },
@@ -113,9 +116,15 @@ def _time(value: Any) -> int:
     return value
 
 
+def _duration(value: Any) -> float:
+    if not isinstance(value, (int, float)) or not 0 <= value < _LONGEST_S:
+        raise ValueError(f"{value!r} is no duration in seconds")
+    return float(value)
+
+
 def _rank(
     pid: Any, host: Any, state: Any, closed: Any, step: Any, phase: Any, heard_ns: Any, coordinates: Any, last: Any, stack: Any,
-    status: Any, cpu_wait: Any,
+    status: Any, cpu_wait: Any, still_s: Any, same_place_s: Any,
 ) -> RankSnapshot:  # fmt: skip
     if len(coordinates) > len(AXES) or len(stack) > DEEPEST:
         raise ValueError("more coordinates or frames than a rank has")
@@ -124,6 +133,7 @@ def _rank(
         tuple((_text(axis), _number(at, MOST_RANKS)) for axis, at in coordinates), _last(*last) if last is not None else None,
         tuple(Frame(_text(name), _text(file), _number(line, 1 << 31)) for name, file, line in stack),
         ExitStatus(*(_number(each, 256) for each in status)) if status is not None else None, float(cpu_wait),
+        _duration(still_s), _duration(same_place_s),
     )  # fmt: skip
 
 

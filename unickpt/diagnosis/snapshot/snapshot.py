@@ -113,6 +113,8 @@ class RankSnapshot:
         stack: frames of the main thread, innermost first; empty if not asked for.
         exit: status that the process ended with; None if it runs, or if unknown.
         cpu_wait: fraction of the last seconds in which the main thread waited for a processor, 0 to 1.
+        still_s: seconds in which nothing has moved in the process (``host.movement``); 0 unless others wait for it.
+        same_place_s: seconds in which its main thread was in the same functions.
     """
 
     pid: int
@@ -127,6 +129,8 @@ class RankSnapshot:
     stack: tuple[Frame, ...] = ()
     exit: ExitStatus | None = None
     cpu_wait: float = 0.0
+    still_s: float = 0.0
+    same_place_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +241,9 @@ def _rank(
         label, end_ns = table[call["comm"]].label, int(call["end_ns"]) + job.offsets_ns[rank]
         last = FinishedCall(Op(call["op"]), int(call["seq"]), label, end_ns)
     who, state, heard_ns, status = ring.identity, job.states.get(rank, State.UNKNOWN), ring.heartbeat_ns, None
-    if state is State.DEAD and who.pid in exits:
-        heard_ns, status = exits[who.pid].at_ns, exits[who.pid].status
+    end = exits.get(who.pid)
+    if state is State.DEAD and end is not None and end.at_ns > who.monotonic_ns:  # not of an earlier process of this number
+        heard_ns, status = end.at_ns, end.status
     return RankSnapshot(
         who.pid, who.host, state, ring.closed, ring.step, ring.phase, heard_ns + job.offsets_ns[rank],
         tuple(coordinates(rank, ((group.label, group.ranks) for group in table)).items()),

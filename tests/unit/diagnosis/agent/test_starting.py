@@ -105,7 +105,7 @@ def test_only_an_address_in_the_store_is_used(tmp_path: Path, caplog: pytest.Log
 
 
 def test_agents_of_several_hosts_find_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As training starts them on two hosts: the second one is told where the first one listens when that is in the store."""
+    """As training starts them on two hosts: the second one gets the address of the first one from the store."""
     for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     first, second = tmp_path / "a", tmp_path / "b"

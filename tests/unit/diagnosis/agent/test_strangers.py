@@ -19,7 +19,6 @@ import pytest
 from tests.unit.diagnosis.agent.made import MS, S, call, hung, ring
 from unickpt.diagnosis.agent import loop
 from unickpt.diagnosis.agent import server as server
-from unickpt.diagnosis.agent.connections import ConnectionLimits, RateLimitedLog
 from unickpt.diagnosis.agent.loop import Agent
 from unickpt.diagnosis.agent.server import Collector, fetch, send, serve
 from unickpt.diagnosis.detectors.examine import examine
@@ -32,13 +31,14 @@ from unickpt.diagnosis.reports.verdict_text import render_all
 from unickpt.diagnosis.snapshot.codec import decode_snapshot, encode_snapshot
 from unickpt.diagnosis.snapshot.snapshot import take_snapshot
 from unickpt.errors import FormatError, UnickptError
+from unickpt.limited_http import ConnectionLimits, RateLimitedLog
 
 LIMITS = ConnectionLimits(connections=16, head_s=1.0, whole_s=3.0)
 
 
 @pytest.fixture
 def served() -> Iterator[tuple[Collector, str, int, list[str]]]:
-    """A collector, its address, its port and what it has told."""
+    """A collector, its address, its port and its warnings."""
     collector, warnings_seen = Collector(), list[str]()
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     port = listener.getsockname()[1]

@@ -20,13 +20,15 @@ from unickpt.diagnosis.agent.loop import StepHistory
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.p2p_links import transfers_of
 from unickpt.diagnosis.detectors.verdicts import Syndrome
-from unickpt.diagnosis.host.process_exits import ExitStatus, ExitWatcher
+from unickpt.diagnosis.host.exit_file import EXITS, append_exits, read_exits
+from unickpt.diagnosis.host.process_exits import ExitStatus, ExitWatcher, ProcessExit
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.records import Op, Phase
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.reports.verdict_text import render, render_all
 from unickpt.diagnosis.snapshot.snapshot import CALL, Snapshot, take_snapshot
 from unickpt.diagnosis.snapshot.steps import STEP
+from unickpt.private_files import append
 
 
 def test_a_rank_that_is_stopped_inside_of_a_call_is_named(tmp_path: Path) -> None:
@@ -143,6 +145,30 @@ def test_how_a_process_ended_is_seen_at_once(how: signal.Signals | None, ending:
         assert exits.known[process.pid].status in ((STATUS[ending], None) if reaped else (STATUS[ending],))
         assert os.getpid() not in exits.known
         exits.close()
+
+
+def test_who_ended_first_is_known_after_the_job_has_ended(tmp_path: Path) -> None:
+    """Rank 0 was ended by the launcher before it came to the call in which the others wait: the rings alone accuse it."""
+    hung(tmp_path, culprit=2, since_s=8)
+    call(ring(tmp_path, 0), 1, time.monotonic_ns() - 9 * S, time.monotonic_ns() - 9 * S + S // 2)
+    job = read_folder(tmp_path)
+    rings = {
+        rank: dataclasses.replace(each, identity=dataclasses.replace(each.identity, pid=1000 + rank))
+        for rank, each in job.ranks.items()
+    }
+    ended = dataclasses.replace(job, ranks=rings, states=dict.fromkeys(rings, State.DEAD))
+    found = examine(take_snapshot(ended, exits=read_exits(tmp_path)), after_s=5).verdicts
+    assert [verdict.ranks for verdict in found] == [(0,)]  # whose last sign of life is the oldest
+    now = time.monotonic_ns()
+    append_exits(tmp_path, {1002: ProcessExit(now, ExitStatus(9)), 1001: ProcessExit(now + S // 25, None)})
+    append_exits(tmp_path, {1000 + rank: ProcessExit(now + S // 20, ExitStatus(15)) for rank in (0, 3)})
+    append(tmp_path / EXITS, b'no line\n[]\n{"pid": 1002}\n' + b"[" * 100_000)
+    snapshot = take_snapshot(ended, exits=read_exits(tmp_path))
+    (verdict,) = examine(snapshot, after_s=5).verdicts
+    assert verdict.ranks == (2,)
+    assert "is dead (SIGKILL)" in render(verdict, snapshot).sentence
+    before = {pid: dataclasses.replace(end, at_ns=1) for pid, end in read_exits(tmp_path).items()}
+    assert all(one.exit is None for one in take_snapshot(ended, exits=before).ranks.values())  # numbers that were used again
 
 
 @pytest.mark.parametrize(

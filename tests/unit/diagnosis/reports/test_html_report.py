@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import html.parser
 import json
 import re
@@ -25,6 +26,8 @@ from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
 from unickpt.diagnosis.reports.html_report import contents, page, write_report
 from unickpt.diagnosis.reports.job_records import gather_records
 from unickpt.diagnosis.reports.verdict_text import VerdictText
+from unickpt.steering.history import Entry, Kind
+from unickpt.steering.timeline import as_json, job_times
 
 
 class Markup(html.parser.HTMLParser):
@@ -108,6 +111,7 @@ def large(ranks: int, steps: int) -> HostRings:
                 rows.append(call(Op.SEND, 1, step + 1, begin + 2, begin + 3, peer=rank + width, step=step))
             rows.append(call(Op.ALL_REDUCE, 0, step + 1, begin + 20, 1000.0 + 50 * step + 30, step=step))
             rows.append(moment(Op.STEP, 1000.0 + 50 * step, 1050.0 + 50 * step, step=step))
+        rows.append(call(Op.SAVE_WRITE, 0, 0, 2000.0, 2010.0 + rank, step=steps, wait_ms=-1))
         snapshots[rank] = made_snapshot(rank, ranks, groups, rows)
     return HostRings(
         snapshots, dict.fromkeys(snapshots, State.RUNNING), (), int((1000 + 50 * steps) * MS), dict.fromkeys(snapshots, 0)
@@ -151,13 +155,30 @@ def test_a_report_of_a_thousand_ranks_is_small_and_fast(tmp_path: Path) -> None:
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+def history(host: str) -> dict[str, Any]:
+    """Two rounds of 100 s: 72 s of training, then a cause of the same kind as the name of the host."""
+    cause = hostile("cause") if host != "node1" else "host lost"
+    rows = [
+        Entry(Kind.BEGIN, 0.0), Entry(Kind.RUNNING, 5.0, (1, 1), (host, "b"), 4),
+        Entry(Kind.STEP, 10.0, (1, 1), step=1, moved_s=10.0), Entry(Kind.STEP, 50.0, (1, 1), step=9, moved_s=50.0),
+        Entry(Kind.ORDER, 55.0, (1, 1), number=1, action="admit", text=f"admit {host}"),
+        Entry(Kind.ENDED, 60.0, (1, 1), cause=cause, text=f"{host} is gone"), Entry(Kind.RUNNING, 62.0, (1, 2), (host,), 2),
+        Entry(Kind.STEP, 68.0, (1, 2), step=10, furthest=9, moved_s=68.0), Entry(Kind.CLOSED, 100.0, (1, 2), finished=True),
+    ]  # fmt: skip
+    return as_json(job_times(rows))
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome is installed to open the page with")
-@pytest.mark.parametrize("kind", ["plain", "hostile", "large"])
+@pytest.mark.parametrize("kind", ["plain", "hostile", "large", "rounds", "prices"])
 def test_a_browser_draws_the_page_without_errors(tmp_path: Path, kind: str) -> None:
+    """A hostile job has hostile rounds, too; with the rounds alone, nothing else is drawn."""
     job, verdicts = (
         hostile_job(tmp_path) if kind == "hostile" else (large(64, 8) if kind == "large" else job_of_four(tmp_path), [])
     )
-    write_report(gather_records([job]), verdicts, tmp_path / "report.html")
+    rounds = {"hostile": history(hostile("host")), "rounds": history("node1")}.get(kind)
+    costs: dict[str, Any] = {"steps": [1, 3], "step_s": 0.02, "ideal_s": 0.01, "slowdown": 2.0, "error_s": 0.0, "left": 0}
+    prices = {**costs, "rows": [["group", hostile("group"), 0.005]]} if kind == "prices" else None
+    write_report(gather_records([] if kind == "rounds" else [job]), verdicts, tmp_path / "report.html", rounds, prices=prices)
     command = [
         str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0", "--dump-dom",
         f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", (tmp_path / "report.html").as_uri(),
@@ -168,5 +189,14 @@ def test_a_browser_draws_the_page_without_errors(tmp_path: Path, kind: str) -> N
     assert ("html", "yes") in [(tag, attributes.get("data-drawn")) for tag, attributes in found.tags], done.stdout[:2000]
     tags = [tag for tag, _ in found.tags]
     assert "img" not in tags
-    assert tags.count("section") == 6
-    assert tags.count("canvas") >= 3
+    assert tags.count("section") == {"hostile": 7, "large": 7, "rounds": 1, "prices": 7}.get(kind, 6)
+    assert tags.count("canvas") >= (1 if kind == "rounds" else 3)
+    if kind == "large":
+        assert "<td>save: write</td>" in re.sub(r' class="[a-z]*"', "", done.stdout)
+        assert "rank 63 (host host7, pp 7 dp 7)" in done.stdout
+    if prices is not None:
+        assert "slowdown 2.000" in done.stdout
+        assert hostile("group") in html.unescape(done.stdout)
+    if rounds is not None:
+        assert "Effective training time 72.00%: " in done.stdout
+        assert f"{hostile('cause') if kind == 'hostile' else 'host lost'}" in html.unescape(done.stdout)

@@ -71,6 +71,9 @@ class LimitedServer(ThreadingHTTPServer):
         handler: handler of requests, derived from ``LimitedHandler``.
         tell: writes a line to the log.
         limits: limits of connections.
+
+    Attributes:
+        refused: connections that were refused, cut or ended by an error.
     """
 
     daemon_threads = True
@@ -86,7 +89,7 @@ class LimitedServer(ThreadingHTTPServer):
         self._errors = RateLimitedLog(
             tell, f"connections to port {port} that were refused or ended early; training is not affected"
         )
-        self._lock = threading.Lock()
+        self._lock, self.refused = threading.Lock(), 0
         self._open: dict[int, tuple[Any, _Connection]] = {}  # by id of the socket, the oldest first
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -98,7 +101,7 @@ class LimitedServer(ThreadingHTTPServer):
             if not refused:
                 self._open[id(request)] = (request, _Connection(time.monotonic(), str(client_address[0])))
         if refused:
-            self._errors.note(f"too many at a time, from {client_address[0]}")
+            self._refuse(f"too many at a time, from {client_address[0]}")
             self.shutdown_request(request)
             return
         if full and oldest is not None:
@@ -122,11 +125,16 @@ class LimitedServer(ThreadingHTTPServer):
         for request, connection in late:
             self._cut(request, connection, "no whole request in time")
 
+    def _refuse(self, reason: str) -> None:
+        with self._lock:
+            self.refused += 1
+        self._errors.note(reason)
+
     def _cut(self, request: Any, connection: _Connection, reason: str) -> None:
         if connection.cut:
             return
         connection.cut = True
-        self._errors.note(f"{reason}, from {connection.peer}")
+        self._refuse(f"{reason}, from {connection.peer}")
         try:
             request.shutdown(SHUT_RDWR)  # its thread reads the end and closes it
         except OSError:  # it has just ended
@@ -141,7 +149,7 @@ class LimitedServer(ThreadingHTTPServer):
 
     def stranger(self, client_address: Any) -> None:
         """Log a refused request without the secret."""
-        self._errors.note(f"a request without the job's secret, from {client_address[0]}")
+        self._refuse(f"a request without the job's secret, from {client_address[0]}")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log an error instead of printing a traceback."""
@@ -149,15 +157,19 @@ class LimitedServer(ThreadingHTTPServer):
         with self._lock:
             entry = self._open.get(id(request))
         if entry is None or not entry[1].cut:
-            self._errors.note(f"{type(err).__name__}: {err}, from {client_address[0]}")
+            self._refuse(f"{type(err).__name__}: {err}, from {client_address[0]}")
 
 
 class _Head:
-    """Stream with a limit for all its lines together. ``read`` has no limit: its length is checked before."""
+    """Stream with a limit for all lines of a request. ``read`` has no limit: its length is checked before."""
 
     def __init__(self, stream: BufferedIOBase, left_bytes: int) -> None:
         self._stream, self._left = stream, left_bytes
         self.read, self.close = stream.read, stream.close
+
+    def renew(self, left_bytes: int) -> None:
+        """Begin the next request of the connection."""
+        self._left = left_bytes
 
     def readline(self, limit: int) -> bytes:
         line = self._stream.readline(min(limit, self._left + 1))
@@ -178,6 +190,12 @@ class LimitedHandler(BaseHTTPRequestHandler):
         super().setup()
         head: Any = _Head(self.rfile, self.server.limits.head_bytes)
         self.rfile = head
+
+    def handle_one_request(self) -> None:
+        """Handle a request. A connection may have several."""
+        head: Any = self.rfile
+        head.renew(self.server.limits.head_bytes)
+        super().handle_one_request()
 
     def reply(self, code: int, body: bytes) -> None:
         """Send a complete response."""

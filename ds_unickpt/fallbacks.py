@@ -1,0 +1,194 @@
+"""What DeepSpeed saves with its own files although the job has the ``unickpt`` key. One table.
+
+A save and a load check a job against ``FALLBACKS``. ``unickpt hooks status`` lists it, and the guide has it as a table
+(``unickpt hooks status --fallbacks``). Other modules raise ``UnsupportedLayoutError`` only through a row of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ds_unickpt import autotp, internals, megatron_layers, tensor_parallel
+from ds_unickpt.internals import BF16, EXPERTS, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, wrapper_of
+from unickpt.errors import UnsupportedLayoutError
+
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")  # torchrun, DeepSpeed's launcher, MPI
+WRAPPERS = ("plain", "none", ZERO_1_2, ZERO_3, BF16, FP16_FUSED, FP16_UNFUSED)
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """A kind of job that DeepSpeed saves by itself.
+
+    Attributes:
+        feature: what the job uses.
+        why: why unickpt does not save it.
+        found: what an engine uses of it, as text; '' if it does not. None: capturing the state finds it.
+    """
+
+    feature: str
+    why: str
+    found: Callable[[Any], str] | None = None
+
+    def error(self, what: str) -> UnsupportedLayoutError:
+        """Return the error that makes DeepSpeed save by itself. ``what`` says what was found."""
+        return UnsupportedLayoutError(what)
+
+
+def _when(text: str, present: Callable[[Any], bool]) -> Callable[[Any], str]:
+    return lambda engine: text if present(engine) else ""
+
+
+def _tensor_parallel(engine: Any) -> str:
+    """Return a combination with tensor parallelism. In a pipeline of DeepSpeed ``mp_world_size`` counts the stages too."""
+    degree = tensor_parallel.degree(engine)
+    if engine.pipeline_parallelism and autotp.degree(engine) > 1:
+        return "AutoTP in a pipeline"
+    if not engine.pipeline_parallelism and engine.mp_world_size != degree:
+        return f"an mpu with {engine.mp_world_size} model-parallel ranks, of which {degree} are tensor-parallel"
+    if degree > 1 and engine.has_moe_layers:
+        return "tensor parallelism with experts"
+    if degree > 1 and int(getattr(engine, "sequence_parallel_size", 1)) > 1:
+        return "tensor parallelism with sequence parallelism"
+    return ""
+
+
+def _experts_combined(engine: Any) -> str:
+    if not engine.has_moe_layers or _auto_experts(engine):
+        return ""
+    if engine.pipeline_parallelism:
+        return "mixture of experts in a pipeline"
+    if int(getattr(engine, "sequence_parallel_size", 1)) > 1:
+        return "mixture of experts with sequence parallelism"
+    nested = any(layer.name.count(EXPERTS) > 1 for layer in internals.expert_layers(engine.module))
+    return "experts within experts" if nested else ""
+
+
+def _auto_experts(engine: Any) -> bool:
+    return bool(engine.has_moe_layers) and any(type(child).__name__ == "AutoEPMoELayer" for child in engine.module.modules())
+
+
+def _parameters_of_experts(engine: Any) -> str:
+    if not engine.has_moe_layers or _auto_experts(engine) or _experts_combined(engine):
+        return ""
+    layers = {layer.name: layer for layer in internals.expert_layers(engine.module)}
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        layer, _, _ = name.rpartition(f".{EXPERTS}.")
+        inside = layers.get(f"{layer}.{EXPERTS}")
+        if internals.is_expert(parameter) and inside is None:
+            return f"parameters with allreduce=False outside of experts ({name})"
+        if inside is not None and inside.degree > 1 and not internals.is_expert(parameter):
+            return f"parameters in experts that DeepSpeed does not treat as such ({name})"
+    return ""
+
+
+def _several_local_folders(engine: Any) -> bool:
+    """Whether ranks write to the disks of different hosts. Launchers give the number of ranks of a host in the environment."""
+    world = int(engine.world_size)
+    local = {int(os.environ[name]) for name in _LOCAL_SIZES if os.environ.get(name, "").isdigit()}
+    return bool(engine.use_node_local_storage()) and world > 1 and world not in local
+
+
+def _unknown_wrapper(engine: Any) -> str:
+    kind = wrapper_of(engine)
+    return "" if kind in WRAPPERS else f"optimizer wrapper {kind}"
+
+
+def _no_optimizer(engine: Any) -> str:
+    kind = wrapper_of(engine)
+    if kind == "none" and engine.zero_optimization():
+        return "an engine without optimizer under ZeRO"
+    return "an engine without optimizer under bf16" if kind == BF16 and not engine.optimizer.using_real_optimizer else ""
+
+
+TENSOR_PARALLEL = Fallback(
+    "AutoTP in a pipeline; an `mpu` with a pipeline of its own; AutoTP or an `mpu` with experts, with sequence parallelism, or "
+    "with optimizer states that cannot be cut",
+    "not yet described as boxes of the whole tensors; [`unickpt convert`](conversion.md#deepspeed) reads what DeepSpeed wrote",
+    _tensor_parallel,
+)
+TENSOR_LAYOUT = Fallback(
+    "layers of AutoTP that DeepSpeed does not describe, such as those for GPT-2's `Conv1D`; DeepSpeed without "
+    "`deepspeed/checkpoint/affine.py`",
+    "a wrong description would be a wrong checkpoint",
+    autotp.undescribed,
+)
+MPU_LAYOUT = Fallback(
+    "tensor parallelism through an `mpu`, with a parameter that neither `universal_checkpoint_info` of the model nor "
+    "`tensor_model_parallel` of the parameter describes, or with parameters to average",
+    "a guess would be a wrong checkpoint; the warning names the parameter",
+    megatron_layers.undescribed,
+)
+EXPERTS_COMBINED = Fallback(
+    "experts in a pipeline, with sequence parallelism, or within experts",
+    "not yet described as boxes of the whole tensors",
+    _experts_combined,
+)
+AUTO_EXPERTS = Fallback("AutoEP", "not yet described as boxes of the whole tensors", _when("AutoEP", _auto_experts))
+EXPERT_PARAMETERS = Fallback(
+    "parameters in experts that DeepSpeed does not treat as an expert's, such as adapters added later; "
+    "parameters outside of experts with `allreduce=False`",
+    "DeepSpeed averages the gradients of different parameters",
+    _parameters_of_experts,
+)
+NODE_LOCAL = Fallback(
+    "`checkpoint.use_node_local_storage` on several hosts",
+    "a checkpoint is one folder that all ranks see; on one host they do",
+    _when("node-local storage on several hosts (checkpoint.use_node_local_storage)", _several_local_folders),
+)
+QUANTIZED = Fallback(
+    "ZeRO++ quantized weights (`zero_quantized_weights`)",
+    "not tested: DeepSpeed has no CPU operator for it",
+    _when("ZeRO++ quantized weights", lambda engine: bool(engine.zero_quantized_weights())),
+)
+ZENFLOW = Fallback(
+    "ZenFlow",
+    "its second optimizer has states of selected columns of the weights",
+    _when("ZenFlow", lambda engine: bool(getattr(engine.optimizer, "zenflow", False))),
+)
+UNKNOWN_WRAPPER = Fallback(
+    "an optimizer wrapper of DeepSpeed that this release does not know, such as SuperOffload's",
+    "the layout of its buffers is unknown",
+    _unknown_wrapper,
+)
+NO_OPTIMIZER = Fallback(
+    "an engine without optimizer under ZeRO or `BF16_Optimizer`", "DeepSpeed has no masters to restore", _no_optimizer
+)
+UNKNOWN_BUFFERS = Fallback(
+    "buffers of an optimizer wrapper that do not have the known layout, as in a new DeepSpeed release",
+    "a wrong description would be a wrong checkpoint",
+)
+ODD_SETTINGS = Fallback("settings of a parameter group that are not plain values", "they cannot be stored by parameter name")
+
+FALLBACKS = (
+    TENSOR_PARALLEL, TENSOR_LAYOUT, MPU_LAYOUT, EXPERTS_COMBINED, AUTO_EXPERTS, EXPERT_PARAMETERS, NODE_LOCAL, QUANTIZED,
+    ZENFLOW, UNKNOWN_WRAPPER, NO_OPTIMIZER, UNKNOWN_BUFFERS, ODD_SETTINGS,
+)  # fmt: skip
+
+
+def unsupported_reason(engine: Any) -> str:
+    """Return the features of this job that unickpt does not support, as text; '' if there are none."""
+    found = (fallback.found(engine) for fallback in FALLBACKS if fallback.found is not None)
+    return ", ".join(text for text in found if text)
+
+
+def require_supported(engine: Any, *, for_load: str = "") -> None:
+    """Check that unickpt can describe the state of a job.
+
+    Args:
+        engine: the DeepSpeedEngine.
+        for_load: directory of the checkpoint to load; '' for a save.
+
+    Raises:
+        UnsupportedLayoutError: names the features that it cannot describe.
+    """
+    reason = unsupported_reason(engine)
+    if reason and for_load:
+        raise UnsupportedLayoutError(
+            f"{for_load} is a unickpt checkpoint. This job uses {reason}, which unickpt does not support yet."
+        )
+    if reason:
+        raise UnsupportedLayoutError(reason)

@@ -1,0 +1,151 @@
+"""Tensor parallelism through an ``mpu``: the part of each parameter of the user's own layers on this rank.
+
+Two sources tell how the ranks divide a parameter. ``universal_checkpoint_info`` of the module, a dict or a method as in
+Megatron-DeepSpeed, has patterns of names (deepspeed/checkpoint/constants.py). The layers of Megatron set the attributes
+``tensor_model_parallel``, ``partition_dim`` and ``partition_stride`` on their parameters. The ranks have equal parts, as in
+Megatron. A parameter that neither source describes, or that both describe differently, is an error: a guess would be a wrong
+checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from deepspeed.utils import bwc
+
+from ds_unickpt import megatron_deepspeed
+from ds_unickpt.internals import plain
+from ds_unickpt.slices import Shape, Slice, Slices, local_shape
+from unickpt.convert.deepspeed.patterns import Cut, cut_of
+from unickpt.convert.deepspeed.tensor_parallel import affine_boxes, affine_entry, divided, merged
+from unickpt.errors import FormatError
+
+INFO = "universal_checkpoint_info"
+_ADVICE = (
+    "Set tensor_model_parallel=False on a parameter that all ranks hold alike, and tensor_model_parallel=True, partition_dim "
+    f"and partition_stride on a divided one, as Megatron's layers do, or list it in {INFO} of the model"
+)
+
+
+def degree(engine: Any) -> int:
+    """Return the number of tensor-parallel ranks of the job's ``mpu``; 1 without one, and with AutoTP."""
+    mpu = None if int(engine.autotp_size()) > 1 else engine.mpu
+    if mpu is None or hasattr(mpu, "initialize_sequence_parallel"):  # DeepSpeed's mpu of Ulysses (utils/groups.py)
+        return 1
+    return int(bwc.bwc_tensor_model_parallel_world_size(mpu))
+
+
+def rank(engine: Any) -> int:
+    """Return the tensor-parallel rank of this process; 0 without tensor parallelism."""
+    return int(bwc.bwc_tensor_model_parallel_rank(engine.mpu)) if degree(engine) > 1 else 0
+
+
+def undescribed(engine: Any) -> str:
+    """Return which parameter has no known layout, as text; '' if all have one, or without an ``mpu``."""
+    if degree(engine) == 1:
+        return ""
+    try:
+        slices(engine)
+    except FormatError as err:
+        return f"a tensor-parallel layout that cannot be read: {err}"
+    return ""
+
+
+def info_of(module: torch.nn.Module) -> Mapping[str, Any]:
+    """Return ``universal_checkpoint_info`` of a module; empty if it has none.
+
+    Raises:
+        FormatError: it is not a dict, or the method that makes it fails.
+    """
+    found: Any = getattr(module, INFO, None)
+    try:
+        found = found() if callable(found) else found
+    except Exception as err:
+        raise FormatError(f"{type(module).__name__}.{INFO} fails ({type(err).__name__}: {err})") from err
+    if found is not None and not isinstance(found, Mapping):
+        raise FormatError(f"{type(module).__name__}.{INFO} is a {type(found).__name__}, expected a dict")
+    return found or {}
+
+
+def slices(engine: Any) -> Slices:
+    """Return the part of each parameter on this rank. Calls no collective.
+
+    Raises:
+        FormatError: the layout of a parameter is unknown or does not fit its shape. The message names the parameter.
+    """
+    world = degree(engine)
+    if world == 1:
+        return Slices()
+    own, info, known = rank(engine), info_of(engine.module), megatron_deepspeed.job_of(engine.module)
+    named = [(plain(name), p) for name, p in engine.module.named_parameters()]
+    return Slices({id(p): _slice(name, p, info, known.parts(name) if known else 0, own, world) for name, p in named})
+
+
+def _slice(name: str, parameter: torch.nn.Parameter, info: Mapping[str, Any], parts: int, rank: int, world: int) -> Slice:
+    """Return the part of a parameter on this rank. ``parts`` is that of ``MegatronDeepSpeed``: it tells what ``info`` lacks."""
+    where, local = f"tensor-parallel rank {rank} of {world}", local_shape(parameter)
+    try:
+        entry = affine_entry(info, name, where, trusted=True)
+        if entry is not None:
+            return _mapped(name, entry, local, rank, where)
+        cut = _cut(name, parameter, info, where)
+        cut = replace(cut, parts=parts) if parts else cut
+        found = divided(name, [local] * world, cut, where)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as err:
+        raise FormatError(f"{where}: {INFO} does not describe {name} ({type(err).__name__}: {err})") from err
+    if cut.averaged:
+        raise FormatError(f"{where}: {name} is a parameter to average, whose values differ between the ranks")
+    if cut.dim is None:
+        return Slice.whole(local, stored=rank == 0)
+    return Slice(found.shape, local, found.placed[rank], found.placed[rank])
+
+
+def _mapped(name: str, entry: Mapping[str, Any], local: Shape, rank: int, where: str) -> Slice:
+    boxes = affine_boxes(name, entry, rank, len(local), where)
+    if any(box.scale != 1.0 for box in boxes):
+        raise FormatError(f"{where}: the ranks have multiples of the elements of {name}")
+    own = tuple(box for box in boxes if box.owner == rank)
+    return Slice(merged(tuple(entry["logical_shape"]), len(local)), local, boxes, own)
+
+
+def _cut(name: str, parameter: torch.nn.Parameter, info: Mapping[str, Any], where: str) -> Cut:
+    """Return how a parameter is divided. Raises FormatError if it is unknown."""
+    listed, marked = cut_of(name, info, where, trusted=True), _marked(name, parameter, where)
+    found = listed or marked
+    if found is None:
+        raise FormatError(f"{where}: neither {INFO} nor the parameter itself tells how the ranks divide {name}. {_ADVICE}")
+    if listed is not None and marked is not None and not _agree(listed, marked):
+        raise FormatError(
+            f"{where}: {INFO} {_text(listed)} {name}, but its attributes tensor_model_parallel, partition_dim and "
+            f"partition_stride {_text(marked)} it"
+        )
+    return found
+
+
+def _marked(name: str, parameter: Any, where: str) -> Cut | None:
+    """Return what the attributes of a parameter tell (megatron/core/tensor_parallel/layers.py); None if they are missing."""
+    parallel = getattr(parameter, "tensor_model_parallel", None)
+    if parallel is None:
+        return None
+    if not parallel:
+        return Cut(None)
+    dim, stride = int(getattr(parameter, "partition_dim", -1)), int(getattr(parameter, "partition_stride", 1))
+    if dim < 0 or stride < 1:
+        raise FormatError(f"{where}: {name} has tensor_model_parallel=True with partition_dim {dim} and stride {stride}")
+    return Cut(dim, parts=stride)
+
+
+def _agree(listed: Cut, marked: Cut) -> bool:
+    """Whether both sources may be right. The stride of 1 of Megatron's fused layers does not tell their sub-parameters."""
+    if listed.dim is None or marked.dim is None:
+        return listed.dim == marked.dim
+    return (bool(listed.view) or listed.dim == marked.dim) and marked.parts in (1, listed.parts)
+
+
+def _text(cut: Cut) -> str:
+    if cut.dim is None:
+        return "average" if cut.averaged else "replicate"
+    return f"divide along dimension {cut.dim} in {cut.parts} parts" if cut.parts > 1 else f"divide along dimension {cut.dim}"

@@ -1,0 +1,212 @@
+"""Optimizer states that are neither of their parameter's shape nor scalars: factors, preconditioners, statistics of blocks.
+
+Such a state belongs to the tensor that the optimizer steps on, its *owner*: a parameter, or a flat partition under ZeRO. It
+cannot be cut at other boundaries. A checkpoint has it under a digest of the owner's shape and parameter ranges. A job with
+the same owner gets it back exactly, on any rank and any number of ranks. Any other job is refused before anything is loaded.
+
+A block of such an optimizer may contain padding, so the padding of the owner's master and states is stored with them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ds_unickpt.fallbacks import TENSOR_PARALLEL
+from ds_unickpt.internals import BF16, FP16_FUSED, ZERO_1_2, ZERO_3
+from ds_unickpt.names import ModuleNames
+from ds_unickpt.optimizer_record import classify, place_of
+from ds_unickpt.partitions import Partition, states_of
+from ds_unickpt.placement import Placement
+from unickpt.errors import MismatchError
+from unickpt.format.checksums import digest
+from unickpt.load.checkpoint import Checkpoint
+
+OWNERS = "optimizer_owners/"  # + rank: shapes and parameter ranges of the owners that a rank stores, among the shared objects
+STATES = "optimizer_states/"  # + digest: states and padding by key
+
+_ADVICE = (
+    "Nothing is loaded. Use the world size and the ZeRO stage that saved the checkpoint, or load_optimizer_states=False for "
+    "the weights alone."
+)
+_FLAT = (ZERO_1_2, ZERO_3, BF16, FP16_FUSED)  # wrappers whose masters are flat
+Naming = Callable[[torch.nn.Parameter], str]
+
+
+def _owner(part: Partition, name: Naming) -> list[Any]:
+    return [list(part.elements.shape), place_of(part, name)]
+
+
+def _key(owner: list[Any]) -> str:
+    return digest(json.dumps(owner).encode())
+
+
+def captured(parts: Sequence[Partition], names: ModuleNames, base: torch.optim.Optimizer, placed: Placement) -> dict[str, Any]:
+    """Return the shared objects that this rank stores. An owner that several ranks have is stored by one of them."""
+    owned = classify(parts, base).owned
+    if owned and placed.tensors > 1:
+        raise TENSOR_PARALLEL.error(f"tensor parallelism with optimizer states that cannot be cut ({', '.join(sorted(owned))})")
+    owners, found = [], {}
+    for number, part in enumerate(parts if owned else ()):
+        held = states_of(base, part)
+        states = {key: held[key] for key in sorted(owned) if held.get(key) is not None}
+        first = names.name(part.parameters[0])
+        if part.replicated:
+            share = placed.share_among(names.holders(first))
+            stored = first not in names.elsewhere and share.rank >= 0 and number % share.world == share.rank
+        else:
+            stored = part.stored
+        if states and stored:
+            owners.append(_owner(part, names.name))
+            found[f"{STATES}{_key(owners[-1])}"] = {"states": states, "padding": _padding(part, base)}
+    return {f"{OWNERS}{placed.rank}": owners, **found} if owners else {}
+
+
+def _padding(part: Partition, base: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the elements of the master and of the elementwise states that belong to no parameter, by key. 1-D."""
+    found = {}
+    for key, flat in _flats(part, base).items():
+        gaps = _gaps(part, flat.numel())
+        if gaps and key not in part.whole:
+            found[key] = torch.cat([flat[lo:hi] for lo, hi in gaps])
+    return found
+
+
+def _flats(part: Partition, base: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return live views of the master and of the elementwise states, 1-D."""
+    held = states_of(base, part)
+    tensors = {key: held[key] for key in classify([part], base).tensors if held.get(key) is not None}
+    return {key: tensor.detach().reshape(-1) for key, tensor in {"master": part.master, **tensors}.items()}
+
+
+def _gaps(part: Partition, numel: int) -> list[tuple[int, int]]:
+    """Return the ranges of a flat tensor that hold no element of a parameter."""
+    found, at = [], 0
+    for piece in sorted(part.pieces, key=lambda piece: piece.at):
+        found.append((at, piece.at))
+        at = piece.at + piece.hi - piece.lo
+    return [(lo, hi) for lo, hi in (*found, (at, numel)) if lo < hi]
+
+
+def restore(part: Partition, base: torch.optim.Optimizer, states: dict[str, Any]) -> None:
+    """Set what ``OwnedStates.read`` returned. The elementwise states exist already."""
+    for key, value in states["states"].items():
+        (part.stepped_by or base).state[part.master][key] = value
+    flats = _flats(part, base)
+    for key, padding in states["padding"].items():
+        at = 0
+        for lo, hi in _gaps(part, flats[key].numel()):
+            flats[key][lo:hi] = padding[at : at + hi - lo]
+            at += hi - lo
+
+
+class OwnedStates:
+    """The owned states of one load into one engine."""
+
+    def __init__(self, checkpoint: Checkpoint, name: Naming, *, allow_pickle: bool) -> None:
+        """``name`` gives the name of a parameter in the checkpoint."""
+        self.checkpoint, self.name, self.allow_pickle = checkpoint, name, allow_pickle
+        self._flat = checkpoint.manifest.writer.topology.get("optimizer_wrapper") in _FLAT
+        self._stored = {key for key in checkpoint.shared_names() if key.startswith(STATES)}
+
+    def require_undivided(self, tensors: int) -> None:
+        """Raise MismatchError if the checkpoint has owned states and this job has several tensor-parallel ranks."""
+        if self._stored and tensors > 1:
+            raise MismatchError(
+                f"{self.checkpoint.storage}: the optimizer kept states that are not of their parameter's shape and cannot be "
+                f"cut. This job divides its parameters among {tensors} tensor-parallel ranks. {_ADVICE}"
+            )
+
+    def read(self, part: Partition, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the states and the padding of a partition, for ``restore``; empty if the checkpoint has none for it.
+
+        Raises:
+            MismatchError: the checkpoint has such states of an owner with other boundaries, lacks them although the optimizer
+                needs them, or has one that needs a pickle.
+        """
+        key = _key(_owner(part, self.name))
+        if f"{STATES}{key}" not in self._stored:
+            self._refuse_others(part)
+            self._refuse_none(part, optimizer)
+            return {}
+        found = self.checkpoint.shared_object(f"{STATES}{key}", allow_pickle=self.allow_pickle)
+        if found.left_out:
+            raise MismatchError(
+                f"{self.checkpoint.storage}: optimizer states of {self._first(part)} are pickles: {'; '.join(found.left_out)}. "
+                'Nothing is loaded. "allow_pickle" loads them, only from a checkpoint that you trust.'
+            )
+        return {kind: _on(values, part.master.device) for kind, values in found.value.items()}
+
+    def _first(self, part: Partition) -> str:
+        return self.name(part.parameters[0])
+
+    @cached_property
+    def _owners(self) -> list[Any]:
+        ranks = [key for key in self.checkpoint.shared_names() if key.startswith(OWNERS)]
+        return [owner for key in ranks for owner in self.checkpoint.shared_object(key).value]
+
+    def _refuse_others(self, part: Partition) -> None:
+        """Raise if an owner in the checkpoint shares elements with a partition that is no owner there."""
+        if not self._stored:
+            return
+        own = {name: (lo, hi) for name, lo, hi, _ in place_of(part, self.name)[1]}
+        for shape, (_, pieces) in self._owners:
+            for other, lo, hi, _ in pieces:
+                begin, end = own.get(other, (0, 0))
+                if lo < end and begin < hi:
+                    raise MismatchError(
+                        f"{self.checkpoint.storage}: the optimizer kept states for a tensor of shape {tuple(shape)} with "
+                        f"elements {lo} to {hi} of {other}. They are not of the parameter's shape and cannot be cut. In this "
+                        f"job the optimizer steps on a tensor of shape {tuple(part.master.shape)} with elements {begin} to "
+                        f"{end}. {_ADVICE}"
+                    )
+
+    def _refuse_none(self, part: Partition, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if the optimizer keeps states for this partition that the checkpoint lacks."""
+        own = classify([part], optimizer).owned
+        if not own and self._flat and part.replicated and part.master.dim() > 1:
+            own = _owned_by_a_matrix(optimizer, part)
+        if own:
+            raise MismatchError(
+                f"{self.checkpoint.storage} lacks the state {', '.join(sorted(own))}, which {type(optimizer).__name__} keeps "
+                f"for {self._first(part)} in this job. The state is not of the parameter's shape and cannot be made from other "
+                f"states. {_ADVICE}"
+            )
+
+
+def _owned_by_a_matrix(optimizer: torch.optim.Optimizer, part: Partition) -> frozenset[str]:
+    """Return the owned states that an optimizer creates for a matrix, from one step of a copy of it on a small matrix.
+
+    ZeRO's flat partitions have one dimension, and some optimizers keep other states for matrices (Adafactor). The empty set
+    for classes that are known not to, and if the step fails.
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith(("torch.optim", "deepspeed.", "apex.")) and kind.__name__ != "Adafactor":
+        return frozenset()
+    matrix = torch.nn.Parameter(torch.zeros(5, 3, dtype=part.master.dtype, device=part.master.device))
+    matrix.grad = torch.zeros_like(matrix)
+    trial = object.__new__(kind)
+    trial.__dict__.update(optimizer.__dict__)
+    trial.state, trial.param_groups = defaultdict(dict), [{**part.group, "params": [matrix]}]
+    try:
+        kind.step(trial)
+    except Exception:  # an optimizer of the user, which may need more than its class and its settings
+        return frozenset()
+    alone = Partition(matrix, None, (), (matrix,), trial.param_groups[0], replicated=True)
+    return classify([alone], trial).owned
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """Return a state with its tensors on a device, except tensors with one element, which optimizers keep on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device) if value.numel() > 1 else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: _on(item, device) for key, item in value.items()}
+    return value

@@ -1,0 +1,111 @@
+"""The part of a parameter that a tensor-parallel rank has. Pure values: ``ds_unickpt/tensor_parallel.py`` reads them.
+
+ZeRO cuts the rank's part into flat ranges. ``places`` maps such a range to boxes of the global tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from unickpt.convert.deepspeed.tensor_parallel import PlacedBox
+from unickpt.format.boxes import Box, split_flat_range
+
+Shape = tuple[int, ...]
+
+
+def local_shape(parameter: torch.nn.Parameter) -> Shape:
+    """Return the shape of a parameter on this rank, also if ZeRO-3 has partitioned it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The part of one parameter on this rank.
+
+    Attributes:
+        shape: global shape.
+        local: shape of the tensor on this rank.
+        boxes: boxes of the tensor with their global positions. They cover it exactly once, except as in ``complete``.
+        own: the boxes that no tensor-parallel rank before this one has. This rank stores them.
+    """
+
+    shape: Shape
+    local: Shape
+    boxes: tuple[PlacedBox, ...]
+    own: tuple[PlacedBox, ...]
+
+    @classmethod
+    def whole(cls, shape: Shape, *, stored: bool = True) -> Slice:
+        """Return the slice of a parameter that every rank has in full. ``stored``: this rank stores it."""
+        box = Box.whole(shape)
+        boxes = (PlacedBox(box, box),)
+        return cls(shape, shape, boxes, boxes if stored else ())
+
+    @property
+    def complete(self) -> bool:
+        """Whether the boxes cover the tensor on this rank. Those of a load may lack padding (``vocabulary.fitted``)."""
+        return sum(box.local.numel for box in self.boxes) == math.prod(self.local)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every tensor-parallel rank has the whole parameter."""
+        return self.local == self.shape and len(self.boxes) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """The slices of a rank's parameters, by ``id``. Parameters that are not listed are whole."""
+
+    known: Mapping[int, Slice] = field(default_factory=dict)
+
+    def of(self, parameter: torch.nn.Parameter) -> Slice:
+        """Return the slice of a parameter."""
+        found = self.known.get(id(parameter))
+        return Slice.whole(local_shape(parameter)) if found is None else found
+
+    def fitted(self, parameter: torch.nn.Parameter, part: Slice) -> Slices:
+        """Return the slices with another one for a parameter."""
+        return Slices({**self.known, id(parameter): part})
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A region of a flat range, and its position in the global tensor.
+
+    Attributes:
+        whole: box in the global tensor.
+        local: the same box in the rank's tensor.
+        run: box of the rank's tensor that contains ``local``. Its elements are consecutive in the flat range.
+        at: position of the first element of ``run`` in the flat range.
+    """
+
+    whole: Box
+    local: Box
+    run: Box
+    at: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the elements in a flat range: 1-D and contiguous if they are consecutive, else in the shape of the box."""
+        data = flat.narrow(0, self.at, self.run.numel)
+        return data if self.local == self.run else data.view(self.run.shape)[self.local.within(self.run).slices()]
+
+
+def places(shape: Shape, boxes: Sequence[PlacedBox], lo: int, hi: int) -> Iterator[Place]:
+    """Yield the global positions of the flat range ``[lo, hi)`` of a rank's tensor.
+
+    Args:
+        shape: shape of the rank's tensor.
+        boxes: boxes of the tensor to consider (``Slice.boxes`` or ``Slice.own``).
+        lo, hi: flat element offsets in the rank's tensor.
+    """
+    at = 0
+    for run in split_flat_range(shape, lo, hi):
+        for box in boxes:
+            common = box.common(run)
+            if common is not None:
+                yield Place(common[1], common[0], run, at)
+        at += run.numel

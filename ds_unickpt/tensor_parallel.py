@@ -1,0 +1,27 @@
+"""Tensor parallelism of a job: that of AutoTP, or that of the user's own layers with an ``mpu``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_unickpt import autotp, megatron_layers
+from ds_unickpt.slices import Slices
+
+
+def degree(engine: Any) -> int:
+    """Return the number of tensor-parallel ranks; 1 without tensor parallelism."""
+    return max(autotp.degree(engine), megatron_layers.degree(engine))
+
+
+def rank(engine: Any) -> int:
+    """Return the tensor-parallel rank of this process; 0 without tensor parallelism."""
+    return autotp.rank(engine) if autotp.degree(engine) > 1 else megatron_layers.rank(engine)
+
+
+def slices(engine: Any) -> Slices:
+    """Return the part of each parameter on this rank. Calls no collective.
+
+    Raises:
+        FormatError: the description of a parameter is missing or does not fit. The message names the parameter.
+    """
+    return autotp.slices(engine) if autotp.degree(engine) > 1 else megatron_layers.slices(engine)

@@ -1,0 +1,54 @@
+"""Layouts of the matrix of expert parallelism. Does not import DeepSpeed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+EXPERTS = (4, 6)  # of the two expert layers of the model
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """A layout of the matrix. ``expert`` is the number of expert-parallel ranks. ``precision`` is that of ``jobs.Layout``."""
+
+    expert: int
+    world: int
+    stage: int
+    precision: str = "fp32"
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """Expert-parallel ranks of each layer. They divide its experts, so 3 are 1 and 3, and 4 are 4 and 2."""
+        return (1 if self.expert == 3 else self.expert, 2 if self.expert == 4 else self.expert)
+
+    @property
+    def name(self) -> str:
+        return f"ep{self.expert}w{self.world}z{self.stage}{self.precision}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+_DEGREES = ((1, 1), (1, 2), (2, 2), (1, 3), (3, 3), (1, 4), (2, 4), (4, 4))
+_KINDS = ((0, "fp32"), (1, "fp32"), (2, "fp32"), (0, "bf16"), (1, "bf16"), (2, "bf16"), (1, "bf16o"))
+FULL = [ExpertLayout(expert, world, stage, precision) for expert, world in _DEGREES for stage, precision in _KINDS]
+CHOSEN = [
+    ExpertLayout(4, 4, 1),
+    ExpertLayout(2, 4, 2, "bf16"),
+    ExpertLayout(1, 1, 0),
+    ExpertLayout(2, 2, 0, "bf16"),
+    ExpertLayout(3, 3, 2),
+    ExpertLayout(1, 2, 1, "bf16o"),
+    ExpertLayout(2, 4, 0),
+    ExpertLayout(4, 4, 1, "bf16o"),
+]
+
+
+def pairs(full: bool) -> list[tuple[ExpertLayout, ExpertLayout]]:
+    """Return the (source, target) pairs to load: all, or each layout into two others, and some into themselves."""
+    if full:
+        return [(source, target) for source in FULL for target in FULL]
+    count = len(CHOSEN)
+    onward = [(CHOSEN[at], CHOSEN[(at + by) % count]) for at in range(count) for by in (1, 3)]
+    return [*onward, *((CHOSEN[at], CHOSEN[at]) for at in (0, 1, 4, 6))]

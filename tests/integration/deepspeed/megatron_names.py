@@ -1,0 +1,49 @@
+"""Layouts of Megatron-style tensor parallelism, alone and in pipelines. Does not import DeepSpeed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MegatronLayout:
+    """A layout of the matrix.
+
+    Attributes:
+        tensor, stages, data: number of tensor-parallel ranks, of pipeline stages (0 for a plain module), and of
+            data-parallel ranks.
+        stage: ZeRO stage.
+        precision: that of ``jobs.Layout``.
+    """
+
+    tensor: int
+    stages: int
+    data: int
+    stage: int
+    precision: str = "fp32"
+
+    @property
+    def world(self) -> int:
+        return self.tensor * max(self.stages, 1) * self.data
+
+    @property
+    def name(self) -> str:
+        return f"tp{self.tensor}pp{self.stages}dp{self.data}z{self.stage}{self.precision}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+CHOSEN = [
+    MegatronLayout(2, 2, 1, 1, "bf16"),
+    MegatronLayout(1, 0, 2, 3),
+    MegatronLayout(2, 0, 2, 2),
+    MegatronLayout(4, 0, 1, 0),
+    MegatronLayout(1, 2, 2, 1),
+]
+
+
+def pairs() -> list[tuple[MegatronLayout, MegatronLayout]]:
+    """Return the (source, target) pairs to load: each layout into the next one, and one into itself."""
+    return [(CHOSEN[0], CHOSEN[0]), *((source, CHOSEN[(at + 1) % len(CHOSEN)]) for at, source in enumerate(CHOSEN))]

@@ -1,0 +1,134 @@
+"""Optimizers whose states are not of the parameter's shape: carried exactly to the same owners, refused by all others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import comm as dist
+
+from tests.integration.deepspeed.jobs import build, scramble, train
+from tests.integration.deepspeed.model import Model
+from tests.integration.deepspeed.odd_optimizers import BlockPreconditioned, BlockwiseMomentum
+from tests.integration.deepspeed.resumes import assert_resumes, assert_weights_equal, here
+from tests.integration.deepspeed.scenario_worker import scenario
+from tests.integration.deepspeed.truth import optimizer_of
+from unickpt.errors import MismatchError
+
+
+def _engine(make: Any, stage: int, seed: int, precision: str = "fp32") -> Any:
+    torch.manual_seed(seed)
+    model = Model()
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    return build(here(stage, precision), seed=seed, model=model, client_optimizer=optimizer, scheduler={})
+
+
+def _adafactor(params: Any) -> Any:
+    from transformers.optimization import Adafactor
+
+    return Adafactor(params, lr=1e-2, relative_step=False, scale_parameter=False, beta1=0.9)
+
+
+def _states(engine: Any) -> list[dict[str, Any]]:
+    """Return copies of the raw states of this rank, in the order of the masters."""
+    base, wrapper = optimizer_of(engine), engine.optimizer
+    masters = getattr(wrapper, "fp32_partitioned_groups_flat", None) or [p for g in base.param_groups for p in g["params"]]
+    return [_copied(base.state[master]) for master in masters]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]  # padding may be NaN
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
+    return bool(a == b)
+
+
+def _saved(make: Any, stage: int, folder: Path, precision: str = "fp32") -> tuple[Any, list[dict[str, Any]], list[float]]:
+    source = _engine(make, stage, 1, precision)
+    train(source, 3)
+    assert source.save_checkpoint(str(folder)) is True
+    assert source.checkpoint_engine.last_save.committed, source.checkpoint_engine.last_save
+    return source, _states(source), train(source, 2)
+
+
+def _assert_refused(make: Any, stage: int, folder: Path, reason: str) -> None:
+    """The target keeps its own state, and the weights alone load."""
+    target = _engine(make, stage, 2)
+    train(target, 1)
+    before = _states(target)
+    with pytest.raises(MismatchError, match=reason):
+        target.load_checkpoint(str(folder))
+    assert _equal(before, _states(target))
+    path, _ = target.load_checkpoint(str(folder), load_optimizer_states=False)
+    assert path is not None
+
+
+@scenario(1, 2)
+def adafactor_keeps_factors_of_whole_matrices(folder: Path) -> None:
+    """Without ZeRO its states are rows and columns. They belong to a parameter, so any number of ranks gets them."""
+    source, states, losses = _saved(_adafactor, 0, folder)
+    assert any("exp_avg_sq_row" in state for state in states)
+    target = _engine(_adafactor, 0, 2)
+    scramble(target)
+    target.load_checkpoint(str(folder))
+    assert _equal(_states(target), states)
+    assert train(target, 2) == losses
+    assert_weights_equal(source, target)
+    other = folder.parent / f"{folder.name.removesuffix('-w2')}-w1"
+    if dist.get_world_size() == 2 and (other / "latest").exists():
+        of_one = _engine(_adafactor, 0, 3)
+        of_one.load_checkpoint(str(other))
+        assert sum("exp_avg_sq_row" in state for state in _states(of_one)) == sum("exp_avg_sq_row" in s for s in states)
+        assert train(of_one, 2) == pytest.approx(losses, abs=2e-5)
+
+
+@scenario(2)
+def adafactor_under_zero_is_elementwise(folder: Path) -> None:
+    """ZeRO's partitions have one dimension, so it factors nothing: each ZeRO stage loads the states of each other."""
+    keys = ("exp_avg", "exp_avg_sq")
+    assert_resumes(folder / "13", _engine(_adafactor, 1, 1), _engine(_adafactor, 3, 2), keys, ignore=("groups",))
+    _saved(_adafactor, 0, folder / "0")
+    _assert_refused(_adafactor, 2, folder / "0", "cannot be cut. In this job the optimizer steps on a tensor of shape")
+    _assert_refused(_adafactor, 0, folder / "13", "lacks the state exp_avg_sq_col, exp_avg_sq_row, which Adafactor keeps for")
+    fresh = _engine(_adafactor, 0, 4)
+    with pytest.raises(MismatchError, match="lacks the state exp_avg_sq_col, exp_avg_sq_row, which Adafactor keeps for"):
+        fresh.load_checkpoint(str(folder / "13"))
+
+
+@scenario(2)
+def states_of_blocks_go_to_equal_partitions(folder: Path) -> None:
+    """ZeRO 1 and 2 have the same partitions. ZeRO 3 and other wrappers have others."""
+    for make in (BlockPreconditioned, BlockwiseMomentum):
+        place = folder / make.__name__
+        for a, b in ((1, 2), (3, 3), (0, 0)):
+            _, states, losses = _saved(make, a, place / f"{a}{b}")
+            target = _engine(make, b, 2)
+            scramble(target)
+            target.load_checkpoint(str(place / f"{a}{b}"))
+            assert _equal(_states(target), states), (make, a, b)
+            assert train(target, 2) == losses
+        _assert_refused(make, 3, place / "12", "cannot be cut. In this job the optimizer steps on a tensor of shape")
+        _assert_refused(make, 1, place / "00", "cannot be cut. In this job the optimizer steps on a tensor of shape")
+
+
+@scenario(2)
+def states_of_blocks_under_bf16_optimizer(folder: Path) -> None:
+    _, states, losses = _saved(BlockPreconditioned, 1, folder, "bf16o")
+    target = _engine(BlockPreconditioned, 1, 2, "bf16o")
+    target.load_checkpoint(str(folder))
+    assert _equal(_states(target), states)
+    assert train(target, 2) == losses

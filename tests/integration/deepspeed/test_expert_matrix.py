@@ -1,0 +1,34 @@
+"""Every expert-parallel layout resumes under every other one, bit for bit, and the loss continues.
+
+Layouts: {1 to 4 ranks} x {1 to 4 expert-parallel ranks} x {ZeRO 0, 1, 2} x {fp32, bf16, BF16_Optimizer}. CI loads a few pairs.
+``UNICKPT_FULL_MATRIX=1`` loads all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.integration.deepspeed.expert_names import pairs
+from tests.integration.deepspeed.pairs import problems, run, strayed
+
+FULL = os.environ.get("UNICKPT_FULL_MATRIX") == "1"
+pytestmark = [pytest.mark.timeout(3 * 3600)] if FULL else []
+PAIRS = pairs(FULL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    run("experts", PAIRS, folder, timeout_s=7200 if FULL else 600)
+    return folder
+
+
+def test_every_state_of_every_expert_is_bit_equal_after_load(folder: Path) -> None:
+    assert problems(PAIRS, folder) == {}
+
+
+def test_losses_continue_as_in_an_uninterrupted_run(folder: Path) -> None:
+    assert strayed(PAIRS, folder) == {}

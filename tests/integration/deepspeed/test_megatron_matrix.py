@@ -1,0 +1,30 @@
+"""Jobs with Megatron-style tensor parallelism, as pipelines and as plain modules, resume under other layouts, bit for bit.
+
+CI loads a few pairs. ``python -m tests.integration.deepspeed.megatron_table`` loads the table of 3D layouts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.deepspeed.megatron_names import pairs
+from tests.integration.deepspeed.pairs import problems, run, strayed
+
+PAIRS = pairs()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("megatron")
+    run("megatron", PAIRS, folder, timeout_s=600)
+    return folder
+
+
+def test_every_state_is_bit_equal_after_load(folder: Path) -> None:
+    assert problems(PAIRS, folder) == {}
+
+
+def test_losses_continue_as_in_an_uninterrupted_run(folder: Path) -> None:
+    assert strayed(PAIRS, folder) == {}

@@ -1,0 +1,34 @@
+"""A real DeepSpeed job, of which one rank computes longer in the second half."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from unickpt.cli.main import main
+from unickpt.testing.launch import fork_ranks
+
+STEPS, LAYER_S, EXTRA = 12, 0.02, 0.5
+ADDED_S = 8 * 3 * LAYER_S * EXTRA
+
+
+def test_the_slow_rank_has_the_price_and_the_sound_step_is_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rings = tmp_path / "rings"
+    fork_ranks(
+        2, "tests.integration.replay.timed_job", "deepspeed", "zero1", str(rings), str(STEPS), str(LAYER_S), "1", str(EXTRA),
+        env={"GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    assert main(["whatif", str(rings), "--json", "--steps", "4:7"]) == 0
+    sound = json.loads(capsys.readouterr().out)
+    assert main(["whatif", str(rings), "--json", "--steps", "10:14", "--rank-like-peers", "1"]) == 0
+    slow = json.loads(capsys.readouterr().out)
+    for half in (sound, slow):
+        assert half["replayed_s"] == pytest.approx(half["step_s"], rel=0.03)
+    assert slow["by_rank"]["1"] == pytest.approx(ADDED_S, rel=0.15)
+    assert slow["by_rank"]["0"] < 0.05 * slow["step_s"]
+    assert sound["by_rank"]["1"] < 0.3 * ADDED_S
+    assert slow["answers"][0]["step_s"] == pytest.approx(slow["step_s"] - slow["by_rank"]["1"])

@@ -1,0 +1,127 @@
+"""Under torchrun: a job of a framework whose layers sleep, so that its compute times are known.
+
+timed_job deepspeed|megatron LAYOUT RINGS STEPS LAYER_S SLOW_RANK EXTRA
+
+Every layer sleeps ``LAYER_S`` seconds in its forward pass and twice as long in its backward pass. In the second half of the
+steps, the layers of ``SLOW_RANK`` sleep longer by the fraction ``EXTRA``; -1 for no rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+WARM_UP = 3  # steps before the first half
+
+
+class SleepingLayers:
+    """Adds sleep to layers. ``factor`` multiplies it."""
+
+    def __init__(self, layers: Iterable[torch.nn.Module], seconds: float) -> None:
+        self.factor, self._seconds = 1.0, seconds
+        sleeping = self
+
+        class Sleep(torch.autograd.Function):
+            @staticmethod
+            def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                time.sleep(sleeping._seconds * sleeping.factor)
+                return x.view_as(x)
+
+            @staticmethod
+            def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+                time.sleep(2 * sleeping._seconds * sleeping.factor)
+                return grad
+
+        def after(_module: Any, _inputs: Any, outputs: Any) -> Any:
+            if isinstance(outputs, tuple):
+                return (Sleep.apply(outputs[0]), *outputs[1:])
+            return Sleep.apply(outputs)
+
+        for layer in layers:
+            layer.register_forward_hook(after)
+
+
+def deepspeed_job(layout: str, rings: str, seconds: float) -> tuple[Callable[[], Any], SleepingLayers]:
+    """``zero1``, ``zero3``, ``pipeline``: return a step of it, and its layers."""
+    import deepspeed
+
+    torch.manual_seed(1)
+    width = 64
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 4 if layout == "pipeline" else 1,
+        "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+        "unickpt": {"timing": {"enabled": True, "watch": False, "folder": rings}},
+    }
+    layers = [torch.nn.Linear(width, width) for _ in range(8)]
+    sleeping = SleepingLayers(layers, seconds)
+    if layout == "pipeline":
+        module = deepspeed.pipe.PipelineModule(
+            layers, num_stages=2, loss_fn=lambda out, target: (out - target).square().mean(), partition_method="uniform"
+        )
+        engine, *_ = deepspeed.initialize(model=module, config=config)
+        data = iter([(torch.ones(4, width), torch.zeros(4, width))] * 100_000)
+        return lambda: engine.train_batch(data), sleeping
+    model = torch.nn.Sequential(*layers)
+    config["zero_optimization"] = {"stage": int(layout.removeprefix("zero")), "stage3_param_persistence_threshold": 0}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step() -> None:
+        engine.backward(engine(torch.ones(4, width)).mean())
+        engine.step()
+
+    return step, sleeping
+
+
+def megatron_job(layout: str, rings: str, seconds: float) -> tuple[Callable[[], Any], SleepingLayers]:
+    """Return a step of a layout of the matrix, such as ``tp2pp2dp2``, and its layers."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    import megatron_unickpt
+    from megatron_unickpt.testing.jobs import Job
+    from megatron_unickpt.testing.layouts import Layout
+    from unickpt.options import TimingOptions
+
+    job = Job(Layout.parse(layout))
+    megatron_unickpt.time_collectives(TimingOptions(enabled=True, watch=False, folder=rings))
+    layers = [each for chunk in job.chunks for each in chunk.modules() if isinstance(each, TransformerLayer)]
+    return lambda: job.train(1), SleepingLayers(layers, seconds)
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    kind, layout, rings, steps, seconds = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), float(sys.argv[5])
+    slow, extra = int(sys.argv[6]), float(sys.argv[7])
+    if kind == "megatron":
+        import megatron_unickpt.testing.jobs  # noqa: F401 - before anything of megatron, and of torch.distributed
+    import torch.distributed as dist
+
+    from unickpt.diagnosis import session
+    from unickpt.testing.launch import leave
+
+    if kind == "deepspeed":
+        import deepspeed
+
+        deepspeed.init_distributed("gloo", verbose=False)
+    else:
+        dist.init_process_group("gloo")
+    step, layers = (deepspeed_job if kind == "deepspeed" else megatron_job)(layout, rings, seconds)
+    gc.collect()
+    gc.freeze()
+    for at in range(WARM_UP + steps):
+        if at == WARM_UP + steps // 2 and dist.get_rank() == slow:
+            layers.factor = 1.0 + extra
+        step()
+    dist.barrier()
+    session.stop()
+    leave()
+
+
+if __name__ == "__main__":
+    main()

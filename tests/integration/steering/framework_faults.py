@@ -1,0 +1,480 @@
+"""Random faults in jobs of DeepSpeed and Megatron under ``torchrun --rdzv-backend unickpt``, each host a network namespace.
+
+    python -m tests.integration.steering.framework_faults --keep FILE [--framework deepspeed] [--scenarios A,B] [--count 1]
+        [--seed 1] [--minutes 7] [--page FILE]
+
+Needs root (``namespaces.missing``). Faults of ``plain`` jobs are made one after another in one job. After each of them, all
+hosts return, and their return is a run as well. Scenarios with the fewest runs in the file come first, so that the command can
+be repeated. ``--count`` is the wanted number of runs of each scenario in the file. ``--page`` writes the table of all runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tests.integration.steering.cluster import Cluster, View
+from tests.integration.steering.namespaces import Network, missing
+from tests.integration.steering.readings import logged_s, seconds, verdict_s
+from tests.integration.steering.scenarios import ENDPOINT, RETURN, RETURNED, SCENARIOS, WATCH_S, Case, Scenario, choose
+from tests.integration.steering.timeline import Comparison, Reference, compare, lineage, overlaps, reference_of, steps_of
+from tests.support.repository import REPO
+from unickpt.testing.launch import environment, free_port
+
+CONF = "stopped_seconds=6,hang_seconds=6,still_seconds=3,loop_seconds=5,out_seconds=40,longest_out_seconds=40,retries=2"
+FAULTS_OF_A_JOB = 6
+MOST_ROUNDS = 5  # of a job whose retries are 2: one more may begin to pass the step that was noted
+BEGIN, FINISH = (
+    "<!-- table: made by python -m tests.integration.steering.framework_faults -->\n\n", "\n<!-- end of framework table -->",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A job of a framework.
+
+    Attributes:
+        script: beside this module.
+        arguments: of the script, after the folder.
+        workers: ranks of each host.
+        hosts: number of hosts.
+        worlds: numbers of ranks of the reference.
+        kinds: kinds of scenarios that run in such a job.
+        steps: of the reference.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    workers: int
+    hosts: int
+    worlds: tuple[int, ...]
+    kinds: tuple[str, ...] = ("plain", "spare", "always", "two")
+    steps: int = 900
+
+    def program(self, folder: Path, *more: str) -> list[str]:
+        """Return script and arguments."""
+        return [str(Path(__file__).with_name(self.script)), str(folder), *self.arguments, *more]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What jobs of a kind of scenarios need.
+
+    Attributes:
+        nodes: ``--nnodes``.
+        hosts: number of hosts.
+        first: number of hosts of the first round.
+        later: number of hosts of the round after the fault.
+        conf: further options of ``--rdzv-conf``.
+    """
+
+    nodes: str
+    hosts: int
+    first: int
+    later: int
+    conf: str = ""
+
+
+SETTINGS = {
+    "deepspeed": Setting("deepspeed_job.py", ("1", "12"), 1, 3, (1, 3)),
+    "deepspeed-2": Setting("deepspeed_job.py", ("1", "12"), 2, 3, (2, 6), ("plain",), 300),
+    "deepspeed-memory": Setting("deepspeed_job.py", ("1", "12", "--memory"), 1, 3, (1, 3), ("plain",)),
+    "zero3": Setting("deepspeed_job.py", ("3", "12"), 1, 3, (1, 3)),
+    "deepspeed-8": Setting("deepspeed_job.py", ("1", "8"), 1, 4, (1, 4), ("batch",), 300),
+    "megatron": Setting("megatron_job.py", ("2", "1", "6"), 2, 3, (2, 6), ("plain", "always"), 300),
+    "megatron-8": Setting("megatron_job.py", ("2", "2", "4"), 2, 4, (4, 8), ("batch",), 120),
+}
+KINDS = {
+    "spare": Kind("2:3", 4, 3, 3, "slow=evict,slow_seconds=8"),
+    "always": Kind("1:3", 3, 3, 3),
+    "two": Kind("1:4", 4, 4, 2),
+    "batch": Kind("2:4", 4, 4, 2, "sizes=2+4"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Result of one run. Times are seconds.
+
+    Attributes:
+        scenario, framework, seed: what was run.
+        rank, host, step: of the fault.
+        right: whether exactly the right hosts were out, and no order was wrong.
+        repaired: whether the job went on.
+        equal: whether all states after the resume were those of the checkpoint.
+        samples: whether every step had the samples of the uninterrupted job.
+        loss, noise: largest distance from the reference, and within it.
+        verdict_s: from the fault to the first verdict.
+        order_s: from the first verdict to the order.
+        started_s: from the order, or else from the fault, until the last worker of the next round began.
+        import_s: import of the framework.
+        resumed_s: from then until all workers had resumed.
+        first_s: from then until all had done a step, without the comparison with the checkpoint.
+        whole_s: from the fault to that step.
+        problem: what was wrong.
+        lost_steps: steps that were done again.
+    """
+
+    scenario: str
+    framework: str
+    seed: int
+    rank: int
+    host: str
+    step: int
+    right: bool
+    repaired: bool
+    equal: bool
+    samples: bool
+    loss: float
+    noise: float
+    verdict_s: float | None = None
+    order_s: float | None = None
+    started_s: float | None = None
+    import_s: float | None = None
+    resumed_s: float | None = None
+    first_s: float | None = None
+    whole_s: float | None = None
+    problem: str = ""
+    lost_steps: int | None = None
+
+    @property
+    def good(self) -> bool:
+        """Whether everything was as it must be."""
+        return not self.problem
+
+
+class Session:
+    """Runs of one framework, which have one reference.
+
+    Args:
+        name: key of ``SETTINGS``.
+        seed: of the random numbers.
+        folder: for the reference, which is made once.
+    """
+
+    def __init__(self, name: str, seed: int, folder: Path) -> None:
+        self.name, self.setting, self.seed = name, SETTINGS[name], seed
+        self.source = random.Random(seed)
+        self.reference = self._reference(folder)
+
+    def _reference(self, folder: Path) -> Reference:
+        """Run the job without a fault, on each number of ranks."""
+        jobs = []
+        for world in self.setting.worlds:
+            at = folder / f"{self.name}-{world}"
+            if not (at / "done").exists():
+                at.mkdir(parents=True, exist_ok=True)
+                program = self.setting.program(at, "--steps", str(self.setting.steps), "--pause", "0")
+                command = [
+                    sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port",
+                    str(free_port()), *program,
+                ]  # fmt: skip
+                subprocess.run(command, cwd=REPO, env=environment(REPO), check=True, timeout=300)
+                (at / "done").touch()
+            jobs.append(lineage(steps_of(at)))
+        return reference_of(jobs)
+
+    @contextmanager
+    def job(self, nodes: str, hosts: int, conf: str = "", arguments: Sequence[str] = ()) -> Iterator[Cluster]:
+        """Start a job on a number of hosts."""
+        names = [f"n{number}" for number in range(1, hosts + 1)]
+        with tempfile.TemporaryDirectory() as folder:
+            network = Network(names)
+            try:
+                given = CONF + (f",{conf}" if conf else "")
+                program = self.setting.program(Path(folder), *arguments)
+                job = Cluster(Path(folder), network, nodes, program, given, ENDPOINT, self.setting.workers)
+                try:
+                    for name in [ENDPOINT, *(name for name in names if name != ENDPOINT)]:
+                        job.run(name)
+                    yield job
+                finally:
+                    job.close()
+                    keep = os.environ.get("KEEP_LOGS")
+                    if keep:
+                        for path in [*job.outputs, Path(folder) / "events.jsonl"]:
+                            target = Path(keep) / f"{self.seed}-{os.getpid()}-{job.port}-{path.name}"
+                            target.write_bytes(path.read_bytes() if path.exists() else b"")
+            finally:
+                network.close()
+
+    # ------------------------------------------------------------ plain jobs
+
+    def row(self, names: Sequence[str]) -> Iterator[Run]:
+        """Run scenarios one after another in one job, and the return of the hosts after each of them."""
+        every = {f"n{number}" for number in range(1, self.setting.hosts + 1)}
+        with self.job(f"1:{self.setting.hosts}", self.setting.hosts) as job:
+            view = job.settled(every, (0, 0))
+            if view is None:
+                raise AssertionError(f"the job does not start\n{job.text()}")
+            for name in names:
+                scenario = SCENARIOS[name]
+                job.until(lambda begin=view: job.step() >= begin.step + self.source.randint(15, 45))
+                case = choose(scenario, job, view, self.source)
+                step, fault_s, logged = job.step(), time.time(), _orders(job)
+                scenario.act(case)
+                if scenario.stays:
+                    yield self._stays(name, case, step, fault_s, logged)
+                    scenario.back(case)
+                    job.go_on(5)
+                    continue
+                fault_s = self._made(job, fault_s)
+                left = case.rest() if scenario.out else every
+                later = job.settled(left, view.epoch)
+                yield self._judged(name, case, step, fault_s, later, logged)
+                if later is None:
+                    return
+                view = later
+                if scenario.out:
+                    job.go_on(SAVE_AND_MORE)
+                    step, fault_s, logged = job.step(), time.time(), _orders(job)
+                    scenario.back(case)
+                    grown = job.settled(every, view.epoch)
+                    yield self._judged(RETURN, case, step, fault_s, grown, logged)
+                    if grown is None:
+                        return
+                    view = grown
+
+    # ------------------------------------------------------------ jobs with one fault
+
+    def special(self, name: str) -> Iterator[Run]:
+        """Run a scenario that needs a job of its own."""
+        scenario = SCENARIOS[name]
+        kind = KINDS[scenario.kind]
+        names = {f"n{number}" for number in range(1, kind.hosts + 1)}
+        with self.job(kind.nodes, kind.hosts, kind.conf) as job:
+            view = job.settled(names, (0, 0), kind.first)
+            if view is None:
+                raise AssertionError(f"the job does not start\n{job.text()}")
+            first_step = self.source.randint(60, 90) if scenario.kind == "spare" else self.source.randint(15, 45)
+            job.until(lambda: job.step() >= first_step)
+            case = choose(scenario, job, view, self.source)
+            step, fault_s, logged = job.step(), time.time(), _orders(job)
+            scenario.act(case)
+            if name == "always":
+                yield self._ended(name, case, step)
+                return
+            left = names - set(case.hosts)
+            if name == "two" and view.hosts[0] not in left:
+                yield self._waits(name, case, step, left)
+                return
+            later = job.settled(left, view.epoch, kind.later)
+            yield self._judged(name, case, step, self._made(job, fault_s), later, logged)
+
+    def _ended(self, name: str, case: Case, step: int) -> Run:
+        """Judge a job that must end on all hosts because restarts do not help."""
+        job = case.job
+        ended = bool(job.until(lambda: all(agent.poll() is not None for agent in job.running.values())))
+        said = "\n".join(path.read_text(errors="replace") for path in job.outputs)
+        problems = [] if ended else ["the job does not end"]
+        problems += [] if "without progress" in said else ["no agent says why"]
+        problems += [] if len(job.worlds()) <= MOST_ROUNDS else [f"{len(job.worlds())} rounds"]
+        return self._run(name, case, step, problems, ended, None)
+
+    def _waits(self, name: str, case: Case, step: int, left: set[str]) -> Run:
+        """Judge half of the hosts, without the first one: they must wait until a host returns, and then go on."""
+        job = case.job
+        time.sleep(WATCH_S)
+        problems = [] if max(job.worlds()) == case.view.epoch else ["half of the hosts went on, although the others may run"]
+        case.job.restore(case.host)
+        later = job.settled({*left, case.host}, case.view.epoch)
+        goes_on = later is not None and job.go_on(12)
+        return self._run(name, case, step, problems + ([] if goes_on else ["the job does not go on"]), goes_on, later)
+
+    def _made(self, job: Cluster, asked_s: float) -> float:
+        """Return when a worker has made the fault that it was asked for, or else when it was asked for."""
+        return min((each["at"] for each in job.events() if each["what"] == "fault" and each["at"] >= asked_s), default=asked_s)
+
+    def _stays(self, name: str, case: Case, step: int, fault_s: float, logged: int) -> Run:
+        """Judge a job that must go on as it is."""
+        job = case.job
+        time.sleep(WATCH_S)
+        goes_on = job.go_on(3)
+        found = verdict_s(job, fault_s)
+        newest = max(job.worlds())
+        problems = [] if goes_on else ["the job does not go on"]
+        problems += [f"round {newest} began"] if newest > case.view.epoch else []
+        problems += self._wrong_orders(job, SCENARIOS[name], case, logged)
+        return self._run(name, case, step, problems, goes_on, None, verdict_s=None if found is None else found - fault_s)
+
+    def _judged(self, name: str, case: Case, step: int, fault_s: float, later: View | None, logged: int) -> Run:
+        """Judge a job that must go on in another round."""
+        job, scenario = case.job, SCENARIOS.get(name)
+        goes_on = later is not None and job.go_on(12)
+        problems = [] if goes_on else [f"the job does not go on: rounds {job.worlds()}"]
+        problems += self._wrong_orders(job, scenario, case, logged) if scenario is not None else []
+        if case.left and scenario is not None:
+            alive = job.until(lambda: not [each for each in case.left if each.is_running()], 30.0)
+            problems += [] if alive else [f"processes of the killed agent live: {case.left}"]
+        if later is None:
+            return self._run(name, case, step, problems, goes_on, later)
+        order = logged_s(job, "steering: order: ", fault_s) if scenario is not None and scenario.orders else None
+        found = verdict_s(job, fault_s) if scenario is not None else None
+        if order is not None and order > later.started_s:
+            order = None
+        if found is not None and found > later.started_s:
+            found = None
+        return self._run(
+            name, case, step, problems, goes_on, later,
+            verdict_s=None if found is None else found - fault_s,
+            order_s=None if order is None or found is None else max(0.0, order - found),
+            started_s=later.started_s - (fault_s if order is None else order),
+            import_s=later.imported_s - later.started_s,
+            resumed_s=later.resumed_s - later.imported_s,
+            first_s=max(0.0, later.stepped_s - later.checked_s),
+            whole_s=later.stepped_s - fault_s - (later.checked_s - later.resumed_s), lost_steps=_lost_steps(job, later),
+        )  # fmt: skip
+
+    def _wrong_orders(self, job: Cluster, scenario: Scenario, case: Case, logged: int) -> list[str]:
+        wrong = []
+        for text in _texts(job)[logged:]:
+            if text.startswith(("check", "admit", "not executed")):
+                continue  # puts no host out
+            parked = re.match(r"park ([^\s:]+)", text)
+            right = text.startswith(scenario.orders) if scenario.orders else False
+            if not right or (parked is not None and parked[1] not in case.hosts):
+                wrong.append(f"order: {text[:160]}")
+        return wrong
+
+    def _run(
+        self, name: str, case: Case, step: int, problems: list[str], goes_on: bool, view: View | None, **times: Any
+    ) -> Run:
+        job = case.job
+        found: Comparison = compare(lineage(steps_of(job.folder)), self.reference, job.worlds())
+        differences = [text for each in job.events() if each["what"] == "checked" for text in each["differences"]]
+        problems = problems + overlaps(steps_of(job.folder))
+        right = not any(text.startswith(("order", "round")) for text in problems)
+        problems = problems + list(found.problems[:3]) + differences[:3]
+        if found.loss > 3 * found.noise + 1e-6:
+            problems.append(f"loss differs by {found.loss:.2g}, the reference by {found.noise:.2g}")
+        return Run(
+            name, self.name, self.seed, case.rank, ",".join(case.hosts), step, right and (view is not None or goes_on), goes_on,
+            not differences, not found.problems, found.loss, found.noise, **times, problem="; ".join(problems),
+        )  # fmt: skip
+
+
+SAVE_AND_MORE = 12  # steps after which the job has saved again
+
+
+def _texts(job: Cluster) -> list[str]:
+    """Return the orders in the logs, each once, in the order of the files."""
+    said = "\n".join(path.read_text(errors="replace") for path in job.outputs)
+    return list(dict.fromkeys(re.findall(r"steering: order: (.*)", said)))
+
+
+def _lost_steps(job: Cluster, later: View) -> int:
+    """Return how many steps a round does again."""
+    before = [step for epoch, steps in steps_of(job.folder).items() if epoch < later.epoch for step in steps]
+    return max(0, max(before, default=0) - later.step)
+
+
+def _orders(job: Cluster) -> int:
+    return len(_texts(job))
+
+
+# ---------------------------------------------------------------- results
+
+
+def kept(path: Path) -> list[Run]:
+    """Return the runs in a file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = {each.name for each in fields(Run)}
+    return [Run(**{key: value for key, value in json.loads(line).items() if key in names}) for line in lines]
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Return the results as a Markdown table."""
+    rows = [
+        "| fault | job | runs | repaired | right hosts | states equal | samples equal | fault -> verdict | -> order | -> "
+        "workers started | import | -> resumed | -> first step | fault -> first step | steps done again, most |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in [*SCENARIOS, RETURN]:
+        for framework in SETTINGS:
+            those = [run for run in runs if run.scenario == name and run.framework == framework]
+            if not those:
+                continue
+            title = SCENARIOS[name].title if name in SCENARIOS else RETURNED
+            counts = [
+                str(sum(getattr(run, each) for run in those)) for each in ("repaired", "right", "equal", "samples")
+            ]  # fmt: skip
+            times = ("verdict_s", "order_s", "started_s", "import_s", "resumed_s", "first_s", "whole_s")
+            cells = [seconds([getattr(run, each) for run in those]) for each in times]
+            lost = max((run.lost_steps for run in those if run.lost_steps is not None), default="-")
+            rows.append(f"| {title} | {framework} | {len(those)} | {' | '.join(counts)} | {' | '.join(cells)} | {lost} |")
+    return "\n".join(rows)
+
+
+def written(page: Path, runs: Sequence[Run]) -> None:
+    """Write the table to a page."""
+    head, rest = page.read_text().split(BEGIN, 1)
+    page.write_text(head + BEGIN + table(runs) + "\n" + FINISH + rest.split(FINISH, 1)[1])
+
+
+def next_row(runs: Sequence[Run], names: Sequence[str], count: int, source: random.Random) -> list[str]:
+    """Return the scenarios of the next job: those with the fewest runs first."""
+    done = Counter(run.scenario for run in runs)
+    left = [name for name in names if done[name] < count]
+    source.shuffle(left)
+    left.sort(key=lambda name: done[name])
+    if left and SCENARIOS[left[0]].kind != "plain":
+        return left[:1]
+    return [name for name in left if SCENARIOS[name].kind == "plain"][:FAULTS_OF_A_JOB]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=Path, required=True)
+    parser.add_argument("--framework", choices=list(SETTINGS), default="deepspeed")
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS))
+    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=7.0)
+    parser.add_argument("--reference", type=Path, default=Path(tempfile.gettempdir()) / "unickpt-steering-reference")
+    parser.add_argument("--page", type=Path)
+    args = parser.parse_args()
+    until_s = time.monotonic() + 60 * args.minutes
+    why = missing() if args.minutes > 0 else ""
+    if why:
+        print(why, file=sys.stderr)
+        return 2
+    names = args.scenarios.split(",")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces are removed
+    if args.minutes > 0:
+        session = Session(args.framework, args.seed, args.reference)
+        while time.monotonic() < until_s:
+            mine = [run for run in kept(args.keep) if run.framework == args.framework]
+            row = next_row(
+                mine, [name for name in names if SCENARIOS[name].kind in session.setting.kinds], args.count, session.source
+            )
+            if not row:
+                break
+            for run in session.row(row) if SCENARIOS[row[0]].kind == "plain" else session.special(row[0]):
+                print(run, flush=True)
+                with args.keep.open("a") as file:
+                    file.write(json.dumps(asdict(run)) + "\n")
+                if time.monotonic() > until_s:
+                    break
+    runs = kept(args.keep)
+    print(table(runs))
+    if args.page is not None:
+        written(args.page, runs)
+    return 0 if all(run.good for run in runs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Workers that have ended: the agent of their host tells the leader, and every host tells its own workers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from tests.unit.steering.checked_events import members, run, started
+from tests.unit.steering.peers import until
+from unickpt.round_folder import read_ended
+from unickpt.steering.membership import Arrived, Joined, Left, Lost, Membership, Phase, WorkersEnded
+from unickpt.steering.workers import EndedWorkers
+
+VARIABLES = (b"TORCHELASTIC_RUN_ID=job", b"UNICKPT_ROUND=1.1")
+
+
+def job() -> Membership:
+    """Return a job on three hosts with two ranks each."""
+    state = started(3, 1, 3)
+    return run(state, *(Joined(name, "1", f"{name}:1", 2) for name in ("h1", "h2", "h3")))
+
+
+def epoch_of(state: Membership) -> tuple[int, int]:
+    assert state.round is not None
+    return state.round.epoch
+
+
+def test_the_state_names_the_ranks_of_the_round_that_have_ended() -> None:
+    state = job()
+    told = run(state, WorkersEnded("h2", "1", epoch_of(state), (3,)))
+    assert (told.ended, told.phase) == ({3}, Phase.RUNNING)
+    assert run(state, WorkersEnded("h2", "1", (1, 99), (3,))).ended == frozenset()
+    assert run(state, WorkersEnded("h2", "2", epoch_of(state), (3,))).ended == frozenset()
+
+
+def test_all_ranks_of_a_lost_host_have_ended_and_none_of_the_next_round() -> None:
+    state = job()
+    for gone in (Lost("h2", "1"), Left("h2", "1")):
+        assert run(state, gone).ended == {2, 3}
+    assert run(state, Lost("h1", "1"), Lost("h2", "1")).ended == {0, 1}  # the ranks of h2 cannot be told without those of h1
+    state = run(state, WorkersEnded("h3", "1", epoch_of(state), (4,)), Lost("h2", "1"))
+    assert state.ended == {2, 3, 4}
+    later = run(state, *(Arrived(name, "1", epoch_of(state)) for name in ("h1", "h3")))
+    assert (later.phase, members(later), later.ended) == (Phase.OPENING, ["h1", "h3"], frozenset())
+
+
+def test_the_end_of_a_worker_is_told_while_the_agent_is_busy(tmp_path: Path) -> None:
+    told: list[tuple[int, ...]] = []
+    elsewhere: set[int] = set()
+    here = {name: value for name, value in os.environ.items() if name != "RANK"}
+    here |= {"TORCHELASTIC_RUN_ID": "job", "UNICKPT_ROUND": "1.1"}
+    others = [here | {"UNICKPT_ROUND": "1.2", "RANK": "9"}, {"RANK": "8"}]
+    watch = EndedWorkers(VARIABLES, tmp_path, lambda: frozenset(elsewhere), told.append)
+    started_ = [subprocess.Popen(["sleep", "60"], env=here | {"RANK": str(rank)}) for rank in (4, 5)]
+    strangers = [subprocess.Popen(["/bin/sleep", "60"], env=env) for env in others]
+    try:
+        time.sleep(0.5)
+        assert (told, read_ended(tmp_path)) == ([], frozenset())
+        for process in (started_[1], *strangers):  # a dead worker stays a zombie until torchrun looks at it
+            process.kill()
+        assert until(lambda: read_ended(tmp_path) == {5})
+        elsewhere.add(0)
+        assert until(lambda: read_ended(tmp_path) == {0, 5})
+        started_[1].wait()
+        time.sleep(0.5)
+        assert told == [(5,)]
+        watch.close()
+        started_[0].kill()
+        started_[0].wait()
+        time.sleep(0.5)
+        assert (told, read_ended(tmp_path)) == ([(5,)], {0, 5})
+    finally:
+        watch.close()
+        for process in (*started_, *strangers):
+            process.kill()
+            process.wait()

@@ -1,0 +1,61 @@
+"""Metrics of the steering, as a Prometheus server reads them."""
+
+from __future__ import annotations
+
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.unit.steering.made import running
+from unickpt.options import SteeringOptions
+from unickpt.steering.history import Entry, Kind
+from unickpt.steering.membership import Lost, Ordered, Park
+from unickpt.steering.metrics import steering_measurements
+from unickpt.steering.observers import Observers
+from unickpt.steering.transitions import transition
+from unickpt.testing.launch import free_port
+
+
+def samples(text: str) -> dict[str, float]:
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if not line.startswith("#")}
+
+
+def test_the_endpoint_counts_orders_hosts_and_rounds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    made = Observers(SteeringOptions(history=str(tmp_path / "history"), metrics_port=port), "job")
+    second = Observers(SteeringOptions(history=str(tmp_path / "history"), metrics_port=port), "job")
+    assert f"Prometheus is not answered on 127.0.0.1 port {port}" in caplog.text
+    second.close()
+    before = running(4, spares=1)
+    made.chronicle.changed(None, before)
+    after = before
+    for event in (Ordered("x", "park h1", (), "park", "STOPPED_OUT"), Park("h1", "x"), Lost("h2", "1")):
+        after = transition(after, event, 0.0)
+    made.chronicle.changed(before, after)
+    found = samples(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode())
+    assert found["unickpt_steering_rounds_total"] == 1
+    assert found["unickpt_steering_restarts_total"] == 0
+    assert found['unickpt_steering_orders_total{kind="park"}'] == 1
+    assert found['unickpt_steering_orders_total{kind="restart"}'] == 0
+    assert found['unickpt_steering_hosts{state="parked"}'] == 1
+    assert found['unickpt_steering_hosts{state="gone"}'] == 1
+    assert 'unickpt_steering_downtime_seconds_total{cause="STOPPED_OUT"}' in found
+    with pytest.raises(OSError, match="404"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/other", timeout=10)
+    made.close()
+
+
+def test_downtime_and_the_last_repair_are_those_of_the_report() -> None:
+    history = [
+        Entry(Kind.BEGIN, 100.0), Entry(Kind.RUNNING, 105.0, (1, 1), ("a", "b"), 4),
+        Entry(Kind.STEP, 110.0, (1, 1), step=1, moved_s=110.0),
+        Entry(Kind.STEP, 150.0, (1, 1), step=9, moved_s=150.0), Entry(Kind.ENDED, 160.0, (1, 1), cause="host lost"),
+        Entry(Kind.RUNNING, 162.0, (1, 2), ("a",), 2), Entry(Kind.STEP, 168.0, (1, 2), step=10, furthest=9, moved_s=168.0),
+    ]  # fmt: skip
+    found = {(each.name, *each.labels.values()): each.value for each in steering_measurements(None, history, 0.0, 200.0)}
+    assert found["unickpt_steering_last_repair_seconds",] == 18
+    assert found["unickpt_steering_downtime_seconds_total", "host lost"] == 18
+    assert found["unickpt_steering_downtime_seconds_total", "start of the job"] == 10
+    assert found["unickpt_steering_effective_training_ratio",] == 0.72
+    assert found["unickpt_steering_ranks",] == 2

@@ -1,0 +1,53 @@
+"""From the findings of a look to the report for the leader."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from tests.unit.diagnosis.agent.made import hung
+from unickpt.diagnosis.agent.loop import Look
+from unickpt.diagnosis.detectors.examine import examine
+from unickpt.diagnosis.detectors.verdicts import Baseline, Direction, LongSteps, SlowTransfers, Syndrome, Verdict
+from unickpt.diagnosis.recording.ring_folder import read_folder
+from unickpt.diagnosis.snapshot.snapshot import Snapshot, take_snapshot
+from unickpt.steering.policy import Fault
+from unickpt.steering.watcher import SlowTimes, report_of
+
+HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
+STEPS = Verdict(Syndrome.NON_COMMUNICATION_SLOW, (2,), 5, evidence=(LongSteps(25e6, 100e6, 7, 20, 1.0),))
+TRANSFERS = Verdict(Syndrome.COMMUNICATION_SLOW, (1,), 0, evidence=(SlowTransfers(Direction.SENDS, 3.0, Baseline.OTHER_LINKS),))
+
+
+def snapshot(folder: Path) -> Snapshot:
+    hung(folder, since_s=130)
+    return take_snapshot(read_folder(folder))
+
+
+def test_a_hang_is_reported_with_its_host_and_the_least_movement(tmp_path: Path) -> None:
+    seen = snapshot(tmp_path)
+    ranks = {rank: dataclasses.replace(one, still_s=7.0, same_place_s=9.0) for rank, one in seen.ranks.items()}
+    seen = dataclasses.replace(seen, ranks=ranks)
+    report = report_of((1, 2), Look(seen, examine(seen).verdicts, 0), HOSTS, 3 * 10**9, {})
+    assert (report.epoch, report.step, report.pause_s) == ((1, 2), 20, 3.0)
+    (finding,) = report.findings
+    assert (finding.fault, finding.hosts, finding.ranks, finding.still_s, finding.same_place_s) == (
+        Fault.HUNG, ("b",), (2,), 7.0, 9.0,
+    )  # fmt: skip
+    assert 129 < finding.age_s < 190
+    assert finding.text.startswith("unickpt HANG rank=2 op=all_reduce seq=3 ")
+    assert finding.text.endswith(", without movement for 7 s, in one place for 9 s")
+
+
+def test_slowness_is_as_old_as_its_first_look_and_not_as_its_newest_steps(tmp_path: Path) -> None:
+    """The verdict on transfers has no time of its own: without one it would be out at once."""
+    times, seen = SlowTimes(), snapshot(tmp_path)
+    ages = []
+    for second in (0, 1, 20, 45, 90, 91):
+        verdicts = [STEPS, TRANSFERS]
+        report = report_of((1, 1), Look(seen, verdicts, 0), HOSTS, 0, times.seconds(verdicts, float(second)))
+        ages.append([finding.age_s for finding in report.findings])
+        assert [(finding.fault, finding.hosts) for finding in report.findings] == [(Fault.SLOW, ("b",)), (Fault.SLOW, ("a",))]
+    assert ages == [[age, age] for age in (0, 1, 20, 45, 0, 1)]  # it was gone for 45 s
+    hang = examine(seen).verdicts
+    assert times.seconds(hang, 100.0) == {}

@@ -1,0 +1,126 @@
+"""``unickpt hosts``: show the hosts of a job under ``torchrun --rdzv-backend unickpt``, park one, or admit one.
+
+It also shows the checkpoints in the memory of the hosts, with or without that backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from unickpt.cli.exit_codes import SOUND
+from unickpt.cli.output import Output, human_bytes
+from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY
+from unickpt.errors import ConfigError
+from unickpt.logs import printable
+from unickpt.memory.contact import GenerationRow, MemoryJob, age_s, as_json, jobs, look
+from unickpt.memory.generations import folder_of
+from unickpt.steering import asking
+from unickpt.steering.codec import secret_key
+from unickpt.steering.hosts import host_rows, table
+
+JSON_SCHEMA = 1
+PARK, ADMIT = "park", "admit"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "action", nargs="?", choices=(PARK, ADMIT),
+        help="park: the host is out until it is admitted; admit: it may take part again (default: show all hosts)",
+    )  # fmt: skip
+    parser.add_argument("host", metavar="HOST", nargs="?", help="name of the host, as in the table")
+    parser.add_argument(
+        "--rdzv-endpoint", metavar="HOST:PORT", default="",
+        help="as given to torchrun, or the address of any agent (default: the agent on this host)",
+    )  # fmt: skip
+    parser.add_argument("--rdzv-id", metavar="ID", default="", help="as given to torchrun; needed with --rdzv-endpoint")
+    parser.add_argument("--secret-file", metavar="FILE", type=Path, help="as given to torchrun by --rdzv-conf secret_file=FILE")
+    parser.add_argument(
+        "--memory-folder", metavar="DIR", type=Path, default=SHARED_MEMORY,
+        help="directory in memory that holds checkpoints, as the option memory.folder (default: /dev/shm)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="the hosts, or the order, as one JSON document")
+
+
+def contact(args: argparse.Namespace) -> asking.Contact:
+    """Return the agent that the arguments name.
+
+    Raises:
+        ConfigError: the job is not named completely, or the secret cannot be read.
+    """
+    if not args.rdzv_endpoint:
+        if args.rdzv_id or args.secret_file:
+            raise ConfigError("--rdzv-id and --secret-file need --rdzv-endpoint")
+        return asking.the_only(SHARED_MEMORY)
+    if not args.rdzv_id:
+        raise ConfigError("--rdzv-endpoint needs --rdzv-id")
+    endpoint = args.rdzv_endpoint if ":" in args.rdzv_endpoint else f"{args.rdzv_endpoint}:29400"
+    return asking.Contact(endpoint, secret_key(args.rdzv_id, args.secret_file))
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Ask the job, and print."""
+    if args.action and not args.host:
+        raise ConfigError(f"unickpt hosts {args.action} needs the name of a host")
+    if args.action:
+        done, note = asking.order(contact(args), args.action, args.host)
+        if args.json:
+            out.json({"schema": JSON_SCHEMA, "done": done, "note": note})
+        else:
+            out.line(done)
+            if note:
+                out.line(note, style="yellow")
+        return SOUND
+    memory = [(job, look(job)) for job in jobs(args.memory_folder)]
+    state, now_s = None, 0.0
+    try:
+        state, now_s = asking.hosts(contact(args))
+    except ConfigError:
+        if args.rdzv_endpoint or args.rdzv_id or args.secret_file or not memory:
+            raise
+    rows = [] if state is None else host_rows(state, now_s)
+    now_ns = time.time_ns()
+    if args.json:
+        round_ = None if state is None or state.round is None else f"{state.round.epoch[0]}.{state.round.epoch[1]}"
+        out.json(
+            {
+                "schema": JSON_SCHEMA, "phase": None if state is None else state.phase.value, "round": round_,
+                "closed": "" if state is None else state.closed, "hosts": [row.as_json() for row in rows],
+                "orders": [] if state is None else [order.text for order in state.orders],
+                "memory": [as_json(job, found, now_ns) for job, found in memory],
+            }
+        )  # fmt: skip
+        return SOUND
+    if state is not None:
+        for line in table(rows).splitlines():
+            out.line(line)
+    for job, found in memory:
+        _show_memory(out, job, found, now_ns)
+    return SOUND
+
+
+def _show_memory(out: Output, job: MemoryJob, rows: Sequence[GenerationRow], now_ns: int) -> None:
+    """Print the generations of a job: in how many places each file is, and what each host holds."""
+    out.line()
+    out.line(f"in memory: {printable(job.directory) or 'a job that has not said its save directory'}", style="bold")
+    out.line(f"{job.folder.url}, here in {job.folder.root}")
+    cells = []
+    for row in rows:
+        of_files = (
+            f"{row.places} of each file" if row.places else f"incomplete: no {row.missing}" if row.missing else "incomplete"
+        )
+        step = "-" if row.step is None else str(row.step)
+        cells.append([folder_of(row.number), step, printable(row.tag) or "-", f"{age_s(row, now_ns):.0f} s", of_files])
+    out.table(f"generations ({len(rows)})", ["generation", "step", "tag", "age", "replicas"], cells)
+    held = []
+    for at, host in enumerate(job.hosts):
+        told = [(row, row.hosts[at]) for row in rows]
+        said = [f"{folder_of(row.number)}: {human_bytes(h[0])}, {h[1]} own files, {h[2]} copies" for row, h in told if h]
+        silent = any(h is None for _, h in told)
+        ranks = ", ".join(map(str, host.ranks))
+        held.append([printable(host.name), ranks, "its keeper does not answer" if silent else "; ".join(said) or "nothing"])
+    if held:
+        out.table("hosts", ["host", "ranks", "holds"], held)

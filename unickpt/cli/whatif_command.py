@@ -1,0 +1,109 @@
+"""``unickpt whatif``: replay the records of a job, and price its ranks, hosts, links, stages, groups and causes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+
+from unickpt.cli.exit_codes import SOUND
+from unickpt.cli.output import Output
+from unickpt.replay.price import SMALLEST, Questions, WhatIf, analyse
+from unickpt.replay.sources import read_trace
+
+JSON_SCHEMA = 1
+_SHOWN = 16  # rows of a table
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "places", metavar="DIR-or-ADDRESS", nargs="+",
+        help="folders with the ring files of a job, one per host; or http://... of the job's agent, or DIR/agent",
+    )  # fmt: skip
+    parser.add_argument(
+        "--steps", type=_steps, metavar="A:B", help="first and last step of the window (default: the newest 20 steps)"
+    )
+    parser.add_argument(
+        "--without-rank", type=int, action="append", default=[], metavar="R",
+        help="predict a step in which rank R never lets others wait; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rank-like-peers", type=int, action="append", default=[], metavar="R",
+        help="predict a step in which rank R is as fast as the ranks with its role; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--link", type=_link, action="append", default=[], metavar="A-B",
+        help="predict a step in which transfers between ranks A and B take as long as others of their size; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--hide", action="append", default=[], metavar="GROUP",
+        help="predict a step in which computation hides all communication of a kind of group, such as 'data parallel'; may be "
+        "repeated",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="the result as one JSON document")
+
+
+def _steps(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if found is None or int(found[1]) > int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST, such as 100:119")
+    return int(found[1]), int(found[2])
+
+
+def _link(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)-(\d+)", text)
+    if found is None or found[1] == found[2]:
+        raise argparse.ArgumentTypeError(f"{text!r} are not two ranks, such as 3-7")
+    return int(found[1]), int(found[2])
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Replay and print."""
+    questions = Questions(tuple(args.without_rank), tuple(args.rank_like_peers), tuple(args.link), tuple(args.hide))
+    found = analyse(read_trace(args.places), args.steps, questions)
+    if args.json:
+        out.json({"schema": JSON_SCHEMA, **found.as_json()})
+    else:
+        _tell(found, out)
+    return SOUND
+
+
+def _tell(found: WhatIf, out: Output) -> None:
+    first, last = found.steps
+    out.line(f"steps {first} to {last} of {found.ranks} ranks: {_ms(found.step_s)} a step")
+    out.line(f"replayed: {_ms(found.replayed_s)}; every figure below is +- {_ms(found.error_s)}")
+    out.line(
+        f"slowdown {found.slowdown:.3f}: with ranks like their peers, transfers like their class and no pauses a step takes "
+        f"{_ms(found.ideal_s)}"
+    )
+    _table("cause", found.by_cause, found, out)
+    _table("rank", {f"{rank}{_note(rank, found)}": seconds for rank, seconds in found.by_rank.items()}, found, out)
+    _table("host", found.by_host, found, out)
+    _table("pipeline stage", {str(stage): seconds for stage, seconds in found.by_stage.items()}, found, out)
+    _table("link", found.by_link, found, out)
+    _table("group", found.by_group, found, out)
+    _table("communication that computation could hide, at most", found.exposed, found, out)
+    rows = [(each.question, _ms(each.step_s), _ms(each.gain_s), f"+- {_ms(each.error_s)}") for each in found.answers]
+    if rows:
+        out.table("what if", ("change", "step", "gain", "error"), rows)
+
+
+def _note(rank: int, found: WhatIf) -> str:
+    return " (compared with other stages)" if rank in found.without_peers else ""
+
+
+def _table(title: str, prices: Mapping[str, float], found: WhatIf, out: Output) -> None:
+    """Print the prices of one kind, the largest first. Prices within the error are combined."""
+    ordered = sorted(prices.items(), key=lambda each: -each[1])
+    shown = [each for each in ordered[:_SHOWN] if each[1] > max(found.error_s, SMALLEST * found.step_s)]
+    rows = [(name, _ms(seconds), f"{seconds / found.step_s:.1%}") for name, seconds in shown]
+    left = len(ordered) - len(shown)
+    if left:
+        rows.append((f"{left} {'others' if rows else 'in all'}", "", "nothing beyond the error" if left else ""))
+    if ordered:
+        out.table(title, ("name", "time", "of a step"), rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms"

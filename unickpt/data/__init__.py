@@ -1,0 +1,1 @@
+"""Position in the training data, independent of the number of ranks."""

@@ -1,0 +1,51 @@
+"""Records of a job on all its hosts, from one folder of ring files per host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unickpt.diagnosis.detectors.examine import examine
+from unickpt.diagnosis.detectors.verdicts import Verdict
+from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
+from unickpt.diagnosis.reports.verdict_text import VerdictText, render
+from unickpt.diagnosis.snapshot.clocks import clock_offsets, on_one_clock
+from unickpt.diagnosis.snapshot.snapshot import take_snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The records of a job on all its hosts.
+
+    Attributes:
+        jobs: records of each folder.
+        clock_offsets_ns: by host, offset of its wall clock behind the clock of the first folder, in ns. Estimated from common
+            calls.
+        clock_error_ns: largest known error of these offsets; 0 for one folder.
+    """
+
+    jobs: list[HostRings]
+    clock_offsets_ns: dict[str, int]
+    clock_error_ns: int = 0
+
+    def judged(self, *, after_s: float | None) -> list[tuple[Verdict, VerdictText]]:
+        """Return the verdicts on the job with their texts; ``after_s`` is the number of seconds that a call may take."""
+        snapshot = on_one_clock([take_snapshot(job) for job in self.jobs])
+        found = examine(snapshot, after_s=after_s)
+        return [(verdict, render(verdict, snapshot)) for verdict in found.verdicts]
+
+
+def read_hosts(folders: Sequence[Path]) -> Hosts:
+    """Read all records of all folders.
+
+    Raises:
+        NotACheckpointError: a folder has no ring files.
+    """
+    jobs = [read_folder(folder) for folder in folders]
+    offsets = clock_offsets([take_snapshot(job) for job in jobs]) if len(jobs) > 1 else []
+    found: dict[str, int] = {}
+    for job, offset in zip(jobs, offsets, strict=False):
+        for ring in job.ranks.values():
+            found.setdefault(ring.identity.host, offset.ns)
+    return Hosts(jobs, found, max((offset.error_ns or 0 for offset in offsets), default=0))

@@ -1,0 +1,14 @@
+"""Replay of a job's records: what a rank, a host, a link or a cause costs of a step, and what a change would gain.
+
+Each module imports only the modules above it in this list:
+
+    trace       calls, steps and pauses of a job on one clock, as values
+    graph       chains of the hosts and transfers between them, with their durations
+    schedule    order in which the nodes of a graph can be computed, and the computation
+    alike       own time of ranks between calls, and the same time of ranks with the same role
+    edits       durations with a change: a rank like its peers, a link like its class
+    price       slowdown and price of every rank, host, link, stage, group and cause
+    sources     traces from ring files or from the job's agent
+
+All modules but ``sources`` are pure.
+"""

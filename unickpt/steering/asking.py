@@ -1,0 +1,141 @@
+"""What the command line asks the agents of a job: the table of hosts, and orders of a person.
+
+Each agent keeps its address and the job's key in a folder in shared memory that only its user can enter, so that a person on a
+host of the job needs neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import secrets
+import shutil
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unickpt.errors import ConfigError
+from unickpt.private_files import make_folder, own_folders, read_text, replacing
+from unickpt.steering.codec import SteeringError, state_from_json
+from unickpt.steering.membership import Membership
+from unickpt.steering.probing import Probe
+
+FILE, LONGEST = "agent", 4096
+HOPS = 5  # from an agent that does not lead to the leader
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """An agent of a job.
+
+    Attributes:
+        address: ``host:port``.
+        key: key of the job.
+    """
+
+    address: str
+    key: bytes
+
+
+def publish(parent: Path, contact: Contact) -> Path:
+    """Write a contact for this user's command line, and return its folder, to be removed at the end.
+
+    Raises:
+        OSError: the folder cannot be created.
+    """
+    folder = parent / f"{_prefix()}{secrets.token_hex(16)}"
+    make_folder(folder)
+    with replacing(folder / FILE) as file:
+        file.write(json.dumps({"address": contact.address, "key": contact.key.hex()}).encode())
+    return folder
+
+
+def published(parent: Path) -> list[Contact]:
+    """Return the contacts of living agents on this host, one for each job. Those of agents that have ended are removed."""
+    found: dict[bytes, Contact] = {}
+    for folder in own_folders(parent, _prefix()):
+        with contextlib.suppress(ValueError, KeyError, TypeError, EOFError):
+            said = json.loads(read_text(folder / FILE, LONGEST))
+            contact = Contact(str(said["address"]), bytes.fromhex(said["key"]))
+            try:
+                Probe(contact.key).greet(contact.address, "")
+            except ConnectionRefusedError:
+                shutil.rmtree(folder, ignore_errors=True)
+            except (OSError, SteeringError):
+                pass
+            else:
+                found.setdefault(contact.key, contact)
+    return list(found.values())
+
+
+def the_only(parent: Path) -> Contact:
+    """Return the contact of this user's only job on this host.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    found = published(parent)
+    if len(found) == 1:
+        return found[0]
+    several = "several jobs of yours have" if found else "no job of yours has"
+    raise ConfigError(f"{several} an agent on this host: pass --rdzv-endpoint and --rdzv-id as to torchrun")
+
+
+def hosts(contact: Contact) -> tuple[Membership, float]:
+    """Return the state of a job, and the time on the clock of its times.
+
+    Raises:
+        SteeringError: no agent of the job answers.
+    """
+    answer = _asked(contact, {"kind": "hosts"})
+    now_s = time.monotonic()
+    return state_from_json(answer.get("state"), now_s), now_s
+
+
+def order(contact: Contact, action: str, host: str) -> tuple[str, str]:
+    """Park or admit a host. Return what was done, and what a person must know about it.
+
+    Raises:
+        SteeringError: no agent of the job answers, or it refuses the order.
+    """
+    by = f"{_user()}@{socket.gethostname()}"
+    request = {"kind": "order", "id": secrets.token_hex(8), "action": action, "host": host, "by": by}
+    answer = _asked(contact, request)
+    if "done" not in answer:
+        raise SteeringError(str(answer.get("error", "the order was refused")))
+    return str(answer["done"]), str(answer.get("note", ""))
+
+
+def _asked(contact: Contact, request: dict[str, Any]) -> dict[str, Any]:
+    """Ask the leader, which any agent names."""
+    address, probe = contact.address, Probe(contact.key)
+    for _ in range(HOPS):
+        try:
+            answer = probe.ask(address, request)
+        except EOFError:
+            raise SteeringError(
+                f"the agent at {address} refuses the request: --rdzv-id and the secret must be those of the job"
+            ) from None
+        except OSError as err:
+            raise SteeringError(f"no agent answers at {address}: {err}") from err
+        if "leader" not in answer:
+            return answer
+        if not answer["leader"]:
+            break
+        address = str(answer["leader"])
+    raise SteeringError("the job has no leader at the moment; run the same command again")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.geteuid())
+
+
+def _prefix() -> str:
+    return f"unickpt-steering-{os.geteuid()}-"
