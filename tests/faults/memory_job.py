@@ -80,7 +80,8 @@ def train(rank: int, host: int, folder: Path, board: Board, training: Training, 
     if training.clock_s:
         real = time.time_ns
         time.time_ns = lambda: real() + int(training.clock_s * 1e9)
-    meet = Rendezvous(meeting.join(), rank=rank, world=WORLD, prefix="job", timeout_s=1.5)
+    timeout_s = 20.0 if training.flips else 3.0  # a damaged answer may cost the 20 s that a keeper waits for the rest of it
+    meet = Rendezvous(meeting.join(), rank=rank, world=WORLD, prefix="job", timeout_s=timeout_s)
     tier, disk = MemoryTier(options(folder, host, training), SaveOptions(grace_s=1.0)), Saver(SaveOptions(retention=KEEP))
     saves, first = folder / "saves", training.first
 

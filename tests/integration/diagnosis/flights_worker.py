@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from unickpt.diagnosis.recording import recorder
+from unickpt.diagnosis.recording import flight_recorder, recorder
 from unickpt.diagnosis.recording.process_group_hooks import ProcessGroupHooks
 from unickpt.diagnosis.recording.recorder import CallRecorder
 from unickpt.diagnosis.recording.ring import Identity, RingReader, RingWriter
@@ -33,10 +33,20 @@ def keep(folder: Path, moment: str) -> None:
 
 
 def until(folder: Path, *, waits: bool) -> None:
-    """Wait until the first rank is seen to wait, or not."""
+    """Wait until the first rank is seen to wait in one of the open calls, or in no call. Earlier calls have ended by then."""
     end = time.monotonic() + LONGEST_S
-    while ("waits" in verdict_lines(folder)) != waits and time.monotonic() < end:
+    while time.monotonic() < end:
+        lines = verdict_lines(folder)
+        if "waits" not in lines[:-OPEN] and ("waits" in lines[-OPEN:]) == waits:
+            return
         time.sleep(0.1)
+
+
+def retired() -> None:
+    """Wait until the flight recorder knows that all calls have ended. Gloo's two threads may tell it in another order."""
+    end = time.monotonic() + LONGEST_S
+    while any(begun != ended for begun, ended in flight_recorder.counts()) and time.monotonic() < end:
+        time.sleep(0.005)
 
 
 def main() -> None:
@@ -52,7 +62,9 @@ def main() -> None:
     x = torch.ones(8)
     for _ in range(BEFORE):
         dist.all_reduce(x)
+        retired()
     dist.all_reduce(x, group=half)
+    retired()
     if rank == 0:
         open_calls = [dist.all_reduce(x, async_op=True) for _ in range(OPEN)]
         keep(folder, "at once")

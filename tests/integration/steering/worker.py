@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 import unickpt
 
-SAVE = 160  # steps
+SAVE = 320  # steps
+STEP_S = 0.05  # a step takes this long at least
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
             part.rename(saved)
         if step % SAVE == 0 and checkpoints.exists():
             assert unickpt.save_checkpoint({"step": torch.tensor(step)}, checkpoints / f"step{step}", step=step).committed
-        time.sleep(0.05)
+        time.sleep(STEP_S)
     dist.destroy_process_group()
 
 
