@@ -75,7 +75,7 @@ def layouts() -> list[Layout]:
 
 def _covered(source: Layout, target: Layout) -> set[tuple[object, ...]]:
     """Of every field, its two values."""
-    return {(source.moe, field.name, getattr(source, field.name), getattr(target, field.name)) for field in fields(source)}
+    return {(field.name, getattr(source, field.name), getattr(target, field.name)) for field in fields(source)}
 
 
 def pairs(*, full: bool = False) -> list[tuple[Layout, Layout]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 import traceback
 import unittest
 from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ def run(scenarios: Scenarios, folder: Path, only: set[str]) -> None:
         place = folder / f"{name}-w{world}"
         place.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        failure = None
+        failure, began_s = None, time.monotonic()
         try:
             function(place)
         except unittest.SkipTest:
@@ -40,6 +41,8 @@ def run(scenarios: Scenarios, folder: Path, only: set[str]) -> None:
         except BaseException:  # torch's CheckpointException does not derive from Exception
             failure = traceback.format_exc()
             print(f"rank {rank}: {name}\n{failure}", flush=True)
+        if rank == 0:
+            print(f"scenario {name} with {world} ranks: {time.monotonic() - began_s:.1f} s", flush=True)
         found: list[str | None] = [None] * world
         dist.all_gather_object(found, failure)
         outcome[name] = {r: text for r, text in enumerate(found) if text is not None}

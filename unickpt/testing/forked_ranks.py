@@ -1,6 +1,7 @@
 """Run a module on several ranks that are forked from one process: ``python -m unickpt.testing.forked_ranks WORLD MODULE ...``.
 
 The process imports the module, with all that it imports, and forks the ranks. Each rank then runs the module as its program.
+A module that imports by its arguments has a function ``before_forks(arguments)``, which is called once, before the ranks exist.
 A job of four ranks imports PyTorch and a framework once and not five times (torchrun imports PyTorch as well), which takes
 most of the time of a short job. The environment of the ranks is that of ``torchrun --nproc-per-node WORLD``, and this process
 serves the store, as torchrun does.
@@ -41,7 +42,9 @@ def main() -> int:
     run = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
     os.environ.update(sizes | address | run)
     gc.disable()  # imports leave hardly any garbage, and collections would take a tenth of their time
-    importlib.import_module(module)
+    before_forks = getattr(importlib.import_module(module), "before_forks", None)
+    if before_forks is not None:
+        before_forks(arguments)
     gc.enable()
     del sys.modules[module]  # each rank runs it again, as __main__
     if threading.active_count() > 1:

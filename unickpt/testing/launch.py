@@ -162,7 +162,8 @@ def fork_ranks(
     """Run a module on several ranks as ``torchrun`` does, with ranks that are forked after its imports.
 
     Saves the time of ``world`` imports (``unickpt.testing.forked_ranks``). The module must not start threads or read its rank
-    when it is imported. Arguments, result and errors are those of ``torchrun``.
+    when it is imported. Its function ``before_forks(arguments)``, if there is one, makes further imports. Arguments, result and
+    errors are those of ``torchrun``.
     """
     return _finish(_forked(world, module, arguments), module, timeout_s, folder, env, check)
 

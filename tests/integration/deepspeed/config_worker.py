@@ -16,7 +16,7 @@ import torch
 from deepspeed import comm as dist
 
 from tests.integration.deepspeed.truth import consolidated, differences
-from tests.support import lazy_imports  # noqa: F401
+from tests.support import deepspeed_imports  # noqa: F401
 from tests.support.repository import REPO
 from tests.support.turns import in_turn
 from unickpt.testing.launch import leave

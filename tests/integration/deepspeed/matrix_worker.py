@@ -19,7 +19,7 @@ from deepspeed import comm as dist
 
 from tests.integration.deepspeed.jobs import Layout, build, in_a_group, layouts, scramble, train
 from tests.integration.deepspeed.truth import consolidated, differences
-from tests.support import lazy_imports  # noqa: F401
+from tests.support import deepspeed_imports  # noqa: F401
 from tests.support.turns import in_turn
 from unickpt.testing.launch import leave
 

@@ -19,7 +19,7 @@ from tests.integration.deepspeed import expert_jobs, megatron_jobs, pipeline_job
 from tests.integration.deepspeed.jobs import in_a_group
 from tests.integration.deepspeed.pairs import AnyLayout
 from tests.integration.deepspeed.truth import Truth, differences
-from tests.support import lazy_imports  # noqa: F401
+from tests.support import deepspeed_imports  # noqa: F401
 from tests.support.turns import in_turn
 from unickpt.testing.launch import leave
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import deepspeed
 
-from tests.support import lazy_imports  # noqa: F401
+from tests.support import deepspeed_imports  # noqa: F401
 from tests.support.scenarios import Scenario, arguments, run
 from tests.support.turns import in_turn
 from unickpt.testing.launch import leave

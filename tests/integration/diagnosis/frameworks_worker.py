@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.support.framework_imports import import_framework
+
 STEPS = 2
 
 
@@ -68,6 +70,10 @@ def megatron_job(name: str) -> Callable[[], Any]:
 
     job = Job(Layout.parse(name))
     return lambda: job.train(1)
+
+
+def before_forks(arguments: list[str]) -> None:
+    import_framework(arguments[1])
 
 
 def main() -> None:

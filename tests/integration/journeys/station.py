@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.journeys.families import BATCH, DECAY, huggingface_model, rows
+from tests.support.framework_imports import import_framework
 from unickpt.load.checkpoint import Checkpoint
 
 LR, SEED = 1e-3, 7
@@ -103,6 +104,14 @@ def megatron_station(
     found["losses"] = job.train(steps)
     job.save(out / "trained")
     return {**found, "logits_after": job.logits(rows(0)[:, :-1])}
+
+
+def before_forks(arguments: list[str]) -> None:
+    import_framework(arguments[0])
+    if arguments[0] == "deepspeed":
+        import transformers.models.auto.modeling_auto  # noqa: F401
+    else:
+        from tests.integration.journeys import megatron_job  # noqa: F401
 
 
 def main() -> None:

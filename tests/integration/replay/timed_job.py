@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from tests.support.framework_imports import import_framework
+
 WARM_UP = 3  # steps before the first half
 
 
@@ -92,6 +94,10 @@ def megatron_job(layout: str, rings: str, seconds: float) -> tuple[Callable[[], 
     megatron_unickpt.time_collectives(TimingOptions(enabled=True, watch=False, folder=rings))
     layers = [each for chunk in job.chunks for each in chunk.modules() if isinstance(each, TransformerLayer)]
     return lambda: job.train(1), SleepingLayers(layers, seconds)
+
+
+def before_forks(arguments: list[str]) -> None:
+    import_framework(arguments[0])
 
 
 def main() -> None:

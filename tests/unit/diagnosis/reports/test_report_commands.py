@@ -19,12 +19,12 @@ from unickpt.diagnosis.reports.arrivals import by_step
 from unickpt.diagnosis.reports.html_report import contents, page
 from unickpt.diagnosis.reports.perfetto import write_trace
 from unickpt.diagnosis.reports.transfer_delays import delay_matrix, transfer_times
-from unickpt.testing.launch import environment, torchrun
+from unickpt.testing.launch import environment, fork_ranks
 
 
 def test_reports_of_a_real_job(tmp_path: Path) -> None:
     """Two pipeline stages of two ranks: transfers, waits for data, and computation times."""
-    torchrun(4, "tests.integration.diagnosis.pictures_worker", str(tmp_path), "8", "0", env={"GLOO_SOCKET_IFNAME": "lo"})
+    fork_ranks(4, "tests.integration.diagnosis.pictures_worker", str(tmp_path), "8", "0", env={"GLOO_SOCKET_IFNAME": "lo"})
     view = records_of(tmp_path)
     assert [rank.place.split(", ")[1] for rank in view.ranks.values()] == ["pp 0 dp 0", "pp 0 dp 1", "pp 1 dp 0", "pp 1 dp 1"]
     assert {(d.source, d.destination) for d in delay_matrix(transfer_times(view))} == {(0, 2), (2, 0), (1, 3), (3, 1)}
