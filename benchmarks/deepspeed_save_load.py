@@ -25,18 +25,17 @@ import contextlib
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Peak, cold, machine, most, publish, settle, size_of, slowest, small_buckets, table, warm
+from benchmarks.deepspeed_engine import EngineJob
+from benchmarks.measure import Peak, cold, machine, most, publish, settle, size_of, slowest, table, warm
 from unickpt.testing.launch import command, environment
 
 REPO = Path(__file__).resolve().parent.parent
@@ -164,55 +163,18 @@ def convert(place: Path) -> None:
 
 def worker(args: argparse.Namespace) -> None:
     """Measure on one rank. Rank 0 writes the seconds of every round as JSON."""
-    import logging
-
-    import deepspeed
     import torch
     from deepspeed import comm as dist
 
-    warnings.filterwarnings("ignore")
-    logging.getLogger("unickpt").setLevel(logging.WARNING)
     folder = Path(args.worker)
-    deepspeed.init_distributed("gloo", verbose=False)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    width = 1024
-    count = max(1, args.millions * 1_000_000 // width**2)
-
-    def build(stage: int) -> Any:
-        torch.manual_seed(1)
-        config = {
-            "train_batch_size": world,
-            "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
-            "zero_optimization": small_buckets(stage),
-            "unickpt": {"enabled": True, "async_save": True},
-        }
-        model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(count)))
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-        step(engine)
-        return engine
-
-    def step(engine: Any) -> None:
-        engine.backward(engine(torch.rand(1, width)).mean())
-        engine.step()
-
-    engine = build(args.stage)
-    other = build(3 if args.stage < 3 else 1) if "universal" in args.peers else None
+    job = EngineJob.start(args.millions)
+    rank, world = job.rank, job.world
+    engine = job.engine(args.stage)
+    steps = partial(job.steps, engine)
+    other = job.engine(3 if args.stage < 3 else 1) if "universal" in args.peers else None
     mine = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()) * 12 // world
     raw = Raw(folder / f"raw{rank}", mine)
-    dcp = Dcp(rank, count, mine) if "dcp" in args.peers else None
-
-    def steps(until: Callable[[], bool], at_least: int = 4) -> float:
-        """Return the median seconds of a training step on this rank, during other work."""
-        found = []
-        flag = torch.zeros(1)
-        while True:
-            begin = time.perf_counter()
-            step(engine)
-            found.append(time.perf_counter() - begin)
-            flag.fill_(float(until() and len(found) >= at_least))
-            dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-            if flag.item():
-                return statistics.median(found)
+    dcp = Dcp(rank, job.layers, mine) if "dcp" in args.peers else None
 
     def native(action: str, place: Path, *, universal: bool = False, **more: Any) -> None:
         with natively(engine, universal=universal):

@@ -23,18 +23,16 @@ import json
 import os
 import shutil
 import socket
-import statistics
 import subprocess
 import tempfile
 import time
-import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.deepspeed_engine import EngineJob
 from benchmarks.deepspeed_save_load import REPO, Dcp, Raw
-from benchmarks.measure import machine, publish, settle, slowest, small_buckets, table, warm
+from benchmarks.measure import machine, publish, settle, slowest, table, warm
 from unickpt.testing.launch import command, environment
 
 AGAINST = {
@@ -101,55 +99,21 @@ class Transfer:
 
 def worker(args: argparse.Namespace) -> None:
     """Measure on one rank. Rank 0 writes the seconds of every round as JSON."""
-    import logging
-
-    import deepspeed
-    import torch
     from deepspeed import comm as dist
 
-    warnings.filterwarnings("ignore")
-    logging.getLogger("unickpt").setLevel(logging.WARNING)
     folder = Path(args.worker)
-    deepspeed.init_distributed("gloo", verbose=False)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    width = 1024
-    count = max(1, args.millions * 1_000_000 // width**2)
+    job = EngineJob.start(args.millions)
+    rank, world, steps = job.rank, job.world, job.steps
     hosts = folder / "memory"
 
     def build(host: int, every: int) -> Any:
         place = hosts / f"host{host}"
         place.mkdir(parents=True, exist_ok=True)
-        torch.manual_seed(1)
-        config = {
-            "train_batch_size": world,
-            "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
-            "zero_optimization": small_buckets(args.stage),
-            "unickpt": {"enabled": True, "async_save": True, "memory": {"to_disk_every": every, "folder": str(place)}},
-        }
-        model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(count)))
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-        step(engine)
-        return engine
-
-    def step(engine: Any) -> None:
-        engine.backward(engine(torch.rand(1, width)).mean())
-        engine.step()
-
-    def steps(engine: Any, until: Callable[[], bool], at_least: int) -> float:
-        found = []
-        flag = torch.zeros(1)
-        while True:
-            begin = time.perf_counter()
-            step(engine)
-            found.append(time.perf_counter() - begin)
-            flag.fill_(float(until() and len(found) >= at_least))
-            dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-            if flag.item():
-                return statistics.median(found)
+        return job.engine(args.stage, memory={"to_disk_every": every, "folder": str(place)})
 
     engine, disk = build(rank, 1 << 30), build(rank, 0)
     mine = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()) * 12 // world
-    raw, dcp = Raw(folder / f"raw{rank}", mine), Dcp(rank, count, mine)
+    raw, dcp = Raw(folder / f"raw{rank}", mine), Dcp(rank, job.layers, mine)
     transfer = Transfer(hosts / f"raw{rank}", mine)
     seconds: dict[str, list[float]] = {}
 

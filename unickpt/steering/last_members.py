@@ -10,12 +10,14 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from unickpt.private_files import make_folder, read_text, replacing
 
 _LONGEST, _MOST = 1 << 20, 10_000  # bytes, and addresses
+_KEPT_S = 90 * 86400.0  # a file is written when members change, which may be once in a long job
 
 
 def file_of(key: bytes, name: str, endpoint: str, parent: Path | None = None) -> Path:
@@ -32,9 +34,10 @@ def file_of(key: bytes, name: str, endpoint: str, parent: Path | None = None) ->
 
 
 def remember(file: Path, addresses: Collection[str]) -> None:
-    """Keep the addresses of the other agents. Never raises."""
+    """Keep the addresses of the other agents, and remove the files of jobs that ended long ago. Never raises."""
     with contextlib.suppress(OSError):
         make_folder(file.parent)
+        _remove_old(file.parent, file)
         with replacing(file) as target:
             target.write(json.dumps(sorted(addresses)).encode())
 
@@ -52,3 +55,10 @@ def forget(file: Path) -> None:
     """Remove the file, when the job has ended. Never raises."""
     with contextlib.suppress(OSError):
         file.unlink()
+
+
+def _remove_old(folder: Path, but: Path) -> None:
+    for other in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if other != but and other.lstat().st_mtime < time.time() - _KEPT_S:
+                other.unlink()

@@ -13,13 +13,15 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups
 
+from tests.integration.deepspeed import jobs
 from tests.integration.deepspeed.expert_names import EXPERTS, ExpertLayout
-from tests.integration.deepspeed.jobs import BATCH, Layout, config
-from tests.integration.deepspeed.model import LENGTH, VOCABULARY, WIDTH, Block, batch
+from tests.integration.deepspeed.jobs import Layout, config
+from tests.integration.deepspeed.model import LENGTH, VOCABULARY, WIDTH, Block
 from tests.integration.deepspeed.truth import Truth, consolidated, optimizer_of
 
 STATES = ("exp_avg", "exp_avg_sq")
 LAYOUT = ExpertLayout
+train = jobs.train
 OF_EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."
 
 
@@ -128,20 +130,6 @@ def _set_own_values(expert: nn.Module, seed: int, number: int) -> None:
     generator = torch.Generator().manual_seed(1000 * seed + number)
     for tensor in (*expert.parameters(), expert.get_buffer("scale")):
         tensor.data.add_(torch.randn(tensor.shape, generator=generator) * 0.2)
-
-
-def train(engine: Any, steps: int) -> list[float]:
-    """Train further, and return the global losses. The data depend only on the global step."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    losses = []
-    for _ in range(steps):
-        loss = engine(*batch(engine.global_steps, BATCH, rank, world))
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().double().reshape(1).clone()
-        dist.all_reduce(total)
-        losses.append(total.item() / world)
-    return losses
 
 
 def scramble(engine: Any) -> None:

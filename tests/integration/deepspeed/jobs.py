@@ -104,7 +104,8 @@ def train(engine: Any, steps: int) -> list[float]:
         loss = engine(*batch(engine.global_steps, BATCH, rank, world))
         engine.backward(loss)
         engine.step()
-        engine.module.seen += 1
+        if hasattr(engine.module, "seen"):
+            engine.module.seen += 1
         total = loss.detach().double().reshape(1).clone()
         dist.all_reduce(total)
         losses.append(total.item() / world)

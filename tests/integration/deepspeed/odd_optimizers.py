@@ -9,52 +9,51 @@ import torch
 BLOCK = 16
 
 
-class BlockPreconditioned(torch.optim.Optimizer):
+class _OfBlocks(torch.optim.Optimizer):
+    """Updates each parameter by the blocks of its gradient."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002 - torch's signature
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, self.state[p], _blocks(p.grad), group["lr"])
+
+    def _update(self, p: torch.Tensor, state: dict[str, Any], blocks: torch.Tensor, lr: float) -> None:
+        raise NotImplementedError
+
+
+class BlockPreconditioned(_OfBlocks):
     """Shampoo on blocks of 16 elements: a momentum, and a list of the matrices of all blocks and of their traces."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # noqa: ARG002 - torch's signature
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, blocks = self.state[p], _blocks(p.grad)
-                if not state:
-                    start = torch.eye(BLOCK).repeat(len(blocks), 1, 1)
-                    state["step"], state["momentum"] = 0, torch.zeros_like(p)
-                    state["preconditioner"] = [start, start.diagonal(dim1=1, dim2=2).sum(1)]
-                state["step"] += 1
-                matrices, traces = state["preconditioner"]
-                matrices.mul_(0.9).add_(torch.einsum("bi,bj->bij", blocks, blocks))
-                traces.copy_(matrices.diagonal(dim1=1, dim2=2).sum(1))
-                update = torch.einsum("bij,bj->bi", matrices, blocks) / traces[:, None]
-                state["momentum"].mul_(0.9).add_(update.flatten()[: p.numel()].view_as(p))
-                p.sub_(group["lr"] * state["momentum"])
+    def _update(self, p: torch.Tensor, state: dict[str, Any], blocks: torch.Tensor, lr: float) -> None:
+        if not state:
+            start = torch.eye(BLOCK).repeat(len(blocks), 1, 1)
+            state["step"], state["momentum"] = 0, torch.zeros_like(p)
+            state["preconditioner"] = [start, start.diagonal(dim1=1, dim2=2).sum(1)]
+        state["step"] += 1
+        matrices, traces = state["preconditioner"]
+        matrices.mul_(0.9).add_(torch.einsum("bi,bj->bij", blocks, blocks))
+        traces.copy_(matrices.diagonal(dim1=1, dim2=2).sum(1))
+        update = torch.einsum("bij,bj->bi", matrices, blocks) / traces[:, None]
+        state["momentum"].mul_(0.9).add_(update.flatten()[: p.numel()].view_as(p))
+        p.sub_(lr * state["momentum"])
 
 
-class BlockwiseMomentum(torch.optim.Optimizer):
+class BlockwiseMomentum(_OfBlocks):
     """SGD with a momentum of 8 bits per element, with one scale per block of 16 elements."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # noqa: ARG002 - torch's signature
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, blocks = self.state[p], _blocks(p.grad)
-                if not state:
-                    state["state1"], state["absmax1"] = torch.full_like(p, 127, dtype=torch.uint8), torch.zeros(len(blocks))
-                momentum = (_blocks(state["state1"].float()) - 127) / 127 * state["absmax1"][:, None] * 0.9 + blocks
-                state["absmax1"] = momentum.abs().amax(1)
-                scaled = momentum / state["absmax1"].clamp(min=1e-12)[:, None] * 127 + 127
-                state["state1"] = scaled.round().to(torch.uint8).flatten()[: p.numel()].view_as(p)
-                p.sub_(group["lr"] * momentum.flatten()[: p.numel()].view_as(p))
+    def _update(self, p: torch.Tensor, state: dict[str, Any], blocks: torch.Tensor, lr: float) -> None:
+        if not state:
+            state["state1"], state["absmax1"] = torch.full_like(p, 127, dtype=torch.uint8), torch.zeros(len(blocks))
+        momentum = (_blocks(state["state1"].float()) - 127) / 127 * state["absmax1"][:, None] * 0.9 + blocks
+        state["absmax1"] = momentum.abs().amax(1)
+        scaled = momentum / state["absmax1"].clamp(min=1e-12)[:, None] * 127 + 127
+        state["state1"] = scaled.round().to(torch.uint8).flatten()[: p.numel()].view_as(p)
+        p.sub_(lr * momentum.flatten()[: p.numel()].view_as(p))
 
 
 def _blocks(tensor: torch.Tensor) -> torch.Tensor:

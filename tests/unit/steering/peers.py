@@ -12,6 +12,7 @@ from unickpt.steering.chronicle import Chronicle
 from unickpt.steering.codec import join_address, key_of
 from unickpt.steering.decisions import Decisions
 from unickpt.steering.limits import Limits
+from unickpt.steering.membership import Arrived, Heard, Opened, Phase, Ready
 from unickpt.steering.peer import Peer
 from unickpt.testing.launch import free_port
 
@@ -32,6 +33,19 @@ class Job:
         peer.start()
         self.peers.append(peer)
         return peer
+
+
+def begin_round(a: Peer, b: Peer) -> None:
+    """Let two hosts, of which ``a`` leads, begin their first round."""
+    for peer in (a, b):
+        peer.say(Arrived(peer.name, peer.incarnation), Heard(peer.name, peer.incarnation))
+    until(lambda: (state := b.read()) and state.phase is Phase.OPENING)
+    a.say(Opened("a", a.incarnation, (1, 1), "s:1", "m:1"))
+    until(lambda: (state := b.read()) and state.round and state.round.store)
+    b.say(Ready("b", b.incarnation, (1, 1)))
+    until(lambda: (state := b.read()) and state.phase is Phase.RUNNING)
+    b.say()
+    a.say()
 
 
 class Slowly:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.steering.peers import Job, hosts, until
+from tests.unit.steering.peers import Job, begin_round, hosts, until
 from unickpt.cli.main import main
 from unickpt.options import SteeringOptions
 from unickpt.steering.chronicle import SUFFIX, Chronicle, HistoryFile, read_history
@@ -19,7 +19,6 @@ from unickpt.steering.history import Entry, Kind, entries, entry_of, line_of, me
 from unickpt.steering.limits import Limits
 from unickpt.steering.membership import (
     Arrived,
-    Heard,
     Joined,
     Left,
     Lost,
@@ -249,15 +248,7 @@ def test_all_agents_of_a_job_keep_the_same_history(tmp_path: Path, capsys: pytes
         until(lambda: a.leads)
         b = job.start("b", kept[1].chronicle)
         until(lambda: hosts(b) == {"a", "b"})
-        for peer in (a, b):
-            peer.say(Arrived(peer.name, peer.incarnation), Heard(peer.name, peer.incarnation))
-        until(lambda: (state := b.read()) and state.phase is Phase.OPENING)
-        a.say(Opened("a", a.incarnation, (1, 1), "s:1", "m:1"))
-        until(lambda: (state := b.read()) and state.round and state.round.store)
-        b.say(Ready("b", b.incarnation, (1, 1)))
-        until(lambda: (state := b.read()) and state.phase is Phase.RUNNING)
-        b.say()
-        a.say()
+        begin_round(a, b)
         a.order([Ordered("x", "park b: asked", action="park", cause="PERSON"), Park("b", "asked")])
         until(lambda: (state := b.read()) and state.parked)
     finally:

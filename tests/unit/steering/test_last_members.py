@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,3 +90,13 @@ def test_a_damaged_file_names_no_host(tmp_path: Path, text: str) -> None:
     forget(path)
     forget(path)
     assert isinstance(Peer("a", "localhost:1", LIMITS, KEY), Peer)
+
+
+def test_files_of_jobs_that_ended_long_ago_are_removed(tmp_path: Path) -> None:
+    own, recent, old = (file_of(KEY, name, "localhost:1", tmp_path) for name in "abc")
+    for each in (own, recent, old):
+        remember(each, ["host:1"])
+    for each in (own, old):
+        os.utime(each, (0, time.time() - 100 * 86400))
+    remember(own, ["host:2"])
+    assert (recall(own), recall(recent), old.exists()) == (["host:2"], ["host:1"], False)

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.unit.steering.peers import KEY, Job, hosts, until
+from tests.unit.steering.peers import KEY, Job, begin_round, hosts, until
 from unickpt.cli.main import main
 from unickpt.options import SteeringOptions
 from unickpt.steering import asking
 from unickpt.steering.codec import SteeringError, dial, event_as_json, key_of, secret_key
 from unickpt.steering.decisions import Decisions
 from unickpt.steering.limits import Limits
-from unickpt.steering.membership import Admit, Arrived, Close, Opened, Park, Phase, Ready
+from unickpt.steering.membership import Admit, Close, Park
 from unickpt.steering.peer import Peer
 from unickpt.steering.policy import Fault, Finding
 from unickpt.steering.reports import HubReport
@@ -48,15 +48,7 @@ def test_a_report_of_another_host_reaches_the_leader_and_the_order_all_hosts(
 ) -> None:
     caplog.set_level("INFO", "unickpt")
     a, b = two_hosts(job)
-    for peer in (a, b):
-        peer.say(Arrived(peer.name, peer.incarnation))
-    until(lambda: (state := b.read()) and state.phase is Phase.OPENING)
-    a.say(Opened("a", a.incarnation, (1, 1), "s:1", "m:1"))
-    until(lambda: (state := b.read()) and state.round and state.round.store)
-    b.say(Ready("b", b.incarnation, (1, 1)))
-    until(lambda: (state := b.read()) and state.phase is Phase.RUNNING)
-    b.say()
-    a.say()
+    begin_round(a, b)
     b.found(HubReport((1, 1), 5, 0.0, (Finding(Fault.STOPPED, ("b",), 99.0, text="rank 1 is stopped", ranks=(1,)),)))
     state: Any = until(lambda: (now := b.read()) and now.parked and now)
     assert (state.parked["b"].reason, state.reached) == ("STOPPED_OUT: rank 1 is stopped", 5)
