@@ -41,6 +41,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="predict a step in which computation hides all communication of a kind of group, such as 'data parallel'; may be "
         "repeated",
     )  # fmt: skip
+    parser.add_argument(
+        "--link-speed", type=_speed, action="append", default=[], metavar="LINK=FACTOR",
+        help="predict a step in which a link is FACTOR times as fast; LINK is two ranks, such as 3-7, or a kind of group; "
+        "may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--microbatches", type=_count, action="append", default=[], metavar="N",
+        help="predict a step of a 1F1B pipeline with N microbatches, each like those measured; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="the result as one JSON document")
 
 
@@ -58,9 +67,29 @@ def _link(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def _speed(text: str) -> tuple[tuple[int, int] | str, float]:
+    name, _, factor = text.rpartition("=")
+    try:
+        speed = float(factor)
+    except ValueError:
+        speed = 0.0
+    if not name or not 0 < speed < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not LINK=FACTOR with a positive factor, such as 3-7=2")
+    return (_link(name) if re.fullmatch(r"\d+-\d+", name) else name), speed
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of microbatches")
+    return int(text)
+
+
 def run(args: argparse.Namespace, out: Output) -> int:
     """Replay and print."""
-    questions = Questions(tuple(args.without_rank), tuple(args.rank_like_peers), tuple(args.link), tuple(args.hide))
+    questions = Questions(
+        tuple(args.without_rank), tuple(args.rank_like_peers), tuple(args.link), tuple(args.hide), tuple(args.link_speed),
+        tuple(args.microbatches),
+    )  # fmt: skip
     found = analyse(read_trace(args.places), args.steps, questions)
     if args.json:
         out.json({"schema": JSON_SCHEMA, **found.as_json()})

@@ -4,6 +4,7 @@ Each module imports only the modules above it in this list:
 
     trace       calls, steps and pauses of a job on one clock, as values
     graph       chains of the hosts and transfers between them, with their durations
+    microbatches  the graph of a pipeline with another number of microbatches
     schedule    order in which the nodes of a graph can be computed, and the computation
     alike       own time of ranks between calls, and the same time of ranks with the same role
     edits       durations with a change: a rank like its peers, a link like its class

@@ -64,6 +64,42 @@ def without_time(now: Durations, transfers: Ints) -> Durations:
     return replace(now, took_ns=took)
 
 
+def with_speed(now: Durations, graph: Graph, transfers: Ints, factor: float) -> Durations:
+    """Some transfers have a link of another speed.
+
+    A transfer takes a constant time and a time for each byte (alpha and beta). Only the second part changes. The constant comes
+    from a line through the median durations of the sizes that the same operation has in communicators of this kind. It is 0 if
+    there is only one size, so the change is then the largest possible one.
+
+    Args:
+        now: durations.
+        graph: nodes.
+        transfers: the transfers of this link.
+        factor: new speed as a multiple of the measured one.
+    """
+    constant = np.minimum(constant_times(graph, now.took_ns), now.took_ns)[transfers]
+    took = now.took_ns.copy()
+    took[transfers] = constant + (now.took_ns[transfers] - constant) / factor
+    return replace(now, took_ns=took)
+
+
+def constant_times(graph: Graph, took_ns: Floats) -> Floats:
+    """Return float64 ``[transfers]``: part of each duration that does not depend on the size; 0 if only one size is known."""
+    size = graph.window.trace.calls["bytes"][graph.transfers.call].astype(np.float64)
+    kind, line = class_of_transfers(graph), class_of_transfers(graph, sizes=False)
+    median = _medians(kind, took_ns)
+    found = np.zeros(len(took_ns))
+    first = np.unique(kind, return_index=True)[1]  # one transfer of each class
+    for each in np.unique(line).tolist():
+        points = first[line[first] == each]
+        if len(points) < 2 or np.ptp(size[points]) == 0:
+            continue
+        slope, constant = np.polyfit(size[points], median[kind[points]], 1)
+        if slope > 0:  # otherwise the size does not explain the durations
+            found[line == each] = max(float(constant), 0.0)
+    return found
+
+
 def others_own_times(graph: Graph, pieces: Pieces) -> Floats:
     """Return float64 ``[pieces]``: the own time that a rank would have if it were like its peers.
 
@@ -109,13 +145,16 @@ def ideal(now: Durations, graph: Graph, pieces: Pieces) -> Durations:
     return replace(with_own_times(now, pieces, like_all(pieces, pieces.work_ns)), took_ns=like_class(graph, now.took_ns))
 
 
-def class_of_transfers(graph: Graph) -> Ints:
-    """Return int64 ``[transfers]``: transfers of one operation, kind of group, number of members and size are of one class."""
+def class_of_transfers(graph: Graph, *, sizes: bool = True) -> Ints:
+    """Return int64 ``[transfers]``: transfers of one operation, kind of group, number of members and size are of one class.
+
+    Without ``sizes``, the size does not count.
+    """
     trace, call = graph.window.trace, graph.window.trace.calls[graph.transfers.call]
     labels: dict[tuple[str, int], int] = {}
     kind = np.array([labels.setdefault((g.label, len(g.members)), len(labels)) for g in trace.groups] or [0], np.int64)
     operation = np.where(call["op"] == Op.SEND, int(Op.RECEIVE), call["op"])  # a pair is found by either side
-    size = np.where(call["op"] == Op.ALL_TO_ALL, 0, call["bytes"])
+    size = np.where((call["op"] == Op.ALL_TO_ALL) | (not sizes), 0, call["bytes"])
     names = np.stack([operation.astype(np.int64), kind[call["comm"]], size], axis=1)
     found: Ints = np.unique(names, axis=0, return_inverse=True)[1].reshape(-1)
     return found

@@ -49,7 +49,7 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """Transfers: int64 arrays ``[transfers]``, and two arrays ``[needs]``.
+    """Transfers: int64 arrays ``[transfers]``, two arrays ``[needs]``, and two ``[calls]``.
 
     Attributes:
         call: row of one of its calls, for operation, communicator and size.
@@ -57,6 +57,8 @@ class Transfers:
         took_ns: duration.
         need: transfer that needs an event, ascending.
         event: event that it needs, a call.
+        of_call: int64 ``[calls]``, transfer of each call.
+        alone: bool ``[calls]``, whether the call's transfer has no other calls because it did not wait for them.
     """
 
     call: Ints
@@ -64,6 +66,8 @@ class Transfers:
     took_ns: Ints
     need: Ints
     event: Ints
+    of_call: Ints
+    alone: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ def graph_of(window: Window) -> Graph:
     event_of_call = np.full(len(window.trace.calls), -1, np.int64)
     called = np.flatnonzero(kind == CALLED)
     event_of_call[call[called]] = called
-    node_of_call, transfer_call, need, needed = _transfers(window)
+    node_of_call, alone, transfer_call, need, needed = _transfers(window)
     before, took, end = _durations(window, node_of_call, transfer_call, need, needed)
     returns = kind == RETURNS
     transfer = np.full(len(kind), -1, np.int64)
@@ -98,7 +102,7 @@ def graph_of(window: Window) -> Graph:
     own = np.maximum(at - previous, 0)
     return Graph(
         window, Events(rank, kind, call, at, transfer, own),
-        Transfers(transfer_call, before, took, need, event_of_call[needed]),
+        Transfers(transfer_call, before, took, need, event_of_call[needed], node_of_call, alone),
     )  # fmt: skip
 
 
@@ -135,8 +139,8 @@ def _first_not_before(ranks: npt.NDArray[np.int32], moments: Ints, rank: Ints, m
     return found
 
 
-def _transfers(window: Window) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return the transfer of each call, one call of each transfer, and the calls that each transfer needs."""
+def _transfers(window: Window) -> tuple[Ints, npt.NDArray[np.bool_], Ints, Ints, Ints]:
+    """Return the transfer of each call, whether it has no other calls, one call of each, and the calls that each needs."""
     calls = window.trace.calls
     order = np.lexsort((calls["rank"], calls["seq"], calls["destination"], calls["source"], calls["comm"]))
     names = [calls[name][order] for name in ("comm", "source", "destination", "seq")]
@@ -176,7 +180,7 @@ def _transfers(window: Window) -> tuple[Ints, Ints, Ints, Ints]:
     needs.append((node_of_key[key[leaves[late]]], leaves[late]))
     need, needed = (np.concatenate([each[side] for each in needs]).astype(np.int64) for side in (0, 1))
     by_node = np.argsort(need, kind="stable")
-    return node_of_call, transfer_call, need[by_node], needed[by_node]
+    return node_of_call, alone, transfer_call, need[by_node], needed[by_node]
 
 
 def _durations(window: Window, node_of_call: Ints, call: Ints, need: Ints, needed: Ints) -> tuple[Ints, Ints, Ints]:

@@ -7,7 +7,7 @@ change that would make the job slower has the price 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ from unickpt.replay import edits
 from unickpt.replay.alike import PAUSES, Floats, Pieces, like_all, like_others, pieces_of, stages_of
 from unickpt.replay.edits import Durations
 from unickpt.replay.graph import Graph, graph_of
+from unickpt.replay.microbatches import microbatches_of, with_microbatches
 from unickpt.replay.schedule import Schedule, columns, schedule_of, simulate, step_times
-from unickpt.replay.trace import Trace, window_of
+from unickpt.replay.trace import Ints, Trace, window_of
 
 MOST_ELEMENTS = 1 << 24  # events times sets of durations that are replayed together
 MOST_PRICED = 64  # ranks, hosts, links and groups; those with the largest excess. The others have the price 0
@@ -38,7 +39,7 @@ class Answer:
         question: the change as text.
         step_s: predicted step time: the measured one minus the gain.
         gain_s: seconds of a step that the change saves; negative if it costs time.
-        error_s: error of both.
+        error_s: error of both: the error bar of the analysis, in proportion to the step where it becomes longer.
     """
 
     question: str
@@ -126,12 +127,16 @@ class Questions:
         like_peers: global ranks that are like their peers.
         links: pairs of global ranks whose transfers are like others of their class.
         hidden: kinds of groups whose transfers take no time.
+        speeds: links of another speed: a pair of global ranks or a kind of group, and the multiple of the measured speed.
+        microbatches: numbers of microbatches of a step.
     """
 
     without_ranks: tuple[int, ...] = ()
     like_peers: tuple[int, ...] = ()
     links: tuple[tuple[int, int], ...] = ()
     hidden: tuple[str, ...] = ()
+    speeds: tuple[tuple[tuple[int, int] | str, float], ...] = ()
+    microbatches: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,15 +205,16 @@ def analyse(trace: Trace, steps: tuple[int, int] | None = None, questions: Quest
     peers = edits.has_peers(pieces, len(ranks))
     measured_steps = np.diff(window.ends_ns, axis=1, prepend=window.begin_ns[:, None]).mean(axis=0) * _NS
     asked = list(_asked(model, questions or Questions()))
-    answered = list(model.means_s(change for _, change in asked))
+    answered = list(zip((text for text, _ in asked), model.means_s(change for _, change in asked), strict=True))
+    answered += _other_graphs(model, questions or Questions())
     return WhatIf(
         (int(window.steps[0]), int(window.steps[-1])), len(ranks), step_s, whole, undelayed, typical_s, error_s, ideal_s,
         step_s / ideal_s, by_rank, tuple(int(rank) for rank, has in zip(ranks, peers, strict=True) if not has),
         priced(_each_host(model)), _by_stage(model), priced(_each_link(model)), priced(_each_group(model)),
         priced(_each_cause(model)), priced(_each_kind(model)), tuple(measured_steps.tolist()), tuple(table[:, 0].tolist()),
         tuple(
-            Answer(question, step_s - (whole - seconds), whole - seconds, error_s)
-            for (question, _), seconds in zip(asked, answered, strict=True)
+            Answer(question, step_s - (whole - seconds), whole - seconds, error_s * max(seconds / whole, 1.0))
+            for question, seconds in answered
         ),
     )  # fmt: skip
 
@@ -301,7 +307,7 @@ def _each_kind(model: _Model) -> Iterator[tuple[str, Durations]]:
         yield label, edits.without_time(model.now, transfers)
 
 
-def _by_label(graph: Graph) -> dict[str, Any]:
+def _by_label(graph: Graph) -> dict[str, Ints]:
     comm = graph.window.trace.calls["comm"][graph.transfers.call]
     labels = np.array([group.label for group in graph.window.trace.groups] or [""])[comm]
     return {str(label): np.flatnonzero(labels == label) for label in np.unique(labels)}
@@ -321,17 +327,44 @@ def _asked(model: _Model, questions: Questions) -> Iterator[tuple[str, Durations
     for rank in questions.like_peers:
         yield f"rank {rank} like its peers", edits.with_ranks(now, pieces, model.others_ns, place(rank))
     kinds, parties = edits.class_of_transfers(model.graph), edits.parties_of_transfers(model.graph)
-    call = trace.calls[model.graph.transfers.call]
     for pair in questions.links:
-        ends = np.sort(np.stack([call["source"], call["destination"]], axis=1), axis=1)
-        here = np.flatnonzero((ends == np.sort(pair)).all(axis=1))
+        here = _of_link(model.graph, pair)
         took = edits.like_other_parties(now.took_ns, int(parties[here[0]]), parties, kinds) if len(here) else None
         if took is None:
             known = "no other pair makes transfers of this size" if len(here) else "the ranks make no point-to-point transfers"
             raise FormatError(f"link {pair[0]}-{pair[1]}: {known}, so there is nothing to compare it with")
         yield f"link {pair[0]}-{pair[1]} like its class", Durations(now.own_ns, took)
-    by_label = _by_label(model.graph)
     for label in questions.hidden:
-        if label not in by_label:
-            raise FormatError(f"no transfers of groups {label!r}; there are {', '.join(map(repr, by_label))}")
-        yield f"{label} hidden behind computation", edits.without_time(now, by_label[label])
+        yield f"{label} hidden behind computation", edits.without_time(now, _of_kind(model.graph, label))
+    for name, factor in questions.speeds:
+        if isinstance(name, str):
+            text, here = name, _of_kind(model.graph, name)
+        else:
+            text, here = f"link {name[0]}-{name[1]}", _of_link(model.graph, name)
+            if not len(here):
+                raise FormatError(f"{text}: the ranks make no point-to-point transfers")
+        yield f"{text} at {factor:g} times its speed", edits.with_speed(now, model.graph, here, factor)
+
+
+def _other_graphs(model: _Model, questions: Questions) -> Iterator[tuple[str, float]]:
+    """Yield the changes that need another graph, with the mean step time."""
+    for count in questions.microbatches:
+        graph = with_microbatches(model.graph, count)
+        other = replace(model, graph=graph, schedule=schedule_of(graph))
+        seconds = float(other.steps_s([edits.measured(graph)]).mean())
+        yield f"{count} microbatches instead of {microbatches_of(model.graph)}", seconds
+
+
+def _of_link(graph: Graph, pair: tuple[int, int]) -> Ints:
+    """Return the transfers between two ranks, in both directions."""
+    call = graph.window.trace.calls[graph.transfers.call]
+    ends = np.sort(np.stack([call["source"], call["destination"]], axis=1), axis=1)
+    return np.flatnonzero((ends == np.sort(pair)).all(axis=1))
+
+
+def _of_kind(graph: Graph, label: str) -> Ints:
+    """Return the transfers of a kind of group."""
+    by_label = _by_label(graph)
+    if label not in by_label:
+        raise FormatError(f"no transfers of groups {label!r}; there are {', '.join(map(repr, by_label))}")
+    return by_label[label]

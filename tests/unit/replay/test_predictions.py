@@ -1,0 +1,186 @@
+"""Predictions of ``unickpt.replay`` whose answers can be computed by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.replay_traces import Made, made_trace
+from unickpt.cli import whatif_command
+from unickpt.cli.main import main
+from unickpt.diagnosis.recording.records import Op
+from unickpt.errors import FormatError
+from unickpt.replay import microbatches
+from unickpt.replay.graph import graph_of
+from unickpt.replay.price import Questions, analyse
+from unickpt.replay.schedule import columns, schedule_of, simulate
+from unickpt.replay.trace import Trace, TraceGroup, window_of
+from unickpt.testing.simulation import calls
+from unickpt.testing.simulation.layout import ParallelLayout
+from unickpt.testing.simulation.traces import simulated_trace
+
+
+def answers(trace: Trace, **asked: Any) -> list[float]:
+    """Return the predicted step times in nanoseconds."""
+    return [each.step_s * 1e9 for each in analyse(trace, questions=Questions(**asked)).answers]
+
+
+def two_sizes() -> Trace:
+    """All-reduces of 100 and 300 bytes take 20 and 40 ns: 10 ns, and 0.1 ns for each byte. Ranks compute 5 ns before each."""
+    made = [
+        Made(rank, Op.ALL_REDUCE, 0, seq, at, at, end, size=size)
+        for rank in (0, 1)
+        for seq, at, end, size in ((1, 5, 25, 100), (2, 30, 70, 300))
+    ]  # fmt: skip
+    return made_trace([TraceGroup("data parallel", (0, 1))], made, [[70], [70]])
+
+
+def test_another_speed_changes_the_part_that_depends_on_the_size() -> None:
+    # twice as fast: 5 + 10 + 5 + 5 + 10 + 15; half as fast: 5 + 10 + 20 + 5 + 10 + 60
+    asked = (("data parallel", 2.0), ("data parallel", 0.5), ("data parallel", 1.0))
+    assert answers(two_sizes(), speeds=asked) == pytest.approx([50, 110, 70])
+
+
+def test_the_error_grows_with_a_step_that_becomes_longer() -> None:
+    trace = two_sizes()
+    trace.calls["end_ns"][1] = 72  # rank 0 goes on 2 ns late
+    trace.marks["end_ns"][0] = 72
+    found = analyse(trace, questions=Questions(speeds=(("data parallel", 2.0), ("data parallel", 0.5))))
+    fast, slow = found.answers
+    assert found.error_s > 0
+    assert fast.error_s == found.error_s
+    assert slow.error_s == pytest.approx(found.error_s * slow.step_s / found.step_s)
+
+
+def one_pair() -> Trace:
+    """Rank 0 sends to rank 1 for 12 ns; both compute 1 ns before it and 2 ns after it in each step."""
+    made = [
+        Made(rank, op, 0, step, begin, begin, begin + 12, (0, 1))
+        for rank, op in ((0, Op.SEND), (1, Op.RECEIVE))
+        for step, begin in ((1, 1), (2, 16))
+    ]  # fmt: skip
+    return made_trace([TraceGroup("pipeline parallel", (0, 1))], made, [[15, 30], [15, 30]])
+
+
+def test_one_size_has_no_constant_part() -> None:
+    assert answers(one_pair(), speeds=(((1, 0), 3.0), ((0, 1), 0.5))) == pytest.approx([7, 27])
+
+
+def test_unknown_links_are_refused() -> None:
+    with pytest.raises(FormatError, match="link 0-2: the ranks make no point-to-point transfers"):
+        analyse(one_pair(), questions=Questions(speeds=(((0, 2), 2.0),)))
+    with pytest.raises(FormatError, match="'tensor parallel'; there are 'pipeline parallel'"):
+        analyse(one_pair(), questions=Questions(speeds=(("tensor parallel", 2.0),)))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_microbatches_of_1f1b_have_the_closed_form(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With transfers of 1 ns, a step of even stages takes (m + p - 1) times one forward and one backward computation."""
+    monkeypatch.setattr(calls, "TRANSFER_NS", 1)
+    measured, wanted = 2 * stages, (stages + 1, 2 * stages, 4 * stages, 7 * stages)
+    both = calls.FORWARD_NS + calls.BACKWARD_NS
+    trace = simulated_trace(ParallelLayout(1, stages, 1), 3, measured)
+    assert analyse(trace).step_s * 1e9 == pytest.approx((measured + stages - 1) * both, rel=1e-5)
+    found = answers(trace, microbatches=wanted)
+    assert found == pytest.approx([(count + stages - 1) * both for count in wanted], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(1, 2, 1), ParallelLayout(2, 2, 2), ParallelLayout(2, 4, 1)])
+def test_microbatches_are_predicted_as_the_simulation_of_that_job(layout: ParallelLayout) -> None:
+    slow = {layout.world - 1: 1.3, 0: 1.1}
+    trace = simulated_trace(layout, 3, 8, slow=slow)
+    expected = [analyse(simulated_trace(layout, 3, count, slow=slow)).step_s * 1e9 for count in (6, 8, 16, 21)]
+    assert answers(trace, microbatches=(6, 8, 16, 21)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_as_many_microbatches_leave_every_step_as_it_is() -> None:
+    varied = np.random.default_rng(1)
+    trace = simulated_trace(ParallelLayout(2, 2, 2), 4, 6, jitter=lambda: float(varied.uniform(0.8, 1.2)))
+    graph = graph_of(window_of(trace))
+    same = microbatches.with_microbatches(graph, 6)
+    before, after = (
+        simulate(each, schedule_of(each), columns([each.events.own_ns * 1.0]), columns([each.transfers.took_ns * 1.0]))
+        for each in (graph, same)
+    )
+    assert after.tolist() == before.tolist()
+
+
+def test_more_microbatches_repeat_each_measured_one() -> None:
+    """Microbatches of a stage that differ are repeated in turn, so their mean stays."""
+    varied = np.random.default_rng(2)
+    trace = simulated_trace(ParallelLayout(1, 2, 1), 3, 12, jitter=lambda: float(varied.uniform(0.9, 1.1)))
+    even = analyse(simulated_trace(ParallelLayout(1, 2, 1), 3, 48)).step_s * 1e9
+    assert answers(trace, microbatches=(48,)) == pytest.approx([even], rel=0.05)
+
+
+def one_way(*, late: bool = False) -> Trace:
+    """Two steps of four microbatches of 25 ns: a message of 1 ns, and two all-reduces of 10 ns each, one after the other.
+
+    With ``late``, rank 1 makes all its all-reduces at the end of the step, and no rank waits for them.
+    """
+    made = []
+    for rank, op in ((0, Op.SEND), (1, Op.RECEIVE)):
+        for step in (0, 1):
+            seqs = range(4 * step, 4 * step + 4)
+            pairs = [(seq, Made(rank, op, 0, seq + 1, 25 * seq + 1, 25 * seq + 1, 25 * seq + 2, (0, 1))) for seq in seqs]
+            sums = [
+                (
+                    seq,
+                    Made(rank, Op.ALL_REDUCE, 1, 2 * seq + 1, 25 * seq + 3, 0, 25 * seq + 13),
+                    Made(rank, Op.ALL_REDUCE, 1, 2 * seq + 2, 25 * seq + 4, 0 if late else 25 * seq + 5, 25 * seq + 23),
+                )
+                for seq in seqs
+            ]
+            if late and rank:
+                at = 100 * step + 90
+                made += [pair for _, pair in pairs]
+                made += [Made(1, Op.ALL_REDUCE, 1, 8 * step + each + 1, at + each, 0, at + 9) for each in range(8)]
+            else:
+                made += [each for pair, both in zip(pairs, sums, strict=True) for each in (pair[1], *both[1:])]
+    groups = [TraceGroup("pipeline parallel", (0, 1)), TraceGroup("tensor parallel", (0, 1))]
+    return made_trace(groups, made, [[100, 200], [100, 200]])
+
+
+def test_transfers_that_no_rank_waits_for_stay_in_order() -> None:
+    assert answers(one_way(), microbatches=(2, 4, 8)) == pytest.approx([50, 100, 200])
+
+
+def test_collectives_that_members_would_make_in_different_numbers_are_refused() -> None:
+    with pytest.raises(FormatError, match="different numbers of its calls"):
+        answers(one_way(late=True), microbatches=(8,))
+
+
+@pytest.mark.parametrize(
+    ("layout", "measured", "wanted", "text"),
+    [
+        (ParallelLayout(1, 4, 1), 8, 3, "3 microbatches do not fill the pipeline: rank 0 needs at least"),
+        (ParallelLayout(1, 4, 1), 4, 8, "do not repeat from microbatch to microbatch"),
+        (ParallelLayout(2, 1, 2), 4, 8, "the job has no pipeline"),
+    ],
+)
+def test_other_schedules_are_refused(layout: ParallelLayout, measured: int, wanted: int, text: str) -> None:
+    with pytest.raises(FormatError, match=text):
+        answers(simulated_trace(layout, 2, measured), microbatches=(wanted,))
+
+
+def test_the_command_takes_speeds_and_microbatches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(whatif_command, "read_trace", lambda _: simulated_trace(ParallelLayout(1, 2, 1), 3, 4))
+    asked = ["--link-speed", "0-1=2", "--link-speed", "pipeline parallel=0.5", "--microbatches", "8"]
+    assert main(["whatif", "rings", "--json", *asked]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["question"] for each in found["answers"]] == [
+        "link 0-1 at 2 times its speed", "pipeline parallel at 0.5 times its speed", "8 microbatches instead of 4",
+    ]  # fmt: skip
+    assert all(each["step_s"] == pytest.approx(found["step_s"] - each["gain_s"]) for each in found["answers"])
+    fast, slow, more = (each["gain_s"] for each in found["answers"])
+    assert fast > 0 > slow > more
+
+
+@pytest.mark.parametrize("asked", [["--link-speed", "0-1=0"], ["--link-speed", "2"], ["--microbatches", "0"]])
+def test_wrong_options_are_refused(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["whatif", "rings", *asked])
+    assert "is not" in capsys.readouterr().err
