@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
@@ -12,7 +13,7 @@ from ds_unickpt import batches, callers, capture, hints, internals, steered
 from ds_unickpt.config import read_options, unused_options
 from ds_unickpt.runtime import EngineRuntime
 from unickpt.coordination.failure import FailureKind, sentence
-from unickpt.coordination.rendezvous import Rendezvous
+from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.diagnosis import session
 from unickpt.errors import ConfigError, CoordinationError, SaveFailedError
 from unickpt.load.report import LoadReport
@@ -22,6 +23,7 @@ from unickpt.options import Options
 from unickpt.save import shutdown
 from unickpt.save.requests import PendingSave, SaveRequest, SaveResult, save_options
 from unickpt.save.saver import Saver
+from unickpt.save.shards import Contribution
 from unickpt.storage.base import is_url, split
 from unickpt.storage.open import unusable_reason
 
@@ -31,6 +33,21 @@ _INSTEAD = (
     'DeepSpeed\'s own checkpoint engine saves this job, as without the "unickpt" key. '
     "Its checkpoints can be resumed with the same layout only."
 )
+
+
+@dataclass
+class TrainerSave:
+    """A call of ``Trainer._save_checkpoint`` in a job with a memory tier.
+
+    Attributes:
+        run: ``output_dir``, which is the save directory of the tier.
+        collects: Trainer only writes its own files. The call to the engine is noted, and made later.
+        calls: arguments of the noted calls.
+    """
+
+    run: str
+    collects: bool = False
+    calls: list[dict[str, Any]] = field(default_factory=list)
 
 
 class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -49,15 +66,17 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         unsupported: why unickpt cannot save this job; '' if it can, or before the first save.
         warned: warnings that ``warn_once`` has logged.
         memory: checkpoints in the memory of the hosts.
+        trainer: the call of Trainer that is being made, if it decides by itself where the checkpoint goes.
     """
 
-    def __init__(self, native: Any, options: Options, meet: Rendezvous) -> None:
+    def __init__(self, native: Any, options: Options, meet: Rendezvous, memory: MemoryTier | None = None) -> None:
         self.native, self.options, self.meet = native, options, meet
         self.name = "unickpt"
         self.last_save: SaveResult | None = None
         self.last_report: LoadReport | None = None
         self.saver = Saver(save_options(options, asynchronous=options.async_save))
-        self.memory = MemoryTier(options.memory, self.saver.options, session.memory_status)
+        self.memory = tier_of(options) if memory is None else memory
+        self.trainer: TrainerSave | None = None
         self.unsupported = ""
         self.warned: set[str] = set()
 
@@ -130,7 +149,13 @@ def adopt(runtime: EngineRuntime, engine: Any) -> None:
     meet = runtime.engine_rendezvous(engine, timeout_s=options.timeout_seconds)
     if runtime.reads_batch and steered.keeps_batch(options):
         _compare_batches(engine, meet)
-    engine.checkpoint_engine = UnickptCheckpointEngine(engine.checkpoint_engine, options, meet)
+    memory, runtime.memory = runtime.memory, None
+    engine.checkpoint_engine = UnickptCheckpointEngine(engine.checkpoint_engine, options, meet, memory)
+
+
+def tier_of(options: Options) -> MemoryTier:
+    """Return the memory tier of a job."""
+    return MemoryTier(options.memory, save_options(options, asynchronous=options.async_save), session.memory_status)
 
 
 def _compare_batches(engine: Any, meet: Rendezvous) -> None:
@@ -184,6 +209,9 @@ def save_checkpoint(
     }
     if ours is None:
         return native(save_dir, **arguments)
+    if ours.trainer is not None and ours.trainer.collects:
+        ours.trainer.calls.append(arguments)
+        return True
     if not save_dir:
         raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
@@ -242,19 +270,12 @@ def _save(
     """Save, or begin to save in the background. Returns the error if not all ranks entered the save."""
     internals.validate_tag(engine, tag)
     meet = ours.meet.separate("save")
-    request = SaveRequest(
-        lambda announced: capture.contribution(
-            engine, ours.options, client_state=client_state, exclude_frozen=exclude_frozen, announced=announced
-        ),
-        save_dir=save_dir,
-        tag=tag,
-        save_latest=save_latest,
-        announce=lambda: capture.announcement(engine, ours.options, client_state),
-        must_match={"exclude_frozen_parameters": bool(exclude_frozen)},
-        on_end=lambda save: _ended(ours, save),
-    )
+    request = request_of(
+        ours, engine, save_dir, tag, client_state=client_state, save_latest=save_latest, exclude_frozen=exclude_frozen,
+        tier="" if ours.trainer is None else ours.trainer.run,
+    )  # fmt: skip
     at_once = callers.touches_checkpoints(save_dir) if ours.options.async_save or ours.memory.enabled else ""
-    if ours.memory.enabled:
+    if ours.memory.enabled and ours.trainer is None:
         to_disk = at_once or callers.completes_folder()
         if to_disk:
             ours.warn_once(f"saves go to disk although memory.to_disk_every is set: {to_disk}")
@@ -271,6 +292,41 @@ def _save(
         return err
 
 
+def request_of(
+    ours: UnickptCheckpointEngine, engine: Any, save_dir: str, tag: str,
+    *,
+    client_state: Mapping[str, Any] | None = None, save_latest: bool = True, exclude_frozen: bool = False,
+    rank_objects: Mapping[str, Any] | None = None, tier: str = "",
+) -> SaveRequest:  # fmt: skip
+    """Return the request for a save of an engine.
+
+    Args:
+        ours: checkpoint engine of ``engine``.
+        engine: the DeepSpeedEngine.
+        save_dir, tag, client_state, save_latest: as for ``save_checkpoint``.
+        exclude_frozen: leave out parameters that do not require a gradient.
+        rank_objects: further non-tensor state of this rank.
+        tier: save directory of the memory tier, if it is another than ``save_dir``.
+    """
+    state = client_state or {}
+
+    def contribute(announced: Message) -> Contribution:
+        made = capture.contribution(
+            engine, ours.options, client_state=state, exclude_frozen=exclude_frozen, announced=announced
+        )
+        return replace(made, rank_objects={**made.rank_objects, **(rank_objects or {})})
+
+    return SaveRequest(
+        contribute,
+        save_dir=save_dir,
+        tag=tag,
+        save_latest=save_latest,
+        announce=lambda: capture.announcement(engine, ours.options, state),
+        must_match={"exclude_frozen_parameters": bool(exclude_frozen)},
+        on_end=lambda save: _ended(ours, save, tier or split(save.directory)[0]),
+    )
+
+
 def _save_in_memory(ours: UnickptCheckpointEngine, request: SaveRequest) -> PendingSave | None:
     """Begin a save into the memory of the hosts. Returns None if the checkpoint has to go to disk."""
     try:
@@ -281,8 +337,8 @@ def _save_in_memory(ours: UnickptCheckpointEngine, request: SaveRequest) -> Pend
     return None if save is None or (save.done and not save.committed) else save
 
 
-def _ended(ours: UnickptCheckpointEngine, save: PendingSave) -> None:
-    """Log the result of a save. Runs in the thread that ended it."""
+def _ended(ours: UnickptCheckpointEngine, save: PendingSave, tier: str) -> None:
+    """Log the result of a save to disk. Runs in the thread that ended it. ``tier``: save directory of the memory tier."""
     result, directory = save.result, save.directory
     if result is None:
         if save.background:
@@ -291,7 +347,7 @@ def _ended(ours: UnickptCheckpointEngine, save: PendingSave) -> None:
     ours.last_save = result
     session.checkpoint_io(result.times)
     if result.complete:
-        ours.memory.saved_to_disk(split(directory)[0], result.seconds)
+        ours.memory.saved_to_disk(tier, result.seconds)
     if ours.meet.rank or (result.framework_saves and not save.background):  # the call logs it
         return
     if result.committed:

@@ -32,5 +32,6 @@ FINGERPRINTS: dict[str, frozenset[str]] = {
     "transformers.trainer.get_last_checkpoint": _LAST_CHECKPOINT,
     "transformers.batch": frozenset({"b42012fb0949", "4a890ff0b285"}),
     "transformers.train": frozenset({"bb42940246d8", "cb8b164d3c4d", "f9d3f75abfac", "1141b5be39e0"}),
+    "transformers.save": frozenset({"aad2b7c90fd8", "52c7877bc4d6", "31e1bf1ed595"}),
     "transformers.load_trainer_state": frozenset({"bcfb8b30b7ad"}),
 }  # fmt: skip

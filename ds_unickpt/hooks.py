@@ -67,7 +67,7 @@ HOOKS = [
     ),
 ]
 
-DECLARED = [*HOOKS, batch_hooks.HOOK, *hints.HOOKS, *trainer_hooks.HOOKS]
+DECLARED = [*HOOKS, batch_hooks.HOOK, *hints.HOOKS, *trainer_hooks.HOOKS, trainer_hooks.MEMORY]
 
 
 def install() -> bool:

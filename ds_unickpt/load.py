@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ds_unickpt import batches, dialects, hints, internals, restore, trainer_folders
+from ds_unickpt import batches, dialects, hints, internals, restore, trainer_folders, trainer_resume
 from ds_unickpt.engine import UnickptCheckpointEngine, ours_of
 from ds_unickpt.fallbacks import require_supported
 from ds_unickpt.restore_objects import LoadArguments
@@ -88,13 +88,17 @@ def load_checkpoint(
     ours.meet.begin("load")
     folder, candidates = str(load_dir), Candidates(load_dir, newest=newest)
     of_trainer = "transformers.trainer" in sys.modules and not is_url(folder) and trainer_folders.is_one(folder)
-    memory = ours.memory.look(folder, ours.meet) if ours.memory.enabled else MemoryLoad()
+    resumed = trainer_resume.resumed_in(folder) if of_trainer and ours.memory.enabled else None
+    tier = folder if not of_trainer else trainer_resume.run_of(folder) if resumed is None else resumed.run
+    memory = ours.memory.look(tier, ours.meet) if ours.memory.enabled else MemoryLoad()
     tried: list[tuple[int, bool]] = []
     if memory.problems and ours.meet.rank == 0:
         logger.warning("unickpt: in the memory of the hosts: %s", "; ".join(memory.problems))
 
     def offer() -> Offer:
-        found = choose(memory, lambda: _disk_step(folder), tried) if tag is None else None
+        if resumed is not None:
+            return trainer_resume.offer(resumed, memory, folder, tried)
+        found = choose(memory, lambda: _disk_step(folder), tried) if tag is None and not of_trainer else None
         if found is None:
             return _offer(candidates, folder, tag, newest)
         generation, checked = found
@@ -109,14 +113,17 @@ def load_checkpoint(
         def opened() -> Checkpoint:
             if not offer.generation:
                 return Checkpoint.open(directory)
-            return ours.memory.open(folder, memory, offer.generation)
+            return ours.memory.open(tier, memory, offer.generation)
 
         if offer.checked:
-            Together(ours.meet, directory).step("check", lambda: ours.memory.check(folder, offer.generation))
+            Together(ours.meet, directory).step("check", lambda: ours.memory.check(tier, offer.generation))
         loading, client_state = _load(ours, engine, directory, opened, wanted, skipped)
-        read = ours.memory.loaded(folder, memory, loading.checkpoint.manifest.step, offer.generation)
+        read = ours.memory.loaded(tier, memory, loading.checkpoint.manifest.step, offer.generation)
         if read and ours.meet.rank == 0:
             logger.info("unickpt: %s was loaded from the memory of the hosts: rank 0 read %s", directory, read)
+        newer = [found.step for found in memory.found if found.step > (loading.checkpoint.manifest.step or 0)]
+        if newer and ours.meet.rank == 0:
+            logger.warning("unickpt: checkpoints in memory of later steps (%s) were given up", ", ".join(map(str, newer)))
         if not wanted.module_only and ours.meet.rank == 0:
             _log_batch(engine, loading, of_trainer)
         if of_trainer and ours.meet.rank == 0:
@@ -148,6 +155,9 @@ def load_checkpoint(
         )
     except UnickptError as err:
         if not of_trainer or failure_of(err, rank=ours.meet.rank, where=folder).kind not in DAMAGE:
+            raise
+        if resumed is not None:
+            ours.memory.drop(tier, resumed.generation)
             raise
         raise _of_trainer(err, folder, first=ours.meet.rank == 0) from err.__cause__
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imported when it is used: hooks are also installed in jobs without the ``unickpt`` key
     from unickpt.coordination.rendezvous import Rendezvous
+    from unickpt.memory.tier import MemoryTier
 
 
 class EngineRuntime:
@@ -18,6 +19,8 @@ class EngineRuntime:
         resumes: number of times that ``Trainer.train`` looked for a checkpoint.
         reads_batch: whether ranks of this job have looked for the batch of a checkpoint, each by itself.
         said: lines about the batch that were logged.
+        memory: memory tier of the next engine, in which Trainer has looked for a checkpoint; None: it makes its own.
+        script_found: folder that ``get_last_checkpoint`` last returned to a script; None before.
     """
 
     def __init__(self) -> None:
@@ -25,6 +28,8 @@ class EngineRuntime:
         self.resumes = 0
         self.reads_batch = False
         self.said: set[str] = set()
+        self.memory: MemoryTier | None = None
+        self.script_found: str | None = None
 
     def engine_rendezvous(self, engine: Any, *, timeout_s: float) -> Rendezvous:
         """Return the message exchange of a new engine.

@@ -25,7 +25,7 @@ from ds_unickpt.edge import RUNTIME
 from ds_unickpt.runtime import EngineRuntime
 from unickpt import hooks
 from unickpt.hooks import Hook
-from unickpt.options import KEY
+from unickpt.options import KEY, Options
 
 if TYPE_CHECKING:
     from ds_unickpt.trainer_folders import ResumeFolder
@@ -42,15 +42,56 @@ UNTIL = "Trainer skips incomplete checkpoints"
 def _in_trainer(runtime: EngineRuntime, wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
     """Wrap the call in ``Trainer.train``, which every rank makes. The ranks agree on the folder."""
     newest = inspect.unwrap(wrapped)(*args, **kwargs)
-    if newest is None or not _enabled():
+    options = _options()
+    if options is None or not (options.memory.to_disk_every or (newest is not None and options.fall_back)):
         return newest
     from ds_unickpt import trainer_folders
 
-    folder = os.path.dirname(newest)
-    return _agreed(runtime.trainer_rendezvous(), folder, partial(trainer_folders.choose, folder))
+    folder = str(inspect.signature(wrapped).bind(*args, **kwargs).arguments["folder"])
+    choose = partial(trainer_folders.choose, folder) if options.fall_back else partial(trainer_folders.ResumeFolder, newest)
+    return _newest(runtime, folder, options, choose)
 
 
-def _in_script(wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+def _newest(runtime: EngineRuntime, output_dir: str, options: Options, choose: Callable[[], ResumeFolder]) -> str | None:
+    """Return the folder to resume from, on disk or in the memory of the hosts. Every rank calls this.
+
+    Raises:
+        UnickptError: all checkpoints on disk are damaged, and none is in memory. All ranks raise it.
+    """
+    from unickpt.errors import UnickptError
+
+    meet = runtime.trainer_rendezvous()
+    if not options.memory.to_disk_every:
+        return _agreed(meet, output_dir, choose)
+    from ds_unickpt import engine, trainer_resume
+
+    folder, error = None, None
+    try:
+        folder = _agreed(meet, output_dir, choose)
+    except UnickptError as err:
+        error = err
+    if runtime.memory is None:
+        runtime.memory = engine.tier_of(options)
+    found = trainer_resume.newer_in_memory(
+        runtime.memory, meet, os.path.abspath(output_dir), folder, trainer_resume.step_on_disk
+    )
+    if not found and error is not None:
+        raise error
+    return found or folder
+
+
+def _save(wrapped: Callable[..., Any], trainer: Any, args: Any, kwargs: Any) -> Any:
+    """Wrap ``Trainer._save_checkpoint``, which every rank calls."""
+    options = _options() if getattr(trainer, "is_deepspeed_enabled", False) else None
+    if options is None or not options.memory.to_disk_every:
+        return wrapped(*args, **kwargs)
+    from ds_unickpt import trainer_memory
+
+    trial = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get("trial")
+    return trainer_memory.save_checkpoint(partial(wrapped, *args, **kwargs), trainer, trial)
+
+
+def _in_script(runtime: EngineRuntime, wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
     """Wrap the call in a user's script, which one rank alone may make. Each rank selects the folder by the same rule."""
     newest = inspect.unwrap(wrapped)(*args, **kwargs)
     if newest is None or not _enabled():
@@ -59,6 +100,7 @@ def _in_script(wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> A
 
     chosen = trainer_folders.choose(os.path.dirname(newest))
     _warn(chosen.line())
+    runtime.script_found = chosen.folder
     return chosen.folder
 
 
@@ -104,17 +146,27 @@ def _train(runtime: EngineRuntime, wrapped: Callable[..., Any], trainer: Any, ar
     given, output_dir = bound.arguments.get("resume_from_checkpoint"), trainer.args.output_dir
     if given is None and trainer_steering.resumes(options):
         chosen = partial(trainer_steering.newest, output_dir, fall_back=options.fall_back)
-        folder = _agreed(runtime.trainer_rendezvous(), output_dir, chosen)
+        folder = _newest(runtime, output_dir, options, chosen)
         if folder is not None and trainer.args.process_index == 0:
             _inform(f"no checkpoint is named: resuming from {folder}, the newest one")
         bound.arguments["resume_from_checkpoint"] = folder
+    elif isinstance(given, str) and options.memory.to_disk_every and options.fall_back and _found_by_script(runtime, given):
+        chosen = partial(trainer_steering.newest, output_dir, fall_back=True)
+        bound.arguments["resume_from_checkpoint"] = _newest(runtime, output_dir, options, chosen)
     elif trainer.args.process_index == 0:
         _warn(trainer_steering.remark(options, given, output_dir))
     return wrapped(*bound.args, **bound.kwargs)
 
 
+def _found_by_script(runtime: EngineRuntime, given: str) -> bool:
+    """Whether rank 0 has this folder from ``get_last_checkpoint``, so that the newest checkpoint is meant. Collective."""
+    meet = runtime.trainer_rendezvous()
+    found = {"found": given == runtime.script_found} if meet.rank == 0 else None
+    return bool(meet.broadcast("found-by-script", found)["found"])
+
+
 _SCRIPT = declared(
-    "transformers.get_last_checkpoint", UTILS, FUNCTION, _in_script,
+    "transformers.get_last_checkpoint", UTILS, FUNCTION, partial(_in_script, RUNTIME),
     why="it returns the folder with the highest number, whether or not its save has finished",
     until=UNTIL, strict=True, upstream=f"{SOURCE}trainer_utils.py", versions=VERSIONS,
 )  # fmt: skip
@@ -147,18 +199,28 @@ HOOKS = [
         strict=False, upstream=f"{SOURCE}trainer.py", versions=VERSIONS, parameters=("resume_from_checkpoint",),
     ),
 ]  # fmt: skip
+MEMORY = declared(
+    "transformers.save", TRAINER, "Trainer._save_checkpoint", _save,
+    why="it writes each checkpoint to a folder on disk, with further files that belong to the checkpoint",
+    until="Trainer has a function that returns the files of a checkpoint",
+    strict=True, upstream=f"{SOURCE}trainer.py", versions=VERSIONS, parameters=("trial",),
+)  # fmt: skip
 
 
 def install() -> bool:
     """Install the hooks in transformers. An unknown version keeps its own functions, with one warning."""
     import transformers
 
-    return hooks.install([*HOOKS, *_holders()], framework="transformers", version=transformers.__version__)
+    version = transformers.__version__
+    installed = hooks.install([*HOOKS, *_holders()], framework="transformers", version=version)
+    if installed:  # alone: without it, saves of Trainer go to disk
+        hooks.install([MEMORY], framework="transformers", version=version)
+    return installed
 
 
 def uninstall() -> None:
     """Restore the functions of transformers."""
-    names = {hook.name for hook in HOOKS}
+    names = {hook.name for hook in (*HOOKS, MEMORY)}
     hooks.uninstall([status.hook for status in hooks.status() if status.hook.name.split(" in ")[0] in names])
 
 
@@ -175,10 +237,18 @@ def _holders() -> list[Hook]:
 
 def _enabled() -> bool:
     """Whether this job's DeepSpeed configuration, which transformers holds, enables unickpt and ``fall_back``."""
+    options = _options()
+    return options is not None and options.fall_back
+
+
+def _options() -> Options | None:
+    """Return the options of this job's DeepSpeed configuration, which transformers holds; None if unickpt is off."""
+    config = _config()
+    if config is None or KEY not in config:
+        return None
     from ds_unickpt import trainer_steering
 
-    options = trainer_steering.options_of(_config())
-    return options is not None and options.fall_back
+    return trainer_steering.options_of(config)
 
 
 def _config() -> Any:

@@ -149,6 +149,25 @@ class HostFolder:
         """Return the path of a spare file, which need not exist."""
         return self.root / _SPARE / name
 
+    def scratch(self, kind: str, name: str, *, alone: bool) -> Path:
+        """Make a folder beside the generations.
+
+        Args:
+            kind: folder of a use.
+            name: folder below it.
+            alone: remove other folders below ``kind``.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        place = self.root / kind
+        place.mkdir(mode=0o700, exist_ok=True)
+        for other in _entries(place) if alone else ():
+            if other.name != name:
+                shutil.rmtree(other, ignore_errors=True)
+        (place / name).mkdir(mode=0o700, exist_ok=True)
+        return place / name
+
     def give_up(self, number: int, *, but: frozenset[str] = frozenset()) -> None:
         """Remove a generation, the commit record first. Files named in ``but`` stay, for their owners to take."""
         folder = self.generation(number)

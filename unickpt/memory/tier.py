@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import UnickptError
@@ -137,13 +138,14 @@ class MemoryTier:
         turn = self.turn(request.save_dir, meet)
         return None if turn is None else turn.save(request, on_end)
 
-    def turn(self, save_dir: str, meet: Rendezvous, *, always: bool = False) -> Turn | None:
+    def turn(self, save_dir: str, meet: Rendezvous, *, always: bool = False, never: bool = False) -> Turn | None:
         """Decide where the next checkpoint goes. Every rank calls this, and then ``Turn.save`` if it goes into memory.
 
         Args:
             save_dir: the directory in which it would be on disk.
             meet: message exchange of all ranks.
             always: the framework itself decides which of its checkpoints go to disk, not ``to_disk_every``.
+            never: this checkpoint has to go to disk. That of rank 0 counts.
 
         Returns:
             None if this checkpoint has to go to disk.
@@ -159,7 +161,7 @@ class MemoryTier:
             known.saver.wait()
         plan: Message | None = None
         if meet.rank == 0:
-            saver, here = known.saver, always or known.since_disk + 1 < self.options.to_disk_every
+            saver, here = known.saver, not never and (always or known.since_disk + 1 < self.options.to_disk_every)
             plan = saver.plan() if saver is not None and here and not saver.owed else {}
             if saver is not None and here and saver.owed:
                 saver.skipped()
@@ -230,6 +232,29 @@ class MemoryTier:
             raise UnickptError(f"generation {number} of {save_dir} is not in memory")
         self.opened, load.storage = open_generation(known.hosts, number)
         return self.opened
+
+    def drop(self, save_dir: str, number: int) -> None:
+        """Remove what this host holds of a damaged generation, so that it is not found again. Every rank calls this."""
+        known = self._folders.get(absolute(save_dir))
+        if known is not None and known.hosts is not None and known.hosts.leads:
+            known.hosts.folder.give_up(number)
+
+    def scratch(self, save_dir: str, kind: str, name: str) -> Path:
+        """Return a folder on this host for files that a framework reads, and remove others of that kind.
+
+        Args:
+            save_dir: a directory that ``look`` has found a generation of.
+            kind: folder of a use.
+            name: folder below it.
+
+        Raises:
+            UnickptError: the directory has no memory tier.
+            OSError: the folder cannot be made.
+        """
+        known = self._folders.get(absolute(save_dir))
+        if known is None or known.hosts is None:
+            raise UnickptError(f"{save_dir} has no checkpoints in memory")
+        return known.hosts.folder.scratch(kind, name, alone=known.hosts.leads)
 
     def loaded(self, save_dir: str, load: MemoryLoad, step: int, number: int) -> str:
         """Note what was loaded: newer generations belong to a course of training that was given up.

@@ -15,7 +15,7 @@ from unickpt import hooks
 HOOKS = [*declarations.DECLARED, *all_timing_hooks()]
 REPLACE_A_RESULT = {
     "deepspeed.configure", "deepspeed.batch", "deepspeed.save", "deepspeed.load",
-    "transformers.get_last_checkpoint", "transformers.trainer.get_last_checkpoint",
+    "transformers.get_last_checkpoint", "transformers.trainer.get_last_checkpoint", "transformers.save",
 }  # fmt: skip
 
 
