@@ -19,6 +19,7 @@ from unickpt.checkpoint_folder import read_manifest
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import CorruptCheckpointError, FormatError, UnickptError
 from unickpt.load.resume import AgreedFailureError, Offer, Together
+from unickpt.logs import make_visible
 from unickpt.memory.finding import Found
 from unickpt.memory.generations import folder_of
 from unickpt.memory.tier import MemoryLoad, MemoryTier
@@ -67,6 +68,7 @@ def newer_in_memory(
     told: Message | None = None
     if meet.rank == 0:
         if load.problems:
+            make_visible()
             logger.warning("unickpt: in the memory of the hosts: %s", "; ".join(load.problems))
         told = {"step": _step_of(disk, disk_step)}
     on_disk = meet.broadcast("step-on-disk", told)["step"]
@@ -81,6 +83,7 @@ def newer_in_memory(
                     logger.warning("unickpt: step %s in the memory of the hosts cannot be used: %s", found.step, err)
             else:
                 if meet.rank == 0:
+                    make_visible()
                     instead = f"newer than {disk}" if disk else "no checkpoint is on disk"
                     logger.info("unickpt: resuming from step %s in the memory of the hosts: %s", found.step, instead)
                 return folder

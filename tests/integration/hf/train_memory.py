@@ -20,6 +20,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer_utils import get_last_checkpoint
 
 from tests.integration.hf.recorder import record
 from tests.integration.hf.train_trainer import MODELS, VOCABULARY, Counting
@@ -27,7 +28,13 @@ from tests.integration.hf.train_trainer import MODELS, VOCABULARY, Counting
 
 @dataclass
 class ScriptArguments:
-    """What is not Trainer's own. ``die``: step at whose beginning all ranks end by ``signal``; ``delay``: seconds before."""
+    """What is not Trainer's own.
+
+    Attributes:
+        record: folder of records.
+        resume: ``last`` for True, ``script`` for what ``get_last_checkpoint`` returns, or a folder.
+        die: step at whose beginning all ranks end by ``signal``, ``delay`` seconds later.
+    """
 
     record: str = ""
     resume: str | None = None
@@ -69,7 +76,8 @@ def main() -> None:
     config = AutoConfig.for_model("llama", vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **MODELS["llama"])
     trainer = Trainer(model=AutoModelForCausalLM.from_config(config), args=args, train_dataset=Counting(60))
     trainer.add_callback(StepRecorder(script))
-    trainer.train(resume_from_checkpoint=True if script.resume == "last" else script.resume)
+    named = get_last_checkpoint(args.output_dir) if script.resume == "script" else script.resume
+    trainer.train(resume_from_checkpoint=True if named == "last" else named)
     trainer.accelerator.end_training()
 
 
