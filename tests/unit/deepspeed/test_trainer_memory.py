@@ -120,9 +120,13 @@ def test_a_generation_that_trainer_did_not_make_is_skipped_for_an_older_one(job:
 
 
 @pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "a/../../evil", ""])
-def test_a_name_outside_of_the_folder_is_refused(job: Callable[..., Job], tmp_path: Path, name: str) -> None:
+def test_a_name_outside_of_the_folder_is_refused(
+    job: Callable[..., Job], tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     save(job(), 4, made=lambda step, rank: files(step, rank) | {name: b"evil"})
-    assert bring(job()) == [""] * 3
+    with caplog.at_level("WARNING", "unickpt"):
+        assert bring(job()) == [""] * 3
+    assert any(f"{name!r} is no file of Trainer" in line for line in caplog.messages), caplog.messages
     assert not list(tmp_path.rglob("evil"))
 
 
