@@ -50,6 +50,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--microbatches", type=_count, action="append", default=[], metavar="N",
         help="predict a step of a 1F1B pipeline with N microbatches, each like those measured; may be repeated",
     )  # fmt: skip
+    parser.add_argument(
+        "--order", type=_order, action="append", default=[], metavar="R,R,...",
+        help="predict a step in which ranks exchange their places: for each rank, the one whose place it takes; may be "
+        "repeated",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="the result as one JSON document")
 
 
@@ -84,11 +89,17 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _order(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(,\d+)+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks, such as 0,2,1,3")
+    return tuple(map(int, text.split(",")))
+
+
 def run(args: argparse.Namespace, out: Output) -> int:
     """Replay and print."""
     questions = Questions(
         tuple(args.without_rank), tuple(args.rank_like_peers), tuple(args.link), tuple(args.hide), tuple(args.link_speed),
-        tuple(args.microbatches),
+        tuple(args.microbatches), tuple(args.order),
     )  # fmt: skip
     found = analyse(read_trace(args.places), args.steps, questions)
     if args.json:

@@ -8,6 +8,7 @@ Each module imports only the modules above it in this list:
     schedule    order in which the nodes of a graph can be computed, and the computation
     alike       own time of ranks between calls, and the same time of ranks with the same role
     edits       durations with a change: a rank like its peers, a link like its class
+    order       durations with another order of ranks
     price       slowdown and price of every rank, host, link, stage, group and cause
     sources     traces from ring files or from the job's agent
 

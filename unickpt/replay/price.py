@@ -19,6 +19,7 @@ from unickpt.replay.alike import PAUSES, Floats, Pieces, like_all, like_others, 
 from unickpt.replay.edits import Durations
 from unickpt.replay.graph import Graph, graph_of
 from unickpt.replay.microbatches import microbatches_of, with_microbatches
+from unickpt.replay.order import with_order
 from unickpt.replay.schedule import Schedule, columns, schedule_of, simulate, step_times
 from unickpt.replay.trace import Ints, Trace, window_of
 
@@ -129,6 +130,7 @@ class Questions:
         hidden: kinds of groups whose transfers take no time.
         speeds: links of another speed: a pair of global ranks or a kind of group, and the multiple of the measured speed.
         microbatches: numbers of microbatches of a step.
+        orders: orders of ranks: for each rank, ascending, the global rank whose place it takes.
     """
 
     without_ranks: tuple[int, ...] = ()
@@ -137,6 +139,7 @@ class Questions:
     hidden: tuple[str, ...] = ()
     speeds: tuple[tuple[tuple[int, int] | str, float], ...] = ()
     microbatches: tuple[int, ...] = ()
+    orders: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +347,12 @@ def _asked(model: _Model, questions: Questions) -> Iterator[tuple[str, Durations
             if not len(here):
                 raise FormatError(f"{text}: the ranks make no point-to-point transfers")
         yield f"{text} at {factor:g} times its speed", edits.with_speed(now, model.graph, here, factor)
+    peers_ns = like_others(pieces, pieces.own_ns)
+    for order in questions.orders:
+        if sorted(order) != trace.ranks.tolist():
+            raise FormatError(f"an order must name each of the {len(trace.ranks)} ranks of the job once")
+        places = np.searchsorted(trace.ranks, order)
+        yield f"order {','.join(map(str, order))}", with_order(now, model.graph, pieces, peers_ns, places)
 
 
 def _other_graphs(model: _Model, questions: Questions) -> Iterator[tuple[str, float]]:

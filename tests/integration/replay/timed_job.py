@@ -50,20 +50,20 @@ class SleepingLayers:
 
 
 def deepspeed_job(layout: str, rings: str, seconds: float) -> tuple[Callable[[], Any], SleepingLayers]:
-    """``zero1``, ``zero3``, ``pipeline``: return a step of it, and its layers."""
+    """``zero1``, ``zero3``, ``pipeline``, ``pipeline8`` (microbatches, default 4): return a step of it, and its layers."""
     import deepspeed
 
     torch.manual_seed(1)
     width = 64
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 4 if layout == "pipeline" else 1,
+        "gradient_accumulation_steps": int(layout.removeprefix("pipeline") or 4) if layout.startswith("pipeline") else 1,
         "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
         "unickpt": {"timing": {"enabled": True, "watch": False, "folder": rings}},
     }
     layers = [torch.nn.Linear(width, width) for _ in range(8)]
     sleeping = SleepingLayers(layers, seconds)
-    if layout == "pipeline":
+    if layout.startswith("pipeline"):
         module = deepspeed.pipe.PipelineModule(
             layers, num_stages=2, loss_fn=lambda out, target: (out - target).square().mean(), partition_method="uniform"
         )

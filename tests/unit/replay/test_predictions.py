@@ -184,3 +184,68 @@ def test_wrong_options_are_refused(asked: list[str], capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         main(["whatif", "rings", *asked])
     assert "is not" in capsys.readouterr().err
+
+
+def two_pairs() -> Trace:
+    """Hosts a (ranks 0, 1) and b (ranks 2, 3). Rank 3 computes 30 ns, the others 10 ns.
+
+    Then the ranks of a host make one transfer of 5 ns, and ranks 0 and 2, and 1 and 3, two transfers of 40 ns.
+    """
+    groups = [TraceGroup("data parallel", (0, 2)), TraceGroup("data parallel", (1, 3)), TraceGroup("tensor parallel", (0, 1))]
+    groups.append(TraceGroup("tensor parallel", (2, 3)))
+    made = []
+    for rank, own in enumerate((10, 10, 10, 30)):
+        tensor = 35 if rank > 1 else 15
+        made.append(Made(rank, Op.ALL_REDUCE, 2 + rank // 2, 1, own, own, tensor))
+        made.append(Made(rank, Op.ALL_REDUCE, rank % 2, 1, tensor, tensor, 75))
+        made.append(Made(rank, Op.ALL_REDUCE, rank % 2, 2, 75, 75, 115))
+    return made_trace(groups, made, [[115]] * 4, hosts=["a", "a", "b", "b"])
+
+
+def test_another_order_moves_groups_to_other_links_and_work_to_other_places() -> None:
+    """Where ranks 1 and 2 exchange places, the data parallel groups are on one host and the tensor parallel groups on two.
+
+    The rank at the slow place of rank 3 computes 30 ns, and the transfers take 40, 5 and 5 ns.
+    """
+    orders = ((0, 1, 2, 3), (0, 2, 1, 3), (3, 1, 2, 0), (1, 0, 3, 2))
+    assert answers(two_pairs(), orders=orders) == pytest.approx([115, 80, 80, 115])
+
+
+def test_a_place_without_transfers_of_this_size_on_as_many_hosts_is_refused() -> None:
+    trace = two_pairs()
+    trace.calls["bytes"][trace.calls["comm"] < 2] = 16  # the two kinds of groups have other sizes
+    with pytest.raises(FormatError, match="no transfer like those of ranks"):
+        answers(trace, orders=((0, 2, 1, 3),))
+
+
+def test_the_slow_place_slows_the_rank_that_takes_it() -> None:
+    """Ranks 0 to 3 have 20 ns of work in one stage, place 2 is three times as slow; ranks 4 to 7 have 50 ns in another."""
+    groups = [TraceGroup("data parallel", tuple(range(8)))]
+    work = (20, 20, 60, 20, 50, 50, 50, 50)
+    made = [Made(rank, Op.ALL_REDUCE, 0, 1, own, own, 65) for rank, own in enumerate(work)]
+    trace = made_trace(groups, made, [[65]] * 8, places=[{"pp": rank // 4} for rank in range(8)])
+    # 60 + 5; the slow place for a rank of the second stage: 150 + 5
+    orders = ((2, 1, 0, 3, 4, 5, 6, 7), (0, 1, 4, 3, 2, 5, 6, 7))
+    assert answers(trace, orders=orders) == pytest.approx([65, 155])
+
+
+def test_a_pair_takes_the_time_of_its_new_places() -> None:
+    """Three messages of ranks 0 and 1 take 12 ns each, one of ranks 2 and 3 takes 4 ns; a collective of 1 ns follows."""
+    made = []
+    for rank in range(4):
+        pair, each = ((0, 1), 12) if rank < 2 else ((2, 3), 4)
+        op = Op.RECEIVE if rank % 2 else Op.SEND
+        for at in range(3 if rank < 2 else 1):
+            made.append(Made(rank, op, 0, at + 1, 1 + at * each, 1 + at * each, 1 + (at + 1) * each, pair))
+        own = 1 + (36 if rank < 2 else 4)
+        made.append(Made(rank, Op.ALL_REDUCE, 1, 1, own, own, 38))
+    groups = [TraceGroup("pipeline parallel", tuple(range(4))), TraceGroup("world", tuple(range(4)))]
+    trace = made_trace(groups, made, [[38]] * 4)
+    # the three messages at the fast link: 1 + 3 * 4 + 1; the single one at the slow link: 1 + 12 + 1
+    assert answers(trace, orders=((2, 3, 0, 1), (1, 0, 2, 3))) == pytest.approx([14, 38])
+
+
+def test_an_order_names_each_rank_once() -> None:
+    for order in ((0, 1, 2), (0, 1, 2, 2)):
+        with pytest.raises(FormatError, match="each of the 4 ranks"):
+            answers(two_pairs(), orders=(order,))
