@@ -106,13 +106,15 @@ def _brought(tier: MemoryTier, load: MemoryLoad, found: Found, together: Togethe
     def bring() -> str:
         checkpoint = tier.open(run, load, found.number)
         rank, first = together.meet.rank, trainer_memory.files_of(checkpoint, 0)
-        place = tier.scratch(run, _RESUME, folder_of(found.number))
+        place, first_of_host = tier.scratch(run, _RESUME, folder_of(found.number))
         folder = place / f"checkpoint-{trainer_memory.number_in(first)}"
         (folder / f"global_step{found.step}").mkdir(mode=0o700, parents=True, exist_ok=True)  # Trainer looks for it
-        trainer_memory.write_files(folder, trainer_memory.files_of(checkpoint, rank) if rank else {})
-        trainer_memory.write_files(folder, first)
-        note = json.dumps(asdict(Resumed(run, found.number)))
-        PosixStorage(folder).write_atomic(_MARK, note.encode())
+        own = trainer_memory.files_of(checkpoint, rank) if rank else {}
+        trainer_memory.write_files(folder, {name: data for name, data in own.items() if name not in first})
+        if first_of_host:  # the ranks of a host share the folder, and must not replace each other's temporary files
+            trainer_memory.write_files(folder, first)
+            note = json.dumps(asdict(Resumed(run, found.number)))
+            PosixStorage(folder).write_atomic(_MARK, note.encode())
         return str(folder)
 
     return together.step("files", bring)

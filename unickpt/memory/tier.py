@@ -239,8 +239,10 @@ class MemoryTier:
         if known is not None and known.hosts is not None and known.hosts.leads:
             known.hosts.folder.give_up(number)
 
-    def scratch(self, save_dir: str, kind: str, name: str) -> Path:
-        """Return a folder on this host for files that a framework reads, and remove others of that kind.
+    def scratch(self, save_dir: str, kind: str, name: str) -> tuple[Path, bool]:
+        """Return a folder on this host for files that a framework reads, and whether this rank is the first one of the host.
+
+        The first rank removes other folders of that kind. Files that all ranks of the host share are its to write.
 
         Args:
             save_dir: a directory that ``look`` has found a generation of.
@@ -254,7 +256,7 @@ class MemoryTier:
         known = self._folders.get(absolute(save_dir))
         if known is None or known.hosts is None:
             raise UnickptError(f"{save_dir} has no checkpoints in memory")
-        return known.hosts.folder.scratch(kind, name, alone=known.hosts.leads)
+        return known.hosts.folder.scratch(kind, name, alone=known.hosts.leads), known.hosts.leads
 
     def loaded(self, save_dir: str, load: MemoryLoad, step: int, number: int) -> str:
         """Note what was loaded: newer generations belong to a course of training that was given up.

@@ -32,12 +32,12 @@ def keep(folder: Path, moment: str) -> None:
     (folder / f"{moment}.json").write_text(json.dumps(verdict_lines(folder)))
 
 
-def until(folder: Path, *, waits: bool) -> None:
-    """Wait until the first rank is seen to wait in one of the open calls, or in no call. Earlier calls have ended by then."""
+def until(folder: Path, *expected: str) -> None:
+    """Wait until the open calls of the first rank are seen as expected. No earlier call is waited for by then."""
     end = time.monotonic() + LONGEST_S
     while time.monotonic() < end:
         lines = verdict_lines(folder)
-        if "waits" not in lines[:-OPEN] and ("waits" in lines[-OPEN:]) == waits:
+        if "waits" not in lines[:-OPEN] and lines[-OPEN:] == list(expected):
             return
         time.sleep(0.1)
 
@@ -68,19 +68,22 @@ def main() -> None:
     if rank == 0:
         open_calls = [dist.all_reduce(x, async_op=True) for _ in range(OPEN)]
         keep(folder, "at once")
-        until(folder, waits=True)
+        until(folder, "waits", "")
         keep(folder, "late")
-        (folder / "go").touch()
-        until(folder, waits=False)
+        (folder / "go 0").touch()
+        until(folder, "ended", "waits")
+        (folder / "go 1").touch()
+        until(folder, "ended", "ended")
         keep(folder, "over")
         dist.all_reduce(x)
         keep(folder, "next")
         del open_calls
     else:
-        while not (folder / "go").exists():
-            time.sleep(0.05)
-        for _ in range(OPEN + 1):
+        for number in range(OPEN):  # one after the other, see retired()
+            while not (folder / f"go {number}").exists():
+                time.sleep(0.05)
             dist.all_reduce(x)
+        dist.all_reduce(x)
     hooks.uninstall()
     noting.close()
     dist.barrier()
