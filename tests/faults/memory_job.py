@@ -36,6 +36,7 @@ from unickpt.storage.open import open_storage
 
 CONFIRMED, ON_DISK = (0, 1), (1, 1)  # places on the board: rank, column
 _POLL_S = 0.0003
+_ENDS_S = 150.0  # several waits of 20 s, for a rank and for a keeper, may follow each other
 _STAGE_S = 4.0  # a stage that does not come in this time is not waited for
 
 
@@ -243,7 +244,7 @@ def kill(job: Running, victims: Sequence[int], chance: random.Random) -> list[st
     for rank, child in enumerate(job.children):
         if rank in early:
             continue
-        status = ranks.ended(child)
+        status = ranks.ended(child, timeout_s=_ENDS_S)
         if rank not in victims and status != 0:
             problems.append(f"rank {rank} ended with {status} after ranks {list(victims)} were killed")
     ranks.kill(job.store)
