@@ -65,13 +65,13 @@ def newer_in_memory(
         CoordinationError: a rank did not arrive in time.
     """
     load = tier.look(run, meet)
-    told: Message | None = None
+    of_rank_0: Message | None = None
     if meet.rank == 0:
         if load.problems:
             make_visible()
             logger.warning("unickpt: in the memory of the hosts: %s", "; ".join(load.problems))
-        told = {"step": _step_of(disk, disk_step)}
-    on_disk = meet.broadcast("step-on-disk", told)["step"]
+        of_rank_0 = {"step": _step_of(disk, disk_step)}
+    on_disk = meet.broadcast("step-on-disk", of_rank_0)["step"]
     for found in load.found:
         if found.step <= on_disk:
             break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +127,18 @@ def request(folder: str, step: int, rank: int, world: int) -> SaveRequest:
     shards = shards_of_flat_range(INFO, lo, hi, values(step)[lo:hi].clone())
     made = Contribution(shards, step, WRITER, tensors=[INFO], rank_objects={"rank": rank}, objects={"step": step})
     return SaveRequest(lambda _: made, folder, f"step{step}", True)
+
+
+def jobs_in(folder: Path) -> Iterator[Callable[..., Job]]:
+    """Give a function that starts a job in a folder and ends the one before it. For a fixture."""
+    started: list[Job] = []
+
+    def start(hosts: Sequence[int] = HOSTS, **options: Any) -> Job:
+        for before in started:
+            before.end()
+        started.append(Job(folder, hosts, **options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ pytest.importorskip("deepspeed")
 
 from ds_unickpt import trainer_memory, trainer_resume
 from ds_unickpt.trainer_memory import FILES, STATE, Files
-from tests.support.memory_jobs import HOSTS, Job, request
+from tests.support.memory_jobs import Job, jobs_in, request
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import CorruptCheckpointError, FormatError
 from unickpt.memory.finding import Found
@@ -28,17 +27,7 @@ CONFIG = b'{"model_type": "llama"}' * 50
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    started: list[Job] = []
-
-    def start(hosts: Sequence[int] = HOSTS, **options: Any) -> Job:
-        for before in started:
-            before.end()
-        started.append(Job(tmp_path, hosts, **options))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.end()
+    yield from jobs_in(tmp_path)
 
 
 def files(step: int, rank: int) -> Files:
