@@ -1,0 +1,29 @@
+"""``unickpt plan``: plans for the next run of a job. Each kind of plan is a subcommand with a module of its own."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+from unickpt.cli.output import Output
+
+# name -> module with ``configure(parser)`` and ``run(args, out)``, and one line of help
+PLANS = {
+    "pipeline": ("unickpt.cli.plan_pipeline", "cut the layers into pipeline stages of even time"),
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommands."""
+    plans = parser.add_subparsers(metavar="PLAN", dest="plan", required=True)
+    for name, (module, help_text) in PLANS.items():
+        found = import_module(module)
+        subparser = plans.add_parser(name, help=help_text, description=f"{help_text[:1].upper()}{help_text[1:]}.")
+        found.configure(subparser)
+        subparser.set_defaults(run_plan=found.run)
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Run the subcommand."""
+    code: int = args.run_plan(args, out)
+    return code

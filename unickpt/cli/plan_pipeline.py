@@ -1,0 +1,115 @@
+"""``unickpt plan pipeline``: cut the layers of a model into pipeline stages, by measured times and memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from unickpt.cli.exit_codes import DAMAGED, SOUND
+from unickpt.cli.output import Output
+from unickpt.errors import ConfigError, FormatError
+from unickpt.plan.layers import MeasuredLayer, layers_of, megatron_arguments, vllm_partition
+from unickpt.plan.partition import Device, Partition, Unmet, plan_stages
+
+JSON_SCHEMA = 1
+BYTES_PER_PARAMETER = 18.0  # bf16 weight, fp32 gradient, fp32 weight and two moments
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("layers", metavar="LAYERS", type=Path, help="JSON file with the times of the layers")
+    parser.add_argument("--stages", type=int, default=0, metavar="N", help="number of stages (default: one for each --device)")
+    parser.add_argument(
+        "--microbatches", type=_positive, default=0, metavar="N", help="microbatches of a step (default: four for each stage)"
+    )
+    parser.add_argument(
+        "--device", type=_device, action="append", default=[], metavar="NAME=SPEED,GB",
+        help="device of the next stage: its speed as a multiple of the measured one, and its memory; once for each stage, or "
+        "once for all with --stages",
+    )  # fmt: skip
+    parser.add_argument("--reorder", action="store_true", help="put unlike devices into the best order")
+    parser.add_argument(
+        "--bytes-per-parameter", type=float, default=BYTES_PER_PARAMETER, metavar="N",
+        help="memory of a parameter with its gradient and optimizer states, on one rank (default: 18)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="the plan as one JSON document")
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
+
+
+def _device(text: str) -> Device:
+    found = re.fullmatch(r"([\w.-]+)=([\d.]+)(?:,([\d.]+))?", text)
+    try:
+        speed, memory = (float(found[2]), float(found[3] or "inf")) if found else (0.0, 0.0)
+    except ValueError:
+        speed = memory = 0.0
+    if found is None or not speed > 0 or not memory > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=SPEED,GB with positive numbers, such as a100=1,80")
+    return Device(found[1], speed, memory * 1e9)
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Plan and print."""
+    layers, devices = _layers(args.layers), _devices(args)
+    microbatches = args.microbatches or 4 * len(devices)
+    found = plan_stages([each.cost(args.bytes_per_parameter) for each in layers], devices, microbatches, reorder=args.reorder)
+    if isinstance(found, Unmet):
+        if args.json:
+            out.json({"schema": JSON_SCHEMA, "unmet": {"binds": found.binds.value, "text": str(found)}})
+        else:
+            out.line(f"no plan: {found}")
+        return DAMAGED
+    if args.json:
+        out.json({"schema": JSON_SCHEMA, "microbatches": microbatches, **_document(found, layers, devices)})
+    else:
+        _tell(found, layers, devices, microbatches, out)
+    return SOUND
+
+
+def _layers(path: Path) -> list[MeasuredLayer]:
+    try:
+        return layers_of(json.loads(path.read_text()), str(path))
+    except (OSError, ValueError) as err:
+        raise FormatError(f"{path}: cannot be read as JSON ({err})") from err
+
+
+def _devices(args: argparse.Namespace) -> list[Device]:
+    given: list[Device] = args.device
+    if not args.stages:
+        if not given:
+            raise ConfigError("name the number of stages with --stages, or each device with --device")
+        return given
+    if args.stages < 1 or len(given) not in (0, 1, args.stages):
+        raise ConfigError(f"{args.stages} stages need one --device for all or one for each, not {len(given)}")
+    return given if len(given) == args.stages else (given or [Device()]) * args.stages
+
+
+def _document(found: Partition, layers: list[MeasuredLayer], devices: list[Device]) -> dict[str, Any]:
+    roles = [each.role for each in layers]
+    return {
+        "step_s": found.step_s, "parts": list(found.bounds), "layers": list(found.counts), "times_s": list(found.times_s),
+        "devices": [devices[kind].name for kind in found.kinds], "megatron_arguments": megatron_arguments(roles, found.bounds),
+        "vllm_environment": {"VLLM_PP_LAYER_PARTITION": vllm_partition(roles, found.bounds)},
+    }  # fmt: skip
+
+
+def _tell(found: Partition, layers: list[MeasuredLayer], devices: list[Device], microbatches: int, out: Output) -> None:
+    document = _document(found, layers, devices)
+    out.line(f"{microbatches} microbatches take about {found.step_s * 1e3:,.2f} ms without communication")
+    rows = [
+        (stage, devices[kind].name, f"{found.bounds[stage]} to {found.bounds[stage + 1] - 1}", f"{seconds * 1e3:,.2f} ms")
+        for stage, (kind, seconds) in enumerate(zip(found.kinds, found.times_s, strict=True))
+    ]
+    out.table("stages", ("stage", "device", "layers", "time of a microbatch"), rows)
+    out.line()
+    out.line(f"Megatron: {shlex.join(document['megatron_arguments'])}")
+    out.line(f"DeepSpeed: parts {document['parts']}")
+    out.line(f"vLLM: VLLM_PP_LAYER_PARTITION={document['vllm_environment']['VLLM_PP_LAYER_PARTITION']}")

@@ -1,0 +1,9 @@
+"""Plans for the next run: partitions of a pipeline, parallel layouts, orders of ranks.
+
+Each module imports only the modules above it in this list:
+
+    partition   the best cut of contiguous layers into stages, for any table of costs; the limit that binds if there is none
+    layers      measured layers; a cut as arguments of Megatron, parts of DeepSpeed, and a variable of vLLM
+
+All modules are pure.
+"""

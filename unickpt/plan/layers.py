@@ -1,0 +1,132 @@
+"""Layers of a model as they were measured, and the cut of a pipeline in the words of each framework."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from statistics import median
+from typing import Any
+
+from unickpt.errors import FormatError
+from unickpt.plan.partition import LayerCost
+
+EMBEDDING, LAYER, LOSS = "embedding", "layer", "loss"
+ROLES = (EMBEDDING, LAYER, LOSS)
+_LETTERS = {EMBEDDING: "E", LAYER: "t", LOSS: "L"}
+_NUMBERS = ("forward_s", "backward_s", "parameters", "activation_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLayer:
+    """One layer of the whole model. Times and sizes are those of one rank.
+
+    Attributes:
+        name: name of the module.
+        role: of ``ROLES``. An embedding is before all layers and the loss, with the output projection, after them.
+        forward_s, backward_s: median time for one microbatch.
+        parameters: number of parameters on a rank.
+        activation_bytes: memory that the layer keeps for each microbatch from its forward to its backward computation.
+    """
+
+    name: str
+    role: str
+    forward_s: float
+    backward_s: float
+    parameters: int = 0
+    activation_bytes: int = 0
+
+    def cost(self, bytes_per_parameter: float) -> LayerCost:
+        """Return the cost for the partition.
+
+        Args:
+            bytes_per_parameter: of weights, gradients and optimizer states of a rank.
+        """
+        return LayerCost(self.forward_s, self.backward_s, self.parameters * bytes_per_parameter, float(self.activation_bytes))
+
+
+def layers_of(document: Any, where: str) -> list[MeasuredLayer]:
+    """Return the layers of a file.
+
+    Args:
+        document: parsed JSON: ``{"layers": [{"name", "role", "forward_s", ...}, ...]}``.
+        where: file, for messages.
+
+    Raises:
+        FormatError: it is not such a document.
+    """
+    rows = document.get("layers") if isinstance(document, dict) else None
+    if not isinstance(rows, list) or not rows:
+        raise FormatError(f'{where}: expected a JSON object with "layers", a list that is not empty')
+    return [_layer(row, f"{where}, layer {at}") for at, row in enumerate(rows)]
+
+
+def _layer(row: Any, where: str) -> MeasuredLayer:
+    if not isinstance(row, dict):
+        raise FormatError(f"{where}: expected an object, found {type(row).__name__}")
+    values = [row.get(name, 0) for name in _NUMBERS]
+    for name, value in zip(_NUMBERS, values, strict=True):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
+            raise FormatError(f"{where}: {name} must be a number from 0, not {value!r}")
+    name, role = row.get("name", ""), row.get("role", LAYER)
+    if not isinstance(name, str) or role not in ROLES:
+        raise FormatError(f"{where}: name must be text and role one of {', '.join(ROLES)}, not {name!r} and {role!r}")
+    return MeasuredLayer(name, role, float(values[0]), float(values[1]), int(values[2]), int(values[3]))
+
+
+def as_text(layers: Iterable[MeasuredLayer]) -> str:
+    """Return the JSON document of ``layers_of``."""
+    rows = [{name: getattr(layer, name) for name in layer.__slots__} for layer in layers]
+    return json.dumps({"schema": 1, "layers": rows}, indent=1)
+
+
+def combined(samples: Mapping[int, Sequence[MeasuredLayer]]) -> list[MeasuredLayer]:
+    """Return the layers of the model from those that several ranks have measured.
+
+    Args:
+        samples: number of the layer in the model -> the same layer on the ranks that have it.
+    """
+    return [_middle(samples[number]) for number in sorted(samples)]
+
+
+def _middle(each: Sequence[MeasuredLayer]) -> MeasuredLayer:
+    first = each[0]
+    return MeasuredLayer(
+        first.name, first.role, median(one.forward_s for one in each), median(one.backward_s for one in each),
+        max(one.parameters for one in each), max(one.activation_bytes for one in each),
+    )  # fmt: skip
+
+
+def megatron_layout(roles: Sequence[str], bounds: Sequence[int]) -> str:
+    """Return the value of ``--pipeline-model-parallel-layout``, such as ``Et*3|t*5L``.
+
+    A model without measured embedding or loss has them in its first and last stage.
+
+    Args:
+        roles: role of each layer.
+        bounds: first layer of each stage, and the number of layers.
+    """
+    stages = [[_LETTERS[role] for role in roles[begin:end]] for begin, end in pairwise(bounds)]
+    if EMBEDDING not in roles:
+        stages[0].insert(0, "E")
+    if LOSS not in roles:
+        stages[-1].append("L")
+    return "|".join("".join(_repeated(letter, len(list(same))) for letter, same in groupby(stage)) for stage in stages)
+
+
+def _repeated(letter: str, count: int) -> str:
+    return letter if count == 1 else f"{letter}*{count}"
+
+
+def megatron_arguments(roles: Sequence[str], bounds: Sequence[int]) -> list[str]:
+    """Return Megatron's arguments for a cut."""
+    return [
+        "--pipeline-model-parallel-size", str(len(bounds) - 1),
+        "--pipeline-model-parallel-layout", megatron_layout(roles, bounds),
+    ]  # fmt: skip
+
+
+def vllm_partition(roles: Sequence[str], bounds: Sequence[int]) -> str:
+    """Return the value of the environment variable ``VLLM_PP_LAYER_PARTITION``: layers of each stage, such as ``3,5``."""
+    return ",".join(str(list(roles[begin:end]).count(LAYER)) for begin, end in pairwise(bounds))
