@@ -14,6 +14,7 @@ from unickpt.convert.deepspeed import universal_writer
 from unickpt.convert.detect import open_source
 from unickpt.convert.huggingface import writer as huggingface_writer
 from unickpt.convert.huggingface.files import configuration
+from unickpt.convert.huggingface.vllm import export_vllm
 from unickpt.convert.lazy_tensor import Files
 from unickpt.convert.megatron import dist_writer
 from unickpt.convert.pipeline import Converted, convert
@@ -21,8 +22,9 @@ from unickpt.convert.torch_dcp import writer as dcp_writer
 from unickpt.errors import ConfigError, CorruptCheckpointError
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.verify import verify_files
+from unickpt.quantise.encoding import Cast
 
-FORMATS = ("hf", "deepspeed-universal", "dcp", "torch-dist")
+FORMATS = ("hf", "vllm", "deepspeed-universal", "dcp", "torch-dist")
 
 
 def convert_checkpoint(
@@ -81,6 +83,7 @@ def export_checkpoint(
     config: str | os.PathLike[str] | None = None,
     dialect: str = "",
     dtype: torch.dtype | None = None,
+    bits: str | os.PathLike[str] = "16",
     shard_bytes: int = 5_000_000_000,
     verify: bool = True,
 ) -> Export:
@@ -94,11 +97,16 @@ def export_checkpoint(
     Args:
         directory: checkpoint directory. A path or a URL.
         output: output directory.
-        to: format: ``hf`` (safetensors for transformers), ``deepspeed-universal``, ``dcp``
-            (``torch.distributed.checkpoint``) or ``torch-dist`` (Megatron).
-        config: folder with the ``config.json`` of a model of the same kind. ``hf`` copies it and the tokenizer files.
+        to: format: ``hf`` (safetensors for transformers), ``vllm`` (the same, rounded to ``bits``), ``deepspeed-universal``,
+            ``dcp`` (``torch.distributed.checkpoint``) or ``torch-dist`` (Megatron).
+        config: folder with the ``config.json`` of a model of the same kind. ``hf`` and ``vllm`` copy it and the tokenizer
+            files.
         dialect: model family, or file of a dialect, if neither checkpoint nor configuration names it.
-        dtype: dtype of all floating-point weights, with ``hf`` only. None: as stored.
+        dtype: dtype of all floating-point weights that are not rounded, with ``hf`` and ``vllm`` only. None: as stored; with
+            ``vllm``, bfloat16 for a model in float32.
+        bits: with ``vllm`` only: bits of the weights of Linear modules, rounded to nearest: ``"4"`` and ``"8"`` in groups of
+            128, ``"4/32"`` in groups of 32, ``"8/channel"`` with one scale for each row, ``"16"``, or a file with the plan of
+            ``unickpt plan bits``.
         shard_bytes: maximum size of a file, in bytes.
         verify: check all checksums of the checkpoint first, which reads all of it.
 
@@ -114,7 +122,9 @@ def export_checkpoint(
     """
     if to not in FORMATS:
         raise ConfigError(f"to={to!r}: expected one of {', '.join(FORMATS)}")
-    if dtype is not None and to != "hf":
+    if bits != "16" and to != "vllm":
+        raise ConfigError(f"bits has no effect with to={to!r}")
+    if dtype is not None and to not in ("hf", "vllm"):
         raise ConfigError(f"dtype has no effect with to={to!r}: masters and optimizer states are exported as stored")
     if to == "dcp" and (config is not None or dialect):
         raise ConfigError("config and dialect have no effect with to='dcp', which keeps all names")
@@ -136,12 +146,12 @@ def export_checkpoint(
     if to == "dcp":
         dcp = dcp_writer.export_dcp(checkpoint, folder, shard_bytes=shard_bytes)
         return Export(folder, dcp.size_bytes, ())
-    written = huggingface_writer.export(
-        checkpoint,
-        folder,
-        config_from=None if config is None else Path(config),
-        dtype=dtype,
-        shard_bytes=shard_bytes,
-    )
-    notes = (f"tied, not written: {', '.join(written.tied)}",) if written.tied else ()
-    return Export(folder, written.size_bytes, notes)
+    config_from = None if config is None else Path(config)
+    if to == "vllm":
+        written = export_vllm(checkpoint, folder, bits=bits, dtype=dtype, config_from=config_from, shard_bytes=shard_bytes)
+    else:
+        written = huggingface_writer.export(
+            checkpoint, folder, config_from=config_from, encoding=Cast(dtype), shard_bytes=shard_bytes
+        )
+    tied = (f"tied, not written: {', '.join(written.tied)}",) if written.tied else ()
+    return Export(folder, written.size_bytes, (*written.notes, *tied))

@@ -13,6 +13,7 @@ from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.progress import progress_bar
 from unickpt.convert.deepspeed import universal_writer
 from unickpt.convert.huggingface.files import CONFIG, configuration
+from unickpt.convert.huggingface.vllm import export_vllm
 from unickpt.convert.huggingface.writer import as_huggingface, check_no_model, export
 from unickpt.convert.megatron import dist_writer
 from unickpt.convert.torch_dcp import writer
@@ -20,9 +21,11 @@ from unickpt.errors import ConfigError, FormatError, UnickptError
 from unickpt.format.dtypes import torch_dtype
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.verify import verify_files
+from unickpt.quantise.encoding import Cast
 from unickpt.storage.base import is_url
 
-HF, UNIVERSAL, DCP, TORCH_DIST = "hf", "deepspeed-universal", "dcp", "torch-dist"
+HF, VLLM, UNIVERSAL, DCP, TORCH_DIST = "hf", "vllm", "deepspeed-universal", "dcp", "torch-dist"
+FOLDERS = (HF, VLLM)  # folders of a model
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _SHOWN = 8  # names in a line
 
@@ -35,16 +38,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("output", metavar="FOLDER", type=_folder, help="output directory")
     parser.add_argument(
-        "--to", choices=(HF, UNIVERSAL, DCP, TORCH_DIST), default=HF,
-        help="hf (default): weights as safetensors, for from_pretrained of transformers. deepspeed-universal: masters and "
+        "--to", choices=(HF, VLLM, UNIVERSAL, DCP, TORCH_DIST), default=HF,
+        help="hf (default): weights as safetensors, for from_pretrained of transformers. vllm: the same for vLLM, rounded to "
+        "--bits. deepspeed-universal: masters and "
         'optimizer states, for DeepSpeed with "checkpoint": {"load_universal": true}. dcp: weights and optimizer states under '
         "their own names, for torch.distributed.checkpoint. torch-dist: the same for Megatron with --ckpt-format torch_dist, "
         "under any parallel shape",
     )  # fmt: skip
     parser.add_argument(
         "--config", type=Path, metavar="FOLDER",
-        help="folder of a model of the same kind: gives the configuration; --to hf copies config.json and the tokenizer from "
-        "it (default: the folder of the checkpoint or the one above, as in a Trainer run)",
+        help="folder of a model of the same kind: gives the configuration; --to hf and vllm copy config.json and the tokenizer "
+        "from it (default: the folder of the checkpoint or the one above, as in a Trainer run)",
     )  # fmt: skip
     parser.add_argument("--with-code", action="store_true", help="copy *.py from --config, too (custom code of a model)")
     parser.add_argument(
@@ -53,7 +57,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FAMILY",
         help="family of the model, if nothing else tells it, or file of a dialect",
     )
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="dtype of all floating point weights (default: as stored)")
+    parser.add_argument(
+        "--bits", default="", metavar="4|8|16|PLAN.json",
+        help="with vllm: bits of the weights of Linear modules, rounded to nearest in groups of 128. 4/32: in groups of 32. "
+        "8/channel: one scale for each row. A file: the plan of 'unickpt plan bits' (default: 16)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), help="dtype of all floating point weights (default: as stored; with "
+        "vllm: bfloat16 for a model in float32)",
+    )  # fmt: skip
     parser.add_argument(
         "--shard-gigabytes", type=float, default=5.0, metavar="N", help="maximum size of a file, in GB (default: 5)"
     )
@@ -74,7 +86,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Export the checkpoint."""
     _check_options(args)
     directory = locate_checkpoint(args.directory)
-    if args.to == HF:
+    if args.to in FOLDERS:
         check_no_model(args.output)
     checkpoint = Checkpoint.open(directory)
     config = _config_folder(args.config, directory)
@@ -111,10 +123,12 @@ def _folder(text: str) -> Path:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Raise ConfigError for options that do not fit together."""
-    if args.to != HF and args.dtype:
-        raise ConfigError(f"--dtype needs --to {HF}: masters and optimizer states are exported as they are")
-    if args.to != HF and args.with_code:
-        raise ConfigError(f"--with-code needs --to {HF}")
+    if args.to not in FOLDERS and args.dtype:
+        raise ConfigError(f"--dtype needs --to {HF} or {VLLM}: masters and optimizer states are exported as they are")
+    if args.to not in FOLDERS and args.with_code:
+        raise ConfigError(f"--with-code needs --to {HF} or {VLLM}")
+    if args.to != VLLM and args.bits:
+        raise ConfigError(f"--bits needs --to {VLLM}")
     if args.to == DCP and (args.config or args.dialect):
         raise ConfigError(f"--config and --dialect have no effect with --to {DCP}, which keeps all names")
     if args.to != TORCH_DIST and args.expert_parallel:
@@ -164,12 +178,15 @@ def _summary(names: Sequence[str], tensors: int, size_bytes: int, args: argparse
 def _huggingface(checkpoint: Checkpoint, args: argparse.Namespace, config: Path | None, out: Output) -> None:
     dtype = torch_dtype(DTYPES[args.dtype]) if args.dtype else None
     total = sum(info.size_bytes for info in checkpoint.index.tensors if info.state == "weight")
+    common = {"config_from": config, "with_code": args.with_code, "shard_bytes": int(args.shard_gigabytes * 1e9)}
     with progress_bar("export", total) as advance:
-        made = export(
-            checkpoint, args.output, config_from=config, with_code=args.with_code, dtype=dtype,
-            shard_bytes=int(args.shard_gigabytes * 1e9), progress=advance,
-        )  # fmt: skip
+        if args.to == VLLM:
+            made = export_vllm(checkpoint, args.output, bits=args.bits or "16", dtype=dtype, progress=advance, **common)
+        else:
+            made = export(checkpoint, args.output, encoding=Cast(dtype), progress=advance, **common)
     _summary(made.files, made.tensors, made.size_bytes, args, out)
+    for note in made.notes:
+        out.line(note)
     if made.tied:
         out.line(f"tied, left to transformers: {_some(made.tied)}")
     if made.copied:

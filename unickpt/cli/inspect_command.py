@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.checkpoint_folder import latest_tag, read_manifest
-from unickpt.cli import summary
+from unickpt.cli import inspect_rounded, summary
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate
 from unickpt.cli.output import Output, human_bytes
@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "directory", metavar="DIR",
         help="a checkpoint, a save directory (follows 'latest'), or the output directory of a Trainer run; a path or a URL. "
         "A checkpoint in memory: memory://TOKEN/gNUMBER as in the log and in 'unickpt hosts', or its folder in /dev/shm; "
-        "without gNUMBER the newest that can be loaded",
+        "without gNUMBER the newest that can be loaded. Or a model folder with rounded weights ('export --to vllm')",
     )  # fmt: skip
     parser.add_argument(
         "--memory-folder", metavar="DIR", type=Path, default=SHARED_MEMORY,
@@ -59,6 +59,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
     in_memory = generation_named(args.directory, args.memory_folder)
     if in_memory is not None:
         return _show_view(args, out, _View.read(in_memory), pattern, tags=None)
+    rounded = inspect_rounded.model_at(args.directory)
+    if rounded is not None:
+        if args.json:
+            out.json({"schema": JSON_SCHEMA, **inspect_rounded.document(args.directory, rounded, pattern)})
+        else:
+            inspect_rounded.show(out, args.directory, rounded, pattern, show_all=args.all)
+        return SOUND
     directory = open_storage(args.directory).where()
     location = locate(directory)
     tags = None if location.save_directory is None else list_tags(location.save_directory)

@@ -52,7 +52,7 @@ COMMANDS = (
     ),
     _Command(
         "export", "unickpt.cli.export_command",
-        "write a checkpoint for transformers, DeepSpeed (universal), Megatron (torch_dist) or torch.distributed.checkpoint",
+        "write a checkpoint for transformers, vLLM, DeepSpeed (universal), Megatron (torch_dist) or PyTorch (DCP)",
         "FOLDER is not complete; run the same command again",
     ),
     _Command(

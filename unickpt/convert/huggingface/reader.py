@@ -37,7 +37,8 @@ def huggingface(folder: Path, files: Files) -> Source:
 
     Raises:
         NotACheckpointError: the folder has no safetensors files.
-        FormatError: a file is damaged or missing, or two files contain a tensor of the same name.
+        FormatError: a file is damaged or missing, or two files contain a tensor of the same name, or weights
+            are rounded and packed.
     """
     present = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not present:
@@ -47,9 +48,11 @@ def huggingface(folder: Path, files: Files) -> Source:
     seen: dict[str, Path] = {}
     portions = []
     for path in paths:
-        header = _header(path)
+        header = header_of(path)
         parts = []
         for slot in header.slots:
+            if slot.name.endswith(".weight_packed"):
+                raise FormatError(f"{folder}: has rounded weights ({slot.name}); convert the model that it was made from")
             if slot.name in seen:
                 raise FormatError(f"{folder}: tensor {slot.name} is in both {seen[slot.name].name} and {path.name}")
             seen[slot.name] = path
@@ -88,7 +91,13 @@ def _check_whole(folder: Path, paths: Sequence[Path]) -> None:
         raise FormatError(f"{folder}: {reason}: the model is incomplete")
 
 
-def _header(path: Path) -> Header:
+def header_of(path: Path) -> Header:
+    """Return the header of a safetensors file.
+
+    Raises:
+        FormatError: the file has none, or is not a regular file.
+        OSError: the file cannot be read.
+    """
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)

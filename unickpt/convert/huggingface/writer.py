@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from unickpt.dialects.registry import choose
 from unickpt.dialects.translated_checkpoint import HUGGINGFACE, shapes_of, translated
 from unickpt.dialects.translation import counterpart_shapes
 from unickpt.errors import MismatchError
-from unickpt.format.boxes import Box, cut
-from unickpt.format.dtypes import name_of, torch_dtype
+from unickpt.format.boxes import Box
+from unickpt.format.dtypes import itemsize_bytes, torch_dtype
 from unickpt.format.index import TensorInfo
 from unickpt.format.safetensors_header import build_header
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.diff import BLOCK_ELEMENTS
 from unickpt.load.reader import bytes_of
+from unickpt.quantise.encoding import Cast, Encoding, is_float
 
 ADDED_TEMPLATES = "additional_chat_templates"  # folder of a tokenizer's additional chat templates
 # Files of a transformers model besides weights and code. Files that Trainer adds (state, checkpoints) are not listed.
@@ -41,6 +43,7 @@ _MODEL_FILES = (
 _CODE = "*.py"
 _ADAPTER = re.compile(r"(^|\.)lora_|\.modules_to_save\.|^base_model\.model\.")
 _METADATA = {"format": "pt"}  # transformers requires it
+_AS_STORED = Cast()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class ExportedModel:
         copied: names of the configuration and tokenizer files that were copied.
         left: names of files in the configuration folder that were not copied, apart from weights.
         needs_code: whether the configuration names Python code (``auto_map``) that was not copied.
+        notes: what differs from the request, one sentence each.
     """
 
     files: tuple[str, ...]
@@ -66,6 +70,7 @@ class ExportedModel:
     copied: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     needs_code: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def as_huggingface(checkpoint: Checkpoint, *, chosen: str = "", config: Mapping[str, Any] | None = None) -> Checkpoint:
@@ -96,7 +101,7 @@ def as_huggingface(checkpoint: Checkpoint, *, chosen: str = "", config: Mapping[
 
 def export(
     checkpoint: Checkpoint, folder: Path, *, config_from: Path | None = None, with_code: bool = False,
-    dtype: torch.dtype | None = None, shard_bytes: int = 5 << 30, verify: str = "off",
+    encoding: Encoding = _AS_STORED, settings: Mapping[str, Any] | None = None, shard_bytes: int = 5 << 30, verify: str = "off",
     progress: Callable[[int], None] = lambda _: None,
 ) -> ExportedModel:  # fmt: skip
     """Write a folder that ``from_pretrained`` loads.
@@ -110,11 +115,12 @@ def export(
         config_from: folder of a model of the same kind, or None. Its configuration and tokenizer files are copied. ``dtype``
             in the copied ``config.json`` is set to that of the weights, as ``save_pretrained`` does.
         with_code: also copy Python files (models with ``trust_remote_code``).
-        dtype: dtype of all floating point weights; None keeps the stored dtypes.
+        encoding: how tensors are written: as stored, cast, or rounded to few bits.
+        settings: written into the copied ``config.json``, in place of its own.
         shard_bytes: maximum file size in bytes. A single larger tensor gets a file of its own.
         verify: which reads are checked against checksums. Tensors are read block by block, so ``always`` reads a large
             fragment again for each block.
-        progress: called with the number of bytes written.
+        progress: called with the number of bytes read from the checkpoint, in the dtype of the tensors.
 
     Raises:
         MismatchError: the folder contains a model, or the checkpoint has no weights, excluded weights, or peft adapters.
@@ -125,7 +131,7 @@ def export(
     """
     check_no_model(folder)
     checkpoint = in_files(checkpoint)
-    infos = _weights(checkpoint)
+    infos = weights(checkpoint)
     _check_adapters(checkpoint, infos)
     if checkpoint.manifest.excluded:
         some = ", ".join(checkpoint.manifest.excluded[:8])
@@ -134,15 +140,17 @@ def export(
         )
     if not infos:
         raise MismatchError(f"{checkpoint.storage}: the checkpoint has no weights")
-    shards = _sharded(infos, dtype, shard_bytes)
+    shards = _sharded(infos, encoding, shard_bytes)
     names = [SINGLE] if len(shards) == 1 else [
         f"model-{at:05d}-of-{len(shards):05d}.safetensors" for at in range(1, len(shards) + 1)
     ]  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     fresh = [folder / f"{name}.part" for name in names]
     try:
-        sizes = [_write(checkpoint, path, shard, dtype, verify, progress) for path, shard in zip(fresh, shards, strict=True)]
-        copied, left = _copy(config_from, folder, with_code, {_dtype(info, dtype) for info in infos if _is_float(info)})
+        sizes = [_write(checkpoint, path, shard, encoding, verify, progress) for path, shard in zip(fresh, shards, strict=True)]
+        dtypes = {encoding.dtype(info) for info in infos if is_float(info)}
+        copied, left = _copy(config_from, folder, with_code)
+        _adjust(folder, dtypes if copied else set(), settings or {})
         for path, name in zip(fresh, names, strict=True):
             path.replace(folder / name)
     except BaseException:
@@ -150,7 +158,8 @@ def export(
             path.unlink(missing_ok=True)
         raise
     if len(names) > 1:
-        place = {info.name: name for name, shard in zip(names, shards, strict=True) for info in shard}
+        placed = [(info, name) for name, shard in zip(names, shards, strict=True) for info in shard]
+        place = {slot[0]: name for info, name in placed for slot in encoding.slots(info)}
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(place.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
     config = configuration(folder)
@@ -181,7 +190,7 @@ def _check_adapters(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> None
     )
 
 
-def _copy(source: Path | None, folder: Path, with_code: bool, dtypes: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _copy(source: Path | None, folder: Path, with_code: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Copy configuration and tokenizer. Return the names of the files copied, and of those not copied."""
     if source is None or source.resolve() == folder.resolve():
         return (), ()
@@ -196,16 +205,21 @@ def _copy(source: Path | None, folder: Path, with_code: bool, dtypes: set[str]) 
     for path in templates:
         (folder / ADDED_TEMPLATES).mkdir(exist_ok=True)
         shutil.copy(path, folder / ADDED_TEMPLATES / path.name)
-    config = configuration(folder)
-    if len(dtypes) == 1:
-        stored = str(torch_dtype(next(iter(dtypes)))).removeprefix("torch.")
-        other = {key: stored for key in ("dtype", "torch_dtype") if config.get(key, stored) != stored}
-        if other:
-            (folder / CONFIG).write_text(json.dumps({**config, **other}, indent=2) + "\n", encoding="utf-8")
     return (*chosen, *(f"{ADDED_TEMPLATES}/{path.name}" for path in templates)), tuple(n for n in names if n not in chosen)
 
 
-def _weights(checkpoint: Checkpoint) -> list[TensorInfo]:
+def _adjust(folder: Path, dtypes: set[str], settings: Mapping[str, Any]) -> None:
+    """Write settings, and the dtype if all weights have one, into the configuration of a folder; nothing without one."""
+    config = configuration(folder)
+    other = {key: value for key, value in settings.items() if config.get(key) != value} if config else {}
+    if len(dtypes) == 1:
+        stored = str(torch_dtype(next(iter(dtypes)))).removeprefix("torch.")
+        other |= {key: stored for key in ("dtype", "torch_dtype") if config.get(key, stored) != stored}
+    if other:
+        (folder / CONFIG).write_text(json.dumps({**config, **other}, indent=2) + "\n", encoding="utf-8")
+
+
+def weights(checkpoint: Checkpoint) -> list[TensorInfo]:
     """Return the weight of every parameter and buffer, or the master of a parameter without a weight."""
     found: dict[str, TensorInfo] = {}
     for info in checkpoint.index.tensors:
@@ -214,39 +228,41 @@ def _weights(checkpoint: Checkpoint) -> list[TensorInfo]:
     return sorted(found.values(), key=lambda info: info.name)
 
 
-def _is_float(info: TensorInfo) -> bool:
-    return info.dtype.startswith(("F", "BF"))
-
-
-def _dtype(info: TensorInfo, dtype: torch.dtype | None) -> str:
-    return info.dtype if dtype is None or not _is_float(info) else name_of(dtype)
-
-
-def _sharded(infos: Sequence[TensorInfo], dtype: torch.dtype | None, limit: int) -> list[list[TensorInfo]]:
+def _sharded(infos: Sequence[TensorInfo], encoding: Encoding, limit: int) -> list[list[TensorInfo]]:
     shards: list[list[TensorInfo]] = [[]]
     size = 0
     for info in infos:
-        (slot,) = build_header([(info.name, _dtype(info, dtype), info.shape)], {})[1].slots
-        if shards[-1] and size + slot.end_byte > limit:
+        added = build_header(encoding.slots(info), {})[1].slots[-1].end_byte
+        if shards[-1] and size + added > limit:
             shards.append([])
             size = 0
         shards[-1].append(info)
-        size += slot.end_byte
+        size += added
     return shards
 
 
 def _write(
-    checkpoint: Checkpoint, path: Path, infos: Sequence[TensorInfo], dtype: torch.dtype | None, verify: str,
+    checkpoint: Checkpoint, path: Path, infos: Sequence[TensorInfo], encoding: Encoding, verify: str,
     progress: Callable[[int], None],
 ) -> int:  # fmt: skip
-    """Write one file. Return the bytes of its tensors."""
-    text, header = build_header(((info.name, _dtype(info, dtype), info.shape) for info in infos), _METADATA)
+    """Write one file. Return the bytes of its tensors.
+
+    Tensors with the largest elements are the first, so that each one is aligned: readers map files into memory.
+    """
+    slots = sorted((slot for info in infos for slot in encoding.slots(info)), key=lambda slot: -itemsize_bytes(slot[1]))
+    text, header = build_header(slots, _METADATA)
+    begin = {slot.name: header.header_bytes + slot.begin_byte for slot in header.slots}
     with path.open("wb") as file:
         file.write(text)
         for info in infos:
-            for box in cut(Box.whole(info.shape), BLOCK_ELEMENTS) if info.numel else ():
-                data = checkpoint.read_box(info, box, verify=verify)
-                data = data if dtype is None or not data.is_floating_point() else data.to(dtype)
-                file.write(bytes_of(data))
-                progress(data.numel() * data.element_size())
+            at = [begin[name] for name, _, _ in encoding.slots(info)]
+            for slot, data in encoding.data(info, partial(_read, checkpoint, info, verify, progress), BLOCK_ELEMENTS):
+                file.seek(at[slot])
+                at[slot] += file.write(bytes_of(data))
     return header.slots[-1].end_byte
+
+
+def _read(checkpoint: Checkpoint, info: TensorInfo, verify: str, progress: Callable[[int], None], box: Box) -> torch.Tensor:
+    data = checkpoint.read_box(info, box, verify=verify)
+    progress(data.numel() * data.element_size())
+    return data
