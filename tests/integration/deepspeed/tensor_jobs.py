@@ -46,6 +46,8 @@ def build(layout: TensorLayout, *, seed: int, model: nn.Module | None = None, **
             "partition_config": {"use_default_specs": False, "layer_specs": division(layout.vocabulary)},
             **vocabulary,
         })  # fmt: skip
+    if layout.tensor > 1 and layout.stage == 3:  # or the ranks may have different numbers of sub-groups: see the guide
+        cfg["zero_optimization"] = {**cfg["zero_optimization"], "sub_group_size": 10**9}
     torch.manual_seed(seed)
     if model is None:
         early = layout.stage == 3 and layout.precision == "fp32" and seed % 2 == 1
