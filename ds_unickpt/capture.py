@@ -151,7 +151,7 @@ def contribution(
         UnsupportedLayoutError: the job uses a layout that unickpt does not support.
     """
     require_supported(engine)
-    names = ModuleNames.read(engine.module)
+    names = _names(engine)
     parts = partitions.partitions(engine)
     base = internals.base_optimizer(engine)
     placed = partitions.placement(engine)
@@ -189,6 +189,10 @@ def contribution(
     )
 
 
+def _names(engine: Any) -> ModuleNames:
+    return ModuleNames.read(engine.module, tensor_parallel.rank_values(engine))
+
+
 def _part(record: OptimizerRecord | None, names: ModuleNames, placed: Placement) -> OptimizerRecord | None:
     """Return the groups and scalars of the parameters that this rank is the first one to have; None if there are none."""
     if record is None:
@@ -212,7 +216,7 @@ def announcement(engine: Any, options: Options, client_state: Mapping[str, Any])
         found["buffers"] = "".join(fingerprints([buffer for _, buffer in _stored_buffers(engine, options)]))
         parts, base = partitions.partitions(engine), internals.base_optimizer(engine)
         if base is not None and not all(part.replicated for part in parts):
-            found[SCALARS] = RankScalars.of(parts, ModuleNames.read(engine.module), base).fingerprint()
+            found[SCALARS] = RankScalars.of(parts, _names(engine), base).fingerprint()
     return found
 
 
@@ -239,7 +243,7 @@ def _tensor_parallel_replicas(engine: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the weights that all tensor-parallel ranks should hold alike; () under ZeRO-3, where a rank has a part of them."""
     if tensor_parallel.degree(engine) == 1 or engine.zero_optimization_partition_weights():
         return []
-    slices, names = tensor_parallel.slices(engine), ModuleNames.read(engine.module)
+    slices, names = tensor_parallel.slices(engine), _names(engine)
     return [(name, parameter) for name, parameter in names.parameters.items() if slices.of(parameter).replicated]
 
 

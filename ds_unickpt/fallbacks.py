@@ -118,7 +118,7 @@ TENSOR_LAYOUT = Fallback(
 )
 MPU_LAYOUT = Fallback(
     "tensor parallelism through an `mpu`, with a parameter that neither `universal_checkpoint_info` of the model nor "
-    "`tensor_model_parallel` of the parameter describes, or with parameters to average",
+    "`tensor_model_parallel` of the parameter describes",
     "a guess would be a wrong checkpoint; the warning names the parameter",
     megatron_layers.undescribed,
 )

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ds_unickpt.internals import plain
-from ds_unickpt.names import ModuleNames, copied_from, original_of, spelled_plainly
-from ds_unickpt.restore_optimizer import some
+from ds_unickpt.names import ModuleNames, copied_from, of_all_ranks, original_of, spelled_plainly, without_rank
+from ds_unickpt.restore_optimizer import IN_A_MEAN, some
 from ds_unickpt.vocabulary import PaddedRows
 from unickpt.errors import MismatchError
 from unickpt.load.checkpoint import Checkpoint
@@ -24,11 +24,13 @@ class OwnTensor:
         name: stored name.
         shape: shape of the whole tensor.
         trained: the optimizer of this job steps on it.
+        averaged: the tensor-parallel ranks of this job have values of their own.
     """
 
     name: str
     shape: tuple[int, ...]
     trained: bool
+    averaged: bool = False
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Matching:
         missing: names of this rank, or of all ranks if they hold different parameters, that the checkpoint lacks.
         shapes: descriptions of tensors that have another shape in the checkpoint, as for ``missing``.
         other_rows: shape in the checkpoint of each vocabulary that has other padding there, by this job's name.
+        means: names in the checkpoint of the values to average, by this job's name. The first one is that of ``stored``.
         unclaimed: names of the checkpoint that this rank neither uses nor explains, in the order of the checkpoint.
     """
 
@@ -53,6 +56,7 @@ class Matching:
     missing: list[str] = field(default_factory=list)
     shapes: list[str] = field(default_factory=list)
     other_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    means: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unclaimed: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -70,12 +74,12 @@ class Matching:
         aliases = {plain(alias): name for alias, name in manifest.aliases.items()} | manifest.aliases
         own_aliases: dict[str, list[str]] = {}
         for alias, name in self.names.aliases.items():
-            own_aliases.setdefault(name, []).append(alias)
+            own_aliases.setdefault(name, []).append(without_rank(alias))
         spelled = {name: stored for stored, name in spelled_plainly(self.known).items()}
         everything = (*self.known, *aliases)
         misfits = set()
         for tensor in own:
-            candidates = [tensor.name, *own_aliases.get(tensor.name, [])]
+            candidates = [without_rank(tensor.name) if tensor.averaged else tensor.name, *own_aliases.get(tensor.name, [])]
             candidates += [copied_from(c, everything) for c in candidates]
             targets = [spelled.get(aliases.get(c, c), aliases.get(c, c)) for c in candidates]
             source = next((target for target in targets if target in self.known), None)
@@ -84,8 +88,26 @@ class Matching:
             elif self.known[source].shape != tensor.shape and not self._fits(tensor, source):
                 misfits.add(source)
             else:
-                self.stored[tensor.name] = source
-        self._explain({*self.stored.values(), *misfits})
+                self.stored[tensor.name] = self._value(tensor, source)
+        self._explain({*self.stored.values(), *misfits, *(name for names in self.means.values() for name in names)})
+
+    def _value(self, tensor: OwnTensor, source: str) -> str:
+        """Return the name in the checkpoint of this rank's values of a tensor. Notes those of which it takes the mean.
+
+        The rule for parameters to average: each rank takes its own values if the number of tensor-parallel ranks is that of
+        the checkpoint, else the mean, as ``ds_to_universal`` does (``merge_tp_slices``).
+        """
+        values, ranks = of_all_ranks(source, self.known), self.names.averaged
+        if tensor.averaged and len(values) == ranks.ranks:
+            return values[ranks.rank]
+        if len(values) > 1:
+            self.means[tensor.name] = values
+        return source
+
+    def mean_of(self, name: str) -> str:
+        """Return the note of the report about a parameter that takes the mean of several values; '' if it does not."""
+        values = self.means.get(name, ())
+        return f"the mean of the values of {len(values)} tensor-parallel ranks" if values else ""
 
     def _fits(self, tensor: OwnTensor, source: str) -> bool:
         """Whether a tensor of another shape in the checkpoint is a vocabulary with other padding. Notes it, or the misfit."""
@@ -119,7 +141,10 @@ class Matching:
     def _explain(self, used: Collection[str]) -> None:
         """Report the tensors of the checkpoint that this rank does not need. Collect the others."""
         accounted = {entry.name for entry in self.report.entries}
+        averaged = {name for names in self.means.values() for name in names[1:]}
         for name in self.known:
+            if name in averaged:
+                self.report.add(name, "weight", "cast", IN_A_MEAN)
             if name in used or name in accounted:
                 continue
             if plain(name) in self.names.aliases:

@@ -14,10 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.utils import bwc
 
 from ds_unickpt import megatron_deepspeed
-from ds_unickpt.internals import plain
+from ds_unickpt.internals import is_zero3, plain
 from ds_unickpt.slices import Shape, Slice, Slices, local_shape
 from unickpt.convert.deepspeed.patterns import Cut, cut_of
 from unickpt.convert.deepspeed.tensor_parallel import affine_boxes, affine_entry, divided, merged
@@ -81,11 +82,21 @@ def slices(engine: Any) -> Slices:
         return Slices()
     own, info, known = rank(engine), info_of(engine.module), megatron_deepspeed.job_of(engine.module)
     named = [(plain(name), p) for name, p in engine.module.named_parameters()]
-    return Slices({id(p): _slice(name, p, info, known.parts(name) if known else 0, own, world) for name, p in named})
+    data = getattr(engine, "seq_data_parallel_group", None)
+    return Slices({id(p): _slice(name, p, info, known.parts(name) if known else 0, own, world, data) for name, p in named})
 
 
-def _slice(name: str, parameter: torch.nn.Parameter, info: Mapping[str, Any], parts: int, rank: int, world: int) -> Slice:
-    """Return the part of a parameter on this rank. ``parts`` is that of ``MegatronDeepSpeed``: it tells what ``info`` lacks."""
+def _slice(name: str, parameter: Any, info: Mapping[str, Any], parts: int, rank: int, world: int, data: Any) -> Slice:
+    """Return the part of a parameter on this rank.
+
+    Args:
+        name: name of the parameter.
+        parameter: the parameter on this rank.
+        info: ``universal_checkpoint_info``.
+        parts: that of ``MegatronDeepSpeed``. It tells what ``info`` lacks.
+        rank, world: tensor-parallel rank, and number of tensor-parallel ranks.
+        data: data-parallel process group.
+    """
     where, local = f"tensor-parallel rank {rank} of {world}", local_shape(parameter)
     try:
         entry = affine_entry(info, name, where, trusted=True)
@@ -97,7 +108,9 @@ def _slice(name: str, parameter: torch.nn.Parameter, info: Mapping[str, Any], pa
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as err:
         raise FormatError(f"{where}: {INFO} does not describe {name} ({type(err).__name__}: {err})") from err
     if cut.averaged:
-        raise FormatError(f"{where}: {name} is a parameter to average, whose values differ between the ranks")
+        if is_zero3(parameter) and dist.get_world_size(group=parameter.ds_process_group) > dist.get_world_size(group=data):
+            raise FormatError(f"{where}: {name} is a parameter to average, but ZeRO-3 divides it among all ranks")
+        return Slice.whole(local, averaged=True)
     if cut.dim is None:
         return Slice.whole(local, stored=rank == 0)
     return Slice(found.shape, local, found.placed[rank], found.placed[rank])

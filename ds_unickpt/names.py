@@ -7,12 +7,16 @@ stage with the module. They get the number of the stage's first layer that uses 
 
 Every expert-parallel rank counts its experts from 0. In a checkpoint an expert has its number among all experts of its layer:
 ``deepspeed_moe.experts.deepspeed_experts.5.weight``.
+
+A parameter to average (``universal_checkpoint_info``) has values of its own on each tensor-parallel rank. Those of the first
+rank have its name, and those of the others end with the number of the rank: ``3.norm.weight@tp1``.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +24,12 @@ import torch
 from ds_unickpt import internals
 from ds_unickpt.fallbacks import UNKNOWN_BUFFERS
 from ds_unickpt.internals import EXPERTS, ExpertLayer, TiedCopy, plain
-from ds_unickpt.slices import local_shape
+from ds_unickpt.slices import RankValues, local_shape
 
 _TIED = "tied_modules"
 _OF_EXPERT = re.compile(rf"(.*\b{EXPERTS})\.(\d+)(\..+)?")
 _OF_TIED = re.compile(rf"{_TIED}\.([^.@]+)(?:@(\d+))?(\..+)")
+_OF_A_RANK = re.compile(r"(.+)@tp([1-9]\d*)")
 
 
 def spelled_plainly(names: Iterable[str]) -> dict[str, str]:
@@ -99,6 +104,23 @@ def copied_from(name: str, known: Iterable[str]) -> str:
     return next((found[at] for at in sorted(found, reverse=True) if at <= layer), "")
 
 
+def without_rank(name: str) -> str:
+    """Return the stored name of the first tensor-parallel rank's values, of the name of any rank's values."""
+    found = _OF_A_RANK.fullmatch(name)
+    return name if found is None else found[1]
+
+
+def of_all_ranks(name: str, known: Container[str]) -> tuple[str, ...]:
+    """Return the names of a parameter's values by tensor-parallel rank. More than one only for a parameter to average.
+
+    Args:
+        name: name of the first rank's values.
+        known: names in the checkpoint.
+    """
+    others = itertools.takewhile(known.__contains__, (f"{name}@tp{rank}" for rank in itertools.count(1)))
+    return (name, *others)
+
+
 def original_of(name: str) -> str:
     """Return the name on the first stage for a parameter of a copy of a tied module; '' for any other name."""
     found = _OF_TIED.fullmatch(name)
@@ -130,6 +152,7 @@ class ModuleNames:
         own: stored name or alias -> name in the module.
         elsewhere: stored names of tied parameters that an earlier pipeline stage also has, and stores.
         experts: expert layers by name.
+        averaged: the parameters to average.
     """
 
     of: dict[int, str]
@@ -138,12 +161,15 @@ class ModuleNames:
     own: dict[str, str]
     elsewhere: frozenset[str]
     experts: dict[str, ExpertLayer]
+    averaged: RankValues
 
     @classmethod
-    def read(cls, module: torch.nn.Module) -> ModuleNames:
+    def read(cls, module: torch.nn.Module, averaged: RankValues | None = None) -> ModuleNames:
+        """Return the names of a module's parameters. Without ``averaged`` they are those of the first tensor-parallel rank."""
+        averaged = averaged or RankValues()
         found = dict(module.named_parameters(remove_duplicate=False))
         spelling = _Spelling.of(module)
-        spelled = {own: spelling.stored(name) for own, name in spelled_plainly(found).items()}
+        spelled = {own: averaged.stored(spelling.stored(name), found[own]) for own, name in spelled_plainly(found).items()}
         of: dict[int, str] = {}
         parameters: dict[str, torch.nn.Parameter] = {}
         aliases: dict[str, str] = {}
@@ -158,8 +184,9 @@ class ModuleNames:
         for prefix, layer in _layer_prefixes(module):
             under = {f"{layer}{name[len(prefix) :]}": to for name, to in stored.items() if name.startswith(f"{prefix}.")}
             aliases |= {alias: to for alias, to in under.items() if alias not in stored}
-        elsewhere = frozenset(f"{_TIED}.{copy.key}.{name}" for copy in spelling.copies for name in copy.shared)
-        return cls(of, parameters, aliases, {name: own for own, name in spelled.items()}, elsewhere, spelling.experts)
+        shared = frozenset(f"{_TIED}.{copy.key}.{name}" for copy in spelling.copies for name in copy.shared)
+        elsewhere = frozenset(name for name in spelled.values() if without_rank(name) in shared)
+        return cls(of, parameters, aliases, {name: own for own, name in spelled.items()}, elsewhere, spelling.experts, averaged)
 
     def name(self, parameter: torch.nn.Parameter) -> str:
         """Return the stored name of a parameter. Raises UnsupportedLayoutError if the module does not have the parameter."""
@@ -170,8 +197,9 @@ class ModuleNames:
             raise UNKNOWN_BUFFERS.error(f"the optimizer holds a parameter of shape {shape} that the module lacks") from None
 
     def holders(self, name: str) -> tuple[int, ...] | None:
-        """Return the global ranks that have an expert, by the stored name of something in it; None outside of experts."""
-        return holders(name, self.experts)
+        """Return the global ranks that have a tensor, by its stored name; None if all ranks of the pipeline stage have it."""
+        own = self.averaged.rank and name in self.parameters and id(self.parameters[name]) in self.averaged.parameters
+        return self.averaged.holders if own else holders(name, self.experts)
 
 
 def buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:

@@ -383,6 +383,7 @@ def placement(engine: Any) -> Placement:
     rank, world = int(engine.global_rank), int(engine.world_size)
     ranks = tuple(range(world)) if stage is None else stage.ranks
     same = set(ranks).intersection(*(layer.ranks for layer in internals.expert_layers(engine.module)))
+    same &= set(tensor_parallel.rank_values(engine).holders or same)
     tensors = tensor_parallel.degree(engine)
     copies = len(data) < len(ranks) // tensors and not engine.zero_optimization_partition_weights()
     number, stages = (0, 1) if stage is None else (stage.number, stage.count)

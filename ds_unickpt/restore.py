@@ -22,7 +22,7 @@ from ds_unickpt.matching import Matching, OwnTensor
 from ds_unickpt.names import ModuleNames, buffers, volatile_names
 from ds_unickpt.partitions import HeldParameter, Partition
 from ds_unickpt.placement import Placement
-from ds_unickpt.reads import Reads
+from ds_unickpt.reads import Reads, mean
 from ds_unickpt.restore_objects import LoadArguments, RestoredObjects
 from ds_unickpt.restore_optimizer import RestoredOptimizer
 from ds_unickpt.slices import Place, Slice, places
@@ -74,7 +74,7 @@ class EngineRestore:
 
     def __init__(self, engine: Any, checkpoint: Checkpoint, options: Options, wanted: LoadArguments) -> None:
         self.engine, self.checkpoint, self.options, self.wanted = engine, checkpoint, options, wanted
-        self.names = ModuleNames.read(engine.module)
+        self.names = ModuleNames.read(engine.module, tensor_parallel.rank_values(engine))
         swap_files.release_weights(engine.module)
         self.parts = partitions.partitions(engine)
         self.base = internals.base_optimizer(engine)
@@ -95,7 +95,7 @@ class EngineRestore:
             self.slices = self.slices.fitted(parameter, vocabulary.fitted(self.slices.of(parameter), shape))
         self._elsewhere: frozenset[str] = frozenset()
         self._stored = self.matching.stored
-        self._reads = Reads(checkpoint, self._stored)
+        self._reads = Reads(checkpoint, self._stored, {names[0]: names for names in self.matching.means.values()})
         self._overrides: list[_Override] = []
         self._custom_source: dict[str, torch.Tensor] = {}
         self._offload_again: Callable[[], None] = _nothing
@@ -120,7 +120,8 @@ class EngineRestore:
     def _own_tensors(self) -> Iterator[OwnTensor]:
         optimized = {id(p) for part in self.parts for p in part.parameters}
         for name, parameter in self.names.parameters.items():
-            yield OwnTensor(name, self.slices.of(parameter).shape, id(parameter) in optimized)
+            part = self.slices.of(parameter)
+            yield OwnTensor(name, part.shape, id(parameter) in optimized, part.averaged)
         for name, buffer, persistent in buffers(self.engine.module):
             if persistent or self._restores_buffer(name, buffer):
                 yield OwnTensor(name, tuple(buffer.shape), trained=False)
@@ -176,6 +177,11 @@ class EngineRestore:
                 self._reads.fill(source[0], part_of, piece.lo, piece.hi, flat.narrow(0, piece.at, piece.hi - piece.lo))
 
     def _account_trained(self, name: str, parameter: torch.nn.Parameter, info: TensorInfo, master: str) -> None:
+        mean = self.matching.mean_of(name)
+        if mean:
+            self.report.add(name, "master", "cast", mean)
+            self.report.add(name, "weight", "cast", f"{mean} (of the masters)")
+            return
         if info.state == "master" and info.dtype == master:
             self.report.add(name, "master", "restored")
         else:
@@ -227,7 +233,9 @@ class EngineRestore:
         if source is None:
             raise MismatchError(f"{self.checkpoint.storage}: {name} has neither a weight nor a master")
         position, info = source
-        if info.dtype == dtype:
+        if name in self.matching.means:
+            self.report.add(name, "weight", "cast", self.matching.mean_of(name))
+        elif info.dtype == dtype:
             self.report.add(name, "weight", "restored")
         else:
             self.report.add(name, "weight", "cast", f"{info.dtype} {info.state} to {dtype} weight")
@@ -275,14 +283,17 @@ class EngineRestore:
         return {self.names.own.get(name, name): tensor for name, tensor in source.items()}
 
     def _read_part(self, name: str, info: TensorInfo) -> torch.Tensor:
-        """Read this rank's part of a tensor: all of it without tensor parallelism."""
+        """Read this rank's part of a tensor: all of it without tensor parallelism, or the mean of several values."""
         parameter = self.names.parameters.get(name)
         part = Slice.whole(info.shape) if parameter is None else self.slices.of(parameter)
-        found = torch.zeros(part.local, dtype=torch_dtype(info.dtype))
-        for box in part.boxes:
-            if box.whole.numel:
-                found[box.local.slices()] = self.checkpoint.read_box(info, box.whole).view(box.whole.shape)
-        return found
+        values = []
+        for each in self._reads.averaged(info):
+            found = torch.zeros(part.local, dtype=torch_dtype(info.dtype))
+            for box in part.boxes:
+                if box.whole.numel:
+                    found[box.local.slices()] = self.checkpoint.read_box(each, box.whole).view(box.whole.shape)
+            values.append(found)
+        return values[0] if len(values) == 1 else mean(values).to(values[0].dtype)
 
     def _custom_load(self, load: Callable[..., Any]) -> None:
         """Call ``custom_load_fn``, and derive the masters from the weights that it sets."""

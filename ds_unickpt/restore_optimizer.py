@@ -28,6 +28,7 @@ from unickpt.load.report import LoadReport
 
 _FAMILIES = {"adamw": "adam"}
 _DECORATIONS = ("deepspeedcpu", "fused", "zenflow", "cpu")
+IN_A_MEAN = "used in the mean of the tensor-parallel ranks' values"
 _HINT = "load_optimizer_states=False loads the weights alone"
 
 
@@ -163,6 +164,10 @@ class RestoredOptimizer:
         return part.stepped_by or self.base
 
     def _account(self, name: str, state: str, source: tuple[int, TensorInfo] | None, dtype: str) -> None:
+        values = self.reads.means.get(self.reads.stored.get(name, ""), ())
+        if source is not None and values:
+            self.report.add(name, state, "cast", f"the mean of the values of {len(values)} tensor-parallel ranks")
+            return
         if source is None:
             if name in self.reads.stored:
                 self.report.add(name, state, "re-seeded", "no state when it was saved: zeros")
@@ -186,11 +191,14 @@ class RestoredOptimizer:
             reason = "this job has no optimizer"
         else:
             reason = "this job does not train it"
+        averaged = {value for values in self.reads.means.values() for value in values}
         for info in self.checkpoint.index.tensors:
             if info.kind != "optimizer" or (back.get(info.name, info.name), info.state) in known:
                 continue
             if wanted and info.name in elsewhere:
                 self.report.add(info.name, info.state, "on other ranks")
+            elif wanted and self.base is not None and info.name in averaged:
+                self.report.add(info.name, info.state, "cast", IN_A_MEAN)
             else:
                 self.report.add(back.get(info.name, info.name), info.state, "left out", reason)
 

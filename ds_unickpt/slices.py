@@ -31,19 +31,22 @@ class Slice:
         local: shape of the tensor on this rank.
         boxes: boxes of the tensor with their global positions. They cover it exactly once, except as in ``complete``.
         own: the boxes that no tensor-parallel rank before this one has. This rank stores them.
+        averaged: every tensor-parallel rank has the whole parameter with values of its own. Each stores it under a name of its
+            own. A load on another number of ranks takes the mean.
     """
 
     shape: Shape
     local: Shape
     boxes: tuple[PlacedBox, ...]
     own: tuple[PlacedBox, ...]
+    averaged: bool = False
 
     @classmethod
-    def whole(cls, shape: Shape, *, stored: bool = True) -> Slice:
+    def whole(cls, shape: Shape, *, stored: bool = True, averaged: bool = False) -> Slice:
         """Return the slice of a parameter that every rank has in full. ``stored``: this rank stores it."""
         box = Box.whole(shape)
         boxes = (PlacedBox(box, box),)
-        return cls(shape, shape, boxes, boxes if stored else ())
+        return cls(shape, shape, boxes, boxes if stored else (), averaged)
 
     @property
     def complete(self) -> bool:
@@ -52,8 +55,8 @@ class Slice:
 
     @property
     def replicated(self) -> bool:
-        """Whether every tensor-parallel rank has the whole parameter."""
-        return self.local == self.shape and len(self.boxes) == 1
+        """Whether every tensor-parallel rank has the whole parameter with the same values."""
+        return self.local == self.shape and len(self.boxes) == 1 and not self.averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,26 @@ class Slices:
     def fitted(self, parameter: torch.nn.Parameter, part: Slice) -> Slices:
         """Return the slices with another one for a parameter."""
         return Slices({**self.known, id(parameter): part})
+
+
+@dataclass(frozen=True, slots=True)
+class RankValues:
+    """The parameters to average of a tensor-parallel rank, which has values of its own of them.
+
+    Attributes:
+        parameters: their ids.
+        rank, ranks: tensor-parallel rank, and number of tensor-parallel ranks.
+        holders: global ranks that have the same values, ascending.
+    """
+
+    parameters: frozenset[int] = frozenset()
+    rank: int = 0
+    ranks: int = 1
+    holders: tuple[int, ...] = ()
+
+    def stored(self, name: str, parameter: torch.nn.Parameter) -> str:
+        """Return the stored name of this rank's values of a parameter."""
+        return f"{name}@tp{self.rank}" if self.rank and id(parameter) in self.parameters else name
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed import get_process_group_ranks
+
 from ds_unickpt import autotp, megatron_layers
-from ds_unickpt.slices import Slices
+from ds_unickpt.slices import RankValues, Slices
 
 
 def degree(engine: Any) -> int:
@@ -25,3 +27,16 @@ def slices(engine: Any) -> Slices:
         FormatError: the description of a parameter is missing or does not fit. The message names the parameter.
     """
     return autotp.slices(engine) if autotp.degree(engine) > 1 else megatron_layers.slices(engine)
+
+
+def rank_values(engine: Any) -> RankValues:
+    """Return the parameters of which the tensor-parallel ranks have values of their own. Calls no collective.
+
+    Raises:
+        FormatError: as ``slices``.
+    """
+    averaged = frozenset(key for key, part in slices(engine).known.items() if part.averaged)
+    if not averaged:
+        return RankValues()
+    ranks = tuple(sorted(get_process_group_ranks(engine.seq_data_parallel_group)))
+    return RankValues(averaged, rank(engine), degree(engine), ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tests.integration.deepspeed.parallel_jobs import MICRO, STATES, engine_of, 
 from tests.integration.deepspeed.truth import Truth, consolidated
 
 LAYOUT = MegatronLayout
+AVERAGED, WHOLE = "parameter_to_average_patterns", "tp_replicated_parameter_patterns"
 LAST = 5  # number of the head, which uses the tied module again
 train = parallel_jobs.train
 
@@ -100,6 +102,9 @@ def truth_of(engine: Any) -> Truth:
     rank = 0 if mpu is None else int(mpu.get_tensor_model_parallel_rank())
     everyone = of_all_ranks((rank, own))
     ranks = [merged([state for at, state in everyone if at == rank]) for rank in sorted({at for at, _ in everyone})]
+    for at, state in enumerate(ranks):
+        for key in [key for key in state if _averaged(key) and at]:
+            state[f"{key}@tp{at}"] = state.pop(key)
     whole = merged([{key: value for key, value in state.items() if not _cut(key)} for state in ranks])
     for key in ranks[0]:
         if _cut(key):
@@ -114,12 +119,43 @@ def _cut(key: str) -> Any:
     return next((cut for name, cut in CUTS.items() if key.endswith(f".{name}")), None)
 
 
+def _averaged(key: str) -> bool:
+    """Whether the tensor-parallel ranks have values of their own of a tensor."""
+    name = key.partition("/")[2]
+    return any(re.fullmatch(pattern, name) for pattern in INFO.get(AVERAGED, ()))
+
+
+def let_ranks_differ(engine: Any) -> Any:
+    """Give the parameters to average another gradient on each tensor-parallel rank."""
+    rank = int(engine.mpu.get_tensor_model_parallel_rank()) if getattr(engine, "mpu", None) is not None else 0
+    for name, parameter in engine.module.named_parameters():
+        if _averaged(f"weight/{name}"):
+            parameter.register_hook(lambda gradient: gradient * (1 + rank) + rank * 0.01)
+    return engine
+
+
+def _means(truth: Truth, found: Truth) -> Truth:
+    """Return the values to expect of parameters to average: the ranks' own, or with other ranks their mean."""
+    expected = {key: value for key, value in truth.items() if "@tp" not in key}
+    for key in [key for key in expected if _averaged(key)]:
+        states = [f"{state}/{key.partition('/')[2]}" for state in (key.partition("/")[0], "master")]
+        known = [[truth[k] for k in (f"{state}@tp{at}" if at else state for at in range(9)) if k in truth] for state in states]
+        targets = [k for k in (f"{key}@tp{at}" if at else key for at in range(9)) if k in found]
+        values = known[0]
+        if len(targets) != len(values) and len(values) > 1:  # a weight is the cast of the mean master
+            mean = sum(known[1 if key.startswith("weight/") else 0]) / len(values)
+            values = [mean.to(truth[key].dtype)]
+        expected |= dict(zip(targets, values if len(values) == len(targets) else values * len(targets), strict=True))
+    return expected
+
+
 def common(truth: Truth, found: Truth) -> tuple[Truth, Truth]:
     """Return what a source and a target have in common.
 
     A stage's own copy of a tied parameter exists only with several stages: without one in the checkpoint it has the original's
     value. Both may pad the vocabulary differently: rows that the source lacks are zeros.
     """
+    truth = _means(truth, found)
     expected = {key: value for key, value in truth.items() if "@" not in key or key in found}
     for key in found.keys() - expected.keys():
         if "@" in key:

@@ -47,3 +47,11 @@ CHOSEN = [
 def pairs() -> list[tuple[MegatronLayout, MegatronLayout]]:
     """Return the (source, target) pairs to load: each layout into the next one, and one into itself."""
     return [(CHOSEN[0], CHOSEN[0]), *((source, CHOSEN[(at + 1) % len(CHOSEN)]) for at, source in enumerate(CHOSEN))]
+
+
+AVERAGED = [*CHOSEN, MegatronLayout(2, 0, 2, 3), MegatronLayout(2, 0, 1, 1, "bf16o"), MegatronLayout(4, 0, 1, 1, "bf16")]
+
+
+def averaged_pairs() -> list[tuple[MegatronLayout, MegatronLayout]]:
+    """Return the pairs to load with parameters to average: each layout into each."""
+    return [(source, target) for source in AVERAGED for target in AVERAGED]

@@ -12,8 +12,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from tests.integration.deepspeed.averaged_jobs import norms_to_average
 from tests.integration.deepspeed.logs import Log
-from tests.integration.deepspeed.megatron_jobs import INFO, build, common, scramble, train, truth_of
+from tests.integration.deepspeed.megatron_jobs import INFO, build, common, let_ranks_differ, scramble, train, truth_of
 from tests.integration.deepspeed.megatron_names import MegatronLayout
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import Truth, differences
@@ -43,7 +44,19 @@ def _assert_resumes(folder: Path, layout: MegatronLayout, truth: Truth, tag: str
 
 @scenario(4)
 def every_part_of_a_pipeline_is_stored_once_under_its_global_shape(folder: Path) -> None:
-    truth = _saved(folder, MegatronLayout(2, 2, 1, 1))
+    """The norms are parameters to average, of which each tensor-parallel rank stores its own values."""
+    with norms_to_average():
+        _assert_stores_each_part_once(folder)
+
+
+def _assert_stores_each_part_once(folder: Path) -> None:
+    engine = let_ranks_differ(build(MegatronLayout(2, 2, 1, 1), seed=1))
+    train(engine, 2)
+    assert engine.save_checkpoint(str(folder)) is True
+    truth = truth_of(engine)
+    apart = [key for key in truth if key.endswith("@tp1")]
+    assert len(apart) == 24
+    assert not any(torch.equal(truth[key], truth[key.removesuffix("@tp1")]) for key in apart if key.startswith("exp_avg"))
     saved = Checkpoint.open(folder / "global_step2")
     assert saved.manifest.notes == ()
     topology = saved.manifest.writer.topology
@@ -55,6 +68,9 @@ def every_part_of_a_pipeline_is_stored_once_under_its_global_shape(folder: Path)
                 f"buffer/{info.name}"))), info  # fmt: skip
     if dist.get_rank() == 0:
         assert main(["verify", str(folder / "global_step2")]) == 0
+    engine.load_checkpoint(str(folder))
+    assert differences(*common(truth, truth_of(engine))) == [], "each rank has its own values again"
+    _assert_resumes(folder, MegatronLayout(1, 2, 2, 1), truth)
 
 
 @scenario(4)

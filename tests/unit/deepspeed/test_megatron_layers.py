@@ -12,6 +12,7 @@ from deepspeed.checkpoint.ds_to_universal import merge_tp_slices
 
 from ds_unickpt import megatron_layers, tensor_parallel
 from ds_unickpt.fallbacks import MPU_LAYOUT
+from ds_unickpt.reads import mean
 from ds_unickpt.slices import Slice
 from ds_unickpt.vocabulary import PaddedRows, fitted
 from unickpt.convert.deepspeed.patterns import Cut, cut_of
@@ -137,7 +138,6 @@ def test_a_stride_divides_equal_sub_parameters() -> None:
         ({"parameter_with_row_parallelism_patterns": ["weight"]}, COLUMN, "divide along dimension 1 weight, but its attr"),
         ({"tp_replicated_parameter_patterns": ["weight"]}, COLUMN, "replicate weight, but its attributes .* divide along dim"),
         ({"vocabulary_parameter_patterns": ["weight"]}, WHOLE, "along dimension 0 weight, but its attributes .* replicate it"),
-        ({"parameter_to_average_patterns": ["weight"]}, {}, "weight is a parameter to average"),
         ({}, {"tensor_model_parallel": True}, "weight has tensor_model_parallel=True with partition_dim -1"),
         ({}, {**COLUMN, "partition_stride": 3}, r"weight of shape \(4, 3\) cannot be divided into 3 equal parts"),
         ({}, {**COLUMN, "partition_dim": 2}, "cannot be concatenated along dimension 2"),
@@ -156,6 +156,15 @@ def test_a_layout_that_is_not_told_is_refused_by_name(info: Any, attributes: dic
     assert MPU_LAYOUT.found is not None
     text = MPU_LAYOUT.found(engine)
     assert text.startswith("a tensor-parallel layout that cannot be read: ")
+
+
+def test_a_parameter_to_average_is_whole_and_of_each_rank(tmp_path: Path) -> None:
+    info = {"parameter_to_average_patterns": ["weight"]}
+    for rank in range(2):
+        found = _slice(torch.zeros(4, 3), rank, 2, info, WHOLE)
+        assert (found.shape, found.boxes, found.averaged, found.replicated) == ((4, 3), found.own, True, False)
+    values = [torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    assert torch.equal(mean(values).flatten(), _merged(tmp_path, info, values).flatten()), "the mean is DeepSpeed's"
 
 
 def test_an_mpu_of_deepspeeds_sequence_parallelism_is_not_tensor_parallel() -> None:

@@ -6,8 +6,18 @@ import pytest
 import torch
 
 from ds_unickpt.internals import ExpertLayer, TiedCopy
-from ds_unickpt.names import ModuleNames, copied_from, expert_name, holders, original_of, stored_name
+from ds_unickpt.names import (
+    ModuleNames,
+    copied_from,
+    expert_name,
+    holders,
+    of_all_ranks,
+    original_of,
+    stored_name,
+    without_rank,
+)
 from ds_unickpt.placement import Placement, Share
+from ds_unickpt.slices import RankValues
 
 
 def placement(rank: int, *, peers: tuple[int, ...], data: tuple[int, ...], world: int = 4) -> Placement:
@@ -136,3 +146,22 @@ def test_a_plain_module_can_name_the_layers_of_its_pipeline() -> None:
         "3.weight": "blocks.1.weight",
         "3.bias": "blocks.1.bias",
     }
+
+
+@pytest.mark.parametrize(("rank", "stored"), [(0, "norm.weight"), (1, "norm.weight@tp1")])
+def test_each_tensor_parallel_rank_has_a_name_for_its_values_of_a_parameter_to_average(rank: int, stored: str) -> None:
+    module = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(3)})
+    weight = module.get_parameter("norm.weight")
+    names = ModuleNames.read(module, RankValues(frozenset({id(weight)}), rank, 2, (rank, rank + 2)))
+    assert list(names.parameters) == [stored, "norm.bias"]
+    assert names.own[stored] == "norm.weight"
+    assert [names.holders(name) for name in names.parameters] == [(1, 3) if rank else None, None]
+    assert list(ModuleNames.read(module).parameters) == ["norm.weight", "norm.bias"]
+
+
+def test_the_values_of_all_tensor_parallel_ranks_are_found_by_name() -> None:
+    known = {"w", "w@tp1", "w@tp2", "w@tp4", "v"}
+    assert of_all_ranks("w", known) == ("w", "w@tp1", "w@tp2")
+    assert of_all_ranks("v", known) == ("v",)
+    names = ("w@tp1", "w", "tied_modules.e@7.w@tp12", "w@tp0")
+    assert [without_rank(name) for name in names] == ["w", "w", "tied_modules.e@7.w", "w@tp0"]
