@@ -17,6 +17,7 @@ needed = {
     "unickpt/py.typed",
     "unickpt/cli/main.py",
     "unickpt/diagnosis/reports/report.html",
+    "unickpt/diagnosis/recording/_fast.abi3.so",
     "unickpt/dialects/data/megatron-core.llama.toml",
     "ds_unickpt/engine.py",
     "megatron_unickpt/hooks.py",

@@ -207,7 +207,7 @@ def _cost_of_a_step(place: Place, folder: str, steps: int, row: Row) -> None:
                 now = time.monotonic_ns()
                 recorder.moment(Op.STEP, last[0], now)
                 last[0] = now
-                recorder.step += 1
+                recorder.state.step += 1
 
             dist.barrier()
             on.append(place.seconds(lambda stepped=stepped: train(stepped)) / steps)

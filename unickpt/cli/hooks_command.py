@@ -80,13 +80,20 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.json:
         documents = {"adapters": [asdict(adapter) for adapter in adapters], "hooks": [_document(status) for status in found]}
         fallbacks = _fallbacks() if adapters[0].state == "imported" else []
-        out.json({"schema": JSON_SCHEMA, **documents, "fallbacks": fallbacks})
+        out.json({"schema": JSON_SCHEMA, **documents, "fallbacks": fallbacks, "recording": _recording()})
     else:
         _show(out, adapters, found)
         if adapters[0].state == "imported":
             cells = [[row["feature"], row["why"]] for row in _fallbacks()]
             out.table(f"jobs that DeepSpeed saves by itself ({len(cells)})", ["the job uses", "why"], cells)
     return 0
+
+
+def _recording() -> str:
+    """Return the language that records usual calls."""
+    from unickpt.diagnosis.recording.fast_path import available  # imports torch
+
+    return "C" if available() else "Python"
 
 
 def _fallbacks() -> list[dict[str, str]]:
@@ -186,6 +193,8 @@ def _show(out: Output, adapters: list[_Adapter], found: list[HookStatus]) -> Non
         version = f" {adapter.framework_version}" if adapter.framework_version else ""
         reason = f": {adapter.reason}" if adapter.reason else ""
         out.line(f"{adapter.framework}{version} ({adapter.adapter}): {adapter.state}{reason}")
+    slower = "" if _recording() == "C" else ": the extension is not installed, a record takes some microseconds"
+    out.line(f"timing records calls in {_recording()}{slower}")
     rows = [
         [s.hook.name, _target(s), str(s.hook.versions), s.fingerprint or "-", s.state + (f": {s.reason}" if s.reason else "")]
         for s in found

@@ -1,6 +1,8 @@
 """Under torchrun: calls through every API of a process group, recorded by unickpt and by torch's flight recorder.
 
-calls_worker DIR        DIR/calls-<rank>.ring, DIR/calls-<rank>.json: the recorder's entries
+calls_worker DIR [python]        DIR/calls-<rank>.ring, DIR/calls-<rank>.json: the recorder's entries
+
+``python``: without the extension in C.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     halves = [dist.new_group(list(range(at, world, 2)), group_desc="every second") for at in range(2)]
-    with CallCounter(folder, "calls"):
+    with CallCounter(folder, "calls", extension="python" not in sys.argv):
         through_python(rank, world, halves[rank % 2])
         through_operators(world)
         with torch.inference_mode():

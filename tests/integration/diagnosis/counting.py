@@ -35,16 +35,22 @@ def flights() -> list[Any]:
 
 
 class CallCounter:
-    """Records in this block, into ``<folder>/<name>-<rank>.ring``, and keeps the flight recorder's entries."""
+    """Records in this block, into ``<folder>/<name>-<rank>.ring``, and keeps the flight recorder's entries.
 
-    def __init__(self, folder: Path, name: str) -> None:
+    ``extension``: with or without the extension in C.
+    """
+
+    def __init__(self, folder: Path, name: str, *, extension: bool = True) -> None:
+        self._extension = extension
         self._stem = folder / f"{name}-{dist.get_rank()}"
 
     def __enter__(self) -> None:
         identity = Identity.here(dist.get_rank(), dist.get_world_size(), "test")
         ring = RingWriter(self._stem.with_suffix(".ring"), identity, capacity=1 << 14)
         self._recorder = CallRecorder(
-            ring, lambda group: {"ranks": dist.get_process_group_ranks(group), "label": group.group_desc}
+            ring,
+            lambda group: {"ranks": dist.get_process_group_ranks(group), "label": group.group_desc},
+            extension=self._extension,
         )
         self._first = len(flights())
         self._hooks = ProcessGroupHooks(self._recorder)

@@ -19,6 +19,7 @@ from tests.integration.diagnosis.calls_worker import LISTED
 from tests.integration.diagnosis.counting import ENVIRONMENT, NAMES, flown, noted
 from tests.integration.diagnosis.flights_worker import BEFORE
 from tests.support.rings import here, put
+from unickpt.diagnosis.recording.fast_path import available
 from unickpt.diagnosis.recording.rank_ranges import members, progressions
 from unickpt.diagnosis.recording.records import DTYPES, FORMAT, ITEMSIZES, RECORD, Flag, Op, Phase
 from unickpt.diagnosis.recording.ring import CLOSED, HEADER_BYTES, TABLE_BYTES, RingContents, RingReader, RingWriter
@@ -27,17 +28,14 @@ from unickpt.format import dtypes
 from unickpt.testing.launch import environment, fork_ranks
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[(2, "python"), (4, "extension")], ids=lambda found: found[1])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[RingContents, list[Any]]]:
     """Of every rank what we have noted, and the flight recorder's entries."""
     folder = tmp_path_factory.mktemp("calls")
-    fork_ranks(
-        request.param,
-        "tests.integration.diagnosis.calls_worker",
-        str(folder),
-        env=ENVIRONMENT,
-    )
-    ranks = range(request.param)
+    count, recorder = request.param
+    assert recorder == "python" or available(), "install with a compiler: pip install --editable ."
+    fork_ranks(count, "tests.integration.diagnosis.calls_worker", str(folder), recorder, env=ENVIRONMENT)
+    ranks = range(count)
     return [
         (RingReader(folder / f"calls-{r}.ring").read(), json.loads((folder / f"calls-{r}.json").read_text())) for r in ranks
     ]

@@ -65,6 +65,8 @@ class NativeOps:
         if self.reducing:
             return
         self.reducing = True
+        if self._recorder is not None:
+            self._recorder.state.blocked += 1  # methods must mark the calls that they have recorded
         self._override("c10d", {name: functools.partial(self._call, describe=describe) for name, describe in _CALLS.items()})
 
     def beside(self, method: Callable[..., Any], group: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -87,6 +89,8 @@ class NativeOps:
 
     def unwatch(self) -> None:
         """Remove all overrides."""
+        if self._recorder is not None and self.reducing:
+            self._recorder.state.blocked -= 1
         self._recorder, self.reducing = None, False
         for library in self._libraries:
             library._destroy()

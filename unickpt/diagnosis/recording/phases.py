@@ -75,12 +75,12 @@ class PhaseHooks:
         if self._step_since:
             self._recorder.moment(Op.STEP, self._step_since, now)
         self._step_since = now
-        self._recorder.step = number
+        self._recorder.state.step = number
         self._recorder.publish()
 
     def phase(self, phase: Phase) -> int:
         """Enter a phase and return the one before."""
-        before, self._recorder.phase = self._recorder.phase, int(phase)
+        before, self._recorder.state.phase = self._recorder.state.phase, int(phase)
         self._recorder.publish()
         return before
 
@@ -98,4 +98,4 @@ class PhaseHooks:
 
     def _optimizer_ends(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._before:
-            self._recorder.phase = self._before.pop()
+            self._recorder.state.phase = self._before.pop()

@@ -2,8 +2,8 @@
 
 Calls reach a process group in three ways. Each is hooked where it costs least:
 
-- Python calls end in a method of ``ProcessGroup``, whichever function they come through. These methods are wrapped (about a
-  microsecond).
+- Python calls end in a method of ``ProcessGroup``, whichever function they come through. These methods are replaced: in C for
+  the usual calls (``fast_path``; below a microsecond), otherwise in Python (some microseconds).
 - Functional collectives, also those of compiled code, are operators ``_c10d_functional::*`` that call the group in C++. These
   operators are overridden (some microseconds, for these calls only).
 - The reducer of ``DistributedDataParallel`` calls the group in C++. The first such module overrides the operators ``c10d::*``.
@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as _functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 
+from unickpt.diagnosis.recording.fast_path import method, wait_method
 from unickpt.diagnosis.recording.native_ops import NativeOps
 from unickpt.diagnosis.recording.recorder import DTYPE_CODES, CallRecorder, Handle
 from unickpt.diagnosis.recording.records import Flag, Op
@@ -66,9 +67,14 @@ class ProcessGroupHooks:
 
     def install(self) -> None:
         """Begin to record."""
+        assert self.recorder is not None
+        state = self.recorder.state
+        state.blocked -= 1
+        state.waits_blocked -= 1
         for name, describe in _METHODS.items():
             if hasattr(_ProcessGroup, name):
-                self._replace(_ProcessGroup, name, self._watched(getattr(_ProcessGroup, name), describe))
+                original = getattr(_ProcessGroup, name)
+                self._replace(_ProcessGroup, name, method(state, name, original, self._watched(original, describe)))
         known = {*_METHODS, *_NO_CALLS}
         unknown = sorted(name for name in vars(_ProcessGroup) if not name.startswith("__") and name not in known)
         if unknown:
@@ -78,7 +84,7 @@ class ProcessGroupHooks:
             )  # fmt: skip
         self._replace(_ProcessGroup, "_start_coalescing", self._starts_coalescing(_ProcessGroup._start_coalescing))
         self._replace(_ProcessGroup, "_end_coalescing", self._ends_coalescing(_ProcessGroup._end_coalescing))
-        self._replace(_Work, "wait", self._waits(_Work.wait))
+        self._replace(_Work, "wait", wait_method(state, _Work.wait, self._waits(_Work.wait)))
         self._replace(DistributedDataParallel, "__init__", self._reduces(DistributedDataParallel.__init__))
         self._native.watch_functional()
         wait_tensor = self._native.waiting(_functional_collectives.wait_tensor)
@@ -86,6 +92,9 @@ class ProcessGroupHooks:
 
     def uninstall(self) -> None:
         """Restore torch's own methods."""
+        if self.recorder is not None:  # for methods that a caller has kept
+            self.recorder.state.blocked += 1
+            self.recorder.state.waits_blocked += 1
         self.recorder = None
         for (owner, name), original in self._originals.items():
             setattr(owner, name, original)
@@ -94,13 +103,14 @@ class ProcessGroupHooks:
 
     def _replace(self, owner: Any, name: str, function: Any) -> None:
         self._originals[owner, name] = vars(owner)[name]  # the raw attribute: getattr would bind it
-        function.__name__, function.__doc__ = name, getattr(owner, name).__doc__
+        function.__name__, function.__qualname__ = name, f"{owner.__name__}.{name}"  # DeepSpeed names ranges by them
+        function.__module__, function.__doc__ = getattr(owner, "__module__", owner.__name__), getattr(owner, name).__doc__
         setattr(owner, name, function)
 
     def _watched(self, original: Callable[..., Any], describe: Callable[..., CallFields]) -> Callable[..., Any]:
         hooks, native, thread = self, self._native, self._thread
 
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
             recorder = hooks.recorder
             if recorder is None:
                 return original(self, *args, **kwargs)
@@ -124,32 +134,36 @@ class ProcessGroupHooks:
                 coalesced.append(number)
             return work
 
-        return method
+        return replaced
 
     def _starts_coalescing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         hooks, thread = self, self._thread
 
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
             if thread.coalesced is None:
                 hooks._coalescing += 1
+                if hooks.recorder is not None:
+                    hooks.recorder.state.blocked += 1
             thread.coalesced = []
             return original(self, *args, **kwargs)
 
-        return method
+        return replaced
 
     def _ends_coalescing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         hooks, thread = self, self._thread
 
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
             numbers, thread.coalesced = thread.coalesced, None
             if numbers is not None:
                 hooks._coalescing -= 1
+                if hooks.recorder is not None:
+                    hooks.recorder.state.blocked -= 1
             work = original(self, *args, **kwargs)
             if hooks.recorder is not None and numbers:
                 hooks.recorder.issued(hooks.recorder.together(numbers), work, _ASYNC | _COALESCED)
             return work
 
-        return method
+        return replaced
 
     def _waits(self, original: Callable[..., Any]) -> Callable[..., Any]:
         hooks = self

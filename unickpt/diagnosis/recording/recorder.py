@@ -17,6 +17,7 @@ import torch
 from unickpt.diagnosis.recording import flight_recorder
 from unickpt.diagnosis.recording.device_events import EventSource
 from unickpt.diagnosis.recording.device_timer import DeviceCall, DeviceTimer
+from unickpt.diagnosis.recording.fast_path import state_of
 from unickpt.diagnosis.recording.rank_ranges import progressions
 from unickpt.diagnosis.recording.records import DTYPES, END_OFFSET, RECORD, Flag, Op, Phase
 from unickpt.diagnosis.recording.ring import CLOSED, RingWriter
@@ -79,15 +80,20 @@ class CallRecorder:
         ring: ring to write to.
         describe: returns the table's entry for a process group, with at least ``ranks``.
         events: events that time calls on a device; None: these calls are recorded without times.
+        extension: record usual calls in C if the extension is installed.
 
     Attributes:
-        step: training step, set by the adapter.
-        phase: training phase. A backward pass is detected if the phase is unknown.
+        state: numbers, step and phase, which the extension shares. A backward pass is detected if the phase is unknown.
     """
 
     def __init__(
-        self, ring: RingWriter, describe: Callable[[Any], dict[str, Any]], events: EventSource | None = None
-    ) -> None:  # fmt: skip
+        self,
+        ring: RingWriter,
+        describe: Callable[[Any], dict[str, Any]],
+        events: EventSource | None = None,
+        *,
+        extension: bool = True,
+    ) -> None:
         self.ring, self._describe = ring, describe
         self._device = None if events is None else DeviceTimer(events, self)
         self._rank = ring.identity.rank
@@ -97,13 +103,11 @@ class CallRecorder:
             ring.first_byte,
             ring.capacity,
         )
-        self.step, self.phase = 0, int(Phase.UNKNOWN)
-        self._numbers = itertools.count(1)
-        self._last = 0
+        self.state = state_of(ring, DTYPE_CODES, extension=extension)
+        self.state.blocked, self.state.waits_blocked = 1, 1 + (self._device is not None)  # ``ProcessGroupHooks`` take 1 off
         self._communicators: dict[str, Communicator] = {}
         self._of_group: dict[int, Communicator] = {}  # by id, while the group lives
         self._lock = threading.Lock()
-        self._pending: dict[int, tuple[Any, int | tuple[int, ...], int]] = {}  # id of the work -> it, its records, their flags
         self._errors = 0
         self._quiet = (0, 0)  # newest record, and time of the next look at the device
         self._waiting = 0  # record of the call that this rank waits in on the device
@@ -118,9 +122,15 @@ class CallRecorder:
             found = self._communicators.get(name)
             if found is None:
                 found = self._communicators[name] = self._list(group, name)
-            weakref.finalize(group, self._of_group.pop, id(group), None).atexit = False
+            weakref.finalize(group, self._forget_group, id(group)).atexit = False
             self._of_group[id(group)] = found
+            if not found.on_device:
+                self.state.groups[id(group)] = found.number, found.sequence, found.ranks, found.pair
         return found
+
+    def _forget_group(self, key: int) -> None:
+        self._of_group.pop(key, None)
+        self.state.groups.pop(key, None)
 
     def _list(self, group: Any, name: str) -> Communicator:
         entry = self._describe(group)
@@ -153,10 +163,11 @@ class CallRecorder:
             seq = next(communicator.sequence)
         else:
             seq = next(communicator.pair(self._rank, peer) if op == _SEND else communicator.pair(peer, self._rank))
-        phase = self.phase
+        state = self.state
+        phase = state.phase
         if phase <= 1 and _in_backward() != -1:
             phase = 2
-        number = self._last = next(self._numbers)
+        number = state.next()
         now = _now()
         wait = 0 if flags & _ASYNC or communicator.on_device else now
         if communicator.timed:
@@ -164,7 +175,7 @@ class CallRecorder:
         at = self._first + (number - 1) % self._capacity * _RECORD_BYTES
         self._pack(
             self._map, at, number, now, 0, wait, 0, seq, elements_in, elements_out, communicator.number, op, dtype,
-            flags | more, phase, 0, peer, tag, self.step, shape, number,
+            flags | more, phase, 0, peer, tag, state.step, shape, number,
         )  # fmt: skip
         if communicator.on_device:
             communicator.given.append(number)
@@ -186,7 +197,7 @@ class CallRecorder:
             return
         now = _now()
         for number in (numbers,) if type(numbers) is int else numbers:  # type: ignore[union-attr]
-            if number > self._last - self._capacity:
+            if number > self.state.last - self._capacity:
                 _pack_end(self._map, self._first + (number - 1) % self._capacity * _RECORD_BYTES + END_OFFSET, now)
 
     def issued(self, numbers: Handle | tuple[int, ...], work: Any, flags: int) -> None:
@@ -197,7 +208,7 @@ class CallRecorder:
         elif work is None:
             self.end(numbers)
         else:
-            self._pending[id(work)] = (work, numbers, flags)
+            self.state.pending[id(work)] = (work, numbers, flags)
 
     def waits(self, work: Any) -> Handle | tuple[int, ...]:
         """Record that the host or the current stream begins to wait for work.
@@ -205,7 +216,7 @@ class CallRecorder:
         Returns:
             Its calls, which the caller ends; 0 for none. A synchronous call is waited for from its beginning.
         """
-        found = self._pending.pop(id(work), None)
+        found = self.state.pending.pop(id(work), None)
         if found is None:
             return 0 if self._device is None else self._device.waits(work) or 0
         _, numbers, flags = found
@@ -226,7 +237,7 @@ class CallRecorder:
             return
         now = _now()
         for number in (numbers,) if isinstance(numbers, int) else numbers:
-            if number > self._last - self._capacity:
+            if number > self.state.last - self._capacity:
                 self.ring.wait(number, now)
 
     def failed(self, numbers: Handle | tuple[int, ...]) -> None:
@@ -236,20 +247,21 @@ class CallRecorder:
                 self._device.drop(numbers)
             numbers = numbers.numbers
         for number in (numbers,) if isinstance(numbers, int) else numbers:
-            if number > self._last - self._capacity:
+            if number > self.state.last - self._capacity:
                 self.ring.flag(number, int(Flag.FAILED))
 
     def moment(self, op: Op, begin_ns: int, end_ns: int) -> None:
         """Record an event that is over: a step, a pause, a wait for data."""
-        number = self._last = next(self._numbers)
-        self.ring.put(number, begin_ns, 0, begin_ns, end_ns, 0, 0, 0, 0, int(op), 0, 0, self.phase, 0, -1, 0, self.step, 0)
+        number = self.state.next()
+        self.ring.put(
+            number, begin_ns, 0, begin_ns, end_ns, 0, 0, 0, 0, int(op), 0, 0, self.state.phase, 0, -1, 0, self.state.step, 0
+        )
         if op is Op.STEP and self._device is not None:
             self._device.step(number)
 
     def checkpoint_io(self, time: IoTime) -> None:
         """Record a phase of a save or load that is over. Any thread may call this."""
-        number = next(self._numbers)
-        self._last = max(number, self._last)
+        number = self.state.next()
         flags, op = _ASYNC if time.background else 0, int(Op[time.phase.value.upper()])
         self.ring.put(
             number, time.begin_ns, 0, 0, time.end_ns, 0, time.size_bytes, 0, 0, op, _BYTES, flags, int(Phase.CHECKPOINT), 0,
@@ -258,12 +270,12 @@ class CallRecorder:
 
     def device_call(self, number: int, start_ns: int, wait_ns: int, end_ns: int) -> None:
         """Write the times of a call on its device."""
-        if number > self._last - self._capacity:
+        if number > self.state.last - self._capacity:
             self.ring.device_call(number, start_ns, wait_ns, end_ns)
 
     def device_step(self, number: int, begin_ns: int, end_ns: int) -> None:
         """Write the times of a step on the device."""
-        if number > self._last - self._capacity:
+        if number > self.state.last - self._capacity:
             self.ring.device_step(number, begin_ns, end_ns)
 
     def error(self, err: Exception) -> bool:
@@ -283,11 +295,11 @@ class CallRecorder:
         self._sweep()
         if self._device is not None:
             self._device.close()
-        self.ring.state(heartbeat_ns=_now(), step=self.step, newest=self._last, phase=self.phase, state=CLOSED)
+        self.ring.state(heartbeat_ns=_now(), step=self.state.step, newest=self.state.last, phase=self.state.phase, state=CLOSED)
 
     def publish(self) -> None:
         """Write heartbeat, step and phase to the ring."""
-        self.ring.state(heartbeat_ns=_now(), step=self.step, newest=self._last, phase=self.phase)
+        self.ring.state(heartbeat_ns=_now(), step=self.state.step, newest=self.state.last, phase=self.state.phase)
 
     def _tick(self) -> None:
         """Thread beside training: write the heartbeat and the ends of calls without a wait."""
@@ -301,19 +313,19 @@ class CallRecorder:
                     return
 
     def _sweep(self) -> None:
-        for key, (work, numbers, _) in list(self._pending.items()):
+        for key, (work, numbers, _) in list(self.state.pending.items()):
             if work.is_completed():
                 (self.end if _succeeded(work) else self.failed)(numbers)
-                found = self._pending.get(key)
+                found = self.state.pending.get(key)
                 if found is not None and found[0] is work:
-                    del self._pending[key]
+                    del self.state.pending[key]
 
     def _ask(self) -> None:
         """While this rank makes no call, record once a second which calls have ended on the device and in which it waits.
 
         Nothing is recorded unless the progress of all communicators is known: the rank may wait in a call of any of them.
         """
-        now, newest = _now(), self._last
+        now, newest = _now(), self.state.last
         if newest != self._quiet[0]:
             self._quiet = newest, now + STANDS_NS
         if now < self._quiet[1] or not newest:
@@ -322,7 +334,7 @@ class CallRecorder:
         given = [(each.given, group) for each in self._communicators.values() if each.given and (group := each.group())]
         known = flight_recorder.counts() if given else ()
         left = [flight_recorder.in_flight(group, known) for _, group in given]
-        if newest != self._last:
+        if newest != self.state.last:
             return
         over, under_way = [self._waiting], list[int]()
         for (records, _), count in zip(given, left, strict=True):

@@ -1,0 +1,134 @@
+"""State of a recorder, and methods of process groups that record the usual calls.
+
+There are two implementations with the same records. The extension ``_fast`` (``_fast.c``) records a usual call in less than a
+microsecond. Without it, such as after an installation without a compiler, everything is recorded in Python. Calls that the
+extension does not know are recorded in Python in both cases.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from unickpt.diagnosis.recording.records import RECORD, Op
+from unickpt.diagnosis.recording.ring import RingWriter
+
+try:
+    from unickpt.diagnosis.recording import _fast
+
+    if RECORD.itemsize != _fast.RECORD_BYTES:  # built from another version of the source
+        _fast = None  # type: ignore[assignment]
+except ImportError:
+    _fast = None  # type: ignore[assignment]
+
+# number of the communicator, counter of its collectives, global ranks of the members, counter of a pair of global ranks
+GroupState = tuple[int, Iterator[int], tuple[int, ...], Callable[[int, int], Iterator[int]]]
+
+# methods of process groups, with the arguments that ``torch/distributed/distributed_c10d.py`` gives them
+_OPS = {
+    "allreduce": Op.ALL_REDUCE,
+    "broadcast": Op.BROADCAST,
+    "reduce": Op.REDUCE,
+    "_allgather_base": Op.ALL_GATHER,
+    "all_gather_single": Op.ALL_GATHER,
+    "_reduce_scatter_base": Op.REDUCE_SCATTER,
+    "reduce_scatter_single": Op.REDUCE_SCATTER,
+    "alltoall_base": Op.ALL_TO_ALL,
+    "all_to_all_single": Op.ALL_TO_ALL,
+    "send": Op.SEND,
+    "recv": Op.RECEIVE,
+}
+
+
+class RecorderState(Protocol):
+    """State that all code which writes records shares.
+
+    Attributes:
+        last: number of the newest record.
+        step: training step.
+        phase: training phase.
+        blocked: if not 0, each call is recorded in Python.
+        waits_blocked: the same for waits.
+        groups: by the id of a process group; only those whose calls end on the host.
+        pending: by the id of work: the work, its records, their flags.
+    """
+
+    last: int
+    step: int
+    phase: int
+    blocked: int
+    waits_blocked: int
+
+    @property
+    def groups(self) -> dict[int, GroupState]: ...
+
+    @property
+    def pending(self) -> dict[int, tuple[Any, int | tuple[int, ...], int]]: ...
+
+    def next(self) -> int:
+        """Return the number of a new record."""
+
+
+class State:
+    """``RecorderState`` in Python."""
+
+    __slots__ = ("_numbers", "blocked", "groups", "last", "pending", "phase", "step", "waits_blocked")
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self.last = self.step = self.phase = self.blocked = self.waits_blocked = 0
+        self.groups: dict[int, GroupState] = {}
+        self.pending: dict[int, tuple[Any, int | tuple[int, ...], int]] = {}
+
+    def next(self) -> int:
+        number = next(self._numbers)  # another thread may do the same
+        self.last = max(self.last, number)
+        return number
+
+
+def available() -> bool:
+    """Return whether the extension is installed."""
+    return _fast is not None
+
+
+def state_of(ring: RingWriter, dtype_codes: dict[torch.dtype, int], *, extension: bool) -> RecorderState:
+    """Return the state of a recorder that writes to ``ring``.
+
+    Args:
+        ring: ring of this rank.
+        dtype_codes: codes of the dtypes in records.
+        extension: use the extension if it is installed.
+    """
+    if _fast is None or not extension:
+        return State()
+    import numpy as np
+
+    memory = np.frombuffer(ring.map, np.uint8)
+    in_backward = torch._C._current_graph_task_id
+    address = memory.ctypes.data + ring.first_byte
+    return _fast.State(memory, address, ring.capacity, ring.identity.rank, dtype_codes, in_backward)
+
+
+def method(state: RecorderState, name: str, original: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method ``name`` of process groups that records its calls.
+
+    Args:
+        state: state of the recorder.
+        name: name of the method.
+        original: method of torch.
+        fallback: the same with recording in Python.
+    """
+    op = _OPS.get(name)
+    if op is None or _fast is None or not isinstance(state, _fast.State):
+        return fallback
+    return _fast.Method(state, original, fallback, int(op))
+
+
+def wait_method(state: RecorderState, original: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method ``wait`` of works that records the wait. Arguments as of ``method``."""
+    if _fast is None or not isinstance(state, _fast.State):
+        return fallback
+    return _fast.Wait(state, original, fallback)
