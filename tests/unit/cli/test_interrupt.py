@@ -54,7 +54,9 @@ def test_ctrl_c_in_every_command_is_one_line(command: str, run: Any, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "run", interrupt)
-    given: dict[str, list[str]] = {"hooks": ["status"], "hosts": [], "completion": ["bash"], "trace": ["x", "-o", "y"]}
+    given: dict[str, list[str]] = {
+        "hooks": ["status"], "hosts": [], "completion": ["bash"], "trace": ["x", "-o", "y"], "plan": ["pipeline", "x"],
+    }  # fmt: skip
     pairs = ("diff", "convert", "export", "edit", "average")
     code, out, err = run(command, *given.get(command, ["x", "y"] if command in pairs else ["x"]))
     assert (code, out) == (130, "")
