@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_unickpt import internals
-from megatron_unickpt.internals import Held, Leaf
+from megatron_unickpt import optimizer_internals as internals
+from megatron_unickpt.optimizer_internals import Held, Leaf
 from unickpt.convert.megatron import keys
 from unickpt.format import objects
 from unickpt.format.manifest import OptimizerRecord, ParameterGroup
@@ -74,7 +74,7 @@ def record_of(part: OptimizerPart, *, alone: bool = True) -> OptimizerRecord | N
             scalars += [ParameterGroup(values, tuple(dict.fromkeys(names))) for values, names in by_value.values()]
     if not part.leaves or not (alone or groups):
         return None
-    return OptimizerRecord(type(part.leaves[0].inner).__name__, tuple(groups), tuple(scalars))
+    return OptimizerRecord(internals.name_of(part.leaves[0]), tuple(groups), tuple(scalars))
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +117,8 @@ def restore_hyperparameters(part: OptimizerPart, leaf: Leaf) -> None:
                 group[key] = value
         if not internals.steps_per_parameter(leaf):
             named = [steps[n]["step"] for n in members.get(id(group), []) if n in steps and "step" in steps[n]]
-            step = float(named[0]) if named else latest
+            counts = not any(n in groups for n in members.get(id(group), []))  # Muon, for one, has no step
+            step = float(named[0]) if named else latest if counts else None
             if step is not None:
                 group["step"] = int(step)
 

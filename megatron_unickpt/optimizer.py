@@ -8,15 +8,17 @@ no data, and the states of all optimizer wrappers have the same names.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 
-from megatron_unickpt import internals, sharded_tensors
+from megatron_unickpt import optimizer_internals as internals
+from megatron_unickpt import sharded_tensors
 from megatron_unickpt.hyperparameters import OptimizerPart, restore_hyperparameters
-from megatron_unickpt.internals import Held
+from megatron_unickpt.optimizer_internals import Held
 from megatron_unickpt.runtime import Purpose, Runtime
 from megatron_unickpt.sharded_tensors import MASTER, StateTensor
 from unickpt.convert.megatron import keys
@@ -36,7 +38,7 @@ def sharded_state_dict(optimizer: Any, model: Any, *, is_loading: bool) -> dict[
     """Return the optimizer's state as sharded tensors whose data are the live tensors.
 
     Args:
-        optimizer: supported wrapper (``internals.unsupported_reason``).
+        optimizer: supported wrapper (``optimizer_internals.unsupported_reason``).
         model: sharded state dict of the model, with its parameters as data (``keep_vars``).
         is_loading: allocate states that do not exist yet.
 
@@ -60,9 +62,8 @@ def sharded_state_dict(optimizer: Any, model: Any, *, is_loading: bool) -> dict[
             if any(sharded_tensors.is_main(_replica(part.replica_id, held.instance)) for part in parts):
                 described.add(id(held.parameter))
             names[id(held.parameter)] = tuple(dict.fromkeys(part.key for part in parts))
-            for state, data in {MASTER: held.main, **held.states}.items():
-                for item in _sharded(parts, held, state, data):
-                    tensors[str(len(tensors))] = item
+            for item in _states(parts, held):
+                tensors[str(len(tensors))] = item
         for parameter in leaf.elsewhere:
             parts = _parts(parameter, known)
             names[id(parameter)] = tuple(dict.fromkeys(part.key for part in parts))
@@ -107,6 +108,46 @@ def _replica(replica_id: int | tuple[int, ...], instance: int | None) -> int | t
     if instance is None:
         return replica_id
     return instance if isinstance(replica_id, int) else (*replica_id[:-1], instance)
+
+
+def _states(parts: list[ShardedTensor], held: Held) -> Iterator[ShardedTensor]:
+    """Yield every state of a held range."""
+    for state, data in {MASTER: held.main, **held.states}.items():
+        yield from _sharded(parts, held, state, data)
+    for state, data in held.others.items():
+        yield _of_another_shape(parts, held, state, data)
+
+
+def _of_another_shape(parts: list[ShardedTensor], held: Held, state: str, data: torch.Tensor) -> ShardedTensor:
+    """Return a state that is not elementwise, as a global tensor of its own shape.
+
+    It belongs to the whole local parameter, so it loads where the parameter is divided in the same way. A parameter that is
+    divided among ``n`` tensor parallel ranks has a leading dimension of ``n``: another ``n`` is another shape, which a load
+    refuses.
+    """
+    part, count = parts[0], held.parameter.numel()
+    stacked = part.prepend_axis_num
+    whole = part.global_shape[stacked:]
+    cut = [axis for axis, size in enumerate(whole) if size != part.local_shape[axis]]
+    if (held.lo, held.hi) != (0, count):
+        raise UnsupportedLayoutError(f"{part.key}: {state} {tuple(data.shape)} is not elementwise, and ranks hold parts of it")
+    ways = math.prod(whole) // count
+    if ways > 1 and len(cut) > 1:
+        raise UnsupportedLayoutError(f"{part.key}: {state} {tuple(data.shape)} of a parameter that is divided in two ways")
+    grid = (ways,) if ways > 1 else ()
+    place = (part.global_offset[stacked + cut[0]] // part.local_shape[cut[0]],) if ways > 1 else ()
+    return StateTensor(
+        sharded_tensors.key_of(part.key, state),
+        data.detach(),
+        data.dtype,
+        tuple(data.shape),
+        (*part.global_shape[:stacked], *grid, *data.shape),
+        (*part.global_offset[:stacked], *place, *(0,) * data.dim()),
+        axis_fragmentations=None,
+        replica_id=_replica(part.replica_id, held.instance),
+        prepend_axis_num=stacked + len(grid),
+        replicated=held.instance is None,
+    )
 
 
 def _sharded(parts: list[ShardedTensor], held: Held, state: str, data: torch.Tensor) -> Iterator[ShardedTensor]:

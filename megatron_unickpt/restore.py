@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from megatron_unickpt import internals, sharded_tensors
+from megatron_unickpt import internals, positions, sharded_tensors
 from megatron_unickpt import vocabulary as vocabulary_module
 from megatron_unickpt.common_state import COMMON
 from megatron_unickpt.hyperparameters import OptimizerPart
@@ -271,7 +271,7 @@ class Restore:
         """Return the requested objects by unique key.
 
         Raises:
-            MismatchError: the checkpoint lacks an object.
+            MismatchError: the checkpoint lacks an object, and no rule replaces it (``positions``).
         """
         found: dict[str, Any] = {}
         for item in items:
@@ -279,21 +279,33 @@ class Restore:
                 found[item.unique_key] = item.data
                 self.report.add(item.unique_key, OBJECT, "re-seeded", "the other framework has none: this job keeps its own")
                 continue
-            try:
-                decoded = self.checkpoint.shared_object(item.unique_key, allow_pickle=self.allow_pickle)
-            except KeyError:
-                similar = [key for key in self.checkpoint.shared_names() if key.startswith(f"{item.key}/")]
-                have = f"it has {', '.join(similar[:4])}" if similar else "it has none of that name"
-                raise MismatchError(
-                    f"{self.checkpoint.storage}: no object {item.unique_key} ({have}): objects are kept per "
-                    "position and cannot be resharded"
-                ) from None
+            if item.unique_key not in self._object_names:
+                found[item.unique_key] = self._at_another_position(item)
+                continue
+            decoded = self.checkpoint.shared_object(item.unique_key, allow_pickle=self.allow_pickle)
             found[item.unique_key] = sharded_tensors.object_of(decoded.value)
             if decoded.left_out:
                 self.report.add(item.unique_key, OBJECT, "left out", "; ".join(decoded.left_out))
             else:
                 self.report.add(item.unique_key, OBJECT, "restored")
         return found
+
+    @cached_property
+    def _object_names(self) -> frozenset[str]:
+        return frozenset(self.checkpoint.shared_names())
+
+    def _at_another_position(self, item: ShardedObject) -> Any:
+        names = sorted(name for name in self._object_names if name.startswith(f"{item.key}/"))
+        decoded = [self.checkpoint.shared_object(name, allow_pickle=self.allow_pickle) for name in names]
+        complete = [] if any(each.left_out for each in decoded) else [each.value for each in decoded]
+        found = positions.at_another_position(item.key, item.data, complete, names)
+        if found.refused:
+            raise MismatchError(
+                f"{self.checkpoint.storage}: no object {item.unique_key} ({found.reason}): objects are kept per "
+                "position and cannot be resharded"
+            )
+        self.report.add(item.unique_key, OBJECT, "re-seeded" if found.own else "restored", found.reason)
+        return found.value if found.own else sharded_tensors.object_of(found.value)
 
     def optimizers(self, parts: Iterable[OptimizerPart]) -> None:
         """Pass the hyperparameters of the checkpoint to the optimizers that were filled."""

@@ -42,6 +42,8 @@ _ADDRESSED = (
     "tests.unit_tests",
     "pretrain",
     "gpt_builders",
+    "mamba_builders",
+    "hybrid_builders",
     "model_provider",
     "__main__",
 )
@@ -214,6 +216,16 @@ def _redirect_tensors() -> None:
         return found.replace("torch.", "torch.cuda.", 1) if plain and _called_by_megatron() else found
 
     tensor.type = type_of
+    on_device = tensor.is_cuda
+
+    def is_cuda(self: Any) -> bool:
+        """Answer the CPU offloading optimizer, which divides parameters by their place: copies for the host are on the CPU."""
+        caller = sys._getframe(1)
+        if str(caller.f_globals.get("__name__", "")).endswith(".hybrid_optimizer"):
+            return not caller.f_locals.get("cpu_copy", False)
+        return bool(on_device.__get__(self))
+
+    tensor.is_cuda = property(is_cuda)
 
 
 def _redirect_collectives() -> None:

@@ -27,6 +27,11 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 LENGTH, BATCH, LAYERS = 16, 4, 4
+EMERGING = {"muon": "muon", "normuon": "adaptive_muon", "soap": "soap"}  # of a layout -> Megatron's name
+OFFLOADED: dict[str, Any] = {
+    "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "use_precision_aware_optimizer": True,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+}  # fmt: skip
 
 
 def accepted(function: Any, **values: Any) -> dict[str, Any]:
@@ -71,20 +76,34 @@ class Job:
         for name, parameter in (each for chunk in self.chunks for each in chunk.named_parameters()):
             parameter.requires_grad = frozen is None or not frozen(name)
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=layout.optimizer == "dist", overlap_grad_reduce=False,
+            grad_reduce_in_fp32=True, use_distributed_optimizer=layout.distributed, overlap_grad_reduce=False,
             bucket_size=None,
         )  # fmt: skip
         self.chunks = [DistributedDataParallel(self.config, ddp, chunk) for chunk in self.chunks]
         low = layout.optimizer != "fp32"
         options = OptimizerConfig(
             optimizer="adam", lr=lr, weight_decay=0.1, clip_grad=1.0, bf16=low and layout.optimizer != "layers",
-            params_dtype=torch.bfloat16 if low else torch.float32, use_distributed_optimizer=layout.optimizer == "dist",
+            params_dtype=torch.bfloat16 if low else torch.float32, use_distributed_optimizer=layout.distributed,
+            **(OFFLOADED if layout.optimizer == "offload" else {}),
         )  # fmt: skip
-        self.optimizer = get_megatron_optimizer(options, self.chunks)
+        if layout.optimizer in EMERGING:
+            self.optimizer = self._emerging(options)
+        else:
+            self.optimizer = get_megatron_optimizer(options, self.chunks)
         if layout.optimizer == "layers":
             self.optimizer = self._layer_wise(options)
         for chunk in self.chunks:
             chunk.broadcast_params()
+
+    def _emerging(self, options: OptimizerConfig) -> Any:
+        """Return Muon with the layer-wise distribution, or another optimizer of NVIDIA's ``emerging_optimizers``."""
+        if self.layout.optimizer == "muon" and not hasattr(options, "use_layer_wise_distributed_optimizer"):  # up to 0.17
+            from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+            return get_megatron_muon_optimizer(options, self.chunks, layer_wise_distributed_optimizer=True)
+        options.optimizer = EMERGING[self.layout.optimizer]
+        options.use_layer_wise_distributed_optimizer = self.layout.dp > 1
+        return get_megatron_optimizer(options, self.chunks)
 
     def _layer_wise(self, options: OptimizerConfig) -> Any:
         """Distribute whole parameters over the data parallel ranks, as for Muon."""

@@ -9,7 +9,11 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Layout:
-    """A parallel shape and an optimizer wrapper. ``dp`` counts data parallel ranks without context parallel ones."""
+    """A parallel shape and an optimizer. ``dp`` counts data parallel ranks without context parallel ones.
+
+    ``optimizer``: ``dist``, ``plain``, ``fp32``; ``layers`` (layer-wise), ``offload`` (``dist`` with CPU offload), ``muon``,
+    ``normuon`` and ``soap`` (of NVIDIA's ``emerging_optimizers``).
+    """
 
     tp: int = 1
     pp: int = 1
@@ -23,6 +27,11 @@ class Layout:
     @property
     def world(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the job has a ``DistributedOptimizer``."""
+        return self.optimizer in ("dist", "offload")
 
     @property
     def name(self) -> str:

@@ -1,7 +1,8 @@
-"""Run the unmodified ``pretrain_gpt.py`` of ``$MEGATRON_LM`` on CPU and gloo, under torchrun.
+"""Run the unmodified ``pretrain_gpt.py``, or another script, of ``$MEGATRON_LM`` on CPU and gloo, under torchrun.
 
 MEGATRON_LM=/path/to/Megatron-LM torchrun --nproc-per-node 4 -m tests.integration.megatron.pretrain <arguments of Megatron>
 
+With ``SCRIPT=pretrain_bert.py`` that script of the tree runs, with arguments of its own (``SCRIPTS``).
 With ``FOLDER_OF_RANK=PATH{}`` every rank works in a directory of its own, so that a relative path is another one on each.
 With ``BREAK_SAVE=FUNCTION`` (``module.function`` of ``megatron_unickpt``) that function raises on rank 1 while a job saves.
 With ``WITHOUT_UNICKPT=1`` an import of unickpt fails in the script, as if it were not installed; this harness is a part of it.
@@ -22,17 +23,31 @@ from typing import Any
 import torch
 
 from megatron_unickpt.testing import cpu
+from megatron_unickpt.testing.mamba import adapt_stack, offer_mamba_ssm
 from unickpt.save import shutdown
 
 # Arguments of every run on CPU, with sizes that two cores train in seconds.
-ARGUMENTS = (
-    "--distributed-backend gloo --transformer-impl local --mock-data --tokenizer-type NullTokenizer --vocab-size 4095 "
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+COMMON = (
+    "--distributed-backend gloo --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 32 "
     "--micro-batch-size 1 --global-batch-size 8 --num-workers 0 --split 90,5,5 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 100 "
     "--clip-grad 1.0 --hidden-dropout 0 --attention-dropout 0 --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
-    "--no-persist-layer-norm --no-rope-fusion --no-bias-dropout-fusion --position-embedding-type rope "
-    "--untie-embeddings-and-output-weights --eval-iters 0 --eval-interval 1000 --log-interval 1"
+    "--no-persist-layer-norm --no-rope-fusion --no-bias-dropout-fusion --eval-iters 0 --eval-interval 1000 --log-interval 1 "
 )
+TOKENS = "--mock-data --tokenizer-type NullTokenizer --vocab-size 4095 --num-layers 4 --seq-length 32 "
+UNTIED_ROPE = "--position-embedding-type rope --untie-embeddings-and-output-weights "
+ARGUMENTS = f"{COMMON} {TOKENS} {UNTIED_ROPE} --transformer-impl local"
+SCRIPTS = {
+    "pretrain_gpt.py": ARGUMENTS,
+    "pretrain_mamba.py": f"{COMMON} {TOKENS} {UNTIED_ROPE} --spec tests.integration.megatron.mamba_spec stack "
+    "--hybrid-override-pattern M*-M --mamba-num-groups 2 --mamba-state-dim 8 --mamba-head-dim 16",
+    "pretrain_bert.py": f"{COMMON} --spec local --num-layers 4 --seq-length 32 "
+    "--legacy-tokenizer --tokenizer-type BertWordPieceLowerCase",
+    "pretrain_t5.py": f"{COMMON} --transformer-impl local --encoder-num-layers 2 --decoder-num-layers 2 "
+    "--encoder-seq-length 32 --decoder-seq-length 16 --vocab-extra-ids 100 --kv-channels 16 --ffn-hidden-size 128 "
+    "--legacy-tokenizer --tokenizer-type BertWordPieceLowerCase",
+    "pretrain_vlm.py": f"{COMMON} {TOKENS} --transformer-impl local --encoder-num-layers 2 --decoder-num-layers 4 "
+    "--img-h 56 --img-w 56 --patch-dim 14 --dataloader-seq-length 32",
+}
 
 
 def record_batches(file: str) -> None:
@@ -97,7 +112,16 @@ def main() -> None:
     sys.path.insert(1, tree)  # after the project, which also has a ``tests``
     if "WITHOUT_UNICKPT" in os.environ:
         hide_unickpt()
+    script = os.environ.get("SCRIPT", "pretrain_gpt.py")
+    if script == "pretrain_mamba.py":
+        offer_mamba_ssm()
     cpu.adapt_megatron()
+    if script == "pretrain_mamba.py":
+        adapt_stack()
+    if script == "pretrain_bert.py":
+        from megatron.core.models.bert import bert_layer_specs
+
+        bert_layer_specs.bert_layer_with_transformer_engine_spec = None  # the script imports it even with --spec local
     if "FOLDER_OF_RANK" in os.environ:
         os.chdir(os.environ["FOLDER_OF_RANK"].format(os.environ["RANK"]))
     if "BREAK_SAVE" in os.environ:
@@ -106,7 +130,7 @@ def main() -> None:
         kill_after(int(os.environ["KILL_AFTER_SAVES"]))
     if "RECORD_BATCHES" in os.environ:
         record_batches(os.environ["RECORD_BATCHES"])
-    sys.argv = [os.path.join(tree, "pretrain_gpt.py"), *ARGUMENTS.split(), *sys.argv[1:]]
+    sys.argv = [os.path.join(tree, script), *SCRIPTS[script].split(), *sys.argv[1:]]
     # in this module, because processes that Megatron spawns import the main module, and need the harness
     exec(compile(Path(sys.argv[0]).read_text(), sys.argv[0], "exec"), globals())
 

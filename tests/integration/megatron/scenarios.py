@@ -12,7 +12,10 @@ from pathlib import Path
 
 Scenario = Callable[[Path], None]
 REGISTRY: dict[str, tuple[tuple[int, ...], Scenario]] = {}
-MODULES = ("scenarios_library", "scenarios_asynchronous", "scenarios_jobs", "scenarios_errors", "scenarios_memory")
+MODULES = (
+    "scenarios_library", "scenarios_asynchronous", "scenarios_jobs", "scenarios_errors", "scenarios_memory",
+    "scenarios_optimizers",
+)  # fmt: skip
 
 
 def scenario(*worlds: int) -> Callable[[Scenario], Scenario]:

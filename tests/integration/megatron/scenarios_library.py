@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
+from megatron.core.dist_checkpointing.core import CheckpointingException, check_is_distributed_checkpoint
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
@@ -245,3 +245,24 @@ def repeated_saves_replace_the_checkpoint_in_a_directory(folder: Path) -> None:
             dist_checkpointing.save({"a": halves("a", whole)}, str(place), strategy())
             loaded = dist_checkpointing.load({"a": halves("a", torch.zeros(4, 2))}, str(place))
             assert torch.equal(loaded["a"], whole.chunk(2)[dist.get_rank()])
+
+
+@scenario(2)
+def objects_of_other_positions_follow_one_rule_per_kind(folder: Path) -> None:
+    """Equal at all stored positions: they serve any. An extra state: the job keeps its own. Anything else is refused."""
+    rank, where = dist.get_rank(), made(folder / "ck")
+
+    def state(positions: int, at: int, own: bool = False) -> dict[str, Any]:
+        def held(key: str, value: Any) -> ShardedObject:
+            return ShardedObject(key, "own" if own else value, (positions,), (at,))
+
+        return {"equal": held("equal", {"kind": "all"}), "extra": held("layer._extra_state", f"of {rank}")}
+
+    dist_checkpointing.save({"a": halves("a", torch.ones(4, 2)), **state(2, rank)}, where, strategy())
+    loaded = dist_checkpointing.load({"a": halves("a", torch.zeros(4, 2)), **state(4, 2 + rank, own=True)}, where)
+    assert (loaded["equal"], loaded["extra"]) == ({"kind": "all"}, "own")
+    told = [entry for entry in RUNTIME.last_report.entries if entry.name.startswith("layer._extra_state")]
+    assert [entry.outcome for entry in told] == ["re-seeded"]
+    other = {"a": halves("a", torch.zeros(4, 2)), "extra": ShardedObject("missing", None, (1,), (0,), replica_id=rank)}
+    with pytest.raises(CheckpointingException, match="it has none of that name"):
+        dist_checkpointing.load(other, where)

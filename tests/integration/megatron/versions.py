@@ -3,6 +3,9 @@
     MEGATRON_TREES=/folder python -m tests.integration.megatron.versions [--tags core_v0.16.1 ...]
         [--scripts "pp2 or old_format"] [--folder DIR] [--out FILE]
 
+With ``EMERGING_OPTIMIZERS=/folder2``, which holds trees of Emerging-Optimizers by tag, the scenarios of Muon, NorMuon and SOAP
+run with the one that the tree of Megatron names in its ``pyproject.toml``.
+
 The folder holds unpacked trees, ``<tag>/megatron/...``. Each is put first on the PYTHONPATH of the test workers;
 everything else comes from the environment that runs this script. What fails is named with the last line of its error.
 With ``--folder`` rows are kept there: those of tags that are not asked for this time stay on the page.
@@ -14,6 +17,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,15 +31,18 @@ from xml.etree import ElementTree
 from tests.support.repository import REPO
 from unickpt.testing.launch import environment, torchrun
 
-TAGS = ("core_v0.16.1", "core_v0.14.0", "core_v0.12.3", "dev")
+TAGS = ("core_v0.16.1", "core_v0.19.0", "core_v0.18.2", "core_v0.17.1", "core_v0.14.0", "core_v0.12.3", "dev")
 PAIRS = (
     ("gpt-tp2-dist", "gpt-dp2-plain"), ("gpt-dp2-plain", "gpt-tp2-dist"), ("gpt-pp2-dist", "gpt-dp2-dist"),
     ("gpt-dp2-dist", "gpt-dp2-dist"), ("gpt-one-fp32", "gpt-tp2-dist"), ("gpt-cp2-dist", "gpt-one-fp32"),
     ("moe-dp2-dist", "moe-pp2-plain"), ("moe-ep2dp2-dist", "moe-one-fp32"),
 )  # fmt: skip
+EMERGING = (
+    "muon_resumes_under_another_layout", "states_that_are_not_elementwise_load_where_the_parameter_is_divided_alike",
+)  # fmt: skip
 COLUMNS = {
     "hooks": "hooks", "scenarios": "scenarios, 2 ranks", "own": "pairs of layouts", "from": "from {newest}",
-    "into": "into {newest}", "scripts": "`pretrain_gpt.py`",
+    "into": "into {newest}", "scripts": "`pretrain_gpt.py`", "emerging": "Muon, NorMuon, SOAP",
 }  # fmt: skip
 
 
@@ -72,6 +79,7 @@ def examine(trees: Path, tag: str, newest: str, folder: Path, chosen: str, colum
         "from": lambda: matrix(place / "from", PAIRS, others, env),
         "into": lambda: matrix(place / "into", PAIRS, env, others),
         "scripts": lambda: scripts(trees / tag, place, chosen),
+        "emerging": lambda: emerging(trees / tag, place, env),
     }
     wanted = [column for column in columns if tag != newest or column not in ("from", "into")]
     return {column: attempt(place / f"{column}.log", checks[column]) for column in wanted}
@@ -123,6 +131,17 @@ def scenarios(place: Path, env: dict[str, str]) -> str:
     for name in failed:
         (place / f"{name}.log").write_text("\n".join(outcome[name].values()))
     return summary(len(outcome), failed)
+
+
+def emerging(tree: Path, place: Path, env: dict[str, str]) -> str:
+    """The scenarios that need ``emerging_optimizers``, with the version that the tree names; '-' without one."""
+    pinned = re.search(r"^emerging_optimizers = .*rev = \"([^\"]+)\"", (tree / "pyproject.toml").read_text(), re.MULTILINE)
+    found = Path(os.environ.get("EMERGING_OPTIMIZERS", "")) / (pinned[1] if pinned else "none")
+    if not found.is_dir():
+        return "-"
+    outcome = run_scenarios(place, list(EMERGING), {**env, "PYTHONPATH": f"{env['PYTHONPATH']}{os.pathsep}{found}"})
+    failed = {name: last_error(next(iter(texts.values()))) for name, texts in outcome.items() if texts}
+    return f"{summary(len(outcome), failed)} (Emerging-Optimizers {found.name})"
 
 
 def run_scenarios(place: Path, names: list[str], env: dict[str, str]) -> dict[str, dict[str, str]]:
@@ -190,6 +209,8 @@ def page(rows: dict[str, dict[str, str]], newest: str, chosen: str) -> str:
         "| pairs of layouts | pairs in which every weight, main parameter, moment, step and hyperparameter is equal bit for "
         "bit after a load under the other layout, and training continues |",
         f"| from {newest}, into {newest} | the same pairs, saved by one version and loaded by the other |",
+        "| Muon, NorMuon, SOAP | passed scenarios with NVIDIA's Emerging-Optimizers of the version that the tree names. The "
+        "scenario of NorMuon and SOAP needs Megatron 0.18. |",
         f"| `pretrain_gpt.py` | passed tests of `tests/integration/megatron/test_training.py` with `-k \"{chosen}\"` |", "",
         f"| tree | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|",
     ]  # fmt: skip

@@ -1,0 +1,99 @@
+"""Optimizers other than Adam under one of Megatron's wrappers: CPU offload, Muon, and states that are not elementwise."""
+
+from __future__ import annotations
+
+import importlib.util
+import unittest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+import megatron_unickpt
+from megatron_unickpt.testing.jobs import Job
+from megatron_unickpt.testing.layouts import Layout
+from tests.integration.megatron.scenarios import scenario
+from unickpt.load.checkpoint import Checkpoint
+
+
+def _stored(where: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of a checkpoint by its key."""
+    checkpoint = Checkpoint.open(where)
+    found = [info for info in checkpoint.index.tensors if info.kind != "object"]
+    return {f"{info.state}/{info.name}": checkpoint.read_tensor(info.name, info.state) for info in found}
+
+
+def _steps(where: Path) -> dict[str, float]:
+    """Return the step of every parameter whose optimizer counts steps."""
+    record = Checkpoint.open(where).manifest.optimizer
+    assert record is not None
+    return {
+        n: entry.hyperparameters["step"]
+        for entry in record.scalars
+        for n in entry.parameters
+        if "step" in entry.hyperparameters
+    }
+
+
+def _assert_resumes(folder: Path, source: Layout, target: Layout, tolerance: float = 2e-3, **options: Any) -> None:
+    """Save, load into a job of another seed, save again: the two checkpoints are equal, and training continues."""
+    job = Job(source, **options)
+    job.train(2)
+    megatron_unickpt.save(folder / "a", job.chunks, job.optimizer, iteration=2)
+    loss = job.train(1)[0]
+    job = Job(target, seed=5, **options)
+    megatron_unickpt.load(folder / "a", job.chunks, job.optimizer)
+    job.step = 2
+    megatron_unickpt.save(folder / "b", job.chunks, job.optimizer, iteration=2)
+    again = job.train(1)[0]
+    assert abs(loss - again) <= tolerance, (loss, again)
+    expected, found = _stored(folder / "a"), _stored(folder / "b")
+    assert expected.keys() == found.keys(), sorted(expected.keys() ^ found.keys())
+    unequal = [key for key, value in expected.items() if not torch.equal(value, found[key])]
+    assert not unequal, unequal
+    assert _steps(folder / "a") == _steps(folder / "b")
+    dist.barrier()
+
+
+@scenario(2)
+def a_job_with_cpu_offload_resumes_under_another_layout_and_without_it(folder: Path) -> None:
+    """``HybridDeviceOptimizer``: half of the parameters is stepped on the host by torch, half on the device by a fused Adam."""
+    offload = Layout(dp=2, optimizer="offload")
+    _assert_resumes(folder / "same", offload, offload, tolerance=0)
+    _assert_resumes(folder / "other", offload, Layout(tp=2, optimizer="offload"))
+    _assert_resumes(folder / "into", Layout(tp=2), offload)
+    _assert_resumes(folder / "out of", offload, Layout(pp=2, optimizer="plain"))
+
+
+def _needs_emerging_optimizers() -> None:
+    if importlib.util.find_spec("emerging_optimizers") is None:
+        raise unittest.SkipTest("needs NVIDIA's emerging_optimizers, which is on no package index")
+
+
+@scenario(2)
+def muon_resumes_under_another_layout(folder: Path) -> None:
+    """Muon's momentum and the moments of Adam, which steps on embeddings and vectors."""
+    _needs_emerging_optimizers()
+    layers = Layout(dp=2, optimizer="muon")
+    _assert_resumes(folder / "same", layers, layers, tolerance=0)
+    _assert_resumes(folder / "tp", layers, Layout(tp=2, optimizer="muon"), tolerance=0.05)
+    _assert_resumes(folder / "dp", Layout(pp=2, optimizer="muon"), layers, tolerance=0.05)
+
+
+@scenario(2)
+def states_that_are_not_elementwise_load_where_the_parameter_is_divided_alike(folder: Path) -> None:
+    """The row norms of NorMuon and the factors of SOAP: another pipeline and data parallel size, but not another TP."""
+    _needs_emerging_optimizers()
+    if importlib.util.find_spec("megatron.core.optimizer.emerging_optimizers") is None:
+        raise unittest.SkipTest("needs the emerging optimizers of 0.18")
+    for kind in ("normuon", "soap"):
+        layers = Layout(dp=2, optimizer=kind)
+        _assert_resumes(folder / kind, layers, layers, tolerance=0)
+        _assert_resumes(folder / f"{kind} pp", layers, Layout(pp=2, optimizer=kind), tolerance=0.05)
+        cut = Job(Layout(tp=2, optimizer=kind))
+        with pytest.raises(CheckpointingException, match="of another shape"):
+            megatron_unickpt.load(folder / kind / "a", cut.chunks, cut.optimizer)
