@@ -1,8 +1,8 @@
 """The kernels of ``mamba_ssm`` that Megatron's Mamba layers call, in torch operations, for the CPU.
 
-The package needs a GPU. ``offer_mamba_ssm`` registers its functions before Megatron imports them. ``adapt_stack`` replaces the one
-norm that needs TransformerEngine. The recurrence is the one of Mamba-2 (arXiv 2405.21060, section 2), one position after the
-other.
+The package needs a GPU. ``offer_mamba_ssm`` registers its functions before Megatron imports them. ``adapt_stack`` replaces the
+one norm that needs TransformerEngine. The recurrence is the one of Mamba-2 (arXiv 2405.21060, section 2), one position after
+the other.
 """
 
 from __future__ import annotations
