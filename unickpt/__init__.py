@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from unickpt.api.conversion import Export, convert_checkpoint, export_checkpoint
+    from unickpt.api.planning import plan_bits
     from unickpt.api.state import LocalShard
     from unickpt.api.training import Loaded, latest_checkpoint, load_checkpoint, save_checkpoint
     from unickpt.convert.pipeline import Converted
@@ -41,11 +42,13 @@ if TYPE_CHECKING:
     from unickpt.load.checkpoint import Checkpoint
     from unickpt.load.report import LoadReport
     from unickpt.load.verify import Verification, verify_checkpoint
+    from unickpt.quantise.inputs import InputStatistics
     from unickpt.save.requests import SaveOptions, SaveResult
     from unickpt.save.retention import Retention
 
 _MODULES = {
     "unickpt.api.conversion": ("Export", "convert_checkpoint", "export_checkpoint"),
+    "unickpt.api.planning": ("plan_bits",),
     "unickpt.api.state": ("LocalShard",),
     "unickpt.api.training": ("Loaded", "latest_checkpoint", "load_checkpoint", "save_checkpoint"),
     "unickpt.convert.pipeline": ("Converted",),
@@ -59,6 +62,7 @@ _MODULES = {
     "unickpt.load.checkpoint": ("Checkpoint",),
     "unickpt.load.report": ("LoadReport",),
     "unickpt.load.verify": ("Verification", "verify_checkpoint"),
+    "unickpt.quantise.inputs": ("InputStatistics",),
     "unickpt.save.requests": ("SaveOptions", "SaveResult"),
     "unickpt.save.retention": ("Retention",),
 }  # fmt: skip
@@ -76,6 +80,7 @@ __all__ = [
     "FormatError",
     "GlobalOrderSampler",
     "HostPeerFailedError",
+    "InputStatistics",
     "LanguageError",
     "LoadReport",
     "Loaded",
@@ -99,6 +104,7 @@ __all__ = [
     "export_checkpoint",
     "latest_checkpoint",
     "load_checkpoint",
+    "plan_bits",
     "save_checkpoint",
     "verify_checkpoint",
 ]

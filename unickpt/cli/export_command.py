@@ -89,10 +89,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.to in FOLDERS:
         check_no_model(args.output)
     checkpoint = Checkpoint.open(directory)
-    config = _config_folder(args.config, directory)
+    config = model_folder(args.config, directory)
     if args.to != DCP:
         under_names = dist_writer.as_megatron if args.to == TORCH_DIST else as_huggingface
-        checkpoint = under_names(checkpoint, chosen=args.dialect, config=_config(config))
+        checkpoint = under_names(checkpoint, chosen=args.dialect, config=settings_of(config))
     if not args.no_verify:
         total = sum(record.size_bytes for record in checkpoint.manifest.files)
         with progress_bar("verify", total) as advance:
@@ -205,7 +205,7 @@ def _some(names: tuple[str, ...]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")
 
 
-def _config_folder(named: Path | None, checkpoint: str) -> Path | None:
+def model_folder(named: Path | None, checkpoint: str) -> Path | None:
     """The folder of the model's configuration: what ``--config`` names, or one beside the checkpoint that has a model's.
 
     A Trainer run has it in ``checkpoint-500``, above the checkpoint.
@@ -218,7 +218,8 @@ def _config_folder(named: Path | None, checkpoint: str) -> Path | None:
     return next((folder for folder in (found, found.parent) if configuration(folder).get("model_type")), None)
 
 
-def _config(folder: Path | None) -> dict[str, Any] | None:
+def settings_of(folder: Path | None) -> dict[str, Any] | None:
+    """Return the configuration of a folder; None for None. Raises FormatError if the folder has none."""
     if folder is None:
         return None
     found = configuration(folder)

@@ -9,6 +9,7 @@ from unickpt.cli.output import Output
 
 # name -> module with ``configure(parser)`` and ``run(args, out)``, and one line of help
 PLANS = {
+    "bits": ("unickpt.cli.plan_bits", "choose the bits of each weight under a limit of memory"),
     "pipeline": ("unickpt.cli.plan_pipeline", "cut the layers into pipeline stages of even time"),
 }
 

@@ -7,6 +7,8 @@ Each module imports only the modules above it in this list:
     modules     which weights are rounded, and which of them need the same scheme
     recipe      the scheme of every module, and its ``quantization_config``
     encoding    tensors of a file, block by block
+    measure     predicted errors of each scheme, from a checkpoint
+    inputs      statistics of the inputs of modules, recorded while a model runs
 
-All but ``encoding`` are pure.
+``scheme``, ``rounding``, ``modules`` and ``recipe`` are pure.
 """

@@ -39,6 +39,12 @@ class Unit:
     shapes: tuple[tuple[int, int], ...]
 
 
+def layer_of(name: str) -> int | None:
+    """Return the number of the transformer layer of a tensor, or None for a tensor outside of layers."""
+    found = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return None if found is None else int(found[1])
+
+
 def units_of(tensors: Iterable[tuple[str, Sequence[int]]]) -> list[Unit]:
     """Return the units of a model, by layer.
 

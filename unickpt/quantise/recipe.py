@@ -69,7 +69,7 @@ def uniform(scheme: Scheme, units: Sequence[Unit]) -> Recipe:
         raise MismatchError("no weight can be rounded: the model has no matrices under 'layers.N', as Linear modules have them")
     found = {unit.name: scheme.fitted(unit.shapes) for unit in units}
     others = {other: [name for name, each in found.items() if each == other] for other in set(found.values()) - {scheme}}
-    notes = tuple(f"{other} instead of {scheme}, because of their shapes: {_some(names)}" for other, names in others.items())
+    notes = tuple(f"{other} instead of {scheme}, because of their shapes: {some(names)}" for other, names in others.items())
     return Recipe({module: found[unit.name] for unit in units for module in unit.modules}, notes)
 
 
@@ -92,11 +92,11 @@ def planned(plan: Any, units: Sequence[Unit], where: str) -> Recipe:
     if missing or strange:
         raise MismatchError(
             f"{where}: is the plan of another model: "
-            + (f"it lacks {_some(missing)}" if missing else f"the model has no {_some(strange)}")
+            + (f"it lacks {some(missing)}" if missing else f"the model has no {some(strange)}")
         )
     wrong = [unit.name for unit in units if not all(schemes[unit.name].fits(shape) for shape in unit.shapes)]
     if wrong:
-        raise MismatchError(f"{where}: the group does not divide the rows of {_some(wrong)}")
+        raise MismatchError(f"{where}: the group does not divide the rows of {some(wrong)}")
     return Recipe({module: schemes[unit.name] for unit in units for module in unit.modules})
 
 
@@ -111,5 +111,6 @@ def _entry(entry: Any, where: str) -> tuple[str, Scheme]:
     return name, scheme
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")

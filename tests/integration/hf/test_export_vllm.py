@@ -13,6 +13,8 @@ import unickpt
 from tests.integration.hf.adapters import llama, saved
 from unickpt.cli.main import main
 from unickpt.quantise.modules import units_of
+from unickpt.quantise.rounding import restored, rounded
+from unickpt.quantise.scheme import Scheme
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(600)]
 
@@ -155,3 +157,37 @@ def test_inspect_shows_the_bits_and_convert_refuses_them(tmp_path: Path, capsys:
     assert "modules with rounded weights (2)" in text
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "back")]) == 2
     assert "has rounded weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bits", ["4/32", "8/channel"])
+def test_experts_are_rounded_one_by_one(bits: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Transformers has all experts of a layer in one tensor, and its files have each by itself."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=50, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config).float()
+    model.save_pretrained(str(tmp_path / "hf"))
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "ck")]) == 0
+    arguments = ["export", str(tmp_path / "ck"), str(tmp_path / "out"), "--to", "vllm", "--bits", bits, "--dtype", "float32"]
+    assert main([*arguments, "--config", str(tmp_path / "hf")]) == 0
+    found, message = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"), output_loading_info=True, dtype=torch.float32)
+    assert not any(message.values()), message
+    scheme = Scheme.parse(bits)
+    experts = {name: value for name, value in model.state_dict().items() if ".experts." in name}
+    assert len(experts) == 4
+    for name, value in experts.items():
+        weights = torch.stack([restored(*rounded(expert, scheme, torch.float32)) for expert in value])
+        assert torch.equal(found.state_dict()[name], weights), name
+
+
+def test_tensors_that_are_not_matrices_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = llama(torch.bfloat16)
+    model.model.layers[0].mlp.extra = torch.nn.Parameter(torch.zeros(2, 3, 4))
+    saved(model, tmp_path / "step")
+    model.config.save_pretrained(str(tmp_path))
+    assert main(["export", str(tmp_path / "step"), str(tmp_path / "out"), "--to", "vllm", "--bits", "8/channel"]) == 0
+    assert "not rounded, because they are not matrices: model.layers.0.mlp.extra" in capsys.readouterr().out

@@ -19,8 +19,8 @@ from unickpt.format.dtypes import torch_dtype
 from unickpt.format.index import TensorInfo
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.quantise.encoding import Cast, Encoding, Packed
-from unickpt.quantise.modules import units_of
-from unickpt.quantise.recipe import Recipe, planned, uniform
+from unickpt.quantise.modules import layer_of, units_of
+from unickpt.quantise.recipe import Recipe, planned, some, uniform
 from unickpt.quantise.scheme import Scheme
 
 
@@ -60,11 +60,13 @@ def for_vllm(checkpoint: Checkpoint, bits: str | os.PathLike[str] = "16", dtype:
     settings: dict[str, Any] = {"dtype": dtypes.pop()} if len(dtypes) == 1 else {}
     if not recipe.rounds:
         return ForVllm(cast, settings, recipe.notes)
+    stacked = [info.name for info in infos if layer_of(info.name) is not None and len(info.shape) > 2]
+    notes = (*recipe.notes, *([f"not rounded, because they are not matrices: {some(stacked)}"] if stacked else ()))
     names = [info.name.removesuffix(".weight") for info in matrices]
     settings["quantization_config"] = recipe.quantization_config(
         [module for module in names if module not in recipe.schemes and "embed" not in module]
     )
-    return ForVllm(Packed(recipe.schemes, cast), settings, recipe.notes)
+    return ForVllm(Packed(recipe.schemes, cast), settings, notes)
 
 
 def export_vllm(
