@@ -1,0 +1,16 @@
+"""Compression of gradients with error feedback, whose residuals survive a restart.
+
+Each module imports only the modules below it in this list:
+
+    ddp          communication hook of ``DistributedDataParallel``
+    torch_state  residuals of torch's own PowerSGD hook, by parameter name
+    exchange     mean of gradients over a process group, in compressed form
+    wire         the two collectives of an exchange
+    sizes        bytes that a rank sends
+    carried      residuals as values: of one rank, and for another number of ranks
+    powersgd     low-rank factors of matrices
+    schemes      codecs: rows of numbers to bytes and back
+    settings     what a job asks for
+
+``settings``, ``schemes``, ``powersgd``, ``carried`` and ``sizes`` are pure. The package imports torch alone.
+"""
