@@ -10,6 +10,7 @@ from typing import Any
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from ds_unickpt import batches, callers, capture, hints, internals, steered
+from ds_unickpt.compression import CompressedEngine, begin
 from ds_unickpt.config import read_options, unused_options
 from ds_unickpt.runtime import EngineRuntime
 from unickpt.coordination.failure import FailureKind, sentence
@@ -67,6 +68,7 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         warned: warnings that ``warn_once`` has logged.
         memory: checkpoints in the memory of the hosts.
         trainer: the call of Trainer that is being made, if it decides by itself where the checkpoint goes.
+        compressed: compression of the gradients; None without.
     """
 
     def __init__(self, native: Any, options: Options, meet: Rendezvous, memory: MemoryTier | None = None) -> None:
@@ -77,6 +79,7 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.saver = Saver(save_options(options, asynchronous=options.async_save))
         self.memory = tier_of(options) if memory is None else memory
         self.trainer: TrainerSave | None = None
+        self.compressed: CompressedEngine | None = None
         self.unsupported = ""
         self.warned: set[str] = set()
 
@@ -128,12 +131,13 @@ def adopt(runtime: EngineRuntime, engine: Any) -> None:
     options = read_options(internals.config_of(engine))
     if options is None:
         return
-    if options.enabled or options.timing.enabled:
+    if options.enabled or options.timing.enabled or options.compression.scheme != "none":
         make_visible()
     if options.timing.enabled:  # imported only then
         from ds_unickpt import timing
 
         timing.begin(engine, options.timing)
+    compressed = begin(runtime, engine, options.compression)
     if not options.enabled:
         unused = unused_options(internals.config_of(engine))
         if unused and engine.global_rank == 0:
@@ -151,6 +155,7 @@ def adopt(runtime: EngineRuntime, engine: Any) -> None:
         _compare_batches(engine, meet)
     memory, runtime.memory = runtime.memory, None
     engine.checkpoint_engine = UnickptCheckpointEngine(engine.checkpoint_engine, options, meet, memory)
+    engine.checkpoint_engine.compressed = compressed
 
 
 def tier_of(options: Options) -> MemoryTier:
@@ -314,7 +319,9 @@ def request_of(
         made = capture.contribution(
             engine, ours.options, client_state=state, exclude_frozen=exclude_frozen, announced=announced
         )
-        return replace(made, rank_objects={**made.rank_objects, **(rank_objects or {})})
+        residuals = {} if ours.compressed is None else ours.compressed.shared_objects()
+        own = {**made.rank_objects, **(rank_objects or {})}
+        return replace(made, rank_objects=own, shared_objects={**made.shared_objects, **residuals})
 
     return SaveRequest(
         contribute,

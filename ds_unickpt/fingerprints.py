@@ -14,6 +14,9 @@ FINGERPRINTS: dict[str, frozenset[str]] = {
     "deepspeed.save": _SAVE,
     "deepspeed.load": _LOAD,
     "deepspeed.batch": frozenset({"c62ced40ba2e"}),
+    "deepspeed.compression.bucket": frozenset({"8cf6ae4d4434"}),
+    "deepspeed.compression.zero": frozenset({"7e7057471dba"}),
+    "deepspeed.compression.engine": frozenset({"2fe47667fb66"}),
     "deepspeed.zero_to_fp32": frozenset({"57048e9edbcb"}),
     "deepspeed.ds_to_universal": frozenset({"0ba5a81f38a1"}),
     "deepspeed.timing.forward": frozenset({

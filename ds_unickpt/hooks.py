@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ds_unickpt import batch_hooks, hints, trainer_hooks
+from ds_unickpt import batch_hooks, compression_hooks, hints, trainer_hooks
 from ds_unickpt.declaration import declared
 from ds_unickpt.edge import RUNTIME
 from ds_unickpt.runtime import EngineRuntime
@@ -67,7 +67,8 @@ HOOKS = [
     ),
 ]
 
-DECLARED = [*HOOKS, batch_hooks.HOOK, *hints.HOOKS, *trainer_hooks.HOOKS, trainer_hooks.MEMORY]
+OPTIONAL = compression_hooks.HOOKS  # installed only if an option asks for them
+DECLARED = [*HOOKS, batch_hooks.HOOK, *OPTIONAL, *hints.HOOKS, *trainer_hooks.HOOKS, trainer_hooks.MEMORY]
 
 
 def install() -> bool:
@@ -89,4 +90,4 @@ def install() -> bool:
 def uninstall() -> None:
     """Restore the functions of DeepSpeed and transformers."""
     trainer_hooks.uninstall()
-    hooks.uninstall([*HOOKS, batch_hooks.HOOK, *hints.HOOKS])
+    hooks.uninstall([*HOOKS, batch_hooks.HOOK, *compression_hooks.HOOKS, *hints.HOOKS])

@@ -262,3 +262,29 @@ def default_store() -> Any:
         return store.clone()  # a separate connection, in versions of torch that have it
     except (AttributeError, NotImplementedError, RuntimeError):
         return store
+
+
+# ---------------------------------------------------------------- reduction of gradients
+
+
+def sparse_gradients(engine: Any) -> bool:
+    """Whether DeepSpeed sends the gradients of embeddings as indices and rows."""
+    return bool(getattr(engine._config, "sparse_gradients_enabled", False))
+
+
+def contiguous_gradients(engine: Any) -> bool:
+    """Whether ZeRO 1 and 2 copy gradients into buckets before it reduces them."""
+    return bool(getattr(engine.optimizer, "contiguous_gradients", False))
+
+
+def bucket_parameters(optimizer: Any, dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    """Return the parameters of the gradients in the open bucket of ZeRO 1 and 2, in their order (``average_tensor``)."""
+    return [optimizer.bit16_groups[group][at] for group, at, _ in optimizer.ipg_buckets[dtype].params]
+
+
+def loss_scale(engine: Any) -> float:
+    """Return the factor by which the gradients of a backward pass are too large; 1 without fp16."""
+    scaler, autocast = loss_scaler(engine), grad_scaler(engine)
+    if autocast is not None:
+        return float(autocast.get_scale())
+    return 1.0 if scaler is None else float(scaler.cur_scale)

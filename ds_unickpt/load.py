@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_unickpt import batches, dialects, hints, internals, restore, trainer_folders, trainer_resume
+from ds_unickpt.compression import RestoredResiduals
 from ds_unickpt.engine import UnickptCheckpointEngine, ours_of
 from ds_unickpt.fallbacks import require_supported
 from ds_unickpt.restore_objects import LoadArguments
@@ -258,6 +259,7 @@ def _load(
         return loading
 
     loading = together.step("open", opened)
+    residuals = RestoredResiduals(ours.compressed, loading.checkpoint, wanted=wanted.optimizer)
     if loading.placed.partial:
         unclaimed = _unclaimed(ours.meet, loading)
         together.step("match", lambda: loading.settle(unclaimed))
@@ -265,9 +267,11 @@ def _load(
         loading.plan, identity=lambda: loading.checkpoint.identity, share=ours.options.read_once_per_host
     )
     together.read(lambda host_peers: loading.read(planned, host_peers), opener)
+    together.step("residuals", residuals.read)
     together.step("set", loading.set_tensors)
     client_state = together.step("finish", loading.finish)
     report = loading.report
+    residuals.apply(report)
     report.skipped = list(skipped)
     report.seconds = time.monotonic() - begin
     ours.last_report = report

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:  # imported when it is used: hooks are also installed in jobs without the ``unickpt`` key
+    from ds_unickpt.compression import CompressedEngine
     from unickpt.coordination.rendezvous import Rendezvous
     from unickpt.memory.tier import MemoryTier
 
@@ -20,6 +22,7 @@ class EngineRuntime:
         reads_batch: whether ranks of this job have looked for the batch of a checkpoint, each by itself.
         said: lines about the batch that were logged.
         memory: memory tier of the next engine, in which Trainer has looked for a checkpoint; None: it makes its own.
+        compressed: compression of the gradients that an engine, or its ZeRO optimizer, reduces.
         script_found: folder that ``get_last_checkpoint`` last returned to a script; None before.
     """
 
@@ -29,6 +32,7 @@ class EngineRuntime:
         self.reads_batch = False
         self.said: set[str] = set()
         self.memory: MemoryTier | None = None
+        self.compressed: WeakKeyDictionary[Any, CompressedEngine] = WeakKeyDictionary()
         self.script_found: str | None = None
 
     def engine_rendezvous(self, engine: Any, *, timeout_s: float) -> Rendezvous:

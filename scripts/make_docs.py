@@ -18,7 +18,12 @@ OPTIONS, SCHEMA = REPO / "docs" / "reference" / "options.md", REPO / "configs" /
 STEERING = REPO / "docs" / "guides" / "steering.md"
 # A comment inside a Markdown table ends it, so the opening marker stands above the header.
 MARKED = re.compile(r"(<!-- options of (\w+)[^>]*-->\n\n).*?(\n<!-- end of options -->)", re.S)
-SECTIONS = {"unickpt": "", "memory": "memory", "timing": "timing"}  # section by the word in the marker
+SECTIONS = {
+    "unickpt": "",
+    "compression": "compression",
+    "memory": "memory",
+    "timing": "timing",
+}  # section by the word in the marker
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 

@@ -63,7 +63,7 @@ class HookStatus:
     Attributes:
         state: ``installed``, ``refused`` (the version or the source is unknown), ``failed`` (an error on installation),
             ``removed``. ``unickpt hooks status`` also has ``not imported`` (the module of the function is not imported) and
-            ``not enabled`` (timing is off; the reason names what enabling it would refuse or note).
+            ``not enabled`` (timing or compression is off; the reason names what enabling it would refuse or note).
         reason: reason of the state, or ''.
         fingerprint: fingerprint of the framework's function, or '' if its source is not available.
     """

@@ -22,6 +22,8 @@ VERIFY = ("always", "sampled", "off")
 ON_BUSY = ("wait", "skip", "queue")
 WHEN = ("steering", "always", "never")
 UNLIMITED = math.inf
+GRADIENT_SCHEMES = ("none", "top-k", "random-k", "sign", "powersgd", "fp16", "bf16", "int8")
+_DEEPSPEED_ONLY = "Megatron's scripts reduce gradients by themselves"
 _CONF = "use torchrun's `--rdzv-conf`"
 Section = TypeVar("Section")
 
@@ -163,6 +165,24 @@ class MemoryOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class CompressionOptions:
+    """Compression of gradients between the ranks, with error feedback. The residuals are part of a checkpoint."""
+
+    scheme: str = _option(
+        "none", "form in which gradients travel between the ranks; none: as DeepSpeed sends them", choices=GRADIENT_SCHEMES,
+        no_flag=_DEEPSPEED_ONLY,
+    )  # fmt: skip
+    ratio: float = _option(0.01, "share of the elements that top-k and random-k send", no_flag=_DEEPSPEED_ONLY)
+    rank: int = _option(2, "columns of the factors of powersgd", least=1, no_flag=_DEEPSPEED_ONLY)
+    block: int = _option(256, "number of elements with a common scale in int8", least=1, no_flag=_DEEPSPEED_ONLY)
+    error_feedback: bool = _option(
+        True, "add what a step did not send to the gradient of the next step", no_flag=_DEEPSPEED_ONLY
+    )
+    least_elements: int = _option(1024, "smaller parameters travel as float32", no_flag=_DEEPSPEED_ONLY)
+    seed: int = _option(0, "seed of random-k and of the first factors of powersgd", no_flag=_DEEPSPEED_ONLY)
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """Options of a job. The defaults suit most jobs."""
 
@@ -248,6 +268,7 @@ class Options:
         choices=WHEN,
         no_flag="use Megatron's `--load`",
     )
+    compression: CompressionOptions = field(default=CompressionOptions())
     memory: MemoryOptions = field(default=MemoryOptions())
     timing: TimingOptions = field(default=TimingOptions())
 
@@ -336,7 +357,12 @@ class SteeringOptions:
     longest_out_seconds: float = _option(86_400.0, "longest time that a host stays out", unit="s", no_flag=_CONF)
 
 
-SECTIONS: Mapping[str, type[Any]] = {"": Options, "memory": MemoryOptions, "timing": TimingOptions}
+SECTIONS: Mapping[str, type[Any]] = {
+    "": Options,
+    "compression": CompressionOptions,
+    "memory": MemoryOptions,
+    "timing": TimingOptions,
+}
 
 
 def declared(section: str | None = None) -> Iterator[Option]:

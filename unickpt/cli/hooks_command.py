@@ -35,7 +35,8 @@ with "refused" is not installed. A hook with "installed" is installed, and `unic
 hook passes calls through, sets an argument or changes the text of an error, or it belongs to Megatron-LM, whose users
 edit the source.
 
-Hooks with `timing` in their names are installed only if timing is enabled.
+Hooks with `timing` in their names are installed only if timing is enabled, those with `compression` only if gradients
+are compressed.
 
 | hook | target | tested versions | known fingerprints | unknown source | why | upstream | until |
 |---|---|---|---|---|---|---|---|"""
@@ -135,14 +136,17 @@ def _usable(status: HookStatus, adapters: list[_Adapter]) -> HookStatus:
 
 
 def _not_installed(known: list[HookStatus], adapters: list[_Adapter]) -> list[HookStatus]:
-    """Return the declared hooks without a status: their module is not imported, such as transformers, or timing is off."""
+    """Return the declared hooks without a status: their module is not imported, such as transformers, or an option is off."""
     names = {status.hook.name for status in known}
     found = []
     for adapter in (each.adapter for each in adapters if each.state == "imported"):
-        found += [_without_status(hook) for hook in import_module(f"{adapter}.hooks").DECLARED if hook.name not in names]
+        declarations = import_module(f"{adapter}.hooks")
+        enabled_by_option = [*getattr(declarations, "OPTIONAL", []), *import_module(f"{adapter}.timing").all_timing_hooks()]
+        others = [hook for hook in declarations.DECLARED if hook not in enabled_by_option]
+        found += [_without_status(hook) for hook in others if hook.name not in names]
         version = import_module(f"{adapter}.versions").version()
-        timing = [hook for hook in import_module(f"{adapter}.timing").all_timing_hooks() if hook.name not in names]
-        found += [replace(hooks.examine(hook, version), state="not enabled") for hook in timing]
+        optional = [hook for hook in enabled_by_option if hook.name not in names]
+        found += [replace(hooks.examine(hook, version), state="not enabled") for hook in optional]
     return found
 
 

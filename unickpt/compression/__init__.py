@@ -3,7 +3,7 @@
 Each module imports only the modules below it in this list:
 
     ddp          communication hook of ``DistributedDataParallel``
-    torch_state  residuals of torch's own PowerSGD hook, by parameter name
+    advisor      which buckets of gradients pay for which scheme, by the replay of a job's records
     exchange     mean of gradients over a process group, in compressed form
     wire         the two collectives of an exchange
     sizes        bytes that a rank sends

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 
 from unickpt.compression.exchange import GradientExchange
 from unickpt.compression.settings import Compression
@@ -46,7 +45,7 @@ class CompressedGradients(GradientExchange):
         super().__init__(settings, GroupWire(group))
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
 
-    def reduce(self, bucket: Any) -> torch.Tensor:
+    def reduce(self, bucket: GradBucket) -> torch.Tensor:
         """Replace the gradients of a bucket by their mean."""
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         self.exchange(list(zip(names, bucket.gradients(), strict=True)))
@@ -54,7 +53,7 @@ class CompressedGradients(GradientExchange):
         return buffer
 
 
-def compressed_gradients(state: CompressedGradients, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def compressed_gradients(state: CompressedGradients, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Exchange the gradients of a bucket in compressed form. Pass it to ``register_comm_hook``.
 
     With gloo the call returns when the exchange is over, so it does not run beside the backward pass.
@@ -63,3 +62,9 @@ def compressed_gradients(state: CompressedGradients, bucket: Any) -> torch.futur
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
     future.set_result(buffer)
     return future
+
+
+# register_comm_hook compares the annotations with these types, not with their names
+compressed_gradients.__annotations__ = {
+    "state": CompressedGradients, "bucket": GradBucket, "return": torch.futures.Future[torch.Tensor],
+}  # fmt: skip

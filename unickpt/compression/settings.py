@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unickpt.errors import ConfigError
+from unickpt.options import GRADIENT_SCHEMES
 
 NONE = "none"
 POWERSGD = "powersgd"
-SCHEMES = (NONE, "top-k", "random-k", "sign", POWERSGD, "fp16", "bf16", "int8")
+SCHEMES = GRADIENT_SCHEMES
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,3 +132,30 @@ def states_of_blocks_under_bf16_optimizer(folder: Path) -> None:
     target.load_checkpoint(str(folder))
     assert _equal(_states(target), states)
     assert train(target, 2) == losses
+
+
+@scenario(2)
+def residuals_of_compressed_gradients_return_to_their_ranks(folder: Path) -> None:
+    """Training goes on bit by bit. A job without the residuals has other losses."""
+
+    def engine(stage: int, seed: int) -> Any:
+        compression = {"scheme": "sign", "least_elements": 64}
+        return build(here(stage), seed=seed, unickpt={"enabled": True, "async_save": False, "compression": compression})
+
+    for stage in (0, 2):
+        source = engine(stage, 1)
+        train(source, 3)
+        assert source.save_checkpoint(str(folder / str(stage))) is True
+        own = _copied(source.checkpoint_engine.compressed.exchange.residuals.sent)
+        losses = train(source, 2)
+        target = engine(stage, 2)
+        train(target, 1)
+        target.load_checkpoint(str(folder / str(stage)))
+        found = target.checkpoint_engine.compressed.exchange.residuals.sent
+        assert own
+        assert _equal(found, own)
+        assert train(target, 2) == losses
+        assert_weights_equal(source, target)
+        target.load_checkpoint(str(folder / str(stage)))
+        target.checkpoint_engine.compressed.exchange.residuals.sent.clear()
+        assert train(target, 2) != losses

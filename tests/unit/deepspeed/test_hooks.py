@@ -14,6 +14,7 @@ from unickpt import hooks
 
 HOOKS = [*declarations.DECLARED, *all_timing_hooks()]
 REPLACE_A_RESULT = {
+    "deepspeed.compression.bucket", "deepspeed.compression.zero", "deepspeed.compression.engine",
     "deepspeed.configure", "deepspeed.batch", "deepspeed.save", "deepspeed.load",
     "transformers.get_last_checkpoint", "transformers.trainer.get_last_checkpoint", "transformers.save",
 }  # fmt: skip
