@@ -10,8 +10,9 @@ import sys
 
 from ds_unickpt.hooks import install, uninstall
 from ds_unickpt.start import StartingPoint, resume_or_start
+from ds_unickpt.timed_layers import stage_layers
 
-__all__ = ["StartingPoint", "install", "resume_or_start", "uninstall"]
+__all__ = ["StartingPoint", "install", "resume_or_start", "stage_layers", "uninstall"]
 
 if "deepspeed.runtime.engine" not in sys.modules:
     # A program imports this package itself, before DeepSpeed. The hooks need DeepSpeed's classes.

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,17 @@ def pipeline_stage(engine: Any) -> PipelineStage | None:
     grid = engine.module._grid  # ``engine.grid`` is set later
     stage = int(grid.get_stage_id())
     return PipelineStage(stage, int(grid.pipe_parallel_size), tuple(sorted(grid.topology().filter_match(pipe=stage))))
+
+
+def pipeline_layers(module: Any) -> tuple[int, int, Sequence[Any]] | None:
+    """Return the layers of a ``PipelineModule`` on this rank (runtime/pipe/module.py); None for another module.
+
+    Returns:
+        Number of the first one, number of layers of the whole model, and the layers, which may be functions.
+    """
+    if not hasattr(module, "forward_funcs") or not hasattr(module, "parts"):
+        return None
+    return int(module._local_start), int(module.parts[-1]), module.forward_funcs
 
 
 def micro_batches(engine: Any) -> int | None:

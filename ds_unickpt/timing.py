@@ -7,6 +7,7 @@ from typing import Any
 
 from ds_unickpt import internals
 from ds_unickpt.declaration import declared
+from ds_unickpt.timed_layers import layers_of
 from ds_unickpt.versions import ENGINE, version
 from unickpt import hooks
 from unickpt.diagnosis import session
@@ -57,4 +58,5 @@ def begin(engine: Any, options: TimingOptions) -> None:
     """Start timing the collectives of this process. Never raises."""
     if session.start(options, lambda: internals.process_groups(engine)) is None:
         return
+    session.time_layers(engine.module, lambda: layers_of(engine.module))
     hooks.install(timing_hooks(), framework="DeepSpeed", version=version())

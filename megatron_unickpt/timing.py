@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_unickpt.declaration import declared
 from megatron_unickpt.internals import iterations_done, process_groups
+from megatron_unickpt.timed_layers import layers_of
 from megatron_unickpt.versions import version
 from unickpt import hooks
 from unickpt.diagnosis import session
@@ -51,6 +52,13 @@ def _in(phase: Phase) -> Callable[..., Any]:
     return wrapper
 
 
+def _forward(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrap ``forward_step``, whose third argument is a chunk of the model."""
+    chunk = kwargs.get("model", args[2] if len(args) > 2 else None)
+    session.time_layers(chunk, lambda: layers_of(chunk))
+    return _in(Phase.FORWARD)(wrapped, instance, args, kwargs)
+
+
 def _hook(module: str, attribute: str, wrapper: Callable[..., Any], why: str) -> Hook:
     until = "megatron-core has callbacks for steps and phases"
     return declared(f"megatron.timing.{attribute}", module, attribute, wrapper, why=why, until=until)
@@ -60,7 +68,7 @@ def timing_hooks() -> list[Hook]:
     """Return the hooks that report steps and phases, with a new step counter."""
     step = StepCounter().wrapper
     return [
-        _hook(_SCHEDULES, "forward_step", _in(Phase.FORWARD), "no callback at the beginning and end of a forward pass"),
+        _hook(_SCHEDULES, "forward_step", _forward, "no callback at the beginning and end of a forward pass"),
         _hook(_SCHEDULES, "backward_step", _in(Phase.BACKWARD), "no callback at the beginning and end of a backward pass"),
         _hook(_OPTIMIZER, "MixedPrecisionOptimizer.step", step, "no callback after a step of a bf16 or fp16 optimizer"),
         _hook(_OPTIMIZER, "FP32Optimizer.step", step, "no callback after a step of an fp32 optimizer"),

@@ -138,6 +138,9 @@ class TimingOptions:
         False,
         "time NCCL's calls on the device by CUDA events, so that slow ranks are found on GPUs; not seen on a device yet",
     )
+    layers_every: int = _option(
+        0, "measure the times of each layer in one step out of this number, for `unickpt plan`; 0: never"
+    )
     metrics_port: int = _option(
         0,
         "port on which the agent of rank 0's host serves Prometheus metrics (/metrics, no password); 0 disables it",

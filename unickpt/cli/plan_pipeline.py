@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
-from unickpt.errors import ConfigError, FormatError
-from unickpt.plan.layers import MeasuredLayer, layers_of, megatron_arguments, vllm_partition
+from unickpt.errors import ConfigError
+from unickpt.plan.layers import MeasuredLayer, megatron_arguments, vllm_partition
 from unickpt.plan.partition import Device, Partition, Unmet, plan_stages
+from unickpt.plan.sources import read_layers
 
 JSON_SCHEMA = 1
 BYTES_PER_PARAMETER = 18.0  # bf16 weight, fp32 gradient, fp32 weight and two moments
@@ -21,7 +21,11 @@ BYTES_PER_PARAMETER = 18.0  # bf16 weight, fp32 gradient, fp32 weight and two mo
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("layers", metavar="LAYERS", type=Path, help="JSON file with the times of the layers")
+    parser.add_argument(
+        "layers", metavar="DIR-or-FILE", type=Path, nargs="+",
+        help="folders with the ring files of a job, one per host, in which timing.layers_every has left times of layers; or a "
+        "JSON file with these times",
+    )  # fmt: skip
     parser.add_argument("--stages", type=int, default=0, metavar="N", help="number of stages (default: one for each --device)")
     parser.add_argument(
         "--microbatches", type=_positive, default=0, metavar="N", help="microbatches of a step (default: four for each stage)"
@@ -58,7 +62,7 @@ def _device(text: str) -> Device:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Plan and print."""
-    layers, devices = _layers(args.layers), _devices(args)
+    layers, devices = read_layers(args.layers), _devices(args)
     microbatches = args.microbatches or 4 * len(devices)
     found = plan_stages([each.cost(args.bytes_per_parameter) for each in layers], devices, microbatches, reorder=args.reorder)
     if isinstance(found, Unmet):
@@ -72,13 +76,6 @@ def run(args: argparse.Namespace, out: Output) -> int:
     else:
         _tell(found, layers, devices, microbatches, out)
     return SOUND
-
-
-def _layers(path: Path) -> list[MeasuredLayer]:
-    try:
-        return layers_of(json.loads(path.read_text()), str(path))
-    except (OSError, ValueError) as err:
-        raise FormatError(f"{path}: cannot be read as JSON ({err})") from err
 
 
 def _devices(args: argparse.Namespace) -> list[Device]:
@@ -111,5 +108,5 @@ def _tell(found: Partition, layers: list[MeasuredLayer], devices: list[Device], 
     out.table("stages", ("stage", "device", "layers", "time of a microbatch"), rows)
     out.line()
     out.line(f"Megatron: {shlex.join(document['megatron_arguments'])}")
-    out.line(f"DeepSpeed: parts {document['parts']}")
+    out.line(f"DeepSpeed: ds_unickpt.stage_layers(layers, {document['parts']})")
     out.line(f"vLLM: VLLM_PP_LAYER_PARTITION={document['vllm_environment']['VLLM_PP_LAYER_PARTITION']}")

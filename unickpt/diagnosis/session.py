@@ -20,6 +20,8 @@ import torch.distributed as dist
 from unickpt.diagnosis.agent import launch
 from unickpt.diagnosis.host import stack_dumps
 from unickpt.diagnosis.recording.device_events import CudaEvents, EventSource
+from unickpt.diagnosis.recording.layer_times import SUFFIX as LAYERS
+from unickpt.diagnosis.recording.layer_times import LayerTimes, TimedLayer
 from unickpt.diagnosis.recording.phases import PhaseHooks
 from unickpt.diagnosis.recording.process_group_hooks import ProcessGroupHooks
 from unickpt.diagnosis.recording.recorder import CallRecorder
@@ -55,6 +57,7 @@ class Session:
     Attributes:
         folder: folder of the job's rings on this host.
         phases: recorder of steps and phases, for the adapter.
+        layers: times of layers, for the adapter; None if they are not measured.
 
     Raises:
         CoordinationError: the ranks cannot agree on a folder.
@@ -72,7 +75,11 @@ class Session:
         named = Path(options.folder).absolute() if options.folder else None  # absolute: the agent has another working directory
         given = folder_of_round()  # its agent has been there before this process
         self.folder = _folder(given, named, job)
-        ring = RingWriter(self.folder / f"{rank:05d}{SUFFIX}", Identity.here(rank, world, job), capacity=options.records)
+        here = Identity.here(rank, world, job)
+        ring = RingWriter(self.folder / f"{rank:05d}{SUFFIX}", here, capacity=options.records)
+        about = {"rank": rank, "world": world, "host": here.host}
+        every, path = options.layers_every, self.folder / f"{rank:05d}{LAYERS}"
+        self.layers = LayerTimes(path, every, about) if every else None
         self._recorder = CallRecorder(ring, self._describe, events)
         self.phases = PhaseHooks(self._recorder)
         self._hooks = ProcessGroupHooks(self._recorder)
@@ -112,7 +119,9 @@ class Session:
             self._stacks.close()
 
     def remove_hooks(self) -> None:
-        """Remove all hooks from torch."""
+        """Remove all hooks from torch and from the layers."""
+        if self.layers is not None:
+            self.layers.stop()
         self.phases.uninstall()
         self._hooks.uninstall()
 
@@ -159,6 +168,23 @@ class ProcessTiming:
         """Record the end of training step ``number``."""
         if self._session is not None:
             self._session.phases.step(number)
+            if self._session.layers is not None:
+                self._session.layers.stepped()
+
+    def time_layers(self, model: Any, find: Callable[[], Sequence[TimedLayer]]) -> None:
+        """Measure the layers of a model if the options ask for it. May be called again for the same model. Never raises.
+
+        Args:
+            model: the model, or a part of it.
+            find: returns its layers on this rank.
+        """
+        layers = None if self._session is None else self._session.layers
+        if layers is None:
+            return
+        try:
+            layers.add(model, find)
+        except Exception as err:
+            logger.warning("unickpt: layers are not timed, training is not affected (%s: %s)", type(err).__name__, err)
 
     def checkpoint_io(self, times: Iterable[IoTime]) -> None:
         """Record phases of a save or load. Any thread may call this. Never raises."""
@@ -196,7 +222,7 @@ class ProcessTiming:
 
 _process = ProcessTiming()  # the hooks of torch and of the frameworks exist once per process, and so does their owner
 start, stop, stepped, in_phase = _process.start, _process.stop, _process.stepped, _process.in_phase
-checkpoint_io, memory_status = _process.checkpoint_io, _process.memory_status
+checkpoint_io, memory_status, time_layers = _process.checkpoint_io, _process.memory_status, _process.time_layers
 
 
 def _folder(given: Path | None, named: Path | None, job: str) -> Path:

@@ -14,6 +14,7 @@ from unickpt.plan.partition import LayerCost
 
 EMBEDDING, LAYER, LOSS = "embedding", "layer", "loss"
 ROLES = (EMBEDDING, LAYER, LOSS)
+MOST = 100_000  # layers of a model
 _LETTERS = {EMBEDDING: "E", LAYER: "t", LOSS: "L"}
 _NUMBERS = ("forward_s", "backward_s", "parameters", "activation_bytes")
 
@@ -81,13 +82,40 @@ def as_text(layers: Iterable[MeasuredLayer]) -> str:
     return json.dumps({"schema": 1, "layers": rows}, indent=1)
 
 
-def combined(samples: Mapping[int, Sequence[MeasuredLayer]]) -> list[MeasuredLayer]:
+def combined(samples: Mapping[int, Sequence[MeasuredLayer]], total: int) -> list[MeasuredLayer]:
     """Return the layers of the model from those that several ranks have measured.
 
     Args:
         samples: number of the layer in the model -> the same layer on the ranks that have it.
+        total: number of layers of the model. A layer that no rank has measured takes no time: it is a function, not a module.
     """
-    return [_middle(samples[number]) for number in sorted(samples)]
+    found = [_middle(samples[number]) if number in samples else None for number in range(total)]
+    return [each or MeasuredLayer(str(number), LAYER, 0.0, 0.0) for number, each in enumerate(found)]
+
+
+def layers_of_ranks(documents: Mapping[str, Any]) -> list[MeasuredLayer]:
+    """Return the layers of the model from the files of its ranks.
+
+    Args:
+        documents: file -> parsed JSON of ``unickpt.diagnosis.recording.layer_times``.
+
+    Raises:
+        FormatError: a file is no such document, or the files are of different models.
+    """
+    samples: dict[int, list[MeasuredLayer]] = {}
+    totals: dict[int, str] = {}
+    for where, document in documents.items():
+        layers = layers_of(document, where)
+        total = document.get("total")
+        numbers = [row.get("number") for row in document["layers"]]
+        if not all(type(each) is int for each in (*numbers, total)) or not 0 <= min(numbers) <= max(numbers) < total <= MOST:
+            raise FormatError(f"{where}: the numbers of its layers are not those of a model of {total!r} layers")
+        totals[total] = where
+        for number, layer in zip(numbers, layers, strict=True):
+            samples.setdefault(number, []).append(layer)
+    if len(totals) > 1:
+        raise FormatError(f"the files are of different models: {', '.join(f'{f}: {n} layers' for n, f in totals.items())}")
+    return combined(samples, next(iter(totals)))
 
 
 def _middle(each: Sequence[MeasuredLayer]) -> MeasuredLayer:

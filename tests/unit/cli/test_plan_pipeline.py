@@ -55,7 +55,7 @@ def test_the_text_names_each_framework(layers: str, capsys: pytest.CaptureFixtur
     assert main(["plan", "pipeline", layers, "--stages", "2"]) == 0
     text = capsys.readouterr().out
     assert "--pipeline-model-parallel-layout 'Et*5|t*3L'" in text
-    assert "parts [0, 6, 10]" in text
+    assert "ds_unickpt.stage_layers(layers, [0, 6, 10])" in text
     assert "VLLM_PP_LAYER_PARTITION=5,3" in text
 
 

@@ -1,0 +1,230 @@
+"""Times of a model's layers in sampled steps, in a small file of each rank beside its ring.
+
+Hooks are on the layers only during a sampled step, so other steps cost nothing. A forward hook of torch begins and ends the
+forward time. The backward time begins when the gradient of a layer's output is known, and ends when that of its input is known
+(hooks on these tensors, which leave the graph as it is). A forward computation inside a backward pass repeats the one before it
+(activation checkpointing), so its time is part of the backward time. On a device each of these moments waits for the device.
+
+The file is JSON: ``{"schema", "rank", "world", "host", "steps", "total", "layers": [...]}``. A layer has ``number`` and
+``name`` in the whole model, ``role``, ``kind`` (name of its class), ``forward_s`` and ``backward_s`` (medians of its calls),
+``calls``, ``parameters``, ``shape`` of its input, and ``activation_bytes`` (saved for one backward computation).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from unickpt.private_files import replacing
+
+SUFFIX = ".layers.json"
+SCHEMA = 1
+WARM_UP = 2  # first steps of a process, which are not sampled
+MOST_CALLS = 512  # newest calls of each layer that count
+
+logger = logging.getLogger("unickpt")
+
+
+@dataclass(frozen=True, slots=True)
+class TimedLayer:
+    """A layer that this rank has.
+
+    Attributes:
+        number: place in the whole model; an embedding comes before all layers and a loss after them.
+        name: name in the whole model.
+        role: ``embedding``, ``layer`` or ``loss``.
+        module: the module.
+        total: number of layers of the whole model, with embedding and loss; a number without a layer takes no time.
+    """
+
+    number: int
+    name: str
+    role: str
+    module: torch.nn.Module
+    total: int
+
+
+@dataclass(slots=True)
+class _Times:
+    """Nanoseconds of the calls of one layer."""
+
+    forward: list[int] = field(default_factory=list)
+    backward: list[int] = field(default_factory=list)
+    shape: tuple[int, ...] = ()
+    activation_bytes: int = 0
+    saved: _SavedBytes | None = None  # during the first call
+    began: int = 0
+    repeated: int = 0  # forward time inside the backward pass
+
+
+class LayerTimes:
+    """Measures the layers of this process.
+
+    Args:
+        path: file to write.
+        every: one step out of this number is sampled.
+        about: further values of the file.
+    """
+
+    def __init__(self, path: Path, every: int, about: Mapping[str, Any]) -> None:
+        self._path, self._every, self._about = path, every, dict(about)
+        self._layers: dict[int, TimedLayer] = {}
+        self._times: dict[int, _Times] = {}
+        self._owners: set[int] = set()
+        self._handles: list[Any] = []
+        self._seen = self._sampled = self._total = 0
+        self._devices: set[torch.device] = set()
+
+    def add(self, owner: Any, find: Callable[[], Sequence[TimedLayer]]) -> None:
+        """Add the layers of a model, once for each model.
+
+        Args:
+            owner: the model.
+            find: returns its layers.
+        """
+        if id(owner) in self._owners:
+            return
+        self._owners.add(id(owner))
+        for layer in find():
+            self._layers[layer.number] = layer
+            self._total = max(self._total, layer.total)
+            self._times[layer.number] = _Times()
+            self._devices |= {each.device for each in layer.module.parameters() if each.device.type != "cpu"}
+
+    def stepped(self) -> None:
+        """A step has ended: write what was sampled, and begin the next sample if it is time."""
+        self._seen += 1
+        if self._handles:
+            self.stop()
+            self._sampled += 1
+            self._write()
+        if self._seen >= WARM_UP and (self._seen - WARM_UP) % self._every == 0:
+            for number, layer in self._layers.items():
+                self._watch(layer.module, self._times[number])
+
+    def stop(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _now(self) -> int:
+        for device in self._devices:
+            torch.accelerator.synchronize(device)
+        return time.monotonic_ns()
+
+    def _watch(self, module: torch.nn.Module, times: _Times) -> None:
+        def begins(_module: Any, args: Any, kwargs: Any) -> None:
+            tensors = _tensors((args, kwargs))
+            times.shape = tuple(tensors[0].shape) if tensors else ()
+            times.began = self._now()
+            if not times.activation_bytes and not torch.is_grad_enabled():
+                times.activation_bytes = sum(each.nbytes for each in tensors)  # its input is kept, and it computes again
+            elif not times.activation_bytes:
+                times.saved = _SavedBytes(module)
+                times.saved.__enter__()
+
+        def ends(_module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            if times.saved is not None:
+                times.saved.__exit__(None, None, None)
+                times.activation_bytes, times.saved = times.saved.total, None
+            if output is None:  # the computation has raised an error
+                return
+            took = self._now() - times.began
+            if torch._C._current_graph_task_id() >= 0:
+                times.repeated += took
+            else:
+                times.forward.append(took)
+            self._watch_backward(module, times, _tensors((args, kwargs)), _tensors(output))
+
+        self._handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(ends, with_kwargs=True, always_call=True))
+
+    def _watch_backward(
+        self, module: torch.nn.Module, times: _Times, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> None:
+        """Time one backward computation: from the gradient of the first output to the last gradient of the inputs."""
+        last = next((each for each in outputs if each.requires_grad), None)
+        if last is None:
+            return
+        sources = [each for each in inputs if each.requires_grad][:1]
+        sources = sources or [each for each in module.parameters() if each.requires_grad]
+        state = {"began": 0, "left": len(sources)}
+        handles: list[Any] = []
+
+        def begins(_grad: torch.Tensor) -> None:
+            state["began"] = self._now()
+
+        def ends(_grad: torch.Tensor) -> None:
+            state["left"] -= 1
+            if state["left"] or not state["began"]:
+                return
+            times.backward.append(self._now() - state["began"] + times.repeated)
+            times.repeated = 0
+            for handle in handles:
+                handle.remove()
+
+        hooked: list[tuple[Any, Callable[[torch.Tensor], None]]] = [(last, begins), *((each, ends) for each in sources)]
+        handles += [tensor.register_hook(hook) for tensor, hook in hooked]
+        self._handles += handles[1:]  # a parameter keeps its hook otherwise
+
+    def _write(self) -> None:
+        document = {"schema": SCHEMA, **self._about, "steps": self._sampled, "total": self._total, "layers": self.layers()}
+        try:
+            with replacing(self._path) as file:
+                file.write(json.dumps(document).encode())
+        except OSError as err:
+            logger.warning("unickpt: times of layers are not written, training is not affected (%s)", err)
+            self._every = 1 << 62
+
+    def layers(self) -> list[dict[str, Any]]:
+        """Return the rows of the file: layers with a forward time, by number."""
+        return [
+            {
+                "number": number, "name": layer.name, "role": layer.role, "kind": type(layer.module).__name__,
+                "forward_s": _seconds(times.forward), "backward_s": _seconds(times.backward), "calls": len(times.forward),
+                "parameters": sum(each.numel() for each in layer.module.parameters()), "shape": list(times.shape),
+                "activation_bytes": times.activation_bytes,
+            }
+            for number, layer in sorted(self._layers.items()) if (times := self._times[number]).forward
+        ]  # fmt: skip
+
+
+class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the bytes that a computation saves for its backward pass, without parameters. Each storage counts once."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.total = 0
+        seen = {each.untyped_storage().data_ptr() for each in module.parameters()}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                self.total += storage.nbytes()
+            return tensor.detach()
+
+        super().__init__(pack, lambda tensor: tensor)
+
+
+def _seconds(times: list[int]) -> float:
+    return median(times[-MOST_CALLS:]) * 1e-9 if times else 0.0
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested tuples, lists and dictionaries."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, Mapping):
+        values = values.values()
+    elif not isinstance(values, tuple | list):
+        return []
+    return [tensor for each in values for tensor in _tensors(each)]

@@ -1,0 +1,45 @@
+"""Measured layers from the files of a job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from unickpt.diagnosis.recording.layer_times import SUFFIX
+from unickpt.errors import FormatError, NotACheckpointError
+from unickpt.plan.layers import MeasuredLayer, layers_of, layers_of_ranks
+from unickpt.private_files import read_text
+
+_MOST_BYTES = 64 << 20
+
+
+def read_layers(places: Sequence[Path]) -> list[MeasuredLayer]:
+    """Read the layers of a model.
+
+    Args:
+        places: folders with the files of a job's ranks, one per host; or one JSON file (``layers.layers_of``).
+
+    Raises:
+        NotACheckpointError: a folder has no times of layers.
+        FormatError: a file cannot be read.
+    """
+    if len(places) == 1 and not places[0].is_dir():
+        return layers_of(_parsed(places[0]), str(places[0]))
+    documents: dict[str, Any] = {}
+    for folder in places:
+        paths = sorted(folder.glob(f"*{SUFFIX}"))
+        if not paths:
+            raise NotACheckpointError(
+                f"{folder}: no times of layers (*{SUFFIX}) are there; set the option timing.layers_every, and wait for a sample"
+            )
+        documents |= {str(path): _parsed(path) for path in paths}
+    return layers_of_ranks(documents)
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        return json.loads(read_text(path, _MOST_BYTES))
+    except (OSError, ValueError, RecursionError) as err:
+        raise FormatError(f"{path}: cannot be read as JSON ({err})") from err
