@@ -78,9 +78,24 @@ def parse_arguments(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if getattr(parsed, IN_MEMORY):  # Megatron refuses this type
         parsed.non_persistent_ckpt_type = "global"
     if wanted:
+        _check_sharding(parsed)
         _check_places(parsed)
         parsed.ckpt_format = NATIVE_FORMAT
     return parsed
+
+
+def _check_sharding(parsed: argparse.Namespace) -> None:
+    """Check that the parameters are whole on each model parallel rank.
+
+    Raises:
+        ConfigError: Megatron FSDP shards them. Megatron accepts one format for such a job.
+    """
+    if getattr(parsed, "use_megatron_fsdp", False):
+        raise ConfigError(
+            "--ckpt-format unickpt with --use-megatron-fsdp: Megatron saves such a job with --ckpt-format fsdp_dtensor only. "
+            "Use this format, and `unickpt convert` to read its checkpoints. Or train without Megatron FSDP: "
+            "--use-distributed-optimizer shards the optimizer, and its checkpoints load under any layout."
+        )
 
 
 def _check_places(parsed: argparse.Namespace) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_unickpt import local_layouts
 from megatron_unickpt.choices import Choices
 from unickpt.errors import UnickptError
 from unickpt.load.candidates import tracked_iteration
@@ -52,6 +53,16 @@ def newest_local(options: Any, context: Any) -> int:
 def is_local_save(options: Any, arguments: Any) -> bool:
     """Whether the arguments of a ``save_checkpoint`` call are those of a local checkpoint."""
     return bool(arguments.get("non_persistent_ckpt")) and kind_of(options) == LOCAL
+
+
+def note_local_layout(options: Any, iteration: int, rank: int, layout: Mapping[str, Any]) -> None:
+    """Note the layout of a local checkpoint that this rank is about to save."""
+    local_layouts.note(str(options.non_persistent_local_ckpt_dir), rank, iteration, layout)
+
+
+def other_local_layout(options: Any, iteration: int, rank: int, layout: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the layout under which this rank's local checkpoint was saved if it is not ``layout``."""
+    return local_layouts.other_layout(str(options.non_persistent_local_ckpt_dir), rank, iteration, layout)
 
 
 class BothChoices:

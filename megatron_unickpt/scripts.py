@@ -24,6 +24,7 @@ from megatron_unickpt import (
     foreign_state,
     internals,
     loading,
+    local_layouts,
     marks,
     memory,
     metadata,
@@ -96,6 +97,8 @@ def save_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, *
         return wrapped(*args, **kwargs)
     options = _arguments()
     if non_persistent.is_local_save(options, kwargs):
+        iteration = int(inspect.signature(wrapped).bind(*args, **kwargs).arguments["iteration"])
+        non_persistent.note_local_layout(options, iteration, torch.distributed.get_rank(), internals.topology())
         return _native(runtime, wrapped, args, kwargs)
     set_asynchronous(options)
     runtime.saver(save_options(options))
@@ -230,7 +233,23 @@ def load_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, *
 def _local_is_newer(options: argparse.Namespace, bound: inspect.BoundArguments, offer: Offer) -> bool:
     """Return whether Megatron has a local checkpoint to load instead of this one."""
     local = non_persistent.newest_local(options, bound.arguments.get("checkpointing_context"))
-    return local == offer.step if offer.explicit else local >= max(offer.step, 0)
+    newer = local == offer.step if offer.explicit else local >= max(offer.step, 0)
+    if not newer:
+        return False
+    layouts: list[dict[str, Any] | None] = [None] * torch.distributed.get_world_size()
+    mine = non_persistent.other_local_layout(options, local, torch.distributed.get_rank(), internals.topology())
+    torch.distributed.all_gather_object(layouts, mine)
+    other = next((layout for layout in layouts if layout is not None), None)
+    if other is None:
+        return True
+    local_layouts.set_aside(bound.arguments["checkpointing_context"]["local_checkpoint_manager"])
+    if torch.distributed.get_rank() == 0:
+        logger.warning(
+            "unickpt: the local checkpoint of iteration %d was saved under %s, and this job has %s. Local checkpoints load "
+            "under the same layout only. They are set aside (other_layout). The job resumes from %s.",
+            local, describe(other), describe(internals.topology()), offer.directory,
+        )  # fmt: skip
+    return False
 
 
 def _marked(offer: Offer) -> Offer:

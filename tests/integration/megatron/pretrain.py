@@ -41,11 +41,11 @@ SCRIPTS = {
     "pretrain_mamba.py": f"{COMMON} {TOKENS} {UNTIED_ROPE} --spec tests.integration.megatron.mamba_spec stack "
     "--hybrid-override-pattern M*-M --mamba-num-groups 2 --mamba-state-dim 8 --mamba-head-dim 16",
     "pretrain_bert.py": f"{COMMON} --spec local --num-layers 4 --seq-length 32 "
-    "--legacy-tokenizer --tokenizer-type BertWordPieceLowerCase",
+    "--legacy-tokenizer --tokenizer-type BertWordPieceLowerCase --eval-iters 1",
     "pretrain_t5.py": f"{COMMON} --transformer-impl local --encoder-num-layers 2 --decoder-num-layers 2 "
     "--encoder-seq-length 32 --decoder-seq-length 16 --vocab-extra-ids 100 --kv-channels 16 --ffn-hidden-size 128 "
-    "--legacy-tokenizer --tokenizer-type BertWordPieceLowerCase",
-    "pretrain_vlm.py": f"{COMMON} {TOKENS} --transformer-impl local --encoder-num-layers 2 --decoder-num-layers 4 "
+    "--legacy-tokenizer --tokenizer-type BertWordPieceLowerCase --eval-iters 1",
+    "pretrain_vlm.py": f"{COMMON} {TOKENS} --transformer-impl local --decoder-num-layers 4 "
     "--img-h 56 --img-w 56 --patch-dim 14 --dataloader-seq-length 32",
 }
 
