@@ -15,7 +15,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
-from megatron_unickpt import cpu_offload
+from megatron_unickpt import cpu_offload, remainders
 from unickpt.convert.megatron import keys
 
 # Keys of a torch parameter group that select an implementation. They belong to the running job.
@@ -81,18 +81,9 @@ def unsupported_reason(optimizer: Any) -> str:
         ddp = getattr(leaf, "ddp_config", None)
         if getattr(ddp, "use_megatron_fsdp", False) or getattr(ddp, "use_custom_fsdp", False):
             return "Megatron FSDP"
-        if _keeps_remainders(leaf):
-            return "store_param_remainders (masters kept as 16-bit remainders)"
         if not isinstance(leaf, (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)):
             return f"the optimizer wrapper {type(leaf).__name__}"
     return ""
-
-
-def _keeps_remainders(wrapper: Any) -> bool:
-    config = wrapper.config
-    return bool(
-        _precision_aware(wrapper) and getattr(config, "store_param_remainders", False) and getattr(config, "bf16", False)
-    )
 
 
 def _wrappers(optimizer: Any, layer_wise: Any = None) -> Iterator[tuple[Any, Any]]:
@@ -239,6 +230,8 @@ def _states_of(
             others[key] = value
     if "master_param" in tensors:
         main = tensors.pop("master_param")
+    if main.dtype == torch.int16:
+        main = remainders.joined(stepped, main)
     return main, tensors, scalars, others
 
 
@@ -265,8 +258,13 @@ def write_back(leaf: Leaf, held: Held) -> None:
         return
     for stepped in held.group["params"]:
         if stepped.data_ptr() == held.parameter.view(-1)[held.lo :].data_ptr():
-            for key, value in {"master_param": held.main, **held.states}.items():
-                if key in leaf.inner.state.get(stepped, {}):
+            kept = leaf.inner.state.get(stepped, {})
+            values = {"master_param": held.main, **held.states}
+            if "master_param" in kept and kept["master_param"].dtype == torch.int16:
+                weights, values["master_param"] = remainders.divided(held.main)
+                stepped.data.copy_(weights)
+            for key, value in values.items():
+                if key in kept:
                     leaf.inner.set_scaled_state(stepped, key, value)
 
 

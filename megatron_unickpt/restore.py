@@ -31,6 +31,7 @@ from unickpt.load.report import LoadReport
 from unickpt.load.vocabulary import Rows, Vocabulary, rows_of
 
 OBJECT = "object"
+OUTPUT_BIAS = "output_layer.bias"
 
 
 def stored_tensors(checkpoint: Checkpoint) -> Iterable[TensorInfo]:
@@ -171,7 +172,7 @@ class Restore:
         item.init_data(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu")
         if item.data.numel() == 0:
             return
-        if item.allow_shape_mismatch and info.shape != tuple(item.global_shape):
+        if _may_differ(item) and info.shape != tuple(item.global_shape):
             self._begin_rows(item, info)
         name, state = sharded_tensors.tensor_of(item.key)
         stored = info if info.derived_from is None else self.checkpoint.info(name, info.derived_from)
@@ -322,9 +323,21 @@ class Restore:
 
 def _fits(item: ShardedTensor, info: TensorInfo) -> bool:
     shape = tuple(item.global_shape)
-    if item.allow_shape_mismatch and len(info.shape) == len(shape):
+    if _may_differ(item) and len(info.shape) == len(shape):
         return not _is_of_vocabulary(item) or info.shape[1:] == shape[1:]
     return info.shape == shape
+
+
+def _may_differ(item: ShardedTensor) -> bool:
+    """Whether the checkpoint may have another shape.
+
+    Megatron says so for embeddings and output weights. The bias of T5's output layer has the same rows, but its padding is not
+    declared.
+    """
+    if item.allow_shape_mismatch:
+        return True
+    of_model = isinstance(item, StateTensor) or isinstance(item.data, torch.nn.Parameter)
+    return of_model and sharded_tensors.tensor_of(item.key)[0].endswith(OUTPUT_BIAS)
 
 
 def _is_of_vocabulary(item: ShardedTensor) -> bool:
@@ -333,7 +346,7 @@ def _is_of_vocabulary(item: ShardedTensor) -> bool:
     Megatron allows other shapes for these tensors only. A caller of ``dist_checkpointing`` may allow them for the tensors that
     it describes itself.
     """
-    if not item.allow_shape_mismatch or len(item.global_shape) == 0:
+    if not _may_differ(item) or len(item.global_shape) == 0:
         return False
     name = sharded_tensors.tensor_of(item.key)[0]
     return isinstance(item, StateTensor) or isinstance(item.data, torch.nn.Parameter) or name.endswith(VOCABULARY_TENSORS)

@@ -36,6 +36,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
+from megatron_unickpt import remainders
+
 _ADDRESSED = (
     "megatron",
     "tests.integration.megatron",
@@ -319,16 +321,37 @@ class FusedAdam(torch.optim.Optimizer):
 
     Without one of those, Megatron takes torch's AdamW, and then its own loads of a distributed optimizer end in
     an assertion, because a fresh optimizer has no step yet. ``MEGATRON_TESTS_TORCH_ADAM=1`` leaves it so.
+
+    With ``master_weights`` it keeps the masters of bf16 parameters as TransformerEngine does for a precision-aware optimizer
+    with ``store_param_remainders``.
     """
 
     def __init__(
         self, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, **_: Any,
+        eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, *, master_weights: bool = False,
+        use_decoupled_grad: bool = False, master_weight_dtype: Any = None, exp_avg_dtype: Any = None,
+        exp_avg_sq_dtype: Any = None, **_: Any,
     ) -> None:  # fmt: skip
         super().__init__(
             params, {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
-        self.adam_w_mode = adam_w_mode
+        assert {master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype} <= {None, torch.float32}
+        self.adam_w_mode, self.master_weights, self.decoupled = adam_w_mode, master_weights, use_decoupled_grad
+
+    def initialize_state(self, parameter: torch.Tensor, *_: Any) -> None:
+        state = self.state[parameter]
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(parameter, dtype=torch.float32 if self.master_weights else None)
+        if self.master_weights and parameter.dtype == torch.bfloat16:
+            state["master_param"] = torch.zeros_like(parameter, dtype=torch.int16)
+
+    def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        found: torch.Tensor = self.state[parameter][name]
+        return found
+
+    def set_scaled_state(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        assert value.dtype == self.state[parameter][name].dtype
+        self.state[parameter][name].copy_(value)
 
     @torch.no_grad()
     def step(self, _: Any = None) -> None:  # type: ignore[override]
@@ -336,21 +359,32 @@ class FusedAdam(torch.optim.Optimizer):
             if not group["params"]:
                 continue
             group["step"] = group.get("step", 0) + 1
-            (b1, b2), lr = group["betas"], group["lr"]
-            first, second = 1 - b1 ** group["step"], 1 - b2 ** group["step"]
             for parameter in group["params"]:
-                if parameter.grad is None:
+                gradient = getattr(parameter, "decoupled_grad", None) if self.decoupled else parameter.grad
+                if gradient is None:
                     continue
-                state, gradient = self.state[parameter], parameter.grad
-                if not state:
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-                if not self.adam_w_mode:
-                    gradient = gradient.add(parameter, alpha=group["weight_decay"])
-                mean = state["exp_avg"].lerp_(gradient, 1 - b1)
-                square = state["exp_avg_sq"].mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
-                if self.adam_w_mode:
-                    parameter.mul_(1 - lr * group["weight_decay"])
-                parameter.addcdiv_(mean / first, (square / second).sqrt_().add_(group["eps"]), value=-lr)
+                if not self.state[parameter]:
+                    self.initialize_state(parameter)
+                state = self.state[parameter]
+                if not self.master_weights or "master_param" not in state:
+                    self._update(parameter, gradient, state, group)
+                    continue
+                master = remainders.joined(parameter, state["master_param"])
+                self._update(master, gradient.float(), state, group)
+                weights, rest = remainders.divided(master)
+                parameter.copy_(weights)
+                state["master_param"].copy_(rest)
+
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+        (b1, b2), lr = group["betas"], group["lr"]
+        first, second = 1 - b1 ** group["step"], 1 - b2 ** group["step"]
+        if not self.adam_w_mode:
+            gradient = gradient.add(parameter, alpha=group["weight_decay"])
+        mean = state["exp_avg"].lerp_(gradient, 1 - b1)
+        square = state["exp_avg_sq"].mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
+        if self.adam_w_mode:
+            parameter.mul_(1 - lr * group["weight_decay"])
+        parameter.addcdiv_(mean / first, (square / second).sqrt_().add_(group["eps"]), value=-lr)
 
 
 def _offer_fused_adam() -> None:

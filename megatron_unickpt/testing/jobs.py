@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,8 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 LENGTH, BATCH, LAYERS = 16, 4, 4
 EMERGING = {"muon": "muon", "normuon": "adaptive_muon", "soap": "soap"}  # of a layout -> Megatron's name
 OFFLOADED: dict[str, Any] = {
-    "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "use_precision_aware_optimizer": True,
-    "overlap_cpu_optimizer_d2h_h2d": True,
+    "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True,
 }  # fmt: skip
 
 
@@ -81,11 +81,15 @@ class Job:
         )  # fmt: skip
         self.chunks = [DistributedDataParallel(self.config, ddp, chunk) for chunk in self.chunks]
         low = layout.optimizer != "fp32"
+        if layout.optimizer == "aware":
+            sys.modules["transformer_engine.pytorch.optimizers"] = sys.modules["apex.optimizers"]  # the check looks there
         options = OptimizerConfig(
             optimizer="adam", lr=lr, weight_decay=0.1, clip_grad=1.0, bf16=low and layout.optimizer != "layers",
             params_dtype=torch.bfloat16 if low else torch.float32, use_distributed_optimizer=layout.distributed,
             **(OFFLOADED if layout.optimizer == "offload" else {}),
+            use_precision_aware_optimizer=layout.optimizer in ("offload", "aware"),
         )  # fmt: skip
+        sys.modules.pop("transformer_engine.pytorch.optimizers", None)
         if layout.optimizer in EMERGING:
             self.optimizer = self._emerging(options)
         else:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 class Layout:
     """A parallel shape and an optimizer. ``dp`` counts data parallel ranks without context parallel ones.
 
-    ``optimizer``: ``dist``, ``plain``, ``fp32``; ``layers`` (layer-wise), ``offload`` (``dist`` with CPU offload), ``muon``,
+    ``optimizer``: ``dist``, ``plain``, ``fp32``; ``layers`` (layer-wise), ``offload`` (``dist`` with CPU offload), ``aware``
+    (``dist``, precision-aware, masters as remainders), ``muon``,
     ``normuon`` and ``soap`` (of NVIDIA's ``emerging_optimizers``).
     """
 
@@ -31,7 +32,7 @@ class Layout:
     @property
     def distributed(self) -> bool:
         """Whether the job has a ``DistributedOptimizer``."""
-        return self.optimizer in ("dist", "offload")
+        return self.optimizer in ("dist", "offload", "aware")
 
     @property
     def name(self) -> str:

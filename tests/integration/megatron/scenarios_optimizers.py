@@ -69,6 +69,16 @@ def a_job_with_cpu_offload_resumes_under_another_layout_and_without_it(folder: P
     _assert_resumes(folder / "out of", offload, Layout(pp=2, optimizer="plain"))
 
 
+@scenario(2)
+def a_precision_aware_optimizer_with_remainders_resumes_under_another_layout_and_without_it(folder: Path) -> None:
+    """``store_param_remainders``: the masters are 16 bits beside the bf16 weights."""
+    aware = Layout(dp=2, optimizer="aware")
+    _assert_resumes(folder / "same", aware, aware, tolerance=0)
+    _assert_resumes(folder / "other", Layout(tp=2, optimizer="aware"), aware)
+    _assert_resumes(folder / "out of", aware, Layout(pp=2, optimizer="plain"))
+    _assert_resumes(folder / "into", Layout(tp=2), aware)
+
+
 def _needs_emerging_optimizers() -> None:
     if importlib.util.find_spec("emerging_optimizers") is None:
         raise unittest.SkipTest("needs NVIDIA's emerging_optimizers, which is on no package index")
