@@ -360,11 +360,11 @@ class FusedAdam(torch.optim.Optimizer):
                 continue
             group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
+                if not self.state[parameter]:
+                    self.initialize_state(parameter)
                 gradient = getattr(parameter, "decoupled_grad", None) if self.decoupled else parameter.grad
                 if gradient is None:
                     continue
-                if not self.state[parameter]:
-                    self.initialize_state(parameter)
                 state = self.state[parameter]
                 if not self.master_weights or "master_param" not in state:
                     self._update(parameter, gradient, state, group)

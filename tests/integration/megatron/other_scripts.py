@@ -167,8 +167,9 @@ def page(results: dict[str, str], tree: str) -> str:
         "`MEGATRON_LM=/path/to/Megatron-LM python -m tests.integration.megatron.other_scripts`", "",
         f"Scripts of {tree}, unchanged; torch {installed_version('torch')}, Python {platform.python_version()}, CPU and gloo. "
         "A job of the first layout saves after three iterations. A job of the second layout loads this checkpoint and saves "
-        "again before a training step. Weights, masters and moments of the two checkpoints are compared. (T5 under another "
-        "tensor parallel size has another padding of the vocabulary: the common rows are compared.)", "",
+        "again before a training step. Weights, masters and moments of the two checkpoints are compared. T5 under another "
+        "tensor parallel size has another padding of the vocabulary: the rows that both have are compared, and its loss shifts "
+        "by the logarithm of the ratio of the padded sizes ([guide](../guides/megatron.md#the-vocabulary)).", "",
         "Mamba's kernels need a GPU: `megatron_unickpt/testing/mamba.py` has them in torch operations, and "
         "`tests/integration/megatron/mamba_spec.py` the layers without TransformerEngine. The model of the test is a hybrid: "
         "Mamba, attention and MLP layers.", "",
@@ -178,6 +179,11 @@ def page(results: dict[str, str], tree: str) -> str:
         if row.name in results:
             result = results[row.name].replace("|", "/")
             lines.append(f"| `{row.script}` | {layout(row.source)} | {layout(row.target)} | {result} |")
+    lines += [
+        "", "`pretrain_vlm.py` (LLaVA) accepts `--ckpt-format torch` only, by a check of its own, so it saves without unickpt. "
+        "The multimodal example (`examples/multimodal/train.py`) was not run: it needs TransformerEngine and megatron-energon. "
+        "Megatron removed `pretrain_bert.py` and `pretrain_t5.py` after 0.17.",
+    ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
