@@ -223,6 +223,8 @@ def _states_of(
             if isinstance(value, (int, float, bool)):
                 scalars[key] = value
         elif value.shape == stepped.shape and key != "step":
+            if not value.is_contiguous() and key in state:  # of SOAP: boxes of a state are views of it
+                value = state[key] = value.contiguous()
             tensors[key] = leaf.inner.get_unscaled_state(stepped, key) if scaled else value
         elif value.dim() == 0 or key == "step":
             scalars[key] = value
@@ -270,7 +272,8 @@ def write_back(leaf: Leaf, held: Held) -> None:
 
 def steps_per_parameter(leaf: Leaf) -> bool:
     """Whether ``set_step`` sets the step of each parameter. Otherwise the optimizer has it in its groups."""
-    return bool(leaf.copies) or cpu_offload.steps_per_parameter(leaf.inner)
+    kept = any("step" in state for state in leaf.inner.state.values())  # SOAP, for one
+    return bool(leaf.copies) or kept or cpu_offload.steps_per_parameter(leaf.inner)
 
 
 def name_of(leaf: Leaf) -> str:
@@ -288,4 +291,5 @@ def set_step(leaf: Leaf, held: Held, step: float) -> None:
             continue
         state = leaf.inner.state.get(stepped)
         if state and (stepped is held.main or stepped is held.parameter):
-            state["step"] = torch.tensor(float(step), dtype=torch.float32)
+            number = type(state.get("step")) is int
+            state["step"] = int(step) if number else torch.tensor(float(step), dtype=torch.float32)

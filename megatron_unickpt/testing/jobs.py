@@ -106,6 +106,7 @@ class Job:
 
             return get_megatron_muon_optimizer(options, self.chunks, layer_wise_distributed_optimizer=True)
         options.optimizer = EMERGING[self.layout.optimizer]
+        options.adaptive_muon_moment2_method = "normuon"  # not elementwise; its other method is
         options.use_layer_wise_distributed_optimizer = self.layout.dp > 1
         return get_megatron_optimizer(options, self.chunks)
 

@@ -19,6 +19,7 @@ from unickpt.convert.huggingface.files import INDEX, SINGLE
 from unickpt.convert.huggingface.reader import huggingface
 from unickpt.convert.lazy_tensor import Files
 from unickpt.convert.megatron.dist_reader import BACKEND, backend_of, megatron_dist
+from unickpt.convert.megatron.fsdp_reader import is_megatron_fsdp, megatron_fsdp
 from unickpt.convert.megatron.torch_files import is_megatron_torch
 from unickpt.convert.megatron.torch_reader import megatron_torch
 from unickpt.convert.pipeline import Source
@@ -57,12 +58,13 @@ _KINDS = (
         lambda folder: backend_of(folder) == BACKEND and is_dcp(folder),
         lambda folder, files, also: megatron_dist(folder, files, also=also),
     ),
+    _Kind("Megatron fsdp_dtensor", is_megatron_fsdp, lambda folder, files, also: megatron_fsdp(folder, files, also=also)),
     _Kind("torch.distributed.checkpoint", is_dcp, lambda folder, files, also: dcp(folder, files, also=also)),
     TRANSFORMERS,
 )
 _EXPECTED = (
     "expected one of: *.safetensors of transformers, mp_rank_*_model_states.pt of DeepSpeed, .metadata of "
-    "torch.distributed.checkpoint or of Megatron's torch_dist, mp_rank_*/model_optim_rng.pt of Megatron"
+    "torch.distributed.checkpoint or of Megatron's torch_dist or fsdp_dtensor, mp_rank_*/model_optim_rng.pt of Megatron"
 )
 
 
