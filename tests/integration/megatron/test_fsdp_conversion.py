@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.integration.megatron.test_training import TREE, close, losses, run, until
 from unickpt.cli.main import main
+from unickpt.testing.launch import torchrun
 
+TREE = os.environ.get("MEGATRON_LM", "")
 pytestmark = pytest.mark.skipif(
     not TREE or os.environ.get("UNICKPT_FULL_MATRIX") != "1", reason="needs MEGATRON_LM, and UNICKPT_FULL_MATRIX=1"
 )
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ddp-average-in-collective"
+SHAPE = "--train-iters 9 --bf16 --use-distributed-optimizer --swiglu"
+
+
+def pretrain(arguments: str, *, check: bool = True) -> str:
+    """Run the script on two ranks, and return what it prints."""
+    env = {"MEGATRON_LM": TREE, "GLOO_SOCKET_IFNAME": "lo", "CUDA_DEVICE_MAX_CONNECTIONS": "8" if FSDP in arguments else "1"}
+    module = "tests.integration.megatron.pretrain"
+    done = torchrun(2, module, *f"{SHAPE} {arguments}".split(), env=env, timeout_s=300, check=check)
+    return done.stdout + done.stderr
+
+
+def loss_of_fourth(output: str) -> float:
+    return float(re.findall(r"iteration +4/.*lm loss: ([0-9.E+-]+)", output)[0])
 
 
 def test_fsdp_dtensor_is_converted_and_resumed_under_tp(tmp_path: Path) -> None:
     """With a gated projection, whose halves Megatron FSDP stores apart. Gloo has no scaled sum, so gradients are averaged."""
-    saving = f"--save {tmp_path / 'fsdp'} --save-interval 3 --ckpt-format fsdp_dtensor {FSDP} {until(5)}"
-    done = run(2, f"{saving} --bf16 --use-distributed-optimizer --swiglu", env={"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    saving = f"--save {tmp_path / 'fsdp'} --save-interval 3 --ckpt-format fsdp_dtensor {FSDP} --exit-interval 5"
+    whole = loss_of_fourth(pretrain(saving))
     where = tmp_path / "converted"
     where.mkdir()
     assert main(["convert", str(tmp_path / "fsdp/iter_0000003"), str(where / "iter_0000003")]) == 0
     (where / "latest_checkpointed_iteration.txt").write_text("3")
-    shape = "--bf16 --use-distributed-optimizer --swiglu --tensor-model-parallel-size 2"
-    resumed = run(2, f"--load {where} --ckpt-format unickpt {shape} {until(5)}")
-    assert list(losses(resumed.stdout)) == [4, 5], resumed.stdout[-3000:]
-    assert close(losses(resumed.stdout), losses(done.stdout))
-    print({at: (loss, losses(done.stdout)[at]) for at, loss in losses(resumed.stdout).items()})
+    resumed = pretrain(f"--load {where} --ckpt-format unickpt --tensor-model-parallel-size 2 --exit-interval 4")
+    assert loss_of_fourth(resumed) == pytest.approx(whole, abs=1e-3)
 
 
 def test_unickpt_is_refused_with_megatron_fsdp_and_says_what_to_do(tmp_path: Path) -> None:
-    done = run(2, f"--save {tmp_path} --ckpt-format unickpt {FSDP} {until(1)} --bf16 --use-distributed-optimizer", check=False)
-    assert done.returncode != 0
-    assert "--ckpt-format unickpt with --use-megatron-fsdp: Megatron saves such a job with" in done.stdout + done.stderr
+    output = pretrain(f"--save {tmp_path} --ckpt-format unickpt {FSDP}", check=False)
+    assert "--ckpt-format unickpt with --use-megatron-fsdp: Megatron saves such a job with" in output
