@@ -94,7 +94,8 @@ class Peer:
         """
         host, port = split_address(self._endpoint)
         own = self._local_address or way_to(host, port)
-        wide = "127.0.0.1" if is_loopback(host) and is_loopback(own) else ""
+        loopback = own if own.startswith("127.") else "127.0.0.1"  # such as 127.0.0.2
+        wide = loopback if is_loopback(host) and is_loopback(own) else ""
         listener = self._listener.open(wide, 0 if is_local(host) else port) or self._listener.open(wide, 0)
         if listener is None:
             raise OSError("no port can be opened")
