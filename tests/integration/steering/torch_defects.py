@@ -5,7 +5,7 @@
 Every case starts agents of torchrun on this machine. The workers add numbers with gloo. The case is passed if the workers
 go on as it says within ``--seconds``.
 
-restart     ``--nnodes 1``: one of two workers raises. Both should be restarted and go on. The agent has the store.
+restart     ``--nnodes 1``: one of two workers raises. Both should be restarted and go on. c10d: ``--standalone``.
 grow        ``--nnodes 1:2``: a second agent comes. Both should go on together.
 lost        ``--nnodes 1:2``: one host is lost: its agent is killed, and its worker is stopped, so that no connection is reset.
             The other one should go on alone.
@@ -62,13 +62,12 @@ class Job:
     """
 
     def __init__(self, folder: Path, backend: str, nodes: str, *, raises: bool = False, workers: int = 1) -> None:
-        alone = nodes == "1"
         self._folder, self._backend, self._nodes, self._workers = folder, backend, nodes, workers
         self._raises = "raises" if raises else "-"
         with socket.create_server(("127.0.0.1", 0)) as server:
             self._port = server.getsockname()[1]
-        self._conf = "last_call_timeout=5" + f",is_host={int(alone)}"
-        if backend == "c10d" and not alone:
+        self._alone = backend == "c10d" and nodes == "1"
+        if backend == "c10d" and not self._alone:
             self._store = TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
         (folder / "worker.py").write_text(WORKER)
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
@@ -78,11 +77,14 @@ class Job:
         conf = (
             f"host={address},join_seconds=2,expiry_seconds=6" if self._backend == "unickpt" else "is_host=0,last_call_timeout=5"
         )
+        backend = [
+            "--rdzv-backend", self._backend, "--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-conf",
+            conf, "--local-addr", address,
+        ]  # fmt: skip
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", self._nodes, "--nproc-per-node", str(self._workers),
-            "--rdzv-backend", self._backend, "--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-conf",
-            conf, "--local-addr", address, "--max-restarts", "5", str(self._folder / "worker.py"), str(self._folder),
-            self._raises, address,
+            *(["--standalone"] if self._alone else backend), "--max-restarts", "5", str(self._folder / "worker.py"),
+            str(self._folder), self._raises, address,
         ]  # fmt: skip
         env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         with (self._folder / f"{address}.log").open("wb") as log:
