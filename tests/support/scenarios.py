@@ -23,10 +23,12 @@ Scenarios = Mapping[str, tuple[tuple[int, ...], Scenario]]  # name -> world size
 def run(scenarios: Scenarios, folder: Path, only: set[str]) -> None:
     """Run the scenarios of this world size in the default group, and write FOLDER/w<world>.json: {scenario: {rank: failure}}.
 
-    A scenario that raises SkipTest, on every rank, is not in the file: this version of a framework lacks a feature.
+    A scenario that raises SkipTest, on every rank, is not in that file but, with its reason, in FOLDER/w<world>-skipped.json: this
+    version of a framework, or this installation, lacks a feature.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     outcome: dict[str, dict[int, str]] = {}
+    skipped: dict[str, str] = {}
     for name, (worlds, function) in scenarios.items():
         if world not in worlds or (only and name not in only):
             continue
@@ -36,7 +38,8 @@ def run(scenarios: Scenarios, folder: Path, only: set[str]) -> None:
         failure, began_s = None, time.monotonic()
         try:
             function(place)
-        except unittest.SkipTest:
+        except unittest.SkipTest as why:
+            skipped[name] = str(why)
             continue
         except BaseException:  # torch's CheckpointException does not derive from Exception
             failure = traceback.format_exc()
@@ -48,6 +51,7 @@ def run(scenarios: Scenarios, folder: Path, only: set[str]) -> None:
         outcome[name] = {r: text for r, text in enumerate(found) if text is not None}
     if rank == 0:
         (folder / f"w{world}.json").write_text(json.dumps(outcome))
+        (folder / f"w{world}-skipped.json").write_text(json.dumps(skipped))
     dist.barrier()
 
 

@@ -10,6 +10,7 @@ stack are one tensor, and so are the two halves of a gated projection, which are
 from __future__ import annotations
 
 import mmap
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from unickpt.convert.megatron.common_state import arguments_of, encode_plain, na
 from unickpt.convert.megatron.keys import MASTER, WEIGHT
 from unickpt.convert.pipeline import Portion, Reading, Source, SourcePart
 from unickpt.convert.plain_values import NotPlainError, plain
+from unickpt.convert.regular_files import open_regular
 from unickpt.convert.torch_dcp.files import METADATA, DcpTable, Stored
 from unickpt.errors import FormatError
 from unickpt.format.boxes import Box
@@ -90,9 +92,10 @@ def _renamed(key: str) -> str:
 def is_megatron_fsdp(folder: Path) -> bool:
     """Return whether Megatron FSDP wrote a folder: its table names the parameters of the groups."""
     try:
-        with (folder / METADATA).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as table:
-            return table.find(_META.encode()) >= 0
-    except (OSError, ValueError):
+        with os.fdopen(open_regular(folder / METADATA), "rb") as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as table:
+                return table.find(_META.encode()) >= 0
+    except (OSError, FormatError, ValueError):  # a ValueError: an empty file cannot be mapped
         return False
 
 
