@@ -11,7 +11,7 @@ import os
 import time
 import traceback
 import unittest
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -23,8 +23,8 @@ Scenarios = Mapping[str, tuple[tuple[int, ...], Scenario]]  # name -> world size
 def run(scenarios: Scenarios, folder: Path, only: set[str]) -> None:
     """Run the scenarios of this world size in the default group, and write FOLDER/w<world>.json: {scenario: {rank: failure}}.
 
-    A scenario that raises SkipTest, on every rank, is not in that file but, with its reason, in FOLDER/w<world>-skipped.json: this
-    version of a framework, or this installation, lacks a feature.
+    A scenario that raises SkipTest, on every rank, is not in that file but, with its reason, in FOLDER/w<world>-skipped.json:
+    this version of a framework, or this installation, lacks a feature.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     outcome: dict[str, dict[int, str]] = {}
@@ -53,6 +53,12 @@ def run(scenarios: Scenarios, folder: Path, only: set[str]) -> None:
         (folder / f"w{world}.json").write_text(json.dumps(outcome))
         (folder / f"w{world}-skipped.json").write_text(json.dumps(skipped))
     dist.barrier()
+
+
+def outcomes(folder: Path, worlds: Iterable[int]) -> dict[tuple[str, int], dict[str, str] | str]:
+    """Return what ``run`` wrote: by scenario and world size, the failures by rank, or the reason why it was skipped."""
+    files = [(world, folder / f"w{world}{end}.json") for world in worlds for end in ("", "-skipped")]
+    return {(name, world): outcome for world, file in files for name, outcome in json.loads(file.read_text()).items()}
 
 
 def arguments(*before: str) -> argparse.Namespace:

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.integration.deepspeed.scenario_worker import GROUPS, scenarios
+from tests.support import scenarios as support
 from unickpt.testing.launch import fork_ranks
 
 CASES = [
@@ -29,8 +29,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def outcomes(root: Path, group: str) -> dict[tuple[str, int], dict[str, str]]:
-    """Run all scenarios of a group on all their world sizes. Returns the failures by rank, for each scenario and world size."""
+def outcomes(root: Path, group: str) -> dict[tuple[str, int], dict[str, str] | str]:
+    """Run all scenarios of a group on all their world sizes. See ``tests.support.scenarios.outcomes``."""
     folder = root / group
     folder.mkdir()
     worlds = sorted({world for each, world, _ in CASES if each == group})
@@ -39,13 +39,12 @@ def outcomes(root: Path, group: str) -> dict[tuple[str, int], dict[str, str]]:
         worlds[-1], "tests.integration.deepspeed.scenario_worker", group, str(folder),
         "--worlds", ",".join(map(str, worlds)), timeout_s=1500, env={"TORCH_FR_BUFFER_SIZE": "4000"},
     )  # fmt: skip
-    found = {world: json.loads((folder / f"w{world}.json").read_text()) for world in worlds}
-    return {(name, world): failures for world in worlds for name, failures in found[world].items()}
+    return support.outcomes(folder, worlds)
 
 
 @pytest.mark.parametrize(("group", "world", "name"), CASES, ids=[f"{name}-{world}" for _, world, name in CASES])
 def test_scenario(root: Path, group: str, world: int, name: str) -> None:
-    failures = outcomes(root, group).get((name, world))
-    if failures is None:
-        pytest.skip("this DeepSpeed or this machine lacks the feature, such as libaio")
+    failures = outcomes(root, group)[name, world]
+    if isinstance(failures, str):
+        pytest.skip(failures)
     assert failures == {}, "\n".join(f"rank {rank}:\n{text}" for rank, text in failures.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from unickpt.testing.launch import fork_ranks
 from tests.integration.megatron.scenarios import declared
+from tests.support import scenarios
 
 pytest.importorskip("megatron.core")
 
@@ -23,10 +23,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def outcomes(root: Path) -> dict[tuple[str, int], dict[str, str] | str]:
-    """Run all scenarios on all their world sizes.
-
-    Returns, for each scenario and world size, the failures by rank, or the reason why it was skipped.
-    """
+    """Run all scenarios on all their world sizes. See ``tests.support.scenarios.outcomes``."""
     worlds = sorted({world for _, world in CASES})
     fork_ranks(
         worlds[-1],
@@ -36,8 +33,7 @@ def outcomes(root: Path) -> dict[tuple[str, int], dict[str, str] | str]:
         ",".join(map(str, worlds)),
         timeout_s=900,
     )
-    files = [(world, root / f"w{world}{end}.json") for world in worlds for end in ("", "-skipped")]
-    return {(name, world): outcome for world, file in files for name, outcome in json.loads(file.read_text()).items()}
+    return scenarios.outcomes(root, worlds)
 
 
 @pytest.mark.parametrize(("name", "world"), CASES, ids=[f"{name}-{world}" for name, world in CASES])

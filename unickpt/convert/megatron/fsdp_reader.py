@@ -92,9 +92,9 @@ def _renamed(key: str) -> str:
 def is_megatron_fsdp(folder: Path) -> bool:
     """Return whether Megatron FSDP wrote a folder: its table names the parameters of the groups."""
     try:
-        with os.fdopen(open_regular(folder / METADATA), "rb") as file:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as table:
-                return table.find(_META.encode()) >= 0
+        descriptor = open_regular(folder / METADATA)
+        with os.fdopen(descriptor, "rb"), mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as table:
+            return table.find(_META.encode()) >= 0
     except (OSError, FormatError, ValueError):  # a ValueError: an empty file cannot be mapped
         return False
 
