@@ -182,7 +182,7 @@ def _load(task: Task, module: Any, optimizer: Any, compressed: CompressedGradien
     for name, parameter in module.named_parameters():
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         state[name], state[name, "momentum_buffer"] = parameter.detach(), optimizer.state[parameter]["momentum_buffer"]
-    loaded = unickpt.load_checkpoint(state, task.folder)
+    loaded = unickpt.load_checkpoint(task.folder, state)
     if not task.drop:
         compressed.restore(
             lambda rank: loaded.checkpoint.rank_objects(rank).value["compression"], loaded.objects["compression"]

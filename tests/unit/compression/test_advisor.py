@@ -104,7 +104,7 @@ def test_a_link_of_one_size_has_no_constant() -> None:
 def test_compression_of_small_buckets_costs_a_second_collective() -> None:
     """The constant of the link counts twice, so a small bucket does not pay although it is exposed."""
     sizes = [8 * MEGABYTE, 16 * MEGABYTE, MEGABYTE // 4]
-    advice = advise(job([36, 68, 5], blocks=True, sizes=sizes), {"sign": FREE})
+    advice = advise(job([36, 68, 5], blocks=True, sizes=sizes), {"sign": FREE}, least_gain=0.001)
     assert [bucket.scheme for bucket in advice.buckets] == ["sign", "sign", NO]
     assert advice.buckets[2].exposed_s == pytest.approx(5e-3, rel=1e-3)
 
