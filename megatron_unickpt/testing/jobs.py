@@ -57,10 +57,12 @@ class Job:
 
     def __init__(
         self, layout: Layout, *, seed: int = 1, tied: bool = True, vocabulary: int = 96, width: int = 32, length: int = LENGTH,
-        batch: int = BATCH, lr: float = 1e-2, predictions: int = 0, frozen: Callable[[str], bool] | None = None,
+        batch: int = BATCH, micro_batch: int = 1, lr: float = 1e-2, predictions: int = 0,
+        frozen: Callable[[str], bool] | None = None,
     ) -> None:  # fmt: skip
         self.layout, self.step = layout, 0
         self.vocabulary, self.length, self.batch, self.predictions = vocabulary, length, batch, predictions
+        self.micro_batch = micro_batch
         leave_groups()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
@@ -174,12 +176,12 @@ class Job:
         return torch.randint(0, 96, (self.batch, self.length + 1), generator=generator)
 
     def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Return this rank's micro batches, of one row each."""
+        """Return this rank's micro batches."""
         rows, n = self.rows(), self.length
         dp, rank = self.layout.dp, parallel_state.get_data_parallel_rank()
-        for row in rows[rank * self.batch // dp : (rank + 1) * self.batch // dp]:
-            tokens, labels = row[None, :-1], row[None, 1:]
-            positions = torch.arange(n)[None]
+        for part in rows[rank * self.batch // dp : (rank + 1) * self.batch // dp].split(self.micro_batch):
+            tokens, labels = part[:, :-1], part[:, 1:]
+            positions = torch.arange(n).expand(len(part), n)
             mask = torch.triu(torch.ones(n, n, dtype=torch.bool), 1)[None, None]
             yield {
                 "tokens": self._part(tokens, 1), "labels": self._part(labels, 1), "positions": self._part(positions, 1),
@@ -215,9 +217,9 @@ class Job:
                 forward_step_func=self._forward,
                 data_iterator=[self._batches() for _ in self.chunks] if len(self.chunks) > 1 else self._batches(),
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-                num_microbatches=self.batch // self.layout.dp,
+                num_microbatches=self.batch // self.layout.dp // self.micro_batch,
                 seq_length=self.length,
-                micro_batch_size=1,
+                micro_batch_size=self.micro_batch,
                 forward_only=False,
             )
             self.optimizer.step()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from tests.support.report_records import MS, Row, call, group, moment, ring
 from unickpt.diagnosis.recording.records import Op
 from unickpt.replay.trace import CALL, MARK, PAUSE, Trace, TraceGroup
 
@@ -55,3 +57,29 @@ def made_trace(
         np.arange(count), tuple(hosts or ["host"] * count), tuple(places or [{}] * count), list(groups), table, marks,
         np.zeros(0, PAUSE),
     )  # fmt: skip
+
+
+def write_rings(trace: Trace, folder: Path) -> Path:
+    """Write a trace as the rings of its ranks, with at most 64 records each. All times are one millisecond later."""
+    folder.mkdir(mode=0o700)
+    own = [at for at, each in enumerate(trace.groups) if each.members]
+    for rank in range(len(trace.ranks)):
+        # a call before the first step shows that the step's begin is still in the ring
+        rows: list[tuple[int, int, Row]] = [(-1, 0, call(Op.BARRIER, own[0], 0, 0.1, 0.2))]
+        for each in trace.calls[trace.calls["rank"] == rank]:
+            ends = trace.marks["end_ns"][(trace.marks["rank"] == rank) & (trace.marks["end_ns"] >= each["end_ns"])]
+            step = int(trace.marks["number"][(trace.marks["rank"] == rank) & (trace.marks["end_ns"] == ends.min())][0])
+            peer = int(each["destination"] if each["op"] == Op.SEND else each["source"])
+            begin_ms, end_ms = 1 + each["call_ns"] / MS, 1 + each["end_ns"] / MS
+            made = call(
+                Op(int(each["op"])), int(each["comm"]), int(each["seq"]), begin_ms, end_ms, step=step,
+                elements=int(each["bytes"]) // 4, peer=peer, wait_ms=1 + each["wait_ns"] / MS,
+            )  # fmt: skip
+            rows.append((int(each["call_ns"]), 0, made))
+        for mark in trace.marks[trace.marks["rank"] == rank]:
+            made = moment(Op.STEP, 1 + mark["begin_ns"] / MS, 1 + mark["end_ns"] / MS, step=int(mark["number"]))
+            rows.append((int(mark["end_ns"]), 1, made))
+        rows.sort(key=lambda row: row[:2])
+        groups = [group(each.label, each.members) for each in trace.groups[: max(own) + 1]]
+        ring(folder, rank, len(trace.ranks), groups, [row for _, _, row in rows], closed=True, host=trace.hosts[rank])
+    return folder

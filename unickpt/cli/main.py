@@ -72,7 +72,7 @@ COMMANDS = (
         _REPEAT,
     ),
     _Command("whatif", "unickpt.cli.whatif_command", "price every rank, link, stage and cause of a slow step by a replay"),
-    _Command("plan", "unickpt.cli.plan_command", "plan the next run: pipeline stages"),
+    _Command("plan", "unickpt.cli.plan_command", "plan the next run: parallel layout, pipeline stages, order of hosts"),
     _Command("hosts", "unickpt.cli.hosts_command", "show, park or admit the hosts of a job of torchrun --rdzv-backend unickpt"),
     _Command("hooks", "unickpt.cli.hooks_command", "show the hooks in the installed frameworks"),
     _Command("completion", "unickpt.cli.completion_command", "print a script that completes commands in bash, zsh or fish"),

@@ -10,7 +10,9 @@ from unickpt.cli.output import Output
 # name -> module with ``configure(parser)`` and ``run(args, out)``, and one line of help
 PLANS = {
     "bits": ("unickpt.cli.plan_bits", "choose the bits of each weight under a limit of memory"),
+    "parallel": ("unickpt.cli.plan_parallel", "choose tensor, pipeline and data parallelism and the size of a microbatch"),
     "pipeline": ("unickpt.cli.plan_pipeline", "cut the layers into pipeline stages of even time"),
+    "ranks": ("unickpt.cli.plan_ranks", "order hosts so that heavy groups avoid slow links and places"),
 }
 
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
+from unickpt.diagnosis.recording.records import Op
+from unickpt.diagnosis.recording.ring import SUFFIX
 from unickpt.errors import ConfigError
 from unickpt.plan.layers import MeasuredLayer, megatron_arguments, vllm_partition
 from unickpt.plan.partition import Device, Partition, Unmet, plan_stages
+from unickpt.plan.records import Recorded, recorded
+from unickpt.plan.schedule import Schedule, step_time
 from unickpt.plan.sources import read_layers
+from unickpt.replay.sources import read_trace
 
 JSON_SCHEMA = 1
 BYTES_PER_PARAMETER = 18.0  # bf16 weight, fp32 gradient, fp32 weight and two moments
@@ -62,19 +68,23 @@ def _device(text: str) -> Device:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Plan and print."""
-    layers, devices = read_layers(args.layers), _devices(args)
+    files, devices = read_layers(args.layers), _devices(args)
     microbatches = args.microbatches or 4 * len(devices)
-    found = plan_stages([each.cost(args.bytes_per_parameter) for each in layers], devices, microbatches, reorder=args.reorder)
+    has_rings = files.ranks and all(any(each.glob(f"*{SUFFIX}")) for each in args.layers)
+    known = recorded(read_trace(list(map(str, args.layers))), files.ranks) if has_rings else Recorded()
+    costs = [each.cost(args.bytes_per_parameter) for each in files.layers]
+    found = plan_stages(costs, devices, microbatches, reorder=args.reorder)
     if isinstance(found, Unmet):
         if args.json:
             out.json({"schema": JSON_SCHEMA, "unmet": {"binds": found.binds.value, "text": str(found)}})
         else:
             out.line(f"no plan: {found}")
         return DAMAGED
+    document = _document(found, files.layers, devices, microbatches, known)
     if args.json:
-        out.json({"schema": JSON_SCHEMA, "microbatches": microbatches, **_document(found, layers, devices)})
+        out.json({"schema": JSON_SCHEMA, "microbatches": microbatches, **document})
     else:
-        _tell(found, layers, devices, microbatches, out)
+        _tell(document, out)
     return SOUND
 
 
@@ -89,21 +99,39 @@ def _devices(args: argparse.Namespace) -> list[Device]:
     return given if len(given) == args.stages else (given or [Device()]) * args.stages
 
 
-def _document(found: Partition, layers: list[MeasuredLayer], devices: list[Device]) -> dict[str, Any]:
+def _document(
+    found: Partition, layers: list[MeasuredLayer], devices: list[Device], microbatches: int, known: Recorded
+) -> dict[str, Any]:
     roles = [each.role for each in layers]
+    steps = {each.value: predicted_s(found, layers, devices, microbatches, known, each) for each in Schedule}
     return {
-        "step_s": found.step_s, "parts": list(found.bounds), "layers": list(found.counts), "times_s": list(found.times_s),
+        "step_s": steps, "parts": list(found.bounds), "layers": list(found.counts), "times_s": list(found.times_s),
         "devices": [devices[kind].name for kind in found.kinds], "megatron_arguments": megatron_arguments(roles, found.bounds),
         "vllm_environment": {"VLLM_PP_LAYER_PARTITION": vllm_partition(roles, found.bounds)},
     }  # fmt: skip
 
 
-def _tell(found: Partition, layers: list[MeasuredLayer], devices: list[Device], microbatches: int, out: Output) -> None:
-    document = _document(found, layers, devices)
-    out.line(f"{microbatches} microbatches take about {found.step_s * 1e3:,.2f} ms without communication")
+def predicted_s(
+    found: Partition, layers: list[MeasuredLayer], devices: list[Device], microbatches: int, known: Recorded, schedule: Schedule
+) -> float:
+    """Return the simulated step in seconds."""
+    parts = [layers[begin:end] for begin, end in pairwise(found.bounds)]
+    speeds = [devices[kind].speed for kind in found.kinds]
+    rest_s = known.rest_s / 2
+    forward = [[(rest_s + sum(each.forward_s for each in part)) / speed] for part, speed in zip(parts, speeds, strict=True)]
+    backward = [[(rest_s + sum(each.backward_s for each in part)) / speed] for part, speed in zip(parts, speeds, strict=True)]
+    size = max((each.input_bytes for each in layers[1:]), default=0)
+    return step_time(forward, backward, microbatches, known.links.seconds(Op.SEND, 2, size), schedule)
+
+
+def _tell(document: dict[str, Any], out: Output) -> None:
+    steps = document["step_s"]
+    out.line(f"predicted step: {steps['megatron'] * 1e3:,.2f} ms (Megatron), {steps['deepspeed'] * 1e3:,.2f} ms (DeepSpeed)")
     rows = [
-        (stage, devices[kind].name, f"{found.bounds[stage]} to {found.bounds[stage + 1] - 1}", f"{seconds * 1e3:,.2f} ms")
-        for stage, (kind, seconds) in enumerate(zip(found.kinds, found.times_s, strict=True))
+        (stage, device, f"{begin} to {end - 1}", f"{seconds * 1e3:,.2f} ms")
+        for stage, (device, (begin, end), seconds) in enumerate(
+            zip(document["devices"], pairwise(document["parts"]), document["times_s"], strict=True)
+        )
     ]
     out.table("stages", ("stage", "device", "layers", "time of a microbatch"), rows)
     out.line()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -16,7 +17,7 @@ EMBEDDING, LAYER, LOSS = "embedding", "layer", "loss"
 ROLES = (EMBEDDING, LAYER, LOSS)
 MOST = 100_000  # layers of a model
 _LETTERS = {EMBEDDING: "E", LAYER: "t", LOSS: "L"}
-_NUMBERS = ("forward_s", "backward_s", "parameters", "activation_bytes")
+_NUMBERS = ("forward_s", "backward_s", "parameters", "activation_bytes", "input_bytes", "tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,10 @@ class MeasuredLayer:
         forward_s, backward_s: median time for one microbatch.
         parameters: number of parameters on a rank.
         activation_bytes: memory that the layer keeps for each microbatch from its forward to its backward computation.
+        input_bytes: size of its first input: what a pipeline sends to the stage that begins with it.
+        tokens: product of all sizes of its first input but the last.
+        kind: name of its class.
+        device: name of the kind of device that it was measured on.
     """
 
     name: str
@@ -37,6 +42,10 @@ class MeasuredLayer:
     backward_s: float
     parameters: int = 0
     activation_bytes: int = 0
+    input_bytes: int = 0
+    tokens: int = 0
+    kind: str = ""
+    device: str = ""
 
     def cost(self, bytes_per_parameter: float) -> LayerCost:
         """Return the cost for the partition.
@@ -60,12 +69,16 @@ def layers_of(document: Any, where: str) -> list[MeasuredLayer]:
     rows = document.get("layers") if isinstance(document, dict) else None
     if not isinstance(rows, list) or not rows:
         raise FormatError(f'{where}: expected a JSON object with "layers", a list that is not empty')
-    return [_layer(row, f"{where}, layer {at}") for at, row in enumerate(rows)]
+    device = document.get("device", "")
+    return [_layer(row, device if isinstance(device, str) else "", f"{where}, layer {at}") for at, row in enumerate(rows)]
 
 
-def _layer(row: Any, where: str) -> MeasuredLayer:
+def _layer(row: Any, device: str, where: str) -> MeasuredLayer:
     if not isinstance(row, dict):
         raise FormatError(f"{where}: expected an object, found {type(row).__name__}")
+    shape = row.get("shape")
+    if isinstance(shape, list) and all(type(each) is int for each in shape):
+        row = {"tokens": math.prod(shape[:-1]), **row}
     values = [row.get(name, 0) for name in _NUMBERS]
     for name, value in zip(_NUMBERS, values, strict=True):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
@@ -73,7 +86,12 @@ def _layer(row: Any, where: str) -> MeasuredLayer:
     name, role = row.get("name", ""), row.get("role", LAYER)
     if not isinstance(name, str) or role not in ROLES:
         raise FormatError(f"{where}: name must be text and role one of {', '.join(ROLES)}, not {name!r} and {role!r}")
-    return MeasuredLayer(name, role, float(values[0]), float(values[1]), int(values[2]), int(values[3]))
+    kind, device = (str(row.get(key, other)) for key, other in (("kind", ""), ("device", device)))
+    forward_s, backward_s, *sizes = values
+    parameters, activation_bytes, input_bytes, tokens = map(int, sizes)
+    return MeasuredLayer(
+        name, role, float(forward_s), float(backward_s), parameters, activation_bytes, input_bytes, tokens, kind, device
+    )
 
 
 def as_text(layers: Iterable[MeasuredLayer]) -> str:
@@ -91,6 +109,33 @@ def combined(samples: Mapping[int, Sequence[MeasuredLayer]], total: int) -> list
     """
     found = [_middle(samples[number]) if number in samples else None for number in range(total)]
     return [each or MeasuredLayer(str(number), LAYER, 0.0, 0.0) for number, each in enumerate(found)]
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayers:
+    """What one rank has measured.
+
+    Attributes:
+        rank: global rank.
+        microbatches: microbatches of a step.
+        layers_s: time of its layers for one microbatch, forward and backward.
+    """
+
+    rank: int
+    microbatches: float
+    layers_s: float
+
+
+def ranks_of(documents: Mapping[str, Any]) -> list[RankLayers]:
+    """Return what each rank has measured, from the documents of ``layers_of_ranks``. Ranks without a number are left out."""
+    found = []
+    for where, document in documents.items():
+        rank, steps = document.get("rank"), document.get("steps")
+        calls = [row.get("calls") for row in document["layers"]]
+        if type(rank) is int and type(steps) is int and steps > 0 and all(type(each) is int for each in calls):
+            own_s = sum(each.forward_s + each.backward_s for each in layers_of(document, where))
+            found.append(RankLayers(rank, max(calls) / steps, own_s))
+    return found
 
 
 def layers_of_ranks(documents: Mapping[str, Any]) -> list[MeasuredLayer]:
@@ -122,7 +167,8 @@ def _middle(each: Sequence[MeasuredLayer]) -> MeasuredLayer:
     first = each[0]
     return MeasuredLayer(
         first.name, first.role, median(one.forward_s for one in each), median(one.backward_s for one in each),
-        max(one.parameters for one in each), max(one.activation_bytes for one in each),
+        max(one.parameters for one in each), max(one.activation_bytes for one in each), first.input_bytes, first.tokens,
+        first.kind, first.device,
     )  # fmt: skip
 
 

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unickpt.diagnosis.recording.layer_times import SUFFIX
 from unickpt.errors import FormatError, NotACheckpointError
-from unickpt.plan.layers import MeasuredLayer, layers_of, layers_of_ranks
+from unickpt.plan.layers import MeasuredLayer, RankLayers, layers_of, layers_of_ranks, ranks_of
 from unickpt.private_files import read_text
 
 _MOST_BYTES = 64 << 20
 
 
-def read_layers(places: Sequence[Path]) -> list[MeasuredLayer]:
+@dataclass(frozen=True, slots=True)
+class LayerFiles:
+    """Measured layers of a job.
+
+    Attributes:
+        layers: all layers of the model.
+        ranks: what each rank has measured; empty for a file of layers.
+    """
+
+    layers: list[MeasuredLayer]
+    ranks: list[RankLayers]
+
+
+def read_layers(places: Sequence[Path]) -> LayerFiles:
     """Read the layers of a model.
 
     Args:
@@ -26,7 +40,7 @@ def read_layers(places: Sequence[Path]) -> list[MeasuredLayer]:
         FormatError: a file cannot be read.
     """
     if len(places) == 1 and not places[0].is_dir():
-        return layers_of(_parsed(places[0]), str(places[0]))
+        return LayerFiles(layers_of(_parsed(places[0]), str(places[0])), [])
     documents: dict[str, Any] = {}
     for folder in places:
         paths = sorted(folder.glob(f"*{SUFFIX}"))
@@ -35,7 +49,8 @@ def read_layers(places: Sequence[Path]) -> list[MeasuredLayer]:
                 f"{folder}: no times of layers (*{SUFFIX}) are there; set the option timing.layers_every, and wait for a sample"
             )
         documents |= {str(path): _parsed(path) for path in paths}
-    return layers_of_ranks(documents)
+    layers = layers_of_ranks(documents)
+    return LayerFiles(layers, ranks_of(documents))
 
 
 def _parsed(path: Path) -> Any:

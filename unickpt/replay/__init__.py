@@ -11,6 +11,7 @@ Each module imports only the modules above it in this list:
     order       durations with another order of ranks
     price       slowdown and price of every rank, host, link, stage, group and cause
     sources     traces from ring files or from the job's agent
+    eviction    what a job would gain without slow ranks, for the steering
 
 All modules but ``sources`` are pure.
 """

@@ -43,6 +43,9 @@ def with_microbatches(graph: Graph, wanted: int) -> Graph:
     Raises:
         FormatError: the calls of some rank do not repeat in each step, or ``wanted`` microbatches do not fill the pipeline.
     """
+    stages = _stages(graph)
+    if wanted < stages:
+        raise FormatError(f"{wanted} microbatches do not fill the pipeline: it has {stages} stages")
     events = graph.events
     label = _labels(graph)
     ends = np.flatnonzero(events.kind == STEP_ENDS)
@@ -67,6 +70,24 @@ def with_microbatches(graph: Graph, wanted: int) -> Graph:
     if len(found) != 1:
         raise FormatError(f"the steps have different numbers of microbatches: {', '.join(map(str, sorted(found)))}")
     return _of_events(graph, np.concatenate(picked))
+
+
+def _stages(graph: Graph) -> int:
+    """Return the number of stages: the ranks of the longest chain that messages of pairs connect."""
+    calls = graph.window.trace.calls
+    pairs = calls[np.isin(calls["op"], _PAIRS)]
+    ends = np.unique(np.stack([pairs["source"], pairs["destination"]], axis=1), axis=0)
+    ranks, at = np.unique(ends, return_inverse=True)
+    of = np.arange(len(ranks))
+    source, target = at.reshape(ends.shape).T
+    while len(ranks):
+        least = of.copy()
+        np.minimum.at(least, source, of[target])
+        np.minimum.at(least, target, of[source])
+        if (least == of).all():
+            break
+        of = least
+    return int(np.bincount(of).max(initial=0)) if len(ranks) else 0
 
 
 def microbatches_of(graph: Graph) -> int:

@@ -8,33 +8,31 @@ import numpy as np
 
 from unickpt.diagnosis.recording.records import Op
 from unickpt.errors import FormatError
-from unickpt.replay.alike import Floats, Pieces
+from unickpt.replay.alike import Floats, Pieces, like_all
 from unickpt.replay.edits import Durations, parties_of_transfers, with_own_times
 from unickpt.replay.graph import Graph
 from unickpt.replay.trace import Ints, Trace
 
 
-def with_order(now: Durations, graph: Graph, pieces: Pieces, others_ns: Floats, order: Ints) -> Durations:
+def with_order(now: Durations, graph: Graph, pieces: Pieces, order: Ints) -> Durations:
     """Return the durations if ranks exchange their places.
 
-    A place has a speed: the own time of its rank in relation to its peers, 1 without peers. The own times of a rank change by
-    the speeds of its old and new place. The transfers of a communicator or pair whose members move take the median of the
-    measured transfers of the same operation, number of members and size between the same places; if there are none, on the same
-    hosts; if there are none, on as many hosts.
+    A place has a speed: the own time of its rank in relation to the lower median of all ranks with its role. The own times
+    of a rank change by the speeds of its old and new place. The transfers of a communicator or pair whose members move take
+    the median of the measured transfers of the same operation, number of members and size between the same places; if there
+    are none, on the same hosts; if there are none, on as many hosts.
 
     Args:
         now: durations.
         graph, pieces: nodes and own times.
-        others_ns: float64 ``[pieces]``, own times like those of the peers; NaN without peers.
         order: int64 ``[ranks]``, position of the rank whose place each rank takes.
 
     Raises:
         FormatError: no such transfer was measured.
     """
-    ranks = len(order)
-    known = np.isfinite(others_ns)
-    own = np.bincount(pieces.rank[known], pieces.own_ns[known], minlength=ranks)
-    like = np.bincount(pieces.rank[known], others_ns[known], minlength=ranks)
+    own, like = (
+        np.bincount(pieces.rank, each, minlength=len(order)) for each in (pieces.own_ns, like_all(pieces, pieces.own_ns))
+    )
     speed = np.where((own > 0) & (like > 0), own / np.where(like > 0, like, 1.0), 1.0)
     moved = with_own_times(now, pieces, pieces.own_ns * (speed[order] / speed)[pieces.rank])
     return replace(moved, took_ns=_transfers_at(now.took_ns, graph, order))

@@ -347,12 +347,11 @@ def _asked(model: _Model, questions: Questions) -> Iterator[tuple[str, Durations
             if not len(here):
                 raise FormatError(f"{text}: the ranks make no point-to-point transfers")
         yield f"{text} at {factor:g} times its speed", edits.with_speed(now, model.graph, here, factor)
-    peers_ns = like_others(pieces, pieces.own_ns)
     for order in questions.orders:
         if sorted(order) != trace.ranks.tolist():
             raise FormatError(f"an order must name each of the {len(trace.ranks)} ranks of the job once")
         places = np.searchsorted(trace.ranks, order)
-        yield f"order {','.join(map(str, order))}", with_order(now, model.graph, pieces, peers_ns, places)
+        yield f"order {','.join(map(str, order))}", with_order(now, model.graph, pieces, places)
 
 
 def _other_graphs(model: _Model, questions: Questions) -> Iterator[tuple[str, float]]:

@@ -2,6 +2,7 @@
 
 scores       whether what a host has measured is good enough
 limits       rules of a job
+gains        what the job would gain without slow ranks, asked rarely from a function given from outside
 membership   who is in the job: state, events, and questions about a state
 quorum       which hosts may go on after a network failure
 transitions  the next state, as a pure function of a state and an event

@@ -96,7 +96,7 @@ class History:
 
 def finding_of(
     verdict: Verdict, hosts: Mapping[int, str], now_ns: int, *, still: float = 0.0, same_place: float = 0.0, blamed: str = "",
-    text: str = "",
+    text: str = "", predicted: float | None = None,
 ) -> Finding:  # fmt: skip
     """Return what the policy must know about a verdict.
 
@@ -108,10 +108,13 @@ def finding_of(
         same_place: seconds in which they were in the same functions, the least of them.
         blamed: result of the check of a link.
         text: the verdict in words.
+        predicted: gain that a replay of the records predicts; None: the excess of the ranks' steps is the gain.
     """
     ranks = verdict.link if verdict.link is not None else verdict.ranks
     found = tuple(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))
-    gain = max((item.excess_ns / item.step_ns for item in verdict.evidence if isinstance(item, LongSteps)), default=0.0)
+    gain = predicted
+    if gain is None:
+        gain = max((item.excess_ns / item.step_ns for item in verdict.evidence if isinstance(item, LongSteps)), default=0.0)
     return Finding(
         fault=_fault(verdict), hosts=found, age_s=max(0.0, (now_ns - verdict.since_ns) / 1e9), still_s=still,
         same_place_s=same_place, ranks=verdict.ranks if verdict.link is None else (),

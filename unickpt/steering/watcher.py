@@ -30,9 +30,11 @@ from unickpt.diagnosis.host.process_exits import ExitWatcher
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.ring_folder import SessionNote, read_folder, read_note
 from unickpt.diagnosis.reports.verdict_text import render
+from unickpt.diagnosis.snapshot.snapshot import Snapshot
 from unickpt.errors import UnickptError
 from unickpt.limited_http import RateLimitedLog
 from unickpt.logs import printable
+from unickpt.steering.gains import Gains, Predict
 from unickpt.steering.policy import Finding, finding_of
 from unickpt.steering.reports import LONGEST_TEXT, MOST_FINDINGS, HubReport, report_as_json
 
@@ -101,9 +103,12 @@ class RoundWatch:
         assignment: the round.
         note: what its workers want.
         collector: snapshots of the other hosts, if this agent collects them.
+        predict: what the job would gain without slow ranks.
     """
 
-    def __init__(self, assignment: Assignment, note: SessionNote, collector: Collector | None) -> None:
+    def __init__(
+        self, assignment: Assignment, note: SessionNote, collector: Collector | None, predict: Predict | None = None
+    ) -> None:
         self.assignment, self.folder = assignment, Path(note.folder)
         self._collector, key = collector, bytes.fromhex(assignment.key)
         self._agent = Agent(
@@ -115,6 +120,7 @@ class RoundWatch:
         self._looks = 0
         self._pause_ns = 0
         self._slow = SlowTimes()
+        self._gains = Gains(predict)
         self.over = False
 
     def look(self) -> HubReport | None:
@@ -142,7 +148,7 @@ class RoundWatch:
         for name, snapshot, _ in self._collector.named():
             hosts |= dict.fromkeys(snapshot.ranks, unquote(name))
         slow_s = self._slow.seconds(found.verdicts, time.monotonic())
-        return report_of(self.assignment.epoch, found, hosts, self._pause_ns, slow_s)
+        return report_of(self.assignment.epoch, found, hosts, self._pause_ns, slow_s, self._gains)
 
     def sleep(self, seconds: float) -> None:
         """Sleep, but at most until a rank has ended."""
@@ -154,8 +160,9 @@ class RoundWatch:
 
 
 def report_of(
-    epoch: tuple[int, int], found: Look, hosts: Mapping[int, str], pause_ns: int, slow_s: Mapping[str, float]
-) -> HubReport:
+    epoch: tuple[int, int], found: Look, hosts: Mapping[int, str], pause_ns: int, slow_s: Mapping[str, float],
+    gains: Gains | None = None,
+) -> HubReport:  # fmt: skip
     """Return the report of a look.
 
     Args:
@@ -164,20 +171,29 @@ def report_of(
         hosts: host of every rank.
         pause_ns: longest wait that has ended so far in the round.
         slow_s: seconds for which ranks and links have been slow, by key of the verdict.
+        gains: predicted gains of taking out slow ranks.
     """
     step = max((one.step for one in found.snapshot.ranks.values()), default=0)
-    findings = [_finding(verdict, found, hosts, slow_s.get(verdict.key, 0.0)) for verdict in found.verdicts[:MOST_FINDINGS]]
+    predicted = {
+        each.key: gains.of(each, found.snapshot)
+        for each in found.verdicts[:MOST_FINDINGS]
+        if gains is not None and each.syndrome in SLOW
+    }
+    findings = [
+        _finding(verdict, found, hosts, slow_s.get(verdict.key, 0.0), predicted.get(verdict.key))
+        for verdict in found.verdicts[:MOST_FINDINGS]
+    ]
     return HubReport(epoch, max(0, step), max(0, pause_ns) / 1e9, tuple(findings))
 
 
-def _finding(verdict: Verdict, found: Look, hosts: Mapping[int, str], slow_s: float) -> Finding:
+def _finding(verdict: Verdict, found: Look, hosts: Mapping[int, str], slow_s: float, predicted: float | None) -> Finding:
     ranks = [found.snapshot.ranks[rank] for rank in verdict.ranks if rank in found.snapshot.ranks]
     still = min((one.still_s for one in ranks), default=0.0)
     place = min((one.same_place_s for one in ranks), default=0.0)
     age_s = slow_s if verdict.syndrome in SLOW else max(0.0, (found.snapshot.now_ns - verdict.since_ns) / 1e9)
     movement = f", without movement for {still:.0f} s, in one place for {place:.0f} s" if still or place else ""
     text = f"{render(verdict, found.snapshot).line}; for {age_s:.0f} s{movement}"[:LONGEST_TEXT]
-    finding = finding_of(verdict, hosts, found.snapshot.now_ns, still=still, same_place=place, text=text)
+    finding = finding_of(verdict, hosts, found.snapshot.now_ns, still=still, same_place=place, text=text, predicted=predicted)
     return replace(finding, age_s=age_s)
 
 
@@ -186,9 +202,11 @@ class Watcher:
 
     Args:
         listener: socket on which it collects snapshots of other hosts.
+        predict: what the job would gain without slow ranks.
     """
 
-    def __init__(self, listener: socket) -> None:
+    def __init__(self, listener: socket, predict: Predict | None = None) -> None:
+        self._predict = predict
         self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._hub: tuple[Collector, str] = (Collector(), "")
         self._round: RoundWatch | None = None
@@ -261,7 +279,7 @@ class Watcher:
             note = read_note(Path(assignment.folder))
             if note is None or not note.watch:
                 return AWAITS_S
-            self._round = RoundWatch(assignment, note, self._hub[0] if assignment.is_hub else None)
+            self._round = RoundWatch(assignment, note, self._hub[0] if assignment.is_hub else None, self._predict)
             if assignment.hub and assignment.is_hub:
                 write_address(self._round.folder, assignment.hub)
                 self._answer_prometheus(note)
@@ -288,13 +306,20 @@ class Watcher:
         serve(lambda: self._hub, listener, open_metrics=True, tell=lambda text: tell(f"{PREFIX}{text}"))
 
 
+def _predicted(snapshot: Snapshot, ranks: Sequence[int], link: tuple[int, int] | None) -> float:
+    """Replay the newest steps. The replay is imported only when a rank is slow."""
+    from unickpt.replay.eviction import predicted_gain
+
+    return predicted_gain(snapshot, ranks, link)
+
+
 def main() -> None:
     """Watch until the handler has ended."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--listen", type=int, required=True)
     args = parser.parse_args()
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
-        Watcher(socket(fileno=args.listen)).run()
+        Watcher(socket(fileno=args.listen), _predicted).run()
     os._exit(0)  # a thread reads standard input
 
 

@@ -12,7 +12,7 @@ import gc
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,30 +23,34 @@ WARM_UP = 3  # steps before the first half
 
 
 class SleepingLayers:
-    """Adds sleep to layers. ``factor`` multiplies it."""
+    """Adds sleep to layers, all for the same time or each for its own. ``factor`` multiplies it."""
 
-    def __init__(self, layers: Iterable[torch.nn.Module], seconds: float) -> None:
-        self.factor, self._seconds = 1.0, seconds
+    def __init__(self, layers: Iterable[torch.nn.Module], seconds: float | Sequence[float]) -> None:
+        self.factor = 1.0
         sleeping = self
 
         class Sleep(torch.autograd.Function):
             @staticmethod
-            def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
-                time.sleep(sleeping._seconds * sleeping.factor)
+            def forward(ctx: Any, x: torch.Tensor, own_s: float) -> torch.Tensor:
+                ctx.own_s = own_s
+                time.sleep(own_s * sleeping.factor)
                 return x.view_as(x)
 
             @staticmethod
-            def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-                time.sleep(2 * sleeping._seconds * sleeping.factor)
-                return grad
+            def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+                time.sleep(2 * ctx.own_s * sleeping.factor)
+                return grad, None
 
-        def after(_module: Any, _inputs: Any, outputs: Any) -> Any:
-            if isinstance(outputs, tuple):
-                return (Sleep.apply(outputs[0]), *outputs[1:])
-            return Sleep.apply(outputs)
+        def after(own_s: float) -> Callable[[Any, Any, Any], Any]:
+            def hook(_module: Any, _inputs: Any, outputs: Any) -> Any:
+                if isinstance(outputs, tuple):
+                    return (Sleep.apply(outputs[0], own_s), *outputs[1:])
+                return Sleep.apply(outputs, own_s)
 
-        for layer in layers:
-            layer.register_forward_hook(after)
+            return hook
+
+        for at, layer in enumerate(layers):
+            layer.register_forward_hook(after(seconds if isinstance(seconds, float) else seconds[at]))
 
 
 def deepspeed_job(layout: str, rings: str, seconds: float) -> tuple[Callable[[], Any], SleepingLayers]:

@@ -35,7 +35,10 @@ def test_the_stage_of_the_loss_has_fewer_layers(layers: str, capsys: pytest.Capt
         "--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "Et*5|t*3L",
     ]  # fmt: skip
     assert found["vllm_environment"] == {"VLLM_PP_LAYER_PARTITION": "5,3"}
-    assert found["step_s"] == pytest.approx(7 * 0.18 + 0.15 + 0.18)
+    steps = found["step_s"]
+    assert isinstance(steps, dict)
+    assert steps["megatron"] == pytest.approx(7 * 0.18 + 0.15 + 0.18, rel=0.05)
+    assert steps["megatron"] <= steps["deepspeed"] < 1.1 * steps["megatron"]
 
 
 def test_unlike_devices_have_unlike_numbers_of_layers(layers: str, capsys: pytest.CaptureFixture[str]) -> None:

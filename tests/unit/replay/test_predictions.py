@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.replay_traces import Made, made_trace
-from unickpt.cli import whatif_command
+from tests.support.replay_traces import Made, made_trace, write_rings
 from unickpt.cli.main import main
 from unickpt.diagnosis.recording.records import Op
 from unickpt.errors import FormatError
@@ -148,6 +149,12 @@ def test_transfers_that_no_rank_waits_for_stay_in_order() -> None:
     assert answers(one_way(), microbatches=(2, 4, 8)) == pytest.approx([50, 100, 200])
 
 
+def test_fewer_microbatches_than_stages_are_refused() -> None:
+    """No rank of this pipeline fills it with microbatches first, so its calls alone allow any number."""
+    with pytest.raises(FormatError, match="1 microbatches do not fill the pipeline: it has 2 stages"):
+        answers(one_way(), microbatches=(1,))
+
+
 def test_collectives_that_members_would_make_in_different_numbers_are_refused() -> None:
     with pytest.raises(FormatError, match="different numbers of its calls"):
         answers(one_way(late=True), microbatches=(8,))
@@ -156,7 +163,7 @@ def test_collectives_that_members_would_make_in_different_numbers_are_refused() 
 @pytest.mark.parametrize(
     ("layout", "measured", "wanted", "text"),
     [
-        (ParallelLayout(1, 4, 1), 8, 3, "3 microbatches do not fill the pipeline: rank 0 needs at least"),
+        (ParallelLayout(1, 4, 1), 8, 3, "3 microbatches do not fill the pipeline: it has 4 stages"),
         (ParallelLayout(1, 4, 1), 4, 8, "do not repeat from microbatch to microbatch"),
         (ParallelLayout(2, 1, 2), 4, 8, "the job has no pipeline"),
     ],
@@ -166,17 +173,48 @@ def test_other_schedules_are_refused(layout: ParallelLayout, measured: int, want
         answers(simulated_trace(layout, 2, measured), microbatches=(wanted,))
 
 
-def test_the_command_takes_speeds_and_microbatches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(whatif_command, "read_trace", lambda _: simulated_trace(ParallelLayout(1, 2, 1), 3, 4))
-    asked = ["--link-speed", "0-1=2", "--link-speed", "pipeline parallel=0.5", "--microbatches", "8"]
-    assert main(["whatif", "rings", "--json", *asked]) == 0
+def test_the_command_takes_speeds_microbatches_and_orders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rings = write_rings(simulated_trace(ParallelLayout(1, 2, 1), 3, 4), tmp_path / "rings")
+    asked = ["--link-speed", "0-1=2", "--link-speed", "pipeline parallel=0.5", "--microbatches", "8", "--order", "1,0"]
+    assert main(["whatif", str(rings), "--json", *asked]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["question"] for each in found["answers"]] == [
-        "link 0-1 at 2 times its speed", "pipeline parallel at 0.5 times its speed", "8 microbatches instead of 4",
+        "link 0-1 at 2 times its speed", "pipeline parallel at 0.5 times its speed", "order 1,0", "8 microbatches instead of 4",
     ]  # fmt: skip
     assert all(each["step_s"] == pytest.approx(found["step_s"] - each["gain_s"]) for each in found["answers"])
-    fast, slow, more = (each["gain_s"] for each in found["answers"])
+    fast, slow, other, more = (each["gain_s"] for each in found["answers"])
     assert fast > 0 > slow > more
+    assert other == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_command_predicts_another_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = two_pairs()
+    for table, names in ((trace.calls, ("call_ns", "wait_ns", "end_ns")), (trace.marks, ("begin_ns", "end_ns"))):
+        for name in names:
+            table[name] *= 1_000_000  # milliseconds
+    rings = write_rings(replace(trace, hosts=("a",) * 4), tmp_path / "rings")
+    assert main(["whatif", str(rings), "--json", "--order", "0,2,1,3", "--order", "1,0,3,2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["question"] for each in found["answers"]] == ["order 0,2,1,3", "order 1,0,3,2"]
+    assert [each["step_s"] for each in found["answers"]] == pytest.approx([0.080, 0.115], rel=1e-3)
+    for order, text in (("0,1,2", "each of the 4 ranks of the job once"), ("0,1,2,2", "each of the 4 ranks of the job once")):
+        assert main(["whatif", str(rings), "--order", order]) == 2
+        assert text in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["whatif", str(rings), "--order", "0;1"])
+    assert "is not a list of ranks, such as 0,2,1,3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_a_slow_place_among_few_ranks_is_slow_by_its_own_measure(count: int) -> None:
+    """Rank 0 computes 60 ns, its peers 20 ns, and the ranks of another stage 10 ns. A place of a peer is not fast."""
+    own = [60, *[20] * (count - 1), *[10] * count]
+    made = [Made(rank, Op.ALL_REDUCE, 0, 1, each, each, 65) for rank, each in enumerate(own)]
+    places = [{"pp": rank // count} for rank in range(2 * count)]
+    trace = made_trace([TraceGroup("world", tuple(range(2 * count)))], made, [[65]] * (2 * count), places=places)
+    order = list(range(2 * count))
+    order[0], order[count] = count, 0  # rank 0 runs at the place of a rank of the other stage, which is sound
+    assert answers(trace, orders=(tuple(order),)) == pytest.approx([30 + 5])
 
 
 @pytest.mark.parametrize("asked", [["--link-speed", "0-1=0"], ["--link-speed", "2"], ["--microbatches", "0"]])

@@ -5,15 +5,17 @@ forward time. The backward time begins when the gradient of a layer's output is 
 (hooks on these tensors, which leave the graph as it is). A forward computation inside a backward pass repeats the one before it
 (activation checkpointing), so its time is part of the backward time. On a device each of these moments waits for the device.
 
-The file is JSON: ``{"schema", "rank", "world", "host", "steps", "total", "layers": [...]}``. A layer has ``number`` and
-``name`` in the whole model, ``role``, ``kind`` (name of its class), ``forward_s`` and ``backward_s`` (medians of its calls),
-``calls``, ``parameters``, ``shape`` of its input, and ``activation_bytes`` (saved for one backward computation).
+The file is JSON: ``{"schema", "rank", "world", "host", "device", "steps", "total", "layers": [...]}``. A layer has ``number``
+and ``name`` in the whole model, ``role``, ``kind`` (name of its class), ``forward_s`` and ``backward_s`` (medians of its
+calls), ``calls``, ``parameters``, ``shape`` and ``input_bytes`` of its first input, and ``activation_bytes`` (saved for one
+backward computation).
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,9 +58,11 @@ class TimedLayer:
 class _Times:
     """Nanoseconds of the calls of one layer."""
 
+    calls: int = 0
     forward: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
     shape: tuple[int, ...] = ()
+    input_bytes: int = 0
     activation_bytes: int = 0
     saved: _SavedBytes | None = None  # during the first call
     began: int = 0
@@ -124,7 +128,7 @@ class LayerTimes:
     def _watch(self, module: torch.nn.Module, times: _Times) -> None:
         def begins(_module: Any, args: Any, kwargs: Any) -> None:
             tensors = _tensors((args, kwargs))
-            times.shape = tuple(tensors[0].shape) if tensors else ()
+            times.shape, times.input_bytes = (tuple(tensors[0].shape), tensors[0].nbytes) if tensors else ((), 0)
             times.began = self._now()
             if not times.activation_bytes and not torch.is_grad_enabled():
                 times.activation_bytes = sum(each.nbytes for each in tensors)  # its input is kept, and it computes again
@@ -142,6 +146,7 @@ class LayerTimes:
             if torch._C._current_graph_task_id() >= 0:
                 times.repeated += took
             else:
+                times.calls += 1
                 times.forward.append(took)
             self._watch_backward(module, times, _tensors((args, kwargs)), _tensors(output))
 
@@ -177,7 +182,14 @@ class LayerTimes:
         self._handles += handles[1:]  # a parameter keeps its hook otherwise
 
     def _write(self) -> None:
-        document = {"schema": SCHEMA, **self._about, "steps": self._sampled, "total": self._total, "layers": self.layers()}
+        document = {
+            "schema": SCHEMA,
+            **self._about,
+            "device": _device(self._devices),
+            "steps": self._sampled,
+            "total": self._total,
+            "layers": self.layers(),
+        }
         try:
             with replacing(self._path) as file:
                 file.write(json.dumps(document).encode())
@@ -190,8 +202,9 @@ class LayerTimes:
         return [
             {
                 "number": number, "name": layer.name, "role": layer.role, "kind": type(layer.module).__name__,
-                "forward_s": _seconds(times.forward), "backward_s": _seconds(times.backward), "calls": len(times.forward),
+                "forward_s": _seconds(times.forward), "backward_s": _seconds(times.backward), "calls": times.calls,
                 "parameters": sum(each.numel() for each in layer.module.parameters()), "shape": list(times.shape),
+                "input_bytes": times.input_bytes,
                 "activation_bytes": times.activation_bytes,
             }
             for number, layer in sorted(self._layers.items()) if (times := self._times[number]).forward
@@ -213,6 +226,13 @@ class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
             return tensor.detach()
 
         super().__init__(pack, lambda tensor: tensor)
+
+
+def _device(devices: set[torch.device]) -> str:
+    """Return the name of the kind of device that the layers are on."""
+    for device in devices:
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"cpu {platform.processor() or platform.machine()}"
 
 
 def _seconds(times: list[int]) -> float:

@@ -1,0 +1,300 @@
+"""Plans of real jobs against what was run: the page ``docs/evidence/plan.md``.
+
+python -m tests.integration.plan.evidence --keep results/plan.jsonl --page docs/evidence/plan.md [--only PART ...]
+                                          [--page-only]
+
+Part ``deepspeed`` runs a pipeline of eight unlike layers in every cut into two stages, and in some cuts into four. Part
+``megatron`` runs every layout of four ranks that ``unickpt plan parallel`` may choose from. Part ``scripts`` needs
+``MEGATRON_LM``: ``pretrain_gpt.py`` trains, and resumes with the arguments of both plans. Layers of the first two parts sleep,
+so that other programs on the machine disturb them little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import json
+import os
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unickpt.cli.main import main as unickpt
+from unickpt.diagnosis.recording.layer_times import LayerTimes, TimedLayer
+from unickpt.plan.parallel import ParallelLayout
+from unickpt.plan.partition import Partition
+from unickpt.plan.records import recorded
+from unickpt.plan.schedule import Schedule
+from unickpt.plan.sources import read_layers
+from unickpt.replay.price import analyse
+from unickpt.replay.sources import read_trace
+from unickpt.testing.launch import torchrun
+
+LAYERS_S = [0.01, 0.01, 0.01, 0.01, 0.02, 0.03, 0.02, 0.04]
+MICROBATCHES, STEPS, CALLS = 8, 6, 200
+CUTS = [[0, at, 8] for at in range(1, 8)] + [[0, 2, 4, 6, 8], [0, 4, 6, 7, 8], [0, 3, 5, 7, 8], [0, 4, 5, 7, 8]]
+BATCH, MEGATRON_S = 8, [0.02] * 4
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    """Return what ``unickpt plan`` says."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert unickpt(["plan", *arguments, "--json"]) == 0, said.getvalue()
+    found: dict[str, Any] = json.loads(said.getvalue())
+    return found
+
+
+def job(folder: Path, name: str, world: int, **asked: Any) -> dict[str, Any]:
+    """Run a job. Return its step, the median of those measured, and what it printed."""
+    rings = folder / name
+    done = torchrun(world, "tests.integration.plan.planned_job", json.dumps({"rings": str(rings), "steps": STEPS, **asked}))
+    found = analyse(read_trace([str(rings)]))
+    said = dict(re.findall(r"(LOSSES|RESUMED) (.*)", done.stdout))
+    return {"step_s": statistics.median(found.measured_steps_s), "steps_s": found.measured_steps_s, **said}
+
+
+def deepspeed(folder: Path) -> Iterator[dict[str, Any]]:
+    """Run the cuts. The first job measures; the best plan resumes from its checkpoint."""
+    from unickpt.cli.plan_pipeline import predicted_s
+    from unickpt.plan.partition import Device
+
+    base = {"kind": "deepspeed", "layers": LAYERS_S, "microbatches": MICROBATCHES}
+    save = str(folder / "checkpoint")
+    first = job(folder, "measured", 2, **base, stages=2, every=1, save=save)
+    rings = folder / "measured"
+    files = read_layers([rings])
+    known = recorded(read_trace([str(rings)]), files.ranks)
+    plans = {
+        stages: planned("pipeline", str(rings), "--stages", str(stages), "--microbatches", str(MICROBATCHES))
+        for stages in (2, 4)
+    }
+    yield {"part": "deepspeed", "what": "measured", **first}
+    for parts in CUTS:
+        stages = len(parts) - 1
+        cut = Partition(tuple(parts), tuple(range(stages)), (), 0.0)
+        expected = predicted_s(cut, files.layers, [Device()] * stages, MICROBATCHES, known, Schedule.DEEPSPEED)
+        chosen = plans[stages]["parts"] == parts
+        found = job(folder, f"cut-{'-'.join(map(str, parts))}", stages, **base, parts=parts, save=save if chosen else "")
+        yield {"part": "deepspeed", "what": "cut", "parts": parts, "predicted_s": expected, "chosen": chosen, **found}
+
+
+def megatron(folder: Path) -> Iterator[dict[str, Any]]:
+    """Run every layout of four ranks with microbatches of one or two rows."""
+    base = {"kind": "megatron", "layers": MEGATRON_S, "batch": BATCH}
+    first = job(folder, "measured", 4, **base, layout="gpt-pp2dp2-dist", every=1)
+    yield {"part": "megatron", "what": "measured", **first}
+    plan = planned(
+        "parallel", str(folder / "measured"), "--devices", "4", "--global-batch", str(BATCH), "--most-micro-batch", "2",
+        "--most-chunks", "2", "--per-host", "4", "--show", "1000", "--store", str(folder / "store"),
+    )["layouts"]  # fmt: skip
+    for at, each in enumerate(plan):
+        layout = ParallelLayout(*(each[name] for name in ParallelLayout.__slots__))
+        if len(MEGATRON_S) % (layout.pipeline * layout.chunks):
+            continue  # the small model of the tests has no such layout
+        name = f"gpt-tp{layout.tensor}pp{layout.pipeline}vpp{layout.chunks}dp{layout.data}-dist"
+        arguments = each["megatron_arguments"]
+        given = dict(itertools.pairwise(arguments)).get("--pipeline-model-parallel-layout")
+        found = job(folder, str(at), 4, **base, layout=name, rows=layout.rows, pipeline=given)
+        yield {"part": "megatron", "what": "layout", "layout": str(layout), "predicted_s": each["step_s"], **found}
+
+
+def scripts(folder: Path) -> Iterator[dict[str, Any]]:
+    """Train with ``pretrain_gpt.py``, then resume with the arguments of each plan."""
+    rings, out = folder / "rings", folder / "out"
+    common = f"--ckpt-format unickpt --save {out} --load {out} --save-interval 2"
+    timing = f"--unickpt-timing --unickpt-timing-no-watch --unickpt-timing-folder {rings} --unickpt-timing-layers-every 1"
+
+    def run(iterations: int, *arguments: str) -> list[str]:
+        done = torchrun(
+            2, "tests.integration.megatron.pretrain", *common.split(), "--train-iters", str(iterations), *arguments,
+            env={"MEGATRON_LM": os.environ["MEGATRON_LM"]},
+        )  # fmt: skip
+        return re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", done.stdout + done.stderr)
+
+    lines = run(4, "--pipeline-model-parallel-size", "2", *timing.split())
+    yield {"part": "scripts", "what": "pretrain_gpt.py, PP2", "arguments": [], "iterations": lines}
+    pipeline = planned("pipeline", str(rings), "--stages", "2", "--microbatches", "8")
+    arguments = pipeline["megatron_arguments"]
+    yield {"part": "scripts", "what": "`plan pipeline`", "arguments": arguments, "iterations": run(6, *arguments)}
+    best = planned(
+        "parallel", str(rings), "--devices", "2", "--global-batch", "8", "--per-host", "2", "--store", str(folder / "store")
+    )["layouts"][0]  # fmt: skip
+    arguments = best["megatron_arguments"]
+    yield {"part": "scripts", "what": "`plan parallel`", "arguments": arguments, "iterations": run(8, *arguments)}
+
+
+def cost(folder: Path) -> Iterator[dict[str, Any]]:
+    """Measure what the hooks of a sampled step cost: small layers, so that the hooks are most of the time."""
+    layers = [torch.nn.Linear(8, 8) for _ in range(8)]
+    times = LayerTimes(folder / "00000.layers.json", 1, {"rank": 0, "world": 1, "host": "here"})
+    times.add(layers, lambda: [TimedLayer(at, str(at), "layer", layer, 8) for at, layer in enumerate(layers)])
+
+    def step_us() -> float:
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            x = torch.ones(4, 8, requires_grad=True)
+            for layer in layers:
+                x = layer(x)
+            x.sum().backward()
+        return (time.perf_counter() - begin) * 1e6 / CALLS / len(layers)
+
+    step_us()
+    bare = [step_us() for _ in range(5)]
+    times.stepped()
+    times.stepped()
+    step_us()  # its first calls count what the layers save
+    sampled = []
+    for _ in range(5):
+        times.stepped()
+        sampled.append(step_us())
+    times.stop()
+    yield {"part": "cost", "what": "cost", "bare_us": statistics.median(bare), "sampled_us": statistics.median(sampled)}
+
+
+PARTS = {"deepspeed": deepspeed, "megatron": megatron, "scripts": scripts, "cost": cost}
+
+
+def _row(name: str, each: dict[str, Any], best_s: float) -> str:
+    error = each["predicted_s"] / each["step_s"] - 1
+    return f"| {name} | {each['predicted_s']:.3f} | {each['step_s']:.3f} | {error:+.1%} | {each['step_s'] / best_s - 1:+.1%} |"
+
+
+def _table(rows: list[tuple[str, dict[str, Any]]], first: str) -> list[str]:
+    best_s = min(each["step_s"] for _, each in rows)
+    ordered = sorted(rows, key=lambda row: row[1]["predicted_s"])
+    head = [f"| {first} | predicted, s | run, s | error | slower than the best that was run |", "|---|---|---|---|---|"]
+    return [*head, *(_row(name, each, best_s) for name, each in ordered), ""]
+
+
+def _errors(rows: list[tuple[str, dict[str, Any]]]) -> str:
+    errors = sorted(abs(each["predicted_s"] / each["step_s"] - 1) for _, each in rows)
+    within = sum(error <= 0.1 for error in errors)
+    middle = statistics.median(errors)
+    return f"Error of the prediction: {middle:.1%} (median), {errors[-1]:.1%} (worst); {within} of {len(errors)} within 10%."
+
+
+_NOT_SHOWN = {
+    "megatron": "The parts `megatron` and `scripts` of the script have not been run: no parallel layout was run against its",
+    "scripts": "prediction, and Megatron's scripts were not started with the arguments of a plan.",
+}
+
+
+def page(kept: list[dict[str, Any]]) -> str:
+    """Return the page."""
+    cuts = [each for each in kept if each["what"] == "cut"]
+    lines = [
+        "# Plan",
+        "",
+        "What [`unickpt plan`](../guides/plan.md) predicts, against what was run: real DeepSpeed and Megatron code on gloo. "
+        "Layers "
+        "sleep for fixed times, twice as long backward as forward. Steps are medians of five. The machine has two cores for "
+        "all ranks, and other "
+        "programs ran beside the jobs.",
+        "",
+        "Command: `python -m tests.integration.plan.evidence --keep results/plan.jsonl --page docs/evidence/plan.md`, with "
+        "`MEGATRON_LM=/path/to/Megatron-LM` for the last part.",
+        "",
+        "The runs of DeepSpeed were started one by one with `tests.integration.plan.planned_job` and the values of this "
+        "script, and "
+        "the predictions were made from their records afterwards.",
+        "",
+        "## Pipeline stages",
+        "",
+        "A DeepSpeed pipeline of eight unlike layers and 8 microbatches. Its layers were measured in a job of two even "
+        "stages. All "
+        "cuts into two stages were run, and some into four.",
+        "",
+    ]
+    for stages in (2, 4):
+        rows = [
+            (", ".join(map(str, each["parts"])) + (" (plan)" if each["chosen"] else ""), each)
+            for each in cuts
+            if len(each["parts"]) == stages + 1
+        ]
+        if rows:
+            lines += [*_table(rows, f"parts, {stages} stages"), _errors(rows), ""]
+    resumed = [each for each in cuts if "RESUMED" in each]
+    if resumed:
+        steps = " and ".join(f"step {each['RESUMED']}" for each in resumed)
+        lines += [f"The planned cuts resumed from the checkpoint of the even stages, at {steps}.", ""]
+    layouts = [(each["layout"], each) for each in kept if each["what"] == "layout"]
+    if layouts:
+        lines += [
+            "## Parallel layouts",
+            "",
+            f"Megatron's GPT with {len(MEGATRON_S)} layers on 4 ranks, {BATCH} rows in a step. The layers were measured "
+            "once, with PP2 DP2. A layer "
+            "sleeps for its rows, divided by the tensor parallel size. Every layout with microbatches of one or two rows "
+            "was run. "
+            "The first row is the plan.",
+            "",
+            *_table(layouts, "layout"),
+            _errors(layouts),
+            "",
+        ]
+    for each in kept:
+        if each["what"] == "cost":
+            more = each["sampled_us"] - each["bare_us"]
+            lines += [
+                "## Cost of measured layers",
+                "",
+                f"In a sampled step, the hooks take {more:.0f} µs for each layer and microbatch, forward and backward "
+                f"together, on this machine (a layer of 8 x 8 without hooks: {each['bare_us']:.0f} µs). Other steps have no "
+                "hooks.",
+                "",
+            ]
+    runs = [each for each in kept if each["part"] == "scripts"]
+    if runs:
+        lines += [
+            "## Arguments that start",
+            "",
+            "`pretrain_gpt.py` on 2 ranks. Each run resumes from the checkpoint of the run before, with the arguments of "
+            "the plan.",
+            "",
+            "| run | arguments | iterations | loss, first and last |",
+            "|---|---|---|---|",
+        ]
+        for each in runs:
+            (first, loss), (last, lost) = each["iterations"][0], each["iterations"][-1]
+            given = f"`{' '.join(each['arguments'])}`" if each["arguments"] else ""
+            lines.append(
+                f"| {each['what']} | {given.replace('|', '&#124;')} | {first} to {last} | {float(loss):.4f}, "
+                f"{float(lost):.4f} |"
+            )
+        lines.append("")
+    missing = [text for part, text in _NOT_SHOWN.items() if not any(each["part"] == part for each in kept)]
+    lines += ["## Not shown", "", *missing, "Unlike devices, orders of real hosts, devices other than processors.", ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--keep", type=Path, required=True, help="file of results; a part that is in it is not run again")
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--only", nargs="*", default=list(PARTS))
+    parser.add_argument("--page-only", action="store_true")
+    args = parser.parse_args()
+    kept = [json.loads(line) for line in args.keep.read_text().splitlines()] if args.keep.exists() else []
+    for part in () if args.page_only else args.only:
+        if any(each["part"] == part for each in kept):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            for found in PARTS[part](Path(folder)):
+                kept.append(found)
+                with args.keep.open("a") as file:
+                    file.write(json.dumps(found) + "\n")
+    if args.page is not None:
+        args.page.write_text(page(kept))
+
+
+if __name__ == "__main__":
+    main()

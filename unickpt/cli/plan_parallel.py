@@ -1,0 +1,119 @@
+"""``unickpt plan parallel``: the parallel layout of the next run, from the records and the measured layers of a job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from unickpt.cli.exit_codes import DAMAGED, SOUND
+from unickpt.cli.output import Output
+from unickpt.plan.compute import ComputeCosts
+from unickpt.plan.layers import MeasuredLayer
+from unickpt.plan.parallel import (
+    Measured,
+    RatedLayout,
+    Space,
+    UnmetLayout,
+    deepspeed_json,
+    megatron_arguments,
+    plan_layouts,
+)
+from unickpt.plan.records import recorded
+from unickpt.plan.sources import read_layers
+from unickpt.plan.store import default_store, remember, remembered
+from unickpt.replay.sources import read_trace
+
+JSON_SCHEMA = 1
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "places", metavar="DIR", nargs="+",
+        help="folders with the ring files of a job, one per host, in which timing.layers_every has left times of layers",
+    )  # fmt: skip
+    parser.add_argument("--devices", type=_positive, required=True, metavar="N", help="number of devices of the next run")
+    parser.add_argument("--global-batch", type=_positive, required=True, metavar="ROWS", help="rows of a step, on all devices")
+    parser.add_argument(
+        "--micro-batch", type=_positive, default=1, metavar="ROWS", help="rows of a microbatch of the measured job (default: 1)"
+    )
+    parser.add_argument("--memory", type=float, default=float("inf"), metavar="GB", help="memory of a device (default: any)")
+    parser.add_argument("--per-host", type=_positive, default=8, metavar="N", help="devices of a host (default: 8)")
+    parser.add_argument(
+        "--tensor", type=_positive, action="append", default=[], metavar="N",
+        help="allowed tensor parallel size; may be repeated (default: powers of two up to --per-host)",
+    )  # fmt: skip
+    parser.add_argument("--most-micro-batch", type=_positive, default=64, metavar="N", help="largest microbatch (default: 64)")
+    parser.add_argument("--most-chunks", type=_positive, default=4, metavar="N", help="most chunks of a stage (default: 4)")
+    parser.add_argument(
+        "--whole-optimizer", action="store_true", help="each data parallel rank has all optimizer states (no ZeRO)"
+    )
+    parser.add_argument(
+        "--store", type=Path, metavar="FILE",
+        help="file with the layers of earlier jobs, to which this one is added (default: in the cache folder of the user)",
+    )  # fmt: skip
+    parser.add_argument("--show", type=_positive, default=10, metavar="N", help="layouts to show (default: 10)")
+    parser.add_argument("--json", action="store_true", help="the plan as one JSON document")
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Plan and print."""
+    store = args.store or default_store()
+    files = read_layers([Path(each) for each in args.places])
+    layers, known = files.layers, recorded(read_trace(args.places), files.ranks)
+    remember(store, layers)
+    compute = ComputeCosts([*remembered(store), *layers])
+    measured = Measured(layers, known.tensor, args.micro_batch, compute, known.links, known.rest_s)
+    space = Space(
+        args.devices, args.global_batch, args.memory * 1e9, args.per_host, tuple(sorted(set(args.tensor))),
+        args.most_micro_batch, args.most_chunks, not args.whole_optimizer,
+    )  # fmt: skip
+    found = plan_layouts(measured, space)
+    if isinstance(found, UnmetLayout):
+        if args.json:
+            out.json({"schema": JSON_SCHEMA, "unmet": {"binds": found.binds.value, "text": found.text}})
+        else:
+            out.line(f"no plan: {found.text}")
+        return DAMAGED
+    if args.json:
+        out.json({"schema": JSON_SCHEMA, "layouts": [_document(each, space, layers) for each in found[: args.show]]})
+    else:
+        _tell(found, args.show, space, layers, out)
+    return SOUND
+
+
+def _document(found: RatedLayout, space: Space, layers: list[MeasuredLayer]) -> dict[str, Any]:
+    layout = found.layout
+    return {
+        **{name: getattr(layout, name) for name in layout.__slots__},
+        "step_s": found.step_s, "pipeline_s": found.pipeline_s, "gradients_s": found.gradients_s,
+        "memory_bytes": found.memory_bytes, "parts": list(found.bounds),
+        "megatron_arguments": megatron_arguments(found, space, layers), "deepspeed_json": deepspeed_json(found, space),
+    }  # fmt: skip
+
+
+def _tell(found: list[RatedLayout], show: int, space: Space, layers: list[MeasuredLayer], out: Output) -> None:
+    rows = [
+        (
+            str(each.layout), f"{each.step_s * 1e3:,.2f} ms", f"{each.gradients_s * 1e3:,.2f} ms",
+            f"{each.memory_bytes / 1e9:.3f} GB",
+        )
+        for each in found[:show]
+    ]  # fmt: skip
+    out.table(f"the fastest of {len(found)} layouts", ("layout", "step", "of it gradients", "memory"), rows)
+    best = found[0]
+    out.line()
+    out.line(f"Megatron: {shlex.join(megatron_arguments(best, space, layers))}")
+    out.line(f"DeepSpeed: {json.dumps(deepspeed_json(best, space))}")
+    if best.layout.pipeline > 1:
+        out.line(f"DeepSpeed: ds_unickpt.stage_layers(layers, {list(best.bounds)})")

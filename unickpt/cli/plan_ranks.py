@@ -1,0 +1,56 @@
+"""``unickpt plan ranks``: another order of hosts or ranks that avoids slow places and links."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from unickpt.cli.exit_codes import SOUND
+from unickpt.cli.output import Output
+from unickpt.plan.ranks import host_order, hostfile, plan_order, rankfile
+from unickpt.replay.sources import read_trace
+
+JSON_SCHEMA = 1
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("places", metavar="DIR", nargs="+", help="folders with the ring files of a job, one per host")
+    parser.add_argument("--steps", type=_steps, metavar="A:B", help="first and last step (default: the newest 20 steps)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--hostfile", action="store_true", help="print only a host file, for DeepSpeed's launcher and MPI")
+    form.add_argument("--rankfile", action="store_true", help="print only a rank file, for Open MPI")
+    form.add_argument("--json", action="store_true", help="the plan as one JSON document")
+
+
+def _steps(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if found is None or int(found[1]) > int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST, such as 100:119")
+    return int(found[1]), int(found[2])
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Plan and print."""
+    trace = read_trace(args.places)
+    found = plan_order(trace, args.steps)
+    hosts = host_order(trace, found.order)
+    order = [int(trace.ranks[place]) for place in found.order]
+    if args.json:
+        out.json({
+            "schema": JSON_SCHEMA, "order": order, "hosts": hosts, "node_ranks": {host: at for at, host in enumerate(hosts)},
+            "step_s": found.step_s, "now_s": found.now_s, "tried": found.tried, "unknown": found.unknown,
+        })  # fmt: skip
+    elif args.hostfile:
+        out.text(hostfile(trace, found.order).rstrip("\n"))
+    elif args.rankfile:
+        out.text(rankfile(trace, found.order).rstrip("\n"))
+    else:
+        now, then = found.now_s * 1e3, found.step_s * 1e3
+        out.line(f"step now {now:,.2f} ms, with the best of {found.tried} orders {then:,.2f} ms ({then / now - 1:+.1%})")
+        if found.unknown:
+            out.line(f"{found.unknown} orders cannot be predicted: no transfer like theirs was measured")
+        out.line(f"order: {','.join(map(str, order))}")
+        if len(hosts) > 1:
+            out.table("hosts", ("node rank", "host"), list(enumerate(hosts)))
+    return SOUND
