@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from unickpt.api.conversion import Export, convert_checkpoint, export_checkpoint
+    from unickpt.api.growth import GrownModel, grow_checkpoint, upcycle_checkpoint
     from unickpt.api.planning import plan_bits
     from unickpt.api.state import LocalShard
     from unickpt.api.training import Loaded, latest_checkpoint, load_checkpoint, save_checkpoint
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "unickpt.api.conversion": ("Export", "convert_checkpoint", "export_checkpoint"),
+    "unickpt.api.growth": ("GrownModel", "grow_checkpoint", "upcycle_checkpoint"),
     "unickpt.api.planning": ("plan_bits",),
     "unickpt.api.state": ("LocalShard",),
     "unickpt.api.training": ("Loaded", "latest_checkpoint", "load_checkpoint", "save_checkpoint"),
@@ -79,6 +81,7 @@ __all__ = [
     "Export",
     "FormatError",
     "GlobalOrderSampler",
+    "GrownModel",
     "HostPeerFailedError",
     "InputStatistics",
     "LanguageError",
@@ -102,10 +105,12 @@ __all__ = [
     "convert_checkpoint",
     "deal_samples",
     "export_checkpoint",
+    "grow_checkpoint",
     "latest_checkpoint",
     "load_checkpoint",
     "plan_bits",
     "save_checkpoint",
+    "upcycle_checkpoint",
     "verify_checkpoint",
 ]
 

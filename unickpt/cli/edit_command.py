@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from unickpt.cli.edit_common import check_destination, configure_writing, opened, operate
+from unickpt.cli.exit_codes import SOUND
+from unickpt.cli.grow_command import change, number
 from unickpt.cli.output import Output
+from unickpt.convert.huggingface.files import configuration
 from unickpt.edit.apply_dialect import Translate
 from unickpt.edit.cast import Cast
 from unickpt.edit.merge_lora import LoraConfig, MergeLora
@@ -20,6 +24,9 @@ from unickpt.edit.select import Drop, Keep, NoOptimizer
 from unickpt.edit.table import Step
 from unickpt.edit.write import after
 from unickpt.errors import ConfigError
+from unickpt.grow.folders import configuration_folder, write_configuration
+from unickpt.grow.step import Grow
+from unickpt.grow.upcycle import Upcycle
 
 
 class _Append(argparse.Action):
@@ -43,6 +50,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("--rules", "FILE", "split, fuse, transpose or stack by the rules in the file of a dialect"),
         ("--vocabulary", "ROWS", "resize the vocabulary to this number of rows"),
         ("--pad-vocabulary-to", "MULTIPLE", "add rows up to the next multiple"),
+        ("--grow", "SIZE=N,...", "make a larger model with the same outputs, as 'unickpt grow' does"),
+        ("--upcycle", "E,K[,G]", "make a mixture of experts with the same outputs, as 'unickpt upcycle' does"),
     ):
         steps.add_argument(option, metavar=metavar, action=_Append, help=help_text)
     steps.add_argument("--no-optimizer", nargs=0, action=_Append, help="keep weights and buffers only")
@@ -69,6 +78,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--lora-keep-dtype", action="store_true",
         help="round the product to the dtype of the adapters, as peft with autocast_adapter_dtype=False (default: float32)",
     )  # fmt: skip
+    parser.add_argument(
+        "--model-config", metavar="FOLDER",
+        help="with --grow and --upcycle: folder with the config.json of SRC (default: SRC, or the folder above it)",
+    )  # fmt: skip
     configure_writing(parser)
 
 
@@ -78,9 +91,22 @@ def run(args: argparse.Namespace, out: Output) -> int:
     steps = _steps(args.steps, args)
     if not steps:
         raise ConfigError("no step is given; name one, such as --drop or --cast (unickpt edit --help lists them)")
-    table = after(opened(args.source), steps)
     used = [args.source, *([args.lora_base] if args.lora_base else [])]
-    return operate(table, used, steps, args, out)
+    if not any(isinstance(step, (Grow, Upcycle)) for step in steps):
+        return operate(after(opened(args.source), steps), used, steps, args, out)
+    folder = configuration_folder(args.model_config, args.source)
+    config = configuration(folder) if folder is not None else {}
+    table = opened(args.source)
+    for at, step in enumerate(steps):
+        if isinstance(step, (Grow, Upcycle)):
+            steps[at] = step = replace(step, config=config)
+            table, config = step.result(table)
+        else:
+            table = step.apply(table)
+    code = operate(table, used, steps, args, out)
+    if code == SOUND and folder is not None and not args.dry_run:
+        write_configuration(config, folder, Path(args.destination))
+    return code
 
 
 def _steps(written: Sequence[tuple[str, Any]], args: argparse.Namespace) -> list[Step]:
@@ -111,6 +137,14 @@ def _step(option: str, value: Any, args: argparse.Namespace) -> Step:
         return Translate.read(Path(value))
     if option == "--merge-lora":
         return _merge(args)
+    if option == "--grow":
+        return Grow(dict(change(each) for each in value.split(",")))
+    if option == "--upcycle":
+        numbers = [number(each, option) for each in value.split(",")]
+        if len(numbers) not in (2, 3) or not all(numbers):
+            raise ConfigError(f"{option} {value}: expected E,K or E,K,G, each 1 or more")
+        experts, top_k, granularity = (*numbers, 1)[:3]
+        return Upcycle(experts, top_k, granularity)
     if not value.isdecimal():
         raise ConfigError(f"{option} {value}: expected a whole number")
     selection = Selection.parse(args.vocabulary_tensors) if args.vocabulary_tensors else None

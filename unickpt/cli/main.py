@@ -59,6 +59,12 @@ COMMANDS = (
         "edit", "unickpt.cli.edit_command",
         "make a checkpoint from another one: cast, drop, rename, resize the vocabulary, merge adapters", _GOES_ON,
     ),
+    _Command(
+        "grow", "unickpt.cli.grow_command", "make a larger model with the same outputs, and its optimizer states", _GOES_ON
+    ),
+    _Command(
+        "upcycle", "unickpt.cli.upcycle_command", "make a mixture of experts with the outputs of a dense model", _GOES_ON
+    ),
     _Command("average", "unickpt.cli.average_command", "make a checkpoint that is the mean of several", _GOES_ON),
     _Command("diagnose", "unickpt.cli.diagnose_command", "find the rank or link that a job waits for"),
     _Command(

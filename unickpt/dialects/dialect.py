@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unickpt.dialects.arrangement import Arrangement
+from unickpt.dialects.growth import Growth, parse_growth
 from unickpt.dialects.model_facts import FACTS
 from unickpt.dialects.name_templates import Hole, Template
 from unickpt.dialects.rules import Rule, TensorPattern
@@ -48,6 +49,7 @@ class Dialect:
         sizes: sizes of axes, as formulas of facts.
         rules: rules in order. The first one that matches a tensor and whose other side exists is used.
         where: file name, for messages.
+        growth: growth rules of the side *here*, or None.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Dialect:
     sizes: Mapping[str, str | int]
     rules: tuple[Rule, ...]
     where: str = "dialect"
+    growth: Growth | None = None
 
     def of_model(self, facts: Mapping[str, int]) -> Dialect:
         """Return the dialect with the numbers in names that depend on facts (``{= layers + 2}``).
@@ -105,7 +108,7 @@ def parse(text: str, *, where: str = "dialect") -> Dialect:
         raise LanguageError(f"{where}: not TOML: {err}") from None
     except RecursionError:
         raise LanguageError(f"{where}: not TOML: nested too deeply") from None
-    _only(found, {"dialect": (dict,), "sizes": (dict,), "rules": (list,)}, where)
+    _only(found, {"dialect": (dict,), "sizes": (dict,), "rules": (list,), "growth": (dict,)}, where)
     head = found.get("dialect", {})
     _only(head, _DIALECT_KEYS, f"{where}: [dialect]")
     families, stack = (_texts(head.get(key, []), f"{where}: [dialect] {key}") for key in ("families", "stack"))
@@ -140,9 +143,10 @@ def parse(text: str, *, where: str = "dialect") -> Dialect:
             rules += stacked(rule, stack)
         except LanguageError as err:
             raise LanguageError(f"{place}: {err}") from None
-    if not rules:
+    growth = parse_growth(found["growth"], where) if "growth" in found else None
+    if not rules and growth is None:
         raise LanguageError(f"{where}: has no rules")
-    return Dialect(head["name"], head["other"], tuple(families), sizes, tuple(rules), where)
+    return Dialect(head["name"], head["other"], tuple(families), sizes, tuple(rules), where, growth)
 
 
 def stacked(rule: Rule, holes: Sequence[str]) -> list[Rule]:

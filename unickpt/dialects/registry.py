@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -17,6 +18,26 @@ def dialects() -> tuple[Dialect, ...]:
     folder = package if package.is_dir() else Path(__file__).resolve().parents[2] / "configs" / "dialects"  # in a source tree
     files = sorted((each for each in folder.iterdir() if each.name.endswith(".toml")), key=lambda each: each.name)
     return tuple(parse(each.read_text(encoding="utf-8"), where=each.name) for each in files)
+
+
+def growth_of(family: str) -> Dialect:
+    """Return the dialect with the growth rules of a model family, with the tensors of the files that it includes.
+
+    Raises:
+        LanguageError: there is none; the message lists the known families.
+    """
+    files = {each.where: each.growth for each in dialects() if each.growth is not None}
+    for each in dialects():
+        if each.growth is not None and family in each.families:
+            more = [flow for name in each.growth.include if (other := files.get(name)) is not None for flow in other.flows]
+            return replace(each, growth=replace(each.growth, flows=(*each.growth.flows, *more)))
+    known = sorted({
+        name for each in dialects() if each.growth is not None and not each.growth.refuse for name in each.families
+    })  # fmt: skip
+    raise LanguageError(
+        f"no growth rules for the family {family!r}; known are {', '.join(known)}. docs/guides/growing.md describes how to "
+        "add one"
+    )
 
 
 def choose(name: str, other: str, chosen: str, family: str, *, where: str, option: str) -> Dialect:

@@ -12,12 +12,13 @@ LAYERS, WIDTH, HEADS, GROUPS, FFN, VOCABULARY, LENGTH = 4, 32, 4, 2, 48, 96, 16
 
 @dataclass(frozen=True)
 class Family:
-    """Attributes: arguments of transformers' configuration and of Megatron's; tied embeddings; type of positions."""
+    """Attributes: arguments of transformers' configuration and of Megatron's; tied embeddings; positions; ``model_type``."""
 
     huggingface: dict[str, Any]
     megatron: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
     position: str = "rope"
+    kind: str = ""
 
     @property
     def moe(self) -> bool:
@@ -74,6 +75,25 @@ FAMILIES = {
 }  # fmt: skip
 
 
+# Models that ``unickpt grow`` makes of those above: their sizes, and Llama's epsilon for the new width.
+GROWN_SIZES = {"hidden_size": 48, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4,
+               "intermediate_size": 80}  # fmt: skip
+_EPSILON = 1e-5 * WIDTH / 48
+GROWN = {
+    "llama-grown": Family(
+        {**_LLAMA, **GROWN_SIZES, "head_dim": 8, "rms_norm_eps": _EPSILON},
+        {**_GATED, "hidden_size": 48, "num_layers": 6, "num_attention_heads": 8, "num_query_groups": 4,
+         "ffn_hidden_size": 80, "kv_channels": 8, "layernorm_epsilon": _EPSILON},
+        kind="llama",
+    ),
+}  # fmt: skip
+
+
+def family_of(name: str) -> Family:
+    """Return a family or a grown model of one."""
+    return {**FAMILIES, **GROWN}[name]
+
+
 def rows(step: int, batch: int = BATCH) -> Any:
     """Return the tokens of a global batch, int64 ``[batch, length + 1]``. They depend only on the step.
 
@@ -96,5 +116,6 @@ def huggingface_model(name: str, seed: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(name, **FAMILIES[name].huggingface)
+    family = family_of(name)
+    config = AutoConfig.for_model(family.kind or name, **family.huggingface)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -22,7 +22,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from tests.integration.journeys.families import (
     BATCH,
     DECAY,
-    FAMILIES,
     FFN,
     HEADS,
     LAYERS,
@@ -30,6 +29,7 @@ from tests.integration.journeys.families import (
     VOCABULARY,
     WIDTH,
     Family,
+    family_of,
     rows,
 )
 from megatron_unickpt.testing.layouts import Layout
@@ -41,7 +41,7 @@ class FamilyJob(Job):
     """Attributes: family; the others are those of ``Job``."""
 
     def __init__(self, layout: str, family: str, *, seed: int, lr: float = 1e-3) -> None:
-        self.family: Family = FAMILIES[family]
+        self.family: Family = family_of(family)
         super().__init__(
             Layout.parse(layout), seed=seed, tied=self.family.tied, vocabulary=VOCABULARY, width=WIDTH, length=LENGTH, lr=lr
         )
@@ -115,9 +115,10 @@ class FamilyJob(Job):
         (model,) = self.modules
         mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
         positions = torch.arange(LENGTH)[None].expand(len(tokens), -1)
-        shape = (LENGTH, len(tokens), WIDTH)
+        width = self.config.hidden_size
+        shape = (LENGTH, len(tokens), width)
         if self.config.sequence_parallel:
-            shape = (LENGTH // self.layout.tp, len(tokens), WIDTH)
+            shape = (LENGTH // self.layout.tp, len(tokens), width)
         with torch.no_grad():
             if not parallel_state.is_pipeline_first_stage():
                 received = torch.empty(shape, dtype=self.config.params_dtype)

@@ -56,6 +56,7 @@ def test_ctrl_c_in_every_command_is_one_line(command: str, run: Any, monkeypatch
     monkeypatch.setattr(module, "run", interrupt)
     given: dict[str, list[str]] = {
         "hooks": ["status"], "hosts": [], "completion": ["bash"], "trace": ["x", "-o", "y"], "plan": ["pipeline", "x"],
+        "grow": ["x", "y", "--set", "hidden_size=8"], "upcycle": ["x", "y", "--experts", "2", "--top-k", "1"],
     }  # fmt: skip
     pairs = ("diff", "convert", "export", "edit", "average")
     code, out, err = run(command, *given.get(command, ["x", "y"] if command in pairs else ["x"]))

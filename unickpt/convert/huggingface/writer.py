@@ -149,7 +149,7 @@ def export(
     try:
         sizes = [_write(checkpoint, path, shard, encoding, verify, progress) for path, shard in zip(fresh, shards, strict=True)]
         dtypes = {encoding.dtype(info) for info in infos if is_float(info)}
-        copied, left = _copy(config_from, folder, with_code)
+        copied, left = copy_model_files(config_from, folder, with_code)
         _adjust(folder, dtypes if copied else set(), settings or {})
         for path, name in zip(fresh, names, strict=True):
             path.replace(folder / name)
@@ -190,8 +190,18 @@ def _check_adapters(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> None
     )
 
 
-def _copy(source: Path | None, folder: Path, with_code: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Copy configuration and tokenizer. Return the names of the files copied, and of those not copied."""
+def copy_model_files(source: Path | None, folder: Path, with_code: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Copy configuration and tokenizer. Return the names of the files copied, and of those not copied.
+
+    Args:
+        source: folder of a model, or None to copy nothing.
+        folder: output directory.
+        with_code: also copy Python files.
+
+    Raises:
+        UnsafePathError: a file is a symbolic link that leaves ``source``.
+        OSError: a file cannot be copied.
+    """
     if source is None or source.resolve() == folder.resolve():
         return (), ()
     patterns = (*_MODEL_FILES, *((_CODE,) if with_code else ()))

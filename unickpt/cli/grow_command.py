@@ -1,0 +1,130 @@
+"""``unickpt grow``: a larger model with the same outputs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from unickpt.cli.edit_common import check_destination, configure_writing, opened, operate
+from unickpt.cli.exit_codes import SOUND, UNUSABLE
+from unickpt.cli.output import Output
+from unickpt.convert.huggingface.files import configuration
+from unickpt.convert.lazy_tensor import Files
+from unickpt.edit.table import Table
+from unickpt.errors import ConfigError
+from unickpt.grow.folders import configuration_folder, is_model, open_source, write_configuration
+from unickpt.grow.refusals import NotLosslessError
+from unickpt.grow.schedule import FILE, Schedule
+from unickpt.grow.step import Grow
+
+JSON_SCHEMA = 1
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    configure_model(parser)
+    parser.add_argument(
+        "--set", dest="changes", metavar="SIZE=N", nargs="+", action="extend", required=True,
+        help="new sizes by keys of config.json: hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, "
+        "intermediate_size, moe_intermediate_size",
+    )  # fmt: skip
+    parser.add_argument(
+        "--place", metavar="N,N,...", help="number in the new model of every old layer (default: at equal distances)"
+    )
+    parser.add_argument(
+        "--zero-second-moments", action="store_true",
+        help="fill second moments with zeros instead of their mean; the loss then jumps at the first steps",
+    )  # fmt: skip
+    parser.add_argument(
+        "--schedule", type=int, default=0, metavar="STEPS",
+        help="write schedule.json: a learning-rate schedule for a model that would take this number of steps from scratch",
+    )  # fmt: skip
+    configure_writing(parser)
+
+
+def configure_model(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that ``grow`` and ``upcycle`` have in common."""
+    parser.add_argument(
+        "source", metavar="SRC", help="a checkpoint, a save directory (follows 'latest'), or a folder of transformers weights"
+    )
+    parser.add_argument("destination", metavar="DST", help="output directory; gets a checkpoint and the new config.json")
+    parser.add_argument(
+        "--config", metavar="FOLDER", help="folder with the config.json of SRC (default: SRC, or the folder above it)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of free elements (default: 0)")
+    parser.add_argument("--json", action="store_true", help="the result as one JSON document")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Plan the growth, then write checkpoint and configuration."""
+    check_destination(args.destination)
+    place = None if args.place is None else tuple(number(each, "--place") for each in args.place.split(","))
+    changes = dict(change(each) for each in args.changes)
+    with Files() as files:
+        table = open_source(args.source, files, opened)
+        folder = configuration_folder(args.config, args.source)
+        config = configuration(folder) if folder is not None else {}
+        step = Grow(changes, place, args.seed, config, args.zero_second_moments)
+        try:
+            grown, new_config = step.result(table)
+        except NotLosslessError as err:
+            return refused_as_json(err, args, out)
+        code = write(grown, [step], new_config, folder, args, out)
+        if args.schedule and code == SOUND and not args.dry_run:
+            made = Schedule(args.schedule, grown.step).as_json()
+            (Path(args.destination) / FILE).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        return code
+
+
+def refused_as_json(err: NotLosslessError, args: argparse.Namespace, out: Output) -> int:
+    """Print refusals with --json and return the exit code. Raises ``err`` without it."""
+    if not args.json:
+        raise err
+    out.json({"schema": JSON_SCHEMA, "refused": [dataclasses.asdict(each) for each in err.refusals], "message": str(err)})
+    return UNUSABLE
+
+
+def write(
+    table: Table, steps: Sequence[object], config: dict[str, Any], folder: Path | None, args: argparse.Namespace, out: Output
+) -> int:
+    """Write a table and its configuration.
+
+    Args:
+        table: result of the steps.
+        steps: the steps.
+        config: the new configuration, or empty.
+        folder: folder of the source's configuration, or None.
+        args, out: of the command.
+    """
+    lines = Output(io.StringIO()) if args.json else out
+    sources = [] if is_model(args.source) else [args.source]
+    code = operate(table, sources, steps, args, lines)
+    if code == SOUND and not args.dry_run:
+        if folder is not None:
+            lines.line(f"{write_configuration(config, folder, Path(args.destination))}: the new configuration")
+        else:
+            lines.line("no config.json was found: --config FOLDER gives that of the source; the new one is needed to train")
+    if args.json:
+        done = {"done": table.done, "left_out": table.left_out, "config": config, "written": not args.dry_run}
+        out.json({"schema": JSON_SCHEMA, "ok": code == SOUND, **done})
+    return code
+
+
+def change(text: str) -> tuple[str, int]:
+    """Parse ``SIZE=N``. Raises ConfigError."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"--set {text}: expected SIZE=N, such as hidden_size=1024")
+    return name.strip(), number(value, f"--set {name}")
+
+
+def number(text: str, option: str) -> int:
+    """Parse a whole number. Raises ConfigError."""
+    if not text.strip().isdecimal():
+        raise ConfigError(f"{option}: {text!r} is not a whole number")
+    return int(text)
