@@ -12,6 +12,7 @@ from unickpt.format.boxes import Box
 from unickpt.format.dtypes import name_of
 from unickpt.format.index import TensorInfo
 from unickpt.format.manifest import Writer
+from unickpt.grow.step import Grow
 
 VOCABULARY, TOKENS = 97, (2, 12)
 BASE = {
@@ -37,6 +38,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**GQA, **EXPERTS, "head_dim": 8},
     "deepseek_v2": {**MLA, "q_lora_rank": None},
     "deepseek_v3": {**MLA, "q_lora_rank": 16},
+}
+WIDTH = {"hidden_size": 48}
+DIMENSIONS: dict[str, dict[str, int]] = {
+    "width": WIDTH,
+    "heads": {"num_attention_heads": 8},
+    "kv-heads": {"num_attention_heads": 8, "num_key_value_heads": 4},
+    "repeated-kv-heads": {"num_attention_heads": 8, "num_key_value_heads": 8},
+    "depth": {"num_hidden_layers": 5},
+    "intermediate": {"intermediate_size": 80},
+    "all": {**WIDTH, "num_attention_heads": 12, "num_key_value_heads": 6, "num_hidden_layers": 3, "intermediate_size": 64},
 }
 EPSILON = 1e-2  # large, so that a wrong epsilon shows
 
@@ -107,3 +118,25 @@ def difference(one: Any, other: Any) -> float:
     with torch.no_grad():
         first, second = one(tokens).logits, other(tokens).logits
     return float((first - second).abs().max() / first.abs().max())
+
+
+def changes_of(family: str, dimension: str) -> dict[str, int]:
+    """Return the changes of a dimension that a family allows."""
+    changes = dict(DIMENSIONS[dimension])
+    if family == "gpt2":
+        changes.pop("num_key_value_heads", None)
+        if {"hidden_size", "num_attention_heads"} & changes.keys():
+            changes |= {"hidden_size": 48, "num_attention_heads": 6}
+    if family.startswith("deepseek"):
+        changes.pop("num_key_value_heads", None)
+    if "intermediate_size" in changes and "moe_intermediate_size" in FAMILIES[family]:
+        changes["moe_intermediate_size"] = 40
+        if family.startswith("qwen"):
+            del changes["intermediate_size"]  # no layer is dense
+    return changes
+
+
+def grown(model: Any, changes: dict[str, int], place: tuple[int, ...] | None = None, seed: int = 0) -> Any:
+    """Return the grown model of a model."""
+    table, config = Grow(changes, place, seed, model.config.to_dict()).result(table_of_model(model))
+    return model_of_table(table, config, model.dtype)
