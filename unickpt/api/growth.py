@@ -60,6 +60,9 @@ def grow_checkpoint(
         seed: seed of free elements.
         verify: check all checksums of the source first, which reads all of it.
 
+    Returns:
+        Directory, configuration, size in bytes, and notes.
+
     Raises:
         NotLosslessError: the growth would change the outputs. It is a MismatchError with all reasons in ``refusals``.
         LanguageError: the model family is unknown.
@@ -77,11 +80,19 @@ def upcycle_checkpoint(
 ) -> GrownModel:  # fmt: skip
     """Make a mixture of experts with the outputs of a dense model, without an optimizer.
 
+    Example:
+        Make eight experts of each block, two for each token::
+
+            unickpt.upcycle_checkpoint("out/step1000", "experts/step0", experts=8, top_k=2)
+
     Args:
         source, directory, config, seed, verify: as for ``grow_checkpoint``.
         experts: number of experts of a layer.
         top_k: experts of a token, a multiple of ``granularity``.
         granularity: number of experts that each block is divided into.
+
+    Returns:
+        Directory, configuration, size in bytes, and notes.
 
     Raises:
         NotLosslessError: the outputs would change. It is a MismatchError with all reasons in ``refusals``.

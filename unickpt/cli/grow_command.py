@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--zero-second-moments", action="store_true",
-        help="fill second moments with zeros instead of their mean; the loss then jumps at the first steps",
+        help="fill second moments with zeros instead of their mean, to compare",
     )  # fmt: skip
     parser.add_argument(
         "--schedule", type=int, default=0, metavar="STEPS",
