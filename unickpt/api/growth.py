@@ -86,10 +86,14 @@ def upcycle_checkpoint(
             unickpt.upcycle_checkpoint("out/step1000", "experts/step0", experts=8, top_k=2)
 
     Args:
-        source, directory, config, seed, verify: as for ``grow_checkpoint``.
+        source: checkpoint directory, or a folder of transformers weights.
+        directory: output directory. It gets a checkpoint and ``config.json``.
         experts: number of experts of a layer.
         top_k: experts of a token, a multiple of ``granularity``.
         granularity: number of experts that each block is divided into.
+        config: folder with the ``config.json`` of the source; None: ``source``, or the folder above it.
+        seed: seed of the router.
+        verify: check all checksums of the source first, which reads all of it.
 
     Returns:
         Directory, configuration, size in bytes, and notes.
