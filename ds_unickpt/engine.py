@@ -344,6 +344,13 @@ def _save_in_memory(ours: UnickptCheckpointEngine, request: SaveRequest) -> Pend
     return None if save is None or (save.done and not save.committed) else save
 
 
+def _advice(result: SaveResult) -> str:
+    """Return what helps against a save that failed although unickpt supports the job."""
+    if result.has(FailureKind.MEMORY):
+        return "The next save writes without a copy in memory. Set staging_gigabytes to limit the copies of later ones."
+    return "Check the storage. The next save tries again."
+
+
 def _ended(ours: UnickptCheckpointEngine, save: PendingSave, tier: str) -> None:
     """Log the result of a save to disk. Runs in the thread that ended it. ``tier``: save directory of the memory tier."""
     result, directory = save.result, save.directory
@@ -373,5 +380,5 @@ def _ended(ours: UnickptCheckpointEngine, save: PendingSave, tier: str) -> None:
             "unickpt: Gave up saving %s after %.1f s (%s). No checkpoint was written; earlier checkpoints are intact. %s",
             directory, result.seconds, save.cause(),
             "DeepSpeed itself saves from now on." if result.framework_saves else
-            "Check the storage. The next save tries again.",
+            _advice(result),
         )  # fmt: skip

@@ -110,6 +110,11 @@ TENSOR_PARALLEL = Fallback(
     "not yet described as boxes of the whole tensors; [`unickpt convert`](conversion.md#deepspeed) reads what DeepSpeed wrote",
     _tensor_parallel,
 )
+MPU_CONTRADICTS = Fallback(
+    "an `mpu` whose tensor-parallel rank or number of ranks is not that of its own process group",
+    "the ranks would store and load the parts of other ranks; the warning names the rank",
+    megatron_layers.contradiction,
+)
 TENSOR_LAYOUT = Fallback(
     "layers of AutoTP that DeepSpeed does not describe, such as those for GPT-2's `Conv1D`; DeepSpeed without "
     "`deepspeed/checkpoint/affine.py`",
@@ -164,8 +169,8 @@ UNKNOWN_BUFFERS = Fallback(
 ODD_SETTINGS = Fallback("settings of a parameter group that are not plain values", "they cannot be stored by parameter name")
 
 FALLBACKS = (
-    TENSOR_PARALLEL, TENSOR_LAYOUT, MPU_LAYOUT, EXPERTS_COMBINED, AUTO_EXPERTS, EXPERT_PARAMETERS, NODE_LOCAL, QUANTIZED,
-    ZENFLOW, UNKNOWN_WRAPPER, NO_OPTIMIZER, UNKNOWN_BUFFERS, ODD_SETTINGS,
+    TENSOR_PARALLEL, MPU_CONTRADICTS, TENSOR_LAYOUT, MPU_LAYOUT, EXPERTS_COMBINED, AUTO_EXPERTS,
+    EXPERT_PARAMETERS, NODE_LOCAL, QUANTIZED, ZENFLOW, UNKNOWN_WRAPPER, NO_OPTIMIZER, UNKNOWN_BUFFERS, ODD_SETTINGS,
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from unickpt.convert.deepspeed.tensor_parallel import affine_boxes, affine_entry
 from unickpt.errors import FormatError
 
 INFO = "universal_checkpoint_info"
+_SHOWN = 16  # ranks of a group that a message names
 _ADVICE = (
     "Set tensor_model_parallel=False on a parameter that all ranks hold alike, and tensor_model_parallel=True, partition_dim "
     f"and partition_stride on a divided one, as Megatron's layers do, or list it in {INFO} of the model"
@@ -42,6 +43,29 @@ def degree(engine: Any) -> int:
 def rank(engine: Any) -> int:
     """Return the tensor-parallel rank of this process; 0 without tensor parallelism."""
     return int(bwc.bwc_tensor_model_parallel_rank(engine.mpu)) if degree(engine) > 1 else 0
+
+
+def contradiction(engine: Any) -> str:
+    """Return how the methods of the job's ``mpu`` contradict its process group on this rank, as text; '' if they agree.
+
+    Calls no collective. An ``mpu`` that disagrees between ranks contradicts the group on at least one of them.
+    """
+    mpu = None if int(engine.autotp_size()) > 1 else engine.mpu
+    if mpu is None or hasattr(mpu, "initialize_sequence_parallel"):
+        return ""
+    group = bwc.bwc_tensor_model_parallel_group(mpu)
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        return ""
+    ranks, own = torch.distributed.get_process_group_ranks(group), int(engine.global_rank)
+    told = int(bwc.bwc_tensor_model_parallel_rank(mpu)), int(bwc.bwc_tensor_model_parallel_world_size(mpu))
+    true = ranks.index(own) if own in ranks else -1, len(ranks)
+    if told == true:
+        return ""
+    return (
+        f"an mpu that contradicts itself: on rank {own} it is tensor-parallel rank {told[0]} of {told[1]}, but its group has "
+        f"{true[1]} ranks ({', '.join(map(str, ranks[:_SHOWN]))}), of which rank {own} is "
+        f"{f'number {true[0]}' if true[0] >= 0 else 'none'}. Correct the methods of the mpu, then save or load again"
+    )
 
 
 def undescribed(engine: Any) -> str:

@@ -26,6 +26,7 @@ class FailureKind(enum.Enum):
     STORAGE = "storage"  #: the storage is full, unreachable, or locked by another job
     COORDINATION = "coordination"  #: a rank did not arrive
     HOST_PEER = "host_peer"  #: another rank of this host failed first
+    MEMORY = "memory"  #: the rank has too little memory; another attempt may succeed
     ARGUMENTS = "arguments"  #: ranks were called with different arguments
     INTERRUPTED = "interrupted"  #: SIGTERM or Ctrl-C
     UNEXPECTED = "unexpected"  #: any other exception

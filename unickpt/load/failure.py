@@ -48,6 +48,7 @@ _ERRORS: Mapping[FailureKind, type[UnickptError]] = {
     FailureKind.STORAGE: StorageError,
     FailureKind.COORDINATION: CoordinationError,
     FailureKind.HOST_PEER: CoordinationError,
+    FailureKind.MEMORY: CoordinationError,
     FailureKind.ARGUMENTS: CoordinationError,
     FailureKind.INTERRUPTED: CoordinationError,
     FailureKind.UNEXPECTED: CoordinationError,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
 from pathlib import Path
+
+import torch
 
 from unickpt.coordination.failure import Failure, FailureKind
 from unickpt.errors import (
@@ -17,6 +20,9 @@ from unickpt.errors import (
 
 #: A second universal save fails in the same way, so the framework saves in its own format.
 FRAMEWORK_SAVES = frozenset({FailureKind.UNSUPPORTED, FailureKind.ARGUMENTS, FailureKind.UNEXPECTED})
+
+_NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch, c10/core/impl/alloc_cpu.cpp: a plain RuntimeError
+_NO_DEVICE_MEMORY: type[Exception] = torch.cuda.OutOfMemoryError  # torch.OutOfMemoryError since torch 2.5
 
 
 def save_failure(error: BaseException, rank: int, *, describing: bool = False) -> Failure:
@@ -33,7 +39,7 @@ def save_failure(error: BaseException, rank: int, *, describing: bool = False) -
         text = str(error)
     elif kind is FailureKind.INTERRUPTED:
         text = type(error).__name__
-    elif kind is FailureKind.UNEXPECTED:
+    elif kind in (FailureKind.UNEXPECTED, FailureKind.MEMORY):
         text += _raised_at(error)
     tensor, file = (error.tensor, error.file) if isinstance(error, UnickptError) else ("", "")
     return Failure(kind, rank, tensor, file, text)
@@ -48,9 +54,22 @@ def _kind(error: BaseException, *, describing: bool) -> FailureKind:
         return FailureKind.INTERRUPTED
     if isinstance(error, StorageError):
         return FailureKind.STORAGE
+    if is_out_of_memory(error):
+        return FailureKind.MEMORY
     if not describing and isinstance(error, (OSError, FormatError, CorruptCheckpointError)):
         return FailureKind.STORAGE
     return FailureKind.UNEXPECTED
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether this process or its device has too little memory. The framework's own save would need as much.
+
+    torch raises a plain ``RuntimeError`` if the host has too little, so its text decides.
+    """
+    if isinstance(error, OSError):  # mmap
+        return error.errno == errno.ENOMEM
+    known = isinstance(error, (MemoryError, _NO_DEVICE_MEMORY))
+    return known or (type(error) is RuntimeError and _NO_HOST_MEMORY in str(error))
 
 
 def _raised_at(error: BaseException) -> str:

@@ -73,7 +73,7 @@ class Saver:
         self._pending: list[PendingSave] = []
         self._tasks: dict[PendingSave, SaveTask] = {}
         self._unreported: list[PendingSave] = []  # failed in the background
-        self._recovering = False  # True from a failure in the background to the next commit
+        self._recovering = False  # True from a failure in the background, or for lack of memory, to the next commit
         self._threads: list[threading.Thread] = []
         self._meet: Rendezvous | None = None  # of the last save
         self._uploader = Uploader(self.options.bandwidth_bytes_per_s)
@@ -152,7 +152,7 @@ class Saver:
             request: state and destination of the save.
             meet: rendezvous of the ranks for this save only (``Rendezvous.separate``).
             asynchronous: overrides the option. The value of the coordinator applies. After a failed asynchronous save,
-                saves are synchronous until one is committed.
+                or a lack of memory on a rank, saves are synchronous until one is committed. These need no copy.
 
         Returns:
             The save, finished or pending in a thread. If it is not committed, its files are removed, and earlier
@@ -208,8 +208,15 @@ class Saver:
         if opening.background:
             save.stall_s = time.monotonic() - begin
             thread = threading.Thread(target=task.run, name="unickpt-save", daemon=True)
-            self._threads = [t for t in self._threads if t.is_alive()] + [thread]
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as err:  # the limit of threads or of memory; the other ranks wait for this part
+                logger.warning(
+                    "unickpt: rank %d writes its part of %s while training waits: %s", meet.rank, save.directory, err
+                )
+                task.run()
+            else:
+                self._threads = [t for t in self._threads if t.is_alive()] + [thread]
         else:
             task.run()
             save.stall_s = time.monotonic() - begin
@@ -252,6 +259,7 @@ class Saver:
     ) -> None:
         """End a save that all ranks know to have failed before any file was written."""
         self._release(save, part)
+        self._recovering = self._recovering or any(failure.kind is FailureKind.MEMORY for failure in failures)
         if request.failed is None and meet.rank == 0:
             self.open(save.directory).delete_if_empty()  # the framework may have created it
         result = SaveResult(committed=False, failures=tuple(failures), seconds=time.monotonic() - begin)

@@ -53,18 +53,19 @@ class Plain(nn.Module):
         return loss_of(head(embed, x), targets)
 
 
-def build(layout: MegatronLayout, *, seed: int, **more: Any) -> Any:
+def build(layout: MegatronLayout, *, seed: int, cut: int = 0, **more: Any) -> Any:
     """Return an engine whose layers start from ``seed``: layer ``n`` from ``seed + n``.
 
     Args:
         layout: layout on all ranks of this job.
         seed: seed of the first layer.
+        cut: number of ranks among which the layers are cut, if the layout tells DeepSpeed another one.
         more: keys of the DeepSpeed JSON.
     """
     parallel_jobs.forget_groups()
     extra: dict[str, Any] = {"train_micro_batch_size_per_gpu": MICRO, **more}
     cfg = config(Layout(layout.stage, layout.world, layout.precision), **extra)
-    mpu = mpu_of(layout.tensor, layout.world)
+    mpu = mpu_of(cut or layout.tensor, layout.world)
     if not layout.stages:
         return engine_of(Plain(mpu, seed), cfg, mpu=mpu if layout.tensor > 1 else None)
     layers = [

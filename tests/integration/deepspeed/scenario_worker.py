@@ -30,7 +30,7 @@ GROUPS = {  # each runs in one torchrun
     "promises": ("scenarios_promises", "scenarios_starting", "scenarios_batch"),
     "errors": ("scenarios_damage", "scenarios_one_rank", "scenarios_mismatches", "scenarios_failed_saves"),
     "unsupported": ("scenarios_unsupported",),
-    "pipeline": ("scenarios_pipeline", "scenarios_megatron"),
+    "pipeline": ("scenarios_pipeline", "scenarios_megatron", "scenarios_disagreements"),
     "experts": ("scenarios_experts",),
     "tensors": ("scenarios_tensor",),
     "surgery": ("scenarios_surgery",),
