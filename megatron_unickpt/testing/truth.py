@@ -20,7 +20,10 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer import distrib_optimizer
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from packaging.version import Version
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+
+from megatron_unickpt.versions import version
 
 Truth = dict[str, torch.Tensor]
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)$")
@@ -103,10 +106,13 @@ def _results_of_this_process() -> Iterator[None]:
     """Let a synchronous save of ``torch_dist`` return its results through a queue of this process.
 
     Megatron takes one of a manager process, for saves in another process. Starting it on every rank imports PyTorch and
-    Megatron once more, which takes longer than the save of a small job.
+    Megatron once more, which takes longer than the save of a small job. Before 0.15, every save is in another process.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    if Version(version()) < Version("0.15"):
+        yield
+        return
     before = getattr(filesystem_async, "_results_queue", None)
     filesystem_async._results_queue = queue.Queue()
     try:
