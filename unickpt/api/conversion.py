@@ -17,6 +17,7 @@ from unickpt.convert.huggingface.files import configuration
 from unickpt.convert.huggingface.vllm import export_vllm
 from unickpt.convert.lazy_tensor import Files
 from unickpt.convert.megatron import dist_writer
+from unickpt.convert.megatron.fsdp_writer import export_fsdp
 from unickpt.convert.pipeline import Converted, convert
 from unickpt.convert.torch_dcp import writer as dcp_writer
 from unickpt.errors import ConfigError, CorruptCheckpointError
@@ -24,7 +25,7 @@ from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.verify import verify_files
 from unickpt.quantise.encoding import Cast
 
-FORMATS = ("hf", "vllm", "deepspeed-universal", "dcp", "torch-dist")
+FORMATS = ("hf", "vllm", "deepspeed-universal", "dcp", "torch-dist", "fsdp-dtensor")
 
 
 def convert_checkpoint(
@@ -98,7 +99,7 @@ def export_checkpoint(
         directory: checkpoint directory. A path or a URL.
         output: output directory.
         to: format: ``hf`` (safetensors for transformers), ``vllm`` (the same, rounded to ``bits``), ``deepspeed-universal``,
-            ``dcp`` (``torch.distributed.checkpoint``) or ``torch-dist`` (Megatron).
+            ``dcp`` (``torch.distributed.checkpoint``), ``torch-dist`` (Megatron) or ``fsdp-dtensor`` (Megatron FSDP).
         config: folder with the ``config.json`` of a model of the same kind. ``hf`` and ``vllm`` copy it and the tokenizer
             files.
         dialect: model family, or file of a dialect, if neither checkpoint nor configuration names it.
@@ -131,7 +132,7 @@ def export_checkpoint(
     folder, checkpoint = Path(output), Checkpoint.open(directory)
     if to != "dcp":
         model: dict[str, Any] | None = None if config is None else configuration(Path(config))
-        named = dist_writer.as_megatron if to == "torch-dist" else huggingface_writer.as_huggingface
+        named = dist_writer.as_megatron if to in ("torch-dist", "fsdp-dtensor") else huggingface_writer.as_huggingface
         checkpoint = named(checkpoint, chosen=dialect, config=model)
     if verify:
         problems = verify_files(checkpoint.storage, checkpoint.manifest).problems
@@ -140,8 +141,9 @@ def export_checkpoint(
     if to == "deepspeed-universal":
         universal = universal_writer.export(checkpoint, folder)
         return Export(folder / universal.tag, universal.size_bytes, universal.notes)
-    if to == "torch-dist":
-        megatron = dist_writer.export(checkpoint, folder, shard_bytes=shard_bytes)
+    if to in ("torch-dist", "fsdp-dtensor"):
+        write = dist_writer.export if to == "torch-dist" else export_fsdp
+        megatron = write(checkpoint, folder, shard_bytes=shard_bytes)
         return Export(megatron.directory, megatron.size_bytes, megatron.notes)
     if to == "dcp":
         dcp = dcp_writer.export_dcp(checkpoint, folder, shard_bytes=shard_bytes)

@@ -16,6 +16,7 @@ from unickpt.convert.huggingface.files import CONFIG, configuration
 from unickpt.convert.huggingface.vllm import export_vllm
 from unickpt.convert.huggingface.writer import as_huggingface, check_no_model, export
 from unickpt.convert.megatron import dist_writer
+from unickpt.convert.megatron.fsdp_writer import export_fsdp
 from unickpt.convert.torch_dcp import writer
 from unickpt.errors import ConfigError, FormatError, UnickptError
 from unickpt.format.dtypes import torch_dtype
@@ -24,8 +25,9 @@ from unickpt.load.verify import verify_files
 from unickpt.quantise.encoding import Cast
 from unickpt.storage.base import is_url
 
-HF, VLLM, UNIVERSAL, DCP, TORCH_DIST = "hf", "vllm", "deepspeed-universal", "dcp", "torch-dist"
+HF, VLLM, UNIVERSAL, DCP, TORCH_DIST, FSDP = "hf", "vllm", "deepspeed-universal", "dcp", "torch-dist", "fsdp-dtensor"
 FOLDERS = (HF, VLLM)  # folders of a model
+MEGATRON = (TORCH_DIST, FSDP)
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _SHOWN = 8  # names in a line
 
@@ -38,12 +40,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("output", metavar="FOLDER", type=_folder, help="output directory")
     parser.add_argument(
-        "--to", choices=(HF, VLLM, UNIVERSAL, DCP, TORCH_DIST), default=HF,
+        "--to", choices=(HF, VLLM, UNIVERSAL, DCP, TORCH_DIST, FSDP), default=HF,
         help="hf (default): weights as safetensors, for from_pretrained of transformers. vllm: the same for vLLM, rounded to "
         "--bits. deepspeed-universal: masters and "
         'optimizer states, for DeepSpeed with "checkpoint": {"load_universal": true}. dcp: weights and optimizer states under '
         "their own names, for torch.distributed.checkpoint. torch-dist: the same for Megatron with --ckpt-format torch_dist, "
-        "under any parallel shape",
+        "under any parallel shape. fsdp-dtensor: the same for Megatron with --use-megatron-fsdp",
     )  # fmt: skip
     parser.add_argument(
         "--config", type=Path, metavar="FOLDER",
@@ -91,7 +93,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     checkpoint = Checkpoint.open(directory)
     config = model_folder(args.config, directory)
     if args.to != DCP:
-        under_names = dist_writer.as_megatron if args.to == TORCH_DIST else as_huggingface
+        under_names = dist_writer.as_megatron if args.to in MEGATRON else as_huggingface
         checkpoint = under_names(checkpoint, chosen=args.dialect, config=settings_of(config))
     if not args.no_verify:
         total = sum(record.size_bytes for record in checkpoint.manifest.files)
@@ -106,8 +108,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
             _universal(checkpoint, args, out)
         elif args.to == DCP:
             _dcp(checkpoint, args, out)
-        elif args.to == TORCH_DIST:
-            _torch_dist(checkpoint, args, out)
+        elif args.to in MEGATRON:
+            _megatron(checkpoint, args, out)
         else:
             _huggingface(checkpoint, args, config, out)
     except OSError as err:
@@ -159,12 +161,16 @@ def _dcp(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> None:
     _summary(made.files, made.tensors, made.size_bytes, args, out)
 
 
-def _torch_dist(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> None:
+def _megatron(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> None:
+    shard_bytes = int(args.shard_gigabytes * 1e9)
     with progress_bar("export", dist_writer.size_bytes(checkpoint)) as advance:
-        made = dist_writer.export(
-            checkpoint, args.output, separate_experts=None if args.expert_parallel is None else args.expert_parallel == "yes",
-            shard_bytes=int(args.shard_gigabytes * 1e9), progress=advance,
-        )  # fmt: skip
+        if args.to == FSDP:
+            made = export_fsdp(checkpoint, args.output, shard_bytes=shard_bytes, progress=advance)
+        else:
+            separate = None if args.expert_parallel is None else args.expert_parallel == "yes"
+            made = dist_writer.export(
+                checkpoint, args.output, separate_experts=separate, shard_bytes=shard_bytes, progress=advance
+            )
     out.line(f"{made.directory}: {made.tensors:,} tensors, {human_bytes(made.size_bytes)}", style="bold green")
     for note in made.notes:
         out.line(note)

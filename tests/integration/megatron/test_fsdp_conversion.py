@@ -1,4 +1,7 @@
-"""A checkpoint of Megatron FSDP, converted and resumed under tensor parallelism. Needs a Megatron-LM tree (``MEGATRON_LM``)."""
+"""Checkpoints of Megatron FSDP, converted and resumed under tensor parallelism, and the other way round.
+
+Needs a Megatron-LM tree (``MEGATRON_LM``).
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,14 @@ def test_fsdp_dtensor_is_converted_and_resumed_under_tp(tmp_path: Path) -> None:
     assert main(["convert", str(tmp_path / "fsdp/iter_0000003"), str(where / "iter_0000003")]) == 0
     (where / "latest_checkpointed_iteration.txt").write_text("3")
     resumed = pretrain(f"--load {where} --ckpt-format unickpt --tensor-model-parallel-size 2 --exit-interval 4")
+    assert loss_of_fourth(resumed) == pytest.approx(whole, abs=1e-3)
+
+
+def test_a_checkpoint_under_tp_is_exported_and_resumed_by_megatron_fsdp(tmp_path: Path) -> None:
+    saving = f"--save {tmp_path / 'tp'} --save-interval 3 --ckpt-format unickpt --exit-interval 5"
+    whole = loss_of_fourth(pretrain(f"{saving} --tensor-model-parallel-size 2"))
+    assert main(["export", str(tmp_path / "tp"), str(tmp_path / "fsdp"), "--to", "fsdp-dtensor"]) == 0
+    resumed = pretrain(f"--load {tmp_path / 'fsdp'} --ckpt-format fsdp_dtensor {FSDP} --exit-interval 4 --no-load-rng")
     assert loss_of_fourth(resumed) == pytest.approx(whole, abs=1e-3)
 
 

@@ -174,13 +174,21 @@ class _Group:
 
     Attributes:
         values: hyperparameters.
-        experts: whether it contains, or may contain, parameters of experts.
-        others: whether it contains, or may contain, other parameters.
+        parameters: names of its parameters; empty if they are unknown.
     """
 
     values: dict[str, Any]
-    experts: bool
-    others: bool
+    parameters: tuple[str, ...]
+
+    @property
+    def experts(self) -> bool:
+        """Whether it contains, or may contain, parameters of experts."""
+        return not self.parameters or any(is_expert(name) for name in self.parameters)
+
+    @property
+    def others(self) -> bool:
+        """Whether it contains, or may contain, other parameters."""
+        return not self.parameters or not all(is_expert(name) for name in self.parameters)
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -188,7 +196,7 @@ class _Group:
 
     def with_expert_flag(self, flag: bool) -> _Group:
         """Return the group for the optimizer of experts (True), or for the other optimizer (False)."""
-        return _Group({**self.values, _EXPERT: flag}, self.experts, self.others)
+        return _Group({**self.values, _EXPERT: flag}, self.parameters)
 
 
 def _optimizer(
@@ -197,15 +205,9 @@ def _optimizer(
     """Return the state of an optimizer, or of a chain of two if experts have a separate one."""
     where, record = str(checkpoint.storage), checkpoint.manifest.optimizer
     if record is None:
-        raise MismatchError(f"{where}: has optimizer states but no hyperparameters, which Megatron needs to load them")
+        raise _without_hyperparameters(where)
     step = _step(where, record, trained)
-    groups = [_megatron_group(group) for group in record.groups]
-    if not all(group.values.keys() & {"wd_mult", "pre_wd_mult"} for group in groups):
-        groups = _standard(where, record, trained)
-        report(
-            "hyperparameters are in Megatron's default groups (no weight decay for biases and 1-D parameters); a job replaces "
-            "the values by its arguments at the first step"
-        )
+    groups = _groups(where, record, trained, report)
     stored_separate = any(group.values.get(_EXPERT) for group in groups)
     if not any(is_expert(name) for name in trained):
         separate_experts = False
@@ -222,14 +224,47 @@ def _optimizer(
     return {at: _optimizer_state(record.name, side, step, scaler, where) for at, side in enumerate(sides)}
 
 
+def hyperparameters_of(
+    checkpoint: Checkpoint, trained: Mapping[str, Sequence[int]], report: Report
+) -> dict[str, dict[str, Any]]:
+    """Return the hyperparameters of every trained parameter, with its step, as a group of Megatron has them.
+
+    Arguments and errors: see ``common_of``.
+    """
+    where, record = str(checkpoint.storage), checkpoint.manifest.optimizer
+    if record is None:
+        raise _without_hyperparameters(where)
+    step = _step(where, record, trained)
+    held = {name: group.values for group in _groups(where, record, trained, report) for name in group.parameters}
+    lacking = next((name for name in trained if name not in held), None)
+    if lacking is not None:
+        raise MismatchError(f"{where}: {lacking} is not in a group of the optimizer, so its hyperparameters are unknown")
+    return {name: {**held[name], "step": step} for name in trained}
+
+
+def _without_hyperparameters(where: str) -> MismatchError:
+    return MismatchError(f"{where}: has optimizer states but no hyperparameters, which Megatron needs to load them")
+
+
+def _groups(where: str, record: OptimizerRecord, trained: Mapping[str, Sequence[int]], report: Report) -> list[_Group]:
+    """Return the groups of Megatron's optimizer: the stored ones, or Megatron's default groups."""
+    groups = [_megatron_group(group) for group in record.groups]
+    if all(group.values.keys() & {"wd_mult", "pre_wd_mult"} for group in groups):
+        return groups
+    report(
+        "hyperparameters are in Megatron's default groups (no weight decay for biases and 1-D parameters); a job replaces "
+        "the values by its arguments at the first step"
+    )
+    return _standard(where, record, trained)
+
+
 def _megatron_group(group: ParameterGroup) -> _Group:
     """Return a stored group. Identity keys that older releases lack get their default values."""
     values = _decoded(group)
     for key, usual in GROUP_IDENTITY.items():
         if key == _EXPERT or (key != "wd_mult" and f"pre_{key}" not in values):
             values.setdefault(key, usual)
-    kinds = [is_expert(name) for name in group.parameters] or [True, False]  # unknown members: may be both
-    return _Group(values, any(kinds), not all(kinds))
+    return _Group(values, tuple(group.parameters))
 
 
 def _decoded(group: ParameterGroup) -> dict[str, Any]:
@@ -261,8 +296,7 @@ def _standard(where: str, record: OptimizerRecord, trained: Mapping[str, Sequenc
             )
         own = {key: value for key, value in next(iter(held.values())).items() if key not in _OF_SCHEDULERS}
         values = {**_REQUIRED, **own, **GROUP_IDENTITY, "wd_mult": multiplier, "default_config": True}
-        experts = [is_expert(name) for name in names]
-        found.append(_Group(values, any(experts), not all(experts)))
+        found.append(_Group(values, tuple(names)))
     return found
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch
 from unickpt.convert.megatron.common_state import Report
 from unickpt.convert.megatron.common_writer import common_of, is_translated
 from unickpt.convert.megatron.dist_reader import BACKEND, COMMON, CONFIG
+from unickpt.convert.megatron.iteration_folder import filled, target_of
 from unickpt.convert.megatron.keys import DIALECT, MASTER, WEIGHT, keys_of
 from unickpt.convert.pickle_records import BYTES_IO_KEY
 from unickpt.convert.torch_dcp.files_writer import DcpWriter, write_tensor
@@ -36,10 +36,8 @@ from unickpt.dialects.translated_checkpoint import HUGGINGFACE, shapes_of, trans
 from unickpt.dialects.translation import counterpart_shapes
 from unickpt.errors import MismatchError
 from unickpt.format.index import TensorInfo
-from unickpt.load.candidates import TRACKER
 from unickpt.load.checkpoint import Checkpoint
 
-RELEASE = "release"
 _POSITION = re.compile(r"^rng_state/shard_(\d+)\.(\d+)\.0_(\d+)\.(\d+)\.\d+$")
 _LINEAR = re.compile(r"^(.*\.layers\.\d+\..*)\.(linear_\w+)(?=\.weight$)")
 # Generators of the adapter, and a state that needs its counterpart in the common state.
@@ -48,11 +46,12 @@ _EXPERT = "expert"  # placeholder of names in dialects; Megatron stacks the expe
 _ELSEWHERE = "load the checkpoint in Megatron with --ckpt-format unickpt"
 
 Progress = Callable[[int], None]
+Tensors = Mapping[str, Mapping[str, TensorInfo]]  # by name and state
 
 
 @dataclass(frozen=True, slots=True)
-class ExportedTorchDist:
-    """An exported ``torch_dist`` checkpoint.
+class ExportedMegatron:
+    """An exported checkpoint of Megatron.
 
     Attributes:
         directory: directory of the iteration.
@@ -106,7 +105,7 @@ def size_bytes(checkpoint: Checkpoint) -> int:
 def export(
     checkpoint: Checkpoint, folder: Path, *, separate_experts: bool | None = None, shard_bytes: int = 5 << 30,
     verify: str = "off", progress: Progress = lambda _: None,
-) -> ExportedTorchDist:  # fmt: skip
+) -> ExportedMegatron:  # fmt: skip
     """Write a folder that Megatron's ``--load`` accepts with ``--ckpt-format torch_dist``.
 
     A checkpoint of step 0 is written as a ``release`` of Megatron: a job starts with its weights at iteration 0.
@@ -125,26 +124,13 @@ def export(
         OSError: a file cannot be written.
     """
     step = checkpoint.manifest.step
-    name = f"iter_{step:07d}" if step else RELEASE
-    target, fresh = folder / name, folder / f"{name}.part"
-    if target.exists():
-        raise MismatchError(f"{target}: exists already; choose another folder")
-    if checkpoint.manifest.excluded:
-        some = ", ".join(checkpoint.manifest.excluded[:8])
-        raise MismatchError(f"{checkpoint.storage}: was saved without {some}, so the model is incomplete")
-    tensors = _by_name(checkpoint)
-    if not tensors:
-        raise MismatchError(f"{checkpoint.storage}: has no weights")
+    target = target_of(folder, step)
+    tensors = tensors_by_name(checkpoint)
     notes: list[str] = []
-    trained = {of: next(iter(held.values())).shape for of, held in tensors.items() if held.keys() - {WEIGHT, MASTER}}
+    trained = trained_of(tensors)
     common = common_of(checkpoint, trained, separate_experts=separate_experts, report=notes.append)
-    if not step:
-        notes.append("the checkpoint has step 0 and is written as a release, of which Megatron loads only the weights")
-    elif not trained:
-        notes.append("the checkpoint has no optimizer states: Megatron loads the weights with --no-load-optim or --finetune")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    try:
+    notes += without_states(step, trained)
+    with filled(folder, step) as fresh:
         with DcpWriter(fresh, shard_bytes) as out:
             count = size = 0
             for of, held in tensors.items():
@@ -158,23 +144,35 @@ def export(
         torch.save(common, fresh / COMMON)
         versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
         (fresh / CONFIG).write_text(json.dumps({"sharded_backend": BACKEND, **versions}))
-        fresh.rename(target)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
-    tracker = folder / f"{TRACKER}.part"
-    tracker.write_text(str(step) if step else RELEASE)
-    tracker.replace(folder / TRACKER)
-    return ExportedTorchDist(target, tuple(out.names), count, size, tuple(notes))
+    return ExportedMegatron(target, tuple(out.names), count, size, tuple(notes))
 
 
-def _by_name(checkpoint: Checkpoint) -> dict[str, dict[str, TensorInfo]]:
-    """Return the tensors by name and state, in the order of the index."""
+def tensors_by_name(checkpoint: Checkpoint) -> Tensors:
+    """Return the tensors by name and state, in the order of the index. Raises MismatchError for an incomplete model."""
+    if checkpoint.manifest.excluded:
+        some = ", ".join(checkpoint.manifest.excluded[:8])
+        raise MismatchError(f"{checkpoint.storage}: was saved without {some}, so the model is incomplete")
     found: dict[str, dict[str, TensorInfo]] = {}
     for info in checkpoint.index.tensors:
         if info.kind != "object":
             found.setdefault(info.name, {})[info.state] = info
+    if not found:
+        raise MismatchError(f"{checkpoint.storage}: has no weights")
     return found
+
+
+def trained_of(tensors: Tensors) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters with optimizer states, by name."""
+    return {of: next(iter(held.values())).shape for of, held in tensors.items() if held.keys() - {WEIGHT, MASTER}}
+
+
+def without_states(step: int, trained: Mapping[str, Any]) -> list[str]:
+    """Return what to say of a checkpoint of which Megatron loads only weights."""
+    if not step:
+        return ["the checkpoint has step 0 and is written as a release, of which Megatron loads only the weights"]
+    if not trained:
+        return ["the checkpoint has no optimizer states: Megatron loads the weights with --no-load-optim or --finetune"]
+    return []
 
 
 def _write(

@@ -23,6 +23,7 @@ import torch
 from unickpt.convert.lazy_tensor import Files
 from unickpt.convert.limits import bounded
 from unickpt.convert.megatron.common_state import arguments_of, encode_plain, name_of_optimizer, objects_of, step_of, writer_of
+from unickpt.convert.megatron.fsdp_names import EXPERTS, META, MODEL, NORMS, STATE
 from unickpt.convert.megatron.keys import MASTER, WEIGHT
 from unickpt.convert.pipeline import Portion, Reading, Source, SourcePart
 from unickpt.convert.plain_values import NotPlainError, plain
@@ -33,13 +34,9 @@ from unickpt.format.boxes import Box
 from unickpt.format.index import TensorInfo
 from unickpt.format.manifest import OptimizerRecord, ParameterGroup
 
-_MODEL, _STATE, _META = "model.", "optimizer.state.", "optimizer.param_to_group_meta."
+_MODEL, _STATE, _META = f"{MODEL}.", f"{'.'.join(STATE)}.", f"{'.'.join(META)}."
 _LAYER = re.compile(r"^(.*?\blayers)\.(\d+)\.(.+)$")
 _HALVES = {"_w": 0, "_v": 1}
-_EXPERTS = ".experts."
-# Norms before a projection, under the name that they have if they are part of it (``sharded_state_dict_keys_map`` in
-# megatron/core/models/gpt/gpt_layer_specs.py).
-_NORMS = {".input_layernorm.": ".self_attention.linear_qkv.layer_norm_", ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ def _moved(read: Reading, lead: int, rows: int) -> Reading:
 def _renamed(key: str) -> str:
     """Return a name in the module without its wrappers, and with Megatron's names of norms."""
     name = re.sub(r"^(module\.)+", "", key)
-    for own, everywhere in _NORMS.items():
+    for own, everywhere in NORMS.items():
         name = name.replace(own, everywhere)
     return name
 
@@ -124,13 +121,15 @@ class _FsdpReader:
                 self._add(name, state, stored)
 
     def _add(self, key: str, state: str, stored: Stored) -> None:
-        if _EXPERTS in key:
+        if EXPERTS in key:
             raise FormatError(
                 f"{self.folder}: {key}: experts in fsdp_dtensor are not supported. Load the checkpoint with Megatron FSDP, "
                 "or train with --use-distributed-optimizer and --ckpt-format unickpt"
             )
         placed = self._placed(key, stored)
-        self._parts[placed.name, state].append(placed)
+        parts = self._parts[placed.name, state]
+        if all((each.layer, each.half) != (placed.layer, placed.half) for each in parts):  # else the second name of a norm
+            parts.append(placed)
 
     def _placed(self, key: str, stored: Stored) -> _Placed:
         name = _renamed(key)
