@@ -4,9 +4,9 @@
     iter_0001000/.metadata               table of torch.distributed.checkpoint
     latest_checkpointed_iteration.txt    the iteration
 
-``fsdp_reader.py`` describes the names and is the inverse. A norm before a projection has two names: it is a part of the projection
-in TransformerEngine's layers, and a module in Megatron's own. The table has both for the same bytes, and a job reads its own.
-Random generators belong to ranks of the old layout and are not written.
+``fsdp_reader.py`` describes the names and is the inverse. A norm before a projection has two names: it is a part of the
+projection in TransformerEngine's layers, and a module in Megatron's own. The table has both for the same bytes, and a job reads
+its own. Random generators belong to ranks of the old layout and are not written.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def _check(checkpoint: Checkpoint, tensors: Mapping[str, Mapping[str, TensorInfo
         for state, info in held.items():
             if info.shape != _weight(held).shape:
                 raise MismatchError(
-                    f"{where}: {name}: {state} has the shape {info.shape}, its parameter {_weight(held).shape}. fsdp_dtensor has "
-                    "only states of the shape of their parameter; load the checkpoint in Megatron with --ckpt-format unickpt"
+                    f"{where}: {name}: {state} has the shape {info.shape}, its parameter {_weight(held).shape}. fsdp_dtensor "
+                    "has only states of the shape of their parameter; load the checkpoint in Megatron with --ckpt-format unickpt"
                 )
 
 
@@ -101,10 +101,7 @@ def _tensors(
     states = {WEIGHT: _weight(held), **{state: info for state, info in held.items() if state not in (WEIGHT, MASTER)}}
     for piece in _pieces(name, shapes):
         for state, info in states.items():
-            first, *others = [
-                (MODEL, each) if state == WEIGHT else (*STATE, each, state)
-                for each in (f"module.{n}" for n in _of(piece, state))
-            ]
+            first, *others = [_path(name, state) for name in piece.names]
             for part in cut(Box.whole(piece.shape), BLOCK_ELEMENTS):
                 data = checkpoint.read_box(info, _inside(piece, part), verify=verify).view(part.shape)
                 out.tensor(first, piece.shape, part, data)
@@ -114,9 +111,9 @@ def _tensors(
     return list(states.values())
 
 
-def _of(piece: _Piece, state: str) -> Iterator[str]:
-    """Yield the names of a piece. States are found by the name in the wrapped module."""
-    return (name if state == WEIGHT else f"module.module.{name}" for name in piece.names)
+def _path(name: str, state: str) -> tuple[str, ...]:
+    """Return the keys of a tensor. States have the name in the wrapped module."""
+    return (MODEL, f"module.{name}") if state == WEIGHT else (*STATE, f"module.module.module.{name}", state)
 
 
 def _inside(piece: _Piece, part: Box) -> Box:
