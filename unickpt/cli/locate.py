@@ -11,6 +11,7 @@ from pathlib import Path
 
 from unickpt.checkpoint_folder import latest_tag
 from unickpt.errors import NotACheckpointError
+from unickpt.load.candidates import iteration_name, tracked_iteration
 from unickpt.load.folders import TRAINER_STATE, is_unfinished, list_tags, trainer_folders
 from unickpt.load.validation import is_checkpoint
 from unickpt.storage.base import Storage, is_url
@@ -24,7 +25,7 @@ class Location:
     """Meaning of a directory or URL.
 
     Attributes:
-        checkpoint: the checkpoint, or None for a save directory without ``latest``.
+        checkpoint: the checkpoint, or None for a save directory without ``latest`` and without Megatron's tracker file.
         save_directory: the save directory, or None if the directory is itself a checkpoint.
     """
 
@@ -37,7 +38,7 @@ def locate(directory: str) -> Location:
 
     Raises:
         NotACheckpointError: the directory is neither a checkpoint nor a save directory. The message says what it is.
-        UnsafePathError, FormatError: ``latest`` names something outside the directory.
+        UnsafePathError, FormatError: ``latest`` names something outside the directory, or the tracker file is damaged.
         StorageError: the directory cannot be read.
     """
     place = open_storage(directory)
@@ -46,6 +47,9 @@ def locate(directory: str) -> Location:
     latest = latest_tag(directory)
     if latest is not None and (is_checkpoint(place.where(latest)) or not _foreign(directory)):
         return Location(place.where(latest), place.where())
+    iteration = tracked_iteration(directory)
+    if iteration is not None and is_checkpoint(place.where(iteration_name(iteration))):
+        return Location(place.where(iteration_name(iteration)), place.where())
     inside = [name for name in place.folders() if is_checkpoint(place.where(name))]
     if len(inside) == 1 and place.size_bytes(TRAINER_STATE) is not None:  # checkpoint-500, which never holds two
         return Location(place.where(inside[0]), place.where())
@@ -65,7 +69,9 @@ def locate_checkpoint(directory: str) -> str:
     if location.checkpoint is None:
         found = [tag.tag for tag in list_tags(directory) if tag.complete]
         names = ", ".join(found[-_SHOWN:]) if found else "none is complete"
-        raise NotACheckpointError(f"{directory}: has no 'latest' file; name one of the checkpoints there: {names}")
+        raise NotACheckpointError(
+            f"{directory}: no file names the latest checkpoint; name one of the checkpoints there: {names}"
+        )
     return location.checkpoint
 
 

@@ -70,3 +70,13 @@ def test_verify_of_a_save_directory_follows_latest(checkpoint: Path, run_json: A
     code, _, err = run("verify", checkpoint.parent)
     assert code == 2
     assert "name one of the checkpoints there: global_step3" in err
+
+
+def test_a_folder_of_megatron_is_followed_by_its_tracker_file(tmp_path: Path, run: Any) -> None:
+    saved = handmade.save_ranks(tmp_path / "runs" / "iter_0000007", world=2)
+    (saved.parent / "latest").unlink(missing_ok=True)
+    assert run("verify", saved.parent)[0] == 2
+    (saved.parent / "latest_checkpointed_iteration.txt").write_text("7")
+    code, out, _ = run("verify", saved.parent)
+    assert code == 0
+    assert out.startswith("sound: ")

@@ -84,7 +84,7 @@ def _check(checkpoint: Checkpoint, tensors: Mapping[str, Mapping[str, TensorInfo
             if info.shape != _weight(held).shape:
                 raise MismatchError(
                     f"{where}: {name}: {state} has the shape {info.shape}, its parameter {_weight(held).shape}. fsdp_dtensor "
-                    "has only states of the shape of their parameter; load the checkpoint in Megatron with --ckpt-format unickpt"
+                    "has only states of the shape of their parameter. Load it in Megatron with --ckpt-format unickpt"
                 )
 
 
