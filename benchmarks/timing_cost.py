@@ -5,7 +5,7 @@
 The same run measures DeepSpeed's comms_logger and torch's flight recorder. Calls are all_reduces of 8 floats in a gloo group
 of one rank, without waiting for other ranks. Results are the time until they return, and the processor time of the calling
 thread, which does not depend on gloo's threads. Steps are those of the demonstration model under ZeRO-2 on 2 ranks. In every
-round each recorder is on for a while and off for a while, and the cost is the difference.
+round each recorder is on for a while and off for a while (for one step), and the cost is the difference.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from unickpt.testing.launch import command, environment, leave
 REPO = Path(__file__).resolve().parent.parent
 
 CALLS, TURNS, STEPS = 3000, 30, 12
+CALLS_OF_A_STEP = "recorded calls of a step"
 FLIGHTS = {"TORCH_FR_BUFFER_SIZE": "2000"}  # enables the flight recorder; 2,000 is its default with NCCL
 
 
@@ -130,6 +131,7 @@ def steps(folder: Path, rounds: int) -> dict[str, list[float]]:
     from examples.demo.data import batch, corpus
     from examples.demo.model import CONTEXT, ByteTransformer
     from unickpt.diagnosis.agent import launch
+    from unickpt.diagnosis.recording.ring import RingReader
 
     torch.manual_seed(1)
     model = ByteTransformer()
@@ -159,21 +161,24 @@ def steps(folder: Path, rounds: int) -> dict[str, list[float]]:
     watch(False)
     found: dict[str, list[float]] = {}
     for number in range(rounds + 1):
-        for what in ("off", *on):
-            dist.barrier()
-            if what != "off":
-                on[what][0]()
-            times = []
-            for at in range(STEPS):
+        times: dict[str, list[float]] = {}
+        for at in range(STEPS):
+            for what in ("off", *on):  # one step each: the machine's speed drifts within seconds
+                dist.barrier()
+                if what != "off":
+                    on[what][0]()
                 begin = time.perf_counter_ns()
                 inputs, targets = batch(text, at, engine.train_batch_size(), CONTEXT, rank=rank, ranks=ranks)
                 engine.backward(engine(inputs, targets))
                 engine.step()
-                times.append(time.perf_counter_ns() - begin)
-            if what != "off":
-                on[what][1]()
-            if number:
-                found.setdefault(what, []).append(statistics.median(times) / 1e6)
+                times.setdefault(what, []).append((time.perf_counter_ns() - begin) / 1e6)
+                if what != "off":
+                    on[what][1]()
+        if number:
+            for what, values in times.items():
+                found.setdefault(what, []).append(statistics.median(values))
+    recorded = int(RingReader(folder / f"{rank:05d}.ring").read(last=1).records["begun"].max())
+    found[CALLS_OF_A_STEP] = [recorded / ((rounds + 1) * STEPS * 2)]  # of the two recordings: with and without an agent
     if agent is not None:
         agent.kill()
     return found
@@ -221,9 +226,18 @@ def page(plain: dict[str, list[float]], flights: dict[str, list[float]], made: d
             cells.append(f"{statistics.median(flights[f'{name}: off{suffix}']) - statistics.median(off):.1f}")
             lines.append(f"| {name}{label} | {' | '.join(cells)} |")
     lines += ["", "| step of the demonstration, 2 ranks | ms | relative to a step without |", "|---|---|---|"]
+    [recorded] = made.pop(CALLS_OF_A_STEP)
     for name, values in made.items():
         ratios = [a / b for a, b in zip(values, made["off"], strict=True)]
         lines.append(f"| {name} | {spread(values)} | {spread(ratios, 3)} |")
+    names = ("all_reduce", "all_reduce, async", "deepspeed.comm")
+    busy = [
+        [a - b for a, b in zip(plain[f"{n}: unickpt, processor"], plain[f"{n}: off, processor"], strict=True)] for n in names
+    ]
+    most = max(statistics.median(values) for values in busy)
+    share = recorded * most / 1e3 / statistics.median(made["off"])
+    lines += ["", f"A step has {recorded:.0f} recorded calls. At {most:.1f} µs of processor time each, the most of these rows, "
+                  f"they are {share:.4%} of a step."]  # fmt: skip
     return "\n".join(lines)
 
 
