@@ -122,10 +122,12 @@ def _died_first(snapshot: Snapshot) -> frozenset[int]:
     """Return ranks whose processes crashed before the others ended; none if the whole job was ended from outside.
 
     A launcher ends the other ranks when one rank ends. Ranks that ended without such a request are at fault, if that is known.
+    A rank whose newest call raised ended because of another one, if there is one without such a call.
     """
     died = {rank: one.heard_ns for rank, one in snapshot.ranks.items() if one.state is State.DEAD and not one.closed}
     first = min(died.values(), default=0)
     soon = {rank for rank, heard_ns in died.items() if heard_ns - first < TOGETHER_NS / 2}
+    soon = {rank for rank in soon if not snapshot.ranks[rank].failed} or soon
     by_itself = {rank for rank in soon if _unasked(snapshot.ranks[rank].exit)}  # their end is known exactly
     earliest = min((died[rank] for rank in by_itself), default=0)
     by_itself = {rank for rank in by_itself if died[rank] - earliest < AT_ONCE_NS}

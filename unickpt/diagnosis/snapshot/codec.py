@@ -21,7 +21,7 @@ from unickpt.diagnosis.snapshot.steps import STEP
 from unickpt.diagnosis.snapshot.tcp_windows import WINDOW
 from unickpt.errors import FormatError
 
-VERSION = 7
+VERSION = 8
 _LONGEST = 4096  # characters of a text
 _LATEST_NS = 1 << 62
 _LONGEST_S = 1e9
@@ -54,6 +54,7 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
                 r.cpu_wait,
                 r.still_s,
                 r.same_place_s,
+                r.failed,
             ]
             for rank, r in snapshot.ranks.items()
         },
@@ -124,7 +125,7 @@ def _duration(value: Any) -> float:
 
 def _rank(
     pid: Any, host: Any, state: Any, closed: Any, step: Any, phase: Any, heard_ns: Any, coordinates: Any, last: Any, stack: Any,
-    status: Any, cpu_wait: Any, still_s: Any, same_place_s: Any,
+    status: Any, cpu_wait: Any, still_s: Any, same_place_s: Any, failed: Any,
 ) -> RankSnapshot:  # fmt: skip
     if len(coordinates) > len(AXES) or len(stack) > DEEPEST:
         raise ValueError("more coordinates or frames than a rank has")
@@ -133,7 +134,7 @@ def _rank(
         tuple((_text(axis), _number(at, MOST_RANKS)) for axis, at in coordinates), _last(*last) if last is not None else None,
         tuple(Frame(_text(name), _text(file), _number(line, 1 << 31)) for name, file, line in stack),
         ExitStatus(*(_number(each, 256) for each in status)) if status is not None else None, float(cpu_wait),
-        _duration(still_s), _duration(same_place_s),
+        _duration(still_s), _duration(same_place_s), bool(failed),
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from unickpt.diagnosis.recording.rank_ranges import (
     count_of,
     expanded,
 )
-from unickpt.diagnosis.recording.records import Op, Records, begins_ns, bytes_in, bytes_out
+from unickpt.diagnosis.recording.records import Flag, Op, Records, begins_ns, bytes_in, bytes_out
 from unickpt.diagnosis.recording.ring import RingContents
 from unickpt.diagnosis.recording.ring_folder import HostRings
 from unickpt.diagnosis.snapshot.progress import PROGRESS, ProgressTable, number_groups, rank_progress
@@ -115,6 +115,7 @@ class RankSnapshot:
         cpu_wait: fraction of the last seconds in which the main thread waited for a processor, 0 to 1.
         still_s: seconds in which nothing has moved in the process (``host.movement``); 0 unless others wait for it.
         same_place_s: seconds in which its main thread was in the same functions.
+        failed: whether its newest call raised, for example because the connection to another rank was lost.
     """
 
     pid: int
@@ -131,6 +132,7 @@ class RankSnapshot:
     cpu_wait: float = 0.0
     still_s: float = 0.0
     same_place_s: float = 0.0
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +249,7 @@ def _rank(
     return RankSnapshot(
         who.pid, who.host, state, ring.closed, ring.step, ring.phase, heard_ns + job.offsets_ns[rank],
         tuple(coordinates(rank, ((group.label, group.ranks) for group in table)).items()),
-        last, stack, status,
+        last, stack, status, failed=bool(len(made)) and bool(made["flags"][np.argmax(made["call_ns"])] & int(Flag.FAILED)),
     )  # fmt: skip
 
 

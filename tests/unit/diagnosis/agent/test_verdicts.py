@@ -90,6 +90,15 @@ def test_a_dead_rank_is_reported_before_the_deadline(tmp_path: Path, heard_s: di
     assert [verdict.ranks for verdict in examine(snapshot, after_s=60).verdicts] == named
 
 
+def test_a_rank_whose_call_failed_died_of_another_one(tmp_path: Path) -> None:
+    """Rank 2 is killed. Rank 0 loses the connection to it in the call before, and ends first as far as the clocks tell."""
+    hung(tmp_path, culprit=2, since_s=0.2)
+    snapshot = dead(take_snapshot(read_folder(tmp_path)), {0: 5.0, 2: 5.01})
+    ranks = {**snapshot.ranks, 0: dataclasses.replace(snapshot.ranks[0], failed=True)}
+    (verdict,) = examine(dataclasses.replace(snapshot, ranks=ranks), after_s=60).verdicts
+    assert verdict.ranks == (2,)
+
+
 @pytest.mark.parametrize(
     ("heard_s", "ended", "named"),
     [
