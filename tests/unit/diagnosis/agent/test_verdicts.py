@@ -23,7 +23,7 @@ from unickpt.diagnosis.detectors.verdicts import Syndrome
 from unickpt.diagnosis.host.exit_file import EXITS, append_exits, read_exits
 from unickpt.diagnosis.host.process_exits import ExitStatus, ExitWatcher, ProcessExit
 from unickpt.diagnosis.host.process_state import State
-from unickpt.diagnosis.recording.records import Op, Phase
+from unickpt.diagnosis.recording.records import Flag, Op, Phase
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.reports.verdict_text import render, render_all
 from unickpt.diagnosis.snapshot.snapshot import CALL, Snapshot, take_snapshot
@@ -93,9 +93,12 @@ def test_a_dead_rank_is_reported_before_the_deadline(tmp_path: Path, heard_s: di
 def test_a_rank_whose_call_failed_died_of_another_one(tmp_path: Path) -> None:
     """Rank 2 is killed. Rank 0 loses the connection to it in the call before, and ends first as far as the clocks tell."""
     hung(tmp_path, culprit=2, since_s=0.2)
-    snapshot = dead(take_snapshot(read_folder(tmp_path)), {0: 5.0, 2: 5.01})
-    ranks = {**snapshot.ranks, 0: dataclasses.replace(snapshot.ranks[0], failed=True)}
-    (verdict,) = examine(dataclasses.replace(snapshot, ranks=ranks), after_s=60).verdicts
+    now, odd = time.monotonic_ns(), ring(tmp_path, 0)
+    call(odd, 1, now - 40 * S, now - 39 * S)
+    call(odd, 2, now - 30 * S, 0)
+    odd.flag(2, int(Flag.FAILED))
+    odd.state(heartbeat_ns=now, step=20, newest=2, phase=int(Phase.BACKWARD))
+    (verdict,) = examine(dead(take_snapshot(read_folder(tmp_path)), {0: 5.0, 2: 5.01}), after_s=60).verdicts
     assert verdict.ranks == (2,)
 
 
