@@ -55,6 +55,7 @@ ROWS = (
     Row("pretrain_t5.py", (2, f"{BF16} {TP2}"), (2, BF16)),
     Row("pretrain_t5.py", (1, "--bf16"), (2, f"{BF16} {TP2}")),
     Row("pretrain_vlm.py", (2, f"{BF16} {TP2}"), (2, BF16)),
+    Row("pretrain_vlm.py", (2, BF16), (2, f"{BF16} {PP2}")),
 )
 DATA = ("pretrain_bert.py", "pretrain_t5.py")
 
@@ -180,7 +181,9 @@ def page(results: dict[str, str], tree: str) -> str:
             result = results[row.name].replace("|", "/")
             lines.append(f"| `{row.script}` | {layout(row.source)} | {layout(row.target)} | {result} |")
     lines += [
-        "", "`pretrain_vlm.py` (LLaVA) accepts `--ckpt-format torch` only, by a check of its own, so it saves without unickpt. "
+        "", "`pretrain_vlm.py` (LLaVA) accepts `--ckpt-format torch` only, by a check of its own, and its vision model needs "
+        "TransformerEngine's norm. Its rows are without that check and with torch's norm (`tests/integration/megatron/pretrain.py`); "
+        "the unchanged script saves without unickpt. "
         "The multimodal example (`examples/multimodal/train.py`) was not run: it needs TransformerEngine and megatron-energon. "
         "Megatron removed `pretrain_bert.py` and `pretrain_t5.py` after 0.17.",
     ]  # fmt: skip
