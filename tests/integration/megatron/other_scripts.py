@@ -182,8 +182,8 @@ def page(results: dict[str, str], tree: str) -> str:
             lines.append(f"| `{row.script}` | {layout(row.source)} | {layout(row.target)} | {result} |")
     lines += [
         "", "`pretrain_vlm.py` (LLaVA) accepts `--ckpt-format torch` only, by a check of its own, and its vision model needs "
-        "TransformerEngine's norm. Its rows are without that check and with torch's norm (`tests/integration/megatron/pretrain.py`); "
-        "the unchanged script saves without unickpt. "
+        "TransformerEngine's norm. Its rows are without that check and with torch's norm "
+        "(`tests/integration/megatron/pretrain.py`); the unchanged script saves without unickpt. "
         "The multimodal example (`examples/multimodal/train.py`) was not run: it needs TransformerEngine and megatron-energon. "
         "Megatron removed `pretrain_bert.py` and `pretrain_t5.py` after 0.17.",
     ]  # fmt: skip
