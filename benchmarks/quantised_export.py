@@ -4,7 +4,7 @@
     python -m benchmarks.quantised_export MODEL [--keep results/quantised.jsonl] [--page docs/evidence/quantised.md]
 
 Each row is an export of the trained checkpoint that transformers loads with compressed-tensors and computes in float32, so
-rows differ in the rounded weights only. Statistics of inputs are those of text of the training.
+rows differ in the rounded weights only. Statistics of inputs and measured errors are those of text of the training.
 """
 
 from __future__ import annotations
@@ -124,23 +124,36 @@ def record_inputs(folder: Path, path: Path) -> None:
     found.save(path)
 
 
+def measure_errors(folder: Path, path: Path) -> None:
+    """Write the errors of all schemes on the same windows."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    batches = [{"input_ids": block} for block in windows(parts()[0], SAMPLE)[:, :-1].split(BATCH)]
+    unickpt.measure_rounding(model, batches, path, schemes=ALL_CHOICES)
+
+
 def measure(source: Path, folder: Path) -> list[dict[str, Any]]:
     """Return all rows."""
     exports = Exports(source, folder)
-    for scheme in ("16", "8/channel", "8", "4/32", "4", "4/channel"):
+    for scheme in ("16", "8/channel", "8", "4/32", "4/64", "4", "4/channel"):
         exports.measured("uniform", scheme, scheme, exports.size(scheme))
         if scheme == "16":
             record_inputs(folder / "out", folder / "inputs.safetensors")
+            measure_errors(folder / "out", folder / "errors.json")
     ways: list[dict[str, Any]] = [{"indicator": indicator} for indicator in INDICATORS]
     ways += [{"indicator": indicator, "inputs": folder / "inputs.safetensors"} for indicator in INDICATORS[1:]]
-    for scheme in ("4", "4/32"):
-        for way in ways[:4]:
+    measured: dict[str, Any] = {"errors": folder / "errors.json"}
+    for scheme in ("4", "4/64", "4/32"):
+        for way in (*ways[:4], measured):
             exports.planned(f"size of {scheme}", _name(way), exports.size(scheme), schemes=ALL_CHOICES, **way)
     for share in (0.25, 0.5):
         low, high = exports.size("4"), exports.size("8")
         memory, kind = int(low + share * (high - low)), f"{share:.0%} from 4 to 8"
-        for way in ways:
+        for way in (*ways, measured):
             exports.planned(kind, _name(way), memory, schemes=CHOICES, **way)
+        for way in (ways[0], measured):
+            exports.planned(kind, f"{_name(way)}, groups of all sizes", memory, schemes=ALL_CHOICES, **way)
         exports.filled(kind, "first layers in 8 bits", memory, lambda _: None)
         exports.filled(kind, "last layers in 8 bits", memory, lambda pairs: pairs.reverse())
         for seed in range(RANDOM_PLANS):
@@ -149,6 +162,8 @@ def measure(source: Path, folder: Path) -> list[dict[str, Any]]:
 
 
 def _name(way: dict[str, Any]) -> str:
+    if "errors" in way:
+        return "measured errors"
     return f"{way['indicator']}{' with inputs' * ('inputs' in way)}"
 
 

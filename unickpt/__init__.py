@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from unickpt.load.checkpoint import Checkpoint
     from unickpt.load.report import LoadReport
     from unickpt.load.verify import Verification, verify_checkpoint
+    from unickpt.quantise.divergence import measure_rounding
     from unickpt.quantise.inputs import InputStatistics
     from unickpt.save.requests import SaveOptions, SaveResult
     from unickpt.save.retention import Retention
@@ -64,6 +65,7 @@ _MODULES = {
     "unickpt.load.checkpoint": ("Checkpoint",),
     "unickpt.load.report": ("LoadReport",),
     "unickpt.load.verify": ("Verification", "verify_checkpoint"),
+    "unickpt.quantise.divergence": ("measure_rounding",),
     "unickpt.quantise.inputs": ("InputStatistics",),
     "unickpt.save.requests": ("SaveOptions", "SaveResult"),
     "unickpt.save.retention": ("Retention",),
@@ -108,6 +110,7 @@ __all__ = [
     "grow_checkpoint",
     "latest_checkpoint",
     "load_checkpoint",
+    "measure_rounding",
     "plan_bits",
     "save_checkpoint",
     "upcycle_checkpoint",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from unickpt.convert.huggingface.files import configuration
 from unickpt.convert.huggingface.vllm import compute_dtype
 from unickpt.convert.huggingface.writer import as_huggingface, weights
+from unickpt.convert.regular_files import read_json
 from unickpt.dialects.hf_layouts import in_files
 from unickpt.dialects.model_facts import Model
 from unickpt.errors import ConfigError, MismatchError
@@ -23,6 +24,7 @@ from unickpt.load.checkpoint import Checkpoint
 from unickpt.plan.bits import BitPlan, Choices, LayerBits, Option
 from unickpt.plan.bits import plan_bits as best_bits
 from unickpt.plan.partition import Device, Unmet
+from unickpt.quantise.divergence import DIVERGENCE, errors_of
 from unickpt.quantise.encoding import Cast
 from unickpt.quantise.inputs import read_inputs
 from unickpt.quantise.measure import INDICATORS, SECOND_MOMENT, WEIGHT_ERROR, Measured, Measurement, has_moments, measure
@@ -45,6 +47,7 @@ class BitsRequest:
         inputs: file of ``InputStatistics``, or None.
         tokens: tokens whose keys and values are in memory at once.
         dtype: dtype of scales, of 16 bits and of the cache; None: as stored, bfloat16 for a model in float32.
+        errors: file of ``measure_rounding``, instead of an indicator; or None.
     """
 
     devices: Sequence[Device]
@@ -54,6 +57,7 @@ class BitsRequest:
     inputs: Path | None = None
     tokens: int = 0
     dtype: torch.dtype | None = None
+    errors: Path | None = None
 
 
 def plan_bits(
@@ -64,6 +68,7 @@ def plan_bits(
     schemes: Sequence[str] = SCHEMES,
     indicator: str = "auto",
     inputs: str | os.PathLike[str] | None = None,
+    errors: str | os.PathLike[str] | None = None,
     tokens: int = 0,
     reorder: bool = False,
     config: str | os.PathLike[str] | None = None,
@@ -86,6 +91,7 @@ def plan_bits(
         indicator: ``second-moment``, ``weight-error``, ``variance``, or ``auto``: the first if the checkpoint has the second
             moments of an optimizer, otherwise the second.
         inputs: file of ``InputStatistics``, for the last two indicators.
+        errors: file of ``measure_rounding``, instead of an indicator.
         tokens: tokens whose keys and values are in memory at once.
         reorder: whether devices may stand in another order.
         config: folder with the ``config.json`` of a model of the same kind. ``tokens`` needs one.
@@ -98,7 +104,7 @@ def plan_bits(
     Raises:
         ConfigError: an option is not possible.
         MismatchError: no plan fits into memory, or the checkpoint lacks what the indicator needs.
-        FormatError: ``inputs`` is not a file of statistics.
+        FormatError: ``inputs`` is not a file of statistics, or ``errors`` not one of errors.
         LanguageError: no dialect is known for the model, or the dialect does not fit.
         CorruptCheckpointError, StorageError: the checkpoint is damaged or unreadable.
         OSError: ``output`` cannot be written.
@@ -106,7 +112,8 @@ def plan_bits(
     memories = [memory_bytes] if isinstance(memory_bytes, int) else list(memory_bytes)
     devices = [Device(f"device{at}", memory_bytes=memory) for at, memory in enumerate(memories)]
     statistics, choices = None if inputs is None else Path(inputs), [Scheme.parse(text) for text in schemes]
-    request = BitsRequest(devices, reorder, choices, indicator, statistics, tokens, dtype)
+    known = None if errors is None else Path(errors)
+    request = BitsRequest(devices, reorder, choices, indicator, statistics, tokens, dtype, known)
     settings = None if config is None else configuration(Path(config))
     found = planned_bits(as_huggingface(Checkpoint.open(directory), chosen=dialect, config=settings), request, settings)
     if isinstance(found, Unmet):
@@ -133,6 +140,9 @@ def planned_bits(
     """
     if request.indicator not in ("auto", *INDICATORS):
         raise ConfigError(f"indicator {request.indicator!r}: expected one of auto, {', '.join(INDICATORS)}")
+    if request.errors is not None and (request.indicator != "auto" or request.inputs is not None):
+        raise ConfigError("measured errors replace the indicator and its inputs: name only one of them")
+    known = None if request.errors is None else errors_of(read_json(request.errors), str(request.errors))
     checkpoint = in_files(checkpoint)
     infos = {info.name: info for info in weights(checkpoint)}
     units = units_of((name, info.shape) for name, info in infos.items())
@@ -140,16 +150,30 @@ def planned_bits(
         raise MismatchError(f"{checkpoint.storage}: has no matrices under 'layers.N', as Linear modules have them")
     dtype = compute_dtype(list(infos.values())) if request.dtype is None else request.dtype
     indicator = request.indicator
-    if indicator == "auto":
+    if known is not None:
+        indicator = WEIGHT_ERROR
+    elif indicator == "auto":
         indicator = SECOND_MOMENT if request.inputs is None and has_moments(checkpoint, units) else WEIGHT_ERROR
     inputs = {} if request.inputs is None else read_inputs(request.inputs)
     measured = measure(checkpoint, infos, units, Measurement(indicator, request.schemes, dtype, inputs), progress)
+    if known is not None:
+        indicator, measured = DIVERGENCE, [_known(each, known, request) for each in measured]
     sizes = {name: info.numel * torch.empty(0, dtype=_used(info, dtype)).element_size() for name, info in infos.items()}
     layers = _layers(measured, infos, sizes, _cache_bytes(request, config, infos, dtype), _tied(checkpoint, sizes, request))
     found = best_bits([layer for _, layer in layers], request.devices, reorder=request.reorder)
     if isinstance(found, Unmet):
         return found
     return _document(found, [number for number, _ in layers], [layer for _, layer in layers], measured, request, indicator)
+
+
+def _known(measured: Measured, errors: Mapping[str, Mapping[str, float]], request: BitsRequest) -> Measured:
+    """Return the unit with the errors of a file. Raises MismatchError if the file has none."""
+    unit = measured.unit.name
+    own = {scheme: errors.get(unit, {}).get(str(scheme)) if scheme.rounds else 0.0 for scheme in measured.errors}
+    lacking = [str(scheme) for scheme, error in own.items() if error is None]
+    if lacking:
+        raise MismatchError(f"{request.errors}: has no error of {unit} with {', '.join(lacking)}")
+    return replace(measured, errors={scheme: error for scheme, error in own.items() if error is not None})
 
 
 def _used(info: TensorInfo, dtype: torch.dtype | None) -> torch.dtype:

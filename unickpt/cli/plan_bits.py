@@ -46,6 +46,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--inputs", type=Path, metavar="FILE", help="statistics of unickpt.InputStatistics, for the last two")
     parser.add_argument(
+        "--errors", type=Path, metavar="FILE", help="errors of unickpt.measure_rounding, instead of an indicator"
+    )
+    parser.add_argument(
         "--tokens", type=_count, default=0, metavar="N", help="tokens whose keys and values are in memory at once (default: 0)"
     )
     parser.add_argument(
@@ -92,7 +95,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     checkpoint = as_huggingface(Checkpoint.open(directory), chosen=args.dialect, config=config)
     devices = args.device or [Device("device", memory_bytes=args.memory)]
     dtype = torch_dtype(DTYPES[args.dtype]) if args.dtype else None
-    request = BitsRequest(devices, args.reorder, args.choices, args.indicator, args.inputs, args.tokens, dtype)
+    request = BitsRequest(devices, args.reorder, args.choices, args.indicator, args.inputs, args.tokens, dtype, args.errors)
     total = sum(info.size_bytes for info in checkpoint.index.tensors if info.state == "weight")
     with progress_bar("measure", total) as advance:
         found = planned_bits(checkpoint, request, config, advance)

@@ -12,7 +12,7 @@ import torch
 import unickpt
 from unickpt.cli.main import main
 from unickpt.convert.pipeline import Portion, Source, SourcePart, convert
-from unickpt.errors import FormatError, MismatchError
+from unickpt.errors import ConfigError, FormatError, MismatchError
 from unickpt.format.boxes import Box
 from unickpt.format.dtypes import name_of
 from unickpt.format.index import TensorInfo
@@ -26,6 +26,8 @@ SHAPES = {
     "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96),
 }  # fmt: skip
 LAYERS = 3
+UNITS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+CHOICES = ("4/32", "8/channel")
 CONFIG = {
     "model_type": "llama",
     "num_attention_heads": 4,
@@ -189,3 +191,37 @@ def test_what_an_indicator_needs_is_told(tmp_path: Path) -> None:
     assert planned(tmp_path / "ck", 10**9)["indicator"] == "weight-error"
     with pytest.raises(MismatchError, match="no plan"):
         planned(tmp_path / "ck", 1000)
+
+
+def test_a_plan_takes_the_measured_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(tmp_path / "ck")
+    errors = {f"model.layers.{layer}.{unit}": {"4/32": 1.0, "8/channel": 0.5} for layer in range(LAYERS) for unit in UNITS}
+    chosen = "model.layers.1.self_attn.o_proj"
+    errors[chosen]["4/32"] = 3.0
+    file = tmp_path / "errors.json"
+    file.write_text(json.dumps({"schema": 1, "errors": errors}))
+    low = planned(tmp_path / "ck", 10**9, schemes=["4/32"], errors=file)
+    assert low["indicator"] == "divergence"
+    assert low["error"] == pytest.approx(4 * LAYERS + 2)
+    (own,) = (each["bytes"] for each in low["units"] if each["unit"] == chosen)
+    memory = low["total_bytes"] + Scheme.parse("8/channel").size_bytes((64, 64), 2) - own
+    found = planned(tmp_path / "ck", memory, schemes=CHOICES, errors=file)
+    assert [each["unit"] for each in found["units"] if each["bits"] == 8] == [chosen]
+    command = ["plan", "bits", str(tmp_path / "ck"), "--memory", "1", "--choices", ",".join(CHOICES), "--errors", str(file)]
+    assert main(command) == 0
+    assert "(divergence)" in capsys.readouterr().out
+
+
+def test_missing_or_doubtful_errors_are_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "ck")
+    file = tmp_path / "errors.json"
+    file.write_text(json.dumps({"schema": 1, "errors": {}}))
+    with pytest.raises(MismatchError, match="has no error of"):
+        planned(tmp_path / "ck", 10**9, schemes=CHOICES, errors=file)
+    assert planned(tmp_path / "ck", 10**9, schemes=["16"], errors=file)["error"] == 0
+    with pytest.raises(ConfigError):
+        planned(tmp_path / "ck", 10**9, indicator="variance", errors=file)
+    for text in ("{}", '{"schema": 1, "errors": {"x": {"4": -1}}}', '{"schema": 1, "errors": {"x": 3}}'):
+        file.write_text(text)
+        with pytest.raises(FormatError):
+            planned(tmp_path / "ck", 10**9, schemes=["16"], errors=file)
