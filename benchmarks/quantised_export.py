@@ -32,6 +32,8 @@ CHOICES = ("4", "8", "16")
 ALL_CHOICES = ("4/channel", "4/128", "4/64", "4/32", "8/channel", "8/128", "16")
 INDICATORS = ("second-moment", "weight-error", "variance")
 RANDOM_PLANS = 3
+HALF = "half of the windows, "
+HALF_CHOICES, HALF_BATCH = ("4/channel", "4", "4/64", "4/32", "8"), 15
 TABLES = re.compile(r"(<!-- figures[^>]*-->\n\n).*?(\n<!-- end of figures -->)", re.S)
 
 
@@ -58,9 +60,9 @@ class Exports:
             standard error; Kullback-Leibler divergence of 16 bits from it, in nats per byte.
     """
 
-    def __init__(self, source: Path, folder: Path) -> None:
+    def __init__(self, source: Path, folder: Path, held_out: torch.Tensor) -> None:
         self._checkpoint, self._config, self._folder = source / "trained", source, folder
-        self._held_out = windows(parts()[1], WINDOWS)
+        self._held_out = held_out
         self._base: torch.Tensor | None = None  # log-probabilities in 16 bits
         self.rows: list[dict[str, Any]] = []
 
@@ -135,7 +137,7 @@ def measure_errors(folder: Path, path: Path) -> None:
 
 def measure(source: Path, folder: Path) -> list[dict[str, Any]]:
     """Return all rows."""
-    exports = Exports(source, folder)
+    exports = Exports(source, folder, windows(parts()[1], WINDOWS))
     for scheme in ("16", "8/channel", "8", "4/32", "4/64", "4", "4/channel"):
         exports.measured("uniform", scheme, scheme, exports.size(scheme))
         if scheme == "16":
@@ -158,6 +160,27 @@ def measure(source: Path, folder: Path) -> list[dict[str, Any]]:
         exports.filled(kind, "last layers in 8 bits", memory, lambda pairs: pairs.reverse())
         for seed in range(RANDOM_PLANS):
             exports.filled(kind, f"random units in 8 bits, {seed}", memory, random.Random(seed).shuffle)
+    return exports.rows
+
+
+def measure_labelled(source: Path, folder: Path) -> list[dict[str, Any]]:
+    """Return rows of plans by errors that are measured with labels on one half of the held-out windows. They show the other."""
+    from transformers import AutoModelForCausalLM
+
+    held_out = windows(parts()[1], WINDOWS)
+    exports = Exports(source, folder, held_out[1::2])
+    exports.measured(f"{HALF}one scheme", "16", "16", exports.size("16"))
+    model = AutoModelForCausalLM.from_pretrained(str(folder / "out"), dtype=torch.float32).eval()
+    batches = [{"input_ids": block, "labels": block} for block in held_out[::2].split(HALF_BATCH)]
+    unickpt.measure_rounding(model, batches, folder / "labelled.json", schemes=HALF_CHOICES)
+    for scheme in ("4", "4/64", "4/32"):
+        size, kind = exports.size(scheme), f"{HALF}size of {scheme}"
+        exports.measured(kind, f"{scheme} for all", scheme, size)
+        exports.planned(kind, "second-moment", size, schemes=HALF_CHOICES, indicator="second-moment")
+        exports.planned(kind, "errors with labels", size, schemes=HALF_CHOICES, errors=folder / "labelled.json")
+    size, kind = (exports.size("4") + exports.size("8")) // 2, f"{HALF}50% from 4 to 8"
+    exports.planned(kind, "second-moment", size, schemes=HALF_CHOICES, indicator="second-moment")
+    exports.planned(kind, "errors with labels", size, schemes=HALF_CHOICES, errors=folder / "labelled.json")
     return exports.rows
 
 
@@ -195,12 +218,14 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--keep", type=Path, help="JSON lines of all rows; an existing file is only rendered")
     parser.add_argument("--page", type=Path, help="page whose marked tables are replaced")
+    parser.add_argument("--labelled", action="store_true", help="only plans by errors with labels, on half of the windows")
     args = parser.parse_args()
     if args.keep is not None and args.keep.exists():
         rows = [json.loads(line) for line in args.keep.read_text().splitlines()]
     else:
         with tempfile.TemporaryDirectory() as folder:
-            rows = measure(args.model, Path(folder))
+            rows = [] if args.labelled else measure(args.model, Path(folder))
+            rows += measure_labelled(args.model, Path(folder))
         if args.keep is not None:
             args.keep.write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = tables(rows)

@@ -40,14 +40,15 @@ def measure_rounding(
 
     Args:
         model: a model of transformers, on any device. It runs once for each unit and scheme.
-        batches: keyword arguments of its calls. Their outputs ``logits`` are kept in memory, in float32.
+        batches: keyword arguments of its calls, batches of one size. Their outputs ``logits`` are kept in memory, in float32.
+            If they have ``labels``, the growth of the output ``loss`` is added to the error, which may then be negative.
         output: file that gets the errors, as JSON.
         schemes: schemes to measure. 16 bits have no error.
         dtype: dtype of the scales.
 
     Returns:
         By unit and scheme, the Kullback-Leibler divergence of the rounded model from the whole one: nats for each row of the
-        logits, on average.
+        logits, on average; plus the growth of the loss.
 
     Raises:
         ConfigError: a scheme has another form.
@@ -56,23 +57,27 @@ def measure_rounding(
     wanted = [Scheme.parse(text) for text in schemes]
     weights = {name: weight for name, weight in model.named_parameters() if weight.ndim == 2}
     sample = [dict(batch) for batch in batches]
-    whole = list(_scores(model, sample))
-    rows = sum(scores.shape[:-1].numel() for scores in whole)
+    whole = list(_outputs(model, sample))
+    rows = sum(scores.shape[:-1].numel() for scores, _ in whole)
     found: dict[str, dict[str, float]] = {}
     for unit in units_of((name, weight.shape) for name, weight in weights.items()):
         found[unit.name] = {}
         for scheme in sorted({scheme.fitted(unit.shapes) for scheme in wanted} - {WHOLE}):
             with _rounded(unit, weights, scheme, dtype):
-                apart = [_divergence(*pair) for pair in zip(whole, _scores(model, sample), strict=True)]
-            found[unit.name][str(scheme)] = max(math.fsum(apart) / max(rows, 1), 0.0)
+                pairs = ((*old, *new) for old, new in zip(whole, _outputs(model, sample), strict=True))
+                apart = [(_divergence(scores, other), after - loss) for scores, loss, other, after in pairs]
+            divergence = math.fsum(each for each, _ in apart) / max(rows, 1)
+            growth = math.fsum(each for _, each in apart) / max(len(apart), 1)
+            found[unit.name][str(scheme)] = max(divergence, 0.0) + growth
     Path(output).write_text(json.dumps({"schema": SCHEMA, "errors": found}, indent=1) + "\n")
     return found
 
 
-def _scores(model: torch.nn.Module, sample: Sequence[Mapping[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
-    """Yield the log-probabilities of each batch, float32 ``[..., vocabulary]``."""
+def _outputs(model: torch.nn.Module, sample: Sequence[Mapping[str, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, float]]:
+    """Yield the log-probabilities of each batch, float32 ``[..., vocabulary]``, and its loss; 0 without labels."""
     for batch in sample:
-        yield model(**batch).logits.float().log_softmax(-1)
+        found = model(**batch)
+        yield found.logits.float().log_softmax(-1), float(found.loss) if "labels" in batch else 0.0
 
 
 def _divergence(whole: torch.Tensor, scores: torch.Tensor) -> float:
@@ -107,6 +112,6 @@ def errors_of(document: Mapping[str, Any], where: str) -> dict[str, dict[str, fl
     if not isinstance(errors, dict) or not all(isinstance(own, dict) for own in errors.values()):
         raise FormatError(f"{where}: has no errors of measure_rounding")
     values = [value for own in errors.values() for value in own.values()]
-    if not all(isinstance(value, int | float) and math.isfinite(value) and value >= 0 for value in values):
-        raise FormatError(f"{where}: has errors that are not numbers from 0 on")
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+        raise FormatError(f"{where}: has errors that are not finite numbers")
     return errors

@@ -46,3 +46,9 @@ def test_errors_are_divergences_and_the_weights_stay(tmp_path: Path) -> None:
     scores = model(input_ids=tokens).logits.double().log_softmax(-1)
     expected = torch.nn.functional.kl_div(scores, whole, reduction="sum", log_target=True) / tokens.numel()
     assert found["model.layers.1.mlp.gate_up_proj"]["4/32"] == pytest.approx(float(expected), rel=1e-3)
+    labelled = [{**batch, "labels": batch["input_ids"]} for batch in batches[1:]]
+    second = unickpt.measure_rounding(llama(), labelled, tmp_path / "labelled.json", schemes=("4/32",))
+    alone = unickpt.measure_rounding(llama(), batches[1:], tmp_path / "alone.json", schemes=("4/32",))
+    growth = float(model(**labelled[0]).loss - llama()(**labelled[0]).loss)  # with the unit that is rounded above
+    name = "model.layers.1.mlp.gate_up_proj"
+    assert second[name]["4/32"] - alone[name]["4/32"] == pytest.approx(growth, rel=1e-3)

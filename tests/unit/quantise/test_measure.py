@@ -221,7 +221,7 @@ def test_missing_or_doubtful_errors_are_refused(tmp_path: Path) -> None:
     assert planned(tmp_path / "ck", 10**9, schemes=["16"], errors=file)["error"] == 0
     with pytest.raises(ConfigError):
         planned(tmp_path / "ck", 10**9, indicator="variance", errors=file)
-    for text in ("{}", '{"schema": 1, "errors": {"x": {"4": -1}}}', '{"schema": 1, "errors": {"x": 3}}'):
+    for text in ("{}", '{"schema": 1, "errors": {"x": {"4": null}}}', '{"schema": 1, "errors": {"x": 3}}'):
         file.write_text(text)
         with pytest.raises(FormatError):
             planned(tmp_path / "ck", 10**9, schemes=["16"], errors=file)
