@@ -40,11 +40,21 @@ def largest(family: str, dimension: str) -> float:
     return found
 
 
-def experts_of(family: str, experts: int, top_k: int, granularity: int) -> float:
-    """Return the difference of a model with experts from its dense source, in float32."""
+def experts_of(family: str, experts: int, top_k: int, granularity: int) -> tuple[float, float]:
+    """Return the differences of a model with experts from its dense source, in float32: ours, and with Megatron's factors.
+
+    Megatron multiplies all three projections by the cube root of the granularity (``moe_weight_scale`` in
+    megatron/core/transformer/moe/upcycling_utils.py), and unickpt only the last one, by the granularity.
+    """
     model = source(family, dtype=torch.float32, **DENSE[family])
     table, config = Upcycle(experts, top_k, granularity, 0, model.config.to_dict()).result(table_of_model(model))
-    return difference(model, model_of_table(table, config, torch.float32))
+    made = model_of_table(table, config, torch.float32)
+    ours = difference(model, made)
+    with torch.no_grad():
+        for layer in made.model.layers:
+            layer.mlp.experts.gate_up_proj *= granularity ** (1 / 3)
+            layer.mlp.experts.down_proj *= granularity ** (-2 / 3)
+    return ours, difference(model, made)
 
 
 def main() -> None:
@@ -56,7 +66,8 @@ def main() -> None:
     titles = [f"{experts} experts, top {top_k}, granularity {parts}" for experts, top_k, parts in EXPERTS]
     print(f"\n| dense family | {' | '.join(titles)} |\n|---|{'---|' * len(titles)}")
     for family in DENSE:
-        print(f"| {family} | {' | '.join(f'{experts_of(family, *each):.1e}' for each in EXPERTS)} |")
+        cells = [f"{ours:.1e} ({megatrons:.1e})" for ours, megatrons in (experts_of(family, *each) for each in EXPERTS)]
+        print(f"| {family} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":
