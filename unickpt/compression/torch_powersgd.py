@@ -158,9 +158,15 @@ class CarriedPowerSGD:
 
 
 def carried_powersgd(carried: CarriedPowerSGD, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Run torch's ``powerSGD_hook`` with residuals by name. Pass it to ``register_comm_hook``."""
+    """Run torch's ``powerSGD_hook`` with residuals by name. Pass it to ``register_comm_hook``.
+
+    On gloo, one bucket is exchanged after the other. A callback of torch's hook waits for a reduction in a thread of gloo, and
+    gloo has two: with torch's own hook and several buckets, both may wait for ever.
+    """
     carried.before(bucket)
     found: torch.futures.Future[torch.Tensor] = powerSGD_hook(carried.state, bucket)
+    if bucket.buffer().device.type == "cpu":
+        found.wait()
     return found
 
 

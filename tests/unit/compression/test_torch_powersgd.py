@@ -15,10 +15,13 @@ from unickpt.compression.settings import Compression
 from unickpt.compression.torch_powersgd import CarriedPowerSGD, carried_powersgd
 from unickpt.errors import ConfigError
 
+GROUPS: list[Any] = []  # kept: a thread of gloo that drops the last reference to its group would wait for itself
+
 
 @pytest.fixture
 def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    GROUPS.append(dist.group.WORLD)
     yield
     dist.destroy_process_group()
 
