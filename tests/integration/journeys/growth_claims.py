@@ -3,7 +3,7 @@
     python -m tests.integration.journeys.growth_claims --keep results/growth.jsonl --picture docs/images/growth.png
 
 LEMON (arXiv 2310.07999, section 4) trains grown models with the usual maximum learning rate and a decay that ends earlier. The
-data are the bytes of the pages in ``docs``. Their last part is held out.
+data are the bytes of the demonstration, Python's language reference. Their last part is held out.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ from tests.support.repository import REPO
 from unickpt.edit.table import Table
 from unickpt.grow.schedule import Schedule
 from unickpt.grow.step import Grow
+
+sys.path.insert(0, str(REPO / "examples" / "demo"))
+
+from data import corpus
 
 LENGTH, BATCH, RATE, WARMUP, EVERY = 64, 8, 3e-3, 25, 20
 SMALL = {
@@ -48,9 +53,8 @@ class Data:
     held_out: torch.Tensor
 
     @classmethod
-    def of_docs(cls) -> Data:
-        text = b"".join(path.read_bytes() for path in sorted((REPO / "docs").rglob("*.md")))
-        every = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    def of_demonstration(cls) -> Data:
+        every = corpus().long()
         held = every[-64 * (LENGTH + 1) :].view(64, LENGTH + 1)
         return cls(every[: -len(held.flatten())], held)
 
@@ -207,7 +211,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if not args.keep.exists():
-        data = Data.of_docs()
+        data = Data.of_demonstration()
         with args.keep.open("w") as file:
             for seed in range(args.seeds):
                 for part in (first_steps(data, args.long, seed), against_scratch(data, args.steps, seed)):
