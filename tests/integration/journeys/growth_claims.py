@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,15 +20,11 @@ from typing import Any
 
 import torch
 
+from examples.demo.data import corpus
 from tests.support.grown_models import model_of_table, table_of_model, value_of
-from tests.support.repository import REPO
 from unickpt.edit.table import Table
 from unickpt.grow.schedule import Schedule
 from unickpt.grow.step import Grow
-
-sys.path.insert(0, str(REPO / "examples" / "demo"))
-
-from data import corpus
 
 LENGTH, BATCH, RATE, WARMUP, EVERY = 64, 8, 3e-3, 25, 20
 SMALL = {
