@@ -24,7 +24,7 @@ from unickpt.compression.settings import NONE, Compression
 from unickpt.compression.wire import GroupWire
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.report import LoadReport
-from unickpt.options import CompressionOptions
+from unickpt.options import AUTO, CompressionOptions
 
 logger = logging.getLogger("unickpt")
 
@@ -34,8 +34,9 @@ _WRAPPERS = ("plain", "FP16_Optimizer", "FP16_UnfusedOptimizer", ZERO_1_2)
 
 
 def settings_of(options: CompressionOptions) -> Compression:
-    """Return the settings of a job."""
-    return Compression(**{item.name: getattr(options, item.name) for item in fields(Compression)})
+    """Return the settings of a job; without a scheme if the job chooses it."""
+    found = {item.name: getattr(options, item.name) for item in fields(Compression)}
+    return Compression(**{**found, "scheme": NONE if options.scheme == AUTO else options.scheme})
 
 
 def refusal(engine: Any) -> str:
@@ -193,11 +194,33 @@ def begin(runtime: EngineRuntime, engine: Any, options: CompressionOptions) -> C
                 settings.scheme, reason,
             )  # fmt: skip
         return None
-    if not hooks.install(compression_hooks.HOOKS, framework="DeepSpeed", version=version()):
+    compressed = enabled(engine, settings)
+    if compressed is None:
         return None
-    compressed = CompressedEngine(engine, settings)
-    reducer = engine.optimizer if wrapper_of(engine) == ZERO_1_2 else engine
-    runtime.compressed[reducer] = compressed
+    start(runtime, engine, compressed)
     if engine.global_rank == 0:
         logger.info("unickpt: gradients are compressed: %s", settings)
     return compressed
+
+
+def enabled(engine: Any, settings: Compression) -> CompressedEngine | None:
+    """Return a compression that has not begun. None if it is off, or this job cannot compress its gradients."""
+    if settings.scheme == NONE or refusal(engine):
+        return None
+    if not hooks.install(compression_hooks.HOOKS, framework="DeepSpeed", version=version()):
+        return None
+    return CompressedEngine(engine, settings)
+
+
+def start(runtime: EngineRuntime, engine: Any, compressed: CompressedEngine) -> None:
+    """Compress the gradients of an engine from now on."""
+    runtime.compressed[_reducer(engine)] = compressed
+
+
+def stop(runtime: EngineRuntime, engine: Any) -> None:
+    """Leave the gradients of an engine to DeepSpeed from now on."""
+    runtime.compressed.pop(_reducer(engine), None)
+
+
+def _reducer(engine: Any) -> Any:
+    return engine.optimizer if wrapper_of(engine) == ZERO_1_2 else engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unickpt.options import KEY, Options, from_json
+from unickpt.options import KEY, SECTIONS, Options, from_json
 
 
 def read_options(config: Mapping[str, Any]) -> Options | None:
@@ -30,4 +30,4 @@ def unused_options(config: Mapping[str, Any]) -> list[str]:
     without it.
     """
     section = config[KEY]
-    return [] if "enabled" in section else [key for key, value in section.items() if not isinstance(value, Mapping)]
+    return [] if "enabled" in section else [key for key in section if key not in SECTIONS]

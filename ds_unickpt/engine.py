@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from ds_unickpt import batches, callers, capture, hints, internals, steered
+from ds_unickpt import automatic, batches, callers, capture, hints, internals, steered
 from ds_unickpt.compression import CompressedEngine, begin
 from ds_unickpt.config import read_options, unused_options
 from ds_unickpt.runtime import EngineRuntime
@@ -68,7 +68,7 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         warned: warnings that ``warn_once`` has logged.
         memory: checkpoints in the memory of the hosts.
         trainer: the call of Trainer that is being made, if it decides by itself where the checkpoint goes.
-        compressed: compression of the gradients; None without.
+        choosing: choice of a compression by the job itself; None if the options name it.
     """
 
     def __init__(self, native: Any, options: Options, meet: Rendezvous, memory: MemoryTier | None = None) -> None:
@@ -79,9 +79,19 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.saver = Saver(save_options(options, asynchronous=options.async_save))
         self.memory = tier_of(options) if memory is None else memory
         self.trainer: TrainerSave | None = None
-        self.compressed: CompressedEngine | None = None
+        self.choosing: automatic.Automatic | None = None
+        self._compressed: CompressedEngine | None = None
         self.unsupported = ""
         self.warned: set[str] = set()
+
+    @property
+    def compressed(self) -> CompressedEngine | None:
+        """Compression of the gradients; None without."""
+        return self._compressed if self.choosing is None else self.choosing.compressed
+
+    @compressed.setter
+    def compressed(self, compressed: CompressedEngine | None) -> None:
+        self._compressed = compressed
 
     def create(self, *args: Any, **kwargs: Any) -> Any:
         return self.native.create(*args, **kwargs)
@@ -137,6 +147,7 @@ def adopt(runtime: EngineRuntime, engine: Any) -> None:
         from ds_unickpt import timing
 
         timing.begin(engine, options.timing)
+    choosing = automatic.begin(runtime, engine, options)
     compressed = begin(runtime, engine, options.compression)
     if not options.enabled:
         unused = unused_options(internals.config_of(engine))
@@ -155,7 +166,7 @@ def adopt(runtime: EngineRuntime, engine: Any) -> None:
         _compare_batches(engine, meet)
     memory, runtime.memory = runtime.memory, None
     engine.checkpoint_engine = UnickptCheckpointEngine(engine.checkpoint_engine, options, meet, memory)
-    engine.checkpoint_engine.compressed = compressed
+    engine.checkpoint_engine.compressed, engine.checkpoint_engine.choosing = compressed, choosing
 
 
 def tier_of(options: Options) -> MemoryTier:
@@ -320,8 +331,9 @@ def request_of(
             engine, ours.options, client_state=state, exclude_frozen=exclude_frozen, announced=announced
         )
         residuals = {} if ours.compressed is None else ours.compressed.shared_objects()
+        choice = {} if ours.choosing is None else ours.choosing.shared_objects(ours.meet.rank)
         own = {**made.rank_objects, **(rank_objects or {})}
-        return replace(made, rank_objects=own, shared_objects={**made.shared_objects, **residuals})
+        return replace(made, rank_objects=own, shared_objects={**made.shared_objects, **residuals, **choice})
 
     return SaveRequest(
         contribute,

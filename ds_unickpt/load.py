@@ -259,6 +259,9 @@ def _load(
         return loading
 
     loading = together.step("open", opened)
+    if ours.choosing is not None and wanted.optimizer:
+        choosing = ours.choosing
+        together.step("compression", lambda: choosing.restore(engine, loading.checkpoint))
     residuals = RestoredResiduals(ours.compressed, loading.checkpoint, wanted=wanted.optimizer)
     if loading.placed.partial:
         unclaimed = _unclaimed(ours.meet, loading)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:  # imported when it is used: hooks are also installed in jobs without the ``unickpt`` key
+    from ds_unickpt.automatic import Automatic
     from ds_unickpt.compression import CompressedEngine
     from unickpt.coordination.rendezvous import Rendezvous
     from unickpt.memory.tier import MemoryTier
@@ -23,6 +24,7 @@ class EngineRuntime:
         said: lines about the batch that were logged.
         memory: memory tier of the next engine, in which Trainer has looked for a checkpoint; None: it makes its own.
         compressed: compression of the gradients that an engine, or its ZeRO optimizer, reduces.
+        choosing: engines whose job chooses a compression by itself.
         script_found: folder that ``get_last_checkpoint`` last returned to a script; None before.
     """
 
@@ -33,6 +35,7 @@ class EngineRuntime:
         self.said: set[str] = set()
         self.memory: MemoryTier | None = None
         self.compressed: WeakKeyDictionary[Any, CompressedEngine] = WeakKeyDictionary()
+        self.choosing: WeakKeyDictionary[Any, Automatic] = WeakKeyDictionary()
         self.script_found: str | None = None
 
     def engine_rendezvous(self, engine: Any, *, timeout_s: float) -> Rendezvous:

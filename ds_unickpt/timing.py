@@ -7,6 +7,7 @@ from typing import Any
 
 from ds_unickpt import internals
 from ds_unickpt.declaration import declared
+from ds_unickpt.edge import RUNTIME
 from ds_unickpt.timed_layers import layers_of
 from ds_unickpt.versions import ENGINE, version
 from unickpt import hooks
@@ -27,6 +28,9 @@ def _in(phase: Phase) -> Callable[..., Any]:
 def _stepped(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
     result = _in(Phase.OPTIMIZER)(wrapped, instance, args, kwargs)
     session.stepped(int(instance.global_steps))
+    choosing = RUNTIME.choosing.get(instance)
+    if choosing is not None:
+        choosing.stepped(instance)
     return result
 
 

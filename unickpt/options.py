@@ -23,6 +23,7 @@ ON_BUSY = ("wait", "skip", "queue")
 WHEN = ("steering", "always", "never")
 UNLIMITED = math.inf
 GRADIENT_SCHEMES = ("none", "top-k", "random-k", "sign", "powersgd", "fp16", "bf16", "int8")
+AUTO = "auto"  # the job chooses the scheme
 _DEEPSPEED_ONLY = "Megatron's scripts reduce gradients by themselves"
 _CONF = "use torchrun's `--rdzv-conf`"
 Section = TypeVar("Section")
@@ -172,7 +173,8 @@ class CompressionOptions:
     """Compression of gradients between the ranks, with error feedback. The residuals are part of a checkpoint."""
 
     scheme: str = _option(
-        "none", "form in which gradients travel between the ranks; none: as DeepSpeed sends them", choices=GRADIENT_SCHEMES,
+        "none", "form in which gradients travel between the ranks; none: as DeepSpeed sends them; auto: the job chooses it",
+        choices=(*GRADIENT_SCHEMES, AUTO),
         no_flag=_DEEPSPEED_ONLY,
     )  # fmt: skip
     ratio: float = _option(0.01, "share of the elements that top-k and random-k send", no_flag=_DEEPSPEED_ONLY)
@@ -411,6 +413,8 @@ def from_json(section: Any) -> Options:
 
 def _section(name: str, section: Any) -> Any:
     path = ".".join(filter(None, [KEY, name]))
+    if name == "compression" and isinstance(section, str):
+        section = {"scheme": section}
     if not isinstance(section, Mapping):
         raise ConfigError(f'"{path}" must be an object such as {{"enabled": true}}, not {section!r}')
     known = {option.key: option for option in declared(name) if not option.no_key}
@@ -446,7 +450,8 @@ def schema(name: str = "") -> dict[str, Any]:
         about |= {"maximum": option.most} if option.most is not None else {}
         properties[option.key] = about
     properties |= {} if name else {other: schema(other) for other in SECTIONS if other}
-    return {"type": "object", "additionalProperties": False, "properties": properties}
+    kinds = ["object", "string"] if name == "compression" else "object"  # the name of a scheme stands for the section
+    return {"type": kinds, "additionalProperties": False, "properties": properties}
 
 
 # ---------------------------------------------------------------- command line

@@ -171,6 +171,10 @@ class ProcessTiming:
             if self._session.layers is not None:
                 self._session.layers.stepped()
 
+    def folder(self) -> Path | None:
+        """Return the folder of the rings on this host; None without a session."""
+        return None if self._session is None else self._session.folder
+
     def time_layers(self, model: Any, find: Callable[[], Sequence[TimedLayer]]) -> None:
         """Measure the layers of a model if the options ask for it. May be called again for the same model. Never raises.
 
@@ -221,7 +225,7 @@ class ProcessTiming:
 
 
 _process = ProcessTiming()  # the hooks of torch and of the frameworks exist once per process, and so does their owner
-start, stop, stepped, in_phase = _process.start, _process.stop, _process.stepped, _process.in_phase
+start, stop, stepped, in_phase, folder = _process.start, _process.stop, _process.stepped, _process.in_phase, _process.folder
 checkpoint_io, memory_status, time_layers = _process.checkpoint_io, _process.memory_status, _process.time_layers
 
 
