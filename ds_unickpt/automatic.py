@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
 from ds_unickpt import compression
 from ds_unickpt.names import ModuleNames
 from unickpt.compression.automatic import Choice, chosen, timed_candidates
@@ -49,12 +52,31 @@ class Automatic:
         if self._steps < WARM_UP:
             return
         self._asks = False
+        choice, made = None, None
         try:
-            self._decide(engine)
+            choice, made = self._agreed(engine)
         except Exception as err:
             logger.warning("unickpt: compression: none: the ranks could not agree (%s: %s)", type(err).__name__, err)
+        try:
+            everywhere = self._everywhere(engine, choice is not None)
+        except Exception as err:  # the next collective of the job fails as well
+            logger.warning("unickpt: compression: none: %s: %s", type(err).__name__, err)
+            return
+        if choice is None:
+            return
+        if not everywhere:
+            logger.warning("unickpt: compression: none: another rank has no choice")
+            return
+        self._take(engine, choice, made)
+        if self._meet.rank == 0:
+            logger.info("unickpt: %s", choice)
 
-    def _decide(self, engine: Any) -> None:
+    def _agreed(self, engine: Any) -> tuple[Choice | None, compression.CompressedEngine | None]:
+        """Return the choice of rank 0, and the compression that it needs. No choice: rank 0 found none.
+
+        Raises:
+            CoordinationError: a rank cannot do it, or the store failed. Other ranks may have a choice.
+        """
         meet = self._meet
         meet.begin("compression")
         arrived = meet.gather("steps", {"step": int(engine.global_steps)})  # all ranks have ended the step
@@ -63,7 +85,7 @@ class Automatic:
         if answer["failure"]:
             if meet.rank == 0:
                 logger.warning("unickpt: compression: none: %s", answer["failure"])
-            return
+            return None, None
         failure, made, choice = None, None, None
         try:
             choice = Choice.from_json(answer["choice"])
@@ -74,9 +96,18 @@ class Automatic:
         failed = meet.agree("ready", failure)
         if failed:
             raise CoordinationError("; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items()))
-        self._take(engine, choice, made)
-        if meet.rank == 0:
-            logger.info("unickpt: %s", choice)
+        return choice, made
+
+    @staticmethod
+    def _everywhere(engine: Any, ready: bool) -> bool:
+        """Whether all ranks are ready. Every rank calls this, also one whose store failed.
+
+        It is a collective of the job's own backend, because the store can fail on one rank alone. Then some ranks would
+        compress and others not, and the job would hang.
+        """
+        flag = torch.tensor([float(ready)], device=engine.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag.item())
 
     def _asked(self, engine: Any) -> Message:
         """Return the choice of rank 0, or why there is none."""

@@ -19,6 +19,7 @@ from ds_unickpt.names import ModuleNames
 from ds_unickpt.runtime import EngineRuntime
 from ds_unickpt.versions import version
 from unickpt import hooks
+from unickpt.compression.carried import COMMON, STORED
 from unickpt.compression.exchange import GradientExchange
 from unickpt.compression.settings import NONE, Compression
 from unickpt.compression.wire import GroupWire
@@ -28,8 +29,6 @@ from unickpt.options import AUTO, CompressionOptions
 
 logger = logging.getLogger("unickpt")
 
-STORED = "gradient_residuals/"  # + rank, or + COMMON: residuals among the shared objects
-COMMON = "common"
 _WRAPPERS = ("plain", "FP16_Optimizer", "FP16_UnfusedOptimizer", ZERO_1_2)
 
 
@@ -122,6 +121,10 @@ class CompressedEngine:
 
     # ---------------------------------------------------------------- checkpoints
 
+    def elements(self) -> dict[str, int]:
+        """Return the number of elements of each parameter."""
+        return {name: parameter.numel() for name, parameter in self._parameters.items()}
+
     def shared_objects(self) -> dict[str, Any]:
         """Return the shared objects that this rank stores."""
         rank = self.exchange.rank
@@ -138,6 +141,7 @@ class RestoredResiduals:
         self._stored = f"{STORED}{COMMON}" in checkpoint.shared_names()
         self._found: GradientExchange | None = None
         self._same = True
+        self._strange: list[str] = []
 
     def read(self) -> None:
         """Read the residuals of this rank, or those of all ranks if their number has changed.
@@ -154,6 +158,7 @@ class RestoredResiduals:
                 lambda rank: self._object(str(rank)),
                 self._object(COMMON),
             )
+            self._strange = self._found.keep_fitting(self._compressed.elements())
 
     def _object(self, name: str) -> Any:
         return self._checkpoint.shared_object(f"{STORED}{name}").value
@@ -171,6 +176,11 @@ class RestoredResiduals:
             report.add(key, state, "left out", "this job does not compress its gradients")
         elif not self._wanted:
             report.add(key, state, "left out", "not requested (load_optimizer_states or load_module_only)")
+        elif self._strange:
+            names = f"{', '.join(self._strange[:4])}{' and others' if len(self._strange) > 4 else ''}"
+            report.add(
+                key, state, "set", f"{len(self._strange)} parameters have other names or sizes, so theirs are zero: {names}"
+            )
         elif self._same:
             report.add(key, state, "restored")
         else:

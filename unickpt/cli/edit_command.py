@@ -19,7 +19,9 @@ from unickpt.edit.cast import Cast
 from unickpt.edit.merge_lora import LoraConfig, MergeLora
 from unickpt.edit.patterns import Selection
 from unickpt.edit.rename import Rename, Renaming
+from unickpt.edit.residuals import ResizeResiduals
 from unickpt.edit.resize_vocab import Resize
+from unickpt.edit.round_weights import Round
 from unickpt.edit.select import Drop, Keep, NoOptimizer
 from unickpt.edit.table import Step
 from unickpt.edit.write import after
@@ -52,6 +54,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("--pad-vocabulary-to", "MULTIPLE", "add rows up to the next multiple"),
         ("--grow", "SIZE=N,...", "make a larger model with the same outputs, as 'unickpt grow' does"),
         ("--upcycle", "E,K[,G]", "make a mixture of experts with the same outputs, as 'unickpt upcycle' does"),
+        ("--bits", "BITS|PLAN", "round weights to 4, 8, 4/32, 8/channel or by PLAN.json, as 'unickpt export --to vllm' does"),
+        ("--residuals", "RANKS", "residuals of compressed gradients for this number of ranks; 0: none"),
     ):
         steps.add_argument(option, metavar=metavar, action=_Append, help=help_text)
     steps.add_argument("--no-optimizer", nargs=0, action=_Append, help="keep weights and buffers only")
@@ -145,6 +149,10 @@ def _step(option: str, value: Any, args: argparse.Namespace) -> Step:
             raise ConfigError(f"{option} {value}: expected E,K or E,K,G, each 1 or more")
         experts, top_k, granularity = (*numbers, 1)[:3]
         return Upcycle(experts, top_k, granularity)
+    if option == "--bits":
+        return Round.parse(value)
+    if option == "--residuals":
+        return ResizeResiduals(number(value, option))
     if not value.isdecimal():
         raise ConfigError(f"{option} {value}: expected a whole number")
     selection = Selection.parse(args.vocabulary_tensors) if args.vocabulary_tensors else None

@@ -17,6 +17,8 @@ import torch
 from unickpt.errors import FormatError
 
 Tensors = dict[str, torch.Tensor]
+STORED = "gradient_residuals/"  # + rank, or + COMMON: names among the shared objects of a checkpoint
+COMMON = "common"
 
 
 def slice_of(elements: int, rank: int, world: int) -> tuple[int, int]:

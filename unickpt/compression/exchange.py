@@ -11,7 +11,7 @@ the framework passes the gradients, and a job that resumes goes on bit by bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,28 @@ class GradientExchange:
             found = resized((Residuals.from_object(saved(rank)) for rank in range(first.world)), self.rank, self.world)
         self.residuals, self.common = found, Common.from_object(common)
         return same
+
+    def keep_fitting(self, elements: Mapping[str, int]) -> list[str]:
+        """Forget what belongs to parameters that this job lacks or that have another size.
+
+        Args:
+            elements: number of elements of each parameter of this job.
+
+        Returns:
+            Their names, sorted; the same on all ranks.
+        """
+        own = self.residuals
+        strange = []
+        for name in sorted(own.sent.keys() | own.returned.keys() | self.common.counts.keys()):
+            lo, hi = slice_of(elements.get(name, 0), self.rank, self.world)
+            sizes = (len(own.sent.get(name, ())), len(own.returned.get(name, ())))
+            if name not in elements or sizes[0] not in (0, elements[name]) or sizes[1] not in (0, hi - lo):
+                strange.append(name)
+        for name in strange:
+            self.common.counts.pop(name, None)
+            for states in (own.sent, own.returned, self.common.factors):
+                states.pop(name, None)
+        return strange
 
     @torch.no_grad()
     def exchange(self, gradients: Sequence[tuple[str, torch.Tensor]], *, scale_in: float = 1.0, scale_out: float = 1.0) -> None:

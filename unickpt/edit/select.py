@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from unickpt.edit.patterns import Selection, no_match
+from unickpt.edit.residuals import without_residuals
 from unickpt.edit.table import Table, TableEntry, count_of, map_names
 
 
@@ -53,9 +54,10 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class NoOptimizer:
-    """Keep only weights and buffers. A master without a weight becomes the weight."""
+    """Keep only weights and buffers, without residuals of gradients. A master without a weight becomes the weight."""
 
     def apply(self, table: Table) -> Table:
+        table = without_residuals(table)
         weights = {entry.info.name for entry in table.tensors() if entry.info.state == "weight"}
         kept: list[TableEntry] = []
         for entry in table.tensors():

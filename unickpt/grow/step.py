@@ -15,13 +15,12 @@ import numpy as np
 
 from unickpt.dialects.dialect import Dialect
 from unickpt.dialects.growth import LAYER, STREAM, Growth
-from unickpt.dialects.hf_layouts import FILES
 from unickpt.dialects.model_facts import Model
-from unickpt.dialects.registry import choose, dialect, dialects, growth_of
-from unickpt.dialects.translated_checkpoint import HUGGINGFACE
-from unickpt.edit.apply_dialect import Translate
+from unickpt.dialects.registry import growth_of
 from unickpt.edit.cast import cast
+from unickpt.edit.residuals import without_residuals
 from unickpt.edit.table import Table, TableEntry, count_of, some_of
+from unickpt.edit.transformers_names import under_memory_names
 from unickpt.errors import MismatchError
 from unickpt.format.boxes import Box
 from unickpt.format.manifest import OptimizerRecord, ParameterGroup
@@ -70,7 +69,7 @@ class Grow:
         growth = rules.growth or Growth()
         if growth.refuse:
             raise NotLosslessError(table.where, [Refusal("post-norm", model.family, more=growth.refuse)])
-        table = under_memory_names(table, model)
+        table = without_residuals(under_memory_names(table, model))
         if table.excluded:
             raise MismatchError(f"{table.where}: was saved without {some_of(table.excluded)}, so the model cannot grow")
         flows, refused = flows_of(growth, table.names_of())
@@ -142,24 +141,6 @@ class Grow:
             return replace(entry, info=new_info, read=cast(master.read, info.dtype), overrides=(), origin="grown")
         overrides = (Box.whole(new_info.shape),) if info.derived_from is not None else ()
         return replace(entry, info=new_info, read=read, overrides=overrides, origin="new layer" if is_new else "grown")
-
-
-def under_memory_names(table: Table, model: Model) -> Table:
-    """Return a table under the names of transformers in memory. Raises LanguageError, MismatchError as ``Translate``."""
-    table = replace(table, writer=replace(table.writer, model=model.as_json()))
-    own = table.writer.dialect
-    if own != HUGGINGFACE:
-        return Translate(choose(own, HUGGINGFACE, "", model.family, where=table.where, option="--config")).apply(table)
-    layouts = [each for each in dialects() if (each.name, each.other) == (HUGGINGFACE, FILES) and model.family in each.families]
-    names = {each for some in table.names_of().values() for each in some}
-    in_files = [
-        item.name for each in layouts for rule in each.rules for item in rule.there if str(item.name) != str(rule.here.name)
-    ]
-    if not any(kind.match(name) is not None for kind in in_files for name in names):
-        return table
-    return Translate(dialect(HUGGINGFACE, model.family, other=FILES)).apply(
-        replace(table, writer=replace(table.writer, dialect=FILES))
-    )
 
 
 def _names(placed: Placed, sizes: Sizes) -> Iterator[tuple[str, bool]]:

@@ -20,12 +20,13 @@ from unickpt.dialects.model_facts import Model
 from unickpt.dialects.registry import dialects
 from unickpt.edit.select import NoOptimizer
 from unickpt.edit.table import Table, TableEntry, count_of
+from unickpt.edit.transformers_names import under_memory_names
 from unickpt.errors import MismatchError
 from unickpt.format.boxes import Box
 from unickpt.format.dtypes import torch_dtype
 from unickpt.grow.free_values import normal
 from unickpt.grow.refusals import NotLosslessError, Refusal
-from unickpt.grow.step import DEFAULT_STD, under_memory_names
+from unickpt.grow.step import DEFAULT_STD
 
 _PROJECTIONS = tuple(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
 _SILU = ("silu", "swish")

@@ -142,13 +142,14 @@ def prepare(contribution: Contribution, rank: int) -> Prepared:
         shards += _object_shards(value, f"{SHARED_PREFIX}{name}", f"{SHARED_TENSORS_PREFIX}{name}")
     if rank == 0:
         shards += _tensor_shards(job.tensors)
-    shards = [piece for shard in shards for piece in _cut(shard)]
+    empty = [shard.tensor for shard in shards if not shard.box.numel]
+    shards = [piece for shard in shards if shard.box.numel for piece in _cut(shard)]
     # keeps every fragment aligned to its item size
     shards.sort(key=lambda shard: (-itemsize_bytes(shard.tensor.dtype), shard.unless is not None))
     # a conditional tensor must be listed even if none of its shards is written
     conditional = [shard.tensor for shard in contribution.shards if shard.unless is not None]
     return Prepared(
-        shards, [*contribution.tensors, *conditional], contribution.step, contribution.writer, contribution.optimizer,
+        shards, [*contribution.tensors, *conditional, *empty], contribution.step, contribution.writer, contribution.optimizer,
         contribution.optimizer_part, contribution.aliases, contribution.excluded, job.value,
         contribution.different, contribution.replica,
     )  # fmt: skip
@@ -184,5 +185,6 @@ def _tensor_shards(tensors: dict[str, torch.Tensor]) -> list[Shard]:
     shards = []
     for key, tensor in tensors.items():
         info = TensorInfo(key, "object", name_of(tensor.dtype), tuple(tensor.shape), "object")
-        shards += shards_of_flat_range(info, 0, info.numel, tensor.reshape(-1))
+        flat = tensor.reshape(-1)
+        shards += shards_of_flat_range(info, 0, info.numel, flat) if info.numel else [Shard(info, Box.whole(info.shape), flat)]
     return shards

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.compression.test_advisor import DEAR, FREE, MEGABYTE, RANKS, STEPS, job
+from tests.unit.compression.advised_jobs import DEAR, FREE, MEGABYTE, RANKS, STEPS, job
 from unickpt.compression.automatic import CONSIDERED, Choice, chosen, timed_candidates
 from unickpt.compression.settings import NONE, Compression
 from unickpt.errors import ConfigError, FormatError

@@ -206,3 +206,22 @@ def test_residuals_of_a_missing_rank_are_an_error() -> None:
         resized([states[0], states[2]], 0, 2)
     with pytest.raises(FormatError, match="form"):
         Residuals.from_object({"rank": 0, "world": 2, "sent": {"weight": 3}, "returned": {}})
+
+
+def test_residuals_of_other_parameters_are_forgotten() -> None:
+    """A model that was renamed or resized resumes without residuals of these parameters."""
+
+    def job(wire: ThreadWire) -> tuple[list[str], set[str], set[str]]:
+        exchange = GradientExchange(_settings("sign"), wire)
+        _run(exchange, range(2))
+        sizes = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
+        assert exchange.keep_fitting(sizes) == []
+        before = set(exchange.residuals.sent)
+        del sizes["embed"]
+        sizes["weight"] += 1
+        return exchange.keep_fitting(sizes), before - set(exchange.residuals.sent), set(exchange.common.counts)
+
+    for strange, gone, counts in on_gloo(job, 2):
+        assert strange == ["embed", "weight"]
+        assert gone == {"embed", "weight"}
+        assert counts == SHAPES.keys() - gone
