@@ -59,8 +59,6 @@ def _tensor_parallel(engine: Any) -> str:
 def _experts_combined(engine: Any) -> str:
     if not engine.has_moe_layers or _auto_experts(engine):
         return ""
-    if engine.pipeline_parallelism:
-        return "mixture of experts in a pipeline"
     if int(getattr(engine, "sequence_parallel_size", 1)) > 1:
         return "mixture of experts with sequence parallelism"
     nested = any(layer.name.count(EXPERTS) > 1 for layer in internals.expert_layers(engine.module))
@@ -128,7 +126,7 @@ MPU_LAYOUT = Fallback(
     megatron_layers.undescribed,
 )
 EXPERTS_COMBINED = Fallback(
-    "experts in a pipeline, with sequence parallelism, or within experts",
+    "experts with sequence parallelism, or within experts",
     "not yet described as boxes of the whole tensors",
     _experts_combined,
 )

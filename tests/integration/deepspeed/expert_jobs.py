@@ -17,6 +17,7 @@ from tests.integration.deepspeed import jobs
 from tests.integration.deepspeed.expert_names import EXPERTS, ExpertLayout
 from tests.integration.deepspeed.jobs import Layout, config
 from tests.integration.deepspeed.model import LENGTH, VOCABULARY, WIDTH, Block
+from tests.integration.deepspeed.parallel_jobs import merged, of_all_ranks
 from tests.integration.deepspeed.truth import Truth, consolidated, optimizer_of
 
 STATES = ("exp_avg", "exp_avg_sq")
@@ -108,9 +109,7 @@ def build(
     torch.manual_seed(seed)
     model = Model(layout.degrees, experts, kind)
     for at, moe in enumerate(model.moes):
-        local = list(moe.deepspeed_moe.experts.deepspeed_experts)
-        for number, expert in enumerate(local, start=dist.get_rank() % layout.degrees[at] * len(local)):
-            _set_own_values(expert, seed, 100 * at + number)
+        set_own_values(moe, seed, 100 * at)
     model.moes[0].deepspeed_moe.gate.wg.weight.requires_grad_(not frozen_gate)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = {"params": [p for p in trained.values() if p.dim() > 1], "name": "decayed", "weight_decay": 0.1}
@@ -125,11 +124,13 @@ def build(
     return engine
 
 
-def _set_own_values(expert: nn.Module, seed: int, number: int) -> None:
-    """Give an expert values of its own. DeepSpeed copies one expert."""
-    generator = torch.Generator().manual_seed(1000 * seed + number)
-    for tensor in (*expert.parameters(), expert.get_buffer("scale")):
-        tensor.data.add_(torch.randn(tensor.shape, generator=generator) * 0.2)
+def set_own_values(layer: MoE, seed: int, first: int) -> None:
+    """Give the experts of a layer values of their own. DeepSpeed copies one expert. ``first`` tells the layers apart."""
+    local = list(layer.deepspeed_moe.experts.deepspeed_experts)
+    for number, expert in enumerate(local, start=dist.get_rank() % layer.ep_size * len(local)):
+        generator = torch.Generator().manual_seed(1000 * seed + first + number)
+        for tensor in (*expert.parameters(), expert.get_buffer("scale")):
+            tensor.data.add_(torch.randn(tensor.shape, generator=generator) * 0.2)
 
 
 def scramble(engine: Any) -> None:
@@ -176,15 +177,7 @@ def truth_of(engine: Any) -> Truth:
     own |= {
         f"extra/{global_name(n, engine)}": m.extra for n, m in engine.module.named_modules() if isinstance(m, StatefulExpert)
     }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    torch.distributed.all_gather_object(everyone, own)
-    merged: Truth = {}
-    for rank, found in enumerate(everyone):
-        for key, value in found.items():
-            before = merged.setdefault(key, value)
-            equal = torch.equal(before, value) if isinstance(value, torch.Tensor) else before == value
-            assert equal, f"rank {rank} has another {key}"
-    return merged
+    return merged(of_all_ranks(own))
 
 
 def _link_all_states(optimizer: Any) -> None:

@@ -52,3 +52,49 @@ def pairs(full: bool) -> list[tuple[ExpertLayout, ExpertLayout]]:
     count = len(CHOSEN)
     onward = [(CHOSEN[at], CHOSEN[(at + by) % count]) for at in range(count) for by in (1, 3)]
     return [*onward, *((CHOSEN[at], CHOSEN[at]) for at in (0, 1, 4, 6))]
+
+
+@dataclass(frozen=True)
+class PipedExpertLayout:
+    """A layout of pipelines with experts.
+
+    Attributes:
+        stages: number of pipeline stages; 0 for a plain module.
+        expert, data: number of expert-parallel and of data-parallel ranks of a stage. The first divides the second.
+        stage: ZeRO stage.
+        precision: that of ``jobs.Layout``.
+    """
+
+    stages: int
+    expert: int
+    data: int
+    stage: int
+    precision: str = "fp32"
+
+    @property
+    def world(self) -> int:
+        return max(self.stages, 1) * self.data
+
+    @property
+    def name(self) -> str:
+        return f"pp{self.stages}ep{self.expert}dp{self.data}z{self.stage}{self.precision}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+PIPED = [
+    PipedExpertLayout(2, 2, 2, 1),
+    PipedExpertLayout(1, 1, 2, 0),
+    PipedExpertLayout(0, 2, 2, 2),
+    PipedExpertLayout(2, 2, 2, 1, "bf16o"),
+    PipedExpertLayout(2, 1, 2, 0),
+    PipedExpertLayout(1, 2, 2, 1, "bf16"),
+    PipedExpertLayout(0, 1, 1, 1, "bf16"),
+    PipedExpertLayout(2, 1, 1, 1),
+]
+
+
+def piped_pairs() -> list[tuple[PipedExpertLayout, PipedExpertLayout]]:
+    """Return the (source, target) pairs to load: each layout into each."""
+    return [(source, target) for source in PIPED for target in PIPED]

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-from tests.integration.deepspeed import averaged_jobs, expert_jobs, megatron_jobs, pipeline_jobs, tensor_jobs
+from tests.integration.deepspeed import (
+    averaged_jobs,
+    expert_jobs,
+    expert_pipeline_jobs,
+    megatron_jobs,
+    pipeline_jobs,
+    tensor_jobs,
+)
 from tests.integration.deepspeed.jobs import in_a_group
 from tests.integration.deepspeed.pairs import AnyLayout
 from tests.integration.deepspeed.truth import Truth, differences
@@ -25,7 +32,7 @@ from unickpt.testing.launch import leave
 
 JOBS: dict[str, Any] = {
     "pipelines": pipeline_jobs, "experts": expert_jobs, "tensors": tensor_jobs, "megatron": megatron_jobs,
-    "averaged": averaged_jobs,
+    "averaged": averaged_jobs, "piped experts": expert_pipeline_jobs,
 }  # fmt: skip
 Steps = tuple[int, int]  # before the save of a source, and after the save or a load
 

@@ -25,6 +25,13 @@ def forget_groups() -> None:
     groups.mpu = groups.mesh_device = None
 
 
+def forget_expert_groups() -> None:
+    """Forget the groups of experts of an earlier engine of this process. DeepSpeed reuses them by the number of ranks alone."""
+    for kind in ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP"):
+        getattr(groups, kind).clear()
+        getattr(groups, f"{kind}_RANKS").clear()
+
+
 def same(x: torch.Tensor) -> torch.Tensor:
     """A layer of a pipeline without parameters."""
     return x
