@@ -45,22 +45,46 @@ def _when(text: str, present: Callable[[Any], bool]) -> Callable[[Any], str]:
 def _tensor_parallel(engine: Any) -> str:
     """Return a combination with tensor parallelism. In a pipeline of DeepSpeed ``mp_world_size`` counts the stages too."""
     degree = tensor_parallel.degree(engine)
-    if engine.pipeline_parallelism and autotp.degree(engine) > 1:
-        return "AutoTP in a pipeline"
+    if autotp.degree(engine) > 1 and (engine.pipeline_parallelism or _sequence(engine) > 1):
+        return ""  # ``AUTOTP_COMBINED`` names it
     if not engine.pipeline_parallelism and engine.mp_world_size != degree:
         return f"an mpu with {engine.mp_world_size} model-parallel ranks, of which {degree} are tensor-parallel"
     if degree > 1 and engine.has_moe_layers:
         return "tensor parallelism with experts"
-    if degree > 1 and int(getattr(engine, "sequence_parallel_size", 1)) > 1:
-        return "tensor parallelism with sequence parallelism"
+    if degree > 1 and _sequence(engine) > 1 and engine.zero_optimization_partition_weights():
+        return "tensor parallelism with sequence parallelism under ZeRO 3"
+    if degree > 1 and _several_data_groups(engine, degree):
+        return "tensor parallelism with sequence parallelism in several data-parallel groups"
     return ""
 
 
-def _experts_combined(engine: Any) -> str:
+def _autotp_combined(engine: Any) -> str:
+    if autotp.degree(engine) == 1:
+        return ""
+    if engine.pipeline_parallelism:
+        return "AutoTP in a pipeline"
+    return "AutoTP with sequence parallelism" if _sequence(engine) > 1 else ""
+
+
+def _sequence(engine: Any) -> int:
+    """Return the number of sequence-parallel ranks."""
+    return int(getattr(engine, "sequence_parallel_size", 1))
+
+
+def _several_data_groups(engine: Any, tensors: int) -> bool:
+    """Whether a job has sequence parallelism, and several data-parallel groups for a tensor-parallel rank."""
+    return _sequence(engine) > 1 and int(engine.seq_dp_world_size) * tensors != int(engine.world_size)
+
+
+def _experts_on_a_mesh(engine: Any) -> str:
+    if not engine.has_moe_layers or _auto_experts(engine) or not _several_data_groups(engine, tensor_parallel.degree(engine)):
+        return ""
+    return "mixture of experts with sequence parallelism through a mesh"
+
+
+def _nested_experts(engine: Any) -> str:
     if not engine.has_moe_layers or _auto_experts(engine):
         return ""
-    if int(getattr(engine, "sequence_parallel_size", 1)) > 1:
-        return "mixture of experts with sequence parallelism"
     nested = any(layer.name.count(EXPERTS) > 1 for layer in internals.expert_layers(engine.module))
     return "experts within experts" if nested else ""
 
@@ -70,7 +94,7 @@ def _auto_experts(engine: Any) -> bool:
 
 
 def _parameters_of_experts(engine: Any) -> str:
-    if not engine.has_moe_layers or _auto_experts(engine) or _experts_combined(engine):
+    if not engine.has_moe_layers or _auto_experts(engine) or _experts_on_a_mesh(engine) or _nested_experts(engine):
         return ""
     layers = {layer.name: layer for layer in internals.expert_layers(engine.module)}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
@@ -102,9 +126,15 @@ def _no_optimizer(engine: Any) -> str:
     return "an engine without optimizer under bf16" if kind == BF16 and not engine.optimizer.using_real_optimizer else ""
 
 
+AUTOTP_COMBINED = Fallback(
+    "AutoTP in a pipeline, or with sequence parallelism",
+    "DeepSpeed 0.19.8 itself cannot train it: the tensor-parallel ranks are also the data-parallel or sequence-parallel ranks, "
+    "so `AssertionError: Data inconsistency within the TP group` ends the first step",
+    _autotp_combined,
+)
 TENSOR_PARALLEL = Fallback(
-    "AutoTP in a pipeline; an `mpu` with a pipeline of its own; AutoTP or an `mpu` with experts, with sequence parallelism, or "
-    "with optimizer states that cannot be cut",
+    "an `mpu` with a pipeline of its own, or with sequence parallelism under ZeRO 3; AutoTP or an `mpu` with experts, or with "
+    "optimizer states that cannot be cut",
     "not yet described as boxes of the whole tensors; [`unickpt convert`](conversion.md#deepspeed) reads what DeepSpeed wrote",
     _tensor_parallel,
 )
@@ -125,10 +155,13 @@ MPU_LAYOUT = Fallback(
     "a guess would be a wrong checkpoint; the warning names the parameter",
     megatron_layers.undescribed,
 )
-EXPERTS_COMBINED = Fallback(
-    "experts with sequence parallelism, or within experts",
-    "not yet described as boxes of the whole tensors",
-    _experts_combined,
+EXPERTS_ON_A_MESH = Fallback(
+    "experts with sequence parallelism through `mesh_param` (with an `mpu`, unickpt saves them)",
+    "DeepSpeed 0.19.8 does not resume it either: its files have the state of one rank of each sequence, and the losses change",
+    _experts_on_a_mesh,
+)
+NESTED_EXPERTS = Fallback(
+    "experts within experts", "DeepSpeed 0.19.8 does not resume it either: the losses change after a load", _nested_experts
 )
 AUTO_EXPERTS = Fallback("AutoEP", "not yet described as boxes of the whole tensors", _when("AutoEP", _auto_experts))
 EXPERT_PARAMETERS = Fallback(
@@ -149,7 +182,7 @@ QUANTIZED = Fallback(
 )
 ZENFLOW = Fallback(
     "ZenFlow",
-    "its second optimizer has states of selected columns of the weights",
+    "DeepSpeed 0.19.8 does not resume it either: it does not restore its second optimizer, and the losses change",
     _when("ZenFlow", lambda engine: bool(getattr(engine.optimizer, "zenflow", False))),
 )
 UNKNOWN_WRAPPER = Fallback(
@@ -167,8 +200,9 @@ UNKNOWN_BUFFERS = Fallback(
 ODD_SETTINGS = Fallback("settings of a parameter group that are not plain values", "they cannot be stored by parameter name")
 
 FALLBACKS = (
-    TENSOR_PARALLEL, MPU_CONTRADICTS, TENSOR_LAYOUT, MPU_LAYOUT, EXPERTS_COMBINED, AUTO_EXPERTS,
-    EXPERT_PARAMETERS, NODE_LOCAL, QUANTIZED, ZENFLOW, UNKNOWN_WRAPPER, NO_OPTIMIZER, UNKNOWN_BUFFERS, ODD_SETTINGS,
+    AUTOTP_COMBINED, TENSOR_PARALLEL, MPU_CONTRADICTS, TENSOR_LAYOUT, MPU_LAYOUT, EXPERTS_ON_A_MESH, NESTED_EXPERTS,
+    AUTO_EXPERTS, EXPERT_PARAMETERS, NODE_LOCAL, QUANTIZED, ZENFLOW, UNKNOWN_WRAPPER, NO_OPTIMIZER, UNKNOWN_BUFFERS,
+    ODD_SETTINGS,
 )  # fmt: skip
 
 

@@ -11,13 +11,13 @@ import torch.nn.functional as functional
 from deepspeed import comm as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from deepspeed.utils import groups
 
 from tests.integration.deepspeed import jobs
 from tests.integration.deepspeed.expert_names import EXPERTS, ExpertLayout
 from tests.integration.deepspeed.jobs import Layout, config
+from tests.integration.deepspeed.megatron_model import mpu_of
 from tests.integration.deepspeed.model import LENGTH, VOCABULARY, WIDTH, Block
-from tests.integration.deepspeed.parallel_jobs import merged, of_all_ranks
+from tests.integration.deepspeed.parallel_jobs import forget_groups, merged, of_all_ranks
 from tests.integration.deepspeed.truth import Truth, consolidated, optimizer_of
 
 STATES = ("exp_avg", "exp_avg_sq")
@@ -105,7 +105,7 @@ def build(
         group_size: maximum number of elements of an optimizer group of experts. Default: depends on the layout.
         more: keys of the DeepSpeed JSON.
     """
-    groups.mpu = groups.mesh_device = None  # DeepSpeed keeps those of an earlier engine
+    forget_groups()
     torch.manual_seed(seed)
     model = Model(layout.degrees, experts, kind)
     for at, moe in enumerate(model.moes):
@@ -120,6 +120,7 @@ def build(
         model=model,
         model_parameters=split_params_into_different_moe_groups_for_optimizer([decayed, others], max_group_size=size),
         config=cfg,
+        mpu=None if layout.sequence == 1 else mpu_of(1, layout.world, layout.sequence),
     )
     return engine
 

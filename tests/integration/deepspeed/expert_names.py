@@ -10,12 +10,20 @@ EXPERTS = (4, 6)  # of the two expert layers of the model
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """A layout of the matrix. ``expert`` is the number of expert-parallel ranks. ``precision`` is that of ``jobs.Layout``."""
+    """A layout of the matrix.
+
+    Attributes:
+        expert, world: number of expert-parallel ranks, and of all ranks.
+        stage: ZeRO stage.
+        precision: that of ``jobs.Layout``.
+        sequence: number of sequence-parallel ranks (``mpu``). They train on rows, not on parts of a sequence.
+    """
 
     expert: int
     world: int
     stage: int
     precision: str = "fp32"
+    sequence: int = 1
 
     @property
     def degrees(self) -> tuple[int, int]:
@@ -24,7 +32,7 @@ class ExpertLayout:
 
     @property
     def name(self) -> str:
-        return f"ep{self.expert}w{self.world}z{self.stage}{self.precision}"
+        return f"{f'sp{self.sequence}' if self.sequence > 1 else ''}ep{self.expert}w{self.world}z{self.stage}{self.precision}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,6 +60,21 @@ def pairs(full: bool) -> list[tuple[ExpertLayout, ExpertLayout]]:
     count = len(CHOSEN)
     onward = [(CHOSEN[at], CHOSEN[(at + by) % count]) for at in range(count) for by in (1, 3)]
     return [*onward, *((CHOSEN[at], CHOSEN[at]) for at in (0, 1, 4, 6))]
+
+
+SEQUENCE = [
+    ExpertLayout(2, 4, 1, "fp32", 2),
+    ExpertLayout(4, 4, 2, "bf16", 2),
+    ExpertLayout(1, 2, 0, "fp32", 2),
+    ExpertLayout(2, 4, 1, "bf16o", 4),
+    ExpertLayout(2, 2, 1),
+    ExpertLayout(1, 1, 0),
+]
+
+
+def sequence_pairs() -> list[tuple[ExpertLayout, ExpertLayout]]:
+    """Return the pairs to load with sequence parallelism: each layout into each."""
+    return [(source, target) for source in SEQUENCE for target in SEQUENCE]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from tests.integration.deepspeed import parallel_jobs
-from tests.integration.deepspeed.jobs import Layout, config
+from tests.integration.deepspeed.jobs import BATCH, Layout, config
 from tests.integration.deepspeed.megatron_model import CUTS, INFO, Classic, Embedding, Gated, head, joined, mpu_of
 from tests.integration.deepspeed.megatron_names import MegatronLayout
 from tests.integration.deepspeed.parallel_jobs import MICRO, STATES, engine_of, loss_of, merged, of_all_ranks, same, seed_layer
@@ -63,11 +63,11 @@ def build(layout: MegatronLayout, *, seed: int, cut: int = 0, **more: Any) -> An
         more: keys of the DeepSpeed JSON.
     """
     parallel_jobs.forget_groups()
-    extra: dict[str, Any] = {"train_micro_batch_size_per_gpu": MICRO, **more}
+    extra: dict[str, Any] = {"train_batch_size": BATCH // layout.sequence, "train_micro_batch_size_per_gpu": MICRO, **more}
     cfg = config(Layout(layout.stage, layout.world, layout.precision), **extra)
-    mpu = mpu_of(cut or layout.tensor, layout.world)
+    mpu = mpu_of(cut or layout.tensor, layout.world, layout.sequence)
     if not layout.stages:
-        return engine_of(Plain(mpu, seed), cfg, mpu=mpu if layout.tensor > 1 else None)
+        return engine_of(Plain(mpu, seed), cfg, mpu=mpu if layout.tensor * layout.sequence > 1 else None)
     layers = [
         TiedLayerSpec("embed", Embedding, mpu, tied_weight_attr="words"),
         LayerSpec(Gated, mpu),

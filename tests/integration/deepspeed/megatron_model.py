@@ -55,14 +55,45 @@ class Mpu:
     get_tensor_model_parallel_group = get_model_parallel_group
 
 
+class SequenceMpu(Mpu):
+    """The same with sequence parallelism. A sequence is on consecutive ranks, or tensor-parallel groups of ranks."""
+
+    def __init__(self, tensor: int, sequence: int) -> None:
+        super().__init__(tensor)
+        rank, world, block = dist.get_rank(), dist.get_world_size(), tensor * sequence
+        peers = [list(range(at + lane, at + block, tensor)) for at in range(0, world, block) for lane in range(tensor)]
+        across = [list(range(at, world, block)) for at in range(block)]
+        self._sequence_data = self._data
+        self._sequence = next(group for group, ranks in _groups(peers) if rank in ranks)
+        self._data = next(group for group, ranks in _groups(across) if rank in ranks)
+
+    def get_sequence_parallel_rank(self) -> int:
+        return dist.get_rank(self._sequence)
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._sequence)
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self._sequence
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return dist.get_rank(self._sequence_data)
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._sequence_data)
+
+    def get_sequence_data_parallel_group(self) -> Any:
+        return self._sequence_data
+
+
 def _groups(ranks: list[list[int]]) -> list[tuple[Any, list[int]]]:
     return [(dist.new_group(each), each) for each in ranks]
 
 
 @cache
-def mpu_of(tensor: int, _of: int = 0) -> Mpu:
-    """Return the ``mpu`` of this process for a number of tensor-parallel ranks. ``_of`` tells jobs in turn apart."""
-    return Mpu(tensor)
+def mpu_of(tensor: int, _of: int = 0, sequence: int = 1) -> Mpu:
+    """Return the ``mpu`` of this process for numbers of parallel ranks. ``_of`` tells jobs in turn apart."""
+    return Mpu(tensor) if sequence == 1 else SequenceMpu(tensor, sequence)
 
 
 class _Enter(torch.autograd.Function):

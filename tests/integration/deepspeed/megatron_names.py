@@ -15,6 +15,7 @@ class MegatronLayout:
             data-parallel ranks.
         stage: ZeRO stage.
         precision: that of ``jobs.Layout``.
+        sequence: number of sequence-parallel ranks. They train on rows, not on parts of a sequence.
     """
 
     tensor: int
@@ -22,14 +23,16 @@ class MegatronLayout:
     data: int
     stage: int
     precision: str = "fp32"
+    sequence: int = 1
 
     @property
     def world(self) -> int:
-        return self.tensor * max(self.stages, 1) * self.data
+        return self.tensor * max(self.stages, 1) * self.data * self.sequence
 
     @property
     def name(self) -> str:
-        return f"tp{self.tensor}pp{self.stages}dp{self.data}z{self.stage}{self.precision}"
+        sequence = f"sp{self.sequence}" if self.sequence > 1 else ""
+        return f"{sequence}tp{self.tensor}pp{self.stages}dp{self.data}z{self.stage}{self.precision}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -55,3 +58,18 @@ AVERAGED = [*CHOSEN, MegatronLayout(2, 0, 2, 3), MegatronLayout(2, 0, 1, 1, "bf1
 def averaged_pairs() -> list[tuple[MegatronLayout, MegatronLayout]]:
     """Return the pairs to load with parameters to average: each layout into each."""
     return [(source, target) for source in AVERAGED for target in AVERAGED]
+
+
+SEQUENCE = [
+    MegatronLayout(2, 0, 1, 1, "fp32", 2),
+    MegatronLayout(1, 0, 1, 2, "bf16", 2),
+    MegatronLayout(2, 0, 1, 0, "fp32", 2),
+    MegatronLayout(2, 0, 1, 1, "bf16o", 2),
+    MegatronLayout(2, 2, 1, 1),
+    MegatronLayout(1, 0, 1, 1),
+]
+
+
+def sequence_pairs() -> list[tuple[MegatronLayout, MegatronLayout]]:
+    """Return the pairs to load with sequence parallelism: each layout into each."""
+    return [(source, target) for source in SEQUENCE for target in SEQUENCE]

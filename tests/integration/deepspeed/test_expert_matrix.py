@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.deepspeed.expert_names import pairs, piped_pairs
+from tests.integration.deepspeed.expert_names import pairs, piped_pairs, sequence_pairs
 from tests.integration.deepspeed.pairs import part, problems, run, strayed
 
 FULL = os.environ.get("UNICKPT_FULL_MATRIX") == "1"
@@ -42,3 +42,9 @@ def test_experts_in_a_pipeline_resume_with_any_other_number_of_stages(tmp_path: 
     run("piped experts", every, tmp_path, timeout_s=1500)
     assert problems(every, tmp_path) == {}
     assert strayed([pair for pair in every if all(layout.precision == "fp32" for layout in pair)], tmp_path) == {}
+
+
+@pytest.mark.skipif(not FULL, reason="36 pairs")
+def test_experts_with_sequence_parallelism_resume_with_any_other_degrees(tmp_path: Path) -> None:
+    run("experts", sequence_pairs(), tmp_path, timeout_s=1500)
+    assert problems(sequence_pairs(), tmp_path) == {}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.deepspeed.megatron_names import averaged_pairs, pairs
+from tests.integration.deepspeed.megatron_names import averaged_pairs, pairs, sequence_pairs
 from tests.integration.deepspeed.pairs import problems, run, strayed
 
 PAIRS = pairs()
@@ -37,3 +37,10 @@ def test_losses_continue_as_in_an_uninterrupted_run(folder: Path) -> None:
 def test_parameters_to_average_keep_the_values_of_each_rank_or_take_the_mean(tmp_path: Path) -> None:
     run("averaged", averaged_pairs(), tmp_path, timeout_s=1500)
     assert problems(averaged_pairs(), tmp_path) == {}
+
+
+@pytest.mark.skipif(os.environ.get("UNICKPT_FULL_MATRIX") != "1", reason="36 pairs")
+@pytest.mark.timeout(1800)
+def test_tensor_parallel_jobs_with_sequence_parallelism_resume_with_any_other_degrees(tmp_path: Path) -> None:
+    run("megatron", sequence_pairs(), tmp_path, timeout_s=1500)
+    assert problems(sequence_pairs(), tmp_path) == {}
