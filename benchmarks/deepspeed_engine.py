@@ -56,6 +56,14 @@ class EngineJob:
         self.step(engine)
         return engine
 
+    def other(self, stage: int) -> Any:
+        """Return an engine of another layout than that of ``stage``."""
+        return self.engine(3 if stage < 3 else 1)
+
+    def share_bytes(self, engine: Any) -> int:
+        """Return the size of the masters and moments of this rank."""
+        return int(sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()) * 12 // self.world)
+
     @staticmethod
     def step(engine: Any) -> None:
         """Make one training step."""

@@ -1,7 +1,7 @@
 """Saves and loads in DeepSpeed jobs: unickpt, DeepSpeed's own, torch.distributed.checkpoint, and the physical limits.
 
     python -m benchmarks.deepspeed_save_load [--ranks 2] [--millions 50] [--rounds 5] [--stage 1] [--peers dcp universal]
-        [--out docs/evidence/benchmarks.md]
+        [--tensor 2 --pipeline 2] [--out docs/evidence/benchmarks.md]
 
 Every round measures, one after the other on the same engine:
 
@@ -12,7 +12,11 @@ Every round measures, one after the other on the same engine:
 - training steps of DeepSpeed, alone and during asynchronous writes of unickpt and DCP;
 - with ``dcp``: save, async_save and load of torch.distributed.checkpoint, with the same number of tensors and bytes per rank,
   and its save in safetensors;
-- with ``universal``: DeepSpeed's ds_to_universal and its load_universal, and unickpt's loads as another ZeRO stage.
+- with ``universal``: DeepSpeed's ds_to_universal and its load_universal, and unickpt's loads under another layout: another ZeRO
+  stage, or without tensor parallelism.
+
+``--tensor`` and ``--pipeline`` make a ``PipelineModule`` with tensor-parallel layers. The bytes that all processes of the
+machine send during a save show whether it gathers data (``/proc/net/dev``, on an otherwise idle machine).
 
 Times are seconds of the slowest rank: medians with their spread, and ratios within a round, because a slow minute of the
 machine affects all of a round. The first round is not counted, because it touches memory and disk for the first time.
@@ -35,7 +39,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.deepspeed_engine import EngineJob
-from benchmarks.measure import Peak, cold, machine, most, publish, settle, size_of, slowest, table, warm
+from benchmarks.deepspeed_pipeline_engine import PipelineJob
+from benchmarks.measure import Peak, cold, machine, most, publish, sent_bytes, settle, size_of, slowest, table, warm
 from unickpt.testing.launch import command, environment
 
 REPO = Path(__file__).resolve().parent.parent
@@ -53,8 +58,8 @@ AGAINST = {
     "DCP load": ("raw read", "DeepSpeed load"),
     "unickpt load": ("raw read", "DeepSpeed load"),
     "unickpt load, its reading": ("raw read", "DeepSpeed load"),
-    "unickpt load as another stage": ("unickpt load", "ds_to_universal + load_universal"),
-    "unickpt load as another stage, its reading": ("unickpt load, its reading", "ds_to_universal + load_universal"),
+    "unickpt load as another layout": ("unickpt load", "ds_to_universal + load_universal"),
+    "unickpt load as another layout, its reading": ("unickpt load, its reading", "ds_to_universal + load_universal"),
     "DeepSpeed load, uncached": ("raw read, uncached", ""),
     "DCP load, uncached": ("raw read, uncached", "DeepSpeed load, uncached"),
     "unickpt load, uncached": ("raw read, uncached", "DeepSpeed load, uncached"),
@@ -73,6 +78,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--millions", type=int, default=50, help="parameters")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stage", type=int, default=1)
+    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks; needs --pipeline")
+    parser.add_argument("--pipeline", type=int, default=0, help="stages of a PipelineModule; 0 for a plain module")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     parser.add_argument("--no-steps", action="store_true", help="save and load only, for models whose step takes a minute")
     parser.add_argument("--out", type=Path)
@@ -167,12 +174,12 @@ def worker(args: argparse.Namespace) -> None:
     from deepspeed import comm as dist
 
     folder = Path(args.worker)
-    job = EngineJob.start(args.millions)
-    rank, world = job.rank, job.world
+    job = PipelineJob.begin(args.millions, args.tensor, args.pipeline) if args.pipeline else EngineJob.start(args.millions)
+    rank = job.rank
     engine = job.engine(args.stage)
     steps = partial(job.steps, engine)
-    other = job.engine(3 if args.stage < 3 else 1) if "universal" in args.peers else None
-    mine = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()) * 12 // world
+    other = job.other(args.stage) if "universal" in args.peers else None
+    mine = job.share_bytes(engine)
     raw = Raw(folder / f"raw{rank}", mine)
     dcp = Dcp(rank, job.layers, mine) if "dcp" in args.peers else None
 
@@ -198,12 +205,15 @@ def worker(args: argparse.Namespace) -> None:
     sizes: dict[str, int] = {}
     peaks: dict[str, int] = {}
     read: dict[str, tuple[int, int]] = {}
+    sent: dict[str, int] = {}
     for number in range(args.rounds + 1):
         place = folder / str(number)
         theirs, own, plain = (place / name for name in ("stock", "unickpt", "dcp"))
         found = {"memory copy": slowest(raw.copy), "raw write": slowest(raw.write)}
+        before = sent_bytes()
         with Peak() as peak:
             found["DeepSpeed save"] = slowest(partial(native, "save", theirs, tag="t"))
+        sent["DeepSpeed save"] = sent_bytes() - before
         peaks["DeepSpeed save"] = most(peak.bytes)
         if dcp is not None:
             found["DCP save"] = slowest(partial(dcp.save, plain))
@@ -219,9 +229,11 @@ def worker(args: argparse.Namespace) -> None:
             found["DCP async_save, written"] = time.perf_counter() - began
         if not args.no_steps:
             found["step alone"] = steps(lambda: True, 8)
+        before = sent_bytes()
         with Peak() as peak:
             engine.save_checkpoint(str(own), tag="alone")
             committed()
+        sent["unickpt save"] = sent_bytes() - before
         peaks["unickpt, first save" if number == 0 else "unickpt save"] = most(peak.bytes)
         settle()
         began = time.perf_counter()
@@ -249,8 +261,8 @@ def worker(args: argparse.Namespace) -> None:
                 found[f"{name}, its reading"] = reading(engine, "unickpt load")
         if other is not None:
             warm(own)
-            found["unickpt load as another stage"] = slowest(partial(other.load_checkpoint, str(own), tag="quiet"))
-            found["unickpt load as another stage, its reading"] = reading(other, "as another stage")
+            found["unickpt load as another layout"] = slowest(partial(other.load_checkpoint, str(own), tag="quiet"))
+            found["unickpt load as another layout, its reading"] = reading(other, "as another layout")
         for name, (_, load) in loads.items():  # last, because dropping the cache also drops the code of the programs
             if cold():
                 found[f"{name}, uncached"] = slowest(load)
@@ -272,7 +284,7 @@ def worker(args: argparse.Namespace) -> None:
         dist.barrier()
     if rank == 0:
         (folder / "result.json").write_text(
-            json.dumps({"seconds": seconds, "bytes": sizes, "mine": mine, "peaks": peaks, "read": read})
+            json.dumps({"seconds": seconds, "bytes": sizes, "mine": mine, "peaks": peaks, "read": read, "sent": sent})
         )
     dist.barrier()
     os._exit(0)  # gloo can abort while the interpreter shuts down
@@ -286,7 +298,9 @@ def main() -> None:
     import deepspeed
 
     with tempfile.TemporaryDirectory() as folder:
-        options = [f"--{k}={getattr(args, k)}" for k in ("ranks", "millions", "rounds", "stage")] + ["--peers", *args.peers]
+        options = [f"--{k}={getattr(args, k)}" for k in ("ranks", "millions", "rounds", "stage")]
+        options += [f"--tensor={args.tensor}", f"--pipeline={args.pipeline}"] if args.pipeline else []
+        options += ["--peers", *args.peers]
         options += ["--no-steps"] if args.no_steps else []
         env = environment(REPO)
         if args.ranks * args.millions > 1000:  # blocks of 4 MB would leave 2 GB of holes in each rank's heap
@@ -294,8 +308,10 @@ def main() -> None:
         job = command(args.ranks, "-m", "benchmarks.deepspeed_save_load", *options, "--worker", folder)
         subprocess.run(job, check=True, env=env, cwd=REPO, stdout=subprocess.DEVNULL)
         result = json.loads((Path(folder) / "result.json").read_text())
+    data = args.ranks // (args.tensor * max(args.pipeline, 1))
+    parallel = f"TP{args.tensor}/PP{args.pipeline}/DP{data}, " if args.pipeline else ""
     heading = (
-        f"{args.millions}M parameters, fp32 with Adam, ZeRO-{args.stage} on {args.ranks} ranks, "
+        f"{args.millions}M parameters, fp32 with Adam, {parallel}ZeRO-{args.stage} on {args.ranks} ranks, "
         f"{result['mine']:,} bytes each, {args.rounds} rounds; {machine()}, DeepSpeed {deepspeed.__version__}."
     )
     order = dict.fromkeys(["memory copy", "raw write", "raw read", "raw read, uncached", *AGAINST, "step alone"])
@@ -307,10 +323,12 @@ def main() -> None:
     text += table(seconds, against, ["relative to the physical limit", "relative to the peer"])
     read = ", ".join(f"{name} {a:,} of {b:,} ({a / b:.3f})" for name, (a, b) in result["read"].items())
     text += f"\n\nBytes on disk: {sizes}. Bytes that all ranks read from storage, of bytes that they need: {read}."
+    sent = ", ".join(f"{name} {size:,}" for name, size in result["sent"].items())
+    text += f" Bytes that all processes send during a save: {sent}."
     text += f" Peak memory of a rank in addition to what it had before, in MB: {peaks}.\n"
     publish(text, args.out)
     if args.json:
-        title = f"DeepSpeed ZeRO-{args.stage}, {args.millions}M, {args.ranks} ranks"
+        title = f"DeepSpeed {parallel}ZeRO-{args.stage}, {args.millions}M, {args.ranks} ranks"
         args.json.write_text(json.dumps([{"title": title, "seconds": result["seconds"]}]))
 
 

@@ -40,6 +40,18 @@ PARTS: dict[str, tuple[str, list[str]]] = {
         "DeepSpeed, 350M, 4 ranks, ZeRO-3",
         ["deepspeed_save_load", "--ranks=4", "--millions=350", "--stage=3", "--no-steps", "--peers"],
     ),
+    "deepspeed-3d-50M-4": (
+        "DeepSpeed TP2/PP2/DP1, 50M, 4 ranks",
+        ["deepspeed_save_load", "--ranks=4", "--millions=50", "--tensor=2", "--pipeline=2", "--peers", "universal"],
+    ),
+    "deepspeed-3d-50M-8": (
+        "DeepSpeed TP2/PP2/DP2, 50M, 8 ranks",
+        ["deepspeed_save_load", "--ranks=8", "--millions=50", "--tensor=2", "--pipeline=2", "--peers", "universal"],
+    ),
+    "deepspeed-3d-350M-4": (
+        "DeepSpeed TP2/PP2/DP1, 350M, 4 ranks",
+        ["deepspeed_save_load", "--ranks=4", "--millions=350", "--tensor=2", "--pipeline=2", "--no-steps", "--peers"],
+    ),
     "megatron-50M": ("Megatron, 50M", ["megatron_save_load", "--millions=50", "--layouts", "tp2", "tp2dp2"]),
 }  # fmt: skip
 SHOWN = (

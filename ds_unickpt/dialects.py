@@ -9,6 +9,7 @@ from ds_unickpt import tensor_parallel
 from ds_unickpt.huggingface import model_of
 from ds_unickpt.names import ModuleNames, buffers
 from unickpt.convert import training_progress
+from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.dialects.hf_layouts import as_wanted
 from unickpt.dialects.model_facts import Model
 from unickpt.dialects.registry import choose
@@ -17,10 +18,11 @@ from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.report import Entry
 
 OWN = "huggingface"
+Shapes = dict[str, tuple[int, ...]]
 SCHEDULE = "schedule"  # key in the job's objects: progress of the other framework's learning-rate schedule (Progress)
 
 
-def as_named_here(checkpoint: Checkpoint, engine: Any, chosen: str) -> Checkpoint:
+def as_named_here(checkpoint: Checkpoint, engine: Any, chosen: str, wanted: Shapes | None = None) -> Checkpoint:
     """Return the checkpoint under the names of this job's model.
 
     Args:
@@ -28,6 +30,7 @@ def as_named_here(checkpoint: Checkpoint, engine: Any, chosen: str) -> Checkpoin
         engine: engine that loads the checkpoint.
         chosen: ``load_dialect`` option: model family, or path of a dialect file. '' derives it from the model or the
             checkpoint.
+        wanted: shapes of the tensors of all ranks by name, if a rank has only some of them; None: this rank has all.
 
     Raises:
         LanguageError: there is no dialect for this model, or it does not fit.
@@ -35,30 +38,39 @@ def as_named_here(checkpoint: Checkpoint, engine: Any, chosen: str) -> Checkpoin
     """
     stored = checkpoint.manifest.writer
     if stored.dialect == OWN:
-        return as_wanted(checkpoint, _wanted(engine), model_of(engine.module).family)
-    if _has_own_names(checkpoint, engine):
+        return as_wanted(checkpoint, wanted or wanted_here(engine), model_of(engine.module).family)
+    wanted = wanted or wanted_here(engine)
+    if _has_own_names(checkpoint, wanted):
         return checkpoint
     where = str(checkpoint.storage)
     model = model_of(engine.module).with_more(Model.from_json(stored.model), where)
     rules = choose(stored.dialect, OWN, chosen, model.family, where=where, option='"unickpt": {"load_dialect": ...}')
-    rules, wanted = rules.of_model(model.facts), _wanted(engine)
+    rules = rules.of_model(model.facts)
     view = translated(checkpoint, rules.rules, wanted, rules.sizes_of(model.facts), outward=True)
     found, notes = _objects(checkpoint, engine)
     return dataclasses.replace(view, job_objects=found, job_notes=notes)
 
 
-def _wanted(engine: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters and persistent buffers of this job's model, by name."""
+def wanted_here(engine: Any) -> Shapes:
+    """Return the shapes of the parameters and persistent buffers of this rank's model, by name."""
     slices = tensor_parallel.slices(engine)
     found = {name: slices.of(parameter).shape for name, parameter in ModuleNames.read(engine.module).parameters.items()}
     found |= {name: tuple(buffer.shape) for name, buffer, persistent in buffers(engine.module) if persistent}
     return found
 
 
-def _has_own_names(checkpoint: Checkpoint, engine: Any) -> bool:
+def wanted_by_all(own: Shapes, meet: Rendezvous) -> Shapes:
+    """Return the shapes that any rank wants, by name. All ranks call it with the result of ``wanted_here``."""
+    gathered = meet.gather("wanted", {name: list(shape) for name, shape in own.items()})
+    found: dict[str, Any] | None = None
+    if gathered is not None:
+        found = {name: shape for message in gathered for name, shape in message.items()}
+    return {name: tuple(shape) for name, shape in meet.broadcast("wanted-by-all", found, notice=False).items()}
+
+
+def _has_own_names(checkpoint: Checkpoint, wanted: Shapes) -> bool:
     """Whether the checkpoint already uses this job's names, such as for a module built from the same parts."""
-    return any(name in checkpoint.manifest.aliases or checkpoint.info(name, "weight") is not None
-               for name in ModuleNames.read(engine.module).parameters)  # fmt: skip
+    return any(name in checkpoint.manifest.aliases or checkpoint.info(name, "weight") is not None for name in wanted)
 
 
 def _objects(checkpoint: Checkpoint, engine: Any) -> tuple[dict[str, Any], list[Entry]]:

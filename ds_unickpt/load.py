@@ -249,9 +249,17 @@ def _load(
     begin = time.monotonic()
     together = Together(ours.meet, directory)
 
+    def own() -> dialects.Shapes:
+        require_supported(engine, for_load=directory)
+        return dialects.wanted_here(engine)
+
+    wanted_names: dialects.Shapes | None = None
+    if engine.pipeline_parallelism or engine.has_moe_layers:  # a rank may have a part of the tensors
+        wanted_names = dialects.wanted_by_all(together.step("names", own), ours.meet)
+
     def opened() -> restore.EngineRestore:
         require_supported(engine, for_load=directory)
-        checkpoint = dialects.as_named_here(source(), engine, ours.options.load_dialect)
+        checkpoint = dialects.as_named_here(source(), engine, ours.options.load_dialect, wanted_names)
         loading = restore.EngineRestore(engine, checkpoint, ours.options, wanted)
         if not loading.placed.partial:
             loading.settle(loading.matching.unclaimed)

@@ -95,6 +95,7 @@ def load(
     scheduler: Any = None,
     metadata: dict[str, Any] | None = None,
     strict: bool = True,
+    load_dialect: str = "",
 ) -> dict[str, Any]:
     """Load a checkpoint of ``save``, under any parallel shape and optimizer wrapper. All ranks call it.
 
@@ -103,6 +104,8 @@ def load(
     Args:
         directory, model, optimizer, scheduler, metadata: as for ``save``. Without ``optimizer`` its state is not loaded.
         strict: passed to the modules' ``load_state_dict``.
+        load_dialect: model family such as ``llama``, or path of a [dialect](dialect-language.md) file, for a checkpoint of
+            another framework whose family is unknown.
 
     Returns:
         ``{"iteration": ..., "extra": ...}``.
@@ -110,7 +113,7 @@ def load(
     Raises:
         MegatronCheckpointError: the checkpoint is damaged or does not fit.
     """
-    return _load(directory, model, optimizer, scheduler=scheduler, metadata=metadata, strict=strict)
+    return _load(directory, model, optimizer, scheduler=scheduler, metadata=metadata, strict=strict, load_dialect=load_dialect)
 
 
 def resume_or_start(
@@ -122,12 +125,13 @@ def resume_or_start(
     metadata: dict[str, Any] | None = None,
     strict: bool = True,
     memory: MemoryOptions | None = None,
+    load_dialect: str = "",
 ) -> dict[str, Any]:
     """Load the newest complete checkpoint of a folder, or start without one if there is none. All ranks call it.
 
     Args:
         folder: path or URL of the folder in which ``save`` has made its checkpoints. It need not exist.
-        model, optimizer, scheduler, metadata, strict: as for ``load``.
+        model, optimizer, scheduler, metadata, strict, load_dialect: as for ``load``.
         memory: also look for checkpoints in the memory of the hosts.
 
     Returns:
@@ -156,7 +160,7 @@ def resume_or_start(
         with as_agreed_failures():
             found = _load(
                 offer.directory, model, optimizer, scheduler=scheduler, metadata=metadata, strict=strict,
-                source=partial(in_memory.open, offer),
+                source=partial(in_memory.open, offer), load_dialect=load_dialect,
             )  # fmt: skip
         in_memory.loaded(offer, offer.step)
         return found
@@ -168,11 +172,13 @@ def resume_or_start(
 
 def _load(
     directory: str | Path, model: Any, optimizer: Any, *, scheduler: Any, metadata: dict[str, Any] | None, strict: bool,
-    source: Callable[[], Checkpoint] | None = None,
+    source: Callable[[], Checkpoint] | None = None, load_dialect: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     state = _state(model, optimizer, scheduler, metadata, is_loading=True)
     receiver = Receiver(scheduler=scheduler)
-    loaded = loading.load(RUNTIME, state, directory, receiver=receiver, adapt=_with_stored_generators, source=source)
+    loaded = loading.load(
+        RUNTIME, state, directory, receiver=receiver, adapt=_with_stored_generators, source=source, load_dialect=load_dialect
+    )
     for key, chunk in _chunks(model).items():
         chunk.load_state_dict(loaded[key], strict=strict)
     if optimizer is not None:

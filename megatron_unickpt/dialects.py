@@ -24,8 +24,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def as_named_here(
-    checkpoint: Checkpoint, items: Iterable[ShardedTensor], meet: Rendezvous | None, receiver: Receiver | None = None
-) -> Checkpoint:
+    checkpoint: Checkpoint, items: Iterable[ShardedTensor], meet: Rendezvous | None, receiver: Receiver | None = None,
+    chosen: str = "",
+) -> Checkpoint:  # fmt: skip
     """Return the checkpoint under the keys of this job's model.
 
     Args:
@@ -33,6 +34,7 @@ def as_named_here(
         items: tensors that this rank loads.
         meet: exchange with the other ranks, which all call this; each then knows the tensors of all. None: this rank is alone.
         receiver: objects of the job, which receive the state of another framework.
+        chosen: model family, or path of a dialect file. '' for ``--unickpt-load-dialect``.
 
     Raises:
         LanguageError: no dialect for this model is known, or the dialect does not fit.
@@ -50,7 +52,7 @@ def as_named_here(
     checkpoint = in_memory(checkpoint)
     where = str(checkpoint.storage)
     model = internals.model().with_more(Model.from_json(stored.model), where)
-    chosen = internals.options().load_dialect
+    chosen = chosen or internals.options().load_dialect
     rules = choose(OWN, stored.dialect, chosen, model.family, where=where, option="--unickpt-load-dialect").of_model(
         model.facts
     )

@@ -56,6 +56,7 @@ def load(
     verify: str | None = None,
     read_once_per_host: bool | None = None,
     source: Callable[[], Checkpoint] | None = None,
+    load_dialect: str = "",
 ) -> Any:
     """Load into a sharded state dict, from a checkpoint of any parallel shape and optimizer. All ranks call it.
 
@@ -74,6 +75,8 @@ def load(
         read_once_per_host: one rank of a host reads the data that several need, and shares it in memory. None: True unless
             ``--unickpt-no-read-once`` was given.
         source: opens the checkpoint, if it is in memory. ``checkpoint_dir`` is then its name in messages.
+        load_dialect: model family or dialect file, to load a checkpoint of another framework. '' for
+            ``--unickpt-load-dialect``.
 
     Returns:
         The state dict; with ``return_all`` and ``return_unexpected`` also missing and unexpected keys.
@@ -99,7 +102,9 @@ def load(
     with as_megatron_errors():
         stored, request = together.step("open", opened)
         with_others = together.meet if validate_access_integrity else None
-        checkpoint = together.step("named", lambda: dialects.as_named_here(stored, request.items(), with_others, receiver))
+        checkpoint = together.step(
+            "named", lambda: dialects.as_named_here(stored, request.items(), with_others, receiver, load_dialect)
+        )
         wanted, missing, unexpected = request.wanted, set[str](), set[str]()
         if handling != validation.StrictHandling.ASSUME_OK_UNEXPECTED:  # may raise on some ranks only
             wanted, missing, unexpected = together.step(

@@ -184,6 +184,21 @@ class Rows(nn.Linear):
         return _Leave.apply(x @ self.weight.t(), self.mpu.get_tensor_model_parallel_group()) + self.bias
 
 
+def looked_up(words: torch.Tensor, tokens: torch.Tensor, mpu: Mpu) -> torch.Tensor:
+    """Return the embeddings ``[..., width]`` of tokens. ``words``: this rank's rows of a vocabulary ``[rows, width]``."""
+    rows = len(words)
+    local = tokens - mpu.get_tensor_model_parallel_rank() * rows
+    mine = (local >= 0) & (local < rows)
+    found = functional.embedding(local.clamp(0, rows - 1), words) * mine[..., None]
+    return _Leave.apply(found, mpu.get_tensor_model_parallel_group())  # type: ignore[no-any-return]
+
+
+def logits_of(words: torch.Tensor, x: torch.Tensor, mpu: Mpu) -> torch.Tensor:
+    """Return the logits ``[..., vocabulary]`` of the words of all ranks, also of the padding."""
+    group = mpu.get_tensor_model_parallel_group()
+    return _Join.apply(_Enter.apply(x, group) @ words.t(), group)  # type: ignore[no-any-return]
+
+
 class Embedding(nn.Module):
     """The tied module, whose words alone are synchronized between the stages of a pipeline, as in Megatron-DeepSpeed."""
 
@@ -199,18 +214,12 @@ class Embedding(nn.Module):
         self.words = _mark(nn.Parameter(part_of(padded, 0, [len(padded)], mpu)), 0)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        rows = len(self.words)
-        local = tokens - self.mpu.get_tensor_model_parallel_rank() * rows
-        mine = (local >= 0) & (local < rows)
-        found = functional.embedding(local.clamp(0, rows - 1), self.words) * mine[..., None]
-        words = _Leave.apply(found, self.mpu.get_tensor_model_parallel_group())
-        return words + self.positions + self.frozen.sum()
+        return looked_up(self.words, tokens, self.mpu) + self.positions + self.frozen.sum()
 
 
 def head(module: Embedding, x: torch.Tensor) -> torch.Tensor:
     """Return the logits of all words, without those of the padding."""
-    group = module.mpu.get_tensor_model_parallel_group()
-    return _Join.apply(_Enter.apply(x, group) @ module.words.t(), group)[..., :VOCABULARY]
+    return logits_of(module.words, x, module.mpu)[..., :VOCABULARY]
 
 
 class Gated(nn.Module):

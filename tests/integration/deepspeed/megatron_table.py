@@ -13,6 +13,7 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.integration.deepspeed.megatron_names import MegatronLayout
 
 BEFORE = 10
 MARK = "<!-- made by tests/integration/deepspeed/megatron_table.py -->"
+OTHERS = "<!-- made by tests/integration/journeys/pipeline_table.py -->"  # follows on the same page
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS, PAGE, IMAGE = ROOT / "results/deepspeed-3d.json", ROOT / "docs/evidence/deepspeed-3d.md", "../images/deepspeed-3d.png"
 
@@ -75,51 +77,71 @@ def measured(direction: str, steps: int) -> dict[str, Any]:
     }
 
 
-def _row(found: dict[str, Any]) -> str:
-    after, alone = found["losses"], found["alone"][BEFORE:]
+def row(found: dict[str, Any]) -> str:
+    """Return the row of a table from a result: ``source``, ``target``, ``tensors``, ``problems``, ``losses`` and ``alone``."""
+    after, alone = found["losses"], found["alone"][-len(found["losses"]) :]
     off = max(abs(a - b) / b for a, b in zip(after, alone, strict=True))
     same = "all equal" if not found["problems"] else f"{len(found['problems'])} differ"
     losses = [f"{after[at]:.4f} ({alone[at]:.4f})" for at in (0, -1)]
     return f"| {' | '.join([found['source'], found['target'], str(found['tensors']), same, *losses])} | {off:.1e} |"
 
 
-def page() -> None:
-    """Write the page and the picture from the results."""
-    results = json.loads(RESULTS.read_text())
+def section(title: str, command: str, found: dict[str, Any]) -> str:
+    """Return the section of a page with a table. ``found``: ``rows``, ``steps``, ``seconds`` and ``made``."""
     columns = ("source", "target", "tensors compared", "result", "first loss (uninterrupted)", "last loss (uninterrupted)")
     head = f"| {' | '.join(columns)} | largest difference of losses |\n{'|---' * 7}|\n"
+    text = f"\n## {title}\n\n`{command} --steps {found['steps']}`: {found['made']}; {found['seconds']} s.\n\n{head}"
+    return text + "\n".join(map(row, found["rows"])) + "\n"
+
+
+def page() -> None:
+    """Write the page and the picture from the results. Sections of other commands stay."""
+    results = json.loads(RESULTS.read_text())
     text = f"{MARK}\n\n![Losses across the switch]({IMAGE})\n"
     titles = (("from", "One source, many targets"), ("to", "Many sources, one target"))
     for direction, title in titles:
-        if direction not in results:
-            continue
-        found = results[direction]
-        command = f"`python -m tests.integration.deepspeed.megatron_table {direction} --steps {found['steps']}`"
-        text += f"\n## {title}\n\n{command}: {found['made']}; {found['seconds']} s.\n\n{head}"
-        text += "\n".join(map(_row, found["rows"])) + "\n"
-    PAGE.write_text(f"{PAGE.read_text().partition(MARK)[0].rstrip()}\n\n{text}")
-    _draw(results, PAGE.parent / IMAGE)
+        if direction in results:
+            text += section(title, f"python -m tests.integration.deepspeed.megatron_table {direction}", results[direction])
+    before, _, made = PAGE.read_text().partition(MARK)
+    _, mark, others = made.partition(OTHERS)
+    PAGE.write_text(f"{before.rstrip()}\n\n{text}" + (f"\n{mark}{others}" if mark else ""))
+    shown = {"from": f"{label(SOURCE)} resumed as ...", "to": f"... resumed as {label(SOURCE)}"}
+    panels = [
+        Panel(title, results[direction]["rows"], direction == "to")
+        for direction, title in shown.items()
+        if direction in results
+    ]
+    draw(panels, PAGE.parent / IMAGE)
 
 
-def _draw(results: dict[str, Any], path: Path) -> None:
+@dataclass(frozen=True)
+class Panel:
+    """One part of the picture. Attributes: title; rows of results; whether they have many sources, and not many targets."""
+
+    title: str
+    rows: list[dict[str, Any]]
+    sources: bool
+
+
+def draw(panels: list[Panel], path: Path) -> None:
+    """Draw the losses of every row, and of the sources without interruption."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    directions = [direction for direction in ("from", "to") if direction in results]
-    figure, axes = plt.subplots(1, len(directions), figsize=(7 * len(directions), 5), sharey=True, squeeze=False)
-    titles = {"from": f"{label(SOURCE)} resumed as ...", "to": f"... resumed as {label(SOURCE)}"}
-    for axis, direction in zip(axes[0], directions, strict=True):
-        for number, found in enumerate(results[direction]["rows"]):
+    figure, axes = plt.subplots(1, len(panels), figsize=(7 * len(panels), 5), sharey=True, squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        for number, found in enumerate(panel.rows):
             alone, after = found["alone"], found["losses"]
-            if number == 0 or direction == "to":
+            before = len(alone) - len(after)
+            if number == 0 or panel.sources:
                 again = {"label": "uninterrupted"} if number == 0 else {}
                 axis.plot(range(1, len(alone) + 1), alone, color="black", linewidth=3, alpha=0.3, **again)
-            shown = found["target" if direction == "from" else "source"]
-            axis.plot(range(BEFORE + 1, BEFORE + 1 + len(after)), after, linewidth=1, label=shown)
-        axis.axvline(BEFORE + 0.5, color="grey", linestyle=":")
-        axis.set(title=titles[direction], xlabel="step")
+            shown = found["source" if panel.sources else "target"]
+            axis.plot(range(before + 1, len(alone) + 1), after, linewidth=1, label=shown)
+            axis.axvline(before + 0.5, color="grey", linestyle=":")
+        axis.set(title=panel.title, xlabel="step")
         axis.legend(fontsize=6, ncols=2)
     axes[0][0].set_ylabel("loss")
     figure.tight_layout()
@@ -138,7 +160,7 @@ def main() -> None:
     before = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     RESULTS.write_text(json.dumps({**before, args.what: found}, indent=1) + "\n")
     for each in found["rows"]:
-        print(_row(each))
+        print(row(each))
 
 
 if __name__ == "__main__":

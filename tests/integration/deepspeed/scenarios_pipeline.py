@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 from tests.integration.deepspeed.pipeline_jobs import build, scramble, train, truth_of
 from tests.integration.deepspeed.pipeline_names import PipelineLayout
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import differences
+from unickpt.cli.main import main
 from unickpt.errors import MismatchError
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.save import shutdown
@@ -125,3 +127,41 @@ def a_pipeline_is_saved_in_the_background_and_weights_load_alone(folder: Path) -
     found = {f"weight/{name}": p.detach() for name, p in target.module.named_parameters()}
     assert differences({key: truth[key] for key in found}, found) == []
     assert target.global_steps == 0
+
+
+DIALECT = """
+[dialect]
+name = "megatron-core"
+other = "huggingface"
+families = ["chain"]
+stack = ["layer"]
+
+[sizes]
+layer = 4
+
+[[rules]]
+here = "decoder.layers.{layer}.weight [out in]"
+there = "{layer}.weight [out in]"
+
+[[rules]]
+here = "decoder.layers.{layer}.bias [out]"
+there = "{layer}.bias [out]"
+"""
+
+
+@scenario(2)
+def a_checkpoint_of_another_framework_is_translated_for_all_stages(folder: Path) -> None:
+    """Each stage needs some of the names. The tensors of the other stage are not in excess."""
+    layers = [LayerSpec(torch.nn.Linear, 4, 4) for _ in range(4)]
+    source = build(TWO_STAGES, seed=1, layers=layers)
+    _fit(source, 2)
+    assert source.save_checkpoint(str(folder), tag="own") is True
+    if dist.get_rank() == 0:
+        (folder / "chain.toml").write_text(DIALECT)
+        assert main(["edit", str(folder / "own"), str(folder / "other"), "--rules", str(folder / "chain.toml")]) == 0
+        assert "decoder.layers.3.weight" in {info.name for info in Checkpoint.open(folder / "other").index.tensors}
+    dist.barrier()
+    unickpt = {"enabled": True, "load_dialect": str(folder / "chain.toml")}
+    target = build(TWO_STAGES, seed=3, layers=layers, unickpt=unickpt)
+    target.load_checkpoint(str(folder), tag="other")
+    assert differences(truth_of(source), truth_of(target)) == []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 BATCH, DECAY = 4, 80  # sequences per step; steps of the linear decay of the learning rate to zero
@@ -12,13 +13,14 @@ LAYERS, WIDTH, HEADS, GROUPS, FFN, VOCABULARY, LENGTH = 4, 32, 4, 2, 48, 96, 16
 
 @dataclass(frozen=True)
 class Family:
-    """Attributes: arguments of transformers' configuration and of Megatron's; tied embeddings; positions; ``model_type``."""
+    """Attributes: arguments of transformers' configuration and of Megatron's; tied; positions; ``model_type``; dialect file."""
 
     huggingface: dict[str, Any]
     megatron: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
     position: str = "rope"
     kind: str = ""
+    dialect: str = ""
 
     @property
     def moe(self) -> bool:
@@ -89,9 +91,12 @@ GROWN = {
 }  # fmt: skip
 
 
+PIPELINES = {"gpt2-pipeline": replace(FAMILIES["gpt2"], dialect=str(Path(__file__).with_name("pipeline.toml")))}
+
+
 def family_of(name: str) -> Family:
     """Return a family or a grown model of one."""
-    return {**FAMILIES, **GROWN}[name]
+    return {**FAMILIES, **GROWN, **PIPELINES}[name]
 
 
 def rows(step: int, batch: int = BATCH) -> Any:

@@ -93,7 +93,9 @@ class FamilyJob(Job):
         """Load a checkpoint of any framework."""
         import megatron_unickpt  # imported here, because jobs without unickpt also use this class
 
-        found = megatron_unickpt.load(source, self.chunks, self.optimizer, scheduler=self.scheduler)
+        found = megatron_unickpt.load(
+            source, self.chunks, self.optimizer, scheduler=self.scheduler, load_dialect=self.family.dialect
+        )
         self.step = int(found["iteration"])
 
     def save(self, directory: Path) -> None:

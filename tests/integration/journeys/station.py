@@ -1,6 +1,6 @@
 """Under torchrun: one station of a journey between frameworks. It loads, saves the loaded state, trains, and saves again.
 
-station deepspeed|megatron LAYOUT FAMILY PRECISION SOURCE OUT STEPS FIRST_STEP
+station deepspeed|pipeline|megatron LAYOUT FAMILY PRECISION SOURCE OUT STEPS FIRST_STEP
 
 ``SOURCE`` is a checkpoint (``-``: begin with random weights). ``OUT/loaded`` and ``OUT/trained`` are checkpoints,
 ``OUT/station.json`` has counters (of the schedule: its samples), the learning rate, losses, the logits of fixed tokens before
@@ -106,9 +106,21 @@ def megatron_station(
     return {**found, "logits_after": job.logits(rows(0)[:, :-1])}
 
 
+def pipeline_station(
+    layout: str, family: str, precision: str, source: str, out: Path, steps: int, first: int
+) -> dict[str, Any]:
+    from tests.integration.journeys import pipeline_job
+
+    assert family == pipeline_job.FAMILY
+    seed, bf16 = SEED + (source != "-"), precision == "bf16"
+    return pipeline_job.station(layout, source, out, steps, first, seed=seed, rate=LR, schedule=linear, bf16=bf16)
+
+
 def before_forks(arguments: list[str]) -> None:
-    import_framework(arguments[0])
-    if arguments[0] == "deepspeed":
+    import_framework(arguments[0].replace("pipeline", "deepspeed"))
+    if arguments[0] == "pipeline":
+        from tests.integration.journeys import pipeline_job  # noqa: F401
+    elif arguments[0] == "deepspeed":
         import transformers.models.auto.modeling_auto  # noqa: F401
     else:
         from tests.integration.journeys import megatron_job  # noqa: F401
@@ -119,7 +131,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    run = deepspeed_station if kind == "deepspeed" else megatron_station
+    run = {"deepspeed": deepspeed_station, "pipeline": pipeline_station, "megatron": megatron_station}[kind]
     found = run(layout, family, precision, source, Path(out), int(steps), int(first))
     import torch.distributed as dist
 

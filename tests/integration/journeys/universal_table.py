@@ -67,9 +67,15 @@ def trained(station: Station, source: Path | None, out: Path, steps: int, first:
 def name(station: Station) -> str:
     if station.kind == "deepspeed":
         return f"DeepSpeed ZeRO-{station.layout[-1]}, {station.ranks} rank{'s' * (station.ranks > 1)}"
+    if station.kind == "pipeline":
+        return f"DeepSpeed {_degrees(station.layout)}, ZeRO-1"
     shape = station.layout.split("-")[1]
     sizes = "tp1pp1dp1" if shape == "one" else shape
-    return f"Megatron {'/'.join(sizes[at : at + 3].upper() for at in range(0, len(sizes), 3))}"
+    return f"Megatron {_degrees(sizes)}"
+
+
+def _degrees(sizes: str) -> str:
+    return "/".join(sizes[at : at + 3].upper() for at in range(0, len(sizes), 3))
 
 
 def one_to_many(folder: Path, steps: int) -> Part:
