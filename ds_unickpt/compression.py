@@ -1,6 +1,6 @@
 """Compression of gradients in a DeepSpeed job, and its residuals in a checkpoint.
 
-DeepSpeed drops the residuals of its 1-bit optimizers at a load. Here they are shared objects of a checkpoint, one of each rank.
+Residuals are shared objects of a checkpoint, one of each rank. ``ds_unickpt.optimizer_residuals`` has those of DeepSpeed's own.
 """
 
 from __future__ import annotations

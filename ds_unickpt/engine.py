@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from ds_unickpt import automatic, batches, callers, capture, hints, internals, steered
+from ds_unickpt import automatic, batches, callers, capture, hints, internals, optimizer_residuals, steered
 from ds_unickpt.compression import CompressedEngine, begin
 from ds_unickpt.config import read_options, unused_options
 from ds_unickpt.runtime import EngineRuntime
@@ -333,7 +333,8 @@ def request_of(
         residuals = {} if ours.compressed is None else ours.compressed.shared_objects()
         choice = {} if ours.choosing is None else ours.choosing.shared_objects(ours.meet.rank)
         own = {**made.rank_objects, **(rank_objects or {})}
-        return replace(made, rank_objects=own, shared_objects={**made.shared_objects, **residuals, **choice})
+        shared = {**made.shared_objects, **residuals, **optimizer_residuals.captured(engine), **choice}
+        return replace(made, rank_objects=own, shared_objects=shared)
 
     return SaveRequest(
         contribute,

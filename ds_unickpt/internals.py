@@ -18,6 +18,8 @@ BF16 = "BF16_Optimizer"
 FP16_FUSED = "FP16_Optimizer"
 FP16_UNFUSED = "FP16_UnfusedOptimizer"
 _COMPILED = "_orig_mod"
+_SIZES = ("tensor_size", "corrected_tensor_size", "server_chunk_size")
+_OF_RANK = frozenset(("worker_error", "server_error", "momentum_accumulator", *_SIZES))
 
 
 def config_of(engine: Any) -> Mapping[str, Any]:
@@ -52,6 +54,11 @@ def base_optimizer(engine: Any) -> torch.optim.Optimizer | None:
         return None
     optimizer: torch.optim.Optimizer = engine.optimizer if kind == "plain" else engine.optimizer.optimizer
     return optimizer
+
+
+def keys_of_rank(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Return the states of a 1-bit optimizer that each rank has for itself, or that depend on the number of ranks."""
+    return _OF_RANK if type(optimizer).__module__.startswith("deepspeed.runtime.fp16.onebit.") else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,3 +306,8 @@ def loss_scale(engine: Any) -> float:
     if autocast is not None:
         return float(autocast.get_scale())
     return 1.0 if scaler is None else float(scaler.cur_scale)
+
+
+def uses_loco(engine: Any) -> bool:
+    """Whether ZeRO-3 keeps what its quantised gradients lose (LoCo-ZeRO++, before 0.19.8)."""
+    return getattr(engine._config.zero_config, "zeropp_loco_param", None) is not None

@@ -12,6 +12,7 @@ from ds_unickpt import batches, dialects, hints, internals, restore, trainer_fol
 from ds_unickpt.compression import RestoredResiduals
 from ds_unickpt.engine import UnickptCheckpointEngine, ours_of
 from ds_unickpt.fallbacks import require_supported
+from ds_unickpt.optimizer_residuals import RestoredOptimizerResiduals
 from ds_unickpt.restore_objects import LoadArguments
 from unickpt.checkpoint_folder import complete_checkpoints, latest_tag, read_manifest
 from unickpt.coordination.rendezvous import Rendezvous
@@ -278,11 +279,14 @@ def _load(
         loading.plan, identity=lambda: loading.checkpoint.identity, share=ours.options.read_once_per_host
     )
     together.read(lambda host_peers: loading.read(planned, host_peers), opener)
+    errors = RestoredOptimizerResiduals(engine, loading.checkpoint, loading.parts, loading.stored_name, wanted=wanted.optimizer)
     together.step("residuals", residuals.read)
+    together.step("errors", errors.read)
     together.step("set", loading.set_tensors)
     client_state = together.step("finish", loading.finish)
     report = loading.report
     residuals.apply(report)
+    errors.apply(report)
     report.skipped = list(skipped)
     report.seconds = time.monotonic() - begin
     ours.last_report = report

@@ -141,8 +141,13 @@ OFFLOADED = "_offload_buffer"
 
 
 def states_of(optimizer: torch.optim.Optimizer, partition: Partition) -> dict[str, Any]:
-    """Return the optimizer state of one partition, without the copies that DeepSpeed's offload adds."""
+    """Return the optimizer state of one partition, without the copies that DeepSpeed's offload adds, and without the states
+    that differ between ranks (``ds_unickpt.optimizer_residuals``).
+    """
     state = (partition.stepped_by or optimizer).state.get(partition.master, {})
+    of_rank = internals.keys_of_rank(optimizer)
+    if of_rank:
+        state = {key: value for key, value in state.items() if key not in of_rank}
     if partition.swapped is not None:
         state = {key: partition.swapped.tensors.get(key, value) for key, value in state.items()}
     return {k: v for k, v in state.items() if not (k.endswith(OFFLOADED) and k.removesuffix(OFFLOADED) in state)}

@@ -133,6 +133,11 @@ class EngineRestore:
         wanted = self.options.non_persistent_buffers and info is not None
         return wanted and info is not None and info.shape == tuple(buffer.shape)
 
+    def stored_name(self, parameter: torch.nn.Parameter) -> str:
+        """Return the name of a parameter in the checkpoint, or its own name if the checkpoint lacks it."""
+        name = self.names.name(parameter)
+        return self._stored.get(name, name)
+
     # ---------------------------------------------------------------- tensors
 
     def plan(self) -> Planned:

@@ -8,7 +8,7 @@ rank gets the mean of the first, so their mean stays, and its own slice of the s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from unickpt.errors import FormatError
 Tensors = dict[str, torch.Tensor]
 STORED = "gradient_residuals/"  # + rank, or + COMMON: names among the shared objects of a checkpoint
 COMMON = "common"
+OF_OPTIMIZERS = "optimizer_residuals/"  # + rank: those of DeepSpeed's 1-bit optimizers and of LoCo-ZeRO++
 
 
 def slice_of(elements: int, rank: int, world: int) -> tuple[int, int]:
@@ -89,12 +90,15 @@ class Common:
         return cls({name: int(count) for name, count in value["counts"].items()}, dict(value["factors"]))
 
 
-def resized(states: Iterable[Residuals], rank: int, world: int) -> Residuals:
+def resized(
+    states: Iterable[Residuals], rank: int, world: int, cut: Callable[[int, int, int], tuple[int, int]] = slice_of
+) -> Residuals:
     """Return the residuals of a rank of a job with another number of ranks.
 
     Args:
         states: those of every rank of the job that saved, in order of the ranks. Read one after the other.
         rank, world: this rank, and number of ranks of this job.
+        cut: returns the slice of a rank, from the number of elements, the rank and the number of ranks.
 
     Raises:
         FormatError: the residuals of a rank are missing.
@@ -115,6 +119,6 @@ def resized(states: Iterable[Residuals], rank: int, world: int) -> Residuals:
     sent = {name: (tensor / before).float() for name, tensor in total.items()}
     returned = {}
     for name, parts in slices.items():
-        lo, hi = slice_of(sum(map(len, parts)), rank, world)
+        lo, hi = cut(sum(map(len, parts)), rank, world)
         returned[name] = torch.cat(parts)[lo:hi].clone()
     return Residuals(rank, world, sent, returned)

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from unickpt.compression.carried import COMMON, STORED, Residuals, resized, slice_of
+from unickpt.compression.carried import COMMON, OF_OPTIMIZERS, STORED, Residuals, resized, slice_of
 from unickpt.edit.table import Key, Table, TableEntry, count_of
 from unickpt.errors import FormatError, MismatchError
 from unickpt.format import objects
@@ -19,6 +19,7 @@ from unickpt.format.index import TensorInfo
 from unickpt.format.layout import SHARED_PREFIX, SHARED_TENSORS_PREFIX
 
 _OBJECT, _TENSORS = f"{SHARED_PREFIX}{STORED}", f"{SHARED_TENSORS_PREFIX}{STORED}"
+_OF_OPTIMIZERS = (f"{SHARED_PREFIX}{OF_OPTIMIZERS}", f"{SHARED_TENSORS_PREFIX}{OF_OPTIMIZERS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,8 @@ class ResizeResiduals:
 
 
 def without_residuals(table: Table, why: str = "they belong to the steps of an optimizer on these tensors") -> Table:
-    """Return a table without residuals."""
-    keys = set(_keys(table))
+    """Return a table without residuals, also without those of 1-bit optimizers."""
+    keys = {*_keys(table), *(key for key in table.entries if key[0].startswith(_OF_OPTIMIZERS))}
     if not keys:
         return table
     left = {key: entry for key, entry in table.entries.items() if key not in keys}
