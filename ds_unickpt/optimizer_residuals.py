@@ -198,7 +198,7 @@ class RestoredOptimizerResiduals:
         self._stored = {key for key in checkpoint.shared_names() if key.startswith(STORED)}
         self._found = Residuals(self._rank, self._world)
         self._loco: dict[str, Any] = {}
-        self._same, self._strange = True, 0
+        self._same, self._strange, self._unread = True, 0, False
 
     def _object(self, rank: int) -> dict[str, Any]:
         key = f"{STORED}{rank}"
@@ -227,6 +227,8 @@ class RestoredOptimizerResiduals:
         elif self._one_bit is not None and int(self._one_bit.base.size) == self._world:
             states = (_without_padding(self._object(rank)) for rank in range(before.world))
             self._found = _padded(resized(states, self._rank, self._world, slice_of), self._world)
+        else:
+            self._unread = self._one_bit is not None
         self._strange = self._keep_fitting()
 
     def _keep_fitting(self) -> int:
@@ -264,6 +266,8 @@ class RestoredOptimizerResiduals:
             report.add(key, state, "left out", "not requested (load_optimizer_states or load_module_only)")
         elif self._one_bit is None and not loco:
             report.add(key, state, "left out", "this job does not compress by itself, or has another number of ranks")
+        elif self._unread:
+            report.add(key, state, "left out", "another number of ranks with model parallelism: they start at zero")
         elif self._strange:
             report.add(key, state, "set", f"{self._strange} tensors are divided otherwise, so theirs are zero")
         elif self._same:
