@@ -1,7 +1,7 @@
 """Ranks of a job: as threads of this process, or as processes of their own that can be killed.
 
 Processes are forked, so that a thousand of them cost no thousand imports of torch; nothing in the
-parent may have used a thread pool of torch's before (``torch.set_num_threads(1)``).
+parent may have used more than one thread of torch's before (``torch.set_num_threads(1)``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tests.faults.state import contribution
@@ -66,6 +67,9 @@ def fork(action: Callable[[], None]) -> int:
         return child
     status = 70
     try:
+        # After a fork PyTorch replaces its pool of threads at the first use. Threads that come first together race for it, and
+        # one of them gets "Invalid thread pool!" (ATen/ParallelOpenMP.cpp); so this thread is the first.
+        torch.set_num_threads(1)
         action()
         status = 0
     except BaseException:
