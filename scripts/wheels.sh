@@ -18,6 +18,7 @@ needed = {
     "unickpt/cli/main.py",
     "unickpt/diagnosis/reports/report.html",
     "unickpt/diagnosis/recording/_fast.abi3.so",
+    "unickpt/format/_casts.abi3.so",
     "unickpt/dialects/data/megatron-core.llama.toml",
     "ds_unickpt/engine.py",
     "megatron_unickpt/hooks.py",

@@ -19,7 +19,8 @@ import torch
 
 from unickpt.errors import FormatError, MismatchError
 from unickpt.format.boxes import Box, cut
-from unickpt.format.dtypes import is_cast_of, itemsize_bytes, torch_dtype
+from unickpt.format.casts import is_cast_of
+from unickpt.format.dtypes import itemsize_bytes, torch_dtype
 from unickpt.format.index import TensorInfo
 from unickpt.format.layout import ROWS_FOLDER, RankFiles
 from unickpt.format.manifest import FileRecord, JSONValue, OptimizerRecord, Writer

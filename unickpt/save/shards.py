@@ -11,7 +11,8 @@ import torch
 
 from unickpt.format import objects
 from unickpt.format.boxes import Box, cut, split_flat_range
-from unickpt.format.dtypes import cast_flags, itemsize_bytes, name_of
+from unickpt.format.casts import cast_flags
+from unickpt.format.dtypes import itemsize_bytes, name_of
 from unickpt.format.index import TensorInfo
 from unickpt.format.layout import SHARED_PREFIX, SHARED_TENSORS_PREFIX
 from unickpt.format.manifest import OptimizerRecord, Writer

@@ -15,12 +15,10 @@ from typing import Protocol
 
 import torch
 
-from unickpt.format.dtypes import copy_and_compare, is_cast_of
+from unickpt.format.casts import Copy, comparison, copy_all, is_cast_of, is_dense
 from unickpt.save.device_copy import DeviceCopies
 from unickpt.save.shards import Shard
 from unickpt.storage.direct_io import BLOCK_BYTES
-
-_COMPARED_BYTES = 512 << 10  # block that is copied, then compared; three of them fit into the cache of a core
 
 
 class StagingBuffer:
@@ -57,13 +55,11 @@ class StagingBuffer:
             self._copies.settle()
         self.lead_bytes = lead_bytes
         targets, sources, staged = [], [], []
-        dependents = _dependents(shards)
-        derivable: dict[int, bool] = {}
+        dense = _DenseCopies(shards)
         at = lead_bytes
         for shard in shards:
             data = shard.data.detach()
-            known = derivable.get(id(shard))
-            if shard.unless is not None and (is_cast_of(data, shard.unless) if known is None else known):
+            if shard.unless is not None and dense.derivable(shard, shard.unless):
                 continue
             at = -(-at // data.element_size()) * data.element_size()
             end = at + data.numel() * data.element_size()
@@ -72,12 +68,12 @@ class StagingBuffer:
             target = self.tensor[at:end].view(data.dtype).view(data.shape)
             staged.append(replace(shard, data=target, unless=None))
             at = end
-            dependent = dependents.get((data.data_ptr(), data.numel()))
-            if dependent is not None and shard.unless is None and data.is_contiguous():
-                derivable[id(dependent)] = _copy_and_compare(target, data, dependent.data.detach())
+            if is_dense(data):
+                dense.add(target, data)
             elif data.numel():
                 targets.append(target)
                 sources.append(data)
+        dense.run()
         return staged, self._copy(targets, sources)
 
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], None]:
@@ -103,33 +99,49 @@ def _allocated(capacity_bytes: int) -> torch.Tensor:
     return tensor
 
 
-def _dependents(shards: Sequence[Shard]) -> dict[tuple[int, int], Shard]:
-    """Return the conditional shards that can be compared during the copy, by address and length of ``unless``.
+class _DenseCopies:
+    """Copies of dense CPU tensors. A shard with a condition is compared while ``unless`` is copied, if that comes before it.
 
-    With several threads the copy of torch is faster, so there are none.
+    Args:
+        shards: all shards, in file order.
     """
-    if torch.get_num_threads() > 1:
-        return {}
-    conditional = [(shard, shard.unless) for shard in shards if shard.unless is not None]
-    return {
-        (unless.data_ptr(), unless.numel()): shard
-        for shard, unless in conditional
-        if unless.is_cpu and shard.data.is_cpu and unless.is_contiguous() and shard.data.is_contiguous() and unless.numel()
-    }
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._waiting: list[Copy] = []
+        self._found: dict[tuple[int, int], bool] = {}  # by address and number of elements of ``unless``
+        self._values = {
+            _place(shard.unless): shard.data.detach()
+            for shard in shards
+            if shard.unless is not None
+            and is_dense(shard.data)
+            and is_dense(shard.unless)
+            and comparison(shard.unless.dtype, shard.data.dtype) is not None
+        }
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Note a copy, which ``run`` makes."""
+        value = self._values.get(_place(source))
+        fits = value is not None and comparison(source.dtype, value.dtype) is not None
+        self._waiting.append(Copy(target, source, value if fits else None))
+
+    def run(self) -> None:
+        """Make the copies that were noted."""
+        found = copy_all(self._waiting, torch.get_num_threads())
+        self._found |= {
+            _place(copy.source): same for copy, same in zip(self._waiting, found, strict=True) if copy.value is not None
+        }
+        self._waiting.clear()
+
+    def derivable(self, shard: Shard, unless: torch.Tensor) -> bool:
+        """Return whether a shard is the cast of ``unless``."""
+        self.run()
+        value = self._values.get(_place(unless))
+        found = self._found.get(_place(unless)) if value is not None and _place(value) == _place(shard.data) else None
+        return is_cast_of(shard.data, unless) if found is None else found
 
 
-def _copy_and_compare(target: torch.Tensor, source: torch.Tensor, value: torch.Tensor) -> bool:
-    """Copy ``source`` and return whether ``value`` is its cast. Each block is compared while it is in the cache."""
-    if source.dtype == value.dtype:
-        return copy_and_compare(target.data_ptr(), source.data_ptr(), value.data_ptr(), source.numel() * source.element_size())
-    target, source, value = target.view(-1), source.view(-1), value.view(-1)
-    same, step = True, _COMPARED_BYTES // source.element_size()
-    for at in range(0, source.numel(), step):
-        length = min(step, source.numel() - at)
-        block = target.narrow(0, at, length)
-        block.copy_(source.narrow(0, at, length))
-        same = same and is_cast_of(value.narrow(0, at, length), block)
-    return same
+def _place(data: torch.Tensor) -> tuple[int, int]:
+    return data.data_ptr(), data.numel()
 
 
 def nothing_to_wait_for() -> None:

@@ -20,7 +20,7 @@ from unickpt.convert.megatron.torch_files import save_otherwise
 from unickpt.convert.parameter_order import NoOrderError, match_names
 from unickpt.errors import FormatError
 from unickpt.format.boxes import split_flat_range
-from unickpt.format.dtypes import is_cast_of
+from unickpt.format.casts import is_cast_of
 
 _HALVES = ("BF16", "F16")
 _SAMPLE = 2048  # elements compared at the begin, in the middle and at the end of a parameter
