@@ -6,8 +6,9 @@ ZeRO cuts the rank's part into flat ranges. ``places`` maps such a range to boxe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -15,6 +16,7 @@ from unickpt.convert.deepspeed.tensor_parallel import PlacedBox
 from unickpt.format.boxes import Box, split_flat_range
 
 Shape = tuple[int, ...]
+_KNOWN = 1 << 14  # results that are kept
 
 
 def local_shape(parameter: torch.nn.Parameter) -> Shape:
@@ -42,6 +44,7 @@ class Slice:
     averaged: bool = False
 
     @classmethod
+    @lru_cache(maxsize=_KNOWN)
     def whole(cls, shape: Shape, *, stored: bool = True, averaged: bool = False) -> Slice:
         """Return the slice of a parameter that every rank has in full. ``stored``: this rank stores it."""
         box = Box.whole(shape)
@@ -117,18 +120,22 @@ class Place:
         return data if self.local == self.run else data.view(self.run.shape)[self.local.within(self.run).slices()]
 
 
-def places(shape: Shape, boxes: Sequence[PlacedBox], lo: int, hi: int) -> Iterator[Place]:
-    """Yield the global positions of the flat range ``[lo, hi)`` of a rank's tensor.
+@lru_cache(maxsize=_KNOWN)
+def places(shape: Shape, boxes: tuple[PlacedBox, ...], lo: int, hi: int) -> tuple[Place, ...]:
+    """Return the global positions of the flat range ``[lo, hi)`` of a rank's tensor.
+
+    They are the same at every save, and for every state of a parameter, so they are kept.
 
     Args:
         shape: shape of the rank's tensor.
         boxes: boxes of the tensor to consider (``Slice.boxes`` or ``Slice.own``).
         lo, hi: flat element offsets in the rank's tensor.
     """
-    at = 0
+    found, at = [], 0
     for run in split_flat_range(shape, lo, hi):
         for box in boxes:
             common = box.common(run)
             if common is not None:
-                yield Place(common[1], common[0], run, at)
+                found.append(Place(common[1], common[0], run, at))
         at += run.numel
+    return tuple(found)

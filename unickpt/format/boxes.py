@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import add, sub
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.start) != len(self.shape):
             raise ValueError(f"box start {self.start} and shape {self.shape} differ in their number of dimensions")
-        if any(s < 0 for s in self.start) or any(n < 0 for n in self.shape):
+        if self.start and (min(self.start) < 0 or min(self.shape) < 0):
             raise ValueError(f"box start {self.start} and shape {self.shape} must not be negative")
 
     @classmethod
@@ -51,7 +52,7 @@ class Box:
 
     @property
     def stop(self) -> tuple[int, ...]:
-        return tuple(s + n for s, n in zip(self.start, self.shape, strict=True))
+        return tuple(map(add, self.start, self.shape))
 
     @property
     def numel(self) -> int:
@@ -61,11 +62,9 @@ class Box:
         """Return the common region of two boxes of one tensor, or None if it is empty."""
         if self.ndim != other.ndim:
             raise ValueError(f"boxes of {self.ndim} and of {other.ndim} dimensions cannot belong to one tensor")
-        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
-        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
-        if any(b <= a for a, b in zip(start, stop, strict=True)):
-            return None
-        return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+        start = tuple(map(max, self.start, other.start))
+        shape = tuple(map(sub, map(min, self.stop, other.stop), start))
+        return None if shape and min(shape) <= 0 else Box(start, shape)
 
     def within(self, outer: Box) -> Box:
         """Return this box in coordinates relative to ``outer``, which contains it."""
@@ -74,7 +73,7 @@ class Box:
         )
         if not inside:
             raise ValueError(f"{self} is not inside {outer}")
-        return Box(tuple(s - o for s, o in zip(self.start, outer.start, strict=True)), self.shape)
+        return Box(tuple(map(sub, self.start, outer.start)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
         """Return the box as an index into a numpy or torch array of the whole tensor."""

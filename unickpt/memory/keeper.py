@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import hmac
 import json
+import mmap
 import os
 import re
 import select
@@ -31,7 +32,7 @@ from unickpt.private_files import open_regular
 _LIMITS = ConnectionLimits(connections=512, whole_s=3600.0)
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 _ORDER_BYTES = 64 << 20
-_CHUNK_BYTES = 4 << 20
+_UNSENT_MS = 60_000  # after which the kernel gives a silent receiver up
 _LOOK_S = 1.0
 
 
@@ -123,15 +124,14 @@ def _copy(client: KeeperClient, order: CopyOrder, file: WantedFile, spare: Path,
             os.ftruncate(out.fileno(), file.size_bytes)
             if file.size_bytes:
                 os.posix_fallocate(out.fileno(), 0, file.size_bytes)
-            buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(file.size_bytes, 1))))
-            for at in range(0, file.size_bytes, len(buffer)):
-                part = buffer[: file.size_bytes - at]
-                client.read_into(order.number, file.name, [part], at)
-                whole.update(part)
-                os.pwrite(out.fileno(), part, at)
-                if order.bytes_per_s > 0:
-                    due = begin + (before + at + len(part)) / order.bytes_per_s
-                    time.sleep(max(due - time.monotonic(), 0.0))
+                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                into, at = memoryview(mmap.mmap(out.fileno(), file.size_bytes, flags=flags)), 0
+                for part in client.stream(order.number, file.name, into):
+                    whole.update(part)
+                    at += len(part)
+                    if order.bytes_per_s > 0:
+                        due = begin + (before + at) / order.bytes_per_s
+                        time.sleep(max(due - time.monotonic(), 0.0))
     except OSError as err:
         spare.unlink(missing_ok=True)
         raise StorageError(f"{spare}: cannot hold {file.size_bytes:,} bytes ({err.strerror or err})") from err
@@ -215,6 +215,7 @@ def serve(folder: HostFolder, listener: socket.socket, secret: str) -> LimitedSe
 
         def _transmit(self, descriptor: int, at: int, end: int) -> None:
             self.connection.settimeout(None)
+            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNSENT_MS)
             while at < end:
                 sent = os.sendfile(self.connection.fileno(), descriptor, at, end - at)
                 if not sent:  # the file was cut: the answer cannot be completed

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +23,7 @@ from unickpt.memory.generations import Inventory, folder_of
 
 TIMEOUT_S = 20.0  # of one read or connection
 _MOST_BYTES = 256 << 20  # of an answer that is not a file
+_PART_BYTES = 4 << 20
 _LOST = (OSError, http.client.HTTPException)
 
 
@@ -166,16 +167,9 @@ class KeeperClient:
         size = sum(map(len, parts))
         if not size:
             return
-        head = {"Range": f"bytes={offset_bytes}-{offset_bytes + size - 1}"}
         for attempt in (0, 1):
             try:
-                reply = self._request("GET", f"files/{folder_of(number)}/{name}", None, head)
-                if reply.status != 206 or reply.length != size:
-                    reply.read(1 << 16)
-                    raise StorageError(
-                        f"{self.name}: no bytes {offset_bytes:,} to {offset_bytes + size:,} of {folder_of(number)}/{name} "
-                        f"(HTTP status {reply.status})"
-                    )
+                reply = self._range(number, name, offset_bytes, offset_bytes + size)
                 for part in parts:
                     _fill(reply, part)
                 return
@@ -183,6 +177,44 @@ class KeeperClient:
                 self.close()
                 if attempt:
                     raise StorageError(f"{self.name}: {folder_of(number)}/{name} cannot be read ({_text(err)})") from err
+
+    def stream(self, number: int, name: str, into: memoryview) -> Iterator[memoryview]:
+        """Fill a buffer with the first bytes of a file, with one request. After a lost connection the rest is requested again.
+
+        Args:
+            number, name: the file.
+            into: buffer, of the size that the file must have at least.
+
+        Yields:
+            Filled parts of the buffer, in order.
+
+        Raises:
+            StorageError: the keeper does not answer, or has no such bytes.
+        """
+        at, lost_at = 0, -1
+        while at < len(into):
+            try:
+                reply = self._range(number, name, at, len(into))
+                while at < len(into):
+                    part = into[at : at + _PART_BYTES]
+                    _fill(reply, part)
+                    at += len(part)
+                    yield part
+            except _LOST as err:
+                self.close()
+                if at == lost_at:
+                    raise StorageError(f"{self.name}: {folder_of(number)}/{name} cannot be read ({_text(err)})") from err
+                lost_at = at
+
+    def _range(self, number: int, name: str, begin: int, end: int) -> http.client.HTTPResponse:
+        """Request the bytes ``[begin, end)`` of a file. Raises StorageError if the keeper has no such bytes."""
+        reply = self._request("GET", f"files/{folder_of(number)}/{name}", None, {"Range": f"bytes={begin}-{end - 1}"})
+        if reply.status != 206 or reply.length != end - begin:
+            reply.read(1 << 16)
+            raise StorageError(
+                f"{self.name}: no bytes {begin:,} to {end:,} of {folder_of(number)}/{name} (HTTP status {reply.status})"
+            )
+        return reply
 
     def close(self) -> None:
         """Close the connection."""

@@ -38,7 +38,8 @@ from unickpt.storage.base import Storage, split
 
 logger = logging.getLogger("unickpt")
 
-_POLL_S = 0.05
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.002, 0.5
+_POLL_SHARE = 0.02  # of the time that a copy has taken: it is found complete that much later at most
 _MOST_OWED = 64
 _COME_S = 2.0  # within which the ranks of a job that is ended receive the signal
 
@@ -283,10 +284,11 @@ class MemorySaver(Saver):
                     raise StorageError(f"{total:,} bytes exceed the {share:,} that memory.gigabytes leaves for copies")
                 order = CopyOrder(number, self.hosts.addresses[source], files, (*self._keep, number), limit)
                 client.copy(order)
+                begun = time.monotonic()
                 while not (state := client.copied()).done:
                     if state.number != number:  # the keeper has died, and the one in its place knows nothing of the order
                         client.copy(order)
-                    time.sleep(_POLL_S)
+                    time.sleep(min(max((time.monotonic() - begun) * _POLL_SHARE, _SHORTEST_POLL_S), _LONGEST_POLL_S))
                 if state.problem:
                     raise StorageError(state.problem)
                 size += state.size_bytes

@@ -11,7 +11,7 @@ import torch
 
 from unickpt.errors import CoverageError
 from unickpt.format import rank_rows as rows_module
-from unickpt.format.checksums import RunningDigest, digest, fragment_checksum
+from unickpt.format.checksums import RunningChecksum, RunningDigest, digest
 from unickpt.format.index import FragmentRow, TensorInfo
 from unickpt.format.layout import fragment_key
 from unickpt.format.manifest import FileRecord
@@ -22,6 +22,7 @@ from unickpt.storage.direct_io import BLOCK_BYTES, address_of
 
 _BATCH_BYTES = 32 << 20
 _BATCH_PARTS = 512  # below IOV_MAX
+_CHECKED_BYTES = 2 << 20  # larger blocks leave the cache; smaller ones take the interpreter's lock more often
 
 
 class Pace:
@@ -67,6 +68,7 @@ class DataFile:
         self.rows: list[FragmentRow] = []
         self._batch: list[memoryview] = []
         self._batch_bytes = 0
+        self._whole.update(self._head)
         self._put(memoryview(self._head))
 
     @property
@@ -90,16 +92,24 @@ class DataFile:
             if len(data) != slot.end_byte - slot.begin_byte:
                 raise CoverageError(f"{slot.name}: {len(data)} bytes, expected {slot.end_byte - slot.begin_byte} for its box")
             offset = self._header.header_bytes + slot.begin_byte
-            self.rows.append(FragmentRow(shard.tensor, shard.box, offset, fragment_checksum(data)))
+            self.rows.append(FragmentRow(shard.tensor, shard.box, offset, self._checksummed(data)))
             step = self._pace.batch_bytes
             for at in range(0, len(data), step):
                 self._put(data[at : at + step])
         self._flush()
 
+    def _checksummed(self, data: memoryview) -> int:
+        """Return the checksum of a fragment, and add it to that of the file. Both read each block while it is in the cache."""
+        fragment = RunningChecksum()
+        for at in range(0, len(data), _CHECKED_BYTES):
+            block = data[at : at + _CHECKED_BYTES]
+            fragment.update(block)
+            self._whole.update(block)
+        return fragment.value()
+
     def _put(self, data: memoryview) -> None:
         if not len(data):
             return
-        self._whole.update(data)
         self._batch = _joined(self._batch, data)
         self._batch_bytes += len(data)
         if self._batch_bytes >= self._pace.batch_bytes or len(self._batch) >= _BATCH_PARTS:
