@@ -71,10 +71,13 @@ def copy_all(copies: Sequence[Copy], threads: int, *, extension: bool = True) ->
         threads: number of threads that may copy.
         extension: use the extension if it is there.
     """
-    if threads == 1 or len(copies) == 1:
-        return [_copied(each, extension) for each in copies]
-    with ThreadPoolExecutor(min(threads, _MOST_THREADS), "unickpt-copy") as pool:
-        return list(pool.map(_copied, copies, repeat(extension)))
+    if threads > 1 and len(copies) > 1:
+        try:
+            with ThreadPoolExecutor(min(threads, _MOST_THREADS), "unickpt-copy") as pool:
+                return list(pool.map(_copied, copies, repeat(extension)))
+        except RuntimeError:  # the limit of threads or of memory
+            pass
+    return [_copied(each, extension) for each in copies]
 
 
 def _copied(copy: Copy, extension: bool) -> bool:
