@@ -1,6 +1,6 @@
 """Under torchrun: the unmodified ``pretrain_gpt.py`` of ``$MEGATRON_LM`` with ``--ckpt-format unickpt``, on CPU and gloo.
 
-    megatron_job.py FOLDER TP PP BATCH [--steps N] [--pause MS]
+    megatron_job.py FOLDER TP PP BATCH [--steps N] [--pause MS] [--memory]
 
 Every start is compared with the checkpoint that it came from through Megatron's own resharding format. The id of a
 sample is the digest of its tokens. Functions of Megatron's training loop are wrapped to write down steps and to make faults.
@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("batch", type=int)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--pause", type=float, default=30.0)
+    parser.add_argument("--memory", action="store_true", help="save into memory, and each sixth time to disk")
     args = parser.parse_args()
     job = Observed(args.folder, STARTED_S)
     warnings.filterwarnings("ignore")
@@ -51,6 +52,10 @@ def main() -> None:
         f"--lr-decay-iters 2000 --unickpt-keep-last 3 --unickpt-timing"
         + (f" --exit-interval {args.steps}" if args.steps else "")
     )
+    if args.memory:
+        place = args.folder / "memory" / job.host
+        place.mkdir(parents=True, exist_ok=True)
+        own += f" --unickpt-memory-to-disk-every 6 --unickpt-memory-folder {place}"
     script = os.path.join(tree, "pretrain_gpt.py")
     sys.argv = [script, *ARGUMENTS.split(), *own.split()]
     watch(job, args.folder, args.pause)
@@ -111,8 +116,11 @@ def watch(job: Observed, folder: Path, pause_ms: float) -> None:
 
 def differences(model: Any, optimizer: Any, folder: Path, step: int) -> list[str]:
     """Return on rank 0 where the job differs from the checkpoint that it has loaded. Collective."""
+    from megatron.training import get_args
     from megatron.training.utils import unwrap_model
 
+    from megatron_unickpt.edge import RUNTIME
+    from megatron_unickpt.memory import tier_of
     from megatron_unickpt.testing import truth
     from unickpt.load.checkpoint import Checkpoint
 
@@ -120,7 +128,7 @@ def differences(model: Any, optimizer: Any, folder: Path, step: int) -> list[str
     found = truth.consolidated(job, folder / "check")  # type: ignore[arg-type]
     if found is None:
         return []
-    checkpoint = Checkpoint.open(folder / "ck" / f"iter_{step:07d}")
+    checkpoint = tier_of(RUNTIME, get_args()).opened or Checkpoint.open(folder / "ck" / f"iter_{step:07d}")
     expected = {
         key: checkpoint.read_tensor(name, state)
         for key in found
