@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.json:
         documents = {"adapters": [asdict(adapter) for adapter in adapters], "hooks": [_document(status) for status in found]}
         fallbacks = _fallbacks() if adapters[0].state == "imported" else []
-        out.json({"schema": JSON_SCHEMA, **documents, "fallbacks": fallbacks, "recording": _recording()})
+        out.json({"schema": JSON_SCHEMA, **documents, "fallbacks": fallbacks, "recording": _recording(), "copying": _copying()})
     else:
         _show(out, adapters, found)
         if adapters[0].state == "imported":
@@ -93,6 +93,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def _recording() -> str:
     """Return the language that records usual calls."""
     from unickpt.diagnosis.recording.fast_path import available  # imports torch
+
+    return "C" if available() else "Python"
+
+
+def _copying() -> str:
+    """Return the language of the copies into staging memory."""
+    from unickpt.format.casts import available  # imports torch
 
     return "C" if available() else "Python"
 
@@ -199,6 +206,8 @@ def _show(out: Output, adapters: list[_Adapter], found: list[HookStatus]) -> Non
         out.line(f"{adapter.framework}{version} ({adapter.adapter}): {adapter.state}{reason}")
     slower = "" if _recording() == "C" else ": the extension is not installed, a record takes some microseconds"
     out.line(f"timing records calls in {_recording()}{slower}")
+    slower = "" if _copying() == "C" else ": the extension is not installed, asynchronous saves stop training longer"
+    out.line(f"saves copy in {_copying()}{slower}")
     rows = [
         [s.hook.name, _target(s), str(s.hook.versions), s.fingerprint or "-", s.state + (f": {s.reason}" if s.reason else "")]
         for s in found

@@ -51,6 +51,11 @@ class Copy:
     value: torch.Tensor | None = None
 
 
+def available() -> bool:
+    """Return whether the extension is installed."""
+    return _casts is not None
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the elements lie on the CPU in row-major order without gaps."""
     return tensor.is_cpu and tensor.is_contiguous()

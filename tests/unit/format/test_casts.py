@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unickpt.format import casts
-from unickpt.format.casts import Copy, cast_flags, copy_all, is_cast_of
+from unickpt.format.casts import Copy, available, cast_flags, copy_all, is_cast_of
 
 with_extension = pytest.mark.parametrize("extension", [True, False])
 
 
 def test_the_extension_is_installed() -> None:
     """The environment of the tests has a compiler."""
-    assert casts._casts is not None
+    assert available()
 
 
 @with_extension
