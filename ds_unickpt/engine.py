@@ -283,8 +283,11 @@ def _save(
     save_latest: bool,
     exclude_frozen: bool,
 ) -> PendingSave | CoordinationError:
-    """Save, or begin to save in the background. Returns the error if not all ranks entered the save."""
-    internals.validate_tag(engine, tag)
+    """Save, or begin to save in the background. Returns the error if not all ranks entered the save.
+
+    The ranks compare their tags in the first message. If these differ, DeepSpeed saves, with its own check of the tag
+    (``checkpoint.tag_validation``).
+    """
     meet = ours.meet.separate("save")
     request = request_of(
         ours, engine, save_dir, tag, client_state=client_state, save_latest=save_latest, exclude_frozen=exclude_frozen,

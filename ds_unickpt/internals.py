@@ -221,11 +221,6 @@ def grad_scaler(engine: Any) -> Any | None:
     return getattr(engine, "torch_autocast_z0_gradscaler", None) or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
 
-def validate_tag(engine: Any, tag: str) -> None:
-    """Run DeepSpeed's check that all ranks use the same tag (``checkpoint.tag_validation``)."""
-    engine._checkpoint_tag_validation(tag)
-
-
 def lr_scheduler(engine: Any) -> Any | None:
     return engine.lr_scheduler
 

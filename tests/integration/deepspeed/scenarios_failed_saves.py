@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from deepspeed import comm as dist
 
@@ -83,6 +84,10 @@ def deepspeed_saves_at_once_if_ranks_pass_different_tags(folder: Path) -> None:
         assert any("of-rank0" in line and "of-rank1" in line for line in log.lines), log.lines
     assert engine.save_checkpoint(str(folder), tag="together") is True
     assert (folder / "together" / "manifest.json").is_file()
+    strict = build(here(1), seed=1, checkpoint={"tag_validation": "Fail"})
+    train(strict, 1)
+    with pytest.raises(AssertionError, match="is not consistent across all ranks"):
+        strict.save_checkpoint(str(folder), tag=f"strict-of-rank{rank}")
 
 
 @scenario(2)
