@@ -19,24 +19,24 @@ MEMORY = (
 )
 
 
-def write(results: Sequence[Result], direct_io: str, unavailable: Sequence[str] = ()) -> None:
-    """Replace the generated part of the page, and draw the pictures.
-
-    Args:
-        results: of all benchmarks; see ``benchmarks.questions``.
-        direct_io: Markdown of the benchmark of direct I/O; '' if it did not run.
-        unavailable: sentences on peers that cannot run here.
-    """
+def write(made: str, results: Sequence[Result]) -> None:
+    """Replace the generated part of the page by ``made``, and draw the pictures."""
     head, _, rest = PAGE.read_text().partition(BEGIN)
     tail = rest.partition(END)[2]
-    PAGE.write_text(f"{head}{BEGIN}\n\n{body(results, direct_io, unavailable)}\n{END}{tail}")
+    PAGE.write_text(f"{head}{BEGIN}\n\n{made}\n{END}{tail}")
     for question in QUESTIONS:
         if answered(question, results):
             draw(question, results, IMAGES / f"benchmarks-{question.key}.png")
 
 
 def body(results: Sequence[Result], direct_io: str, unavailable: Sequence[str]) -> str:
-    """Return the generated Markdown."""
+    """Return the generated Markdown.
+
+    Args:
+        results: of all benchmarks; see ``benchmarks.questions``.
+        direct_io: Markdown of the benchmark of direct I/O; '' if it did not run.
+        unavailable: sentences on peers that cannot run here.
+    """
     lines = ["## Goals", "", "A goal is reached on a layout if the median round reaches it.", "", goals_table(results), ""]
     lines += [line for each in unavailable for line in (each, "")]
     for question in QUESTIONS:

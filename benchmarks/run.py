@@ -125,11 +125,16 @@ def results(data: dict[str, Any], names: list[str]) -> list[Any]:
     return [each for name in PARTS if name in names for each in data.get(name, {}).get("results", [])]
 
 
-def redraw(data: dict[str, Any]) -> None:
-    """Write the page and its pictures."""
+def body(data: dict[str, Any]) -> str:
+    """Return the generated part of the page."""
     found = results(data, list(PARTS))
     why = dict.fromkeys(line for each in found for line in each.get("unavailable", {}).values())
-    page.write(found, data.get(DIRECT_IO, {}).get("text", ""), list(why))
+    return page.body(found, data.get(DIRECT_IO, {}).get("text", ""), list(why))
+
+
+def redraw(data: dict[str, Any]) -> None:
+    """Write the page and its pictures."""
+    page.write(body(data), results(data, list(PARTS)))
 
 
 def about() -> dict[str, Any]:
