@@ -1,7 +1,9 @@
 """Checkpoints in memory: stall, time until the copies on the other host are complete, and loads, beside the physical limits.
 
     python -m benchmarks.memory_tier [--framework deepspeed|megatron] [--ranks 2] [--millions 50] [--rounds 5] [--stage 1]
-        [--peers dcp nvrx] [--saves-only] [--out docs/evidence/memory.md]
+        [--peers dcp nvrx] [--saves-only] [--out FILE]
+
+``python -m benchmarks.run`` runs all cases of ``docs/evidence/memory.md``.
 
 The ranks of a job are divided among two hosts, which are two network namespaces of this machine (as root; otherwise all share
 the loopback interface). Each host has a folder in shared memory and a keeper. Every round measures, one after the other:
@@ -70,7 +72,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     parser.add_argument("--saves-only", action="store_true", help="no copies on the other host, no peers and no loads")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--json", type=Path, help="file to which the seconds of every round are added, one line per job")
+    parser.add_argument("--json", type=Path, help="file for the seconds of every round")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--hosts", type=int, default=2, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -260,8 +262,11 @@ def main() -> None:
     text += table(measured, against, COLUMNS) + "\n"
     publish(text, args.out)
     if args.json:
-        with args.json.open("a") as file:
-            file.write(json.dumps({"options": options, "heading": heading, **result}) + "\n")
+        kind = "Megatron" if args.framework == "megatron" else f"DeepSpeed ZeRO-{args.stage}"
+        title = f"{kind}, {args.millions}M, {args.ranks} ranks"
+        why = {"nvrx": unavailable.strip()} if unavailable else {}
+        found = {"title": title, "heading": heading, "ranks": args.ranks, **result, "unavailable": why}
+        args.json.write_text(json.dumps([found]))
 
 
 if __name__ == "__main__":

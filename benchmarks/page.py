@@ -6,9 +6,23 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.questions import OURS, QUESTIONS, Question, Result, answered, goals_table, memory_table, ratios, table, values
+from benchmarks.questions import (
+    MEMORY_GOALS,
+    MEMORY_QUESTIONS,
+    OURS,
+    QUESTIONS,
+    Question,
+    Result,
+    answered,
+    goals_table,
+    memory_table,
+    ratios,
+    table,
+    values,
+)
 
 REPO = Path(__file__).resolve().parent.parent
+MEMORY_PAGE = REPO / "docs" / "evidence" / "memory.md"
 PAGE, IMAGES = REPO / "docs" / "evidence" / "benchmarks.md", REPO / "docs" / "images"
 BEGIN, END = "<!-- made by benchmarks/run.py -->", "<!-- end of benchmarks/run.py -->"
 COLOURS = ("#2ca02c", "#1f77b4", "#d62728", "#ff7f0e", "#9467bd", "#8c564b", "#7f7f7f", "#e377c2")
@@ -19,18 +33,36 @@ MEMORY = (
 )
 
 
-def write(made: str, results: Sequence[Result]) -> None:
-    """Replace the generated part of the page by ``made``, and draw the pictures."""
-    head, _, rest = PAGE.read_text().partition(BEGIN)
+def write(path: Path, made: str, questions: Sequence[Question], results: Sequence[Result]) -> None:
+    """Replace the generated part of a page by ``made``, and draw the pictures of its questions."""
+    head, _, rest = path.read_text().partition(BEGIN)
     tail = rest.partition(END)[2]
-    PAGE.write_text(f"{head}{BEGIN}\n\n{made}\n{END}{tail}")
-    for question in QUESTIONS:
+    path.write_text(f"{head}{BEGIN}\n\n{made}\n{END}{tail}")
+    for question in questions:
         if answered(question, results):
             draw(question, results, IMAGES / f"benchmarks-{question.key}.png")
 
 
+def sections(questions: Sequence[Question], results: Sequence[Result]) -> str:
+    """Return a section with table and picture for each question that was measured."""
+    lines = []
+    for question in questions:
+        if answered(question, results):
+            lines += [f"## {question.title}", "", question.text, "", table(question, results), ""]
+            lines += [f"![{question.title}](../images/benchmarks-{question.key}.png)", ""]
+    return "\n".join(lines)
+
+
+def memory_body(results: Sequence[Result], unavailable: Sequence[str]) -> str:
+    """Return the generated Markdown of the page of the memory tier."""
+    if not results:
+        return ""
+    goals = goals_table(results, MEMORY_GOALS)
+    return "\n".join(["## Goals", "", goals, "", *(f"{each}\n" for each in unavailable), sections(MEMORY_QUESTIONS, results)])
+
+
 def body(results: Sequence[Result], direct_io: str, unavailable: Sequence[str]) -> str:
-    """Return the generated Markdown.
+    """Return the generated Markdown of the page of benchmarks.
 
     Args:
         results: of all benchmarks; see ``benchmarks.questions``.
@@ -39,10 +71,7 @@ def body(results: Sequence[Result], direct_io: str, unavailable: Sequence[str]) 
     """
     lines = ["## Goals", "", "A goal is reached on a layout if the median round reaches it.", "", goals_table(results), ""]
     lines += [line for each in unavailable for line in (each, "")]
-    for question in QUESTIONS:
-        if answered(question, results):
-            lines += [f"## {question.title}", "", question.text, "", table(question, results), ""]
-            lines += [f"![{question.title}](../images/benchmarks-{question.key}.png)", ""]
+    lines += [sections(QUESTIONS, results)]
     memory = memory_table(results)
     if memory:
         lines += ["## How much memory and how many bytes?", "", MEMORY, "", memory, ""]
@@ -96,7 +125,7 @@ def details(results: Sequence[Result]) -> str:
         width = max(len(name) for name in each["seconds"])
         for name, seconds in each["seconds"].items():
             lines.append(f"  {name:<{width}}  {statistics.median(seconds):8.3f} s  ({min(seconds):.3f} to {max(seconds):.3f})")
-        for question in QUESTIONS:
+        for question in (*QUESTIONS, *MEMORY_QUESTIONS):
             for column in question.columns:
                 found = ratios(question, each, column)
                 if found:

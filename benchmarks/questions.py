@@ -142,6 +142,49 @@ QUESTIONS = (
     ),
 )  # fmt: skip
 
+MEMORY_QUESTIONS = (
+    Question(
+        "memory-stall", "How long does a save into memory stop training?",
+        "From the call until training goes on. NVRx replicates within the call, the others behind training.",
+        (
+            _limit("memory copy", "memory copy"),
+            _ours("memory, stall"),
+            Column("unickpt to disk", ("disk, stall",), LIMIT, is_peer=False),
+            _peer("DCP async_save", "DCP async_save, stall"),
+            _peer("NVRx", "NVRx, stall"),
+        ),
+    ),
+    Question(
+        "memory-copies", "When are the copies on the other host complete?",
+        "unickpt: from the call until every host has checked the bytes of the other. NVRx: until both hosts have written their "
+        "files into memory; it checks nothing.",
+        (
+            _limit("TCP transfer", "TCP transfer"),
+            _ours("memory, copies confirmed"),
+            _peer("NVRx", "NVRx, replicated and written"),
+        ),
+    ),
+    Question(
+        "memory-step", "How much slower is a step beside the copies?",
+        "A training step while the copies are made, on the same two cores.",
+        (_limit("step alone", "step alone"), _ours("step beside the copies")),
+    ),
+    Question(
+        "memory-load", "How long does a load from memory take?",
+        "By the same layout. From disk: unickpt's load of the same state from the page cache.",
+        (
+            _limit("memory copy", "memory copy"),
+            _ours("load from memory"),
+            Column("unickpt from disk", ("load from disk",), LIMIT, is_peer=False),
+        ),
+    ),
+    Question(
+        "memory-lost", "How long does a load take after the loss of a host?",
+        "Half of the ranks are on a new host and read the copies of the other one.",
+        (_limit("TCP transfer", "TCP transfer"), _ours("load after the loss of a host")),
+    ),
+)  # fmt: skip
+
 
 def values(result: Result, column: Column) -> Sequence[float]:
     """Return the seconds of every round; empty if the result has none."""
@@ -218,12 +261,14 @@ def memory_table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def tracked(results: Sequence[Result]) -> Iterator[tuple[str, list[float]]]:
+def tracked(
+    results: Sequence[Result], questions: Sequence[Question] = (*QUESTIONS, *MEMORY_QUESTIONS)
+) -> Iterator[tuple[str, list[float]]]:
     """Yield the ratios of a history: key, and ratios round by round. All are better if they are smaller.
 
     The keys are ``QUESTION | LAYOUT | unickpt / OTHER``.
     """
-    for question in QUESTIONS:
+    for question in questions:
         limit, ours, *others = question.columns
         for each in answered(question, results):
             yield f"{question.key} | {each['title']} | unickpt / {limit.title}", ratios(question, each, ours)
@@ -276,10 +321,20 @@ GOALS = (
 )  # fmt: skip
 
 
-def goals_table(results: Sequence[Result]) -> str:
+MEMORY_GOALS = (
+    Goal("stall at most 1.15 memory copies", ("memory, stall",), "memory copy", 1.15),
+    Goal("stall shorter than that of DCP's `async_save`", ("memory, stall",), "DCP async_save, stall"),
+    Goal("stall shorter than that of NVRx", ("memory, stall",), "NVRx, stall"),
+    Goal("copies confirmed after at most 1.3 TCP transfers", ("memory, copies confirmed",), "TCP transfer", 1.3),
+    Goal("copies confirmed before those of NVRx are written", ("memory, copies confirmed",), "NVRx, replicated and written"),
+    Goal("a step beside the copies at most 2% slower", ("step beside the copies",), "step alone", 1.02),
+)
+
+
+def goals_table(results: Sequence[Result], goals: Sequence[Goal] = GOALS) -> str:
     """Return the table of goals: on how many layouts each is reached, and the layout that misses it most."""
     lines = ["| goal | reached | furthest from it |", "|---|---|---|"]
-    for goal in GOALS:
+    for goal in goals:
         reached, missed = 0, []
         for each in results:
             ours, other = values(each, Column("", goal.ours)), each["seconds"].get(goal.other, ())

@@ -1,11 +1,11 @@
-"""Run all benchmarks; write ``docs/evidence/benchmarks.md``, its pictures, and a line of the history.
+"""Run all benchmarks; write ``docs/evidence/benchmarks.md`` and ``memory.md``, their pictures, and a line of the history.
 
     python -m benchmarks.run [--rounds N] [--only deepspeed-50M-2 ...] [--list]
     python -m benchmarks.run --page-only             # redraw the page from results/performance.json
     python -m benchmarks.run --details [NAME ...]    # all measurements, as text
     python -m benchmarks.run --history               # the last two runs side by side
 
-The part of the document between the marks is replaced; the rest is written by hand and by ``benchmarks.metadata_scale``.
+The parts of the pages between the marks are replaced; the rest is written by hand and by ``benchmarks.metadata_scale``.
 Benchmarks that do not run keep their earlier results. Run it on a machine that does nothing else.
 """
 
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import history, page
+from benchmarks.questions import MEMORY_QUESTIONS, QUESTIONS
 
 REPO = Path(__file__).resolve().parent.parent
 DATA = REPO / "results" / "performance.json"
@@ -51,8 +52,16 @@ PARTS: dict[str, list[str]] = {
         "deepspeed_save_load", "--ranks=4", "--millions=350", "--tensor=2", "--pipeline=2", "--no-steps", "--peers"
     ],
     "megatron-350M": ["megatron_save_load", "--millions=350", "--layouts", "tp2"],
+    "memory-50M-2": ["memory_tier", "--ranks=2", "--millions=50", "--stage=1"],
+    "memory-50M-4": ["memory_tier", "--ranks=4", "--millions=50", "--stage=1"],
+    "memory-50M-2-zero3": ["memory_tier", "--ranks=2", "--millions=50", "--stage=3"],
+    "memory-megatron-50M-2": ["memory_tier", "--framework=megatron", "--ranks=2", "--millions=50"],
+    "memory-megatron-50M-4": ["memory_tier", "--framework=megatron", "--ranks=4", "--millions=50"],
+    "memory-350M-4-zero3": ["memory_tier", "--ranks=4", "--millions=350", "--stage=3", "--saves-only"],
+    "memory-megatron-350M-4": ["memory_tier", "--framework=megatron", "--ranks=4", "--millions=350", "--saves-only"],
 }  # fmt: skip
 ROUNDS = {"50M": 5, "350M": 3}
+MEMORY = "memory-"  # benchmarks of the page of the memory tier
 VERSIONS = ("torch", "deepspeed", "megatron-core", "unickpt")
 
 
@@ -115,7 +124,7 @@ def measured(options: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out, found = Path(folder) / "out.md", Path(folder) / "found.json"
         script, *more = options
-        more += ["--json", str(found)] if script.endswith("save_load") else []
+        more += ["--json", str(found)] if script != "direct_io" else []
         subprocess.run([sys.executable, "-m", f"benchmarks.{script}", *more, "--out", str(out)], check=True, cwd=REPO)
         return {"results": json.loads(found.read_text())} if found.is_file() else {"text": out.read_text()}
 
@@ -126,15 +135,29 @@ def results(data: dict[str, Any], names: list[str]) -> list[Any]:
 
 
 def body(data: dict[str, Any]) -> str:
-    """Return the generated part of the page."""
-    found = results(data, list(PARTS))
-    why = dict.fromkeys(line for each in found for line in each.get("unavailable", {}).values())
-    return page.body(found, data.get(DIRECT_IO, {}).get("text", ""), list(why))
+    """Return the generated part of the page of benchmarks."""
+    found = _of_page(data, memory=False)
+    return page.body(found, data.get(DIRECT_IO, {}).get("text", ""), _unavailable(found))
+
+
+def memory_body(data: dict[str, Any]) -> str:
+    """Return the generated part of the page of the memory tier."""
+    found = _of_page(data, memory=True)
+    return page.memory_body(found, _unavailable(found))
 
 
 def redraw(data: dict[str, Any]) -> None:
-    """Write the page and its pictures."""
-    page.write(body(data), results(data, list(PARTS)))
+    """Write both pages and their pictures."""
+    page.write(page.PAGE, body(data), QUESTIONS, _of_page(data, memory=False))
+    page.write(page.MEMORY_PAGE, memory_body(data), MEMORY_QUESTIONS, _of_page(data, memory=True))
+
+
+def _of_page(data: dict[str, Any], *, memory: bool) -> list[Any]:
+    return results(data, [name for name in PARTS if name.startswith(MEMORY) == memory])
+
+
+def _unavailable(found: list[Any]) -> list[str]:
+    return list(dict.fromkeys(line for each in found for line in each.get("unavailable", {}).values()))
 
 
 def about() -> dict[str, Any]:

@@ -18,8 +18,9 @@ RESULT = {
 
 def test_the_page_is_what_the_results_give() -> None:
     data = json.loads(run.DATA.read_text())
-    made = page.PAGE.read_text().partition(page.BEGIN)[2].partition(page.END)[0]
-    assert made.strip() == run.body(data).strip(), "run python -m benchmarks.run --page-only"
+    for path, made in ((page.PAGE, run.body(data)), (page.MEMORY_PAGE, run.memory_body(data))):
+        found = path.read_text().partition(page.BEGIN)[2].partition(page.END)[0]
+        assert found.strip() == made.strip(), f"{path.name}: run python -m benchmarks.run --page-only"
 
 
 def test_a_cell_has_the_median_and_the_ratios_within_rounds() -> None:
