@@ -43,7 +43,7 @@ PARTS: dict[str, list[str]] = {
         "deepspeed_save_load", "--ranks=4", "--millions=50", "--tensor=2", "--pipeline=2", "--peers", "universal"
     ],
     "megatron-50M": ["megatron_save_load", "--millions=50", "--layouts", "tp2", "tp2dp2"],
-    "deepspeed-350M-1": ["deepspeed_save_load", "--ranks=1", "--millions=350", "--peers", "fastpersist"],
+    "deepspeed-350M-1": ["deepspeed_save_load", "--ranks=1", "--millions=350", "--no-steps", "--peers", "fastpersist"],
     "deepspeed-350M-2": ["deepspeed_save_load", "--ranks=2", "--millions=350", "--peers", "fastpersist"],
     "deepspeed-350M-4-zero3": [
         "deepspeed_save_load", "--ranks=4", "--millions=350", "--stage=3", "--no-steps", "--peers"
