@@ -58,7 +58,7 @@ PARTS: dict[str, list[str]] = {
     "memory-megatron-50M-2": ["memory_tier", "--framework=megatron", "--ranks=2", "--millions=50"],
     "memory-megatron-50M-4": ["memory_tier", "--framework=megatron", "--ranks=4", "--millions=50"],
     "memory-350M-4-zero3": ["memory_tier", "--ranks=4", "--millions=350", "--stage=3", "--saves-only"],
-    "memory-megatron-350M-4": ["memory_tier", "--framework=megatron", "--ranks=4", "--millions=350", "--saves-only"],
+    "memory-megatron-350M-2": ["memory_tier", "--framework=megatron", "--ranks=2", "--millions=350", "--saves-only"],
 }  # fmt: skip
 ROUNDS = {"50M": 5, "350M": 3}
 MEMORY = "memory-"  # benchmarks of the page of the memory tier
