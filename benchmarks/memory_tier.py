@@ -74,6 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", type=Path, help="file for the seconds of every round")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="longest duration of the job, in seconds")
     parser.add_argument("--hosts", type=int, default=2, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -241,7 +242,7 @@ def main() -> None:
         env = {SEPARATE: "1" if hosts.names else "0"}
         if args.ranks * args.millions > 1000:  # as in benchmarks.deepspeed_save_load
             env["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
-        hosts.run(args.ranks, ["-m", "benchmarks.memory_tier", *options, "--worker", folder], env, LIMIT_S)
+        hosts.run(args.ranks, ["-m", "benchmarks.memory_tier", *options, "--worker", folder], env, args.limit_s)
         result = json.loads((Path(folder) / "result.json").read_text())
         where = hosts.described
     from importlib.metadata import version

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -85,6 +87,9 @@ class TwoHosts:
         try:
             codes = [each.wait(timeout_s) for each in ranks]
         except subprocess.TimeoutExpired as late:
+            for each in ranks:
+                each.send_signal(signal.SIGABRT)  # faulthandler prints all stacks
+            time.sleep(5)
             raise RuntimeError(f"the job did not end within {timeout_s:.0f} s") from late
         finally:
             for each in ranks:
