@@ -46,7 +46,8 @@ def checkpoint_engine(engine: Any) -> Any:
     for name, value in {"CROSS_SIZE": "1", "CROSS_RANK": "0"}.items():  # one machine; DeepSpeed's launcher sets them
         os.environ.setdefault(name, value)
     config = copy.copy(engine._config)
-    config.checkpoint_config = get_checkpoint_config({"checkpoint": {"writer": {"type": "fast"}}})
+    # without data_parallel, DeepSpeed 0.19.8 reads an attribute that its class does not have (UniversalParallelInfo.dp_rank)
+    config.checkpoint_config = get_checkpoint_config({"checkpoint": {"writer": {"type": "fast", "data_parallel": "replica"}}})
     # optimize_dp_state only puts the number of the writer into the names of the files, which no load then finds
     return create_checkpoint_engine(
         config_params=config, groups=groups, zero_stage=engine.zero_optimization_stage(),
