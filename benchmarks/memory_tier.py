@@ -201,6 +201,11 @@ def worker(args: argparse.Namespace) -> None:
                 seconds.setdefault(name, []).append(value)
         dist.barrier()
         if rank == 0:
+            print(
+                f"round {number}: {', '.join(f'{name} {value:.3f}' for name, value in found.items())}",
+                file=sys.stderr,
+                flush=True,
+            )
             shutil.rmtree(place, ignore_errors=True)
     if not args.saves_only:
         job.save_to_memory()
