@@ -1,7 +1,7 @@
 """Measure the conversion of a DeepSpeed checkpoint with unickpt, with DeepSpeed's ds_to_universal, and a plain copy.
 
     python -m benchmarks.conversion [--ranks 2] [--millions 350] [--stages 1 3] [--rounds 3]
-        [--tools copy unickpt ds_to_universal] [--out docs/evidence/conversion-speed.md]
+        [--tools copy unickpt ds_to_universal] [--checkpoints FOLDER] [--out docs/evidence/conversion-speed.md]
 
 ``HEAD`` describes the method and the columns. ``--out`` replaces the sections of the stages that ran, and keeps the others.
 """
@@ -183,6 +183,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tools", nargs="+", default=["copy", "unickpt", "ds_to_universal"], metavar="TOOL",
                         choices=["copy", "unickpt", "ds_to_universal"])  # fmt: skip
+    parser.add_argument("--checkpoints", type=Path, help="folder that keeps the checkpoints to convert for another run")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--make", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -193,8 +194,11 @@ def main() -> None:
     for stage in args.stages:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            torchrun(args.ranks, "benchmarks.conversion", "--make", str(folder / "native"), str(stage), str(args.millions))
-            source = folder / "native" / "t"
+            native = args.checkpoints or folder
+            native = native / f"zero{stage}-{args.millions}M-{args.ranks}"
+            if not (native / "latest").exists():  # written last
+                torchrun(args.ranks, "benchmarks.conversion", "--make", str(native), str(stage), str(args.millions))
+            source = native / "t"
             found: dict[str, list[Measured]] = {}
             for turn in range(args.rounds + 1):  # the first round is not counted
                 for what, command in commands(source, folder / "out", args.tools).items():
