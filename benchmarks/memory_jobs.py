@@ -172,6 +172,9 @@ class MegatronMemory:
         api.load(place / "t", self._job.modules, self._job.optimizer)
 
     def moved(self, host: Path) -> MegatronMemory:
+        from megatron_unickpt.edge import RUNTIME
+
+        RUNTIME._memory = None  # a restarted process has no memory tier yet
         return MegatronMemory(self._millions, self._run, host, self._replicas, job=self._job)
 
     def steps(self, until: Callable[[], bool], at_least: int = 4) -> float:
