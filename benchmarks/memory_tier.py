@@ -27,6 +27,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -232,6 +233,7 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces are removed
     unavailable = ""
     if args.saves_only:
         args.peers = []
