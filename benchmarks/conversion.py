@@ -1,22 +1,23 @@
 """Measure the conversion of a DeepSpeed checkpoint with unickpt, with DeepSpeed's ds_to_universal, and a plain copy.
 
     python -m benchmarks.conversion [--ranks 2] [--millions 350] [--stages 1 3] [--rounds 3]
-        [--out docs/evidence/conversion-speed.md]
+        [--tools copy unickpt ds_to_universal] [--checkpoints FOLDER] [--out docs/evidence/conversion-speed.md]
 
-``HEAD`` describes the method and the columns.
+``HEAD`` describes the method and the columns. ``--out`` replaces the sections of the stages that ran, and keeps the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -36,7 +37,7 @@ the other.
 
 | column | meaning |
 |---|---|
-| seconds | the whole command including imports, until everything is on the disk. \
+| seconds | the whole command including imports of compiled modules, until everything is on the disk. \
 `sync` is included for tools that do not wait for the disk. |
 | memory | largest sum of the proportional set sizes of all processes of the command, sampled every 20 ms |
 | relative to ... | ratio within a round |
@@ -115,11 +116,12 @@ def _pss(pid: int) -> int:
     return found.get("Pss", 0)
 
 
-def run(command: list[str], target: Path) -> Measured:
-    """Run a command that writes a folder, and measure it."""
+def run(command: list[str], target: Path, bytecode: Path) -> Measured:
+    """Run a command that writes a folder, and measure it. ``bytecode``: folder of compiled modules, as an installation has."""
+    env = {k: v for k, v in environment().items() if k != "PYTHONDONTWRITEBYTECODE"} | {"PYTHONPYCACHEPREFIX": str(bytecode)}
     os.sync()
     begin = time.perf_counter()
-    process = subprocess.Popen(command, cwd=REPO, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=REPO, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     memory = Memory(process.pid)
     memory.start()
     error = process.communicate()[1]
@@ -132,21 +134,21 @@ def run(command: list[str], target: Path) -> Measured:
     return Measured(seconds, peak, size_of(target), files)
 
 
-def commands(source: Path, target: Path) -> dict[str, list[str]]:
+def commands(source: Path, target: Path, tools: Sequence[str]) -> dict[str, list[str]]:
+    """Return the commands of the chosen tools. The copy is always among them."""
     universal = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(source),
                  "--output_folder", str(target), "--inject_missing_state"]  # fmt: skip
     ours = [sys.executable, "-m", "unickpt.cli.main", "convert", str(source), str(target)]
-    return {
-        COPY: ["cp", "-r", str(source), str(target)],
-        OURS: ours,
-        OURS_ONE: [*ours, "--workers", "1"],
-        THEIRS: universal,
-        THEIRS_ONE: [*universal, "--num_extract_workers", "1", "--num_merge_workers", "1"],
-    }
+    found = {COPY: ["cp", "-r", str(source), str(target)]}
+    if "unickpt" in tools:
+        found |= {OURS: ours, OURS_ONE: [*ours, "--workers", "1"]}
+    if "ds_to_universal" in tools:
+        found |= {THEIRS: universal, THEIRS_ONE: [*universal, "--num_extract_workers", "1", "--num_merge_workers", "1"]}
+    return found
 
 
 def table(found: dict[str, list[Measured]]) -> str:
-    """Return a table of medians, with ratios to ds_to_universal within a round."""
+    """Return a table of medians, with ratios to the copy and to ds_to_universal within a round."""
     lines = [
         "| | seconds | relative to copy and sync | relative to ds_to_universal | memory | memory relative to ds_to_universal | "
         "files | written |",
@@ -155,6 +157,8 @@ def table(found: dict[str, list[Measured]]) -> str:
     for name, runs in found.items():
 
         def against(other: str, what: Callable[[Measured], float], runs: list[Measured] = runs) -> str:
+            if other not in found:
+                return "-"
             return ratio([what(each) for each in runs], [what(each) for each in found[other]])
 
         low, high = min(each.seconds for each in runs), max(each.seconds for each in runs)
@@ -177,34 +181,46 @@ def main() -> None:
     parser.add_argument("--millions", type=int, default=350, help="parameters")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tools", nargs="+", default=["copy", "unickpt", "ds_to_universal"], metavar="TOOL",
+                        choices=["copy", "unickpt", "ds_to_universal"])  # fmt: skip
+    parser.add_argument("--checkpoints", type=Path, help="folder that keeps the checkpoints to convert for another run")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--make", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.make:
         make(Path(args.make[0]), int(args.make[1]), int(args.make[2]))
         return
-    options = (
-        f"--ranks {args.ranks} --millions {args.millions} --stages {' '.join(map(str, args.stages))} --rounds {args.rounds}"
-    )
-    text = f"{HEAD}\n`python -m benchmarks.conversion {options}`; {machine()}.\n"
+    sections = _sections(args.out.read_text()) if args.out and args.out.is_file() else {}
     for stage in args.stages:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            torchrun(args.ranks, "benchmarks.conversion", "--make", str(folder / "native"), str(stage), str(args.millions))
-            source = folder / "native" / "t"
+            native = args.checkpoints or folder
+            native = native / f"zero{stage}-{args.millions}M-{args.ranks}"
+            if not (native / "latest").exists():  # written last
+                torchrun(args.ranks, "benchmarks.conversion", "--make", str(native), str(stage), str(args.millions))
+            source = native / "t"
             found: dict[str, list[Measured]] = {}
             for turn in range(args.rounds + 1):  # the first round is not counted
-                for what, command in commands(source, folder / "out").items():
+                for what, command in commands(source, folder / "out", args.tools).items():
                     shutil.rmtree(folder / "out", ignore_errors=True)
-                    measured = run(command, folder / "out")
+                    measured = run(command, folder / "out", folder / "bytecode")
                     print(stage, turn, what, measured, flush=True)
                     if turn or not args.rounds:
                         found.setdefault(what, []).append(measured)
             title = f"ZeRO-{stage}, {args.ranks} ranks, {args.millions}M parameters, {size_of(source) / 1e9:.2f} GB"
-            text += f"\n## {title}\n\n{table(found)}\n"
+            options = f"--ranks {args.ranks} --millions {args.millions} --stages {stage} --rounds {args.rounds}"
+            sections = {key: body for key, body in sections.items() if not key.startswith(f"ZeRO-{stage},")}
+            sections[title] = f"`python -m benchmarks.conversion {options}`; {machine()}.\n\n{table(found)}\n"
+    text = HEAD + "".join(f"\n## {title}\n\n{body}" for title, body in sorted(sections.items()))
     print(text)
     if args.out:
         args.out.write_text(text)
+
+
+def _sections(text: str) -> dict[str, str]:
+    """Return the sections of the page: title -> body."""
+    pieces = re.split(r"^## (.*)\n\n", text, flags=re.MULTILINE)[1:]
+    return {title: body.rstrip() + "\n" for title, body in zip(pieces[::2], pieces[1::2], strict=True)}
 
 
 if __name__ == "__main__":

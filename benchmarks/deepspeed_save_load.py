@@ -1,19 +1,19 @@
 """Saves and loads in DeepSpeed jobs: unickpt, DeepSpeed's own, torch.distributed.checkpoint, and the physical limits.
 
-    python -m benchmarks.deepspeed_save_load [--ranks 2] [--millions 50] [--rounds 5] [--stage 1] [--peers dcp universal]
-        [--tensor 2 --pipeline 2] [--out docs/evidence/benchmarks.md]
+    python -m benchmarks.deepspeed_save_load [--ranks 2] [--millions 50] [--rounds 5] [--stage 1]
+        [--peers dcp universal fastpersist] [--tensor 2 --pipeline 2] [--out FILE]
 
 Every round measures, one after the other on the same engine:
 
 - a warm copy in memory, and a raw write with fsync, of each rank's bytes;
-- DeepSpeed's own save;
+- DeepSpeed's own save, and the time until its data is on the disk: it does not wait for that;
 - unickpt's save: duration of the call (the stall), and time until the checkpoint is committed;
 - a raw read, and all loads, from the page cache and, if it can be dropped, without it;
 - training steps of DeepSpeed, alone and during asynchronous writes of unickpt and DCP;
-- with ``dcp``: save, async_save and load of torch.distributed.checkpoint, with the same number of tensors and bytes per rank,
-  and its save in safetensors;
+- with ``dcp``: save, async_save and load of torch.distributed.checkpoint, with the same number of tensors and bytes per rank;
 - with ``universal``: DeepSpeed's ds_to_universal and its load_universal, and unickpt's loads under another layout: another ZeRO
-  stage, or without tensor parallelism.
+  stage, or without tensor parallelism;
+- with ``fastpersist``: DeepSpeed's save through its writer on libaio, where it can be built (``benchmarks.fastpersist``).
 
 ``--tensor`` and ``--pipeline`` make a ``PipelineModule`` with tensor-parallel layers. The bytes that all processes of the
 machine send during a save show whether it gathers data (``/proc/net/dev``, on an otherwise idle machine).
@@ -38,6 +38,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import fastpersist
 from benchmarks.deepspeed_engine import EngineJob
 from benchmarks.deepspeed_pipeline_engine import PipelineJob
 from benchmarks.measure import Peak, cold, machine, most, publish, sent_bytes, settle, size_of, slowest, table, warm
@@ -48,12 +49,13 @@ REPO = Path(__file__).resolve().parent.parent
 AGAINST = {
     "raw write": ("raw write", ""),
     "DeepSpeed save": ("raw write", ""),
-    "DCP save": ("raw write", "DeepSpeed save"),
-    "DCP save, safetensors": ("raw write", "DeepSpeed save"),
+    "DeepSpeed save and sync": ("raw write", ""),
+    "DCP save": ("raw write", "DeepSpeed save and sync"),
+    "FastPersist save": ("raw write", "DeepSpeed save and sync"),
     "DCP async_save, stall": ("memory copy", "DeepSpeed save"),
-    "DCP async_save, written": ("raw write", "DeepSpeed save"),
+    "DCP async_save, written": ("raw write", "DeepSpeed save and sync"),
     "unickpt stall": ("memory copy", "DeepSpeed save"),
-    "unickpt committed": ("raw write", "DeepSpeed save"),
+    "unickpt committed": ("raw write", "DeepSpeed save and sync"),
     "DeepSpeed load": ("raw read", ""),
     "DCP load": ("raw read", "DeepSpeed load"),
     "unickpt load": ("raw read", "DeepSpeed load"),
@@ -68,7 +70,7 @@ AGAINST = {
     "step beside unickpt": ("step alone", "step beside DCP"),
     "step beside DCP": ("step alone", ""),
 }
-PEERS = ("dcp", "universal")
+PEERS = ("dcp", "universal", "fastpersist")
 MOST_BYTES = 256 << 20  # size of a block for the physical limits, larger than a CPU cache
 
 
@@ -89,10 +91,10 @@ def parse() -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def natively(engine: Any, *, universal: bool = False) -> Iterator[None]:
-    """DeepSpeed's own saves and loads, on an engine that uses unickpt."""
+def natively(engine: Any, *, universal: bool = False, through: Any = None) -> Iterator[None]:
+    """DeepSpeed's own saves and loads, on an engine that uses unickpt. ``through``: another checkpoint engine of DeepSpeed."""
     ours = engine.checkpoint_engine
-    engine.checkpoint_engine = ours.native
+    engine.checkpoint_engine = through or ours.native
     engine._config.load_universal_checkpoint = universal
     try:
         yield
@@ -145,10 +147,6 @@ class Dcp:
     def save(self, place: Path) -> None:
         self._dcp.save(dict(self._tensors), checkpoint_id=str(place))
 
-    def save_safetensors(self, place: Path) -> None:
-        writer = self._dcp.HuggingFaceStorageWriter(str(place), save_distributed=True)
-        self._dcp.save(dict(self._tensors), storage_writer=writer)
-
     def save_behind(self, place: Path) -> Any:
         return self._dcp.async_save(dict(self._tensors), checkpoint_id=str(place), process_group=self._group)
 
@@ -183,8 +181,10 @@ def worker(args: argparse.Namespace) -> None:
     raw = Raw(folder / f"raw{rank}", mine)
     dcp = Dcp(rank, job.layers, mine) if "dcp" in args.peers else None
 
-    def native(action: str, place: Path, *, universal: bool = False, **more: Any) -> None:
-        with natively(engine, universal=universal):
+    fast = fastpersist.checkpoint_engine(engine) if "fastpersist" in args.peers else None
+
+    def native(action: str, place: Path, *, universal: bool = False, through: Any = None, **more: Any) -> None:
+        with natively(engine, universal=universal, through=through):
             getattr(engine, f"{action}_checkpoint")(str(place), **more)
 
     def reading(loaded: Any, what: str) -> float:
@@ -196,6 +196,11 @@ def worker(args: argparse.Namespace) -> None:
         dist.all_reduce(amounts)
         read[what] = (int(amounts[0]), int(amounts[1]))
         return float(seconds.item())
+
+    def synced() -> float:
+        began = time.perf_counter()
+        settle()
+        return time.perf_counter() - began
 
     def committed() -> None:
         engine.checkpoint_engine.saver.finish()
@@ -215,9 +220,14 @@ def worker(args: argparse.Namespace) -> None:
             found["DeepSpeed save"] = slowest(partial(native, "save", theirs, tag="t"))
         sent["DeepSpeed save"] = sent_bytes() - before
         peaks["DeepSpeed save"] = most(peak.bytes)
+        found["DeepSpeed save and sync"] = found["DeepSpeed save"] + synced()  # it does not wait for the disk
+        if fast is not None:
+            found["FastPersist save"] = slowest(partial(native, "save", place / "fastpersist", tag="t", through=fast))
+            sizes["FastPersist"] = size_of(place / "fastpersist" / "t")
+            if number == 0:  # DeepSpeed can load what it wrote
+                native("load", place / "fastpersist", tag="t")
         if dcp is not None:
             found["DCP save"] = slowest(partial(dcp.save, plain))
-            found["DCP save, safetensors"] = slowest(partial(dcp.save_safetensors, place / "dcp_safetensors"))
             settle()
             pending: list[Any] = []
             began = time.perf_counter()
@@ -276,7 +286,7 @@ def worker(args: argparse.Namespace) -> None:
         if number:
             for name, value in found.items():
                 seconds.setdefault(name, []).append(value)
-        sizes = {"DeepSpeed": size_of(theirs / "t"), "unickpt": size_of(own / "quiet")}
+        sizes |= {"DeepSpeed": size_of(theirs / "t"), "unickpt": size_of(own / "quiet")}
         sizes |= {"DCP": size_of(plain)} if dcp is not None else {}
         dist.barrier()
         if rank == 0:
@@ -297,12 +307,18 @@ def main() -> None:
         return
     import deepspeed
 
+    env = environment(REPO)
+    unavailable = {}
+    if "fastpersist" in args.peers:
+        env |= fastpersist.ENVIRONMENT
+        unavailable["fastpersist"] = fastpersist.problem(env)
+        if unavailable["fastpersist"]:
+            args.peers.remove("fastpersist")
     with tempfile.TemporaryDirectory() as folder:
         options = [f"--{k}={getattr(args, k)}" for k in ("ranks", "millions", "rounds", "stage")]
         options += [f"--tensor={args.tensor}", f"--pipeline={args.pipeline}"] if args.pipeline else []
         options += ["--peers", *args.peers]
         options += ["--no-steps"] if args.no_steps else []
-        env = environment(REPO)
         if args.ranks * args.millions > 1000:  # blocks of 4 MB would leave 2 GB of holes in each rank's heap
             env["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
         job = command(args.ranks, "-m", "benchmarks.deepspeed_save_load", *options, "--worker", folder)
@@ -325,11 +341,15 @@ def main() -> None:
     text += f"\n\nBytes on disk: {sizes}. Bytes that all ranks read from storage, of bytes that they need: {read}."
     sent = ", ".join(f"{name} {size:,}" for name, size in result["sent"].items())
     text += f" Bytes that all processes send during a save: {sent}."
-    text += f" Peak memory of a rank in addition to what it had before, in MB: {peaks}.\n"
+    text += f" Peak memory of a rank in addition to what it had before, in MB: {peaks}."
+    text += "".join(f" {why}" for why in unavailable.values() if why) + "\n"
     publish(text, args.out)
     if args.json:
-        title = f"DeepSpeed {parallel}ZeRO-{args.stage}, {args.millions}M, {args.ranks} ranks"
-        args.json.write_text(json.dumps([{"title": title, "seconds": result["seconds"]}]))
+        ranks = "1 rank" if args.ranks == 1 else f"{args.ranks} ranks"
+        title = f"DeepSpeed {parallel}ZeRO-{args.stage}, {args.millions}M, {ranks}"
+        why = {name: text for name, text in unavailable.items() if text}
+        found = {"title": title, "heading": heading, "ranks": args.ranks, **result, "unavailable": why}
+        args.json.write_text(json.dumps([found]))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
 """Saves, loads and resharding loads in Megatron jobs: unickpt and megatron-core's ``torch_dist``, on CPU.
 
     python -m benchmarks.megatron_save_load [--millions 50] [--rounds 5] [--layouts tp2 tp2dp2]
-        [--out docs/evidence/benchmarks.md]
+        [--out FILE]
 
 Every round saves and loads the same model and optimizer state (GPT, bf16, distributed optimizer), one after the other: a raw
-write and fsync of the same bytes; ``torch_dist`` with ``dp_reshardable`` and with ``fully_reshardable`` optimizer state (fully
+write and fsync of as many bytes; ``torch_dist`` with ``dp_reshardable`` and with ``fully_reshardable`` optimizer state (fully
 parallel, without its validation, which is for the first save only); and unickpt. Then all are loaded under another shape, if
-the format supports it. Loads are from the page cache, and again without it, if it can be dropped. Times are seconds of the
-slowest rank: medians with their spread, and ratios within a round. A save includes the write. An asynchronous save has two
-times: the duration of the call, and the time until it is written.
+the format supports it; the first model is gone by then, so that 350M parameters fit into 24 GB. Loads are from the page cache,
+and again without it, if it can be dropped. Times are seconds of the slowest rank: medians with their spread, and ratios within
+a round. A save includes the write. An asynchronous save has two times: the duration of the call, and the time until it is
+written.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -25,10 +27,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.deepspeed_save_load import Raw
 from benchmarks.measure import cold, publish, ratio, slowest, warm
 from unickpt.testing.launch import torchrun
 
 FORMATS = ("dp_reshardable", "fully_reshardable", "unickpt")
+LAYOUT_RANKS = {"tp2": 2, "tp2dp2": 4, "dp4": 4, "dp2": 2}
 TARGETS = {"tp2": "pp2", "tp2dp2": "pp2dp2", "dp4": "tp2dp2", "dp2": "tp2"}
 
 
@@ -131,49 +135,47 @@ def worker(args: argparse.Namespace) -> None:
         job = Job(Layout.parse(f"gpt-{name}-dist"), width=width)
         job.train(1)
         mine = sum(h.numel() for g in job.optimizer.param_groups for h in g["params"]) * 12
-        blob = bytearray(os.urandom(1 << 20) * (mine >> 20))
-        copied = torch.zeros(len(blob), dtype=torch.uint8)
-        raw = folder / f"raw{dist.get_rank()}"
-
-        def raw_write(blob: bytearray = blob, raw: Path = raw) -> None:
-            with raw.open("wb", buffering=0) as file:
-                file.write(blob)
-                os.fsync(file.fileno())
-
+        raw = Raw(folder / f"raw{dist.get_rank()}", mine)
         seconds: dict[str, list[float]] = {}
         sizes: dict[str, list[int]] = {}
         for number in range(args.rounds + 1):
-            found = {"memory copy": slowest(partial(copied.copy_, torch.frombuffer(blob, dtype=torch.uint8)))}
-            found["raw write"] = slowest(raw_write)
+            found = {"memory copy": slowest(raw.copy), "raw write": slowest(raw.write)}
             for kind in FORMATS:
                 where = fresh(folder / kind)
                 found[f"{kind} save"] = slowest(partial(save, job, kind, where))
                 files = [f.stat().st_size for f in where.rglob("*") if f.is_file()]
                 sizes[kind] = [sum(files), len(files)]
-                found[f"{kind} stall, asynchronous"], found[f"{kind} written, asynchronous"] = save_behind(
-                    job, kind, fresh(folder / f"{kind}.behind")
-                )
-            warm(raw)
-            raw.read_bytes()  # each rank its own file
-            found["raw read"] = slowest(raw.read_bytes)
+                behind = fresh(folder / "behind")
+                found[f"{kind} stall, asynchronous"], found[f"{kind} written, asynchronous"] = save_behind(job, kind, behind)
+                fresh(behind)
+            warm(raw.path)
+            raw.read()  # each rank its own file
+            found["raw read"] = slowest(raw.read)
             for kind in FORMATS:
                 warm(folder / kind)
                 found[f"{kind} load"] = slowest(partial(load, job, kind, folder / kind))
+            if cold():
+                found["raw read, uncached"] = slowest(raw.read)
             for kind in FORMATS:  # last, because dropping the cache also drops the code of the programs
                 if cold():
                     found[f"{kind} load, uncached"] = slowest(partial(load, job, kind, folder / kind))
             if number:  # the first round touches memory and disk, and starts helper processes, for the first time
                 for key, value in found.items():
                     seconds.setdefault(key, []).append(value)
+        state = torch.tensor([mine])
+        dist.all_reduce(state)
+        del job
+        gc.collect()
         other = Job(Layout.parse(f"gpt-{TARGETS[name]}-dist"), width=width, seed=2)
         for number in range(args.rounds + 1):
             for kind in FORMATS[1:]:
                 warm(folder / kind)
                 value = slowest(partial(load, other, kind, folder / kind))
                 if number:
-                    seconds.setdefault(f"{kind} load as {TARGETS[name]}", []).append(value)
-        result[name] = {"seconds": seconds, "sizes": sizes}
-        del job, other
+                    seconds.setdefault(f"{kind} load as another layout", []).append(value)
+        result[name] = {"seconds": seconds, "sizes": sizes, "mine": int(state.item()) // dist.get_world_size()}
+        del other
+        gc.collect()
     if dist.get_rank() == 0:
         (folder / f"result-w{dist.get_world_size()}.json").write_text(json.dumps(result))
     dist.barrier()
@@ -210,7 +212,7 @@ def main() -> None:
     lines = [f"`python -m benchmarks.megatron_save_load {' '.join(options)}`", ""]
     with tempfile.TemporaryDirectory() as folder:
         results: dict[str, Any] = {}
-        for world in (2, 4):
+        for world in sorted({LAYOUT_RANKS[name] for name in args.layouts}):
             torchrun(world, "benchmarks.megatron_save_load", *options, "--worker", folder, timeout_s=1500)
             results |= json.loads((Path(folder) / f"result-w{world}.json").read_text())
     from importlib.metadata import version
@@ -222,8 +224,15 @@ def main() -> None:
     text = "\n".join(lines) + "\n"
     publish(text, args.out)
     if args.json:
-        title = f"Megatron, {args.millions}M"
-        args.json.write_text(json.dumps([{"title": f"{title}, {n}", "seconds": r["seconds"]} for n, r in results.items()]))
+        found = [
+            {
+                "title": f"Megatron {args.millions}M, {name}", "loaded_as": TARGETS[name], "ranks": LAYOUT_RANKS[name],
+                "mine": result["mine"], "seconds": result["seconds"],
+                "bytes": {kind: size for kind, (size, _) in result["sizes"].items()},
+            }
+            for name, result in results.items()
+        ]  # fmt: skip
+        args.json.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,146 +1,176 @@
-"""Run all benchmarks, and write ``docs/evidence/benchmarks.md`` and its picture.
+"""Run all benchmarks; write ``docs/evidence/benchmarks.md`` and ``memory.md``, their pictures, and a line of the history.
 
-It takes an hour on two cores of an otherwise idle machine.
+    python -m benchmarks.run [--rounds N] [--only deepspeed-50M-2 ...] [--list]
+    python -m benchmarks.run --page-only             # redraw the page from results/performance.json
+    python -m benchmarks.run --details [NAME ...]    # all measurements, as text
+    python -m benchmarks.run --history               # the last two runs side by side
 
-    python -m benchmarks.run [--rounds 5] [--only deepspeed-50M-2 ...] [--list]
-
-The part of the document above the mark is written by hand and by ``benchmarks.metadata_scale``. The part below is replaced.
-Benchmarks that do not run keep their earlier results.
+The parts of the pages between the marks are replaced; the rest is written by hand and by ``benchmarks.metadata_scale``.
+Benchmarks that do not run keep their earlier results. Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
-import re
-import statistics
+import os
+import platform
 import subprocess
 import sys
 import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parent.parent
-PAGE, PICTURE = REPO / "docs" / "evidence" / "benchmarks.md", REPO / "docs" / "images" / "performance.png"
-DATA = REPO / "results" / "performance.json"
-MARK = "<!-- made by benchmarks/run.py -->"
+from benchmarks import history, page
+from benchmarks.questions import MEMORY_QUESTIONS, QUESTIONS
 
-PARTS: dict[str, tuple[str, list[str]]] = {
-    "direct-io": ("Direct I/O", ["direct_io"]),
-    "deepspeed-50M-1": ("DeepSpeed, 50M, 1 rank", ["deepspeed_save_load", "--ranks=1", "--millions=50", "--peers", "dcp"]),
-    "deepspeed-50M-2": ("DeepSpeed, 50M, 2 ranks", ["deepspeed_save_load", "--ranks=2", "--millions=50"]),
-    "deepspeed-50M-4": ("DeepSpeed, 50M, 4 ranks", ["deepspeed_save_load", "--ranks=4", "--millions=50", "--peers", "dcp"]),
-    "deepspeed-50M-2-zero3": (
-        "DeepSpeed, 50M, 2 ranks, ZeRO-3",
-        ["deepspeed_save_load", "--ranks=2", "--millions=50", "--stage=3", "--peers", "dcp"],
-    ),
-    "deepspeed-350M-1": ("DeepSpeed, 350M, 1 rank", ["deepspeed_save_load", "--ranks=1", "--millions=350", "--peers"]),
-    "deepspeed-350M-2": ("DeepSpeed, 350M, 2 ranks", ["deepspeed_save_load", "--ranks=2", "--millions=350", "--peers"]),
-    "deepspeed-350M-4-zero3": (
-        "DeepSpeed, 350M, 4 ranks, ZeRO-3",
-        ["deepspeed_save_load", "--ranks=4", "--millions=350", "--stage=3", "--no-steps", "--peers"],
-    ),
-    "deepspeed-3d-50M-4": (
-        "DeepSpeed TP2/PP2/DP1, 50M, 4 ranks",
-        ["deepspeed_save_load", "--ranks=4", "--millions=50", "--tensor=2", "--pipeline=2", "--peers", "universal"],
-    ),
-    "deepspeed-3d-50M-8": (
-        "DeepSpeed TP2/PP2/DP2, 50M, 8 ranks",
-        ["deepspeed_save_load", "--ranks=8", "--millions=50", "--tensor=2", "--pipeline=2", "--peers", "universal"],
-    ),
-    "deepspeed-3d-350M-4": (
-        "DeepSpeed TP2/PP2/DP1, 350M, 4 ranks",
-        ["deepspeed_save_load", "--ranks=4", "--millions=350", "--tensor=2", "--pipeline=2", "--no-steps", "--peers"],
-    ),
-    "megatron-50M": ("Megatron, 50M", ["megatron_save_load", "--millions=50", "--layouts", "tp2", "tp2dp2"]),
+REPO = Path(__file__).resolve().parent.parent
+DATA = REPO / "results" / "performance.json"
+DIRECT_IO = "direct-io"
+
+PARTS: dict[str, list[str]] = {
+    DIRECT_IO: ["direct_io"],
+    "deepspeed-50M-1": ["deepspeed_save_load", "--ranks=1", "--millions=50", "--peers", "dcp", "fastpersist"],
+    "deepspeed-50M-2": ["deepspeed_save_load", "--ranks=2", "--millions=50", "--peers", "dcp", "universal", "fastpersist"],
+    "deepspeed-50M-4": ["deepspeed_save_load", "--ranks=4", "--millions=50", "--peers", "dcp"],
+    "deepspeed-50M-2-zero3": [
+        "deepspeed_save_load", "--ranks=2", "--millions=50", "--stage=3", "--peers", "dcp", "fastpersist"
+    ],
+    "deepspeed-3d-50M-4": [
+        "deepspeed_save_load", "--ranks=4", "--millions=50", "--tensor=2", "--pipeline=2", "--peers", "universal"
+    ],
+    "megatron-50M": ["megatron_save_load", "--millions=50", "--layouts", "tp2", "tp2dp2"],
+    "deepspeed-350M-1": ["deepspeed_save_load", "--ranks=1", "--millions=350", "--no-steps", "--peers", "fastpersist"],
+    "deepspeed-350M-2": ["deepspeed_save_load", "--ranks=2", "--millions=350", "--peers", "fastpersist"],
+    "deepspeed-350M-4-zero3": [
+        "deepspeed_save_load", "--ranks=4", "--millions=350", "--stage=3", "--no-steps", "--peers"
+    ],
+    "deepspeed-3d-350M-4": [
+        "deepspeed_save_load", "--ranks=4", "--millions=350", "--tensor=2", "--pipeline=2", "--no-steps", "--peers"
+    ],
+    "megatron-350M": ["megatron_save_load", "--millions=350", "--layouts", "tp2"],
+    "memory-50M-2": ["memory_tier", "--ranks=2", "--millions=50", "--stage=1"],
+    "memory-50M-4": ["memory_tier", "--ranks=4", "--millions=50", "--stage=1"],
+    "memory-50M-2-zero3": ["memory_tier", "--ranks=2", "--millions=50", "--stage=3"],
+    "memory-megatron-50M-2": ["memory_tier", "--framework=megatron", "--ranks=2", "--millions=50"],
+    "memory-megatron-50M-4": ["memory_tier", "--framework=megatron", "--ranks=4", "--millions=50"],
+    "memory-350M-4-zero3": ["memory_tier", "--ranks=4", "--millions=350", "--stage=3", "--saves-only"],
+    "memory-megatron-350M-2": ["memory_tier", "--framework=megatron", "--ranks=2", "--millions=350", "--saves-only"],
 }  # fmt: skip
-SHOWN = (
-    ("training stands still", {
-        "memory copy": "one memory copy", "unickpt stall": "unickpt", "unickpt stall, asynchronous": "unickpt",
-        "DeepSpeed save": "DeepSpeed", "DCP async_save, stall": "DCP async_save",
-        "dp_reshardable stall, asynchronous": "torch_dist async",
-    }),
-    ("until the checkpoint is safe", {
-        "raw write": "raw write and fsync", "unickpt committed": "unickpt", "unickpt written, asynchronous": "unickpt",
-        "DeepSpeed save": "DeepSpeed", "DCP async_save, written": "DCP async_save",
-        "dp_reshardable written, asynchronous": "torch_dist async",
-    }),
-    ("load, from the disk", {
-        "raw read, uncached": "raw read", "unickpt load, uncached": "unickpt", "DeepSpeed load, uncached": "DeepSpeed",
-        "DCP load, uncached": "DCP", "dp_reshardable load, uncached": "torch_dist",
-    }),
-)  # fmt: skip
+ROUNDS = {"50M": 5, "350M": 3}
+MEMORY = "memory-"  # benchmarks of the page of the memory tier
+VERSIONS = ("torch", "deepspeed", "megatron-core", "unickpt")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, help="of every benchmark (default: 5 for 50M parameters, 3 for 350M)")
     parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--list", action="store_true", help="print the names of the benchmarks and their commands")
+    parser.add_argument("--page-only", action="store_true", help="redraw the page from the results of earlier runs")
+    parser.add_argument("--details", nargs="*", choices=PARTS, metavar="NAME", help="print all measurements")
+    parser.add_argument("--history", action="store_true", help="print the last two runs side by side")
     args = parser.parse_args()
-    if args.list:
-        print("\n".join(PARTS))
-        return
-    written, _, made = PAGE.read_text().partition(MARK)
-    parts = sections(made)
     data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.is_file() else {}
-    for name in args.only:
-        title, command = PARTS[name]
-        text, found = measured(command, args.rounds)
-        parts[title] = text
-        data |= {name: found} if found else {}
-        body = "".join(f"\n## {t}\n\n{parts[t].strip()}\n" for t, _ in PARTS.values() if t in parts)
-        PAGE.write_text(f"{written}{MARK}\n{body}")
-        DATA.write_text(json.dumps(data, indent=1))
-        print(f"{name}: done", flush=True)
-    results = [each for name in PARTS for each in data.get(name, [])]
-    if results:
-        draw(results)
+    if args.list:
+        for name in PARTS:
+            took = f"{data[name]['took_s']:.0f} s" if "took_s" in data.get(name, {}) else "-"
+            print(f"{name} ({took}): python -m benchmarks.{' '.join(command(name, args.rounds))}")
+    elif args.details is not None:
+        print(page.details(results(data, args.details or list(PARTS))))
+    elif args.history:
+        print(history.compare(history.read()))
+    elif args.page_only:
+        redraw(data)
+    else:
+        failed = measure_all(data, args.only, args.rounds)
+        history.append(history.record(results(data, [name for name in args.only if name not in failed]), about()))
+        redraw(data)
+        print(history.compare(history.read()))
+        if failed:
+            sys.exit(f"failed: {' '.join(failed)}")
 
 
-def sections(text: str) -> dict[str, str]:
-    """Return the sections of an earlier run: title -> body."""
-    pieces = re.split(r"^## (.*)$", text, flags=re.MULTILINE)[1:]
-    return dict(zip(pieces[::2], pieces[1::2], strict=True))
+def command(name: str, rounds: int | None) -> list[str]:
+    """Return the module of a benchmark and its options."""
+    known = next((count for size, count in ROUNDS.items() if size in name), 5)
+    return [*PARTS[name], f"--rounds={rounds or known}"]
 
 
-def measured(command: list[str], rounds: int) -> tuple[str, list[Any]]:
-    """Run a benchmark, and return its text and its seconds, if it has any."""
+def measure_all(data: dict[str, Any], names: list[str], rounds: int | None) -> list[str]:
+    """Run benchmarks, and add each to ``data`` and to the file of results. Return the names of those that failed."""
+    failed = []
+    began = time.perf_counter()
+    for name in names:
+        begin = time.perf_counter()
+        try:
+            found = measured(command(name, rounds))
+        except subprocess.CalledProcessError as error:
+            print(f"{name}: {error}", flush=True)
+            failed.append(name)
+            continue
+        took = time.perf_counter() - begin
+        data[name] = {**about(), "took_s": round(took, 1), **found}
+        DATA.write_text(json.dumps({key: data[key] for key in PARTS if key in data}, indent=1) + "\n")
+        print(f"{name}: {took:.0f} s, in all {(time.perf_counter() - began) / 60:.1f} min", flush=True)
+    return failed
+
+
+def measured(options: list[str]) -> dict[str, Any]:
+    """Run a benchmark. Return its text and, if it has any, its results."""
     with tempfile.TemporaryDirectory() as folder:
-        out, seconds = Path(folder) / "out.md", Path(folder) / "seconds.json"
-        script, *options = command
-        options.append(f"--rounds={rounds}")
-        options += ["--json", str(seconds)] if script.endswith("save_load") else []
-        subprocess.run([sys.executable, "-m", f"benchmarks.{script}", *options, "--out", str(out)], check=True, cwd=REPO)
-        return out.read_text(), json.loads(seconds.read_text()) if seconds.is_file() else []
+        out, found = Path(folder) / "out.md", Path(folder) / "found.json"
+        script, *more = options
+        more += ["--json", str(found)] if script != "direct_io" else []
+        subprocess.run([sys.executable, "-m", f"benchmarks.{script}", *more, "--out", str(out)], check=True, cwd=REPO)
+        return {"results": json.loads(found.read_text())} if found.is_file() else {"text": out.read_text()}
 
 
-def draw(results: list[Any]) -> None:
-    """Draw medians as bars, one panel per question and benchmark, with whiskers from the fastest to the slowest round."""
-    import matplotlib
+def results(data: dict[str, Any], names: list[str]) -> list[Any]:
+    """Return the results of benchmarks in the order of the page: one per layout."""
+    return [each for name in PARTS if name in names for each in data.get(name, {}).get("results", [])]
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
-    figure, panels = plt.subplots(
-        len(results), len(SHOWN), figsize=(13, 1.6 * len(results) + 0.6), squeeze=False, layout="constrained"
-    )
-    for row, result in zip(panels, results, strict=True):
-        for panel, (question, rows) in zip(row, SHOWN, strict=True):
-            bars = [(label, result["seconds"][key]) for key, label in rows.items() if key in result["seconds"]]
-            for at, (label, values) in enumerate(reversed(bars)):
-                middle = statistics.median(values)
-                colour = "#1f77b4" if label == "unickpt" else "#2ca02c" if "raw" in label or "copy" in label else "#b0b0b0"
-                spread = [[middle - min(values)], [max(values) - middle]]
-                panel.barh(at, middle, color=colour, xerr=spread, error_kw={"elinewidth": 1})
-                panel.text(max(values), at, f" {middle:.2g} s", va="center", fontsize=7)
-            panel.set_yticks(range(len(bars)), [label for label, _ in reversed(bars)], fontsize=7)
-            panel.set_xmargin(0.2)
-            panel.tick_params(axis="x", labelsize=7)
-            panel.set_title(f"{result['title']}: {question}", fontsize=8)
-            panel.spines[["top", "right"]].set_visible(False)
-    PICTURE.parent.mkdir(exist_ok=True)
-    figure.savefig(PICTURE, dpi=110)
+def body(data: dict[str, Any]) -> str:
+    """Return the generated part of the page of benchmarks."""
+    found = _of_page(data, memory=False)
+    return page.body(found, data.get(DIRECT_IO, {}).get("text", ""), _unavailable(found))
+
+
+def memory_body(data: dict[str, Any]) -> str:
+    """Return the generated part of the page of the memory tier."""
+    found = _of_page(data, memory=True)
+    return page.memory_body(found, _unavailable(found))
+
+
+def redraw(data: dict[str, Any]) -> None:
+    """Write both pages and their pictures."""
+    page.write(page.PAGE, body(data), QUESTIONS, _of_page(data, memory=False))
+    page.write(page.MEMORY_PAGE, memory_body(data), MEMORY_QUESTIONS, _of_page(data, memory=True))
+
+
+def _of_page(data: dict[str, Any], *, memory: bool) -> list[Any]:
+    return results(data, [name for name in PARTS if name.startswith(MEMORY) == memory])
+
+
+def _unavailable(found: list[Any]) -> list[str]:
+    return list(dict.fromkeys(line for each in found for line in each.get("unavailable", {}).values()))
+
+
+def about() -> dict[str, Any]:
+    """Return the date, the machine and the versions of a run."""
+    versions = {"python": platform.python_version()}
+    for name in VERSIONS:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "-"
+    memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
+    return {"date": date, "machine": f"{os.cpu_count()} cores, {memory_gb:.0f} GB", "versions": versions}
 
 
 if __name__ == "__main__":
