@@ -301,7 +301,7 @@ def ranges(first: Ints, count: Ints) -> Ints:
 
 
 def like_previous(
-    tensors: TensorTable, counts: Ints, first: Ints, columns: Sequence[Column], order: Ints | None = None
+    tensors: TensorTable, counts: Ints, first: Ints, columns: Sequence[Column]
 ) -> npt.NDArray[np.bool_]:
     """Find the tensors with the same boxes in the same files as the tensor before them.
 
@@ -310,7 +310,6 @@ def like_previous(
         counts: int64 ``[t]``, number of boxes of every tensor.
         first: int64 ``[t]``, position of the first of its boxes.
         columns: file, starts and extents of the boxes.
-        order: rows of the columns in the order of the boxes; None if they are in this order.
 
     Returns:
         bool ``[t]``. A tensor without boxes is not alike.
@@ -320,11 +319,8 @@ def like_previous(
     equal = (counts[1:] == counts[:-1]) & (counts[1:] > 0) & (shape[1:] == shape[:-1]) & (first[1:] != first[:-1])
     found = np.flatnonzero(equal) + 1
 
-    def rows(boxes: Ints) -> Ints:
-        return boxes if order is None else order[boxes]
-
     for column in columns:  # most differ in their first box
-        found = found[column[rows(first[found])] == column[rows(first[found - 1])]]
+        found = found[column[first[found]] == column[first[found - 1]]]
     alike = np.zeros(len(tensors), bool)
     alike[found] = True
     found = found[counts[found] > 1]
@@ -333,7 +329,7 @@ def like_previous(
     while at < len(found):  # some tensors at a time
         stop = max(int(np.searchsorted(ends, ends[at] + _BLOCK_ROWS)), at + 1)
         some = found[at:stop]
-        row, before = rows(ranges(first[some], counts[some])), rows(ranges(first[some - 1], counts[some]))
+        row, before = ranges(first[some], counts[some]), ranges(first[some - 1], counts[some])
         differs = np.zeros(len(row), bool)
         for column in columns:
             differs |= column[row] != column[before]

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from unickpt.errors import CoverageError, FormatError
 from unickpt.format import table_text, tensor_table
 from unickpt.format.boxes import Ints, sort_order
+from unickpt.format.growing_column import GrowingColumn
 from unickpt.format.index import Column, FragmentRow, Index, blocks, box_places, like_previous
 from unickpt.format.safetensors_header import MAX_HEADER_BYTES, build_header, header_bytes_of, parse_header
 from unickpt.format.table_text import Entries, Forms
@@ -96,61 +97,47 @@ def merge(parts: Iterable[tuple[str, bytes]]) -> Index:
     if len(set(files)) != len(files):
         raise FormatError(f"several ranks wrote to the same file: {sorted({f for f in files if files.count(f) > 1})}")
     tensors, position = reader.merged_table()
-    tensor = np.empty(reader.columns.count, np.int32)
-    ids = reader.columns.take("tensor")
-    for part in blocks(len(tensor)):
-        tensor[part] = position[ids[part]]
-    del ids, position
-    counts = np.array(reader.row_counts, np.int64)
-    file = np.repeat(np.arange(len(files), dtype=np.uint16 if len(files) < 1 << 16 else np.int32), counts)
-    return _sorted(tensors, tuple(files), tensor, file, reader.columns)
+    return _sorted(tensors, tuple(files), reader.columns, position, np.array(reader.row_counts, np.int64))
 
 
 def _sorted(
-    tensors: TensorTable, files: tuple[str, ...], tensor: npt.NDArray[np.int32], file: Column, columns: _Columns
+    tensors: TensorTable, files: tuple[str, ...], columns: _Columns, position: npt.NDArray[np.int32], row_counts: Ints
 ) -> Index:
-    """Sort and validate rows and return them as an index."""
-    where = "the ranks' rows"
-    count = len(tensor)
-    counts = np.bincount(tensor, minlength=len(tensors)).astype(np.int64)
-    rows = _grouped(tensor)
-    boxes = [columns.take(f"{part}.{dim}") for part in ("start", "shape") for dim in range(columns.ndim)]
-    same = like_previous(tensors, counts, np.cumsum(counts) - counts, (file, *boxes), rows)
-    own = rows if not same.any() else rows[np.repeat(~same, counts)]
-    taken = [column[own] for column in (file, *boxes)]
-    del own, file, boxes
-    none = np.zeros(count, np.uint8)
+    """Sort and validate rows and return them as an index.
+
+    Args:
+        tensors, files: tables of the index.
+        columns: rows of all ranks.
+        position: position in ``tensors`` by the numbers of column ``tensor``.
+        row_counts: number of rows of every rank.
+    """
+    where, ndim = "the ranks' rows", columns.ndim
+    counts = columns.group(position, len(tensors))
+    file = columns.grouped_ranks(row_counts)
+    boxes = [columns.take(f"{part}.{dim}") for part in ("start", "shape") for dim in range(ndim)]
+    same = like_previous(tensors, counts, np.cumsum(counts) - counts, (file, *boxes))
+    if same.any():
+        own = np.repeat(~same, counts)
+        file, *boxes = (column[own] for column in (file, *boxes))
+        del own
 
     def of(file: Column, boxes: Sequence[Column], offset: Column, checksum: npt.NDArray[Any]) -> Index:
-        start, shape = tuple(boxes[: columns.ndim]), tuple(boxes[columns.ndim :])
-        return Index(tensors, files, counts, same, file, start, shape, offset, checksum)
+        return Index(tensors, files, counts, same, file, tuple(boxes[:ndim]), tuple(boxes[ndim:]), offset, checksum)
 
-    grouped = of(taken[0], taken[1:], none, none)
-    order = sort_order(box_places(grouped, where))
-    offset, checksum = columns.take("offset"), columns.take("checksum")
-    if len(offset) and int(offset.min()) < 0:
+    grouped = of(file, boxes, columns.take("offset"), columns.take("checksum"))
+    places = box_places(grouped, where)
+    if len(grouped) and int(grouped.offset.min()) < 0:
         raise FormatError(f"{where}: negative byte offset")
-    found = np.empty_like(offset), np.empty(count, np.uint64)
-    for part in blocks(count):
-        row = rows[order[grouped.boxes_of(part)] - grouped.per_row(grouped.to_box, part)]
-        found[0][part], found[1][part] = offset[row], checksum[row]
-    del offset, checksum, rows
-    file, *boxes = (column[order] for column in taken)
-    return of(file, boxes, *found).shared()
-
-
-def _grouped(tensor: npt.NDArray[np.int32]) -> Ints:
-    """Return the stable order of rows by tensor."""
-    count = len(tensor)
-    bits = count.bit_length()
-    key = np.empty(count, np.int64)
-    for part in blocks(count):
-        key[part] = tensor[part]
-        key[part] <<= bits
-        key[part] |= np.arange(part.start, part.stop)
-    key.sort()
-    key &= (1 << bits) - 1
-    return key
+    if np.all(places[1:] >= places[:-1]):
+        return grouped.shared()
+    order = sort_order(places)
+    del places
+    file, *boxes = (column[order] for column in (file, *boxes))
+    offset, checksum = np.empty_like(grouped.offset), np.empty_like(grouped.checksum)
+    for part in blocks(len(grouped)):
+        row = order[grouped.boxes_of(part)] - grouped.per_row(grouped.to_box, part)
+        offset[part], checksum[part] = grouped.offset[row], grouped.checksum[row]
+    return of(file, boxes, offset, checksum).shared()
 
 
 class _Columns:
@@ -163,34 +150,80 @@ class _Columns:
 
     def __init__(self) -> None:
         self.count = self.ndim = 0
-        self._parts: dict[str, list[Column]] = {"tensor": [], "offset": [], "checksum": []}
+        self._columns = {"tensor": GrowingColumn(), "offset": GrowingColumn(), "checksum": GrowingColumn(np.uint64)}
+        self._place: Column = np.zeros(0, np.int32)
 
-    def add(self, tensor: npt.NDArray[np.int32], rows: Ints) -> None:
+    def add(self, tensor: Ints, rows: Ints) -> None:
         """Append rows, int64 ``[k, 3 + 2 * ndim]``, and the numbers of their tensors ``[k]``."""
         count, ndim = len(rows), (rows.shape[1] - _FIELDS) // 2
         for dim in range(self.ndim, ndim):
-            self._parts[f"start.{dim}"] = [np.zeros(self.count, np.uint16)]
-            self._parts[f"shape.{dim}"] = [np.ones(self.count, np.uint16)]
+            self._columns[f"start.{dim}"], self._columns[f"shape.{dim}"] = GrowingColumn(), GrowingColumn()
+            self._columns[f"start.{dim}"].extend(np.zeros(self.count, np.int64))
+            self._columns[f"shape.{dim}"].extend(np.ones(self.count, np.int64))
         self.ndim = max(self.ndim, ndim)
-        self._parts["tensor"].append(tensor)
-        self._parts["offset"].append(_narrow(rows[:, 1]))
-        self._parts["checksum"].append(rows[:, 2].view(np.uint64).copy())
+        self._columns["tensor"].extend(tensor)
+        self._columns["offset"].extend(rows[:, 1])
+        self._columns["checksum"].extend(rows[:, 2].view(np.uint64))
         for dim in range(self.ndim):
             known = dim < ndim
-            self._parts[f"start.{dim}"].append(_narrow(rows[:, _FIELDS + dim]) if known else np.zeros(count, np.uint16))
-            self._parts[f"shape.{dim}"].append(_narrow(rows[:, _FIELDS + ndim + dim]) if known else np.ones(count, np.uint16))
+            self._columns[f"start.{dim}"].extend(rows[:, _FIELDS + dim] if known else np.zeros(count, np.int64))
+            self._columns[f"shape.{dim}"].extend(rows[:, _FIELDS + ndim + dim] if known else np.ones(count, np.int64))
         self.count += count
 
+    def group(self, position: npt.NDArray[np.int32], tensors: int) -> Ints:
+        """Group the rows by tensor, each group in order of arrival: the order in which ``take`` returns the columns.
+
+        Args:
+            position: position of a tensor in the table by its number.
+            tensors: number of tensors in the table.
+
+        Returns:
+            int64 ``[tensors]``, the number of rows of every tensor.
+        """
+        counts = np.zeros(tensors, np.int64)
+        self._place = np.empty(self.count, np.int32 if self.count < 2**31 else np.int64)
+        groups, at = [], 0
+        for numbers in self._columns.pop("tensor").segments():
+            count = len(numbers)
+            bits = count.bit_length()
+            key = position[numbers].astype(np.int64)
+            key <<= bits
+            key |= np.arange(count)
+            key.sort()
+            self._place[at : at + count] = key & ((1 << bits) - 1)
+            key >>= bits
+            first = np.append(0, np.flatnonzero(key[1:] != key[:-1]) + 1)
+            tensor = key[first]
+            sizes = np.diff(first, append=count)
+            counts[tensor] += sizes
+            groups.append((slice(at, at + count), tensor, first, sizes))
+            at += count
+        cursor = np.cumsum(counts) - counts
+        for part, tensor, first, sizes in groups:
+            order = self._place[part].copy()
+            self._place[part][order] = np.arange(len(order)) + np.repeat(cursor[tensor] - first, sizes)
+            cursor[tensor] += sizes
+        return counts
+
+    def grouped_ranks(self, row_counts: Ints) -> Column:
+        """Return the rank of every row, given the number of rows of every rank, in the order of the groups."""
+        out = np.empty(self.count, np.uint16 if len(row_counts) < 1 << 16 else np.int32)
+        rank = np.arange(len(row_counts), dtype=out.dtype)
+        ends = np.cumsum(row_counts)
+        for part in blocks(self.count):
+            lo, hi = np.searchsorted(ends, [part.start, part.stop - 1], side="right").tolist()
+            edges = np.clip(np.append(ends[lo:hi], part.stop), part.start, part.stop)
+            out[self._place[part]] = np.repeat(rank[lo : hi + 1], np.diff(edges, prepend=part.start))
+        return out
+
     def take(self, name: str) -> Column:
-        """Return a whole column and release its parts."""
-        parts = self._parts.pop(name)
-        return np.concatenate(parts) if parts else np.zeros(0, np.uint64 if name == "checksum" else np.uint16)
-
-
-def _narrow(column: Ints) -> Column:
-    least, largest = int(column.min(initial=0)), int(column.max(initial=0))
-    fits = next((kind for kind in (np.uint16, np.uint32) if largest <= np.iinfo(kind).max), np.int64)
-    return column.astype(np.int64 if least < 0 else fits)
+        """Return a whole column in the order of the groups, and release its memory."""
+        column = self._columns.pop(name)
+        out, at = np.empty(self.count, column.dtype), 0
+        for values in column.segments():
+            out[self._place[at : at + len(values)]] = values
+            at += len(values)
+        return out
 
 
 class _TensorNumbers:
@@ -300,7 +333,7 @@ class _RankRowsReader:
             raise FormatError(
                 f"rows of {names[rank[row]]}: a fragment refers to tensor {at[row]}, which is not in the table"
             )
-        self.columns.add(numbers[at + np.where(at < common[rank], begin[rank], shift[rank])].astype(np.int32), rows)
+        self.columns.add(numbers[at + np.where(at < common[rank], begin[rank], shift[rank])], rows)
 
     def _own_numbers(self, texts: Sequence[bytes], names: Sequence[str]) -> tuple[Ints, Ints]:
         """Return the numbers of the tensors in the own tables of some ranks, and how many each rank has."""
