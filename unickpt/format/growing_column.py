@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-_ROWS = 1 << 17  # of a segment
+_FIRST_ROWS, _ROWS = 1 << 14, 1 << 20  # of the first segment, and of the others
+_HUGE_BYTES = 1 << 21
 
 
 class GrowingColumn:
@@ -22,7 +23,7 @@ class GrowingColumn:
     def __init__(self, dtype: npt.DTypeLike = np.uint16) -> None:
         self.dtype: np.dtype[Any] = np.dtype(dtype)  # the widest so far
         self._segments: list[npt.NDArray[Any]] = []
-        self._free = 0
+        self._free = 0  # rows of the last segment
 
     def extend(self, values: npt.NDArray[np.integer[Any]]) -> None:
         """Append int64 values, or values of the dtype of the column."""
@@ -32,37 +33,46 @@ class GrowingColumn:
             self._widen(int(values.min()), int(values.max()))
         while len(values):
             if not self._free:
-                self._segments.append(_memory(self.dtype))
-                self._free = _ROWS
+                self._free = _ROWS if self._segments else _FIRST_ROWS
+                self._segments.append(_memory(self._free, self.dtype))
+            segment = self._segments[-1]
             part = values[: self._free]
-            at = _ROWS - self._free
-            self._segments[-1][at : at + len(part)] = part
+            at = len(segment) - self._free
+            segment[at : at + len(part)] = part
             self._free -= len(part)
             values = values[len(part) :]
 
     def _widen(self, least: int, largest: int) -> None:
         """Make room for a range of values in the segments to come, and in the last one."""
-        if least < 0 and self.dtype.kind == "u":
-            kind: Any = np.int32 if largest < 2**31 and least >= -(2**31) and self.dtype != np.uint32 else np.int64
-        elif largest > np.iinfo(self.dtype).max or least < np.iinfo(self.dtype).min:
-            kind = np.uint32 if self.dtype.kind == "u" and largest < 2**32 else np.int64
-        else:
+        known = np.iinfo(self.dtype)
+        if known.min <= least and largest <= known.max:
             return
-        self.dtype = np.dtype(kind)
+        kinds = (np.uint32, np.int64) if self.dtype.kind == "u" else (np.int64,)
+        self.dtype = np.dtype(next(kind for kind in kinds if np.iinfo(kind).min <= least and largest <= np.iinfo(kind).max))
         if self._free:
             old = self._segments.pop()
-            self._segments.append(_memory(self.dtype))
-            used = _ROWS - self._free
-            self._segments[-1][:used] = old[:used]
+            new = _memory(len(old), self.dtype)
+            new[: len(old) - self._free] = old[: len(old) - self._free]
+            self._segments.append(new)
 
-    def segments(self) -> Iterator[npt.NDArray[Any]]:
-        """Yield the values and release them."""
+    def take(self) -> npt.NDArray[Any]:
+        """Return all values and release the segments."""
+        if self._segments:
+            self._segments.append(self._segments.pop()[: -self._free or None])
+        found = np.empty(sum(map(len, self._segments)), self.dtype)
+        at = 0
         self._segments.reverse()
         while self._segments:
             segment = self._segments.pop()
-            yield segment[: _ROWS - self._free] if not self._segments else segment
+            found[at : at + len(segment)] = segment
+            at += len(segment)
+        return found
 
 
-def _memory(dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    found: npt.NDArray[Any] = np.frombuffer(mmap.mmap(-1, _ROWS * dtype.itemsize), dtype)
+def _memory(rows: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    memory = mmap.mmap(-1, rows * dtype.itemsize)
+    if len(memory) >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    found: npt.NDArray[Any] = np.frombuffer(memory, dtype)
     return found

@@ -26,7 +26,8 @@ from unickpt.format.tensor_info import MAX_NDIM, TensorInfo
 from unickpt.format.tensor_table import TensorTable
 
 _FIELDS = 3  # tensor, offset_bytes, checksum; then the starts, then the shapes
-_BATCH_BYTES = 1 << 20  # ranks are parsed together until their rows take this much memory
+_GROUPED_ROWS = 1 << 17
+_BATCH_BYTES = 1 << 22  # ranks are parsed together until their rows take this much memory
 _SLOTS = [("rows", "I64", 2), ("tensors", "U8", 1), ("own", "U8", 1)]  # name, dtype, dimensions; in this order
 
 
@@ -113,7 +114,7 @@ def _sorted(
     """
     where, ndim = "the ranks' rows", columns.ndim
     counts = columns.group(position, len(tensors))
-    file = columns.grouped_ranks(row_counts)
+    file = columns.grouped(np.repeat(np.arange(len(files), dtype=np.uint16 if len(files) < 1 << 16 else np.int32), row_counts))
     boxes = [columns.take(f"{part}.{dim}") for part in ("start", "shape") for dim in range(ndim)]
     same = like_previous(tensors, counts, np.cumsum(counts) - counts, (file, *boxes))
     if same.any():
@@ -136,7 +137,8 @@ def _sorted(
     offset, checksum = np.empty_like(grouped.offset), np.empty_like(grouped.checksum)
     for part in blocks(len(grouped)):
         row = order[grouped.boxes_of(part)] - grouped.per_row(grouped.to_box, part)
-        offset[part], checksum[part] = grouped.offset[row], grouped.checksum[row]
+        np.take(grouped.offset, row, out=offset[part], mode="clip")
+        np.take(grouped.checksum, row, out=checksum[part], mode="clip")
     return of(file, boxes, offset, checksum).shared()
 
 
@@ -151,7 +153,7 @@ class _Columns:
     def __init__(self) -> None:
         self.count = self.ndim = 0
         self._columns = {"tensor": GrowingColumn(), "offset": GrowingColumn(), "checksum": GrowingColumn(np.uint64)}
-        self._place: Column = np.zeros(0, np.int32)
+        self._order: Column = np.zeros(0, np.int32)
 
     def add(self, tensor: Ints, rows: Ints) -> None:
         """Append rows, int64 ``[k, 3 + 2 * ndim]``, and the numbers of their tensors ``[k]``."""
@@ -161,13 +163,14 @@ class _Columns:
             self._columns[f"start.{dim}"].extend(np.zeros(self.count, np.int64))
             self._columns[f"shape.{dim}"].extend(np.ones(self.count, np.int64))
         self.ndim = max(self.ndim, ndim)
+        columns = np.ascontiguousarray(rows.T)
         self._columns["tensor"].extend(tensor)
-        self._columns["offset"].extend(rows[:, 1])
-        self._columns["checksum"].extend(rows[:, 2].view(np.uint64))
+        self._columns["offset"].extend(columns[1])
+        self._columns["checksum"].extend(columns[2].view(np.uint64))
         for dim in range(self.ndim):
             known = dim < ndim
-            self._columns[f"start.{dim}"].extend(rows[:, _FIELDS + dim] if known else np.zeros(count, np.int64))
-            self._columns[f"shape.{dim}"].extend(rows[:, _FIELDS + ndim + dim] if known else np.ones(count, np.int64))
+            self._columns[f"start.{dim}"].extend(columns[_FIELDS + dim] if known else np.zeros(count, np.int64))
+            self._columns[f"shape.{dim}"].extend(columns[_FIELDS + ndim + dim] if known else np.ones(count, np.int64))
         self.count += count
 
     def group(self, position: npt.NDArray[np.int32], tensors: int) -> Ints:
@@ -181,48 +184,36 @@ class _Columns:
             int64 ``[tensors]``, the number of rows of every tensor.
         """
         counts = np.zeros(tensors, np.int64)
-        self._place = np.empty(self.count, np.int32 if self.count < 2**31 else np.int64)
-        groups, at = [], 0
-        for numbers in self._columns.pop("tensor").segments():
-            count = len(numbers)
-            bits = count.bit_length()
-            key = position[numbers].astype(np.int64)
-            key <<= bits
-            key |= np.arange(count)
-            key.sort()
-            self._place[at : at + count] = key & ((1 << bits) - 1)
-            key >>= bits
+        numbers = self._columns.pop("tensor").take()
+        order = np.empty(self.count, np.int32 if self.count < 2**31 else np.int64)
+        groups = []
+        for lo in range(0, self.count, _GROUPED_ROWS):
+            key = position[numbers[lo : lo + _GROUPED_ROWS]]
+            local = sort_order(key.astype(np.uint16) if tensors <= 1 << 16 else key)  # 16 bits have a faster sort
+            order[lo : lo + len(key)] = local
+            key = key[local]
             first = np.append(0, np.flatnonzero(key[1:] != key[:-1]) + 1)
-            tensor = key[first]
-            sizes = np.diff(first, append=count)
+            tensor, sizes = key[first], np.diff(first, append=len(key))
             counts[tensor] += sizes
-            groups.append((slice(at, at + count), tensor, first, sizes))
-            at += count
+            groups.append((lo, tensor, first, sizes))
+        del numbers
         cursor = np.cumsum(counts) - counts
-        for part, tensor, first, sizes in groups:
-            order = self._place[part].copy()
-            self._place[part][order] = np.arange(len(order)) + np.repeat(cursor[tensor] - first, sizes)
+        self._order = np.empty_like(order)
+        for lo, tensor, first, sizes in groups:
+            local = order[lo : lo + int(sizes.sum())]
+            self._order[np.arange(len(local)) + np.repeat(cursor[tensor] - first, sizes)] = local + local.dtype.type(lo)
             cursor[tensor] += sizes
         return counts
 
-    def grouped_ranks(self, row_counts: Ints) -> Column:
-        """Return the rank of every row, given the number of rows of every rank, in the order of the groups."""
-        out = np.empty(self.count, np.uint16 if len(row_counts) < 1 << 16 else np.int32)
-        rank = np.arange(len(row_counts), dtype=out.dtype)
-        ends = np.cumsum(row_counts)
-        for part in blocks(self.count):
-            lo, hi = np.searchsorted(ends, [part.start, part.stop - 1], side="right").tolist()
-            edges = np.clip(np.append(ends[lo:hi], part.stop), part.start, part.stop)
-            out[self._place[part]] = np.repeat(rank[lo : hi + 1], np.diff(edges, prepend=part.start))
-        return out
-
     def take(self, name: str) -> Column:
         """Return a whole column in the order of the groups, and release its memory."""
-        column = self._columns.pop(name)
-        out, at = np.empty(self.count, column.dtype), 0
-        for values in column.segments():
-            out[self._place[at : at + len(values)]] = values
-            at += len(values)
+        return self.grouped(self._columns.pop(name).take())
+
+    def grouped(self, column: Column) -> Column:
+        """Return a column, given in order of arrival, in the order of the groups."""
+        out = np.empty_like(column)
+        for part in blocks(self.count):
+            np.take(column, self._order[part], out=out[part], mode="clip")
         return out
 
 
@@ -280,7 +271,7 @@ class _RankRowsReader:
         self._shapes: dict[bytes, _Shape] = {}
         self._shared: dict[bytes, Ints] = {}  # text of a shared table -> the numbers of its tensors
         self._text = b""  # of the last shared table
-        self._waiting: list[tuple[bytes, bytes, bytes]] = []  # of the last ranks: shared table, own table, rows
+        self._waiting: list[tuple[bytes, bytes, memoryview]] = []  # of the last ranks: shared table, own table, rows
         self._fields = _FIELDS
         self._bytes = 0
 
@@ -307,7 +298,7 @@ class _RankRowsReader:
             self._fields = shape.fields
         self.files.append(name)
         self.row_counts.append(count)
-        self._waiting.append((text, data[shape.own :], data[begin:end]))
+        self._waiting.append((text, data[shape.own :], memoryview(data)[begin:end]))
         self._bytes += len(data) - shape.own + end - begin
 
     def flush(self) -> None:

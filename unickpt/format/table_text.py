@@ -197,7 +197,7 @@ def _scan_chunk(
     if int(length.min()) <= 0 or int(length.max()) > _MAX_TEXT_BYTES:
         return None
     form = np.empty(len(begin), np.int32)
-    for size in np.unique(length).tolist():
+    for size in np.flatnonzero(np.bincount(length)).tolist():
         rows = np.flatnonzero(length == size)
         if not _number_rests(_windows(data, size)[name_end[rows]], rows, forms, form):
             return None

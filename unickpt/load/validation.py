@@ -124,8 +124,8 @@ def check_places(index: Index, known: Mapping[str, FileRecord], where: str) -> N
         end[part] = begin[part] + size
     if wrong < 0:
         # Fragments do not overlap if and only if, with begins and ends sorted separately, each end is at most the next begin.
-        begin.sort()
-        end.sort()
+        begin.sort(kind="stable")  # they consist of ascending runs
+        end.sort(kind="stable")
         if np.all(begin[1:] >= end[:-1]):
             return
         file, begin, size = index.file, index.offset_bytes, index.size_bytes()
