@@ -75,8 +75,8 @@ class LinearOrder:
         np.cumsum(table.numel(), out=first[1:])
         return cls(first, strides[:, :ndim][table.form], extents[:, :ndim][table.form])
 
-    def positions(self, tensor: Column, at: Sequence[Column]) -> Ints:
-        """Return the int64 ``[n]`` positions of elements, given by tensor number ``[n]`` and one index ``[n]`` per dimension."""
+    def positions(self, tensor: Column, at: Sequence[Column] | Ints) -> Ints:
+        """Return the int64 ``[n]`` positions of elements: tensors ``[n]``, and an index ``[n]`` for each dimension."""
         out = np.empty(len(tensor), np.int64)
         for part in blocks(len(tensor)):
             ids = tensor[part]
@@ -300,9 +300,7 @@ def ranges(first: Ints, count: Ints) -> Ints:
     return found
 
 
-def like_previous(
-    tensors: TensorTable, counts: Ints, first: Ints, columns: Sequence[Column]
-) -> npt.NDArray[np.bool_]:
+def like_previous(tensors: TensorTable, counts: Ints, first: Ints, columns: Sequence[Column]) -> npt.NDArray[np.bool_]:
     """Find the tensors with the same boxes in the same files as the tensor before them.
 
     Args:

@@ -50,7 +50,8 @@ def to_bytes(index: Index) -> bytes:
         "files": json.dumps(index.files),
         "tensors": _TABLE_MARK,
     }
-    head, _ = build_header([(name, f"U{8 * arrays[name].itemsize}", arrays[name].shape) for name in names], metadata, alignment=1)
+    slots = [(name, f"U{8 * arrays[name].itemsize}", arrays[name].shape) for name in names]
+    head, _ = build_header(slots, metadata, alignment=1)
     before, _, after = head[8:].partition(f'"{_TABLE_MARK}"'.encode())
     parts = [before, *index.tensors.json_string(), after]
     length = sum(map(len, parts))
@@ -195,7 +196,7 @@ def _check_same(tensors: TensorTable, counts: Ints, same: npt.NDArray[np.bool_],
 
 
 def _shape(tensors: TensorTable, at: int) -> tuple[int, ...]:
-    return tensors.forms[tensors.form[at]].shape
+    return tensors.forms[int(tensors.form[at])].shape
 
 
 # ---------------------------------------------------------------- version 1

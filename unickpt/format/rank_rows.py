@@ -200,8 +200,8 @@ class _Columns:
         cursor = np.cumsum(counts) - counts
         self._order = np.empty_like(order)
         for lo, tensor, first, sizes in groups:
-            local = order[lo : lo + int(sizes.sum())]
-            self._order[np.arange(len(local)) + np.repeat(cursor[tensor] - first, sizes)] = local + local.dtype.type(lo)
+            row = order[lo : lo + int(sizes.sum())] + order.dtype.type(lo)
+            self._order[np.arange(len(row)) + np.repeat(cursor[tensor] - first, sizes)] = row
             cursor[tensor] += sizes
         return counts
 
@@ -321,9 +321,7 @@ class _RankRowsReader:
         wrong = (at < 0) | (at >= (common + own_counts)[rank])
         if wrong.any():
             row = int(np.argmax(wrong))
-            raise FormatError(
-                f"rows of {names[rank[row]]}: a fragment refers to tensor {at[row]}, which is not in the table"
-            )
+            raise FormatError(f"rows of {names[rank[row]]}: a fragment refers to tensor {at[row]}, which is not in the table")
         self.columns.add(numbers[at + np.where(at < common[rank], begin[rank], shift[rank])], rows)
 
     def _own_numbers(self, texts: Sequence[bytes], names: Sequence[str]) -> tuple[Ints, Ints]:

@@ -67,7 +67,8 @@ def _form(rest: bytes) -> TensorInfo | None:
             return None
     except (ValueError, RecursionError, FormatError):
         return None
-    info = TensorInfo(*entry[:3], tuple(entry[3]), *entry[4:])
+    _, state, dtype, shape, kind, derived = entry
+    info = TensorInfo("", state, dtype, tuple(shape), kind, derived)
     return info if entries_text([info]).encode() == b'["' + rest else None
 
 
@@ -138,12 +139,12 @@ def joined(parts: Sequence[Entries]) -> Entries:
     text = b",".join([part.text for part in kept])
     kind = np.int32 if len(text) < 2**31 else np.int64
     shift = np.cumsum([0, *(len(part.text) + 1 for part in kept)])
-    none = np.zeros(0, kind)
-    begin, name_end = (
-        np.concatenate([none, *(getattr(part, name) + kind(by) for part, by in zip(kept, shift, strict=False))], dtype=kind)
-        for name in ("begin", "name_end")
-    )
-    form = np.concatenate([none.astype(np.int32), *(part.form for part in kept)])
+    begin, name_end = (np.empty(sum(map(len, kept)), kind) for _ in range(2))
+    at = 0
+    for part, by in zip(kept, shift, strict=False):
+        begin[at : at + len(part)], name_end[at : at + len(part)] = part.begin + by, part.name_end + by
+        at += len(part)
+    form = np.concatenate([np.zeros(0, np.int32), *(part.form for part in kept)])
     return Entries(text, begin, name_end, form, np.zeros(0, np.int64), max((part.key_bytes for part in kept), default=0))
 
 
@@ -178,10 +179,11 @@ def scan(text: bytes, forms: Forms) -> Entries | None:
     return Entries(text, begin, name_end, form, falls, key_bytes)
 
 
-def _scan_chunk(
-    data: bytes, forms: Forms
-) -> tuple[Positions, Positions, npt.NDArray[np.int32], npt.NDArray[np.bytes_]] | None:
-    """Return ``(begin, name_end, form, key)`` of the entries, or None. Every byte belongs to an entry or is a comma between two."""
+def _scan_chunk(data: bytes, forms: Forms) -> tuple[Positions, Positions, npt.NDArray[np.int32], npt.NDArray[np.bytes_]] | None:
+    """Return ``(begin, name_end, form, key)`` of the entries, or None.
+
+    Every byte belongs to an entry or is the comma between two of them.
+    """
     values = np.frombuffer(data, np.uint8)
     if not data.startswith(b'["') or int(values.min()) < _QUOTE or int(values.max()) >= 0x80 or b"\\" in data:
         return None
@@ -275,11 +277,11 @@ def merged(entries: Entries, forms: Forms) -> tuple[Entries, Positions, tuple[in
     position = np.empty(len(order), np.int64)
     position[order] = np.cumsum(~again) - 1
     order = order[~again]
-    cuts = np.append(0, np.flatnonzero(np.diff(order) != 1) + 1)
     ends = entries.ends()
     length = (ends - entries.begin)[order]
-    first, last = order[cuts], order[np.append(cuts[1:] - 1, len(order) - 1)] if len(order) else order
-    pieces = zip(entries.begin[first].tolist(), ends[last].tolist(), strict=True) if len(order) else ()
+    cuts = np.append(0, np.flatnonzero(np.diff(order) != 1) + 1)[: len(order)]  # consecutive entries are copied together
+    first, last = order[cuts], order[np.append(cuts[1:], len(order))[: len(cuts)] - 1]
+    pieces = zip(entries.begin[first].tolist(), ends[last].tolist(), strict=True)
     text = b",".join([entries.text[a:b] for a, b in pieces])
     begin = np.cumsum(length + 1) - length - 1
     name_end = begin + (entries.name_end - entries.begin)[order]

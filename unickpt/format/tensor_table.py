@@ -151,7 +151,7 @@ class _Positions(Mapping[tuple[str, str], int]):
             at = self._table.find(key)
         if at is None:
             raise KeyError(key)
-        return at
+        return int(at)
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return (info.key for info in self._table)

@@ -116,7 +116,9 @@ def plan_reads(index: Index, targets: Sequence[Target], *, allow_partial: frozen
 
 
 def _near(index: Index, ids: Ints, start: Ints, shape: Ints) -> tuple[Ints, Ints, Rows, Ints]:
-    """Return ``(target, rows, taken, row)``: rows of the index, these rows, and all pairs of a target and one of them that can overlap.
+    """Return ``(target, rows, near, row)``: all pairs of a target and a fragment, ``rows[row]``, that can overlap.
+
+    ``rows`` are numbers of rows of the index, and ``near`` are these rows.
 
     On the index's line a box lies between the places of its first and last element. Rows are sorted by the first place. The
     running maximum of the last place is sorted too, so the candidates of a target are one range of rows.
