@@ -168,7 +168,7 @@ def test_a_table_in_another_place_of_the_header_is_not_the_table() -> None:
     assert isinstance(index_codec._header_and_table(good, "x")[1], bytes)
     text = good[8 : 8 + int.from_bytes(good[:8], "little")]
     hidden = text.replace(b'"tensors":"', b'"an entry\\"tensors":"', 1)
-    hidden = hidden.replace(b'"files":', b'"tensors":"[]","files":', 1)
+    hidden = hidden.replace(b']]"', b']]","tensors":"[]"', 1)
     full = len(hidden).to_bytes(8, "little") + hidden + good[8 + len(text) :]
     assert index_codec._header_and_table(full, "x")[1] == "[]"
 
