@@ -18,15 +18,14 @@ import numpy.typing as npt
 from unickpt.errors import CoverageError, FormatError
 from unickpt.format import table_text, tensor_table
 from unickpt.format.boxes import Ints, sort_order
-from unickpt.format.growing_column import GrowingColumn
-from unickpt.format.index import Column, FragmentRow, Index, blocks, box_places, like_previous
+from unickpt.format.index import FragmentRow, Index, box_places, like_previous
+from unickpt.format.linear_order import Column, blocks
+from unickpt.format.row_columns import FIELDS, RowColumns
 from unickpt.format.safetensors_header import MAX_HEADER_BYTES, build_header, header_bytes_of, parse_header
 from unickpt.format.table_text import Entries, Forms
 from unickpt.format.tensor_info import MAX_NDIM, TensorInfo
 from unickpt.format.tensor_table import TensorTable
 
-_FIELDS = 3  # tensor, offset_bytes, checksum; then the starts, then the shapes
-_GROUPED_ROWS = 1 << 17
 _BATCH_BYTES = 1 << 22  # ranks are parsed together until their rows take this much memory
 _SLOTS = [("rows", "I64", 2), ("tensors", "U8", 1), ("own", "U8", 1)]  # name, dtype, dimensions; in this order
 
@@ -48,14 +47,14 @@ def to_bytes(rows: Sequence[FragmentRow], tensors: Sequence[TensorInfo] = ()) ->
     shared, own = ([info for info in infos if (info.kind == "object") is kind] for kind in (False, True))
     ids = {info.key: position for position, info in enumerate((*shared, *own))}
     ndim = max((len(info.shape) for info in infos), default=0)
-    table = np.zeros((len(rows), _FIELDS + 2 * ndim), np.int64)
-    table[:, _FIELDS + ndim :] = 1
+    table = np.zeros((len(rows), FIELDS + 2 * ndim), np.int64)
+    table[:, FIELDS + ndim :] = 1
     table[:, 0] = [ids[row.tensor.key] for row in rows]
     table[:, 1] = [row.offset_bytes for row in rows]
     table[:, 2] = np.array([row.checksum for row in rows], np.uint64).view(np.int64)
     for at, row in enumerate(rows):
-        table[at, _FIELDS : _FIELDS + row.box.ndim] = row.box.start
-        table[at, _FIELDS + ndim : _FIELDS + ndim + row.box.ndim] = row.box.shape
+        table[at, FIELDS : FIELDS + row.box.ndim] = row.box.start
+        table[at, FIELDS + ndim : FIELDS + ndim + row.box.ndim] = row.box.shape
     return pack(table, packed_table(shared), own)
 
 
@@ -102,7 +101,7 @@ def merge(parts: Iterable[tuple[str, bytes]]) -> Index:
 
 
 def _sorted(
-    tensors: TensorTable, files: tuple[str, ...], columns: _Columns, position: npt.NDArray[np.int32], row_counts: Ints
+    tensors: TensorTable, files: tuple[str, ...], columns: RowColumns, position: npt.NDArray[np.int32], row_counts: Ints
 ) -> Index:
     """Sort and validate rows and return them as an index.
 
@@ -140,81 +139,6 @@ def _sorted(
         np.take(grouped.offset, row, out=offset[part], mode="clip")
         np.take(grouped.checksum, row, out=checksum[part], mode="clip")
     return of(file, boxes, offset, checksum).shared()
-
-
-class _Columns:
-    """Columns of rows that arrive in parts, in types as narrow as their values allow.
-
-    Attributes:
-        count: number of rows.
-        ndim: largest number of dimensions of a part.
-    """
-
-    def __init__(self) -> None:
-        self.count = self.ndim = 0
-        self._columns = {"tensor": GrowingColumn(), "offset": GrowingColumn(), "checksum": GrowingColumn(np.uint64)}
-        self._order: Column = np.zeros(0, np.int32)
-
-    def add(self, tensor: Ints, rows: Ints) -> None:
-        """Append rows, int64 ``[k, 3 + 2 * ndim]``, and the numbers of their tensors ``[k]``."""
-        count, ndim = len(rows), (rows.shape[1] - _FIELDS) // 2
-        for dim in range(self.ndim, ndim):
-            self._columns[f"start.{dim}"], self._columns[f"shape.{dim}"] = GrowingColumn(), GrowingColumn()
-            self._columns[f"start.{dim}"].extend(np.zeros(self.count, np.int64))
-            self._columns[f"shape.{dim}"].extend(np.ones(self.count, np.int64))
-        self.ndim = max(self.ndim, ndim)
-        columns = np.ascontiguousarray(rows.T)
-        self._columns["tensor"].extend(tensor)
-        self._columns["offset"].extend(columns[1])
-        self._columns["checksum"].extend(columns[2].view(np.uint64))
-        for dim in range(self.ndim):
-            known = dim < ndim
-            self._columns[f"start.{dim}"].extend(columns[_FIELDS + dim] if known else np.zeros(count, np.int64))
-            self._columns[f"shape.{dim}"].extend(columns[_FIELDS + ndim + dim] if known else np.ones(count, np.int64))
-        self.count += count
-
-    def group(self, position: npt.NDArray[np.int32], tensors: int) -> Ints:
-        """Group the rows by tensor, each group in order of arrival: the order in which ``take`` returns the columns.
-
-        Args:
-            position: position of a tensor in the table by its number.
-            tensors: number of tensors in the table.
-
-        Returns:
-            int64 ``[tensors]``, the number of rows of every tensor.
-        """
-        counts = np.zeros(tensors, np.int64)
-        numbers = self._columns.pop("tensor").take()
-        order = np.empty(self.count, np.int32 if self.count < 2**31 else np.int64)
-        groups = []
-        for lo in range(0, self.count, _GROUPED_ROWS):
-            key = position[numbers[lo : lo + _GROUPED_ROWS]]
-            local = sort_order(key.astype(np.uint16) if tensors <= 1 << 16 else key)  # 16 bits have a faster sort
-            order[lo : lo + len(key)] = local
-            key = key[local]
-            first = np.append(0, np.flatnonzero(key[1:] != key[:-1]) + 1)
-            tensor, sizes = key[first], np.diff(first, append=len(key))
-            counts[tensor] += sizes
-            groups.append((lo, tensor, first, sizes))
-        del numbers
-        cursor = np.cumsum(counts) - counts
-        self._order = np.empty_like(order)
-        for lo, tensor, first, sizes in groups:
-            row = order[lo : lo + int(sizes.sum())] + order.dtype.type(lo)
-            self._order[np.arange(len(row)) + np.repeat(cursor[tensor] - first, sizes)] = row
-            cursor[tensor] += sizes
-        return counts
-
-    def take(self, name: str) -> Column:
-        """Return a whole column in the order of the groups, and release its memory."""
-        return self.grouped(self._columns.pop(name).take())
-
-    def grouped(self, column: Column) -> Column:
-        """Return a column, given in order of arrival, in the order of the groups."""
-        out = np.empty_like(column)
-        for part in blocks(self.count):
-            np.take(column, self._order[part], out=out[part], mode="clip")
-        return out
 
 
 class _TensorNumbers:
@@ -263,7 +187,7 @@ class _RankRowsReader:
     def __init__(self) -> None:
         self.files: list[str] = []
         self.row_counts: list[int] = []
-        self.columns = _Columns()
+        self.columns = RowColumns()
         self._table = _TensorNumbers()
         self._forms = Forms()
         self._objects: list[Entries] = []
@@ -272,7 +196,7 @@ class _RankRowsReader:
         self._shared: dict[bytes, Ints] = {}  # text of a shared table -> the numbers of its tensors
         self._text = b""  # of the last shared table
         self._waiting: list[tuple[bytes, bytes, memoryview]] = []  # of the last ranks: shared table, own table, rows
-        self._fields = _FIELDS
+        self._fields = FIELDS
         self._bytes = 0
 
     def add(self, name: str, data: bytes) -> None:
@@ -381,7 +305,7 @@ def _shape(data: bytes, where: str) -> _Shape:
         raise FormatError(f"{where}: not an index-rows file of a rank")
     rows, tensors, own = header.slots
     fields = rows.shape[1]
-    if fields < _FIELDS or (fields - _FIELDS) % 2 or fields > _FIELDS + 2 * MAX_NDIM:
+    if fields < FIELDS or (fields - FIELDS) % 2 or fields > FIELDS + 2 * MAX_NDIM:
         raise FormatError(f"{where}: rows have {fields} columns")
     begin = header.header_bytes
     return _Shape(

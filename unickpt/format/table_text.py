@@ -137,7 +137,7 @@ def joined(parts: Sequence[Entries]) -> Entries:
     """Concatenate entries. The result has no ``falls``: its order is not known."""
     kept = [part for part in parts if len(part)]
     text = b",".join([part.text for part in kept])
-    kind = np.int32 if len(text) < 2**31 else np.int64
+    kind: Any = np.int32 if len(text) < 2**31 else np.int64
     shift = np.cumsum([0, *(len(part.text) + 1 for part in kept)])
     begin, name_end = (np.empty(sum(map(len, kept)), kind) for _ in range(2))
     at = 0

@@ -12,7 +12,8 @@ import numpy as np
 
 from unickpt.errors import CoverageError
 from unickpt.format.boxes import Box, Ints, find_overlap, intersect_many
-from unickpt.format.index import Index, Rows, ranges, volumes
+from unickpt.format.index import Index, Rows
+from unickpt.format.linear_order import ranges, volumes
 
 
 def share_of_replicas(sizes_bytes: Sequence[int], numels: Sequence[int], *, rank: int, world: int) -> list[tuple[int, int]]:

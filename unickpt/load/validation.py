@@ -14,7 +14,8 @@ from unickpt.errors import CorruptCheckpointError, CoverageError, FormatError, U
 from unickpt.format import index as index_module
 from unickpt.format import index_codec
 from unickpt.format.checksums import digest
-from unickpt.format.index import Index, blocks
+from unickpt.format.index import Index
+from unickpt.format.linear_order import blocks
 from unickpt.format.manifest import MANIFEST_FILE, FileRecord, Manifest
 from unickpt.format.safetensors_header import parse_header
 from unickpt.storage.base import Storage

@@ -190,6 +190,24 @@ def test_a_column_that_grows_keeps_its_values(parts: list[list[int]], rows: int)
     assert dtype == (np.uint32 if narrowest is np.int64 and all(0 <= value < 2**32 for value in values) else narrowest)
 
 
+@pytest.mark.parametrize("order", [(1, 3, 2), (3, 1, 2), (2, 0, 3)])
+def test_ranks_with_tensors_of_several_dimensions_are_merged(order: tuple[int, ...]) -> None:
+    infos = [TensorInfo(f"t{ndim}", "weight", "F32", (5, 6, 7)[:ndim], "parameter") for ndim in order]
+    parts = [
+        (f"data/{info.name}", rank_rows.to_bytes([FragmentRow(info, Box.whole(info.shape), 2**33 * at, at)]))
+        for at, info in enumerate(infos)
+    ]
+    merged = rank_rows.merge(parts)
+    check_coverage(merged)
+    for row in range(3):
+        info = merged.tensors[int(merged.tensor[row])]
+        at = infos.index(info)
+        assert merged.box(row) == Box.whole(info.shape)
+        assert (int(merged.offset_bytes[row]), int(merged.checksum[row])) == (2**33 * at, at)
+        assert merged.start[row].tolist() == [0, 0, 0]
+        assert merged.shape[row].tolist() == [*info.shape, *[1] * (3 - len(info.shape))]
+
+
 def test_tables_of_objects_and_of_text_are_equal() -> None:
     infos = [TensorInfo(f"t{n}", "weight", "F32", (n,), "parameter") for n in range(3)]
     text = tensor_table.from_text(tensor_table.to_text(infos), where="x")
