@@ -29,6 +29,7 @@ Positions = npt.NDArray[np.int64]
 _CHUNK_BYTES = 1 << 20
 _MAX_TEXT_BYTES = 1024  # of a name or of the rest of an entry
 _MAX_KEY_BYTES = 1 << 28  # of all keys of a table, padded to one width
+_MAX_FORMS = 1 << 14  # of one table; a form takes longer than an entry of a list
 _ENTRY_VALUES = 8  # what ``parse_json`` counts in an entry, at least
 _QUOTE, _COMMA, _OPEN, _CLOSE = b'",[]'
 
@@ -47,6 +48,8 @@ class Forms:
 
     def number(self, rest: bytes) -> int | None:
         """Return the number of an entry's text from the quote behind its name, or None if the text is unusual or invalid."""
+        if rest not in self._numbers and len(self.infos) >= _MAX_FORMS:
+            return None
         if rest not in self._numbers:
             info = _form(rest)
             self._numbers[rest] = None if info is None else len(self.infos)
