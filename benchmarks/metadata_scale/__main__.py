@@ -81,10 +81,9 @@ def timed(steps: Mapping[str, Callable[[Any], Any]], first: Any, rounds: int) ->
 
 def merge(folder: Path, rounds: int) -> Result:
     """Measure the coordinator's work from the rows that it has read to the bytes of the index."""
-    data = (folder / "rows").read_bytes()
-    ends = np.cumsum([0, *np.load(folder / "files.npz")["length"].tolist()]).tolist()
-    parts = [(name, data[a:b]) for name, a, b in zip(names_of(len(ends) - 1), ends[:-1], ends[1:], strict=True)]
-    del data
+    lengths = np.load(folder / "files.npz")["length"].tolist()
+    with (folder / "rows").open("rb") as source:  # one by one: a second copy of the rows would hide memory that is used later
+        parts = [(name, source.read(length)) for name, length in zip(names_of(len(lengths)), lengths, strict=True)]
     before = peak_bytes()
 
     def checked(index: Index) -> Index:

@@ -260,7 +260,7 @@ def without_fragments(tensors: Sequence[TensorInfo]) -> Index:
     none = np.zeros(0, np.int64)
     ndim = max((len(info.shape) for info in tensors), default=0)
     boxes = np.zeros((0, ndim), np.int64)
-    return Index(tuple(tensors), (), none.astype(np.int32), none.astype(np.int32), none, none.astype(np.uint64), boxes, boxes)
+    return Index.of_rows(tensors, (), none, none, none, none.astype(np.uint64), boxes, boxes)
 
 
 def _optimizer(

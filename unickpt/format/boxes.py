@@ -336,11 +336,12 @@ def _clusters(label: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
     return order, cluster
 
 
-def sort_order(key: Ints) -> Ints:
-    """Return ``argsort`` of a key. A sorted key is only checked."""
-    if np.all(key[1:] >= key[:-1]):
-        return np.arange(len(key), dtype=np.int64)
-    return np.argsort(key)
+def sort_order(key: npt.NDArray[np.integer[Any]]) -> Ints:
+    """Return the stable ``argsort`` of a key.
+
+    Rows of ranks consist of ascending runs. The stable sort merges them, several times faster than a sort of random numbers.
+    """
+    return np.argsort(key, kind="stable")
 
 
 def _first_overlap(start: Ints, shape: Ints, block: int) -> tuple[int, int] | None:

@@ -12,7 +12,8 @@ import numpy as np
 
 from unickpt.errors import CoverageError
 from unickpt.format.boxes import Box, Ints, find_overlap, intersect_many
-from unickpt.format.index import Index, volumes
+from unickpt.format.index import Index, Rows
+from unickpt.format.linear_order import ranges, volumes
 
 
 def share_of_replicas(sizes_bytes: Sequence[int], numels: Sequence[int], *, rank: int, world: int) -> list[tuple[int, int]]:
@@ -98,44 +99,40 @@ def plan_reads(index: Index, targets: Sequence[Target], *, allow_partial: frozen
     Raises:
         CoverageError: fragments do not cover a target, or cover an element twice.
     """
-    ndim = index.start.shape[1]
+    ndim = index.ndim
     ids = np.array([target.tensor_id for target in targets], np.int64)
     start = np.zeros((len(targets), ndim), np.int64)
     shape = np.ones((len(targets), ndim), np.int64)
     for at, target in enumerate(targets):
         start[at, : target.box.ndim] = target.box.start[:ndim]
         shape[at, : target.box.ndim] = target.box.shape[:ndim]
-    aim, row = _near(index, ids, start, shape)
-    common_start, common_shape = intersect_many(start[aim], shape[aim], index.start[row], index.shape[row])
+    aim, rows, near, row = _near(index, ids, start, shape)
+    common_start, common_shape = intersect_many(start[aim], shape[aim], near.start[row], near.shape[row])
     keep = (common_shape > 0).all(axis=1)
     aim, row, common_start, common_shape = aim[keep], row[keep], common_start[keep], common_shape[keep]
-    _check_covered(index, targets, ReadPlan(row, aim, common_start, common_shape), allow_partial)
-    order = np.lexsort((index.offset_bytes[row], index.file[row]))
-    return ReadPlan(row[order], aim[order], common_start[order], common_shape[order])
+    fragment = rows[row]
+    _check_covered(index, targets, ReadPlan(fragment, aim, common_start, common_shape), allow_partial)
+    order = np.lexsort((near.offset_bytes[row], near.file[row]))
+    return ReadPlan(fragment[order], aim[order], common_start[order], common_shape[order])
 
 
-def _near(index: Index, ids: Ints, start: Ints, shape: Ints) -> tuple[Ints, Ints]:
-    """Return ``(target, row)``: all pairs of a target and a fragment that can overlap.
+def _near(index: Index, ids: Ints, start: Ints, shape: Ints) -> tuple[Ints, Ints, Rows, Ints]:
+    """Return ``(target, rows, near, row)``: all pairs of a target and a fragment, ``rows[row]``, that can overlap.
+
+    ``rows`` are numbers of rows of the index, and ``near`` are these rows.
 
     On the index's line a box lies between the places of its first and last element. Rows are sorted by the first place. The
     running maximum of the last place is sorted too, so the candidates of a target are one range of rows.
     """
     wanted = np.unique(ids)
-    begin, end = np.searchsorted(index.tensor, wanted), np.searchsorted(index.tensor, wanted, side="right")
-    rows = _ranges(begin, end - begin)
-    tensor, row_start = index.tensor[rows], index.start[rows]
-    first = index.order.positions(tensor, row_start)
-    reach = np.maximum.accumulate(index.order.positions(tensor, row_start + index.shape[rows] - 1))
-    lo = np.searchsorted(reach, index.order.positions(ids, start))
-    hi = np.searchsorted(first, index.order.positions(ids, start + shape - 1), side="right")
+    rows = ranges(index.first_row[wanted], index.fragments[wanted])
+    near = index.take(rows)
+    first = index.order.positions(near.tensor, near.start.T)
+    reach = np.maximum.accumulate(index.order.positions(near.tensor, (near.start + near.shape - 1).T))
+    lo = np.searchsorted(reach, index.order.positions(ids, start.T))
+    hi = np.searchsorted(first, index.order.positions(ids, (start + shape - 1).T), side="right")
     count = np.maximum(hi - lo, 0)
-    return np.repeat(np.arange(len(ids), dtype=np.int64), count), rows[_ranges(lo, count)]
-
-
-def _ranges(first: Ints, count: Ints) -> Ints:
-    """Return the concatenated ranges ``first[i], ..., first[i] + count[i] - 1``."""
-    ranges: Ints = np.arange(int(count.sum()), dtype=np.int64) + np.repeat(first - (np.cumsum(count) - count), count)
-    return ranges
+    return np.repeat(np.arange(len(ids), dtype=np.int64), count), rows, near, ranges(lo, count)
 
 
 def _check_covered(index: Index, targets: Sequence[Target], plan: ReadPlan, allow_partial: frozenset[int]) -> None:

@@ -14,7 +14,8 @@ from unickpt.errors import CorruptCheckpointError, CoverageError, FormatError, U
 from unickpt.format import index as index_module
 from unickpt.format import index_codec
 from unickpt.format.checksums import digest
-from unickpt.format.index import Index, blocks
+from unickpt.format.index import Index
+from unickpt.format.linear_order import blocks
 from unickpt.format.manifest import MANIFEST_FILE, FileRecord, Manifest
 from unickpt.format.safetensors_header import parse_header
 from unickpt.storage.base import Storage
@@ -110,27 +111,33 @@ def check_places(index: Index, known: Mapping[str, FileRecord], where: str) -> N
         raise FormatError(f"{where}: the sizes of the data files add up to more than 2**62 bytes")
     header = np.array([known[name].header_bytes for name in index.files] or [0], np.int64)
     limit = np.array([known[name].size_bytes for name in index.files] or [0], np.int64)
-    sizes = index.size_bytes()
     first = np.cumsum(limit) - limit  # all files end to end
-    begin, end, wrong = np.empty(len(index), np.int64), np.empty(len(index), np.int64), np.zeros(len(index), bool)
+    sizes, itemsize, box_file = index.box_numel(), index.itemsizes(), index.box_file
+    begin, end, wrong = np.empty(len(index), np.int64), np.empty(len(index), np.int64), -1
     for part in blocks(len(index)):
-        file, offset, size = index.file[part], index.offset_bytes[part], sizes[part]
-        wrong[part] = (offset < header[file]) | (size > limit[file] - offset)
+        box, offset = index.boxes_of(part), index.offset[part].astype(np.int64, copy=False)
+        file, size = box_file[box], sizes[box]
+        size *= index.per_row(itemsize, part)
+        bad = (offset < header[file]) | (size > limit[file] - offset)
+        if wrong < 0 and bad.any():
+            wrong = part.start + int(np.argmax(bad))
         begin[part] = first[file] + offset
         end[part] = begin[part] + size
-    if not wrong.any():
+    if wrong < 0:
         # Fragments do not overlap if and only if, with begins and ends sorted separately, each end is at most the next begin.
-        begin.sort()
-        end.sort()
+        begin.sort(kind="stable")  # they consist of ascending runs
+        end.sort(kind="stable")
         if np.all(begin[1:] >= end[:-1]):
             return
-        order = np.lexsort((index.offset_bytes, index.file))
-        file, begin = index.file[order], index.offset_bytes[order]
-        wrong[order[1:]] = (file[1:] == file[:-1]) & (begin[1:] < (begin + sizes[order])[:-1])
-    row = int(np.argmax(wrong))
-    begin_byte = int(index.offset_bytes[row])
+        file, begin, size = index.file, index.offset_bytes, index.size_bytes()
+        order = np.lexsort((begin, file))
+        file, begin, size = file[order], begin[order], size[order]
+        clash = (file[1:] == file[:-1]) & (begin[1:] < (begin + size)[:-1])
+        wrong = int(order[1:][clash].min())
+    row = wrong
+    begin_byte, size_bytes = int(index.offset[row]), int(index.size_bytes()[row])
     raise FormatError(
-        f"{where}: a fragment at bytes {begin_byte:,} to {begin_byte + int(sizes[row]):,} of "
+        f"{where}: a fragment at bytes {begin_byte:,} to {begin_byte + size_bytes:,} of "
         f"{index.files[int(index.file[row])]} overlaps another fragment or lies outside the data of the file"
     )
 

@@ -16,7 +16,7 @@ from unickpt.memory.generations import folder_of
 from unickpt.memory.host_folder import HostFolder
 from unickpt.memory.keeper_client import TIMEOUT_S, KeeperClient, name_of
 from unickpt.memory.mapped_staging import MappedSlots
-from unickpt.storage.base import Reader, Sink
+from unickpt.storage.base import Reader, Sink, Storage
 from unickpt.storage.posix import PosixStorage
 
 _BLOCK_BYTES = 4 << 20
@@ -84,6 +84,9 @@ class PeerStorage(PosixStorage):
         if own is not None or (self._slots is not None and name == MANIFEST_FILE):  # a new generation has none elsewhere
             return own
         return next((size for peer in self._peers if (size := peer.files().get(name)) is not None), None)
+
+    def read(self, name: str, offset_bytes: int, size_bytes: int) -> bytes:
+        return Storage.read(self, name, offset_bytes, size_bytes)  # through the own reader
 
     @contextlib.contextmanager
     def reader(self, name: str) -> Iterator[Reader]:

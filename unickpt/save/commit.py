@@ -28,6 +28,7 @@ from unickpt.storage.base import Storage
 logger = logging.getLogger("unickpt")
 
 _READERS = 8
+_SLOW_SECONDS = 0.002  # a file that takes longer to read is on storage with latency
 
 
 def next_generation(storage: Storage) -> int:
@@ -209,7 +210,10 @@ def remove_empty_folders(storage: Storage) -> None:
 
 
 def read_rows(storage: Storage, files: Sequence[FileRecord], generation: int) -> Iterator[tuple[str, bytes]]:
-    """Yield path of the data file and rows of every rank, in rank order. Several files are read at a time.
+    """Yield path of the data file and rows of every rank, in rank order.
+
+    Files are read one by one while that takes little time, as on a local disk, where threads would only wait for each other.
+    On storage with latency several are read at a time.
 
     Raises:
         StorageError: the file of a rank is not visible from this host, or the storage fails.
@@ -218,12 +222,22 @@ def read_rows(storage: Storage, files: Sequence[FileRecord], generation: int) ->
     def one(rank: int) -> bytes:
         return _rows_of(storage, files[rank], RankFiles(rank, generation))
 
+    rank = slow = 0
+    while rank < len(files) and slow < 2:  # a single delay has other causes
+        begin = time.perf_counter()
+        data = one(rank)
+        slow = slow + 1 if time.perf_counter() - begin > _SLOW_SECONDS else 0
+        yield files[rank].path, data
+        rank += 1
+    rest = range(rank, len(files))
+    if not rest:
+        return
     with ThreadPoolExecutor(_READERS, "unickpt-rows") as pool:
         try:
-            found: Iterable[bytes] = pool.map(one, range(len(files)))
+            found: Iterable[bytes] = pool.map(one, rest)
         except RuntimeError:  # the interpreter is shutting down and starts no threads, but this save has to finish
-            found = map(one, range(len(files)))
-        yield from zip((record.path for record in files), found, strict=True)
+            found = map(one, rest)
+        yield from zip((files[rank].path for rank in rest), found, strict=True)
 
 
 def _rows_of(storage: Storage, record: FileRecord, names: RankFiles) -> bytes:

@@ -26,6 +26,7 @@ class PosixStorage(Storage):
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))  # stays valid after a change of the working directory
+        self._text = str(self.root).rstrip("/")
 
     def __str__(self) -> str:
         return str(self.root)
@@ -43,6 +44,8 @@ class PosixStorage(Storage):
             UnsafePathError: a symbolic link leads out of the root, or the path cannot be resolved.
         """
         path = self.root / name
+        if self._examine(name) is not None:
+            return path
         try:
             inside = path.resolve().is_relative_to(self.root.resolve())
         except (OSError, RuntimeError, ValueError) as err:  # a link to itself, an invalid name
@@ -51,8 +54,30 @@ class PosixStorage(Storage):
             raise UnsafePathError(f"{path} leads outside {self.root}")
         return path
 
+    def _examine(self, name: str) -> os.stat_result | None:
+        """Return what a file is, if no component of its name is a symbolic link. It is then inside the root.
+
+        This takes a few microseconds, ``path`` without it a hundred. None: ``path`` has to decide.
+        """
+        parts = name.split("/")
+        if not {"", ".", ".."}.isdisjoint(parts):
+            return None
+        at, found = self._text, None
+        try:
+            for part in parts:
+                at = f"{at}/{part}"
+                found = os.lstat(at)
+                if stat.S_ISLNK(found.st_mode):
+                    return None
+        except (OSError, ValueError):  # it does not exist, or the name is invalid
+            return None
+        return found
+
     def size_bytes(self, name: str) -> int | None:
         """Return the size of a regular file, or None if it does not exist."""
+        found = self._examine(name)
+        if found is not None:
+            return found.st_size if stat.S_ISREG(found.st_mode) else None
         path = self.path(name)
         try:
             return path.stat().st_size if path.is_file() else None
@@ -67,24 +92,33 @@ class PosixStorage(Storage):
             return self.path(name).stat().st_mtime_ns
         return time.time_ns()
 
+    def read(self, name: str, offset_bytes: int, size_bytes: int) -> bytes:
+        if size_bytes >= _DIRECT_BYTES:
+            return super().read(name, offset_bytes, size_bytes)
+        path = self.path(name)
+        with _opened_to_read(path) as descriptor:
+            parts, at, end = [], offset_bytes, offset_bytes + size_bytes
+            while at < end:
+                try:
+                    part = os.pread(descriptor, end - at, at)
+                except OSError as err:
+                    raise StorageError(f"{path}: cannot be read at byte {at} ({err.strerror or err})") from err
+                if not part:
+                    raise StorageError(f"{path}: ends at byte {at}, expected {end - at} more bytes")
+                parts.append(part)
+                at += len(part)
+            return b"".join(parts)
+
     @contextlib.contextmanager
     def reader(self, name: str) -> Iterator[Reader]:
         """Open a file for positioned reads from any thread."""
         path = self.path(name)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # do not block on a pipe
-        except OSError as err:
-            raise StorageError(f"{path}: cannot be opened ({err.strerror or err})") from err
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise StorageError(f"{path}: not a regular file")
+        with _opened_to_read(path) as descriptor:
             past_cache = _opened_past_cache(path)
             try:
                 yield _DescriptorReader(descriptor, past_cache, str(path))
             finally:
                 _close(past_cache)
-        finally:
-            _close(descriptor)
 
     @contextlib.contextmanager
     def create(self, name: str, *, direct: bool = False, about_bytes: int = 0) -> Iterator[Sink]:  # noqa: ARG002
@@ -239,6 +273,21 @@ class _DescriptorSink:
                 written -= len(left.pop(0))
             if written:
                 left[0] = left[0][written:]
+
+
+@contextlib.contextmanager
+def _opened_to_read(path: Path) -> Iterator[int]:
+    """Open a regular file and yield the descriptor. Raises StorageError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # do not block on a pipe
+    except OSError as err:
+        raise StorageError(f"{path}: cannot be opened ({err.strerror or err})") from err
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise StorageError(f"{path}: not a regular file")
+        yield descriptor
+    finally:
+        _close(descriptor)
 
 
 def _close(descriptor: int | None) -> None:

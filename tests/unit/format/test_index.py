@@ -164,7 +164,7 @@ def test_a_million_fragments_merge_and_query_without_python_loops() -> None:
     info = TensorInfo("w", "master", "F32", (count, 8), "parameter")
     start = np.zeros((count, 2), np.int64)
     start[:, 0] = np.arange(count)
-    index = Index(
+    index = Index.of_rows(
         (info,), ("f",), np.zeros(count, np.int32), np.zeros(count, np.int32), 32 * np.arange(count, dtype=np.int64),
         np.zeros(count, np.uint64), start, np.tile(np.array([1, 8], np.int64), (count, 1)),
     )  # fmt: skip
