@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,11 +28,13 @@ from unickpt.format.boxes import Ints
 from unickpt.private_files import create, make_folder, own_folders
 
 logger = logging.getLogger("unickpt")
+T = TypeVar("T")
 
 FOLDER = Path("/dev/shm")
 _PREFIX = "unickpt-load-"
 _STALE_S = 3600.0
-_PAUSES_S = (0.0002, 0.005)
+_YIELDS = 20  # before the first pause: a peer is mostly less than one copy behind
+_PAUSES_S = (0.00005, 0.005)
 OPENED, READY, CONSUMED, FAILED = range(4)
 _FIELDS = 4
 _RANK_BYTES = 16 << 20  # shared memory per rank; touching new pages costs more than copying
@@ -46,6 +49,7 @@ class HostPeers:
         me: position of this process in ``ranks``.
         rows: for each rank of the host, the sorted index rows that it reads, int64.
         memory: the shared memory.
+        rounds: rounds of the shared memory that have begun, the same on all ranks of the host between two uses of it.
     """
 
     def __init__(self, folder: Path, ranks: list[int], rank: int, *, timeout_s: float) -> None:
@@ -55,6 +59,7 @@ class HostPeers:
             self._map = mmap.mmap(segment.fileno(), 0)
         self._progress = os.open(folder / "progress", os.O_RDWR | os.O_CLOEXEC)
         self.memory = memoryview(self._map)
+        self.rounds = 0
         self.publish(OPENED, 1)
         if self.me == 0:
             try:
@@ -81,7 +86,7 @@ class HostPeers:
         Raises:
             HostPeerFailedError: a rank failed, or did not get there in time; the message names it.
         """
-        begin, pause = time.monotonic(), _PAUSES_S[0]
+        begin, pause, yields = time.monotonic(), _PAUSES_S[0], _YIELDS
         while True:
             table = np.frombuffer(os.pread(self._progress, 8 * _FIELDS * len(self.ranks), 0), np.int64).reshape(-1, _FIELDS)
             for rank, failed in zip(self.ranks, table[:, FAILED].tolist(), strict=True):
@@ -95,6 +100,10 @@ class HostPeers:
                     f"rank {self.ranks[self.me]} waited {self._timeout_s:.0f} s for data that rank "
                     f"{', '.join(map(str, late))} of this host reads"
                 )
+            if yields:
+                yields -= 1
+                os.sched_yield()
+                continue
             time.sleep(pause)
             pause = min(pause * 1.5, _PAUSES_S[1])
 
@@ -108,6 +117,39 @@ class HostPeers:
             self.memory.release()
             self._map.close()
         os.close(self._progress)
+
+
+class HostMemory:
+    """The shared memory of a host during several steps of one load. A context manager.
+
+    Args:
+        opener: opens the memory, at its first use; None if this rank shares no memory.
+    """
+
+    def __init__(self, opener: Callable[[], HostPeers] | None) -> None:
+        self._opener = opener
+        self._peers: HostPeers | None = None
+
+    def use(self, part: Callable[[HostPeers | None], T]) -> T:
+        """Return the result of a part, given the ranks that share memory with this one, or None.
+
+        If the part raises, the other ranks of the host stop waiting for this one.
+        """
+        if self._peers is None and self._opener is not None:
+            self._peers = self._opener()
+        try:
+            return part(self._peers)
+        except BaseException:
+            if self._peers is not None:
+                self._peers.fail()
+            raise
+
+    def __enter__(self) -> HostMemory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._peers is not None:
+            self._peers.__exit__(kind, error, trace)
 
 
 def meet(

@@ -2,7 +2,7 @@
 
 A fragment that is needed whole, in its stored dtype and contiguous in the output, is read directly into the output. Every
 other fragment goes through a scratch buffer of a few MiB per thread, block by block. The checksum of a fragment is computed
-from the same blocks while they are in the cache.
+from the same blocks while they are in the cache. If the page cache holds the file, blocks fit into the cache of one core.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from unickpt.format.checksums import RunningChecksum, fragment_checksum
 from unickpt.format.dtypes import torch_dtype
 from unickpt.format.index import Index, TensorInfo
 from unickpt.load.read_plan import ReadPlan
-from unickpt.storage.base import Reader, Storage
+from unickpt.storage.base import CachedReader, Reader, Storage
 
 T = TypeVar("T")
 THREADS = max(4, min(8, os.cpu_count() or 4))
 _BATCH_BYTES, _BATCH_PARTS = 16 << 20, 256  # limits for adjacent fragments that one system call reads
+CACHED_BLOCK_BYTES = 256 << 10  # of the page cache: the checksum then reads the block from the cache of the core
+_SCRATCH_BYTES = 1 << 20
 OPEN_FILES = 64
 _SAMPLE = 16  # "sampled" reads and checks one in 16 of the fragments that are needed in part
 
@@ -227,34 +229,62 @@ def _place(fragment: Fragment) -> torch.Tensor | None:
     return None if place is None else out.detach().view(-1)[place[0] : place[1]]
 
 
+def block_bytes_of(reader: Reader, offset_bytes: int, size_bytes: int) -> int:
+    """Return the preferred size of one read of a range, in bytes: small if the range is in the page cache."""
+    if isinstance(reader, CachedReader) and reader.is_cached(offset_bytes, size_bytes):
+        return CACHED_BLOCK_BYTES
+    return reader.block_bytes
+
+
 def _read(reader: Reader, batch: list[Fragment], verify: str) -> tuple[int, int]:
     """Read a batch. Return bytes read and bytes needed."""
     needed = sum(use.region.numel * torch_dtype(f.info.dtype).itemsize for f in batch for use in f.uses)
-    if len(batch) > 1:
-        views = [bytes_of(f.direct) for f in batch if f.direct is not None]
-        reader.read_into(views, batch[0].offset)
-        if verify != "off":
-            for fragment, view in zip(batch, views, strict=True):
-                check(fragment, fragment_checksum(view), reader.path)
-        return sum(map(len, views)), needed
+    if batch[0].direct is not None:
+        _read_in_place(reader, batch, verify)
+        return sum(fragment.size_bytes for fragment in batch), needed
     fragment = batch[0]
-    if fragment.direct is not None:
-        _read_in_place(reader, fragment, fragment.direct, verify)
-        return fragment.size_bytes, needed
     whole = verify == "always" or (verify == "sampled" and fragment.checksum % _SAMPLE == 0)
     return _read_through_scratch(reader, fragment, whole=whole), needed
 
 
-def _read_in_place(reader: Reader, fragment: Fragment, out: torch.Tensor, verify: str) -> None:
-    view = bytes_of(out)
+def _read_in_place(reader: Reader, batch: list[Fragment], verify: str) -> None:
+    """Read adjacent fragments into their outputs, and check each when its last block has been read."""
+    views = [(fragment, bytes_of(fragment.direct)) for fragment in batch if fragment.direct is not None]
+    block_bytes = block_bytes_of(reader, batch[0].offset, batch[-1].end - batch[0].offset)
     running = RunningChecksum()
-    for at in range(0, len(view), reader.block_bytes):
-        block = view[at : at + reader.block_bytes]
-        reader.read_into([block], fragment.offset + at)
-        if verify != "off":
-            running.update(block)
-    if verify != "off":
-        check(fragment, running.value(), reader.path)
+    offset = batch[0].offset
+    for block in _blocks(views, block_bytes):
+        reader.read_into([part for _, part, _ in block], offset)
+        offset += sum(len(part) for _, part, _ in block)
+        if verify == "off":
+            continue
+        for fragment, part, last in block:
+            if len(part) == fragment.size_bytes:
+                check(fragment, fragment_checksum(part), reader.path)
+                continue
+            running.update(part)
+            if last:
+                check(fragment, running.value(), reader.path)
+                running = RunningChecksum()
+
+
+def _blocks(
+    views: Iterable[tuple[Fragment, memoryview]], block_bytes: int
+) -> Iterator[list[tuple[Fragment, memoryview, bool]]]:
+    """Cut the memory of adjacent fragments into blocks of equal size. The flag marks the last part of a fragment."""
+    block: list[tuple[Fragment, memoryview, bool]] = []
+    room = block_bytes
+    for fragment, view in views:
+        at = 0
+        while at < len(view):
+            size = min(room, len(view) - at)
+            block.append((fragment, view[at : at + size], at + size == len(view)))
+            at, room = at + size, room - size
+            if not room:
+                yield block
+                block, room = [], block_bytes
+    if block:
+        yield block
 
 
 def _read_through_scratch(reader: Reader, fragment: Fragment, *, whole: bool) -> int:
@@ -264,7 +294,8 @@ def _read_through_scratch(reader: Reader, fragment: Fragment, *, whole: bool) ->
     """
     dtype = torch_dtype(fragment.info.dtype)
     count = fragment.box.numel
-    step = max(reader.block_bytes // dtype.itemsize, 1)
+    block_bytes = max(block_bytes_of(reader, fragment.offset, fragment.size_bytes), _SCRATCH_BYTES)
+    step = max(block_bytes // dtype.itemsize, 1)
     # Locked memory goes to a device without a further copy by the driver. torch keeps the few blocks for the next fragments.
     on_device = any(use.request.out.is_cuda for use in fragment.uses)
     scratch = torch.empty(min(step, count), dtype=dtype, pin_memory=on_device)

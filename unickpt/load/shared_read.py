@@ -151,7 +151,8 @@ def execute(
         for at in range(len(host_peers.ranks))
     ]
     stats = ReadStats()
-    begin, reads_s = time.monotonic(), 0.0
+    begin, reads_s, base = time.monotonic(), 0.0, host_peers.rounds
+    host_peers.rounds += len(agreed.rounds)
     stop = threading.Event()
     with (
         between_kernels(requests),
@@ -164,13 +165,13 @@ def execute(
             nonlocal reads_s
             try:
                 for number, readers in enumerate(agreed.rounds):
-                    host_peers.wait(CONSUMED, number - 1)  # the round before the last has been copied by all
+                    host_peers.wait(CONSUMED, base + max(number - 1, 0))  # the round before the last has been copied by all
                     if stop.is_set():
                         return
                     read_since = time.monotonic()
                     stats.bytes_read += job.read(readers[host_peers.me], slots[host_peers.me][number % 2])
                     reads_s += time.monotonic() - read_since
-                    host_peers.publish(READY, number + 1)
+                    host_peers.publish(READY, base + number + 1)
             except BaseException:
                 host_peers.fail()
                 raise
@@ -178,7 +179,7 @@ def execute(
         reading = reader.submit(read_all)
         try:
             for number, readers in enumerate(agreed.rounds):
-                host_peers.wait(READY, number + 1)
+                host_peers.wait(READY, base + number + 1)
                 copies = [
                     pool.submit(_hand_over, mine[block.row], block, slots[at][number % 2])
                     for at, blocks in enumerate(readers)
@@ -187,7 +188,7 @@ def execute(
                 ]
                 for _ in results(copies):
                     pass
-                host_peers.publish(CONSUMED, number + 1)
+                host_peers.publish(CONSUMED, base + number + 1)
         except BaseException:
             stop.set()
             host_peers.fail()
