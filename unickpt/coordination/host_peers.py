@@ -48,17 +48,21 @@ class HostPeers:
         ranks: job ranks on this host, ascending.
         me: position of this process in ``ranks``.
         rows: for each rank of the host, the sorted index rows that it reads, int64.
-        memory: the shared memory.
+        memory: the shared memory that each rank of the host fills, of equal sizes.
         rounds: rounds of the shared memory that have begun, the same on all ranks of the host between two uses of it.
     """
 
     def __init__(self, folder: Path, ranks: list[int], rank: int, *, timeout_s: float) -> None:
         self.ranks, self.me, self._timeout_s = ranks, ranks.index(rank), timeout_s
         self.rows: list[Ints] = [np.fromfile(folder / f"rows.{at}", np.int64) for at in range(len(ranks))]
-        with open(folder / "segment", "r+b") as segment:
-            self._map = mmap.mmap(segment.fileno(), 0)
+        self._maps = []
+        for at in range(len(ranks)):
+            with open(folder / f"segment.{at}", "r+b") as segment:
+                self._maps.append(mmap.mmap(segment.fileno(), 0))
+        least_bytes = min(map(len, self._maps))
+        self._views = [memoryview(each) for each in self._maps]
+        self.memory = [view[:least_bytes] for view in self._views]
         self._progress = os.open(folder / "progress", os.O_RDWR | os.O_CLOEXEC)
-        self.memory = memoryview(self._map)
         self.rounds = 0
         self.publish(OPENED, 1)
         if self.me == 0:
@@ -113,9 +117,11 @@ class HostPeers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
             self.fail()
-        with contextlib.suppress(BufferError):  # a traceback may still hold a view of the memory
-            self.memory.release()
-            self._map.close()
+        for part, view, mapped in zip(self.memory, self._views, self._maps, strict=True):
+            with contextlib.suppress(BufferError):  # a traceback may still hold a view of the memory
+                part.release()
+                view.release()
+                mapped.close()
         os.close(self._progress)
 
 
@@ -169,7 +175,7 @@ def meet(
         failure: why this rank cannot continue, or None.
         identity: identity of the opened checkpoint. A rank whose identity differs from rank 0's fails, because the
             checkpoint may have been saved again in between.
-        wanted_bytes: total size of the rows, an upper limit of the shared memory.
+        wanted_bytes: total size of the rows, an upper limit of the memory that this rank shares.
         share: False: this rank does not share memory.
 
     Returns:
@@ -239,7 +245,7 @@ def _hosts(keys: list[str]) -> list[list[int]]:
 
 
 def _prepare(folder: Path, ranks: list[int], rank: int, rows: Ints | None, wanted_bytes: int) -> str | None:
-    """Create the files of this rank in the folder of the host; the first rank of the host also allocates the memory.
+    """Create the files of this rank in the folder of the host, and allocate its memory.
 
     Returns the error, or None.
     """
@@ -252,9 +258,9 @@ def _prepare(folder: Path, ranks: list[int], rank: int, rows: Ints | None, wante
             _remove_stale()
             with create(folder / "progress") as progress:
                 progress.write(bytes(8 * _FIELDS * len(ranks)))
-            size = len(ranks) * max(min(_RANK_BYTES, wanted_bytes), _LEAST_RANK_BYTES)
-            with create(folder / "segment") as segment:
-                os.posix_fallocate(segment.fileno(), 0, size)  # writing to a hole raises SIGBUS if /dev/shm is full
+        with create(folder / f"segment.{at}") as segment:
+            size = max(min(_RANK_BYTES, wanted_bytes), _LEAST_RANK_BYTES)
+            os.posix_fallocate(segment.fileno(), 0, size)  # writing to a hole raises SIGBUS if /dev/shm is full
     except OSError as err:
         return f"{folder}: {err}"
     return None

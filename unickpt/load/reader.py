@@ -21,14 +21,15 @@ from unickpt.format.boxes import Box, flat_range, split_flat_range
 from unickpt.format.checksums import RunningChecksum, fragment_checksum
 from unickpt.format.dtypes import torch_dtype
 from unickpt.format.index import Index, TensorInfo
+from unickpt.load.file_blocks import Cores, block_bytes_of, read_blocks
 from unickpt.load.read_plan import ReadPlan
-from unickpt.storage.base import CachedReader, Reader, Storage
+from unickpt.storage.base import Reader, Storage
 
 T = TypeVar("T")
 THREADS = max(4, min(8, os.cpu_count() or 4))
 _BATCH_BYTES, _BATCH_PARTS = 16 << 20, 256  # limits for adjacent fragments that one system call reads
-CACHED_BLOCK_BYTES = 256 << 10  # of the page cache: the checksum then reads the block from the cache of the core
 _SCRATCH_BYTES = 1 << 20
+_ALONE_BYTES = 1 << 20  # one fragment of less is read without a pool of threads
 OPEN_FILES = 64
 _SAMPLE = 16  # "sampled" reads and checks one in 16 of the fragments that are needed in part
 
@@ -100,7 +101,7 @@ class Fragment:
 
 
 def execute(
-    storage: Storage, index: Index, plan: ReadPlan, requests: Sequence[Request], *, verify: str = "always"
+    storage: Storage, index: Index, plan: ReadPlan, requests: Sequence[Request], *, verify: str = "always", ranks: int = 1
 ) -> ReadStats:
     """Fill the outputs of all requests.
 
@@ -111,6 +112,7 @@ def execute(
         requests: regions and outputs.
         verify: ``always`` reads and checks every needed fragment as a whole. ``sampled`` skips this for most fragments that
             are needed in part. ``off`` checks nothing.
+        ranks: ranks of this host that read at the same time.
 
     Returns:
         Bytes read and needed.
@@ -119,15 +121,20 @@ def execute(
         CorruptCheckpointError: a checksum does not match. The message names file, tensor and box.
         StorageError: a file cannot be read.
     """
-    stats = ReadStats()
+    stats, cores = ReadStats(), Cores(ranks)
     names = list(by_file(index, plan, requests))
+    if len(names) == 1 and len(names[0][1]) == 1 and names[0][1][0].size_bytes < _ALONE_BYTES:  # such as an object
+        with between_kernels(requests), storage.reader(names[0][0]) as reader:
+            batch = next(_batches(names[0][1]))
+            stats.bytes_read, stats.bytes_needed = _read(reader, batch, verify, cores)
+        return stats
     with between_kernels(requests), ThreadPoolExecutor(THREADS, "unickpt-read") as pool:
         for at in range(0, len(names), OPEN_FILES):
             with contextlib.ExitStack() as files:
                 futures = []
                 for name, fragments in names[at : at + OPEN_FILES]:
                     reader = files.enter_context(storage.reader(name))
-                    futures += [pool.submit(_read, reader, batch, verify) for batch in _batches(fragments)]
+                    futures += [pool.submit(_read, reader, batch, verify, cores) for batch in _batches(fragments)]
                 for read, needed in results(futures):
                     stats.bytes_read += read
                     stats.bytes_needed += needed
@@ -229,36 +236,27 @@ def _place(fragment: Fragment) -> torch.Tensor | None:
     return None if place is None else out.detach().view(-1)[place[0] : place[1]]
 
 
-def block_bytes_of(reader: Reader, offset_bytes: int, size_bytes: int) -> int:
-    """Return the preferred size of one read of a range, in bytes: small if the range is in the page cache."""
-    if isinstance(reader, CachedReader) and reader.is_cached(offset_bytes, size_bytes):
-        return CACHED_BLOCK_BYTES
-    return reader.block_bytes
-
-
-def _read(reader: Reader, batch: list[Fragment], verify: str) -> tuple[int, int]:
+def _read(reader: Reader, batch: list[Fragment], verify: str, cores: Cores) -> tuple[int, int]:
     """Read a batch. Return bytes read and bytes needed."""
     needed = sum(use.region.numel * torch_dtype(f.info.dtype).itemsize for f in batch for use in f.uses)
     if batch[0].direct is not None:
-        _read_in_place(reader, batch, verify)
+        block_bytes = block_bytes_of(reader, batch[0].offset, batch[-1].end - batch[0].offset)
+        with cores.at(block_bytes):
+            _read_in_place(reader, batch, verify, block_bytes)
         return sum(fragment.size_bytes for fragment in batch), needed
     fragment = batch[0]
     whole = verify == "always" or (verify == "sampled" and fragment.checksum % _SAMPLE == 0)
-    return _read_through_scratch(reader, fragment, whole=whole), needed
+    block_bytes = block_bytes_of(reader, fragment.offset, fragment.size_bytes)
+    with cores.at(block_bytes):
+        return _read_through_scratch(reader, fragment, max(block_bytes, _SCRATCH_BYTES), whole=whole), needed
 
 
-def _read_in_place(reader: Reader, batch: list[Fragment], verify: str) -> None:
+def _read_in_place(reader: Reader, batch: list[Fragment], verify: str, block_bytes: int) -> None:
     """Read adjacent fragments into their outputs, and check each when its last block has been read."""
     views = [(fragment, bytes_of(fragment.direct)) for fragment in batch if fragment.direct is not None]
-    block_bytes = block_bytes_of(reader, batch[0].offset, batch[-1].end - batch[0].offset)
     running = RunningChecksum()
-    offset = batch[0].offset
-    for block in _blocks(views, block_bytes):
-        reader.read_into([part for _, part, _ in block], offset)
-        offset += sum(len(part) for _, part, _ in block)
-        if verify == "off":
-            continue
-        for fragment, part, last in block:
+    for block in read_blocks(reader, batch[0].offset, views, block_bytes):
+        for fragment, part, last in block if verify != "off" else ():
             if len(part) == fragment.size_bytes:
                 check(fragment, fragment_checksum(part), reader.path)
                 continue
@@ -268,33 +266,13 @@ def _read_in_place(reader: Reader, batch: list[Fragment], verify: str) -> None:
                 running = RunningChecksum()
 
 
-def _blocks(
-    views: Iterable[tuple[Fragment, memoryview]], block_bytes: int
-) -> Iterator[list[tuple[Fragment, memoryview, bool]]]:
-    """Cut the memory of adjacent fragments into blocks of equal size. The flag marks the last part of a fragment."""
-    block: list[tuple[Fragment, memoryview, bool]] = []
-    room = block_bytes
-    for fragment, view in views:
-        at = 0
-        while at < len(view):
-            size = min(room, len(view) - at)
-            block.append((fragment, view[at : at + size], at + size == len(view)))
-            at, room = at + size, room - size
-            if not room:
-                yield block
-                block, room = [], block_bytes
-    if block:
-        yield block
-
-
-def _read_through_scratch(reader: Reader, fragment: Fragment, *, whole: bool) -> int:
+def _read_through_scratch(reader: Reader, fragment: Fragment, block_bytes: int, *, whole: bool) -> int:
     """Read a fragment block by block and return the bytes read.
 
     With ``whole`` read all blocks and check the checksum; otherwise read from the first needed element to the last.
     """
     dtype = torch_dtype(fragment.info.dtype)
     count = fragment.box.numel
-    block_bytes = max(block_bytes_of(reader, fragment.offset, fragment.size_bytes), _SCRATCH_BYTES)
     step = max(block_bytes // dtype.itemsize, 1)
     # Locked memory goes to a device without a further copy by the driver. torch keeps the few blocks for the next fragments.
     on_device = any(use.request.out.is_cuda for use in fragment.uses)

@@ -157,10 +157,9 @@ class _Slots:
 
     def __init__(self, host_peers: HostPeers) -> None:
         self._peers, self._base = host_peers, host_peers.rounds
-        area = len(host_peers.memory) // len(host_peers.ranks)
-        self.size_bytes = min(_SLOT_BYTES, area // _SLOTS) // _ALIGNMENT * _ALIGNMENT
-        memory = torch.frombuffer(host_peers.memory, dtype=torch.uint8)
-        self._areas = {rank: memory[at * area : (at + 1) * area] for at, rank in enumerate(host_peers.ranks)}
+        self.size_bytes = min(_SLOT_BYTES, len(host_peers.memory[0]) // _SLOTS) // _ALIGNMENT * _ALIGNMENT
+        areas = [torch.frombuffer(memory, dtype=torch.uint8) for memory in host_peers.memory]
+        self._areas = dict(zip(host_peers.ranks, areas, strict=True))
 
     def exchange(self, table: list[int]) -> list[list[int]]:
         """Return the tables of all ranks of the host. One round."""
