@@ -70,6 +70,10 @@ def gather(host_peers: HostPeers, tensors: Sequence[SplitTensor] | None) -> bool
     tables = slots.exchange(_table(mine, slots.size_bytes))
     if mine is None or any(table[0] == _ELSEWHERE for table in tables):
         return False
+    for tensor in mine:
+        if len(tensor.ranks) == 1:
+            tensor.parts[0].copy_(tensor.source)
+    mine = [tensor for tensor in mine if len(tensor.ranks) > 1]
     at_rank = dict(zip(host_peers.ranks, tables, strict=True))
     own = [(at, tensor) for (_, _, at), tensor in zip(_places(at_rank[host_peers.ranks[host_peers.me]]), mine, strict=True)]
     others = list(_others(mine, at_rank))
@@ -111,11 +115,13 @@ def _fill(tensor: SplitTensor, at: int, begin: int, slot: torch.Tensor) -> None:
 
 
 def _table(tensors: Sequence[SplitTensor] | None, most_bytes: int) -> list[int]:
-    """Describe the stream of a rank: its length in bytes, then the part bytes and the ranks of every tensor."""
+    """Describe the stream of a rank: its length in bytes, then part bytes and ranks of every tensor of several ranks."""
     if tensors is None:
         return [_ELSEWHERE]
     table = [0]
     for tensor in tensors:
+        if len(tensor.ranks) == 1:
+            continue
         table[0] += tensor.part_bytes + -tensor.part_bytes % _ALIGNMENT
         table += [tensor.part_bytes, len(tensor.ranks), *tensor.ranks]
     return table if 8 * (len(table) + 1) <= most_bytes else [_ELSEWHERE]
