@@ -14,7 +14,7 @@ import torch
 from unickpt.coordination.host_peers import CONSUMED, READY, HostPeers
 from unickpt.errors import HostPeerFailedError
 
-_SLOTS = 4  # per rank: a rank can be ahead of its peers by some rounds
+_SLOTS = 4  # per rank. A rank fills round N + 1 when all have filled round N - 1, so when all have copied round N - 3
 _SLOT_BYTES = 512 << 10
 _ALIGNMENT = 64  # of a part in the stream of its rank, so that no slot splits an element
 _ELSEWHERE = -1
@@ -80,7 +80,7 @@ def gather(host_peers: HostPeers, tensors: Sequence[SplitTensor] | None) -> bool
     rounds, filled = -(-max(table[0] for table in tables) // slots.size_bytes), 0
     for number in range(rounds):
         while filled < min(rounds, number + 2):
-            slot, begin = slots.to_fill(filled), filled * slots.size_bytes
+            slot, begin = slots.own(filled), filled * slots.size_bytes
             for at, tensor in own:
                 _fill(tensor, at, begin, slot)
             slots.filled(filled)
@@ -91,7 +91,6 @@ def gather(host_peers: HostPeers, tensors: Sequence[SplitTensor] | None) -> bool
             lo, hi = max(at, begin), min(at + len(part), begin + slots.size_bytes)
             if lo < hi:
                 part[lo - at : hi - at].copy_(slots.of(rank, number)[lo - begin : hi - begin])
-        slots.copied(number)
     slots.end(rounds)
     return True
 
@@ -169,7 +168,8 @@ class _Slots:
 
     def exchange(self, table: list[int]) -> list[list[int]]:
         """Return the tables of all ranks of the host. One round."""
-        slot = self.to_fill(0)[: 8 * (len(table) + 1)]
+        self._peers.wait(CONSUMED, self._base)
+        slot = self.own(0)[: 8 * (len(table) + 1)]
         slot.copy_(torch.tensor([len(table), *table]).view(torch.uint8))
         self.filled(0)
         self.wait_filled(0)
@@ -177,8 +177,8 @@ class _Slots:
         for rank in self._peers.ranks:
             words = self.of(rank, 0)[: self.size_bytes // 8 * 8].view(torch.int64)
             tables.append([int(word) for word in words[1 : 1 + int(words[0])].tolist()])
-        self.copied(0)
         self.end(1)
+        self._peers.wait(CONSUMED, self._base)  # the next round fills this slot again
         return tables
 
     def of(self, rank: int, number: int) -> torch.Tensor:
@@ -186,9 +186,8 @@ class _Slots:
         at = number % _SLOTS * self.size_bytes
         return self._areas[rank][at : at + self.size_bytes]
 
-    def to_fill(self, number: int) -> torch.Tensor:
-        """Return the slot of this rank in a round, when all ranks have copied what was in it."""
-        self._peers.wait(CONSUMED, self._base + max(number + 1 - _SLOTS, 0))
+    def own(self, number: int) -> torch.Tensor:
+        """Return the slot of this rank in a round."""
         return self.of(self._peers.ranks[self._peers.me], number)
 
     def filled(self, number: int) -> None:
@@ -197,10 +196,8 @@ class _Slots:
     def wait_filled(self, number: int) -> None:
         self._peers.wait(READY, self._base + number + 1)
 
-    def copied(self, number: int) -> None:
-        self._peers.publish(CONSUMED, self._base + number + 1)
-
     def end(self, rounds: int) -> None:
-        """Count the rounds. The next round is number 0."""
+        """End rounds of which this rank has copied all. The next round is number 0."""
         self._base += rounds
         self._peers.rounds = self._base
+        self._peers.publish(CONSUMED, self._base)

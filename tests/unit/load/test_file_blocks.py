@@ -18,6 +18,7 @@ from unickpt.errors import CorruptCheckpointError
 from unickpt.format.boxes import Box
 from unickpt.format.index import TensorInfo
 from unickpt.load import file_blocks
+from unickpt.load import reader as reader_module
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.file_blocks import CACHED_BLOCK_BYTES, block_bytes_of, read_blocks
 from unickpt.load.reader import Request, execute
@@ -67,6 +68,7 @@ def requests_of(checkpoint: Checkpoint) -> list[Request]:
 def test_cached_files_are_read_in_small_blocks_by_as_many_threads_as_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(reader_module, "_BATCH_BYTES", 100_000)
     checkpoint = saved(tmp_path)
     requests = requests_of(checkpoint)
     planned = checkpoint.plan(requests)

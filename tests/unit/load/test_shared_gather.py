@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,10 +151,14 @@ def test_no_rank_waits_for_a_rank_that_failed(monkeypatch: pytest.MonkeyPatch, r
         publish(self, field, value)
 
     monkeypatch.setattr(HostPeers, "publish", failing)
+    ended = threading.Barrier(WORLD)
 
     def run(rendezvous: Rendezvous) -> bool:
         with opened(rendezvous) as memory:
-            return gathered(memory, tensors_of(SMALL, rendezvous.rank))
+            try:
+                return gathered(memory, tensors_of(SMALL, rendezvous.rank))
+            finally:
+                ended.wait(20)  # as in a load: the memory stays open until all ranks know the outcome
 
     first, second, third = on_all_ranks(run, timeout_s=60.0)
     assert isinstance(second, ValueError)
