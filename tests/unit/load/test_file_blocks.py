@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -83,6 +84,7 @@ def test_cached_files_are_read_in_small_blocks_by_as_many_threads_as_cores(
             most = max(most, active)
             sizes.append(sum(map(len, parts)))
         read_into(self, parts, offset_bytes)
+        time.sleep(0.005)  # long enough for another thread to arrive
         with lock:
             active -= 1
 
