@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ds_unickpt import batches, dialects, hints, internals, restore, trainer_folders, trainer_resume
@@ -15,6 +16,7 @@ from ds_unickpt.fallbacks import require_supported
 from ds_unickpt.optimizer_residuals import RestoredOptimizerResiduals
 from ds_unickpt.restore_objects import LoadArguments
 from unickpt.checkpoint_folder import complete_checkpoints, latest_tag, read_manifest
+from unickpt.coordination.host_peers import HostMemory
 from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.diagnosis import session
 from unickpt.errors import ConfigError, FormatError, NotACheckpointError, UnickptError
@@ -278,11 +280,12 @@ def _load(
     planned, opener = together.plan(
         loading.plan, identity=lambda: loading.checkpoint.identity, share=ours.options.read_once_per_host
     )
-    together.read(lambda host_peers: loading.read(planned, host_peers), opener)
     errors = RestoredOptimizerResiduals(engine, loading.checkpoint, loading.parts, loading.stored_name, wanted=wanted.optimizer)
-    together.step("residuals", residuals.read)
-    together.step("errors", errors.read)
-    together.step("set", loading.set_tensors)
+    with HostMemory(opener) as memory:
+        together.step("read", lambda: memory.use(partial(loading.read, planned)))
+        together.step("residuals", residuals.read)
+        together.step("errors", errors.read)
+        together.step("set", lambda: memory.use(loading.set_tensors))
     client_state = together.step("finish", loading.finish)
     report = loading.report
     residuals.apply(report)

@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_unickpt import swap_files
 from ds_unickpt.internals import BF16, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, wrapper_of
 from ds_unickpt.partitions import MOMENTUM, OFFLOADED, Partition, partitions
+from unickpt.coordination.host_peers import HostPeers
+from unickpt.load import shared_gather
 
 
 def new_state(engine: Any, partition: Partition, key: str, dtype: torch.dtype) -> torch.Tensor:
@@ -54,9 +57,18 @@ def reload_states(engine: Any) -> Callable[[], None]:
     return lambda: engine.offload_states(include=away, pin_memory=pinned)
 
 
-def refresh_weights(engine: Any, parts: Sequence[Partition]) -> None:
-    """Set the weights to the cast of their masters. A collective under ZeRO-1 and 2."""
+def refresh_weights(engine: Any, parts: Sequence[Partition], host_peers: HostPeers | None = None) -> None:
+    """Set the weights to the cast of their masters.
+
+    Args:
+        engine: the DeepSpeedEngine.
+        parts: ``partitions(engine)``.
+        host_peers: all ranks of this host, which make the same call. If the data-parallel groups of all of them lie within
+            the host and the weights are in its memory, no collective runs. Otherwise ZeRO-1 and 2 run DeepSpeed's.
+    """
     kind, optimizer = wrapper_of(engine), engine.optimizer
+    if host_peers is not None and shared_gather.gather(host_peers, _split_weights(engine)):
+        return
     if kind in (ZERO_1_2, BF16):
         optimizer.update_lp_params()
     elif kind == ZERO_3:
@@ -74,6 +86,26 @@ def refresh_weights(engine: Any, parts: Sequence[Partition]) -> None:
         for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             for weight, master in zip(weights, masters, strict=True):
                 weight.data.copy_(master.data)
+
+
+def _split_weights(engine: Any) -> list[shared_gather.SplitTensor] | None:
+    """Return the weights that ``update_lp_params`` gathers; None if another way derives the weights."""
+    kind, optimizer = wrapper_of(engine), engine.optimizer
+    if kind == ZERO_1_2:
+        weights, masters = optimizer.parallel_partitioned_bit16_groups, optimizer.single_partition_of_fp32_groups
+    elif kind == BF16:
+        weights, masters = optimizer.bf16_partitioned_groups, optimizer.fp32_groups_flat_partition
+    else:
+        return None
+    found = []
+    for group, parts, master in zip(optimizer.real_dp_process_group, weights, masters, strict=False):
+        ranks = tuple(dist.get_process_group_ranks(group))
+        found.append(
+            shared_gather.SplitTensor(
+                ranks, dist.get_group_rank(group, dist.get_rank()), [p.detach() for p in parts], master.detach()
+            )
+        )
+    return found if len(found) == len(weights) else None
 
 
 def refresh_masters(engine: Any) -> None:

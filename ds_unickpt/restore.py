@@ -249,13 +249,16 @@ class EngineRestore:
 
     # ---------------------------------------------------------------- into the engine
 
-    def set_tensors(self) -> None:
-        """Derive the weights from the masters, and set the hyperparameters. ZeRO-1 and 2 gather the weights (a collective)."""
+    def set_tensors(self, host_peers: HostPeers | None) -> None:
+        """Derive the weights from the masters, and set the hyperparameters.
+
+        Under ZeRO-1 and 2 the ranks exchange the weights: through the memory of the host, or else by DeepSpeed's collective.
+        """
         self._offload_again = partition_updates.reload_states(self.engine)
         if self.wanted.custom_load_fn is not None:
             self._custom_load(self.wanted.custom_load_fn)
         else:
-            partition_updates.refresh_weights(self.engine, self.parts)
+            partition_updates.refresh_weights(self.engine, self.parts, host_peers)
             for override in self._overrides:
                 override.apply(self.placed)
         if self.wanted.optimizer:

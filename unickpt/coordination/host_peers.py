@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,11 +28,13 @@ from unickpt.format.boxes import Ints
 from unickpt.private_files import create, make_folder, own_folders
 
 logger = logging.getLogger("unickpt")
+T = TypeVar("T")
 
 FOLDER = Path("/dev/shm")
 _PREFIX = "unickpt-load-"
 _STALE_S = 3600.0
-_PAUSES_S = (0.0002, 0.005)
+_YIELDS = 20  # before the first pause: a peer is mostly less than one copy behind
+_PAUSES_S = (0.00005, 0.005)
 OPENED, READY, CONSUMED, FAILED = range(4)
 _FIELDS = 4
 _RANK_BYTES = 16 << 20  # shared memory per rank; touching new pages costs more than copying
@@ -45,16 +48,22 @@ class HostPeers:
         ranks: job ranks on this host, ascending.
         me: position of this process in ``ranks``.
         rows: for each rank of the host, the sorted index rows that it reads, int64.
-        memory: the shared memory.
+        memory: the shared memory that each rank of the host fills, of equal sizes.
+        rounds: rounds of the shared memory that have begun, the same on all ranks of the host between two uses of it.
     """
 
     def __init__(self, folder: Path, ranks: list[int], rank: int, *, timeout_s: float) -> None:
         self.ranks, self.me, self._timeout_s = ranks, ranks.index(rank), timeout_s
         self.rows: list[Ints] = [np.fromfile(folder / f"rows.{at}", np.int64) for at in range(len(ranks))]
-        with open(folder / "segment", "r+b") as segment:
-            self._map = mmap.mmap(segment.fileno(), 0)
+        self._maps = []
+        for at in range(len(ranks)):
+            with open(folder / f"segment.{at}", "r+b") as segment:
+                self._maps.append(mmap.mmap(segment.fileno(), 0))
+        least_bytes = min(map(len, self._maps))
+        self._views = [memoryview(each) for each in self._maps]
+        self.memory = [view[:least_bytes] for view in self._views]
         self._progress = os.open(folder / "progress", os.O_RDWR | os.O_CLOEXEC)
-        self.memory = memoryview(self._map)
+        self.rounds = 0
         self.publish(OPENED, 1)
         if self.me == 0:
             try:
@@ -81,7 +90,7 @@ class HostPeers:
         Raises:
             HostPeerFailedError: a rank failed, or did not get there in time; the message names it.
         """
-        begin, pause = time.monotonic(), _PAUSES_S[0]
+        begin, pause, yields = time.monotonic(), _PAUSES_S[0], _YIELDS
         while True:
             table = np.frombuffer(os.pread(self._progress, 8 * _FIELDS * len(self.ranks), 0), np.int64).reshape(-1, _FIELDS)
             for rank, failed in zip(self.ranks, table[:, FAILED].tolist(), strict=True):
@@ -95,6 +104,10 @@ class HostPeers:
                     f"rank {self.ranks[self.me]} waited {self._timeout_s:.0f} s for data that rank "
                     f"{', '.join(map(str, late))} of this host reads"
                 )
+            if yields:
+                yields -= 1
+                os.sched_yield()
+                continue
             time.sleep(pause)
             pause = min(pause * 1.5, _PAUSES_S[1])
 
@@ -104,10 +117,45 @@ class HostPeers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
             self.fail()
-        with contextlib.suppress(BufferError):  # a traceback may still hold a view of the memory
-            self.memory.release()
-            self._map.close()
+        for part, view, mapped in zip(self.memory, self._views, self._maps, strict=True):
+            with contextlib.suppress(BufferError):  # a traceback may still hold a view of the memory
+                part.release()
+                view.release()
+                mapped.close()
         os.close(self._progress)
+
+
+class HostMemory:
+    """The shared memory of a host during several steps of one load. A context manager.
+
+    Args:
+        opener: opens the memory, at its first use; None if this rank shares no memory.
+    """
+
+    def __init__(self, opener: Callable[[], HostPeers] | None) -> None:
+        self._opener = opener
+        self._peers: HostPeers | None = None
+
+    def use(self, part: Callable[[HostPeers | None], T]) -> T:
+        """Return the result of a part, given the ranks that share memory with this one, or None.
+
+        If the part raises, the other ranks of the host stop waiting for this one.
+        """
+        if self._peers is None and self._opener is not None:
+            self._peers = self._opener()
+        try:
+            return part(self._peers)
+        except BaseException:
+            if self._peers is not None:
+                self._peers.fail()
+            raise
+
+    def __enter__(self) -> HostMemory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._peers is not None:
+            self._peers.__exit__(kind, error, trace)
 
 
 def meet(
@@ -127,7 +175,7 @@ def meet(
         failure: why this rank cannot continue, or None.
         identity: identity of the opened checkpoint. A rank whose identity differs from rank 0's fails, because the
             checkpoint may have been saved again in between.
-        wanted_bytes: total size of the rows, an upper limit of the shared memory.
+        wanted_bytes: total size of the rows, an upper limit of the memory that this rank shares.
         share: False: this rank does not share memory.
 
     Returns:
@@ -197,7 +245,7 @@ def _hosts(keys: list[str]) -> list[list[int]]:
 
 
 def _prepare(folder: Path, ranks: list[int], rank: int, rows: Ints | None, wanted_bytes: int) -> str | None:
-    """Create the files of this rank in the folder of the host; the first rank of the host also allocates the memory.
+    """Create the files of this rank in the folder of the host, and allocate its memory.
 
     Returns the error, or None.
     """
@@ -210,9 +258,9 @@ def _prepare(folder: Path, ranks: list[int], rank: int, rows: Ints | None, wante
             _remove_stale()
             with create(folder / "progress") as progress:
                 progress.write(bytes(8 * _FIELDS * len(ranks)))
-            size = len(ranks) * max(min(_RANK_BYTES, wanted_bytes), _LEAST_RANK_BYTES)
-            with create(folder / "segment") as segment:
-                os.posix_fallocate(segment.fileno(), 0, size)  # writing to a hole raises SIGBUS if /dev/shm is full
+        with create(folder / f"segment.{at}") as segment:
+            size = max(min(_RANK_BYTES, wanted_bytes), _LEAST_RANK_BYTES)
+            os.posix_fallocate(segment.fileno(), 0, size)  # writing to a hole raises SIGBUS if /dev/shm is full
     except OSError as err:
         return f"{folder}: {err}"
     return None

@@ -67,6 +67,7 @@ class Checkpoint:
     manifest: Manifest
     index: Index
     ids: Mapping[tuple[str, str], int] = field(repr=False)
+    _checked: set[str] = field(default_factory=set, repr=False, compare=False)  # files whose headers have been checked
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Checkpoint:
@@ -148,7 +149,9 @@ class Checkpoint:
         partial = frozenset(r.tensor_id for r in requests if self.index.tensors[r.tensor_id].derived_from is not None)
         plan = plan_reads(self.index, [Target(r.tensor_id, r.box) for r in requests], allow_partial=partial)
         for name in files_of(self.index, plan):
-            check_header(self.storage, self.manifest.file(name))
+            if name not in self._checked:
+                check_header(self.storage, self.manifest.file(name))
+                self._checked.add(name)
         return Planned(requests, plan, int(self.index.size_bytes()[plan.rows()].sum()))
 
     def fill(self, planned: Planned, *, verify: str = "always", host_peers: HostPeers | None = None) -> ReadStats:
@@ -167,7 +170,8 @@ class Checkpoint:
         plan, stats = planned.plan, ReadStats()
         if host_peers is not None:
             stats, plan = shared_read.execute(self.storage, self.index, plan, planned.requests, host_peers, verify=verify)
-        rest = execute(self.storage, self.index, plan, planned.requests, verify=verify)
+        ranks = 1 if host_peers is None else len(host_peers.ranks)
+        rest = execute(self.storage, self.index, plan, planned.requests, verify=verify, ranks=ranks)
         stats.bytes_read += rest.bytes_read
         stats.bytes_needed += rest.bytes_needed
         stats.seconds = time.monotonic() - begin

@@ -2,7 +2,7 @@
 
 A fragment that is needed whole, in its stored dtype and contiguous in the output, is read directly into the output. Every
 other fragment goes through a scratch buffer of a few MiB per thread, block by block. The checksum of a fragment is computed
-from the same blocks while they are in the cache.
+from the same blocks while they are in the cache. If the page cache holds the file, blocks fit into the cache of one core.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from unickpt.format.boxes import Box, flat_range, split_flat_range
 from unickpt.format.checksums import RunningChecksum, fragment_checksum
 from unickpt.format.dtypes import torch_dtype
 from unickpt.format.index import Index, TensorInfo
+from unickpt.load.file_blocks import Cores, block_bytes_of, read_blocks
 from unickpt.load.read_plan import ReadPlan
 from unickpt.storage.base import Reader, Storage
 
 T = TypeVar("T")
 THREADS = max(4, min(8, os.cpu_count() or 4))
 _BATCH_BYTES, _BATCH_PARTS = 16 << 20, 256  # limits for adjacent fragments that one system call reads
+_SCRATCH_BYTES = 1 << 20
+_ALONE_BYTES = 1 << 20  # one fragment of less is read without a pool of threads
 OPEN_FILES = 64
 _SAMPLE = 16  # "sampled" reads and checks one in 16 of the fragments that are needed in part
 
@@ -98,7 +101,7 @@ class Fragment:
 
 
 def execute(
-    storage: Storage, index: Index, plan: ReadPlan, requests: Sequence[Request], *, verify: str = "always"
+    storage: Storage, index: Index, plan: ReadPlan, requests: Sequence[Request], *, verify: str = "always", ranks: int = 1
 ) -> ReadStats:
     """Fill the outputs of all requests.
 
@@ -109,6 +112,7 @@ def execute(
         requests: regions and outputs.
         verify: ``always`` reads and checks every needed fragment as a whole. ``sampled`` skips this for most fragments that
             are needed in part. ``off`` checks nothing.
+        ranks: ranks of this host that read at the same time.
 
     Returns:
         Bytes read and needed.
@@ -117,15 +121,20 @@ def execute(
         CorruptCheckpointError: a checksum does not match. The message names file, tensor and box.
         StorageError: a file cannot be read.
     """
-    stats = ReadStats()
+    stats, cores = ReadStats(), Cores(ranks)
     names = list(by_file(index, plan, requests))
+    if len(names) == 1 and len(names[0][1]) == 1 and names[0][1][0].size_bytes < _ALONE_BYTES:  # such as an object
+        with between_kernels(requests), storage.reader(names[0][0]) as reader:
+            batch = next(_batches(names[0][1]))
+            stats.bytes_read, stats.bytes_needed = _read(reader, batch, verify, cores)
+        return stats
     with between_kernels(requests), ThreadPoolExecutor(THREADS, "unickpt-read") as pool:
         for at in range(0, len(names), OPEN_FILES):
             with contextlib.ExitStack() as files:
                 futures = []
                 for name, fragments in names[at : at + OPEN_FILES]:
                     reader = files.enter_context(storage.reader(name))
-                    futures += [pool.submit(_read, reader, batch, verify) for batch in _batches(fragments)]
+                    futures += [pool.submit(_read, reader, batch, verify, cores) for batch in _batches(fragments)]
                 for read, needed in results(futures):
                     stats.bytes_read += read
                     stats.bytes_needed += needed
@@ -227,44 +236,44 @@ def _place(fragment: Fragment) -> torch.Tensor | None:
     return None if place is None else out.detach().view(-1)[place[0] : place[1]]
 
 
-def _read(reader: Reader, batch: list[Fragment], verify: str) -> tuple[int, int]:
+def _read(reader: Reader, batch: list[Fragment], verify: str, cores: Cores) -> tuple[int, int]:
     """Read a batch. Return bytes read and bytes needed."""
     needed = sum(use.region.numel * torch_dtype(f.info.dtype).itemsize for f in batch for use in f.uses)
-    if len(batch) > 1:
-        views = [bytes_of(f.direct) for f in batch if f.direct is not None]
-        reader.read_into(views, batch[0].offset)
-        if verify != "off":
-            for fragment, view in zip(batch, views, strict=True):
-                check(fragment, fragment_checksum(view), reader.path)
-        return sum(map(len, views)), needed
+    if batch[0].direct is not None:
+        block_bytes = block_bytes_of(reader, batch[0].offset, batch[-1].end - batch[0].offset)
+        with cores.at(block_bytes):
+            _read_in_place(reader, batch, verify, block_bytes)
+        return sum(fragment.size_bytes for fragment in batch), needed
     fragment = batch[0]
-    if fragment.direct is not None:
-        _read_in_place(reader, fragment, fragment.direct, verify)
-        return fragment.size_bytes, needed
     whole = verify == "always" or (verify == "sampled" and fragment.checksum % _SAMPLE == 0)
-    return _read_through_scratch(reader, fragment, whole=whole), needed
+    block_bytes = block_bytes_of(reader, fragment.offset, fragment.size_bytes)
+    with cores.at(block_bytes):
+        return _read_through_scratch(reader, fragment, max(block_bytes, _SCRATCH_BYTES), whole=whole), needed
 
 
-def _read_in_place(reader: Reader, fragment: Fragment, out: torch.Tensor, verify: str) -> None:
-    view = bytes_of(out)
+def _read_in_place(reader: Reader, batch: list[Fragment], verify: str, block_bytes: int) -> None:
+    """Read adjacent fragments into their outputs, and check each when its last block has been read."""
+    views = [(fragment, bytes_of(fragment.direct)) for fragment in batch if fragment.direct is not None]
     running = RunningChecksum()
-    for at in range(0, len(view), reader.block_bytes):
-        block = view[at : at + reader.block_bytes]
-        reader.read_into([block], fragment.offset + at)
-        if verify != "off":
-            running.update(block)
-    if verify != "off":
-        check(fragment, running.value(), reader.path)
+    for block in read_blocks(reader, batch[0].offset, views, block_bytes):
+        for fragment, part, last in block if verify != "off" else ():
+            if len(part) == fragment.size_bytes:
+                check(fragment, fragment_checksum(part), reader.path)
+                continue
+            running.update(part)
+            if last:
+                check(fragment, running.value(), reader.path)
+                running = RunningChecksum()
 
 
-def _read_through_scratch(reader: Reader, fragment: Fragment, *, whole: bool) -> int:
+def _read_through_scratch(reader: Reader, fragment: Fragment, block_bytes: int, *, whole: bool) -> int:
     """Read a fragment block by block and return the bytes read.
 
     With ``whole`` read all blocks and check the checksum; otherwise read from the first needed element to the last.
     """
     dtype = torch_dtype(fragment.info.dtype)
     count = fragment.box.numel
-    step = max(reader.block_bytes // dtype.itemsize, 1)
+    step = max(block_bytes // dtype.itemsize, 1)
     # Locked memory goes to a device without a further copy by the driver. torch keeps the few blocks for the next fragments.
     on_device = any(use.request.out.is_cuda for use in fragment.uses)
     scratch = torch.empty(min(step, count), dtype=dtype, pin_memory=on_device)

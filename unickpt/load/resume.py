@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from unickpt.checkpoint_folder import complete_checkpoints
 from unickpt.coordination import host_peers as host_peers_module
 from unickpt.coordination.failure import Failure, FailureKind
-from unickpt.coordination.host_peers import HostPeers
+from unickpt.coordination.host_peers import HostMemory, HostPeers
 from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.errors import CorruptCheckpointError, HostPeerFailedError, MismatchError, UnickptError
 from unickpt.load.checkpoint import Planned
@@ -158,14 +158,8 @@ class Together:
             AgreedFailureError: the read failed on at least one rank.
         """
 
-        def reading() -> None:
-            if opener is None:
-                part(None)
-                return
-            with opener() as host_peers:
-                part(host_peers)
-
-        self.step("read", reading)
+        with HostMemory(opener) as memory:
+            self.step("read", lambda: memory.use(part))
 
     def agree(self, name: str, error: Exception | None) -> None:
         """Exchange the outcome of a step.

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,11 +25,13 @@ from unickpt.format.boxes import Ints
 from unickpt.format.checksums import RunningChecksum
 from unickpt.format.dtypes import torch_dtype
 from unickpt.format.index import Index
+from unickpt.load.file_blocks import CACHED_BLOCK_BYTES, block_bytes_of, read_blocks
 from unickpt.load.read_plan import ReadPlan
 from unickpt.load.reader import THREADS, Fragment, ReadStats, Request, between_kernels, by_file, check, deliver, results
-from unickpt.storage.base import Storage
+from unickpt.storage.base import Reader, Storage
 
 _RUN_BYTES = 8 << 20  # adjacent fragments that one rank reads
+_GROUP_BYTES = 1 << 20  # adjacent blocks that one thread reads from the page cache
 _ALIGNMENT = 64
 
 
@@ -143,15 +146,15 @@ def execute(
         StorageError: this rank cannot read a file.
         HostPeerFailedError: the read of another rank failed.
     """
-    slot = len(host_peers.memory) // (2 * len(host_peers.ranks)) // _ALIGNMENT * _ALIGNMENT
+    slot = len(host_peers.memory[0]) // 2 // _ALIGNMENT * _ALIGNMENT
     agreed = schedule(index, host_peers.rows, slot)
     mine = {f.row: f for _, fragments in by_file(index, plan.only(agreed.rows), requests) for f in fragments}
-    slots = [
-        [host_peers.memory[(2 * at + half) * slot : (2 * at + half + 1) * slot] for half in (0, 1)]
-        for at in range(len(host_peers.ranks))
-    ]
+    slots = [[memory[half * slot : (half + 1) * slot] for half in (0, 1)] for memory in host_peers.memory]
     stats = ReadStats()
-    begin, reads_s = time.monotonic(), 0.0
+    if not agreed.rounds:
+        return stats, plan
+    begin, reads_s, base = time.monotonic(), 0.0, host_peers.rounds
+    host_peers.rounds += len(agreed.rounds)
     stop = threading.Event()
     with (
         between_kernels(requests),
@@ -164,13 +167,13 @@ def execute(
             nonlocal reads_s
             try:
                 for number, readers in enumerate(agreed.rounds):
-                    host_peers.wait(CONSUMED, number - 1)  # the round before the last has been copied by all
+                    host_peers.wait(CONSUMED, base + max(number - 1, 0))  # the round before the last has been copied by all
                     if stop.is_set():
                         return
                     read_since = time.monotonic()
                     stats.bytes_read += job.read(readers[host_peers.me], slots[host_peers.me][number % 2])
                     reads_s += time.monotonic() - read_since
-                    host_peers.publish(READY, number + 1)
+                    host_peers.publish(READY, base + number + 1)
             except BaseException:
                 host_peers.fail()
                 raise
@@ -178,7 +181,7 @@ def execute(
         reading = reader.submit(read_all)
         try:
             for number, readers in enumerate(agreed.rounds):
-                host_peers.wait(READY, number + 1)
+                host_peers.wait(READY, base + number + 1)
                 copies = [
                     pool.submit(_hand_over, mine[block.row], block, slots[at][number % 2])
                     for at, blocks in enumerate(readers)
@@ -187,7 +190,7 @@ def execute(
                 ]
                 for _ in results(copies):
                     pass
-                host_peers.publish(CONSUMED, number + 1)
+                host_peers.publish(CONSUMED, base + number + 1)
         except BaseException:
             stop.set()
             host_peers.fail()
@@ -206,7 +209,7 @@ def execute(
 
 def _hand_over(fragment: Fragment, block: Block, slot: memoryview) -> None:
     dtype = torch_dtype(fragment.info.dtype)
-    data = slot[block.at : block.at + block.hi - block.lo]
+    data = _memory(block, slot)
     if block.at % dtype.itemsize:
         data = memoryview(bytearray(data))
     deliver(fragment, block.lo // dtype.itemsize, torch.frombuffer(data, dtype=dtype))
@@ -228,23 +231,55 @@ class _Reading:
             files.setdefault(int(self._index.file[block.row]), []).append(block)
         for file, of_file in files.items():
             with self._storage.reader(self._index.files[file]) as reader:
-                parts = [
-                    self._pool.submit(reader.read_into, [slot[at : at + size]], offset)
-                    for at, size, offset in self._stretches(of_file, reader.block_bytes)
-                ]
-                for _ in results(parts):
-                    pass
+                begin, end = self._offset(of_file[0]), self._offset(of_file[-1]) + of_file[-1].hi - of_file[-1].lo
+                if block_bytes_of(reader, begin, end - begin) == CACHED_BLOCK_BYTES:
+                    self._run([partial(self._read_cached, part, slot, reader) for part in self._adjacent(of_file)])
+                    continue
+                self._run(
+                    [
+                        partial(reader.read_into, [slot[at : at + size]], offset)
+                        for at, size, offset in self._stretches(of_file, reader.block_bytes)
+                    ]
+                )
                 if self._verify != "off":
-                    checks = [self._pool.submit(self._verify_block, block, slot, reader.path) for block in of_file]
-                    for _ in results(checks):
-                        pass
+                    self._run([partial(self._verify_part, block, _memory(block, slot), reader.path) for block in of_file])
         return sum(block.hi - block.lo for block in blocks)
+
+    def _run(self, tasks: Sequence[Callable[[], None]]) -> None:
+        for _ in results([self._pool.submit(task) for task in tasks]):
+            pass
+
+    def _offset(self, block: Block) -> int:
+        return int(self._index.offset_bytes[block.row]) + block.lo
+
+    def _adjacent(self, blocks: Sequence[Block]) -> list[list[Block]]:
+        """Group blocks that are adjacent in slot and file, up to 1 MiB. A larger block is a group of its own."""
+        groups: list[list[Block]] = []
+        size = 0
+        for block in blocks:
+            count = block.hi - block.lo
+            before = groups[-1][-1] if groups else None
+            joins = before is not None and before.at + before.hi - before.lo == block.at
+            joins = joins and before is not None and self._offset(before) + before.hi - before.lo == self._offset(block)
+            if not joins or size + count > _GROUP_BYTES:
+                groups.append([])
+                size = 0
+            groups[-1].append(block)
+            size += count
+        return groups
+
+    def _read_cached(self, blocks: Sequence[Block], slot: memoryview, reader: Reader) -> None:
+        """Read adjacent blocks, and update their checksums while the bytes are in the cache of the core."""
+        views = [(block, _memory(block, slot)) for block in blocks]
+        for parts in read_blocks(reader, self._offset(blocks[0]), views, CACHED_BLOCK_BYTES):
+            for block, part, last in parts if self._verify != "off" else ():
+                self._verify_part(block, part, reader.path, last=last)
 
     def _stretches(self, blocks: Sequence[Block], piece_bytes: int) -> list[tuple[int, int, int]]:
         """Return (slot position, bytes, file position) of blocks adjacent in slot and file, in pieces for threads."""
         joined: list[tuple[int, int, int]] = []
         for block in blocks:
-            offset, size = int(self._index.offset_bytes[block.row]) + block.lo, block.hi - block.lo
+            offset, size = self._offset(block), block.hi - block.lo
             if joined and joined[-1][0] + joined[-1][1] == block.at and joined[-1][2] + joined[-1][1] == offset:
                 at, before, begin = joined.pop()
                 joined.append((at, before + size, begin))
@@ -256,12 +291,19 @@ class _Reading:
             for shift in range(0, size, piece_bytes)
         ]
 
-    def _verify_block(self, block: Block, slot: memoryview, path: str) -> None:
-        """Update the checksum with one block. The blocks of a fragment come in order, at most one per round."""
+    def _verify_part(self, block: Block, part: memoryview, path: str, *, last: bool = True) -> None:
+        """Update the checksum of a fragment with a part of a block. ``last``: the part ends the block.
+
+        The blocks of a fragment come in order, at most one per round.
+        """
         fragment = self._mine[block.row]
         running = self._running.pop(block.row, None) or RunningChecksum()
-        running.update(slot[block.at : block.at + block.hi - block.lo])
-        if block.hi == fragment.size_bytes:
+        running.update(part)
+        if last and block.hi == fragment.size_bytes:
             check(fragment, running.value(), path)
         else:
             self._running[block.row] = running
+
+
+def _memory(block: Block, slot: memoryview) -> memoryview:
+    return slot[block.at : block.at + block.hi - block.lo]

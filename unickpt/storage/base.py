@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 _MAX_TEXT_BYTES = 4096
@@ -35,6 +35,14 @@ class Reader(Protocol):
 
     def read_into(self, parts: Sequence[memoryview], offset_bytes: int) -> None:
         """Fill the parts in order with the bytes of the file from ``offset_bytes`` on, or raise StorageError."""
+
+
+@runtime_checkable
+class CachedReader(Protocol):
+    """A ``Reader`` of files that the page cache may hold."""
+
+    def is_cached(self, offset_bytes: int, size_bytes: int) -> bool:
+        """Return whether the page cache holds most of a range."""
 
 
 class Storage(Protocol):

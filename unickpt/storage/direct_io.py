@@ -19,7 +19,9 @@ from collections.abc import Sequence
 import numpy as np
 
 BLOCK_BYTES = 4096
-_BOUNCE_BYTES = (4 << 20) + 2 * BLOCK_BYTES  # holds a 4 MiB read at any file offset
+_READ_BYTES = 4 << 20
+_BOUNCE_BYTES = _READ_BYTES + 2 * BLOCK_BYTES  # holds a read at any file offset
+CALL_PARTS = min(os.sysconf("SC_IOV_MAX"), 1024)  # buffers that one system call fills
 _CALL_BYTES = 16 << 20
 FLAG: int = getattr(os, "O_DIRECT", 0)
 
@@ -42,31 +44,37 @@ class DirectReader:
     def __init__(self, descriptor: int, past_cache: int) -> None:
         self._descriptor, self._past_cache = descriptor, past_cache
 
-    def read(self, part: memoryview, offset_bytes: int) -> int:
-        """Read up to ``len(part)`` bytes and return their number, as ``os.preadv`` does; 0 at the end of the file.
+    def read(self, parts: Sequence[memoryview], offset_bytes: int) -> int:
+        """Fill parts in order with up to 4 MiB. Return the number of bytes, as ``os.preadv`` does; 0 at the end of the file.
 
         Raises:
             OSError: the read failed.
         """
-        if _mostly_cached(self._descriptor, offset_bytes, len(part)):
-            return os.preadv(self._descriptor, [part], offset_bytes)
-        return self._read_past_cache(part, offset_bytes)
+        wanted = min(sum(map(len, parts)), _READ_BYTES)
+        if mostly_cached(self._descriptor, offset_bytes, wanted):
+            return os.preadv(self._descriptor, parts[:CALL_PARTS], offset_bytes)
+        return self._read_past_cache(parts, wanted, offset_bytes)
 
-    def _read_past_cache(self, part: memoryview, offset_bytes: int) -> int:
+    def _read_past_cache(self, parts: Sequence[memoryview], wanted: int, offset_bytes: int) -> int:
         bounce = _bounce()
         lead = offset_bytes % BLOCK_BYTES
-        wanted = min(len(part), _BOUNCE_BYTES - BLOCK_BYTES)
         blocks = -(-(lead + wanted) // BLOCK_BYTES) * BLOCK_BYTES
         got = os.preadv(self._past_cache, [bounce[:blocks]], offset_bytes - lead) - lead
         count = max(min(got, wanted), 0)
-        part[:count] = bounce[lead : lead + count]
+        at = 0
+        for part in parts:
+            size = min(len(part), count - at)
+            part[:size] = bounce[lead + at : lead + at + size]
+            at += size
+            if at == count:
+                break
         return count
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _mostly_cached(descriptor: int, offset_bytes: int, size_bytes: int) -> bool:
+def mostly_cached(descriptor: int, offset_bytes: int, size_bytes: int) -> bool:
     """Return whether the page cache holds most of a range, by ``mincore``.
 
     A non-blocking read is no alternative: it triggers read-ahead.

@@ -14,11 +14,11 @@ from pathlib import Path
 from unickpt.errors import StorageError, UnsafePathError
 from unickpt.storage import direct_io
 from unickpt.storage.base import Reader, Sink, Storage
-from unickpt.storage.direct_io import DirectReader, DirectSink
+from unickpt.storage.direct_io import CALL_PARTS, DirectReader, DirectSink
 
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno.EACCES, errno.EPERM}
-_DIRECT_BYTES = 256 << 10  # smaller reads go through the page cache, which also reads their surroundings
-_BLOCK_BYTES = 4 << 20  # one read; a checksum then finds the bytes in the processor's cache
+_DIRECT_BYTES = 1 << 20  # smaller reads go through the page cache, which also reads their surroundings
+_BLOCK_BYTES = 4 << 20  # one read past the cache
 
 
 class PosixStorage(Storage):
@@ -330,12 +330,14 @@ class _DescriptorReader:
             if got:
                 left[0] = left[0][got:]
 
+    def is_cached(self, offset_bytes: int, size_bytes: int) -> bool:
+        return self._direct is None or direct_io.mostly_cached(self._descriptor, offset_bytes, size_bytes)
+
     def _some(self, parts: list[memoryview], at: int) -> int:
-        """Read some bytes and return their number. A large part is read alone, and past the cache if it is not cached."""
-        if self._direct is None or len(parts[0]) < _DIRECT_BYTES:
-            small = next((n for n, part in enumerate(parts) if self._direct is not None and len(part) >= _DIRECT_BYTES), None)
-            return os.preadv(self._descriptor, parts[:small], at)
-        return self._direct.read(parts[0], at)
+        """Read some bytes and return their number. Many bytes are read past the cache if they are not cached."""
+        if self._direct is None or sum(map(len, parts)) < _DIRECT_BYTES:
+            return os.preadv(self._descriptor, parts[:CALL_PARTS], at)
+        return self._direct.read(parts, at)
 
 
 def _make_folders(path: Path) -> None:

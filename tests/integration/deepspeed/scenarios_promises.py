@@ -56,6 +56,34 @@ def a_save_gathers_nothing(folder: Path) -> None:
         assert received <= 40, received
 
 
+@scenario(2, 4)
+def a_load_on_one_host_gathers_the_weights_without_messages(folder: Path) -> None:
+    for layout in (here(1), here(2), here(1, "bf16"), here(2, "bf16"), here(1, "bf16o")):
+        source = build(layout, seed=1, unickpt={"enabled": True, "async_save": False})
+        train(source, 2)
+        place = folder / layout.name
+        assert source.save_checkpoint(str(place))
+        for share in (True, False):
+            engine = build(layout, seed=2, unickpt={"enabled": True, "read_once_per_host": share})
+            before = max((e["record_id"] for e in _recorded()), default=-1)
+            engine.load_checkpoint(str(place))
+            during = [e for e in _recorded() if e["record_id"] > before]
+            gathered = sum(int(np.prod(s)) for e in during for s in e["output_sizes"])
+            weights = sum(flat.numel() for flat in _flat_weights(engine))
+            assert gathered < 100 if share else gathered >= weights, (layout, gathered, weights)
+            loaded = [flat.clone() for flat in _flat_weights(engine)]
+            engine.optimizer.update_lp_params()
+            assert all(map(torch.equal, loaded, _flat_weights(engine))), layout
+            assert all(map(torch.equal, loaded, _flat_weights(source))), layout
+
+
+def _flat_weights(engine: Any) -> list[torch.Tensor]:
+    """Return the buffers of all weights with their padding. Uses private attributes of DeepSpeed."""
+    optimizer = engine.optimizer
+    found: list[torch.Tensor] = getattr(optimizer, "bit16_groups_flat", None) or optimizer.bf16_groups_flat
+    return found
+
+
 @scenario(2)
 def after_a_save_the_persistent_parameters_of_zero_3_are_gathered(folder: Path) -> None:
     """DeepSpeed's own save gathers them, also after ``empty_partition_cache``, and other code relies on it."""

@@ -28,6 +28,7 @@ from unickpt.format.index import FragmentRow, TensorInfo
 from unickpt.load import shared_read
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.reader import ReadStats, Request
+from unickpt.load.shared_gather import SplitTensor, gather
 from unickpt.save import shards as contribution
 from unickpt.save.saver import save
 from unickpt.save.shards import Contribution, shards_of_flat_range
@@ -116,6 +117,31 @@ def test_shared_reads_work_with_little_memory(tmp_path: Path, monkeypatch: pytes
     directory = saved(tmp_path)
     together = on_all_ranks(lambda meet: loaded(directory, meet))
     assert sum(stats.bytes_read for stats in together) == sum(info.size_bytes for info in INFOS)
+
+
+def test_ranks_gather_after_shared_reads_in_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_peers, "_RANK_BYTES", 4096)
+    monkeypatch.setattr(host_peers, "_LEAST_RANK_BYTES", 4096)
+    directory = saved(tmp_path)
+    masters = [torch.arange(5000.0) + 7 * rank for rank in range(WORLD)]
+
+    def run(rendezvous: Rendezvous) -> list[torch.Tensor]:
+        checkpoint = Checkpoint.open(directory)
+        pairs = wanted(checkpoint, rendezvous.rank)
+        planned = checkpoint.plan([request for request, _ in pairs])
+        _, near = meet(rendezvous, planned.rows, None, wanted_bytes=planned.size_bytes)
+        assert near is not None
+        with near() as peers:
+            checkpoint.fill(planned, host_peers=peers)
+            parts = [torch.zeros(5000) for _ in range(WORLD)]
+            tensor = SplitTensor(tuple(range(WORLD)), rendezvous.rank, parts, masters[rendezvous.rank])
+            assert gather(peers, [tensor])
+            checkpoint.fill(planned, host_peers=peers)
+        assert all(torch.equal(request.out.view(expected.shape), expected) for request, expected in pairs)
+        return parts
+
+    for parts in on_all_ranks(run):
+        assert all(map(torch.equal, parts, masters))
 
 
 @pytest.mark.parametrize("rank", range(WORLD))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import itertools
 import mmap
 import os
 from pathlib import Path
@@ -102,3 +104,30 @@ def test_reads_of_any_place_and_length(tmp_path: Path, cached: bool) -> None:
         assert buffer == data[begin : begin + size].tobytes()
     with storage.reader("x") as reader, pytest.raises(StorageError, match=r"expected .* more bytes"):
         reader.read_into([memoryview(bytearray(500_000))], 2_600_000)
+    with storage.reader("x") as reader, pytest.raises(StorageError, match=r"expected .* more bytes"):
+        reader.read_into([memoryview(bytearray(2_000_000))], 2_600_000)
+
+
+def test_many_parts_that_are_not_cached_are_read_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small part between large ones is not read through the cache, which would wait for the disk once more."""
+    data = torch.randint(0, 256, (9_000_001,), dtype=torch.uint8).numpy()
+    storage = PosixStorage(tmp_path)
+    with storage.create("x", direct=True) as sink:
+        sink.write([memoryview(data)])
+    buffer = memoryview(bytearray(9_000_001))
+    cuts = [0, 3, 4_000_000, 4_004_096, *range(4_004_097, 4_007_000), 8_000_000, 8_000_001, 9_000_001]
+    flags: list[bool] = []
+    preadv = os.preadv
+
+    def recorded(descriptor: int, parts: Any, offset: int) -> int:
+        flags.append(bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & direct_io.FLAG))
+        return preadv(descriptor, parts, offset)
+
+    with storage.reader("x") as reader:
+        if reader.is_cached(0, len(buffer)):
+            pytest.skip("this file system has no direct I/O")
+        monkeypatch.setattr(os, "preadv", recorded)
+        reader.read_into([buffer[a:b] for a, b in itertools.pairwise(cuts)], 0)
+    assert buffer == memoryview(data)
+    assert flags[:2] == [True, True]
+    assert len(flags) == 3  # 4 MiB each; the rest is small, and may come through the cache
