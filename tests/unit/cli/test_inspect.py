@@ -110,13 +110,13 @@ def test_inspect_shortens_long_tables_by_default(tmp_path: Path, run: Any, run_j
 
 def test_inspect_reads_manifest_and_index_only(ranks: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
-    reader = PosixStorage.reader
+    for method in ("reader", "read"):
 
-    def spy(self: PosixStorage, name: str) -> Any:
-        opened.append(name)
-        return reader(self, name)
+        def spy(self: PosixStorage, name: str, *arguments: Any, original: Any = getattr(PosixStorage, method)) -> Any:
+            opened.append(name)
+            return original(self, name, *arguments)
 
-    monkeypatch.setattr(PosixStorage, "reader", spy)
+        monkeypatch.setattr(PosixStorage, method, spy)
     monkeypatch.setattr("pickle.loads", lambda *_: pytest.fail("inspect unpickled something"))
     for arguments in ([], ["--objects", "--all"], ["--json"], ["--tensor", "layer.weight"]):
         assert run("inspect", ranks, *arguments)[0] == 0
