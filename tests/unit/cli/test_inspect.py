@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,16 @@ def test_inspect_shortens_long_tables_by_default(tmp_path: Path, run: Any, run_j
 
 def test_inspect_reads_manifest_and_index_only(ranks: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
-    for method in ("reader", "read"):
 
-        def spy(self: PosixStorage, name: str, *arguments: Any, original: Any = getattr(PosixStorage, method)) -> Any:
+    def spy(original: Callable[..., Any]) -> Callable[..., Any]:
+        def seen(self: PosixStorage, name: str, *arguments: Any) -> Any:
             opened.append(name)
             return original(self, name, *arguments)
 
-        monkeypatch.setattr(PosixStorage, method, spy)
+        return seen
+
+    monkeypatch.setattr(PosixStorage, "reader", spy(PosixStorage.reader))
+    monkeypatch.setattr(PosixStorage, "read", spy(PosixStorage.read))
     monkeypatch.setattr("pickle.loads", lambda *_: pytest.fail("inspect unpickled something"))
     for arguments in ([], ["--objects", "--all"], ["--json"], ["--tensor", "layer.weight"]):
         assert run("inspect", ranks, *arguments)[0] == 0
