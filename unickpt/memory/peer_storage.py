@@ -16,7 +16,7 @@ from unickpt.memory.generations import folder_of
 from unickpt.memory.host_folder import HostFolder
 from unickpt.memory.keeper_client import TIMEOUT_S, KeeperClient, name_of
 from unickpt.memory.mapped_staging import MappedSlots
-from unickpt.storage.base import Reader, Sink, Storage
+from unickpt.storage.base import CachedReader, Reader, Sink, Storage
 from unickpt.storage.posix import PosixStorage
 
 _BLOCK_BYTES = 4 << 20
@@ -166,6 +166,9 @@ class _CountedReader:
     def read_into(self, parts: Sequence[memoryview], offset_bytes: int) -> None:
         self._reader.read_into(parts, offset_bytes)
         self._counts.add(HERE, sum(map(len, parts)))
+
+    def is_cached(self, offset_bytes: int, size_bytes: int) -> bool:
+        return isinstance(self._reader, CachedReader) and self._reader.is_cached(offset_bytes, size_bytes)
 
 
 class _RemoteReader:
