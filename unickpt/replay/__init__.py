@@ -12,6 +12,9 @@ Each module imports only the modules above it in this list:
     price       slowdown and price of every rank, host, link, stage, group and cause
     sources     traces from ring files or from the job's agent
     eviction    what a job would gain without slow ranks, for the steering
+    operations  graph of a job from a table of its operations on several streams, for traces of other recorders
+    stragglers  slowdown of such a job, by the definitions of ByteDance's straggler analysis
+    parquet_traces  such tables from Parquet files
 
-All modules but ``sources`` are pure.
+All modules but ``sources`` and ``parquet_traces`` are pure.
 """

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.integration.replay.published import section
 from unickpt.replay.price import Questions, WhatIf, analyse
 from unickpt.replay.sources import read_trace
 from unickpt.replay.trace import Trace
 from unickpt.testing.launch import torchrun
 
 STEPS, EXTRA = 24, 0.5
-SCALE = Path("results/replay-scale.txt")
+SCALE, PUBLISHED = Path("results/replay-scale.txt"), Path("results/replay-published.jsonl")
 # Two jobs run by hand, with the commands in the text.
 MICROBATCHES = """\
 ## Another number of microbatches
@@ -140,8 +141,14 @@ def _rows(runs: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
     return own, predicted
 
 
-def page(runs: list[dict[str, Any]], scale: list[str]) -> str:
-    """Return the page; ``scale`` are the lines of the table of ``benchmarks.replay_scale``."""
+def page(runs: list[dict[str, Any]], scale: list[str], published: list[dict[str, Any]]) -> str:
+    """Return the page.
+
+    Args:
+        runs: results of ``run``.
+        scale: lines of the table of ``benchmarks.replay_scale``.
+        published: results of ``published``.
+    """
     own, predicted = _rows(runs)
     return "\n".join(
         [
@@ -181,6 +188,7 @@ def page(runs: list[dict[str, Any]], scale: list[str]) -> str:
             "",
             *MICROBATCHES.splitlines(),
             "",
+            *(section(published) if published else []),
             "## Scale",
             "",
             "One step of simulated jobs (1F1B, 16 microbatches, tensor, pipeline and data parallelism), on one core: the "
@@ -217,7 +225,8 @@ def main() -> None:
             file.write(json.dumps(found) + "\n")
     if args.page is not None:
         scale = SCALE.read_text().splitlines()[1:] if SCALE.exists() else []
-        args.page.write_text(page(kept, scale))
+        published = [json.loads(line) for line in PUBLISHED.read_text().splitlines()] if PUBLISHED.exists() else []
+        args.page.write_text(page(kept, scale, published))
 
 
 if __name__ == "__main__":
