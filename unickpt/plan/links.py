@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unickpt.diagnosis.recording.records import Op
+from unickpt.replay.edits import operations_of_transfers
 from unickpt.replay.graph import Graph
 
 Floats = npt.NDArray[np.float64]
@@ -89,7 +90,7 @@ def link_costs(graph: Graph) -> LinkCosts:
     hosts = np.unique(trace.hosts, return_inverse=True)[1]
     ends = [np.minimum(np.searchsorted(trace.ranks, call[name]), len(hosts) - 1) for name in ("source", "destination")]
     leaves = np.where(pair, hosts[ends[0]] != hosts[ends[1]], leaves)
-    operation = np.where(call["op"] == Op.SEND, int(Op.RECEIVE), call["op"])
+    operation = operations_of_transfers(graph)
     usable = (members > 1) & np.isin(operation, [int(Op.ALL_REDUCE), *_HALF, int(Op.RECEIVE)])
     names = np.stack([pair, leaves, operation, members, call["bytes"]], axis=1).astype(np.int64)[usable]
     took = graph.transfers.took_ns[usable] * 1e-9

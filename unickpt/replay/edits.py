@@ -153,11 +153,18 @@ def class_of_transfers(graph: Graph, *, sizes: bool = True) -> Ints:
     trace, call = graph.window.trace, graph.window.trace.calls[graph.transfers.call]
     labels: dict[tuple[str, int], int] = {}
     kind = np.array([labels.setdefault((g.label, len(g.members)), len(labels)) for g in trace.groups] or [0], np.int64)
-    operation = np.where(call["op"] == Op.SEND, int(Op.RECEIVE), call["op"])  # a pair is found by either side
+    operation = operations_of_transfers(graph)
     size = np.where((call["op"] == Op.ALL_TO_ALL) | (not sizes), 0, call["bytes"])
-    names = np.stack([operation.astype(np.int64), kind[call["comm"]], size], axis=1)
+    names = np.stack([operation, kind[call["comm"]], size], axis=1)
     found: Ints = np.unique(names, axis=0, return_inverse=True)[1].reshape(-1)
     return found
+
+
+def operations_of_transfers(graph: Graph) -> Ints:
+    """Return int64 ``[transfers]``: operation of each one. A message is ``RECEIVE``; ``SEND`` is one that did not wait for it."""
+    row = graph.transfers.call
+    operation = graph.window.trace.calls["op"][row].astype(np.int64)
+    return np.where((operation == Op.SEND) & ~graph.transfers.alone[row], int(Op.RECEIVE), operation)
 
 
 def parties_of_transfers(graph: Graph) -> Ints:

@@ -198,7 +198,7 @@ def _of_events(graph: Graph, picked: Ints) -> Graph:
     of_node[node] = np.arange(len(node))
 
     need, needed = _needs(graph, new, source, key, node)
-    before = _before(graph, new, source, of_node, queue)
+    before = _before(graph, new, source, of_node, _numbers(queue, alone))
     row = np.flatnonzero(made)
     transfer = np.where(kind == RETURNS, node[np.where(kind == RETURNS, call, 0)] if nodes else -1, -1)
     window = replace(graph.window, trace=replace(graph.window.trace, calls=new))
@@ -225,7 +225,7 @@ def _check_members(seq: Ints, queue: Ints, by_rank: Ints, new: int) -> None:
         raise FormatError("members of a communicator make different numbers of its calls for one microbatch")
 
 
-def _numbers(*columns: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Ints:
+def _numbers(*columns: npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.bool_]) -> Ints:
     """Return the same number for equal rows, from 0, in ascending order of the rows."""
     rows = np.stack([column.astype(np.int64) for column in columns], axis=1)
     found: Ints = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
@@ -255,7 +255,7 @@ def _before(graph: Graph, new: npt.NDArray[np.void], source: Ints, of_node: Ints
     """Return the transfer before each one in its queue; -1 for none, and where the one that it repeats ran beside it."""
     old, calls = graph.transfers, graph.window.trace.calls
     first_calls = calls[old.call]
-    of = _numbers(first_calls["comm"], first_calls["source"], first_calls["destination"])
+    of = _numbers(first_calls["comm"], first_calls["source"], first_calls["destination"], old.alone[old.call])
     least = np.full(int(of.max(initial=-1)) + 1, np.int64(1) << 62)
     np.minimum.at(least, of, first_calls["seq"])
     beside = (old.before < 0) & (first_calls["seq"] > least[of])  # also for calls with a root, which have no queue

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.integration.replay.baselines import sums_s
 from tests.integration.replay.published import section
 from unickpt.replay.price import Questions, WhatIf, analyse
 from unickpt.replay.sources import read_trace
 from unickpt.replay.trace import Trace
-from unickpt.testing.launch import torchrun
+from unickpt.testing.launch import fork_ranks
 
-STEPS, EXTRA = 24, 0.5
+STEPS, EXTRA = 20, 0.5
 SCALE, PUBLISHED = Path("results/replay-scale.txt"), Path("results/replay-published.jsonl")
 # Two jobs run by hand, with the commands in the text.
 MICROBATCHES = """\
@@ -73,6 +74,8 @@ JOBS = (
     TimedJob("Megatron TP2 PP2, 4 ranks", "megatron", "gpt-tp2pp2-dist", 4, 0.06, 2, 4 * 2 * 0.06 * _SLEPT),
     TimedJob("Megatron TP2 PP2 DP2, 8 ranks", "megatron", "gpt-tp2pp2dp2-dist", 8, 0.12, 5, 2 * 2 * 0.12 * _SLEPT),
     TimedJob("DeepSpeed pipeline of 2 stages, ZeRO-1, 4 ranks", "deepspeed", "pipeline", 4, 0.03, 1, 4 * 4 * 0.03 * _SLEPT),
+    TimedJob("Megatron PP2 VPP2 DP2, 4 ranks", "megatron", "gpt-pp2vpp2dp2-dist", 4, 0.12, 1, 2 * 2 * 0.12 * _SLEPT),
+    TimedJob("Megatron experts EP2 DP2, 4 ranks", "megatron", "moe-tp2ep2dp2-dist", 4, 0.08, 3, 2 * 4 * 0.08 * _SLEPT),
 )
 
 
@@ -80,9 +83,9 @@ def run(job: TimedJob) -> dict[str, Any]:
     """Run a job and analyse both halves."""
     with tempfile.TemporaryDirectory() as folder:
         rings = Path(folder) / "rings"
-        torchrun(
+        fork_ranks(
             job.world, "tests.integration.replay.timed_job", job.kind, job.layout, str(rings), str(STEPS),
-            str(job.layer_s), str(job.slow), str(EXTRA), timeout_s=600,
+            str(job.layer_s), str(job.slow), str(EXTRA), timeout_s=600, env={"GLOO_SOCKET_IFNAME": "lo"},
         )  # fmt: skip
         trace = read_trace([str(rings)])
     last = int(trace.marks["number"].max())
@@ -92,14 +95,21 @@ def run(job: TimedJob) -> dict[str, Any]:
     sound = analyse(trace, (first + 1, first + STEPS // 2 - 1), asked)
     slow = analyse(trace, (first + STEPS // 2 + 1, last), asked)
     held_out = [_held_out(trace, first + 1, STEPS // 2 - 1), _held_out(trace, first + STEPS // 2 + 1, STEPS // 2 - 1)]
-    return {"name": job.name, "slow": job.slow, "halves": [_summary(sound), _summary(slow)], "held_out": held_out}
+    summed = sums_s(trace, (first + STEPS // 2 + 1, last), like_peers=job.slow)
+    return {
+        "name": job.name, "slow": job.slow, "halves": [_summary(sound), _summary(slow)], "held_out": held_out,
+        "sums_s": summed,
+    }  # fmt: skip
 
 
 def _held_out(trace: Trace, first: int, steps: int) -> dict[str, Any]:
     """Predict the second part of some steps by the typical durations of the first part."""
     middle = first + steps // 2
     known, later = analyse(trace, (first, middle - 1)), analyse(trace, (middle, first + steps - 1))
-    return {"typical_s": known.typical_s, "measured_steps_s": later.measured_steps_s}
+    return {
+        "typical_s": known.typical_s, "mean_s": known.step_s, "sums_s": sums_s(trace, (first, middle - 1)),
+        "measured_steps_s": later.measured_steps_s,
+    }  # fmt: skip
 
 
 def _summary(found: WhatIf) -> dict[str, Any]:
