@@ -161,7 +161,7 @@ def class_of_transfers(graph: Graph, *, sizes: bool = True) -> Ints:
 
 
 def operations_of_transfers(graph: Graph) -> Ints:
-    """Return int64 ``[transfers]``: operation of each one. A message is ``RECEIVE``; ``SEND`` is one that did not wait for it."""
+    """Return int64 ``[transfers]``: operations. A message is ``RECEIVE``; ``SEND`` is a sender that did not wait for it."""
     row = graph.transfers.call
     operation = graph.window.trace.calls["op"][row].astype(np.int64)
     return np.where((operation == Op.SEND) & ~graph.transfers.alone[row], int(Op.RECEIVE), operation)

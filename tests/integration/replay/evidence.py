@@ -24,7 +24,7 @@ from unickpt.replay.sources import read_trace
 from unickpt.replay.trace import Trace
 from unickpt.testing.launch import fork_ranks
 
-STEPS, EXTRA = 20, 0.5
+STEPS, EXTRA = 16, 0.5
 SCALE, PUBLISHED = Path("results/replay-scale.txt"), Path("results/replay-published.jsonl")
 # Two jobs run by hand, with the commands in the text.
 MICROBATCHES = """\
