@@ -54,6 +54,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="predict a step of a 1F1B pipeline with N microbatches, each like those measured; may be repeated",
     )  # fmt: skip
     parser.add_argument(
+        "--chunks", type=_count, action="append", default=[], metavar="N",
+        help="predict a step of a 1F1B pipeline with N chunks of each stage, in Megatron's interleaved schedule; may be "
+        "repeated",
+    )  # fmt: skip
+    parser.add_argument(
         "--order", type=_order, action="append", default=[], metavar="R,R,...",
         help="predict a step in which ranks exchange their places: for each rank, the one whose place it takes; may be "
         "repeated",
@@ -92,7 +97,7 @@ def _speed(text: str) -> tuple[tuple[int, int] | str, float]:
 
 def _count(text: str) -> int:
     if not re.fullmatch(r"[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of microbatches")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
     return int(text)
 
 
@@ -108,7 +113,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         return whatif_stragglers.run(args, out)
     questions = Questions(
         tuple(args.without_rank), tuple(args.rank_like_peers), tuple(args.link), tuple(args.hide), tuple(args.link_speed),
-        tuple(args.microbatches), tuple(args.order),
+        tuple(args.microbatches), tuple(args.chunks), tuple(args.order),
     )  # fmt: skip
     found = analyse(read_trace(args.places), args.steps, questions)
     if args.json:

@@ -8,6 +8,7 @@ backward computation in turn (1F1B), whatever else the units contain.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +23,7 @@ _PAIRS = (int(Op.SEND), int(Op.RECEIVE))
 
 
 @dataclass(frozen=True, slots=True)
-class _Units:
+class Units:
     """Units of one rank in one step: the first event, the number of events of one, their number, and microbatches."""
 
     first: int
@@ -100,6 +101,19 @@ def microbatches_of(graph: Graph) -> int:
     return _units(graph, _labels(graph), 0, end, int(graph.window.trace.ranks[graph.events.rank[end]])).microbatches
 
 
+def units_of(graph: Graph) -> Iterator[tuple[int, Units]]:
+    """Yield the position of the rank and the units of each rank and step.
+
+    Raises:
+        FormatError: as in ``with_microbatches``.
+    """
+    label = _labels(graph)
+    ends = np.flatnonzero(graph.events.kind == STEP_ENDS)
+    for begin, end in zip([0, *(ends[:-1] + 1).tolist()], ends.tolist(), strict=True):
+        at = int(graph.events.rank[end])
+        yield at, _units(graph, label, begin, end, int(graph.window.trace.ranks[at]))
+
+
 def _calls_back(events: Events) -> Ints:
     """Return for each event of a call how many calls later than the call it is; 0 for the call itself."""
     made = events.kind == CALLED
@@ -124,7 +138,7 @@ def _labels(graph: Graph) -> Ints:
     return found
 
 
-def _units(graph: Graph, label: Ints, begin: int, end: int, rank: int) -> _Units:
+def _units(graph: Graph, label: Ints, begin: int, end: int, rank: int) -> Units:
     """Find the units among the events ``begin`` to ``end`` of a rank's step: the longest part that repeats them."""
     events, calls = graph.events, graph.window.trace.calls
     own = label[begin:end]
@@ -135,7 +149,7 @@ def _units(graph: Graph, label: Ints, begin: int, end: int, rank: int) -> _Units
         raise FormatError(f"rank {rank} makes no point-to-point transfers: the job has no pipeline")
     pair = np.unique(np.stack([call["source"], call["destination"]], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
     totals = np.bincount(pair)
-    best: _Units | None = None
+    best: Units | None = None
     for length in np.unique(np.concatenate([np.diff(at[own[at] == each]) for each in np.unique(own[at])])).tolist():
         first, run = _longest(own[length:] == own[:-length])
         if run < length:
@@ -143,7 +157,7 @@ def _units(graph: Graph, label: Ints, begin: int, end: int, rank: int) -> _Units
         of_unit = np.bincount(pair[(at >= first) & (at < first + length)], minlength=len(totals))
         if (of_unit == 0).any() or (totals % of_unit).any() or len(set((totals // of_unit).tolist())) > 1:
             continue
-        units = _Units(begin + first, length, run // length + 1, int(totals[0] // of_unit[0]))
+        units = Units(begin + first, length, run // length + 1, int(totals[0] // of_unit[0]))
         if best is None or units.count * units.length > best.count * best.length:
             best = units
     if best is None:

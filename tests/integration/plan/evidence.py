@@ -32,9 +32,9 @@ from unickpt.diagnosis.recording.layer_times import LayerTimes, TimedLayer
 from unickpt.plan.parallel import ParallelLayout
 from unickpt.plan.partition import Partition
 from unickpt.plan.records import recorded
-from unickpt.plan.schedule import Schedule
 from unickpt.plan.sources import read_layers
 from unickpt.replay.price import analyse
+from unickpt.replay.programs import Schedule
 from unickpt.replay.sources import read_trace
 from unickpt.testing.launch import fork_ranks, torchrun
 
