@@ -138,6 +138,26 @@ def scripts(folder: Path) -> Iterator[dict[str, Any]]:
     yield {"part": "scripts", "what": "`plan parallel`", "arguments": arguments, "iterations": run(8, *arguments)}
 
 
+def deepspeed_json(folder: Path) -> Iterator[dict[str, Any]]:
+    """Train a pipeline, then resume with the JSON of the best parallel layout."""
+    base = {"kind": "deepspeed", "layers": LAYERS_S, "microbatches": MICROBATCHES, "save": str(folder / "checkpoint")}
+    first = job(folder, "measured", 2, **base, stages=2, every=1)
+    yield {"part": "json", "what": "measured", **first}
+    found = planned(
+        "parallel", str(folder / "measured"), "--devices", "2", "--global-batch", str(MICROBATCHES), "--tensor", "1",
+        "--most-chunks", "1", "--most-micro-batch", "4", "--show", "1000", "--store", str(folder / "store"),
+    )["layouts"]  # fmt: skip
+    best = {each["pipeline"]: each for each in reversed(found)}  # the best layout with each number of stages
+    for stages, each in sorted(best.items()):
+        run = job(
+            folder, f"stages-{stages}", 2, **base, parts=each["parts"], rows=each["rows"], config=each["deepspeed_json"]
+        )  # fmt: skip
+        yield {
+            "part": "json", "what": "json", "stages": stages, "parts": each["parts"], "config": each["deepspeed_json"],
+            "predicted_s": each["step_s"], **run,
+        }  # fmt: skip
+
+
 def cost(folder: Path) -> Iterator[dict[str, Any]]:
     """Measure what the hooks of a sampled step cost: small layers, so that the hooks are most of the time."""
     layers = [torch.nn.Linear(8, 8) for _ in range(8)]
@@ -166,7 +186,7 @@ def cost(folder: Path) -> Iterator[dict[str, Any]]:
     yield {"part": "cost", "what": "cost", "bare_us": statistics.median(bare), "sampled_us": statistics.median(sampled)}
 
 
-PARTS = {"deepspeed": deepspeed, "megatron": megatron, "scripts": scripts, "cost": cost}
+PARTS = {"deepspeed": deepspeed, "megatron": megatron, "scripts": scripts, "json": deepspeed_json, "cost": cost}
 
 
 def _row(name: str, each: dict[str, Any], best_s: float) -> str:
@@ -284,6 +304,22 @@ def page(kept: list[dict[str, Any]]) -> str:
             lines.append(
                 f"| {each['what']} | {given.replace('|', '&#124;')} | {first} to {last} | {float(loss):.4f}, "
                 f"{float(lost):.4f} |"
+            )
+        lines.append("")
+    written = [each for each in kept if each["what"] == "json"]
+    if written:
+        lines += [
+            "A DeepSpeed pipeline of two stages on 2 ranks saved at step 6. Each job resumes from the newest checkpoint with "
+            "the JSON and the parts of the best layout with this number of stages:",
+            "",
+            "| JSON | parts | resumed at step | loss, first and last | predicted, s | run, s |",
+            "|---|---|---|---|---|---|",
+        ]
+        for each in written:
+            losses = json.loads(each["LOSSES"])
+            lines.append(
+                f"| `{json.dumps(each['config'])}` | {each['parts']} | {each['RESUMED']} | {losses[0]:.2e}, {losses[-1]:.2e} "
+                f"| {each['predicted_s']:.3f} | {each['step_s']:.3f} |"
             )
         lines.append("")
     missing = [text for part, text in _NOT_SHOWN.items() if not any(each["part"] == part for each in kept)]

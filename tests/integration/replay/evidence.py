@@ -17,15 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.integration.replay import links, pipelines, published
 from tests.integration.replay.baselines import sums_s
-from tests.integration.replay.published import section
 from unickpt.replay.price import Questions, WhatIf, analyse
 from unickpt.replay.sources import read_trace
 from unickpt.replay.trace import Trace
 from unickpt.testing.launch import fork_ranks
 
 STEPS, EXTRA = 16, 0.5
-SCALE, PUBLISHED = Path("results/replay-scale.txt"), Path("results/replay-published.jsonl")
+RESULTS = Path("results")
+SCALE, PUBLISHED = RESULTS / "replay-scale.txt", RESULTS / "replay-published.jsonl"
+LINKS, PIPELINES = RESULTS / "replay-links.jsonl", RESULTS / "replay-pipelines.jsonl"
 # Two jobs run by hand, with the commands in the text.
 MICROBATCHES = """\
 ## Another number of microbatches
@@ -151,13 +153,33 @@ def _rows(runs: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
     return own, predicted
 
 
-def page(runs: list[dict[str, Any]], scale: list[str], published: list[dict[str, Any]]) -> str:
+def _compared(runs: list[dict[str, Any]]) -> list[str]:
+    """Return the rows of the table of three ways to predict."""
+    rows, totals = [], [[] for _ in range(6)]
+    for each in runs:
+        _, slow = each["halves"]
+        fast, held = (statistics.median(half["measured_steps_s"]) for half in each["halves"])
+        later = [
+            statistics.median(
+                abs(half[name] / measured - 1) for half in each["held_out"] for measured in half["measured_steps_s"]
+            )
+            for name in ("typical_s", "sums_s", "mean_s")
+        ]
+        replayed = held - (slow["step_s"] - slow["predicted_s"])
+        other = [abs(found / fast - 1) for found in (replayed, each["sums_s"], slow["step_s"])]
+        rows.append(f"| {each['name']} | " + " | ".join(f"{error:.1%}" for error in (*later, *other)) + " |")
+        for total, error in zip(totals, (*later, *other), strict=True):
+            total.append(error)
+    return [*rows, "| **median** | " + " | ".join(f"{statistics.median(total):.1%}" for total in totals) + " |"]
+
+
+def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
     """Return the page.
 
     Args:
         runs: results of ``run``.
         scale: lines of the table of ``benchmarks.replay_scale``.
-        published: results of ``published``.
+        more: sections of other scripts.
     """
     own, predicted = _rows(runs)
     return "\n".join(
@@ -178,7 +200,8 @@ def page(runs: list[dict[str, Any]], scale: list[str], published: list[dict[str,
             "The *graph* column is the distance between the measured step and a replay with all measured durations. It shows "
             "that the graph holds every dependency, and is near 0 by design. The *error bar* is the share of a step in which "
             "hosts go on later than the transfer that they wait for is over. The last columns are a prediction: the typical "
-            "durations of five steps are replayed, and compared with each of the six steps after them, in both halves.",
+            f"durations of {(STEPS // 2 - 1) // 2} steps are replayed, and compared with each of the "
+            f"{STEPS // 2 - 1 - (STEPS // 2 - 1) // 2} steps after them, in both halves.",
             "",
             "| job | graph | error bar | steps predicted | error, median | error, worst step |",
             "|---|---|---|---|---|---|",
@@ -196,9 +219,21 @@ def page(runs: list[dict[str, Any]], scale: list[str], published: list[dict[str,
             "|---|---|---|---|---|---|---|---|",
             *predicted,
             "",
+            "## Three ways to predict",
+            "",
+            "As in dPRO's evaluation, errors of three predictions from the same records, as medians. *Sums* is the largest "
+            "sum, over the ranks, of their own computation and of bytes by bandwidth (that of all transfers of a kind of "
+            "group), without a graph. *Mean step* is the mean of the known steps. *Next steps* are those of the table of "
+            "self-replay. *Sound half* is predicted from the slow half, with the slow rank like its peers; the mean step "
+            "cannot know of that.",
+            "",
+            "| job | next steps: replay | sums | mean step | sound half: replay | sums | mean step |",
+            "|---|---|---|---|---|---|---|",
+            *_compared(runs),
+            "",
             *MICROBATCHES.splitlines(),
             "",
-            *(section(published) if published else []),
+            *more,
             "## Scale",
             "",
             "One step of simulated jobs (1F1B, 16 microbatches, tensor, pipeline and data parallelism), on one core: the "
@@ -209,8 +244,7 @@ def page(runs: list[dict[str, Any]], scale: list[str], published: list[dict[str,
             "",
             "## Not shown",
             "",
-            "Other link speeds, another order of ranks, other microbatches with Megatron, slow links between hosts, slow data "
-            "on real jobs, other layouts than those above, devices. Prices of a job with "
+            "Links between real hosts, other layouts than those above, devices. Prices of a job with "
             "one rank for each role cannot tell a slow rank from an uneven partition.",
             "",
         ]
@@ -235,8 +269,11 @@ def main() -> None:
             file.write(json.dumps(found) + "\n")
     if args.page is not None:
         scale = SCALE.read_text().splitlines()[1:] if SCALE.exists() else []
-        published = [json.loads(line) for line in PUBLISHED.read_text().splitlines()] if PUBLISHED.exists() else []
-        args.page.write_text(page(kept, scale, published))
+        more: list[str] = []
+        for path, section in ((PIPELINES, pipelines.section), (LINKS, links.section), (PUBLISHED, published.section)):
+            if path.exists():
+                more += section([json.loads(line) for line in path.read_text().splitlines()])
+        args.page.write_text(page(kept, scale, more))
 
 
 if __name__ == "__main__":
