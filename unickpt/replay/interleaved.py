@@ -35,6 +35,8 @@ def interleaved_gain_s(graph: Graph, now: Durations, chunks: int) -> float:
     stages = stages_of(graph.window.trace)
     count = int(stages.max(initial=0)) + 1
     computed, microbatches = _computation_s(graph, now)
+    if count < 2:
+        raise FormatError(f"{chunks} chunks: the records have no group of the pipeline, so its stages are unknown")
     if microbatches % count:
         raise FormatError(
             f"{chunks} chunks: Megatron's interleaved schedule needs a multiple of {count} microbatches, and a step has "

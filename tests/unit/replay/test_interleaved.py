@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,12 @@ def test_a_slow_stage_has_slow_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.answers[0].gain_s == pytest.approx(BOTH_S / 2, rel=1e-5)
 
 
-def test_jobs_that_cannot_be_interleaved_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_that_cannot_be_interleaved_are_refused() -> None:
     with pytest.raises(FormatError, match="a multiple of 4 microbatches, and a step has 6"):
         analyse(simulated_trace(ParallelLayout(1, 4, 1), 4, 6), questions=Questions(chunks=(2,)))
+    unnamed = replace(simulated_trace(ParallelLayout(1, 2, 1), 4, 8), places=({}, {}))
+    with pytest.raises(FormatError, match="its stages are unknown"):
+        analyse(unnamed, questions=Questions(chunks=(2,)))
     with pytest.raises(FormatError, match="the job has no pipeline"):
         analyse(simulated_trace(ParallelLayout(1, 1, 2), 4, 8), questions=Questions(chunks=(2,)))
 
