@@ -21,6 +21,7 @@ from unickpt.replay.graph import Graph
 Floats = npt.NDArray[np.float64]
 _HALF = (int(Op.REDUCE_SCATTER), int(Op.ALL_GATHER))
 _PAIRS = (int(Op.SEND), int(Op.RECEIVE))
+SMALL_BYTES = 1 << 16  # transfers up to this size show the latency of a link, not its bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def _places(graph: Graph, members: tuple[int, ...]) -> list[int]:
 
 
 def fitted(kinds: npt.NDArray[np.int64], seconds: Floats) -> Line:
-    """Return the constants with the least relative error, none of them negative.
+    """Return the constants with the least relative error, none of them negative. Small sizes alone give no time per byte.
 
     Args:
         kinds: int64 ``[points, 3]``, operation, members and bytes.
@@ -119,7 +120,9 @@ def fitted(kinds: npt.NDArray[np.int64], seconds: Floats) -> Line:
     columns = np.stack([shapes[:, 0], shapes[:, 1] * kinds[:, 2]], axis=1)
     weight = 1.0 / np.maximum(seconds, 1e-9)
     scaled = columns * weight[:, None]
-    both = np.linalg.lstsq(scaled, np.ones(len(seconds)), rcond=None)[0] if len(seconds) > 1 else np.array([-1.0, -1.0])
+    small = int(kinds[:, 2].max(initial=0)) <= SMALL_BYTES
+    known = len(seconds) > 1 and not small
+    both = np.linalg.lstsq(scaled, np.ones(len(seconds)), rcond=None)[0] if known else np.array([-1.0, -1.0])
     if (both < 0).any():  # then one of them is zero: the one that fits worse alone
         alone = []
         for at in (0, 1):
@@ -127,7 +130,7 @@ def fitted(kinds: npt.NDArray[np.int64], seconds: Floats) -> Line:
             value = float(own.sum() / max(float((own**2).sum()), 1e-300))
             alone.append((float(((own * value - 1) ** 2).sum()), at, value))
         (constant_error, _, alpha), (size_error, _, beta) = alone
-        by_size = size_error <= constant_error + 1e-9  # also if both fit, as with one point
+        by_size = not small and size_error <= constant_error + 1e-9  # also if both fit, as with one point
         both = np.array([0.0, beta] if by_size else [alpha, 0.0])
     error = float(np.median(np.abs(scaled @ both - 1.0)))
     return Line(float(both[0]), float(both[1]), len(seconds), error)

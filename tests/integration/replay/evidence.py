@@ -190,7 +190,7 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
             "real DeepSpeed or Megatron code. Its layers sleep for a fixed time, twice as long backward as forward, so compute "
             "times are known and repeatable. In the second half of the steps the layers of one rank sleep half as long again.",
             "",
-            "The machine has two cores for all ranks. The jobs of the first three tables ran alone on it, and the others beside "
+            "The machine has two cores for all ranks. The jobs of the first three tables ran alone on it, the others beside "
             "other programs. Delays are part of all measured times: the same rank is not equally fast in both halves.",
             "",
             "Command: `python -m tests.integration.replay.evidence --keep results/replay.jsonl --page docs/evidence/replay.md`",
