@@ -71,6 +71,9 @@ def with_speed(now: Durations, graph: Graph, transfers: Ints, factor: float) -> 
     from a line through the median durations of the sizes that the same operation has in communicators of this kind. It is 0 if
     there is only one size, so the change is then the largest possible one.
 
+    Members go on one after the other. The time that one of them goes on later than the first changes in the same way, up to
+    the duration of the transfer: a longer one is a delay of the host.
+
     Args:
         now: durations.
         graph: nodes.
@@ -78,9 +81,12 @@ def with_speed(now: Durations, graph: Graph, transfers: Ints, factor: float) -> 
         factor: new speed as a multiple of the measured one.
     """
     constant = np.minimum(constant_times(graph, now.took_ns), now.took_ns)[transfers]
-    took = now.took_ns.copy()
-    took[transfers] = constant + (now.took_ns[transfers] - constant) / factor
-    return replace(now, took_ns=took)
+    changes = np.zeros(len(now.took_ns))  # the part of each duration that changes
+    changes[transfers] = now.took_ns[transfers] - constant
+    own, events = now.own_ns.copy(), graph.events
+    waited = np.flatnonzero(events.kind == RETURNS)
+    own[waited] -= np.minimum(own[waited], changes[events.transfer[waited]]) * (1 - 1 / factor)
+    return Durations(own, now.took_ns - changes * (1 - 1 / factor))
 
 
 def constant_times(graph: Graph, took_ns: Floats) -> Floats:

@@ -67,6 +67,14 @@ def one_pair() -> Trace:
     return made_trace([TraceGroup("pipeline parallel", (0, 1))], made, [[15, 30], [15, 30]])
 
 
+@pytest.mark.parametrize(("late", "expected"), [(4, (11 + 13) / 2), (28, (11 + 11 + 22) / 2)])
+def test_members_that_go_on_later_have_a_part_of_the_transfer(late: int, expected: float) -> None:
+    """A transfer of 12 ns becomes one of 6: a member that goes on 4 ns later does so 2 ns later, and one 28 ns later, 22."""
+    made = [Made(rank, Op.ALL_REDUCE, 0, 1, 5, 5, end, size=100) for rank, end in ((0, 17), (1, 17 + late))]
+    trace = made_trace([TraceGroup("data parallel", (0, 1))], made, [[17], [17 + late]])
+    assert answers(trace, speeds=(("data parallel", 2.0),)) == pytest.approx([expected])
+
+
 def test_one_size_has_no_constant_part() -> None:
     assert answers(one_pair(), speeds=(((1, 0), 3.0), ((0, 1), 0.5))) == pytest.approx([7, 27])
 
