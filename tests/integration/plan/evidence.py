@@ -260,7 +260,8 @@ def page(kept: list[dict[str, Any]]) -> str:
             f"Megatron's GPT with {len(MEGATRON_S)} layers on 4 ranks, {BATCH} rows in a step. Two jobs were measured, PP2 DP2 "
             "and TP2 PP2: the layers of both, and the transfers of the second. A layer sleeps "
             f"{MEGATRON_S[0] * 1e3:.0f} ms for each row, divided by the tensor parallel size. Every layout with "
-            "microbatches of one or two rows was run. The first row is the plan.",
+            "microbatches of one or two rows was run. The first row is the plan. (Here the predictions are from two later "
+            "jobs of these layouts than the one with the runs.)",
             "",
             *_table(layouts, "layout"),
             _errors(layouts),
@@ -310,15 +311,16 @@ def page(kept: list[dict[str, Any]]) -> str:
     if written:
         lines += [
             "A DeepSpeed pipeline of two stages on 2 ranks saved at step 6. Each job resumes from the newest checkpoint with "
-            "the JSON and the parts of the best layout with this number of stages:",
+            "the JSON and the parts of the best layout with this number of stages. Losses show the resume, too: a new job "
+            "begins at 9.7e-03.",
             "",
             "| JSON | parts | resumed at step | loss, first and last | predicted, s | run, s |",
             "|---|---|---|---|---|---|",
         ]
         for each in written:
-            losses = json.loads(each["LOSSES"])
+            losses, step = json.loads(each["LOSSES"]), each.get("RESUMED", "not printed")
             lines.append(
-                f"| `{json.dumps(each['config'])}` | {each['parts']} | {each['RESUMED']} | {losses[0]:.2e}, {losses[-1]:.2e} "
+                f"| `{json.dumps(each['config'])}` | {each['parts']} | {step} | {losses[0]:.2e}, {losses[-1]:.2e} "
                 f"| {each['predicted_s']:.3f} | {each['step_s']:.3f} |"
             )
         lines.append("")

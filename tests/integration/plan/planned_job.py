@@ -116,12 +116,12 @@ def main() -> None:
     if asked["save"] and engine is not None:
         engine.load_checkpoint(asked["save"])
         if dist.get_rank() == dist.get_world_size() - 1:
-            print("RESUMED", engine.global_steps, flush=True)
+            print(f"\nRESUMED {engine.global_steps}", flush=True)
     gc.collect()
     gc.freeze()
     losses = [step() for _ in range(asked["steps"])]
     if dist.get_rank() == dist.get_world_size() - 1:
-        print("LOSSES", json.dumps(losses), flush=True)
+        print(f"\nLOSSES {json.dumps(losses)}", flush=True)
     if asked["save"] and engine is not None:
         engine.save_checkpoint(asked["save"])
     dist.barrier()

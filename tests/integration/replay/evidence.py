@@ -133,7 +133,7 @@ def _rows(runs: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
         graph = max(abs(half["replayed_s"] / half["step_s"] - 1) for half in each["halves"])
         bars = [half["error_s"] / half["step_s"] for half in each["halves"]]
         own.append(
-            f"| {each['name']} | {graph:.2%} | {max(bars):.1%} | {len(errors)} | {statistics.median(errors):.1%} "
+            f"| {_name(each)} | {graph:.2%} | {max(bars):.1%} | {len(errors)} | {statistics.median(errors):.1%} "
             f"| {max(errors):.1%} |"
         )
         fast, held = (statistics.median(half["measured_steps_s"]) for half in each["halves"])
@@ -147,16 +147,21 @@ def _rows(runs: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
             if half is sound or int(rank) != each["slow"]
         ]
         predicted.append(
-            f"| {each['name']} | {held:.3f} | {fast:.3f} | {expected:.3f} ({expected / fast - 1:+.1%}) | {added:.3f} "
+            f"| {_name(each)} | {held:.3f} | {fast:.3f} | {expected:.3f} ({expected / fast - 1:+.1%}) | {added:.3f} "
             f"| {true:.3f} | {price:.3f} ({price / true - 1:+.1%}) | {max(others):.1%} |"
         )
     return own, predicted
 
 
+def _name(found: dict[str, Any]) -> str:
+    """Return the name of a run, with a mark if it ran beside other programs."""
+    return f"{found['name']}{' *' if found.get('beside') else ''}"
+
+
 def _compared(runs: list[dict[str, Any]]) -> list[str]:
     """Return the rows of the table of three ways to predict."""
     rows, totals = [], [[] for _ in range(6)]
-    for each in runs:
+    for each in (run for run in runs if "sums_s" in run):
         _, slow = each["halves"]
         fast, held = (statistics.median(half["measured_steps_s"]) for half in each["halves"])
         later = [
@@ -167,7 +172,7 @@ def _compared(runs: list[dict[str, Any]]) -> list[str]:
         ]
         replayed = held - (slow["step_s"] - slow["predicted_s"])
         other = [abs(found / fast - 1) for found in (replayed, each["sums_s"], slow["step_s"])]
-        rows.append(f"| {each['name']} | " + " | ".join(f"{error:.1%}" for error in (*later, *other)) + " |")
+        rows.append(f"| {_name(each)} | " + " | ".join(f"{error:.1%}" for error in (*later, *other)) + " |")
         for total, error in zip(totals, (*later, *other), strict=True):
             total.append(error)
     return [*rows, "| **median** | " + " | ".join(f"{statistics.median(total):.1%}" for total in totals) + " |"]
@@ -190,8 +195,9 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
             "real DeepSpeed or Megatron code. Its layers sleep for a fixed time, twice as long backward as forward, so compute "
             "times are known and repeatable. In the second half of the steps the layers of one rank sleep half as long again.",
             "",
-            "The machine has two cores for all ranks. The jobs of the first three tables ran alone on it, the others beside "
-            "other programs. Delays are part of all measured times: the same rank is not equally fast in both halves.",
+            "The machine has two cores for all ranks. Jobs marked * and those of the later tables ran beside other programs, "
+            "which held up single steps, and the others alone. Delays are part of all measured times: the same rank is not "
+            "equally fast in both halves.",
             "",
             "Command: `python -m tests.integration.replay.evidence --keep results/replay.jsonl --page docs/evidence/replay.md`",
             "",
@@ -200,8 +206,7 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
             "The *graph* column is the distance between the measured step and a replay with all measured durations. It shows "
             "that the graph holds every dependency, and is near 0 by design. The *error bar* is the share of a step in which "
             "hosts go on later than the transfer that they wait for is over. The last columns are a prediction: the typical "
-            f"durations of {(STEPS // 2 - 1) // 2} steps are replayed, and compared with each of the "
-            f"{STEPS // 2 - 1 - (STEPS // 2 - 1) // 2} steps after them, in both halves.",
+            "durations of the first steps of a half are replayed, and compared with each of the steps after them.",
             "",
             "| job | graph | error bar | steps predicted | error, median | error, worst step |",
             "|---|---|---|---|---|---|",
@@ -213,7 +218,7 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
             "Steps of both halves are medians. *Added* is the time that the "
             "layers of the slow rank sleep longer in a step. The true price is the difference of both halves, with all "
             "disturbances of the machine. The last column is the largest price of any sound rank, in both halves. Each row is "
-            "one run.",
+            "one run. The two last jobs ran beside a test suite that took both cores: their steps vary by half.",
             "",
             "| job | slow, s | sound, s | predicted, s | added, s | true price, s | price, s | sound ranks, at most |",
             "|---|---|---|---|---|---|---|---|",
