@@ -17,8 +17,8 @@ from unickpt.errors import ConfigError
 from unickpt.plan.layers import MeasuredLayer, megatron_arguments, vllm_partition
 from unickpt.plan.partition import Device, Partition, Unmet, plan_stages
 from unickpt.plan.records import Recorded, recorded
-from unickpt.plan.schedule import Schedule, step_time
 from unickpt.plan.sources import read_layers
+from unickpt.replay.programs import Schedule, step_time
 from unickpt.replay.sources import read_trace
 
 JSON_SCHEMA = 1

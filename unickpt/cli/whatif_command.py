@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
+from unickpt.cli import whatif_stragglers
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
 from unickpt.replay.price import SMALLEST, Questions, WhatIf, analyse
@@ -19,7 +21,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
         "places", metavar="DIR-or-ADDRESS", nargs="+",
-        help="folders with the ring files of a job, one per host; or http://... of the job's agent, or DIR/agent",
+        help="folders with the ring files of a job, one per host; or http://... of the job's agent, or DIR/agent; or one "
+        "TRACE.parquet of ByteDance's straggler analysis, for its slowdown by the definitions of that analysis",
     )  # fmt: skip
     parser.add_argument(
         "--steps", type=_steps, metavar="A:B", help="first and last step of the window (default: the newest 20 steps)"
@@ -51,9 +54,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="predict a step of a 1F1B pipeline with N microbatches, each like those measured; may be repeated",
     )  # fmt: skip
     parser.add_argument(
+        "--chunks", type=_count, action="append", default=[], metavar="N",
+        help="predict a step of a 1F1B pipeline with N chunks of each stage, in Megatron's interleaved schedule; may be "
+        "repeated",
+    )  # fmt: skip
+    parser.add_argument(
         "--order", type=_order, action="append", default=[], metavar="R,R,...",
         help="predict a step in which ranks exchange their places: for each rank, the one whose place it takes; may be "
         "repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--meta", type=Path, metavar="META.yaml",
+        help="description of the job of a TRACE.parquet. Other sizes than those of the trace are an error",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="the result as one JSON document")
 
@@ -85,7 +97,7 @@ def _speed(text: str) -> tuple[tuple[int, int] | str, float]:
 
 def _count(text: str) -> int:
     if not re.fullmatch(r"[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of microbatches")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
     return int(text)
 
 
@@ -97,9 +109,11 @@ def _order(text: str) -> tuple[int, ...]:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Replay and print."""
+    if whatif_stragglers.is_trace(args.places):
+        return whatif_stragglers.run(args, out)
     questions = Questions(
         tuple(args.without_rank), tuple(args.rank_like_peers), tuple(args.link), tuple(args.hide), tuple(args.link_speed),
-        tuple(args.microbatches), tuple(args.order),
+        tuple(args.microbatches), tuple(args.chunks), tuple(args.order),
     )  # fmt: skip
     found = analyse(read_trace(args.places), args.steps, questions)
     if args.json:

@@ -3,7 +3,6 @@
 Each module imports only the modules above it in this list:
 
     partition   the best cut of contiguous layers into stages, for any table of costs; the limit that binds if there is none
-    schedule    time of a step under 1F1B and the interleaved schedule
     links       time of a transfer by operation, members and size, fitted to records
     bits        the best bits of each weight, and the cut over devices of unlike memory
     layers      measured layers; a cut as arguments of Megatron, parts of DeepSpeed, and a variable of vLLM

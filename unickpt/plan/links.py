@@ -15,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from unickpt.diagnosis.recording.records import Op
+from unickpt.replay.edits import operations_of_transfers
 from unickpt.replay.graph import Graph
 
 Floats = npt.NDArray[np.float64]
 _HALF = (int(Op.REDUCE_SCATTER), int(Op.ALL_GATHER))
 _PAIRS = (int(Op.SEND), int(Op.RECEIVE))
+SMALL_BYTES = 1 << 16  # transfers up to this size show the latency of a link, not its bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def link_costs(graph: Graph) -> LinkCosts:
     hosts = np.unique(trace.hosts, return_inverse=True)[1]
     ends = [np.minimum(np.searchsorted(trace.ranks, call[name]), len(hosts) - 1) for name in ("source", "destination")]
     leaves = np.where(pair, hosts[ends[0]] != hosts[ends[1]], leaves)
-    operation = np.where(call["op"] == Op.SEND, int(Op.RECEIVE), call["op"])
+    operation = operations_of_transfers(graph)
     usable = (members > 1) & np.isin(operation, [int(Op.ALL_REDUCE), *_HALF, int(Op.RECEIVE)])
     names = np.stack([pair, leaves, operation, members, call["bytes"]], axis=1).astype(np.int64)[usable]
     took = graph.transfers.took_ns[usable] * 1e-9
@@ -108,7 +110,7 @@ def _places(graph: Graph, members: tuple[int, ...]) -> list[int]:
 
 
 def fitted(kinds: npt.NDArray[np.int64], seconds: Floats) -> Line:
-    """Return the constants with the least relative error, none of them negative.
+    """Return the constants with the least relative error, none of them negative. Small sizes alone give no time per byte.
 
     Args:
         kinds: int64 ``[points, 3]``, operation, members and bytes.
@@ -118,7 +120,9 @@ def fitted(kinds: npt.NDArray[np.int64], seconds: Floats) -> Line:
     columns = np.stack([shapes[:, 0], shapes[:, 1] * kinds[:, 2]], axis=1)
     weight = 1.0 / np.maximum(seconds, 1e-9)
     scaled = columns * weight[:, None]
-    both = np.linalg.lstsq(scaled, np.ones(len(seconds)), rcond=None)[0] if len(seconds) > 1 else np.array([-1.0, -1.0])
+    small = int(kinds[:, 2].max(initial=0)) <= SMALL_BYTES
+    known = len(seconds) > 1 and not small
+    both = np.linalg.lstsq(scaled, np.ones(len(seconds)), rcond=None)[0] if known else np.array([-1.0, -1.0])
     if (both < 0).any():  # then one of them is zero: the one that fits worse alone
         alone = []
         for at in (0, 1):
@@ -126,7 +130,7 @@ def fitted(kinds: npt.NDArray[np.int64], seconds: Floats) -> Line:
             value = float(own.sum() / max(float((own**2).sum()), 1e-300))
             alone.append((float(((own * value - 1) ** 2).sum()), at, value))
         (constant_error, _, alpha), (size_error, _, beta) = alone
-        by_size = size_error <= constant_error + 1e-9  # also if both fit, as with one point
+        by_size = not small and size_error <= constant_error + 1e-9  # also if both fit, as with one point
         both = np.array([0.0, beta] if by_size else [alpha, 0.0])
     error = float(np.median(np.abs(scaled @ both - 1.0)))
     return Line(float(both[0]), float(both[1]), len(seconds), error)

@@ -17,7 +17,7 @@ from unickpt.plan.compute import ComputeCosts
 from unickpt.plan.layers import LAYER, MeasuredLayer, megatron_layout
 from unickpt.plan.links import LinkCosts
 from unickpt.plan.partition import Device, LayerCost, Partition, Unmet, plan_stages
-from unickpt.plan.schedule import in_flight, step_time
+from unickpt.replay.programs import in_flight, step_time
 
 GRADIENT_BYTES, WEIGHT_BYTES = 4, 2  # of a parameter in the sum of gradients, and in the gathering of weights
 SHARED_BYTES, SHARDED_BYTES = 6.0, 12.0  # of a parameter: weight and gradient; fp32 weight and two moments

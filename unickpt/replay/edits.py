@@ -71,6 +71,9 @@ def with_speed(now: Durations, graph: Graph, transfers: Ints, factor: float) -> 
     from a line through the median durations of the sizes that the same operation has in communicators of this kind. It is 0 if
     there is only one size, so the change is then the largest possible one.
 
+    Members go on one after the other. The time that one of them goes on later than the first changes in the same way, up to
+    the duration of the transfer: a longer one is a delay of the host.
+
     Args:
         now: durations.
         graph: nodes.
@@ -78,9 +81,12 @@ def with_speed(now: Durations, graph: Graph, transfers: Ints, factor: float) -> 
         factor: new speed as a multiple of the measured one.
     """
     constant = np.minimum(constant_times(graph, now.took_ns), now.took_ns)[transfers]
-    took = now.took_ns.copy()
-    took[transfers] = constant + (now.took_ns[transfers] - constant) / factor
-    return replace(now, took_ns=took)
+    changes = np.zeros(len(now.took_ns))  # the part of each duration that changes
+    changes[transfers] = now.took_ns[transfers] - constant
+    own, events = now.own_ns.copy(), graph.events
+    waited = np.flatnonzero(events.kind == RETURNS)
+    own[waited] -= np.minimum(own[waited], changes[events.transfer[waited]]) * (1 - 1 / factor)
+    return Durations(own, now.took_ns - changes * (1 - 1 / factor))
 
 
 def constant_times(graph: Graph, took_ns: Floats) -> Floats:
@@ -153,11 +159,18 @@ def class_of_transfers(graph: Graph, *, sizes: bool = True) -> Ints:
     trace, call = graph.window.trace, graph.window.trace.calls[graph.transfers.call]
     labels: dict[tuple[str, int], int] = {}
     kind = np.array([labels.setdefault((g.label, len(g.members)), len(labels)) for g in trace.groups] or [0], np.int64)
-    operation = np.where(call["op"] == Op.SEND, int(Op.RECEIVE), call["op"])  # a pair is found by either side
+    operation = operations_of_transfers(graph)
     size = np.where((call["op"] == Op.ALL_TO_ALL) | (not sizes), 0, call["bytes"])
-    names = np.stack([operation.astype(np.int64), kind[call["comm"]], size], axis=1)
+    names = np.stack([operation, kind[call["comm"]], size], axis=1)
     found: Ints = np.unique(names, axis=0, return_inverse=True)[1].reshape(-1)
     return found
+
+
+def operations_of_transfers(graph: Graph) -> Ints:
+    """Return int64 ``[transfers]``: operations. A message is ``RECEIVE``; ``SEND`` is a sender that did not wait for it."""
+    row = graph.transfers.call
+    operation = graph.window.trace.calls["op"][row].astype(np.int64)
+    return np.where((operation == Op.SEND) & ~graph.transfers.alone[row], int(Op.RECEIVE), operation)
 
 
 def parties_of_transfers(graph: Graph) -> Ints:

@@ -8,7 +8,8 @@ The kinds of calls need different members:
 
 - collectives without a root: all members
 - broadcast, scatter, reduce, gather: the root and the member itself; the root needs the members that called before it went on
-- a pair: both sides, or the sender alone if it went on before the receiver called
+- a pair: both sides. A sender that goes on before the receiver has its message has a transfer of its own, which needs the
+  receiver only if it had called by then
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Transfers:
         need: transfer that needs an event, ascending.
         event: event that it needs, a call.
         of_call: int64 ``[calls]``, transfer of each call.
-        alone: bool ``[calls]``, whether the call's transfer has no other calls because it did not wait for them.
+        alone: bool ``[calls]``, whether the call's transfer has no other calls because it did not wait for their end.
     """
 
     call: Ints
@@ -91,7 +92,7 @@ def graph_of(window: Window) -> Graph:
     called = np.flatnonzero(kind == CALLED)
     event_of_call[call[called]] = called
     node_of_call, alone, transfer_call, need, needed = _transfers(window)
-    before, took, end = _durations(window, node_of_call, transfer_call, need, needed)
+    before, took, end = _durations(window, node_of_call, alone[transfer_call], transfer_call, need, needed)
     returns = kind == RETURNS
     transfer = np.full(len(kind), -1, np.int64)
     transfer[returns] = node_of_call[call[returns]]
@@ -154,10 +155,11 @@ def _transfers(window: Window) -> tuple[Ints, npt.NDArray[np.bool_], Ints, Ints,
     is_root = rooted & (window.trace.ranks[calls["rank"]] == calls["root"])
     root = np.full(keys, -1, np.int64)
     root[key[is_root]] = np.flatnonzero(is_root)
-    received_at = np.full(keys, -_NEVER)
-    receives = calls["op"] == Op.RECEIVE
-    received_at[key[receives]] = at[receives]
-    alone = (calls["op"] == Op.SEND) & (end < received_at[key])  # sent before the receiver called
+    receiver, received_ns = np.full(keys, -1, np.int64), np.full(keys, -_NEVER)
+    receives = np.flatnonzero(calls["op"] == Op.RECEIVE)
+    receiver[key[receives]] = receives
+    received_ns[key[receives]] = np.where(calls["end_ns"] > 0, end, at)[receives]
+    alone = (calls["op"] == Op.SEND) & (end < received_ns[key])  # went on before the receiver had it
     alone |= rooted & ~is_root
     number = np.append(key[~alone], keys + np.arange(int(alone.sum())))
     row = np.append(np.flatnonzero(~alone), np.flatnonzero(alone))
@@ -171,6 +173,9 @@ def _transfers(window: Window) -> tuple[Ints, npt.NDArray[np.bool_], Ints, Ints,
     needs = [(node_of_call, np.arange(len(calls)))]  # each call needs itself
     eager = (calls["op"] == Op.SEND) & alone  # its receiver needs it too
     needs.append((node_of_key[key[eager]], np.flatnonzero(eager)))
+    waited = np.flatnonzero(eager)
+    waited = waited[end[waited] >= at[receiver[key[waited]]]]  # it may have needed the receiver's call
+    needs.append((node_of_call[waited], receiver[key[waited]]))
     leaves = np.flatnonzero(rooted & ~is_root)
     of = root[key[leaves]]
     known = of >= 0
@@ -183,7 +188,9 @@ def _transfers(window: Window) -> tuple[Ints, npt.NDArray[np.bool_], Ints, Ints,
     return node_of_call, alone, transfer_call, need[by_node], needed[by_node]
 
 
-def _durations(window: Window, node_of_call: Ints, call: Ints, need: Ints, needed: Ints) -> tuple[Ints, Ints, Ints]:
+def _durations(
+    window: Window, node_of_call: Ints, alone: npt.NDArray[np.bool_], call: Ints, need: Ints, needed: Ints
+) -> tuple[Ints, Ints, Ints]:
     """Return for each transfer the one before it, its duration, and its measured end."""
     calls = window.trace.calls
     ready, end = np.full(len(call), -_NEVER), np.full(len(call), _NEVER)
@@ -194,9 +201,10 @@ def _durations(window: Window, node_of_call: Ints, call: Ints, need: Ints, neede
     ops = calls["op"][call]
     queued = np.flatnonzero(~np.isin(ops, _ROOTED))
     of = calls[call[queued]]
-    order = np.lexsort((of["seq"], of["destination"], of["source"], of["comm"]))
+    order = np.lexsort((of["seq"], alone[queued], of["destination"], of["source"], of["comm"]))
     queued, of = queued[order], of[order]
     same = np.all([of[name][1:] == of[name][:-1] for name in ("comm", "source", "destination")], axis=0)
+    same &= alone[queued[1:]] == alone[queued[:-1]]
     in_order = end[queued[:-1]] <= end[queued[1:]]  # otherwise they ran beside each other
     before = np.full(len(call), -1, np.int64)
     linked = same & in_order

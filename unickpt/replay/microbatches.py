@@ -8,6 +8,7 @@ backward computation in turn (1F1B), whatever else the units contain.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +23,7 @@ _PAIRS = (int(Op.SEND), int(Op.RECEIVE))
 
 
 @dataclass(frozen=True, slots=True)
-class _Units:
+class Units:
     """Units of one rank in one step: the first event, the number of events of one, their number, and microbatches."""
 
     first: int
@@ -100,6 +101,19 @@ def microbatches_of(graph: Graph) -> int:
     return _units(graph, _labels(graph), 0, end, int(graph.window.trace.ranks[graph.events.rank[end]])).microbatches
 
 
+def units_of(graph: Graph) -> Iterator[tuple[int, Units]]:
+    """Yield the position of the rank and the units of each rank and step.
+
+    Raises:
+        FormatError: as in ``with_microbatches``.
+    """
+    label = _labels(graph)
+    ends = np.flatnonzero(graph.events.kind == STEP_ENDS)
+    for begin, end in zip([0, *(ends[:-1] + 1).tolist()], ends.tolist(), strict=True):
+        at = int(graph.events.rank[end])
+        yield at, _units(graph, label, begin, end, int(graph.window.trace.ranks[at]))
+
+
 def _calls_back(events: Events) -> Ints:
     """Return for each event of a call how many calls later than the call it is; 0 for the call itself."""
     made = events.kind == CALLED
@@ -124,7 +138,7 @@ def _labels(graph: Graph) -> Ints:
     return found
 
 
-def _units(graph: Graph, label: Ints, begin: int, end: int, rank: int) -> _Units:
+def _units(graph: Graph, label: Ints, begin: int, end: int, rank: int) -> Units:
     """Find the units among the events ``begin`` to ``end`` of a rank's step: the longest part that repeats them."""
     events, calls = graph.events, graph.window.trace.calls
     own = label[begin:end]
@@ -135,7 +149,7 @@ def _units(graph: Graph, label: Ints, begin: int, end: int, rank: int) -> _Units
         raise FormatError(f"rank {rank} makes no point-to-point transfers: the job has no pipeline")
     pair = np.unique(np.stack([call["source"], call["destination"]], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
     totals = np.bincount(pair)
-    best: _Units | None = None
+    best: Units | None = None
     for length in np.unique(np.concatenate([np.diff(at[own[at] == each]) for each in np.unique(own[at])])).tolist():
         first, run = _longest(own[length:] == own[:-length])
         if run < length:
@@ -143,7 +157,7 @@ def _units(graph: Graph, label: Ints, begin: int, end: int, rank: int) -> _Units
         of_unit = np.bincount(pair[(at >= first) & (at < first + length)], minlength=len(totals))
         if (of_unit == 0).any() or (totals % of_unit).any() or len(set((totals // of_unit).tolist())) > 1:
             continue
-        units = _Units(begin + first, length, run // length + 1, int(totals[0] // of_unit[0]))
+        units = Units(begin + first, length, run // length + 1, int(totals[0] // of_unit[0]))
         if best is None or units.count * units.length > best.count * best.length:
             best = units
     if best is None:
@@ -198,7 +212,7 @@ def _of_events(graph: Graph, picked: Ints) -> Graph:
     of_node[node] = np.arange(len(node))
 
     need, needed = _needs(graph, new, source, key, node)
-    before = _before(graph, new, source, of_node, queue)
+    before = _before(graph, new, source, of_node, _numbers(queue, alone))
     row = np.flatnonzero(made)
     transfer = np.where(kind == RETURNS, node[np.where(kind == RETURNS, call, 0)] if nodes else -1, -1)
     window = replace(graph.window, trace=replace(graph.window.trace, calls=new))
@@ -225,7 +239,7 @@ def _check_members(seq: Ints, queue: Ints, by_rank: Ints, new: int) -> None:
         raise FormatError("members of a communicator make different numbers of its calls for one microbatch")
 
 
-def _numbers(*columns: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Ints:
+def _numbers(*columns: npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.bool_]) -> Ints:
     """Return the same number for equal rows, from 0, in ascending order of the rows."""
     rows = np.stack([column.astype(np.int64) for column in columns], axis=1)
     found: Ints = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
@@ -255,7 +269,7 @@ def _before(graph: Graph, new: npt.NDArray[np.void], source: Ints, of_node: Ints
     """Return the transfer before each one in its queue; -1 for none, and where the one that it repeats ran beside it."""
     old, calls = graph.transfers, graph.window.trace.calls
     first_calls = calls[old.call]
-    of = _numbers(first_calls["comm"], first_calls["source"], first_calls["destination"])
+    of = _numbers(first_calls["comm"], first_calls["source"], first_calls["destination"], old.alone[old.call])
     least = np.full(int(of.max(initial=-1)) + 1, np.int64(1) << 62)
     np.minimum.at(least, of, first_calls["seq"])
     beside = (old.before < 0) & (first_calls["seq"] > least[of])  # also for calls with a root, which have no queue

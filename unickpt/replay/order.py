@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from unickpt.diagnosis.recording.records import Op
 from unickpt.errors import FormatError
 from unickpt.replay.alike import Floats, Pieces, like_all
-from unickpt.replay.edits import Durations, parties_of_transfers, with_own_times
+from unickpt.replay.edits import Durations, operations_of_transfers, parties_of_transfers, with_own_times
 from unickpt.replay.graph import Graph
 from unickpt.replay.trace import Ints, Trace
 
@@ -43,11 +42,11 @@ def _transfers_at(took_ns: Floats, graph: Graph, order: Ints) -> Floats:
     trace = graph.window.trace
     call = trace.calls[graph.transfers.call]
     party = parties_of_transfers(graph)
-    operation = np.where(call["op"] == Op.SEND, int(Op.RECEIVE), call["op"])  # a pair is found by either side
+    operation = operations_of_transfers(graph)
     first = np.unique(party, return_index=True)[1].tolist()
     places = [_members(trace, call[at]) for at in first]
     wanted = [tuple(sorted(order[list(each)].tolist())) for each in places]
-    names = np.stack([operation.astype(np.int64), call["bytes"], np.array([len(each) for each in places])[party]], axis=1)
+    names = np.stack([operation, call["bytes"], np.array([len(each) for each in places])[party]], axis=1)
     kind: Ints = np.unique(names, axis=0, return_inverse=True)[1].reshape(-1)
     out = took_ns.copy()
     for at, (old, new) in enumerate(zip(places, wanted, strict=True)):

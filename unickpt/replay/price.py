@@ -18,6 +18,7 @@ from unickpt.replay import edits
 from unickpt.replay.alike import PAUSES, Floats, Pieces, like_all, like_others, pieces_of, stages_of
 from unickpt.replay.edits import Durations
 from unickpt.replay.graph import Graph, graph_of
+from unickpt.replay.interleaved import interleaved_gain_s
 from unickpt.replay.microbatches import microbatches_of, with_microbatches
 from unickpt.replay.order import with_order
 from unickpt.replay.schedule import Schedule, columns, schedule_of, simulate, step_times
@@ -130,6 +131,7 @@ class Questions:
         hidden: kinds of groups whose transfers take no time.
         speeds: links of another speed: a pair of global ranks or a kind of group, and the multiple of the measured speed.
         microbatches: numbers of microbatches of a step.
+        chunks: numbers of chunks of a pipeline stage.
         orders: orders of ranks: for each rank, ascending, the global rank whose place it takes.
     """
 
@@ -139,6 +141,7 @@ class Questions:
     hidden: tuple[str, ...] = ()
     speeds: tuple[tuple[tuple[int, int] | str, float], ...] = ()
     microbatches: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()
     orders: tuple[tuple[int, ...], ...] = ()
 
 
@@ -361,6 +364,9 @@ def _other_graphs(model: _Model, questions: Questions) -> Iterator[tuple[str, fl
         other = replace(model, graph=graph, schedule=schedule_of(graph))
         seconds = float(other.steps_s([edits.measured(graph)]).mean())
         yield f"{count} microbatches instead of {microbatches_of(model.graph)}", seconds
+    whole = float(model.steps_s([model.now]).mean())
+    for count in questions.chunks:
+        yield f"{count} chunks of each stage, interleaved", whole - interleaved_gain_s(model.graph, model.now, count)
 
 
 def _of_link(graph: Graph, pair: tuple[int, int]) -> Ints:

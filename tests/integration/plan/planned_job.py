@@ -4,7 +4,8 @@ planned_job JSON
 
 The JSON has ``kind`` (``deepspeed`` or ``megatron``), ``rings``, ``steps``, ``layers`` (seconds that each layer sleeps forward
 for one row, twice as long backward), ``microbatches`` and ``rows`` of a microbatch. ``every`` is the option
-``timing.layers_every``. A DeepSpeed pipeline has ``parts``, or ``stages`` for even ones. Megatron has ``layout``, such as
+``timing.layers_every``. A DeepSpeed pipeline has ``parts``, or ``stages`` for even ones, and ``config`` with further keys.
+Megatron has ``layout``, such as
 ``gpt-pp2dp2-dist``, ``batch``, and ``pipeline``, the value of ``--pipeline-model-parallel-layout``. With ``save``, a DeepSpeed
 job resumes from the newest checkpoint there, and saves at the end. The last rank prints its losses.
 """
@@ -55,6 +56,7 @@ def deepspeed_job(asked: dict[str, Any]) -> tuple[Callable[[], float], Any]:
             "timing": {"enabled": True, "watch": False, "folder": asked["rings"], "layers_every": asked["every"]},
         },
     }  # fmt: skip
+    config |= asked["config"]
     engine, *_ = deepspeed.initialize(model=module, config=config)
     data = iter([(torch.ones(rows, WIDTH), torch.zeros(rows, WIDTH))] * 100_000)
     return lambda: float(engine.train_batch(data)), engine
@@ -94,7 +96,7 @@ def before_forks(arguments: list[str]) -> None:
 
 def main() -> None:
     warnings.filterwarnings("ignore")
-    asked = {"every": 0, "rows": 1, "parts": None, "pipeline": None, "save": "", **json.loads(sys.argv[1])}
+    asked = {"every": 0, "rows": 1, "parts": None, "pipeline": None, "save": "", "config": {}, **json.loads(sys.argv[1])}
     if asked["kind"] == "megatron":
         import megatron_unickpt.testing.jobs  # noqa: F401 - before anything of megatron, and of torch.distributed
     import torch.distributed as dist
@@ -114,12 +116,12 @@ def main() -> None:
     if asked["save"] and engine is not None:
         engine.load_checkpoint(asked["save"])
         if dist.get_rank() == dist.get_world_size() - 1:
-            print("RESUMED", engine.global_steps, flush=True)
+            print(f"\nRESUMED {engine.global_steps}", flush=True)
     gc.collect()
     gc.freeze()
     losses = [step() for _ in range(asked["steps"])]
     if dist.get_rank() == dist.get_world_size() - 1:
-        print("LOSSES", json.dumps(losses), flush=True)
+        print(f"\nLOSSES {json.dumps(losses)}", flush=True)
     if asked["save"] and engine is not None:
         engine.save_checkpoint(asked["save"])
     dist.barrier()

@@ -17,13 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.integration.replay import links, pipelines, published
+from tests.integration.replay.baselines import sums_s
 from unickpt.replay.price import Questions, WhatIf, analyse
 from unickpt.replay.sources import read_trace
 from unickpt.replay.trace import Trace
-from unickpt.testing.launch import torchrun
+from unickpt.testing.launch import fork_ranks
 
-STEPS, EXTRA = 24, 0.5
-SCALE = Path("results/replay-scale.txt")
+STEPS, EXTRA = 16, 0.5
+RESULTS = Path("results")
+SCALE, PUBLISHED = RESULTS / "replay-scale.txt", RESULTS / "replay-published.jsonl"
+LINKS, PIPELINES = RESULTS / "replay-links.jsonl", RESULTS / "replay-pipelines.jsonl"
 # Two jobs run by hand, with the commands in the text.
 MICROBATCHES = """\
 ## Another number of microbatches
@@ -72,6 +76,8 @@ JOBS = (
     TimedJob("Megatron TP2 PP2, 4 ranks", "megatron", "gpt-tp2pp2-dist", 4, 0.06, 2, 4 * 2 * 0.06 * _SLEPT),
     TimedJob("Megatron TP2 PP2 DP2, 8 ranks", "megatron", "gpt-tp2pp2dp2-dist", 8, 0.12, 5, 2 * 2 * 0.12 * _SLEPT),
     TimedJob("DeepSpeed pipeline of 2 stages, ZeRO-1, 4 ranks", "deepspeed", "pipeline", 4, 0.03, 1, 4 * 4 * 0.03 * _SLEPT),
+    TimedJob("Megatron PP2 VPP2 DP2, 4 ranks", "megatron", "gpt-pp2vpp2dp2-dist", 4, 0.12, 1, 2 * 2 * 0.12 * _SLEPT),
+    TimedJob("Megatron experts EP2 DP2, 4 ranks", "megatron", "moe-tp2ep2dp2-dist", 4, 0.08, 3, 2 * 4 * 0.08 * _SLEPT),
 )
 
 
@@ -79,9 +85,9 @@ def run(job: TimedJob) -> dict[str, Any]:
     """Run a job and analyse both halves."""
     with tempfile.TemporaryDirectory() as folder:
         rings = Path(folder) / "rings"
-        torchrun(
+        fork_ranks(
             job.world, "tests.integration.replay.timed_job", job.kind, job.layout, str(rings), str(STEPS),
-            str(job.layer_s), str(job.slow), str(EXTRA), timeout_s=600,
+            str(job.layer_s), str(job.slow), str(EXTRA), timeout_s=600, env={"GLOO_SOCKET_IFNAME": "lo"},
         )  # fmt: skip
         trace = read_trace([str(rings)])
     last = int(trace.marks["number"].max())
@@ -91,14 +97,21 @@ def run(job: TimedJob) -> dict[str, Any]:
     sound = analyse(trace, (first + 1, first + STEPS // 2 - 1), asked)
     slow = analyse(trace, (first + STEPS // 2 + 1, last), asked)
     held_out = [_held_out(trace, first + 1, STEPS // 2 - 1), _held_out(trace, first + STEPS // 2 + 1, STEPS // 2 - 1)]
-    return {"name": job.name, "slow": job.slow, "halves": [_summary(sound), _summary(slow)], "held_out": held_out}
+    summed = sums_s(trace, (first + STEPS // 2 + 1, last), like_peers=job.slow)
+    return {
+        "name": job.name, "slow": job.slow, "halves": [_summary(sound), _summary(slow)], "held_out": held_out,
+        "sums_s": summed,
+    }  # fmt: skip
 
 
 def _held_out(trace: Trace, first: int, steps: int) -> dict[str, Any]:
     """Predict the second part of some steps by the typical durations of the first part."""
     middle = first + steps // 2
     known, later = analyse(trace, (first, middle - 1)), analyse(trace, (middle, first + steps - 1))
-    return {"typical_s": known.typical_s, "measured_steps_s": later.measured_steps_s}
+    return {
+        "typical_s": known.typical_s, "mean_s": known.step_s, "sums_s": sums_s(trace, (first, middle - 1)),
+        "measured_steps_s": later.measured_steps_s,
+    }  # fmt: skip
 
 
 def _summary(found: WhatIf) -> dict[str, Any]:
@@ -120,7 +133,7 @@ def _rows(runs: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
         graph = max(abs(half["replayed_s"] / half["step_s"] - 1) for half in each["halves"])
         bars = [half["error_s"] / half["step_s"] for half in each["halves"]]
         own.append(
-            f"| {each['name']} | {graph:.2%} | {max(bars):.1%} | {len(errors)} | {statistics.median(errors):.1%} "
+            f"| {_name(each)} | {graph:.2%} | {max(bars):.1%} | {len(errors)} | {statistics.median(errors):.1%} "
             f"| {max(errors):.1%} |"
         )
         fast, held = (statistics.median(half["measured_steps_s"]) for half in each["halves"])
@@ -134,14 +147,45 @@ def _rows(runs: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
             if half is sound or int(rank) != each["slow"]
         ]
         predicted.append(
-            f"| {each['name']} | {held:.3f} | {fast:.3f} | {expected:.3f} ({expected / fast - 1:+.1%}) | {added:.3f} "
+            f"| {_name(each)} | {held:.3f} | {fast:.3f} | {expected:.3f} ({expected / fast - 1:+.1%}) | {added:.3f} "
             f"| {true:.3f} | {price:.3f} ({price / true - 1:+.1%}) | {max(others):.1%} |"
         )
     return own, predicted
 
 
-def page(runs: list[dict[str, Any]], scale: list[str]) -> str:
-    """Return the page; ``scale`` are the lines of the table of ``benchmarks.replay_scale``."""
+def _name(found: dict[str, Any]) -> str:
+    """Return the name of a run, with a mark if it ran beside other programs."""
+    return f"{found['name']}{' *' if found.get('beside') else ''}"
+
+
+def _compared(runs: list[dict[str, Any]]) -> list[str]:
+    """Return the rows of the table of three ways to predict."""
+    rows, totals = [], [[] for _ in range(6)]
+    for each in (run for run in runs if "sums_s" in run):
+        _, slow = each["halves"]
+        fast, held = (statistics.median(half["measured_steps_s"]) for half in each["halves"])
+        later = [
+            statistics.median(
+                abs(half[name] / measured - 1) for half in each["held_out"] for measured in half["measured_steps_s"]
+            )
+            for name in ("typical_s", "sums_s", "mean_s")
+        ]
+        replayed = held - (slow["step_s"] - slow["predicted_s"])
+        other = [abs(found / fast - 1) for found in (replayed, each["sums_s"], slow["step_s"])]
+        rows.append(f"| {_name(each)} | " + " | ".join(f"{error:.1%}" for error in (*later, *other)) + " |")
+        for total, error in zip(totals, (*later, *other), strict=True):
+            total.append(error)
+    return [*rows, "| **median** | " + " | ".join(f"{statistics.median(total):.1%}" for total in totals) + " |"]
+
+
+def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
+    """Return the page.
+
+    Args:
+        runs: results of ``run``.
+        scale: lines of the table of ``benchmarks.replay_scale``.
+        more: sections of other scripts.
+    """
     own, predicted = _rows(runs)
     return "\n".join(
         [
@@ -151,8 +195,9 @@ def page(runs: list[dict[str, Any]], scale: list[str]) -> str:
             "real DeepSpeed or Megatron code. Its layers sleep for a fixed time, twice as long backward as forward, so compute "
             "times are known and repeatable. In the second half of the steps the layers of one rank sleep half as long again.",
             "",
-            "The machine has two cores for all ranks, and other programs ran beside the jobs. Delays of a busy machine "
-            "are part of all measured times: the same rank is not equally fast in both halves.",
+            "The machine has two cores for all ranks. Jobs marked * and those of the later tables ran beside other programs, "
+            "which held up single steps, and the others alone. Delays are part of all measured times: the same rank is not "
+            "equally fast in both halves.",
             "",
             "Command: `python -m tests.integration.replay.evidence --keep results/replay.jsonl --page docs/evidence/replay.md`",
             "",
@@ -161,7 +206,7 @@ def page(runs: list[dict[str, Any]], scale: list[str]) -> str:
             "The *graph* column is the distance between the measured step and a replay with all measured durations. It shows "
             "that the graph holds every dependency, and is near 0 by design. The *error bar* is the share of a step in which "
             "hosts go on later than the transfer that they wait for is over. The last columns are a prediction: the typical "
-            "durations of five steps are replayed, and compared with each of the six steps after them, in both halves.",
+            "durations of the first steps of a half are replayed, and compared with each of the steps after them.",
             "",
             "| job | graph | error bar | steps predicted | error, median | error, worst step |",
             "|---|---|---|---|---|---|",
@@ -170,17 +215,30 @@ def page(runs: list[dict[str, Any]], scale: list[str]) -> str:
             "## A slow rank",
             "",
             "The sound step is predicted from the slow half alone (`--rank-like-peers`) and compared with the sound half. "
-            "Steps of both halves are medians, because other programs held up single steps. *Added* is the time that the "
+            "Steps of both halves are medians. *Added* is the time that the "
             "layers of the slow rank sleep longer in a step. The true price is the difference of both halves, with all "
             "disturbances of the machine. The last column is the largest price of any sound rank, in both halves. Each row is "
-            "one run. In an earlier set of the same jobs one price was outside of 10%: -13.6%, of TP2 PP2 DP2.",
+            "one run. The two last jobs ran beside a test suite that took both cores: their steps vary by half.",
             "",
             "| job | slow, s | sound, s | predicted, s | added, s | true price, s | price, s | sound ranks, at most |",
             "|---|---|---|---|---|---|---|---|",
             *predicted,
             "",
+            "## Three ways to predict",
+            "",
+            "As in dPRO's evaluation, errors of three predictions from the same records, as medians. *Sums* is the largest "
+            "sum, over the ranks, of their own computation and of bytes by bandwidth (that of all transfers of a kind of "
+            "group), without a graph. *Mean step* is the mean of the known steps. *Next steps* are those of the table of "
+            "self-replay. *Sound half* is predicted from the slow half, with the slow rank like its peers; the mean step "
+            "cannot know of that.",
+            "",
+            "| job | next steps: replay | sums | mean step | sound half: replay | sums | mean step |",
+            "|---|---|---|---|---|---|---|",
+            *_compared(runs),
+            "",
             *MICROBATCHES.splitlines(),
             "",
+            *more,
             "## Scale",
             "",
             "One step of simulated jobs (1F1B, 16 microbatches, tensor, pipeline and data parallelism), on one core: the "
@@ -191,8 +249,7 @@ def page(runs: list[dict[str, Any]], scale: list[str]) -> str:
             "",
             "## Not shown",
             "",
-            "Other link speeds, another order of ranks, other microbatches with Megatron, slow links between hosts, slow data "
-            "on real jobs, other layouts than those above, devices. Prices of a job with "
+            "Links between real hosts, other layouts than those above, devices. Prices of a job with "
             "one rank for each role cannot tell a slow rank from an uneven partition.",
             "",
         ]
@@ -217,7 +274,11 @@ def main() -> None:
             file.write(json.dumps(found) + "\n")
     if args.page is not None:
         scale = SCALE.read_text().splitlines()[1:] if SCALE.exists() else []
-        args.page.write_text(page(kept, scale))
+        more: list[str] = []
+        for path, section in ((PIPELINES, pipelines.section), (LINKS, links.section), (PUBLISHED, published.section)):
+            if path.exists():
+                more += section([json.loads(line) for line in path.read_text().splitlines()])
+        args.page.write_text(page(kept, scale, more))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,17 @@ def test_the_constants_are_found_again(alpha: float, beta: float) -> None:
 
 
 def test_one_size_has_no_constant_part() -> None:
-    line = fitted(np.array([(int(Op.ALL_REDUCE), 2, 1000)]), np.array([1e-3]))
-    assert (line.alpha_s, line.beta_s) == (0.0, pytest.approx(1e-6))
+    line = fitted(np.array([(int(Op.ALL_REDUCE), 2, 1_000_000)]), np.array([1e-3]))
+    assert (line.alpha_s, line.beta_s) == (0.0, pytest.approx(1e-9))
+
+
+def test_small_sizes_say_nothing_of_the_bandwidth() -> None:
+    """Messages of 4 and 256 bytes take 1 ms: one of 1 MB does not take an hour."""
+    for sizes in ((256,), (4, 256)):
+        line = fitted(np.array([(int(Op.RECEIVE), 2, size) for size in sizes]), np.full(len(sizes), 1e-3))
+        assert (line.alpha_s, line.beta_s) == (pytest.approx(1e-3), 0.0)
+    line = fitted(np.array([(int(Op.RECEIVE), 2, size) for size in (256, 512)]), np.array([1e-3, 2e-3]))
+    assert line.beta_s == 0.0
 
 
 def test_other_sizes_and_members_of_recorded_transfers_are_predicted() -> None:

@@ -15,7 +15,8 @@ from unickpt.cli.main import main
 from unickpt.diagnosis.recording.records import Op
 from unickpt.errors import FormatError
 from unickpt.replay import microbatches
-from unickpt.replay.graph import graph_of
+from unickpt.replay.edits import operations_of_transfers
+from unickpt.replay.graph import CALLED, graph_of
 from unickpt.replay.price import Questions, analyse
 from unickpt.replay.schedule import columns, schedule_of, simulate
 from unickpt.replay.trace import Trace, TraceGroup, window_of
@@ -64,6 +65,14 @@ def one_pair() -> Trace:
         for step, begin in ((1, 1), (2, 16))
     ]  # fmt: skip
     return made_trace([TraceGroup("pipeline parallel", (0, 1))], made, [[15, 30], [15, 30]])
+
+
+@pytest.mark.parametrize(("late", "expected"), [(4, (11 + 13) / 2), (28, (11 + 11 + 22) / 2)])
+def test_members_that_go_on_later_have_a_part_of_the_transfer(late: int, expected: float) -> None:
+    """A transfer of 12 ns becomes one of 6: a member that goes on 4 ns later does so 2 ns later, and one 28 ns later, 22."""
+    made = [Made(rank, Op.ALL_REDUCE, 0, 1, 5, 5, end, size=100) for rank, end in ((0, 17), (1, 17 + late))]
+    trace = made_trace([TraceGroup("data parallel", (0, 1))], made, [[17], [17 + late]])
+    assert answers(trace, speeds=(("data parallel", 2.0),)) == pytest.approx([expected])
 
 
 def test_one_size_has_no_constant_part() -> None:
@@ -281,6 +290,54 @@ def test_a_pair_takes_the_time_of_its_new_places() -> None:
     trace = made_trace(groups, made, [[38]] * 4)
     # the three messages at the fast link: 1 + 3 * 4 + 1; the single one at the slow link: 1 + 12 + 1
     assert answers(trace, orders=((2, 3, 0, 1), (1, 0, 2, 3))) == pytest.approx([14, 38])
+
+
+def early_senders(*slow_ns: int) -> Trace:
+    """Messages of ranks 0 to 1, 2 to 3, ... take ``slow_ns`` until they are received. Senders go on 1 ns after their call."""
+    made = []
+    for pair, took in enumerate(slow_ns):
+        source, target = 2 * pair, 2 * pair + 1
+        for seq, at in ((1, 1), (2, 2)):
+            made.append(Made(source, Op.SEND, 0, seq, at, at, at + 1, (source, target)))
+        for seq in (1, 2):
+            begin = 1 + (seq - 1) * took
+            made.append(Made(target, Op.RECEIVE, 0, seq, begin, begin, begin + took, (source, target)))
+    last = 1 + 2 * max(slow_ns)
+    for rank in range(2 * len(slow_ns)):
+        own = 3 if rank % 2 == 0 else 1 + 2 * slow_ns[rank // 2]
+        made.append(Made(rank, Op.ALL_REDUCE, 1, 1, own, own, last + 1))
+    world = tuple(range(2 * len(slow_ns)))
+    return made_trace([TraceGroup("pipeline parallel", world), TraceGroup("world", world)], made, [[last + 1]] * len(world))
+
+
+def test_a_slow_link_whose_senders_do_not_wait_has_its_price() -> None:
+    trace = early_senders(4, 4, 12)
+    found = analyse(trace, questions=Questions(links=((4, 5),), like_peers=(5,)))
+    assert found.replayed_s * 1e9 == pytest.approx(26)
+    assert found.by_link == pytest.approx({"0-1": 0, "2-3": 0, "4-5": 16e-9})
+    assert [each.step_s * 1e9 for each in found.answers] == pytest.approx([26, 10])  # the rank itself is sound
+    assert found.by_rank[5] == 0
+    assert found.error_s == pytest.approx(0, abs=1e-12)
+
+
+def test_a_sender_that_went_on_early_is_not_held_up_by_a_slower_link() -> None:
+    trace = early_senders(4, 4)
+    graph = graph_of(window_of(trace))
+    slower = np.where(operations_of_transfers(graph) == Op.RECEIVE, 3.0, 1.0)[:, None] * graph.transfers.took_ns[:, None]
+    own = graph.events.own_ns.astype(np.float64)[:, None]
+    assert simulate(graph, schedule_of(graph), own, slower)[:, 0, 0].tolist() == [26.0] * 4
+    sender = np.flatnonzero((graph.events.rank == 0) & (graph.events.kind == CALLED))[-1]
+    assert graph.events.at_ns[sender] == 3
+
+
+def test_an_early_sender_needs_a_receiver_that_had_called() -> None:
+    """The receiver calls at 9, the sender goes on at 10 and computes 5 ns, the receiver goes on at 11; a collective of 1 ns."""
+    made = [
+        Made(0, Op.SEND, 0, 1, 1, 1, 10, (0, 1)), Made(1, Op.RECEIVE, 0, 1, 9, 9, 11, (0, 1)),
+        Made(0, Op.ALL_REDUCE, 1, 1, 15, 15, 16), Made(1, Op.ALL_REDUCE, 1, 1, 11, 11, 16),
+    ]  # fmt: skip
+    trace = made_trace([TraceGroup("pipeline parallel", (0, 1)), TraceGroup("world", (0, 1))], made, [[16], [16]])
+    assert answers(trace, without_ranks=(1,)) == pytest.approx([8])
 
 
 def test_an_order_names_each_rank_once() -> None:
