@@ -43,8 +43,8 @@ the other.
 | relative to ... | ratio within a round |
 
 The goal is 1.2 times a copy. It is reached with ZeRO-1 and missed with ZeRO-3. That was measured on a faster day of the
-machine: the copy took 2.2 s, and 14.7 s for ZeRO-1. A conversion imports torch in each of its processes, which a copy does not. With 50M
-parameters the conversion itself is about 1 s of its time.
+machine: the copy took 2.2 s, and 14.7 s for ZeRO-1. A conversion imports torch in each of its processes, which a copy does
+not. With 50M parameters the conversion itself is about 1 s of its time.
 """
 
 COPY = "copy and sync"
