@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import unickpt
+from tests.support.opened_files import opened_files
 from tests.support.repository import REPO
-from unickpt.storage.posix import PosixStorage
 from unickpt.testing import handmade
 from unickpt.testing.launch import environment, torchrun
 
@@ -79,8 +79,7 @@ def test_one_process_saves_and_loads_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_load_opens_manifest_and_index_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unickpt.save_checkpoint(STATE, tmp_path / "a")
-    opened, reader = [], PosixStorage.reader
-    monkeypatch.setattr(PosixStorage, "reader", lambda self, name: opened.append(name) or reader(self, name))
+    opened = opened_files(monkeypatch)
     unickpt.load_checkpoint(tmp_path, blank())
     assert sorted(name for name in opened if not name.startswith("data/")) == ["index.safetensors", "latest", "manifest.json"]
 

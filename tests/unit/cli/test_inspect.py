@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import pytest
 import torch
 
 from tests.support.cli import box_of, scalar, trainer_run
+from tests.support.opened_files import opened_files
 from unickpt.format.boxes import Box
-from unickpt.storage.posix import PosixStorage
 from unickpt.testing import handmade
 
 
@@ -110,17 +109,7 @@ def test_inspect_shortens_long_tables_by_default(tmp_path: Path, run: Any, run_j
 
 
 def test_inspect_reads_manifest_and_index_only(ranks: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = []
-
-    def spy(original: Callable[..., Any]) -> Callable[..., Any]:
-        def seen(self: PosixStorage, name: str, *arguments: Any) -> Any:
-            opened.append(name)
-            return original(self, name, *arguments)
-
-        return seen
-
-    monkeypatch.setattr(PosixStorage, "reader", spy(PosixStorage.reader))
-    monkeypatch.setattr(PosixStorage, "read", spy(PosixStorage.read))
+    opened = opened_files(monkeypatch)
     monkeypatch.setattr("pickle.loads", lambda *_: pytest.fail("inspect unpickled something"))
     for arguments in ([], ["--objects", "--all"], ["--json"], ["--tensor", "layer.weight"]):
         assert run("inspect", ranks, *arguments)[0] == 0
