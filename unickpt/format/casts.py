@@ -130,7 +130,7 @@ def is_cast_of(value: torch.Tensor, source: torch.Tensor, *, extension: bool = T
         return size == 0 or _memcmp(value.data_ptr(), source.data_ptr(), size) == 0
     if kind is Comparison.BFLOAT16 and extension and _casts is not None:
         return _casts.copy(0, source.data_ptr(), value.data_ptr(), size, kind)
-    return torch.equal(_bits(value), _bits(source.to(value.device, value.dtype).view(value.shape)))
+    return torch.equal(_bits(value), _bits(source.to(value.device, value.dtype).reshape(value.shape)))
 
 
 def cast_flags(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
@@ -146,7 +146,7 @@ def cast_flags(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]
 
 def _equal_on_device(value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Return a 0-d bool tensor on the device of ``value``, without synchronization."""
-    cast = source.detach().to(value.device, value.dtype, non_blocking=True).view(value.shape)
+    cast = source.detach().to(value.device, value.dtype, non_blocking=True).reshape(value.shape)
     return (_bits(value.detach()) == _bits(cast)).all()
 
 

@@ -38,6 +38,14 @@ def test_empty_ones_equal_nans_and_signs_of_zero(extension: bool) -> None:
         assert not is_cast_of(zero.to(dtype), minus, extension=extension)
 
 
+def test_a_flat_weight_of_a_master_with_strides() -> None:
+    master = torch.randn(4, 6).t()
+    weight = master.reshape(-1).to(torch.bfloat16)
+    assert is_cast_of(weight, master)
+    weight[5] += 1
+    assert not is_cast_of(weight, master)
+
+
 @with_extension
 def test_every_bfloat16_and_what_lies_between(extension: bool) -> None:
     """All upper halves of a float with lower halves around each rule of rounding, infinities and overflow included."""
