@@ -24,6 +24,8 @@ from unickpt.format.json_text import parse_json
 from unickpt.format.table_text import Entries, Forms
 from unickpt.format.tensor_info import TensorInfo
 
+_KEPT_TENSORS = 1 << 14  # objects of tensors that are kept once made: a load looks at each tensor several times
+
 
 class TensorTable(Sequence[TensorInfo]):
     """Tensors sorted by (name, state). It compares equal to a sequence of the same tensors.
@@ -36,6 +38,7 @@ class TensorTable(Sequence[TensorInfo]):
     def __init__(self, tensors: Iterable[TensorInfo]) -> None:
         self._infos: tuple[TensorInfo, ...] | None = tuple(tensors)
         self._entries: Entries | None = None
+        self._made: dict[int, TensorInfo] = {}
         numbers: dict[tuple[Any, ...], int] = {}
         rest = ((t.state, t.dtype, t.shape, t.kind, t.derived_from) for t in self._infos)
         self.form = np.array([numbers.setdefault(each, len(numbers)) for each in rest], np.int32)
@@ -51,6 +54,7 @@ class TensorTable(Sequence[TensorInfo]):
         """Return the table of sorted entries."""
         table = cls.__new__(cls)
         table._infos, table._entries, table.form, table.forms = None, entries, entries.form, tuple(forms.infos)
+        table._made = {}
         return table
 
     def __len__(self) -> int:
@@ -68,7 +72,12 @@ class TensorTable(Sequence[TensorInfo]):
         if self._entries is None:
             return self._all()[at]
         at = range(len(self))[at]
-        return _named(self._entries.name(at), self.forms[int(self.form[at])])
+        info = self._made.get(at)
+        if info is None:
+            info = _named(self._entries.name(at), self.forms[int(self.form[at])])
+            if len(self._made) < _KEPT_TENSORS:
+                self._made[at] = info
+        return info
 
     def __iter__(self) -> Iterator[TensorInfo]:
         if self._entries is None:

@@ -1,7 +1,8 @@
-"""Reads of adjacent ranges of a file in blocks that suit the place of their bytes: the page cache, or a disk or a network.
+"""Reads of adjacent ranges of a file in an order and in blocks that suit the place of their bytes.
 
-A block from the page cache fits into the cache of one core, so a checksum does not read it from memory again. A block from a
-disk is large, because each has a latency.
+From the page cache, as many threads read as there are cores. A disk is read by one thread per file, front to back, while the
+kernel reads ahead. Blocks of both fit into the cache of one core, so a checksum does not read them from memory again. A network
+has a latency: several threads read large blocks.
 """
 
 from __future__ import annotations
@@ -9,38 +10,51 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from unickpt.storage.base import CachedReader, Reader
 
 T = TypeVar("T")
-CACHED_BLOCK_BYTES = 256 << 10
+Turn = contextlib.AbstractContextManager[object]
 
 
-def block_bytes_of(reader: Reader, offset_bytes: int, size_bytes: int) -> int:
-    """Return the preferred size of one read of a range, in bytes: small if the range is in the page cache."""
-    if isinstance(reader, CachedReader) and reader.is_cached(offset_bytes, size_bytes):
-        return CACHED_BLOCK_BYTES
-    return reader.block_bytes
+def cores_of(ranks: int) -> threading.BoundedSemaphore:
+    """Return a turn on the processor cores of this rank.
 
-
-class Cores:
-    """The processor cores of this rank: as many threads at a time work on files that the page cache holds.
-
-    More threads than cores would evict each other's blocks from the cache of a core before the checksum reads them. Threads
-    that wait for a disk do not count.
+    More threads than cores would evict each other's blocks from the cache of a core before the checksum reads them.
 
     Args:
         ranks: ranks of this host that read at the same time.
     """
+    return threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0)) // ranks))
 
-    def __init__(self, ranks: int) -> None:
-        self._free = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0)) // ranks))
 
-    def at(self, block_bytes: int) -> contextlib.AbstractContextManager[object]:
-        """Return the block in which a thread reads blocks of this size (``block_bytes_of``)."""
-        return self._free if block_bytes == CACHED_BLOCK_BYTES else contextlib.nullcontext()
+def in_turns(
+    reader: Reader, ranges: Iterable[T], span: Callable[[T], tuple[int, int]], cores: Turn
+) -> Iterator[tuple[Sequence[T], Turn]]:
+    """Divide the ranges of a file among threads.
+
+    Args:
+        reader: the open file.
+        ranges: ranges in file order.
+        span: offset and size of a range, in bytes.
+        cores: the turn on a core (``cores_of``).
+
+    Yields:
+        Ranges that one thread reads in order, and the turn that it takes first.
+    """
+    if not isinstance(reader, CachedReader):
+        yield from (([each], contextlib.nullcontext()) for each in ranges)
+        return
+    from_disk = []
+    for each in ranges:
+        if reader.is_cached(*span(each)):
+            yield [each], cores
+        else:
+            from_disk.append(each)
+    if from_disk:
+        yield from_disk, contextlib.nullcontext()  # a thread that waits for a disk takes no core
 
 
 def read_blocks(

@@ -21,7 +21,7 @@ from unickpt.format.boxes import Box, flat_range, split_flat_range
 from unickpt.format.checksums import RunningChecksum, fragment_checksum
 from unickpt.format.dtypes import torch_dtype
 from unickpt.format.index import Index, TensorInfo
-from unickpt.load.file_blocks import Cores, block_bytes_of, read_blocks
+from unickpt.load.file_blocks import Turn, cores_of, in_turns, read_blocks
 from unickpt.load.read_plan import ReadPlan
 from unickpt.storage.base import Reader, Storage
 
@@ -121,12 +121,11 @@ def execute(
         CorruptCheckpointError: a checksum does not match. The message names file, tensor and box.
         StorageError: a file cannot be read.
     """
-    stats, cores = ReadStats(), Cores(ranks)
+    stats, cores = ReadStats(), cores_of(ranks)
     names = list(by_file(index, plan, requests))
     if len(names) == 1 and len(names[0][1]) == 1 and names[0][1][0].size_bytes < _ALONE_BYTES:  # such as an object
         with between_kernels(requests), storage.reader(names[0][0]) as reader:
-            batch = next(_batches(names[0][1]))
-            stats.bytes_read, stats.bytes_needed = _read(reader, batch, verify, cores)
+            stats.bytes_read, stats.bytes_needed = _read(reader, list(_batches(names[0][1])), verify, cores)
         return stats
     with between_kernels(requests), ThreadPoolExecutor(THREADS, "unickpt-read") as pool:
         for at in range(0, len(names), OPEN_FILES):
@@ -134,7 +133,8 @@ def execute(
                 futures = []
                 for name, fragments in names[at : at + OPEN_FILES]:
                     reader = files.enter_context(storage.reader(name))
-                    futures += [pool.submit(_read, reader, batch, verify, cores) for batch in _batches(fragments)]
+                    turns = in_turns(reader, _batches(fragments), _span, cores)
+                    futures += [pool.submit(_read, reader, batches, verify, turn) for batches, turn in turns]
                 for read, needed in results(futures):
                     stats.bytes_read += read
                     stats.bytes_needed += needed
@@ -232,30 +232,35 @@ def _place(fragment: Fragment) -> torch.Tensor | None:
         return None
     if out.dtype != torch_dtype(fragment.info.dtype) or out.device.type != "cpu" or not out.is_contiguous():
         return None
+    if use.region == use.request.box:
+        return out.detach().view(-1)
     place = flat_range(use.region.within(use.request.box), use.request.box.shape)
     return None if place is None else out.detach().view(-1)[place[0] : place[1]]
 
 
-def _read(reader: Reader, batch: list[Fragment], verify: str, cores: Cores) -> tuple[int, int]:
-    """Read a batch. Return bytes read and bytes needed."""
-    needed = sum(use.region.numel * torch_dtype(f.info.dtype).itemsize for f in batch for use in f.uses)
-    if batch[0].direct is not None:
-        block_bytes = block_bytes_of(reader, batch[0].offset, batch[-1].end - batch[0].offset)
-        with cores.at(block_bytes):
-            _read_in_place(reader, batch, verify, block_bytes)
-        return sum(fragment.size_bytes for fragment in batch), needed
-    fragment = batch[0]
-    whole = verify == "always" or (verify == "sampled" and fragment.checksum % _SAMPLE == 0)
-    block_bytes = block_bytes_of(reader, fragment.offset, fragment.size_bytes)
-    with cores.at(block_bytes):
-        return _read_through_scratch(reader, fragment, max(block_bytes, _SCRATCH_BYTES), whole=whole), needed
+def _span(batch: list[Fragment]) -> tuple[int, int]:
+    return batch[0].offset, batch[-1].end - batch[0].offset
 
 
-def _read_in_place(reader: Reader, batch: list[Fragment], verify: str, block_bytes: int) -> None:
+def _read(reader: Reader, batches: Sequence[list[Fragment]], verify: str, turn: Turn) -> tuple[int, int]:
+    """Read batches in order. Return bytes read and bytes needed."""
+    read = needed = 0
+    with turn:
+        for batch in batches:
+            needed += sum(use.region.numel * torch_dtype(f.info.dtype).itemsize for f in batch for use in f.uses)
+            if batch[0].direct is not None:
+                _read_in_place(reader, batch, verify)
+                read += sum(fragment.size_bytes for fragment in batch)
+            else:
+                read += _read_through_scratch(reader, batch[0], verify)
+    return read, needed
+
+
+def _read_in_place(reader: Reader, batch: list[Fragment], verify: str) -> None:
     """Read adjacent fragments into their outputs, and check each when its last block has been read."""
     views = [(fragment, bytes_of(fragment.direct)) for fragment in batch if fragment.direct is not None]
     running = RunningChecksum()
-    for block in read_blocks(reader, batch[0].offset, views, block_bytes):
+    for block in read_blocks(reader, batch[0].offset, views, reader.block_bytes):
         for fragment, part, last in block if verify != "off" else ():
             if len(part) == fragment.size_bytes:
                 check(fragment, fragment_checksum(part), reader.path)
@@ -266,14 +271,15 @@ def _read_in_place(reader: Reader, batch: list[Fragment], verify: str, block_byt
                 running = RunningChecksum()
 
 
-def _read_through_scratch(reader: Reader, fragment: Fragment, block_bytes: int, *, whole: bool) -> int:
+def _read_through_scratch(reader: Reader, fragment: Fragment, verify: str) -> int:
     """Read a fragment block by block and return the bytes read.
 
-    With ``whole`` read all blocks and check the checksum; otherwise read from the first needed element to the last.
+    A whole fragment is read and its checksum checked, or, without a check, what is from the first needed element to the last.
     """
+    whole = verify == "always" or (verify == "sampled" and fragment.checksum % _SAMPLE == 0)
     dtype = torch_dtype(fragment.info.dtype)
     count = fragment.box.numel
-    step = max(block_bytes // dtype.itemsize, 1)
+    step = max(max(reader.block_bytes, _SCRATCH_BYTES) // dtype.itemsize, 1)
     # Locked memory goes to a device without a further copy by the driver. torch keeps the few blocks for the next fragments.
     on_device = any(use.request.out.is_cuda for use in fragment.uses)
     scratch = torch.empty(min(step, count), dtype=dtype, pin_memory=on_device)

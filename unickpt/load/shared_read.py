@@ -10,6 +10,7 @@ its checksum.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,10 +26,10 @@ from unickpt.format.boxes import Ints
 from unickpt.format.checksums import RunningChecksum
 from unickpt.format.dtypes import torch_dtype
 from unickpt.format.index import Index
-from unickpt.load.file_blocks import CACHED_BLOCK_BYTES, block_bytes_of, read_blocks
+from unickpt.load.file_blocks import in_turns, read_blocks
 from unickpt.load.read_plan import ReadPlan
 from unickpt.load.reader import THREADS, Fragment, ReadStats, Request, between_kernels, by_file, check, deliver, results
-from unickpt.storage.base import Reader, Storage
+from unickpt.storage.base import CachedReader, Reader, Storage
 
 _RUN_BYTES = 8 << 20  # adjacent fragments that one rank reads
 _GROUP_BYTES = 1 << 20  # adjacent blocks that one thread reads from the page cache
@@ -157,11 +158,12 @@ def execute(
     host_peers.rounds += len(agreed.rounds)
     stop = threading.Event()
     with (
+        contextlib.ExitStack() as files,
         between_kernels(requests),
         ThreadPoolExecutor(THREADS, "unickpt-handover") as pool,
         ThreadPoolExecutor(1, "unickpt-rounds") as reader,
     ):
-        job = _Reading(storage, index, mine, verify, pool)
+        job = files.enter_context(contextlib.closing(_Reading(storage, index, mine, verify, pool)))
 
         def read_all() -> None:
             nonlocal reads_s
@@ -223,6 +225,8 @@ class _Reading:
     ) -> None:
         self._storage, self._index, self._mine, self._verify, self._pool = storage, index, mine, verify, pool
         self._running: dict[int, RunningChecksum] = {}
+        self._files, self._file = contextlib.ExitStack(), -1
+        self._open: Reader | None = None
 
     def read(self, blocks: Sequence[Block], slot: memoryview) -> int:
         """Read blocks into the slot and check them. Return the number of bytes."""
@@ -230,11 +234,11 @@ class _Reading:
         for block in blocks:
             files.setdefault(int(self._index.file[block.row]), []).append(block)
         for file, of_file in files.items():
-            with self._storage.reader(self._index.files[file]) as reader:
-                begin, end = self._offset(of_file[0]), self._offset(of_file[-1]) + of_file[-1].hi - of_file[-1].lo
-                if block_bytes_of(reader, begin, end - begin) == CACHED_BLOCK_BYTES:
-                    self._run([partial(self._read_cached, part, slot, reader) for part in self._adjacent(of_file)])
-                    continue
+            reader = self._reader(file)
+            if isinstance(reader, CachedReader):
+                turns = in_turns(reader, self._adjacent(of_file), self._span, contextlib.nullcontext())
+                self._run([partial(self._read_and_verify, groups, slot, reader) for groups, _ in turns])
+            else:
                 self._run(
                     [
                         partial(reader.read_into, [slot[at : at + size]], offset)
@@ -244,6 +248,22 @@ class _Reading:
                 if self._verify != "off":
                     self._run([partial(self._verify_part, block, _memory(block, slot), reader.path) for block in of_file])
         return sum(block.hi - block.lo for block in blocks)
+
+    def _reader(self, file: int) -> Reader:
+        """Return a file, open. It stays open while rounds read from it: the kernel reads ahead of an open file."""
+        if file != self._file:
+            self.close()
+            self._open, self._file = self._files.enter_context(self._storage.reader(self._index.files[file])), file
+        assert self._open is not None
+        return self._open
+
+    def close(self) -> None:
+        self._files.close()
+        self._open, self._file = None, -1
+
+    def _span(self, blocks: Sequence[Block]) -> tuple[int, int]:
+        begin = self._offset(blocks[0])
+        return begin, self._offset(blocks[-1]) + blocks[-1].hi - blocks[-1].lo - begin
 
     def _run(self, tasks: Sequence[Callable[[], None]]) -> None:
         for _ in results([self._pool.submit(task) for task in tasks]):
@@ -268,12 +288,13 @@ class _Reading:
             size += count
         return groups
 
-    def _read_cached(self, blocks: Sequence[Block], slot: memoryview, reader: Reader) -> None:
-        """Read adjacent blocks, and update their checksums while the bytes are in the cache of the core."""
-        views = [(block, _memory(block, slot)) for block in blocks]
-        for parts in read_blocks(reader, self._offset(blocks[0]), views, CACHED_BLOCK_BYTES):
-            for block, part, last in parts if self._verify != "off" else ():
-                self._verify_part(block, part, reader.path, last=last)
+    def _read_and_verify(self, groups: Sequence[Sequence[Block]], slot: memoryview, reader: Reader) -> None:
+        """Read groups of adjacent blocks, and update their checksums while the bytes are in the cache of the core."""
+        for blocks in groups:
+            views = [(block, _memory(block, slot)) for block in blocks]
+            for parts in read_blocks(reader, self._offset(blocks[0]), views, reader.block_bytes):
+                for block, part, last in parts if self._verify != "off" else ():
+                    self._verify_part(block, part, reader.path, last=last)
 
     def _stretches(self, blocks: Sequence[Block], piece_bytes: int) -> list[tuple[int, int, int]]:
         """Return (slot position, bytes, file position) of blocks adjacent in slot and file, in pieces for threads."""

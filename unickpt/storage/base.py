@@ -39,7 +39,11 @@ class Reader(Protocol):
 
 @runtime_checkable
 class CachedReader(Protocol):
-    """A ``Reader`` of files that the page cache may hold."""
+    """A ``Reader`` of files that the page cache may hold.
+
+    What it does not hold is read best by one thread, front to back: then the kernel reads ahead. Several threads in one file
+    defeat that.
+    """
 
     def is_cached(self, offset_bytes: int, size_bytes: int) -> bool:
         """Return whether the page cache holds most of a range."""

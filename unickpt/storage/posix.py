@@ -14,11 +14,11 @@ from pathlib import Path
 from unickpt.errors import StorageError, UnsafePathError
 from unickpt.storage import direct_io
 from unickpt.storage.base import Reader, Sink, Storage
-from unickpt.storage.direct_io import CALL_PARTS, DirectReader, DirectSink
+from unickpt.storage.direct_io import DirectSink
 
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno.EACCES, errno.EPERM}
-_DIRECT_BYTES = 1 << 20  # smaller reads go through the page cache, which also reads their surroundings
-_BLOCK_BYTES = 4 << 20  # one read past the cache
+_BLOCK_BYTES = 256 << 10  # fits into the cache of a core, so a checksum does not read the block from memory again
+_CALL_PARTS = min(os.sysconf("SC_IOV_MAX"), 1024)  # buffers that one system call fills
 
 
 class PosixStorage(Storage):
@@ -93,8 +93,6 @@ class PosixStorage(Storage):
         return time.time_ns()
 
     def read(self, name: str, offset_bytes: int, size_bytes: int) -> bytes:
-        if size_bytes >= _DIRECT_BYTES:
-            return super().read(name, offset_bytes, size_bytes)
         path = self.path(name)
         with _opened_to_read(path) as descriptor:
             parts, at, end = [], offset_bytes, offset_bytes + size_bytes
@@ -114,11 +112,7 @@ class PosixStorage(Storage):
         """Open a file for positioned reads from any thread."""
         path = self.path(name)
         with _opened_to_read(path) as descriptor:
-            past_cache = _opened_past_cache(path)
-            try:
-                yield _DescriptorReader(descriptor, past_cache, str(path))
-            finally:
-                _close(past_cache)
+            yield _DescriptorReader(descriptor, str(path))
 
     @contextlib.contextmanager
     def create(self, name: str, *, direct: bool = False, about_bytes: int = 0) -> Iterator[Sink]:  # noqa: ARG002
@@ -287,38 +281,22 @@ def _opened_to_read(path: Path) -> Iterator[int]:
             raise StorageError(f"{path}: not a regular file")
         yield descriptor
     finally:
-        _close(descriptor)
-
-
-def _close(descriptor: int | None) -> None:
-    """Close a descriptor that was only read from. An error does not affect the bytes that were read."""
-    if descriptor is not None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # an error does not affect the bytes that were read
             os.close(descriptor)
-
-
-def _opened_past_cache(path: Path) -> int | None:
-    if not direct_io.FLAG:
-        return None
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | direct_io.FLAG)
-    except OSError:  # no O_DIRECT on this file system
-        return None
 
 
 class _DescriptorReader:
     block_bytes = _BLOCK_BYTES
 
-    def __init__(self, descriptor: int, past_cache: int | None, path: str) -> None:
+    def __init__(self, descriptor: int, path: str) -> None:
         self._descriptor, self.path = descriptor, path
-        self._direct = None if past_cache is None else DirectReader(descriptor, past_cache)
 
     def read_into(self, parts: Sequence[memoryview], offset_bytes: int) -> None:
         left = [part for part in parts if len(part)]
         at = offset_bytes
         while left:
             try:
-                got = self._some(left, at)
+                got = os.preadv(self._descriptor, left[:_CALL_PARTS], at)
             except OSError as err:
                 raise StorageError(f"{self.path}: cannot be read at byte {at} ({err.strerror or err})") from err
             if not got:
@@ -331,13 +309,7 @@ class _DescriptorReader:
                 left[0] = left[0][got:]
 
     def is_cached(self, offset_bytes: int, size_bytes: int) -> bool:
-        return self._direct is None or direct_io.mostly_cached(self._descriptor, offset_bytes, size_bytes)
-
-    def _some(self, parts: list[memoryview], at: int) -> int:
-        """Read some bytes and return their number. Many bytes are read past the cache if they are not cached."""
-        if self._direct is None or sum(map(len, parts)) < _DIRECT_BYTES:
-            return os.preadv(self._descriptor, parts[:CALL_PARTS], at)
-        return self._direct.read(parts, at)
+        return direct_io.mostly_cached(self._descriptor, offset_bytes, size_bytes)
 
 
 def _make_folders(path: Path) -> None:

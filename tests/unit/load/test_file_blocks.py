@@ -1,7 +1,8 @@
-"""Reads from the page cache in blocks that fit into the cache of a core."""
+"""Reads in blocks that fit into the cache of a core: by several threads from the page cache, by one from a disk."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -18,14 +19,14 @@ from tests.support.saves import WRITER
 from unickpt.errors import CorruptCheckpointError
 from unickpt.format.boxes import Box
 from unickpt.format.index import TensorInfo
-from unickpt.load import file_blocks
 from unickpt.load import reader as reader_module
 from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.file_blocks import CACHED_BLOCK_BYTES, block_bytes_of, read_blocks
+from unickpt.load.file_blocks import cores_of, in_turns, read_blocks
 from unickpt.load.reader import Request, execute
 from unickpt.save.saver import save
 from unickpt.save.shards import Contribution, shards_of_flat_range
 from unickpt.storage import posix
+from unickpt.storage.base import Reader
 from unickpt.storage.posix import PosixStorage
 
 SIZES = (1000, 300_000, 1, 1_500_000, 70_000, 3)
@@ -66,45 +67,83 @@ def requests_of(checkpoint: Checkpoint) -> list[Request]:
     return [Request(checkpoint.ids[info.key], Box.whole(info.shape), torch.zeros(info.numel)) for info in INFOS]
 
 
+class Watch:
+    """Records the reads of all files: file position, size, name of the thread; and how many threads read at a time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reads: list[tuple[int, int, str]] = []
+        self.most, self._active, self._lock = 0, 0, threading.Lock()
+        self._read_into = posix._DescriptorReader.read_into
+        watch = self
+
+        def read_into(reader: posix._DescriptorReader, parts: Sequence[memoryview], offset_bytes: int) -> None:
+            watch.read(reader, parts, offset_bytes)
+
+        monkeypatch.setattr(posix._DescriptorReader, "read_into", read_into)
+
+    def read(self, reader: posix._DescriptorReader, parts: Sequence[memoryview], offset_bytes: int) -> None:
+        with self._lock:
+            self._active += 1
+            self.most = max(self.most, self._active)
+            self.reads.append((offset_bytes, sum(map(len, parts)), threading.current_thread().name))
+        self._read_into(reader, parts, offset_bytes)
+        time.sleep(0.005)  # long enough for another thread to arrive
+        with self._lock:
+            self._active -= 1
+
+
+def executed(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, *, ranks: int) -> Watch:
+    monkeypatch.setattr(reader_module, "_BATCH_BYTES", 100_000)
+    requests = requests_of(checkpoint)
+    planned = checkpoint.plan(requests)
+    watch = Watch(monkeypatch)
+    execute(checkpoint.storage, checkpoint.index, planned.plan, requests, ranks=ranks)
+    assert all(torch.equal(request.out, torch.arange(request.box.numel) * 0.5) for request in requests)
+    assert sum(size for _, size, _ in watch.reads) == 4 * sum(SIZES)
+    return watch
+
+
 def test_cached_files_are_read_in_small_blocks_by_as_many_threads_as_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader_module, "_BATCH_BYTES", 100_000)
+    watch = executed(saved(tmp_path), monkeypatch, ranks=10**6)
+    assert max(size for _, size, _ in watch.reads) == 256 << 10
+    assert watch.most == 1
+    if len(os.sched_getaffinity(0)) > 1:
+        assert executed(saved(tmp_path), monkeypatch, ranks=1).most > 1
+
+
+def test_a_disk_is_read_front_to_back_by_one_thread_per_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = saved(tmp_path)
-    requests = requests_of(checkpoint)
-    planned = checkpoint.plan(requests)
-    read_into = posix._DescriptorReader.read_into
-    sizes: list[int] = []
-    active, most, lock = 0, 0, threading.Lock()
-
-    def watched(self: posix._DescriptorReader, parts: Sequence[memoryview], offset_bytes: int) -> None:
-        nonlocal active, most
-        with lock:
-            active += 1
-            most = max(most, active)
-            sizes.append(sum(map(len, parts)))
-        read_into(self, parts, offset_bytes)
-        time.sleep(0.005)  # long enough for another thread to arrive
-        with lock:
-            active -= 1
-
-    monkeypatch.setattr(posix._DescriptorReader, "read_into", watched)
-    execute(checkpoint.storage, checkpoint.index, planned.plan, requests, ranks=10**6)
-    assert all(torch.equal(request.out, torch.arange(request.box.numel) * 0.5) for request in requests)
-    assert sum(sizes) == 4 * sum(SIZES)
-    assert max(sizes) == CACHED_BLOCK_BYTES
-    assert most == 1
+    monkeypatch.setattr(posix._DescriptorReader, "is_cached", lambda *_: False)
+    watch = executed(checkpoint, monkeypatch, ranks=1)
+    assert [offset for offset, _, _ in watch.reads] == sorted(offset for offset, _, _ in watch.reads)
+    assert len({thread for _, _, thread in watch.reads}) == 1
+    assert len(watch.reads) > len(SIZES)
 
 
-def test_files_of_other_readers_have_blocks_of_their_own_size(tmp_path: Path) -> None:
+def test_only_a_file_that_may_be_on_a_disk_is_read_in_order(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(100))
-    with PosixStorage(tmp_path).reader("x") as reader:
-        assert block_bytes_of(reader, 0, 100) == file_blocks.CACHED_BLOCK_BYTES
 
-        class Remote:
-            path, block_bytes, read_into = "x", 77, reader.read_into
+    class Remote:
+        path, block_bytes = "x", 77
 
-        assert block_bytes_of(Remote(), 0, 100) == 77
+        def read_into(self, parts: Sequence[memoryview], offset_bytes: int) -> None: ...
+
+    class HalfCached(Remote):
+        def is_cached(self, offset_bytes: int, size_bytes: int) -> bool:
+            assert size_bytes == 10
+            return offset_bytes >= 30
+
+    cores = cores_of(1)
+    spans = [(at, 10) for at in range(0, 50, 10)]
+
+    def turns(reader: Reader) -> list[tuple[list[int], bool]]:
+        found = in_turns(reader, spans, lambda span: span, cores)
+        return [([offset for offset, _ in ranges], turn is cores) for ranges, turn in found]
+
+    assert turns(Remote()) == [([at], False) for at in range(0, 50, 10)]
+    assert turns(HalfCached()) == [([30], True), ([40], True), ([0, 10, 20], False)]
 
 
 @pytest.mark.parametrize("at_byte", [0, 3_999, 4_000, 700_000, 1_204_004, 6_000_000, 7_484_015])

@@ -6,7 +6,7 @@ import errno
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ from unickpt.load.shared_gather import SplitTensor, gather
 from unickpt.save import shards as contribution
 from unickpt.save.saver import save
 from unickpt.save.shards import Contribution, shards_of_flat_range
+from unickpt.storage import posix
 
 SHAPES = [(64, 96), (5,), (300, 7), (1,), (40, 3, 11), (20_000,)]
 INFOS = [TensorInfo(f"t{at}", "master", "F32" if at % 2 else "BF16", shape, "parameter") for at, shape in enumerate(SHAPES)]
@@ -110,13 +111,39 @@ def test_every_byte_is_read_once_for_all_ranks(tmp_path: Path, monkeypatch: pyte
     assert not left_behind()
 
 
+@pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("rank_bytes", [256, 4096, 5000])
-def test_shared_reads_work_with_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank_bytes: int) -> None:
+def test_shared_reads_work_with_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank_bytes: int, cached: bool
+) -> None:
     monkeypatch.setattr(host_peers, "_RANK_BYTES", rank_bytes)
     monkeypatch.setattr(host_peers, "_LEAST_RANK_BYTES", rank_bytes)
+    monkeypatch.setattr(posix._DescriptorReader, "is_cached", lambda *_: cached)
     directory = saved(tmp_path)
     together = on_all_ranks(lambda meet: loaded(directory, meet))
     assert sum(stats.bytes_read for stats in together) == sum(info.size_bytes for info in INFOS)
+
+
+def test_a_file_on_a_disk_stays_open_and_is_read_front_to_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads ahead of an open file that one thread reads in order."""
+    monkeypatch.setattr(host_peers, "_RANK_BYTES", 4096)
+    monkeypatch.setattr(host_peers, "_LEAST_RANK_BYTES", 4096)
+    monkeypatch.setattr(posix._DescriptorReader, "is_cached", lambda *_: False)
+    directory = saved(tmp_path)
+    reads: dict[int, list[int]] = {}
+    kept: list[posix._DescriptorReader] = []  # so that no two have the same id
+    read_into = posix._DescriptorReader.read_into
+
+    def recorded(reader: posix._DescriptorReader, parts: Sequence[memoryview], offset_bytes: int) -> None:
+        if "data" in reader.path and sum(map(len, parts)):
+            kept.append(reader)
+            reads.setdefault(id(reader), []).append(offset_bytes)
+        read_into(reader, parts, offset_bytes)
+
+    monkeypatch.setattr(posix._DescriptorReader, "read_into", recorded)
+    on_all_ranks(lambda meet: loaded(directory, meet))
+    assert max(map(len, reads.values())) > 4  # one open file serves several rounds
+    assert all(offsets == sorted(offsets) for offsets in reads.values())
 
 
 def test_ranks_gather_after_shared_reads_in_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import itertools
 import mmap
 import os
 from pathlib import Path
@@ -108,26 +106,16 @@ def test_reads_of_any_place_and_length(tmp_path: Path, cached: bool) -> None:
         reader.read_into([memoryview(bytearray(2_000_000))], 2_600_000)
 
 
-def test_many_parts_that_are_not_cached_are_read_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small part between large ones is not read through the cache, which would wait for the disk once more."""
-    data = torch.randint(0, 256, (9_000_001,), dtype=torch.uint8).numpy()
+@pytest.mark.parametrize("read_mib", [0, 1, 3, 4])
+def test_a_range_is_cached_if_most_of_its_pages_are(tmp_path: Path, read_mib: int) -> None:
     storage = PosixStorage(tmp_path)
     with storage.create("x", direct=True) as sink:
-        sink.write([memoryview(data)])
-    buffer = memoryview(bytearray(9_000_001))
-    cuts = [0, 3, 4_000_000, 4_004_096, *range(4_004_097, 4_007_000), 8_000_000, 8_000_001, 9_000_001]
-    flags: list[bool] = []
-    preadv = os.preadv
-
-    def recorded(descriptor: int, parts: Any, offset: int) -> int:
-        flags.append(bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & direct_io.FLAG))
-        return preadv(descriptor, parts, offset)
-
-    with storage.reader("x") as reader:
-        if reader.is_cached(0, len(buffer)):
+        sink.write([memoryview(bytes(4 << 20))])
+    with (tmp_path / "x").open("rb", buffering=0) as file:
+        if direct_io.mostly_cached(file.fileno(), 0, 4 << 20):
             pytest.skip("this file system has no direct I/O")
-        monkeypatch.setattr(os, "preadv", recorded)
-        reader.read_into([buffer[a:b] for a, b in itertools.pairwise(cuts)], 0)
-    assert buffer == memoryview(data)
-    assert flags[:2] == [True, True]
-    assert len(flags) == 3  # 4 MiB each; the rest is small, and may come through the cache
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
+        assert len(file.read(read_mib << 20)) == read_mib << 20
+        assert direct_io.mostly_cached(file.fileno(), 0, 4 << 20) == (read_mib > 2)
+        assert direct_io.mostly_cached(file.fileno(), 5, 100) == (read_mib > 0)
+        assert direct_io.mostly_cached(file.fileno(), (4 << 20) - 1, 1) == (read_mib == 4)
