@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ds_unickpt import batches, internals, megatron_deepspeed, owned_states, partitions, tensor_parallel, vocabulary
-from ds_unickpt import names as names_module
 from ds_unickpt.fallbacks import require_supported
 from ds_unickpt.huggingface import model_of
 from ds_unickpt.names import ModuleNames
@@ -41,13 +40,13 @@ SCALARS = "scalars"  # key in the objects of a rank and in the announcement
 _DIGITS = 16  # hex digits of a fingerprint
 
 
-def topology(engine: Any) -> dict[str, Any]:
+def topology(engine: Any, names: ModuleNames) -> dict[str, Any]:
     """Return parallel degrees and modes, for the manifest and for reports."""
-    dtypes = sorted({name_of(p.dtype) for p in engine.module.parameters()})
+    dtypes = sorted({name_of(p.dtype) for p in names.parameters.values()})
     sequence = int(getattr(engine, "sequence_parallel_size", 1))
-    placed = partitions.placement(engine)
+    placed = partitions.placement(engine, names.experts.values())
     model_parallel = placed.stages > 1 or placed.tensors > 1
-    degree = max((layer.degree for layer in internals.expert_layers(engine.module)), default=1)
+    degree = max((layer.degree for layer in names.experts.values()), default=1)
     return {
         "world_size": int(engine.world_size),
         "zero_stage": int(engine.zero_optimization_stage()),
@@ -135,13 +134,20 @@ class _Tensors:
 
 
 def contribution(
-    engine: Any, options: Options, *, client_state: Mapping[str, Any], exclude_frozen: bool, announced: Message
+    engine: Any,
+    options: Options,
+    names: ModuleNames,
+    *,
+    client_state: Mapping[str, Any],
+    exclude_frozen: bool,
+    announced: Message,
 ) -> Contribution:
     """Return the contribution of this rank to the checkpoint.
 
     Args:
         engine: the DeepSpeedEngine.
         options: options of the ``unickpt`` key.
+        names: ``names_of(engine)``.
         client_state: state of the caller. The checkpoint stores the coordinator's for the job, and that of another rank
             for that rank if it differs.
         exclude_frozen: leave out parameters that do not require a gradient.
@@ -151,15 +157,14 @@ def contribution(
         UnsupportedLayoutError: the job uses a layout that unickpt does not support.
     """
     require_supported(engine)
-    names = _names(engine)
     parts = partitions.partitions(engine)
     base = internals.base_optimizer(engine)
-    placed = partitions.placement(engine)
+    placed = partitions.placement(engine, names.experts.values())
     out = _Tensors()
     slices = tensor_parallel.slices(engine)
     _optimized(out, parts, names, slices, base, placed)
     excluded = _others(out, parts, names, slices, exclude_frozen, placed)
-    _buffers(out, engine, options, names, placed)
+    _buffers(out, options, names, placed)
     out.share()
     record = None if base is None else record_of(parts, names, base)
     rank_objects: dict[str, Any] = {"rng": rng.capture()}
@@ -173,14 +178,14 @@ def contribution(
         tensors=out.listed,
         rank_objects=rank_objects,
         step=int(engine.global_steps),
-        writer=writer(engine),
+        writer=writer(engine, names),
         optimizer=record,
         optimizer_part=_part(record, names, placed),
         aliases=names.aliases if placed.first else {},
         excluded=excluded if placed.first else (),
-        objects=_objects(engine, client_state) if placed.rank == 0 else {},
+        objects=_objects(engine, names, client_state) if placed.rank == 0 else {},
         shared_objects={
-            **(_shared_states(engine, names, placed) if placed.rank else {}),
+            **(_shared_states(names, placed) if placed.rank else {}),
             **({} if base is None else owned_states.captured(parts, names, base, placed)),
             **_vocabularies(engine, names, client_state, placed),
         },
@@ -189,7 +194,8 @@ def contribution(
     )
 
 
-def _names(engine: Any) -> ModuleNames:
+def names_of(engine: Any) -> ModuleNames:
+    """Return the names of an engine's module, with this tensor-parallel rank's own values."""
     return ModuleNames.read(engine.module, tensor_parallel.rank_values(engine))
 
 
@@ -208,15 +214,15 @@ def _part(record: OptimizerRecord | None, names: ModuleNames, placed: Placement)
     return OptimizerRecord(record.name, groups, scalars) if groups else None
 
 
-def announcement(engine: Any, options: Options, client_state: Mapping[str, Any]) -> Message:
+def announcement(engine: Any, options: Options, names: Callable[[], ModuleNames], client_state: Mapping[str, Any]) -> Message:
     """Return digests of the coordinator's state. Other ranks compare them with their own to find values that differ."""
     found: Message = {"client_state": client_state_digest(client_state)}
     with contextlib.suppress(Exception):  # ``contribution`` raises the same error on all ranks
-        found["replicas"] = "".join(fingerprints([p.detach() for _, p in _tensor_parallel_replicas(engine)]))
-        found["buffers"] = "".join(fingerprints([buffer for _, buffer in _stored_buffers(engine, options)]))
+        found["replicas"] = "".join(fingerprints([p.detach() for _, p in _tensor_parallel_replicas(engine, names())]))
+        found["buffers"] = "".join(fingerprints([buffer for _, buffer in _stored_buffers(names(), options)]))
         parts, base = partitions.partitions(engine), internals.base_optimizer(engine)
         if base is not None and not all(part.replicated for part in parts):
-            found[SCALARS] = RankScalars.of(parts, _names(engine), base).fingerprint()
+            found[SCALARS] = RankScalars.of(parts, names(), base).fingerprint()
     return found
 
 
@@ -225,7 +231,7 @@ def _different(
 ) -> tuple[tuple[str, str], ...]:
     """Return what differs between this rank and the coordinator, each with the consequence for a load."""
     found = []
-    buffers, replicas = _stored_buffers(engine, options), _tensor_parallel_replicas(engine)
+    buffers, replicas = _stored_buffers(names, options), _tensor_parallel_replicas(engine, names)
     for key, kind, tensors in (("buffers", "buffer", buffers), ("replicas", "parameter", replicas)):
         theirs, ours = announced.get(key, ""), fingerprints([tensor.detach() for _, tensor in tensors])
         if len(theirs) != _DIGITS * len(ours):
@@ -239,11 +245,11 @@ def _different(
     return tuple(found)
 
 
-def _tensor_parallel_replicas(engine: Any) -> list[tuple[str, torch.Tensor]]:
+def _tensor_parallel_replicas(engine: Any, names: ModuleNames) -> list[tuple[str, torch.Tensor]]:
     """Return the weights that all tensor-parallel ranks should hold alike; () under ZeRO-3, where a rank has a part of them."""
     if tensor_parallel.degree(engine) == 1 or engine.zero_optimization_partition_weights():
         return []
-    slices, names = tensor_parallel.slices(engine), _names(engine)
+    slices = tensor_parallel.slices(engine)
     return [(name, parameter) for name, parameter in names.parameters.items() if slices.of(parameter).replicated]
 
 
@@ -280,13 +286,13 @@ def client_state_digest(client_state: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def writer(engine: Any) -> Writer:
+def writer(engine: Any, names: ModuleNames) -> Writer:
     """Return the writer's entry of the manifest."""
     from deepspeed.git_version_info import version
 
     known = megatron_deepspeed.job_of(engine.module)
     dialect, model = ("huggingface", model_of(engine.module)) if known is None else (known.dialect, known.model)
-    return Writer("deepspeed", version, __version__, torch.__version__, dialect, topology(engine), model.as_json())
+    return Writer("deepspeed", version, __version__, torch.__version__, dialect, topology(engine, names), model.as_json())
 
 
 def _optimized(
@@ -379,21 +385,20 @@ def _others(
     return tuple(excluded)
 
 
-def _stored_buffers(engine: Any, options: Options) -> list[tuple[str, torch.Tensor]]:
-    found = names_module.buffers(engine.module)
-    return [(name, buffer) for name, buffer, persistent in found if persistent or options.non_persistent_buffers]
+def _stored_buffers(names: ModuleNames, options: Options) -> list[tuple[str, torch.Tensor]]:
+    return [(each.name, each.tensor) for each in names.buffers if each.persistent or options.non_persistent_buffers]
 
 
-def _buffers(out: _Tensors, engine: Any, options: Options, names: ModuleNames, placed: Placement) -> None:
+def _buffers(out: _Tensors, options: Options, names: ModuleNames, placed: Placement) -> None:
     """Add the buffers that this rank is the first one to have. Running statistics differ between ranks, so parts do not fit."""
-    for name, buffer in _stored_buffers(engine, options):
+    for name, buffer in _stored_buffers(names, options):
         info = TensorInfo(name, "weight", name_of(buffer.dtype), tuple(buffer.shape), "buffer")
         out.listed.append(info)
         if placed.leads(names.holders(name)) and info.numel:
             out.shards.append(Shard(info, Box.whole(info.shape), buffer))
 
 
-def _objects(engine: Any, client_state: Mapping[str, Any]) -> dict[str, Any]:
+def _objects(engine: Any, names: ModuleNames, client_state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the non-tensor state of the job, which is what DeepSpeed itself saves."""
     scaler, grad_scaler = internals.loss_scaler(engine), internals.grad_scaler(engine)
     scheduler = internals.lr_scheduler(engine)
@@ -407,7 +412,7 @@ def _objects(engine: Any, client_state: Mapping[str, Any]) -> dict[str, Any]:
         if scaler is None
         else {k: getattr(scaler, k) for k in internals.SCALER_FIELDS if hasattr(scaler, k)},
         "grad_scaler": None if grad_scaler is None else grad_scaler.state_dict(),
-        EXTRA_STATE: _extra_states(engine),
+        EXTRA_STATE: _extra_states(names),
     }
     if engine.pipeline_parallelism:
         found[MICRO_BATCHES] = internals.micro_batches(engine)
@@ -421,11 +426,11 @@ def _named_state(scheduler: Any) -> dict[str, Any] | None:
     return {"class": type(scheduler).__name__, "state": scheduler.state_dict()}
 
 
-def _extra_states(engine: Any) -> dict[str, Any]:
+def _extra_states(names: ModuleNames) -> dict[str, Any]:
     """Return ``get_extra_state`` of the modules of this rank, by the stored name of the module."""
     return {
         name: child.get_extra_state()
-        for name, child in names_module.modules(engine.module)
+        for name, child in names.modules
         if type(child).get_extra_state is not torch.nn.Module.get_extra_state
     }
 
@@ -437,7 +442,7 @@ def _vocabularies(engine: Any, names: ModuleNames, client_state: Mapping[str, An
     return {f"{vocabulary.STORED}{name}": found[name] for name in own}
 
 
-def _shared_states(engine: Any, names: ModuleNames, placed: Placement) -> dict[str, Any]:
+def _shared_states(names: ModuleNames, placed: Placement) -> dict[str, Any]:
     """Return the extra states of the modules that this rank is the first one to have, by their key in the shared objects."""
-    found = _extra_states(engine)
+    found = _extra_states(names)
     return {f"{EXTRA_STATE}/{name}": state for name, state in found.items() if placed.leads(names.holders(name))}

@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_unickpt import tensor_parallel
 from ds_unickpt.huggingface import model_of
-from ds_unickpt.names import ModuleNames, buffers
+from ds_unickpt.names import ModuleNames
 from unickpt.convert import training_progress
 from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.dialects.hf_layouts import as_wanted
@@ -54,8 +54,9 @@ def as_named_here(checkpoint: Checkpoint, engine: Any, chosen: str, wanted: Shap
 def wanted_here(engine: Any) -> Shapes:
     """Return the shapes of the parameters and persistent buffers of this rank's model, by name."""
     slices = tensor_parallel.slices(engine)
-    found = {name: slices.of(parameter).shape for name, parameter in ModuleNames.read(engine.module).parameters.items()}
-    found |= {name: tuple(buffer.shape) for name, buffer, persistent in buffers(engine.module) if persistent}
+    names = ModuleNames.read(engine.module)
+    found = {name: slices.of(parameter).shape for name, parameter in names.parameters.items()}
+    found |= {each.name: tuple(each.tensor.shape) for each in names.buffers if each.persistent}
     return found
 
 

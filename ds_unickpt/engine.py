@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -328,10 +329,11 @@ def request_of(
         tier: save directory of the memory tier, if it is another than ``save_dir``.
     """
     state = client_state or {}
+    names = functools.cache(lambda: capture.names_of(engine))  # the announcement and the contribution of one save need them
 
     def contribute(announced: Message) -> Contribution:
         made = capture.contribution(
-            engine, ours.options, client_state=state, exclude_frozen=exclude_frozen, announced=announced
+            engine, ours.options, names(), client_state=state, exclude_frozen=exclude_frozen, announced=announced
         )
         residuals = {} if ours.compressed is None else ours.compressed.shared_objects()
         choice = {} if ours.choosing is None else ours.choosing.shared_objects(ours.meet.rank)
@@ -344,7 +346,7 @@ def request_of(
         save_dir=save_dir,
         tag=tag,
         save_latest=save_latest,
-        announce=lambda: capture.announcement(engine, ours.options, state),
+        announce=lambda: capture.announcement(engine, ours.options, names, state),
         must_match={"exclude_frozen_parameters": bool(exclude_frozen)},
         on_end=lambda save: _ended(ours, save, tier or split(save.directory)[0]),
     )

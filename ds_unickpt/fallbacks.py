@@ -85,7 +85,7 @@ def _experts_on_a_mesh(engine: Any) -> str:
 def _nested_experts(engine: Any) -> str:
     if not engine.has_moe_layers or _auto_experts(engine):
         return ""
-    nested = any(layer.name.count(EXPERTS) > 1 for layer in internals.expert_layers(engine.module))
+    nested = any(layer.name.count(EXPERTS) > 1 for layer in internals.expert_layers(internals.submodules(engine.module)))
     return "experts within experts" if nested else ""
 
 
@@ -96,7 +96,7 @@ def _auto_experts(engine: Any) -> bool:
 def _parameters_of_experts(engine: Any) -> str:
     if not engine.has_moe_layers or _auto_experts(engine) or _experts_on_a_mesh(engine) or _nested_experts(engine):
         return ""
-    layers = {layer.name: layer for layer in internals.expert_layers(engine.module)}
+    layers = {layer.name: layer for layer in internals.expert_layers(internals.submodules(engine.module))}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         layer, _, _ = name.rpartition(f".{EXPERTS}.")
         inside = layers.get(f"{layer}.{EXPERTS}")

@@ -159,14 +159,22 @@ class ExpertLayer:
 EXPERTS = "deepspeed_experts"
 
 
-def expert_layers(module: torch.nn.Module) -> tuple[ExpertLayer, ...]:
+Submodules = tuple[tuple[str, torch.nn.Module], ...]
+
+
+def submodules(module: torch.nn.Module) -> Submodules:
+    """Return a module and its submodules under all of their names. A walk through a large model takes milliseconds."""
+    return tuple(module.named_modules(remove_duplicate=False))
+
+
+def expert_layers(children: Submodules) -> tuple[ExpertLayer, ...]:
     """Return the expert layers of a module (moe/layer.py, utils/groups.py); () if it has none."""
     from deepspeed import comm as dist
     from deepspeed.moe.sharded_moe import MOELayer
     from deepspeed.utils import groups
 
     found = []
-    for name, child in module.named_modules(remove_duplicate=False):
+    for name, child in children:
         if isinstance(child, MOELayer) and child.ep_group is not None:
             count = int(child.num_local_experts)
             replicas = groups._get_expert_data_parallel_group(child.ep_group_name)
@@ -235,13 +243,29 @@ def extra_states(engine: Any) -> dict[str, Any | None]:
     }
 
 
-def non_persistent_names(module: torch.nn.Module) -> set[str]:
+def non_persistent_names(children: Submodules) -> set[str]:
     """Return the full names of the buffers that are registered with ``persistent=False``."""
+    return {f"{prefix}.{name}".lstrip(".") for prefix, child in children for name in child._non_persistent_buffers_set}
+
+
+def parameters_of(children: Submodules) -> dict[str, torch.nn.Parameter]:
+    """Return every parameter under all of its names, in the order of ``named_parameters(remove_duplicate=False)``."""
     return {
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, child in module.named_modules(remove_duplicate=False)
-        for name in child._non_persistent_buffers_set
+        f"{prefix}.{name}".lstrip("."): parameter
+        for prefix, child in children
+        for name, parameter in child._parameters.items()
+        if parameter is not None
     }
+
+
+def buffers_of(children: Submodules) -> dict[str, torch.Tensor]:
+    """Return every distinct buffer under its first name, in the order of ``named_buffers()``."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for prefix, child in children:
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                found.setdefault(id(buffer), (f"{prefix}.{name}".lstrip("."), buffer))
+    return dict(found.values())
 
 
 def process_groups(engine: Any) -> dict[str, list[Any]]:

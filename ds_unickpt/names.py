@@ -18,12 +18,13 @@ import itertools
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ds_unickpt import internals
 from ds_unickpt.fallbacks import UNKNOWN_BUFFERS
-from ds_unickpt.internals import EXPERTS, ExpertLayer, TiedCopy, plain
+from ds_unickpt.internals import EXPERTS, ExpertLayer, Submodules, TiedCopy, plain
 from ds_unickpt.slices import RankValues, local_shape
 
 _TIED = "tied_modules"
@@ -79,8 +80,8 @@ class _Spelling:
     experts: dict[str, ExpertLayer]
 
     @classmethod
-    def of(cls, module: torch.nn.Module) -> _Spelling:
-        return cls(internals.tied_copies(module), {plain(layer.name): layer for layer in internals.expert_layers(module)})
+    def of(cls, module: torch.nn.Module, children: Submodules) -> _Spelling:
+        return cls(internals.tied_copies(module), {plain(layer.name): layer for layer in internals.expert_layers(children)})
 
     def stored(self, name: str) -> str:
         return stored_name(expert_name(name, self.experts), self.copies)
@@ -127,23 +128,33 @@ def original_of(name: str) -> str:
     return f"{_TIED}.{found[1]}{found[3]}" if found is not None and found[2] else ""
 
 
-def _layer_prefixes(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
+def _layer_prefixes(module: torch.nn.Module, children: Submodules) -> Iterator[tuple[str, str]]:
     """Yield ``(name of a submodule, its name in a pipeline)`` for a module with a method ``unickpt_pipeline_layers``.
 
     The method returns the layers of the pipeline in order: a submodule, a pair ``(key, submodule)`` for a tied layer, or
     anything else for a layer without parameters.
     """
     layers = getattr(module, "unickpt_pipeline_layers", None)
-    names = {id(child): plain(name) for name, child in module.named_modules()} if callable(layers) else {}
+    names: dict[int, str] = {}
+    for name, child in children if callable(layers) else ():
+        names.setdefault(id(child), plain(name))
     for number, layer in enumerate(layers() if callable(layers) else ()):
         key, child = (f"{_TIED}.{layer[0]}", layer[1]) if isinstance(layer, tuple) else (str(number), layer)
         if names.get(id(child)):
             yield names[id(child)], key
 
 
+class OwnBuffer(NamedTuple):
+    """A distinct buffer of a module by its stored name."""
+
+    name: str
+    tensor: torch.Tensor
+    persistent: bool
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
-    """The parameters of a module by name.
+    """The parameters, buffers and submodules of a module by name. It is read once per save or load.
 
     Attributes:
         of: id(parameter) -> stored name, the first of its names.
@@ -153,6 +164,9 @@ class ModuleNames:
         elsewhere: stored names of tied parameters that an earlier pipeline stage also has, and stores.
         experts: expert layers by name.
         averaged: the parameters to average.
+        buffers: the buffers, in module order.
+        volatile: stored names of the buffers that are registered with ``persistent=False``.
+        modules: the module and its distinct submodules by stored name, and again under their names in a pipeline, if any.
     """
 
     of: dict[int, str]
@@ -162,13 +176,17 @@ class ModuleNames:
     elsewhere: frozenset[str]
     experts: dict[str, ExpertLayer]
     averaged: RankValues
+    buffers: tuple[OwnBuffer, ...]
+    volatile: frozenset[str]
+    modules: tuple[tuple[str, torch.nn.Module], ...]
 
     @classmethod
     def read(cls, module: torch.nn.Module, averaged: RankValues | None = None) -> ModuleNames:
         """Return the names of a module's parameters. Without ``averaged`` they are those of the first tensor-parallel rank."""
         averaged = averaged or RankValues()
-        found = dict(module.named_parameters(remove_duplicate=False))
-        spelling = _Spelling.of(module)
+        children = internals.submodules(module)
+        found = internals.parameters_of(children)
+        spelling = _Spelling.of(module, children)
         spelled = {own: averaged.stored(spelling.stored(name), found[own]) for own, name in spelled_plainly(found).items()}
         of: dict[int, str] = {}
         parameters: dict[str, torch.nn.Parameter] = {}
@@ -180,13 +198,22 @@ class ModuleNames:
             else:
                 of[id(parameter)] = name
                 parameters[name] = parameter
-        stored = {**{name: name for name in parameters}, **aliases, **{name: name for name, _, kept in buffers(module) if kept}}
-        for prefix, layer in _layer_prefixes(module):
+        volatile = internals.non_persistent_names(children)
+        held = internals.buffers_of(children)
+        spelled_held = spelled_plainly(held)
+        buffers = tuple(OwnBuffer(spelling.stored(spelled_held[own]), held[own], own not in volatile) for own in held)
+        stored = {**{name: name for name in parameters}, **aliases, **{b.name: b.name for b in buffers if b.persistent}}
+        prefixes = list(_layer_prefixes(module, children))
+        for prefix, layer in prefixes:
             under = {f"{layer}{name[len(prefix) :]}": to for name, to in stored.items() if name.startswith(f"{prefix}.")}
             aliases |= {alias: to for alias, to in under.items() if alias not in stored}
         shared = frozenset(f"{_TIED}.{copy.key}.{name}" for copy in spelling.copies for name in copy.shared)
         elsewhere = frozenset(name for name in spelled.values() if without_rank(name) in shared)
-        return cls(of, parameters, aliases, {name: own for own, name in spelled.items()}, elsewhere, spelling.experts, averaged)
+        return cls(
+            of, parameters, aliases, {name: own for own, name in spelled.items()}, elsewhere, spelling.experts, averaged,
+            buffers, frozenset(spelling.stored(plain(name)) for name in volatile),
+            tuple(_modules(children, spelling, prefixes)),
+        )  # fmt: skip
 
     def name(self, parameter: torch.nn.Parameter) -> str:
         """Return the stored name of a parameter. Raises UnsupportedLayoutError if the module does not have the parameter."""
@@ -202,26 +229,14 @@ class ModuleNames:
         return self.averaged.holders if own else holders(name, self.experts)
 
 
-def buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield ``(name, buffer, persistent)`` for every distinct buffer."""
-    volatile, spelling = internals.non_persistent_names(module), _Spelling.of(module)
-    found = dict(module.named_buffers())
-    spelled = spelled_plainly(found)
-    for name, buffer in found.items():
-        yield spelling.stored(spelled[name]), buffer, name not in volatile
-
-
-def volatile_names(module: torch.nn.Module) -> frozenset[str]:
-    """Return the stored names of the buffers that are registered with ``persistent=False``."""
-    spelling = _Spelling.of(module)
-    return frozenset(spelling.stored(plain(name)) for name in internals.non_persistent_names(module))
-
-
-def modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield ``(name, submodule)`` for a module and every distinct submodule, and again with its names in a pipeline, if any."""
-    spelling = _Spelling.of(module)
-    prefixes = list(_layer_prefixes(module))
-    for own, child in module.named_modules():
+def _modules(
+    children: Submodules, spelling: _Spelling, prefixes: Sequence[tuple[str, str]]
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    known: set[int] = set()
+    for own, child in children:
+        if id(child) in known:
+            continue
+        known.add(id(child))
         name = plain(own)
         yield spelling.stored(name), child
         for prefix, layer in prefixes:

@@ -6,7 +6,7 @@ sources (the docstrings name the files) and are verified against live weights. `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed import get_process_group_ranks
 
 from ds_unickpt import internals, tensor_parallel
 from ds_unickpt.fallbacks import UNKNOWN_BUFFERS
-from ds_unickpt.internals import BF16, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, is_zero3, wrapper_of
+from ds_unickpt.internals import BF16, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, ExpertLayer, is_zero3, wrapper_of
 from ds_unickpt.placement import Placement
 from ds_unickpt.swap_files import SwappedPartition, swapped_weight
 
@@ -378,16 +378,22 @@ def part_of(parameter: Any) -> torch.Tensor:
     return part
 
 
-def placement(engine: Any) -> Placement:
+def placement(engine: Any, layers: Iterable[ExpertLayer] | None = None) -> Placement:
     """Return where this rank stands among the ranks of the job.
 
     ZeRO-3 partitions over the sequence-parallel peers as well, so they are no replicas there.
+
+    Args:
+        engine: the DeepSpeedEngine.
+        layers: its expert layers; None to find them.
     """
+    if layers is None:
+        layers = internals.expert_layers(internals.submodules(engine.module))
     data = tuple(get_process_group_ranks(engine.seq_data_parallel_group))
     stage = internals.pipeline_stage(engine)
     rank, world = int(engine.global_rank), int(engine.world_size)
     ranks = tuple(range(world)) if stage is None else stage.ranks
-    same = set(ranks).intersection(*(layer.ranks for layer in internals.expert_layers(engine.module)))
+    same = set(ranks).intersection(*(layer.ranks for layer in layers))
     same &= set(tensor_parallel.rank_values(engine).holders or same)
     tensors = tensor_parallel.degree(engine)
     copies = len(data) < len(ranks) // tensors and not engine.zero_optimization_partition_weights()

@@ -19,7 +19,7 @@ from ds_unickpt import internals, partition_updates, partitions, swap_files, ten
 from ds_unickpt.batches import Batch
 from ds_unickpt.capture import SCALARS, topology
 from ds_unickpt.matching import Matching, OwnTensor
-from ds_unickpt.names import ModuleNames, buffers, volatile_names
+from ds_unickpt.names import ModuleNames
 from ds_unickpt.partitions import HeldParameter, Partition
 from ds_unickpt.placement import Placement
 from ds_unickpt.reads import Reads, mean
@@ -82,13 +82,13 @@ class EngineRestore:
         self.report = LoadReport(
             source=f"{checkpoint.storage} (step {checkpoint.manifest.step}, {source.framework} "
             f"{source.framework_version}, {describe(source.topology)}{translated_from(checkpoint)})",
-            target=describe(topology(engine)),
+            target=describe(topology(engine, self.names)),
         )
         self.report.notes = list(checkpoint.manifest.notes)
-        self.placed = partitions.placement(engine)
+        self.placed = partitions.placement(engine, self.names.experts.values())
         self.slices = tensor_parallel.slices(engine)
         padded = vocabulary.PaddedRows.of(checkpoint, engine, self.names)
-        self.matching = Matching(checkpoint, self.names, volatile_names(engine.module), padded, wanted.strict, self.report)
+        self.matching = Matching(checkpoint, self.names, self.names.volatile, padded, wanted.strict, self.report)
         self.matching.match(self._own_tensors(), optimizer=wanted.optimizer)
         for name, shape in self.matching.other_rows.items():
             parameter = self.names.parameters[name]
@@ -102,7 +102,7 @@ class EngineRestore:
         self._optimizer = RestoredOptimizer(
             engine, self.parts, self.names, self.slices, self._reads, self.report, allow_pickle=options.allow_pickle
         )
-        self._objects = RestoredObjects(engine, checkpoint, options, wanted, self.report)
+        self._objects = RestoredObjects(engine, checkpoint, options, self.names, wanted, self.report)
 
     # ---------------------------------------------------------------- names and shapes
 
@@ -122,7 +122,7 @@ class EngineRestore:
         for name, parameter in self.names.parameters.items():
             part = self.slices.of(parameter)
             yield OwnTensor(name, part.shape, id(parameter) in optimized, part.averaged)
-        for name, buffer, persistent in buffers(self.engine.module):
+        for name, buffer, persistent in self.names.buffers:
             if persistent or self._restores_buffer(name, buffer):
                 yield OwnTensor(name, tuple(buffer.shape), trained=False)
             else:
@@ -227,7 +227,7 @@ class EngineRestore:
                 self._request_plain(name, name_of(parameter.dtype), self.slices.of(parameter), held)
                 if held is not None and not held.live:
                     self._reads.copy_later(parameter, held.data)
-        for name, buffer, _ in buffers(self.engine.module):
+        for name, buffer, _ in self.names.buffers:
             if name in self._stored:
                 flat = self._reads.flat(buffer)
                 held = HeldParameter(0, flat.numel(), flat, live=True, replicated=True)
@@ -336,5 +336,5 @@ class EngineRestore:
     def _own_names(self) -> Iterable[tuple[str, None, None]]:
         for name in self.names.parameters:
             yield name, None, None
-        for name, _, _ in buffers(self.engine.module):
+        for name, _, _ in self.names.buffers:
             yield name, None, None

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_unickpt import batches, internals, names, partitions
+from ds_unickpt import batches, internals, partitions
 from ds_unickpt.batches import Batch
 from ds_unickpt.capture import EXTRA_STATE, MICRO_BATCHES
 from ds_unickpt.dialects import SCHEDULE
 from ds_unickpt.internals import plain
+from ds_unickpt.names import ModuleNames
 from ds_unickpt.placement import Generators
 from unickpt.convert.deepspeed import lr_schedulers
 from unickpt.dialects.translated_checkpoint import TranslatedCheckpoint
@@ -49,8 +50,15 @@ class RestoredObjects:
     """The non-tensor state of one load into one engine. Adds its entries to ``report``."""
 
     def __init__(
-        self, engine: Any, checkpoint: Checkpoint, options: Options, wanted: LoadArguments, report: LoadReport
+        self,
+        engine: Any,
+        checkpoint: Checkpoint,
+        options: Options,
+        names: ModuleNames,
+        wanted: LoadArguments,
+        report: LoadReport,
     ) -> None:
+        self.names = names
         self.engine, self.checkpoint, self.options, self.wanted, self.report = engine, checkpoint, options, wanted, report
         self._saved: dict[str, Any] = {}
         self._of_stages: dict[str, Any] = {}
@@ -190,7 +198,7 @@ class RestoredObjects:
             self._object(name, "restored")
 
     def _set_extra_state(self, saved: dict[str, Any]) -> None:
-        modules = dict(names.modules(self.engine.module))
+        modules = dict(self.names.modules)
         for name, state in {plain(name): state for name, state in saved.items()}.items():
             if name in modules and not isinstance(state, objects.Opaque):
                 modules[name].set_extra_state(state)
@@ -206,7 +214,7 @@ class RestoredObjects:
     def _extra_states_of_stages(self) -> dict[str, Any]:
         """Return the extra states that other pipeline stages than the first one stored, for the modules of this rank."""
         found = {}
-        own = {f"{EXTRA_STATE}/{name}": name for name, _ in names.modules(self.engine.module)}
+        own = {f"{EXTRA_STATE}/{name}": name for name, _ in self.names.modules}
         for key in self.checkpoint.shared_names():
             if key in own:
                 found[own[key]] = self.checkpoint.shared_object(key, allow_pickle=self.options.allow_pickle).value
