@@ -308,15 +308,18 @@ def _optimized(
     for part in parts:
         held = {"master": part.elements, **_tensor_states(base, part, kinds)}
         flats = {key: tensor.detach().reshape(-1) for key, tensor in held.items()}
-        known = {id(p): _infos(p, names, slices.of(p).shape, held) for p in part.parameters}
-        for infos in known.values():
-            out.listed += infos.values()
+        known, stored = {}, {}
+        for parameter in part.parameters:
+            own = slices.of(parameter)
+            known[id(parameter)] = _infos(parameter, names, own.shape, held)
+            out.listed += known[id(parameter)].values()
+            elsewhere = names.name(parameter) in names.elsewhere
+            stored[id(parameter)] = Stored.of(own, stored=part.stored and not elsewhere, across=part.across)
         for key, flat in flats.items():
             for piece in part.own(key):
                 data = flat.narrow(0, piece.at, piece.hi - piece.lo)
                 info = known[id(piece.parameter)][key]
-                stored = part.stored and info.name not in names.elsewhere
-                place = Stored.of(slices.of(piece.parameter), stored=stored, across=part.across)
+                place = stored[id(piece.parameter)]
                 if part.replicated:
                     out.replicated(info, place, data, placed.share_among(names.holders(info.name)))
                 else:
@@ -324,7 +327,7 @@ def _optimized(
         for piece in part.pieces:
             info = known[id(piece.parameter)]["weight"]
             if info.name not in names.elsewhere:
-                place = Stored.of(slices.of(piece.parameter), stored=part.stored, across=part.across)
+                place = stored[id(piece.parameter)]
                 _override(out, part, piece, info, place, flats["master"], placed.share_among(names.holders(info.name)))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +69,7 @@ class Tally:
         self.wrong += before["wrong"]
         self.deaths += before["deaths"]
         self.lost += before["lost"]
-        self.notes += before["notes"]
+        self.notes = together([*before["notes"], *self.notes])
 
     def to_json(self) -> dict[str, object]:
         return {"fault": self.fault, "how": self.how, "count": self.count, "outcomes": dict(self.outcomes), "wrong": self.wrong,
@@ -78,3 +80,17 @@ def spread(places: Counter[str], limit: int = 14) -> str:
     """Where the faults hit, the most frequent first."""
     shown = ", ".join(f"{place} {count}" for place, count in places.most_common(limit))
     return shown + (f", {len(places) - limit} more places" if len(places) > limit else "")
+
+
+_COUNTED = re.compile(r"(.+?) (\d+)(?:, |$)")
+
+
+def together(notes: Sequence[str]) -> list[str]:
+    """Return notes, with the counts of those added that say how often the same thing happened where (``spread``)."""
+    counts: dict[str, Counter[str]] = {}
+    for note in notes:
+        head, _, rest = note.partition(": ")
+        places = _COUNTED.findall(rest)
+        whole = ", ".join(f"{place} {count}" for place, count in places) == rest
+        counts.setdefault(head if whole else note, Counter()).update({place: int(count) for place, count in places if whole})
+    return [f"{head}: {spread(places)}" if places else head for head, places in counts.items()]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.tally import together
 from tests.support.repository import REPO
 from unickpt.testing.launch import environment
 
@@ -40,3 +41,8 @@ def test_a_fault(tallies: dict[str, list[dict[str, Any]]], name: str) -> None:
         assert tally["deaths"] == []
         assert tally["lost"] == []
         assert tally["count"] or "not done" in tally["notes"][0]
+
+
+def test_counts_of_several_runs_are_added() -> None:
+    notes = ["stage: committed, no copy yet 4, half 3", "other", "stage: half 1, committed, no copy yet 2", "a: b"]
+    assert together(notes) == ["stage: committed, no copy yet 6, half 4", "other", "a: b"]
