@@ -136,7 +136,7 @@ class _Tensors:
 def contribution(
     engine: Any,
     options: Options,
-    names: ModuleNames,
+    read_names: Callable[[], ModuleNames],
     *,
     client_state: Mapping[str, Any],
     exclude_frozen: bool,
@@ -147,7 +147,7 @@ def contribution(
     Args:
         engine: the DeepSpeedEngine.
         options: options of the ``unickpt`` key.
-        names: ``names_of(engine)``.
+        read_names: returns ``names_of(engine)``. It fails on a job that is not supported.
         client_state: state of the caller. The checkpoint stores the coordinator's for the job, and that of another rank
             for that rank if it differs.
         exclude_frozen: leave out parameters that do not require a gradient.
@@ -157,6 +157,7 @@ def contribution(
         UnsupportedLayoutError: the job uses a layout that unickpt does not support.
     """
     require_supported(engine)
+    names = read_names()
     parts = partitions.partitions(engine)
     base = internals.base_optimizer(engine)
     placed = partitions.placement(engine, names.experts.values())

@@ -333,7 +333,7 @@ def request_of(
 
     def contribute(announced: Message) -> Contribution:
         made = capture.contribution(
-            engine, ours.options, names(), client_state=state, exclude_frozen=exclude_frozen, announced=announced
+            engine, ours.options, names, client_state=state, exclude_frozen=exclude_frozen, announced=announced
         )
         residuals = {} if ours.compressed is None else ours.compressed.shared_objects()
         choice = {} if ours.choosing is None else ours.choosing.shared_objects(ours.meet.rank)
