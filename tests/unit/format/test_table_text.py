@@ -215,3 +215,12 @@ def test_tables_of_objects_and_of_text_are_equal() -> None:
     assert text != infos[:2]
     assert text[1:] == tuple(infos[1:])
     assert text[-1] == infos[-1]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_objects_of_tensors_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
+    monkeypatch.setattr(tensor_table, "_KEPT_TENSORS", kept)
+    infos = [TensorInfo(name, "weight", "F32", (2,), "parameter") for name in ("a", "b")]
+    table = tensor_table.from_text(tensor_table.to_text(infos).encode(), where="x")
+    assert [table[0], table[1], table[-1]] == [*infos, infos[1]]
+    assert [table[at] is table[at] for at in (0, 1)] == [kept > 0, kept > 1]
