@@ -5,7 +5,7 @@ fills them. Measured: 0.3 GB/s and a full core through the cache, 1.8 GB/s and o
 ``O_DIRECT`` (docs/evidence/benchmarks.md). Direct I/O requires addresses, lengths and file offsets that are
 multiples of a block. Unaligned data goes through a small aligned buffer.
 
-Reads do not bypass the cache: the kernel reads ahead of them, and direct reads wait for every block.
+Reads do not bypass the cache: there the kernel reads ahead of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def mostly_cached(descriptor: int, offset_bytes: int, size_bytes: int) -> bool:
     """Return whether the page cache holds most of a range, by ``mincore`` on some pages of it.
 
     A question about every page of a checkpoint takes as long as a tenth of its reads. A non-blocking read is no alternative: it
-    triggers read-ahead.
+    triggers read-ahead. Linux reports every page of a file as cached to a user that neither owns it nor may write it
+    (``can_do_mincore`` in ``mm/mincore.c``).
     """
     begin = offset_bytes // mmap.PAGESIZE * mmap.PAGESIZE
     length = offset_bytes + size_bytes - begin
