@@ -138,6 +138,7 @@ def _tell(found: WhatIf, out: Output) -> None:
     _table("link", found.by_link, found, out)
     _table("group", found.by_group, found, out)
     _table("communication that computation could hide, at most", found.exposed, found, out)
+    _table("the same by operation and size", found.exposed_operations, found, out)
     rows = [(each.question, _ms(each.step_s), _ms(each.gain_s), f"+- {_ms(each.error_s)}") for each in found.answers]
     if rows:
         out.table("what if", ("change", "step", "gain", "error"), rows)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.diagnosis.recording.records import Op
 from unickpt.errors import FormatError
 from unickpt.replay import edits
 from unickpt.replay.alike import PAUSES, Floats, Pieces, like_all, like_others, pieces_of, stages_of
@@ -70,6 +71,9 @@ class WhatIf:
             uneven partition of the model.
         by_host, by_stage, by_link, by_group, by_cause: name -> seconds.
         exposed: kind of group -> seconds that its transfers cost at most: the bound for hiding them behind computation.
+        exposed_operations: the same for each operation and size of a kind of group, such as the reduce-scatters after one kind
+            of layer: what a kernel that computes and communicates (Flux, arXiv 2406.06858) gains at most. Those that
+            take longest.
         measured_steps_s, replayed_steps_s: time of each step of the window.
         answers: answers to the questions of the caller.
     """
@@ -91,6 +95,7 @@ class WhatIf:
     by_group: Mapping[str, float]
     by_cause: Mapping[str, float]
     exposed: Mapping[str, float]
+    exposed_operations: Mapping[str, float]
     measured_steps_s: tuple[float, ...]
     replayed_steps_s: tuple[float, ...]
     answers: tuple[Answer, ...] = ()
@@ -116,8 +121,8 @@ class WhatIf:
         return {name: getattr(self, name) for name in named} | shown
 
 
-_KINDS = ("rank", "host", "pipeline stage", "link", "group", "cause", "communication of")
-_TABLES = ("by_rank", "by_host", "by_stage", "by_link", "by_group", "by_cause", "exposed")
+_KINDS = ("rank", "host", "pipeline stage", "link", "group", "cause", "communication of", "communication of")
+_TABLES = ("by_rank", "by_host", "by_stage", "by_link", "by_group", "by_cause", "exposed", "exposed_operations")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +222,8 @@ def analyse(trace: Trace, steps: tuple[int, int] | None = None, questions: Quest
         (int(window.steps[0]), int(window.steps[-1])), len(ranks), step_s, whole, undelayed, typical_s, error_s, ideal_s,
         step_s / ideal_s, by_rank, tuple(int(rank) for rank, has in zip(ranks, peers, strict=True) if not has),
         priced(_each_host(model)), _by_stage(model), priced(_each_link(model)), priced(_each_group(model)),
-        priced(_each_cause(model)), priced(_each_kind(model)), tuple(measured_steps.tolist()), tuple(table[:, 0].tolist()),
+        priced(_each_cause(model)), priced(_each_kind(model)), priced(_each_operation(model)),
+        tuple(measured_steps.tolist()), tuple(table[:, 0].tolist()),
         tuple(
             Answer(question, step_s - (whole - seconds), whole - seconds, error_s * max(seconds / whole, 1.0))
             for question, seconds in answered
@@ -311,6 +317,29 @@ def _each_cause(model: _Model) -> Iterator[tuple[str, Durations]]:
 def _each_kind(model: _Model) -> Iterator[tuple[str, Durations]]:
     for label, transfers in _by_label(model.graph).items():
         yield label, edits.without_time(model.now, transfers)
+
+
+def _each_operation(model: _Model) -> Iterator[tuple[str, Durations]]:
+    """Yield the operations and sizes of each kind of group that has several, without their time."""
+    graph = model.graph
+    if not len(graph.transfers.call):
+        return
+    trace, operation = graph.window.trace, edits.operations_of_transfers(graph)
+    call = trace.calls[graph.transfers.call]
+    by_label = _by_label(graph)
+    kind = np.zeros(len(call), np.int64)
+    for number, transfers in enumerate(by_label.values()):
+        kind[transfers] = number
+    size = np.where(operation == Op.ALL_TO_ALL, 0, call["bytes"])
+    names, part = np.unique(np.stack([kind, operation, size], axis=1), axis=0, return_inverse=True)
+    part = part.reshape(-1)
+    several = np.bincount(names[:, 0])[names[:, 0]] > 1
+    labels = list(by_label)
+    for at in _most(np.bincount(part, model.now.took_ns) * several):
+        if several[at]:
+            label, op, size_bytes = labels[int(names[at, 0])], Op(int(names[at, 1])).name.lower(), int(names[at, 2])
+            text = f"{label}: {op}" + (f" of {size_bytes:,} bytes" if size_bytes else "")
+            yield text, edits.without_time(model.now, np.flatnonzero(part == at))
 
 
 def _by_label(graph: Graph) -> dict[str, Ints]:

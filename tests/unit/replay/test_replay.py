@@ -126,6 +126,33 @@ def test_the_command_prices_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "none of the steps 7 to 8" in capsys.readouterr().err
 
 
+def test_communication_is_priced_by_operation_and_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a step of 20 ms, computation takes 12 ms, a gather of 1 KiB 2 ms, a reduction of 4 KiB 5 ms and a message 1 ms."""
+    folder = tmp_path / "rings"
+    folder.mkdir(mode=0o700)
+    groups = [group("tensor parallel", [0, 1]), group("data parallel", [0, 1])]
+    for rank in (0, 1):
+        rows = []
+        for step in range(1, 4):
+            begin = 1.0 + 20.0 * (step - 1)
+            rows.append(call(Op.ALL_GATHER, 0, 2 * step - 1, begin + 4, begin + 6, step=step, elements=256))
+            rows.append(call(Op.ALL_REDUCE, 0, 2 * step, begin + 10, begin + 15, step=step, elements=1024))
+            rows.append(call(Op.ALL_REDUCE, 1, step, begin + 19, begin + 20, step=step, elements=64))
+            rows.append(moment(Op.STEP, begin, begin + 20, step=step))
+        ring(folder, rank, 2, groups, rows, closed=True)
+    assert main(["whatif", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["exposed"] == pytest.approx({"tensor parallel": 0.007, "data parallel": 0.001})
+    parts = found["exposed_operations"]
+    assert len(parts) == 2
+    assert sum(parts.values()) == pytest.approx(0.007)
+    (gather,) = (value for name, value in parts.items() if name.startswith("tensor parallel: all_gather of "))
+    (reduce,) = (value for name, value in parts.items() if name.startswith("tensor parallel: all_reduce of "))
+    assert (gather, reduce) == pytest.approx((0.002, 0.005))
+    assert main(["whatif", str(folder)]) == 0
+    assert "the same by operation and size" in capsys.readouterr().out
+
+
 def test_waits_for_data_are_a_cause(tmp_path: Path) -> None:
     found = analyse(read_trace([str(two_ranks(tmp_path / "rings", pause=True))]))
     assert found.by_cause["data"] == pytest.approx(0.010)
