@@ -1,7 +1,7 @@
 """Replay of real jobs against what was run: the tables of ``docs/evidence/replay.md``.
 
 python -m tests.integration.replay.evidence --keep results/replay.jsonl --page docs/evidence/replay.md [--only zero1 ...]
-                                            [--page-only]
+                                            [--rounds 10] [--page-only]
 
 Each job makes ``STEPS`` steps. In the second half one rank computes longer. Its layers sleep, so that other programs on the
 machine disturb it little.
@@ -122,60 +122,110 @@ def _summary(found: WhatIf) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _of_jobs(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the runs of each job."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in runs:
+        found.setdefault(each["name"], []).append(each)
+    return found
+
+
+def _typical(values: list[float], text: str) -> str:
+    """Return the median and the value that is farthest from 0."""
+    return f"{statistics.median(map(abs, values)):{text}}, {max(map(abs, values)):{text}}"
+
+
+def _range(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """Figures of one run.
+
+    Attributes:
+        graph, bar: distance of the replay with measured durations, and error bar, of a step.
+        next_run, next_step: error of the prediction of the next steps: of their median, and the largest of one step.
+        held_s, sound_s: steps of both halves, medians.
+        sound: error of the sound step that the slow half predicts.
+        true_s, price_s: price of the slow rank, as difference of both halves and by the replay.
+        others: largest price of a sound rank, of a step.
+    """
+
+    graph: float
+    bar: float
+    next_run: float
+    next_step: float
+    held_s: float
+    sound_s: float
+    sound: float
+    true_s: float
+    price_s: float
+    others: float
+
+
+def _figures(run: dict[str, Any]) -> _Figures:
+    sound, slow = halves = run["halves"]
+    fast, held = (statistics.median(half["measured_steps_s"]) for half in halves)
+    held_out = run["held_out"]
+    expected = held - (slow["step_s"] - slow["predicted_s"])
+    return _Figures(
+        max(abs(half["replayed_s"] / half["step_s"] - 1) for half in halves),
+        max(half["error_s"] / half["step_s"] for half in halves),
+        max(abs(half["typical_s"] / statistics.median(half["measured_steps_s"]) - 1) for half in held_out),
+        max(abs(half["typical_s"] / measured - 1) for half in held_out for measured in half["measured_steps_s"]),
+        held, fast, expected / fast - 1, held - fast, slow["by_rank"][str(run["slow"])],
+        max(
+            seconds / half["step_s"]
+            for half in halves
+            for rank, seconds in half["by_rank"].items()
+            if half is sound or int(rank) != run["slow"]
+        ),
+    )  # fmt: skip
+
+
 def _rows(runs: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
     """Return the rows of the tables of self-replay and of predictions."""
     own, predicted = [], []
-    for each in runs:
-        sound, slow = each["halves"]
-        errors = [
-            abs(half["typical_s"] / measured - 1) for half in each["held_out"] for measured in half["measured_steps_s"]
-        ]  # fmt: skip
-        graph = max(abs(half["replayed_s"] / half["step_s"] - 1) for half in each["halves"])
-        bars = [half["error_s"] / half["step_s"] for half in each["halves"]]
+    for name, same in _of_jobs(runs).items():
+        found = [_figures(each) for each in same]
         own.append(
-            f"| {_name(each)} | {graph:.2%} | {max(bars):.1%} | {len(errors)} | {statistics.median(errors):.1%} "
-            f"| {max(errors):.1%} |"
+            f"| {name} | {len(found)} | {max(each.graph for each in found):.2%} | {max(each.bar for each in found):.1%} "
+            f"| {_typical([each.next_run for each in found], '.1%')} | {max(each.next_step for each in found):.1%} |"
         )
-        fast, held = (statistics.median(half["measured_steps_s"]) for half in each["halves"])
-        true, price = held - fast, slow["by_rank"][str(each["slow"])]
-        expected = held - (slow["step_s"] - slow["predicted_s"])
-        added = next(job.added_s for job in JOBS if job.name == each["name"])
-        others = [
-            seconds / half["step_s"]
-            for half in each["halves"]
-            for rank, seconds in half["by_rank"].items()
-            if half is sound or int(rank) != each["slow"]
-        ]
+        added = next(job.added_s for job in JOBS if job.name == name)
         predicted.append(
-            f"| {_name(each)} | {held:.3f} | {fast:.3f} | {expected:.3f} ({expected / fast - 1:+.1%}) | {added:.3f} "
-            f"| {true:.3f} | {price:.3f} ({price / true - 1:+.1%}) | {max(others):.1%} |"
+            f"| {name} | {statistics.median(each.held_s for each in found):.3f} "
+            f"| {statistics.median(each.sound_s for each in found):.3f} | {_typical([each.sound for each in found], '.1%')} "
+            f"| {added:.3f} | {_range([each.true_s for each in found])} | {_range([each.price_s for each in found])} "
+            f"| {_typical([each.price_s / each.true_s - 1 for each in found], '.1%')} "
+            f"| {max(each.others for each in found):.1%} |"
         )
     return own, predicted
-
-
-def _name(found: dict[str, Any]) -> str:
-    """Return the name of a run, with a mark if it ran beside other programs."""
-    return f"{found['name']}{' *' if found.get('beside') else ''}"
 
 
 def _compared(runs: list[dict[str, Any]]) -> list[str]:
     """Return the rows of the table of three ways to predict."""
     rows, totals = [], [[] for _ in range(6)]
-    for each in (run for run in runs if "sums_s" in run):
-        _, slow = each["halves"]
-        fast, held = (statistics.median(half["measured_steps_s"]) for half in each["halves"])
-        later = [
-            statistics.median(
-                abs(half[name] / measured - 1) for half in each["held_out"] for measured in half["measured_steps_s"]
-            )
-            for name in ("typical_s", "sums_s", "mean_s")
-        ]
-        replayed = held - (slow["step_s"] - slow["predicted_s"])
-        other = [abs(found / fast - 1) for found in (replayed, each["sums_s"], slow["step_s"])]
-        rows.append(f"| {_name(each)} | " + " | ".join(f"{error:.1%}" for error in (*later, *other)) + " |")
-        for total, error in zip(totals, (*later, *other), strict=True):
+    for name, same in _of_jobs([run for run in runs if "sums_s" in run]).items():
+        each_run = [_three_ways(run) for run in same]
+        errors = [statistics.median(column) for column in zip(*each_run, strict=True)]
+        rows.append(f"| {name} | " + " | ".join(f"{error:.1%}" for error in errors) + " |")
+        for total, error in zip(totals, errors, strict=True):
             total.append(error)
     return [*rows, "| **median** | " + " | ".join(f"{statistics.median(total):.1%}" for total in totals) + " |"]
+
+
+def _three_ways(run: dict[str, Any]) -> list[float]:
+    """Return the errors of one run: of the next steps and of the sound half, each by replay, sums and mean step."""
+    _, slow = run["halves"]
+    fast, held = (statistics.median(half["measured_steps_s"]) for half in run["halves"])
+    later = [
+        statistics.median(abs(half[name] / measured - 1) for half in run["held_out"] for measured in half["measured_steps_s"])
+        for name in ("typical_s", "sums_s", "mean_s")
+    ]
+    replayed = held - (slow["step_s"] - slow["predicted_s"])
+    return [*later, *(abs(found / fast - 1) for found in (replayed, run["sums_s"], slow["step_s"]))]
 
 
 def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
@@ -195,33 +245,36 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
             "real DeepSpeed or Megatron code. Its layers sleep for a fixed time, twice as long backward as forward, so compute "
             "times are known and repeatable. In the second half of the steps the layers of one rank sleep half as long again.",
             "",
-            "The machine has two cores for all ranks. Jobs marked * and those of the later tables ran beside other programs, "
-            "which held up single steps, and the others alone. Delays are part of all measured times: the same rank is not "
-            "equally fast in both halves.",
+            "The machine has two cores for all ranks. The jobs of the first three tables ran beside a few short unit tests, "
+            "those of the others partly beside other programs. Delays are part of all measured times: the same rank "
+            "is not equally fast in both halves.",
             "",
             "Command: `python -m tests.integration.replay.evidence --keep results/replay.jsonl --page docs/evidence/replay.md`",
             "",
             "## Self-replay",
             "",
-            "The *graph* column is the distance between the measured step and a replay with all measured durations. It shows "
-            "that the graph holds every dependency, and is near 0 by design. The *error bar* is the share of a step in which "
-            "hosts go on later than the transfer that they wait for is over. The last columns are a prediction: the typical "
-            "durations of the first steps of a half are replayed, and compared with each of the steps after them.",
+            "The *graph* column is the distance between the measured step and a replay with all measured durations. It "
+            "shows that the graph holds every dependency, and is near 0 by design. The *error bar* is the share of a step "
+            "in which hosts go on later than the transfer that they wait for is over. The last columns are a prediction: "
+            "the typical durations of the first steps of a half are replayed, and compared with the steps after them: with "
+            "their median (the worse half of each run; median and worst of all runs), and with the step that is farthest "
+            "from it.",
             "",
-            "| job | graph | error bar | steps predicted | error, median | error, worst step |",
+            "| job | runs | graph, at most | error bar, at most | error of a run: median, worst | worst step |",
             "|---|---|---|---|---|---|",
             *own,
             "",
             "## A slow rank",
             "",
             "The sound step is predicted from the slow half alone (`--rank-like-peers`) and compared with the sound half. "
-            "Steps of both halves are medians. *Added* is the time that the "
-            "layers of the slow rank sleep longer in a step. The true price is the difference of both halves, with all "
-            "disturbances of the machine. The last column is the largest price of any sound rank, in both halves. Each row is "
-            "one run. The two last jobs ran beside a test suite that took both cores: their steps vary by half.",
+            "Steps are medians. *Added* is the time that the layers of the slow rank sleep longer in a step. The true price "
+            "is the difference of both halves, with all disturbances of the machine, which has fewer cores than ranks: it "
+            "varies more than the price by replay. Errors are the median and the worst of all runs. The last column is the "
+            "largest price of any sound rank, in both halves of all runs.",
             "",
-            "| job | slow, s | sound, s | predicted, s | added, s | true price, s | price, s | sound ranks, at most |",
-            "|---|---|---|---|---|---|---|---|",
+            "| job | slow, s | sound, s | error of the predicted sound step | added, s | true price, s | price, s "
+            "| error of the price | sound ranks, at most |",
+            "|---|---|---|---|---|---|---|---|---|",
             *predicted,
             "",
             "## Three ways to predict",
@@ -258,15 +311,16 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keep", type=Path, required=True, help="file of results; a job that is in it is not run again")
+    parser.add_argument("--keep", type=Path, required=True, help="file of results; the runs that are in it are not repeated")
     parser.add_argument("--page", type=Path)
     parser.add_argument("--only", nargs="*", help="layouts to run")
+    parser.add_argument("--rounds", type=int, default=10, help="runs of each job that the file shall hold")
     parser.add_argument("--page-only", action="store_true")
     args = parser.parse_args()
     kept = [json.loads(line) for line in args.keep.read_text().splitlines()] if args.keep.exists() else []
-    done = {each["name"] for each in kept}
-    for job in JOBS:
-        if args.page_only or job.name in done or (args.only and job.layout not in args.only):
+    rounds = 0 if args.page_only else args.rounds
+    for job, at in ((job, at) for at in range(rounds) for job in JOBS):
+        if sum(each["name"] == job.name for each in kept) > at or (args.only and job.layout not in args.only):
             continue
         found = run(job)
         kept.append(found)
