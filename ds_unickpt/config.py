@@ -26,8 +26,8 @@ def read_options(config: Mapping[str, Any]) -> Options | None:
 def unused_options(config: Mapping[str, Any]) -> list[str]:
     """Return the options of checkpoints that a configuration sets without ``"enabled"``, so that they have no effect.
 
-    With ``"enabled": false`` the list is empty: the user has switched checkpoints off. Sections such as ``"timing"`` work
-    without it.
+    With ``"enabled": false`` the list is empty: the user has switched checkpoints off. Sections such as ``"timing"``, and
+    ``"precision"``, work without it.
     """
     section = config[KEY]
-    return [] if "enabled" in section else [key for key in section if key not in SECTIONS]
+    return [] if "enabled" in section else [key for key in section if key not in (*SECTIONS, "precision")]

@@ -142,12 +142,16 @@ def adopt(runtime: EngineRuntime, engine: Any) -> None:
     options = read_options(internals.config_of(engine))
     if options is None:
         return
-    if options.enabled or options.timing.enabled or options.compression.scheme != "none":
+    if options.enabled or options.timing.enabled or options.compression.scheme != "none" or options.precision:
         make_visible()
     if options.timing.enabled:  # imported only then
         from ds_unickpt import timing
 
         timing.begin(engine, options.timing)
+    if options.precision:
+        from ds_unickpt import precision
+
+        precision.begin(engine, options.precision)
     choosing = automatic.begin(runtime, engine, options)
     compressed = begin(runtime, engine, options.compression)
     if not options.enabled:

@@ -13,13 +13,18 @@ from unickpt import autoload
 if TYPE_CHECKING:
     from megatron_unickpt.api import load, resume_or_start, save
     from megatron_unickpt.edge import RUNTIME
+    from megatron_unickpt.precision import apply_precision
     from megatron_unickpt.strategies import UnickptLoadStrategy, UnickptSaveStrategy
     from megatron_unickpt.timing import begin as time_collectives
 
-__all__ = ["RUNTIME", "UnickptLoadStrategy", "UnickptSaveStrategy", "load", "resume_or_start", "save", "time_collectives"]
+__all__ = [
+    "RUNTIME", "UnickptLoadStrategy", "UnickptSaveStrategy", "apply_precision", "load", "resume_or_start", "save",
+    "time_collectives",
+]  # fmt: skip
 
 _MODULES = {
     "RUNTIME": ("megatron_unickpt.edge", "RUNTIME"),
+    "apply_precision": ("megatron_unickpt.precision", "apply_precision"),
     "load": ("megatron_unickpt.api", "load"),
     "resume_or_start": ("megatron_unickpt.api", "resume_or_start"),
     "save": ("megatron_unickpt.api", "save"),

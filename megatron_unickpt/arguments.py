@@ -64,8 +64,13 @@ def asynchronous_arguments(options: argparse.Namespace) -> dict[str, Any]:
 def parse_arguments(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap ``parse_args``: replace ``--ckpt-format unickpt`` with the format whose branches the scripts take."""
     parsed = wrapped(*args, **kwargs)
-    timing = from_flags(parsed).timing
-    if timing.enabled:  # imported only then
+    options = from_flags(parsed)
+    timing = options.timing
+    if options.precision:  # imported only then
+        from megatron_unickpt import precision
+
+        precision.begin(options.precision)
+    if timing.enabled:
         from megatron_unickpt.timing import begin_with_groups
 
         begin_with_groups(timing)

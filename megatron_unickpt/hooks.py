@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megatron_unickpt import precision
 from megatron_unickpt.declaration import declared
 from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.runtime import Purpose, Runtime
@@ -283,8 +284,9 @@ METADATA = [
 ]  # fmt: skip
 
 
+OPTIONAL = precision.OPTIONAL  # installed only if an option asks for them
 DECLARED = [
-    *CORE, *ASYNCHRONOUS, *OPTIMIZER, *DISTRIBUTED_OPTIMIZER, *LAYER_WISE_OPTIMIZER, *ARGUMENTS, *SCRIPTS, *METADATA,
+    *CORE, *ASYNCHRONOUS, *OPTIMIZER, *DISTRIBUTED_OPTIMIZER, *LAYER_WISE_OPTIMIZER, *ARGUMENTS, *SCRIPTS, *METADATA, *OPTIONAL,
 ]  # fmt: skip
 
 

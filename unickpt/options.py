@@ -273,6 +273,7 @@ class Options:
         choices=WHEN,
         no_flag="use Megatron's `--load`",
     )
+    precision: str = _option("", "file of `unickpt plan precision`: layers that compute in bf16 on slow ranks")
     compression: CompressionOptions = field(default=CompressionOptions())
     memory: MemoryOptions = field(default=MemoryOptions())
     timing: TimingOptions = field(default=TimingOptions())

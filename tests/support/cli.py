@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 
+from unickpt.cli.main import main
 from unickpt.format.boxes import Box
 from unickpt.format.index import TensorInfo
 from unickpt.save.shards import Shard
@@ -33,6 +36,15 @@ def trainer_run(folder: Path, *steps: int) -> Path:
         handmade.save_single(run, f"global_step{step}", step=step)
         (run / "trainer_state.json").write_text("{}")
     return folder
+
+
+def json_of(*argv: str) -> dict[str, Any]:
+    """Return the JSON document that a command of ``unickpt`` prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main([*argv, "--json"]) == 0, printed.getvalue()
+    found: dict[str, Any] = json.loads(printed.getvalue())
+    return found
 
 
 def python(*argv: object, code: int = 0) -> subprocess.CompletedProcess[str]:

@@ -12,6 +12,7 @@ PLANS = {
     "bits": ("unickpt.cli.plan_bits", "choose the bits of each weight under a limit of memory"),
     "parallel": ("unickpt.cli.plan_parallel", "choose tensor, pipeline and data parallelism and the size of a microbatch"),
     "pipeline": ("unickpt.cli.plan_pipeline", "cut the layers into pipeline stages of even time"),
+    "precision": ("unickpt.cli.plan_precision", "choose the layers of slow ranks that compute in bf16"),
     "ranks": ("unickpt.cli.plan_ranks", "order hosts so that heavy groups avoid slow links and places"),
 }
 

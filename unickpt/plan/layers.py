@@ -117,13 +117,20 @@ class RankLayers:
 
     Attributes:
         rank: global rank.
+        device: name of its kind of device.
         microbatches: microbatches of a step.
-        layers_s: time of its layers for one microbatch, forward and backward.
+        layers: its layers, by number in the whole model.
     """
 
     rank: int
+    device: str
     microbatches: float
-    layers_s: float
+    layers: Mapping[int, MeasuredLayer]
+
+    @property
+    def layers_s(self) -> float:
+        """Time of its layers for one microbatch, forward and backward."""
+        return sum(each.forward_s + each.backward_s for each in self.layers.values())
 
 
 def ranks_of(documents: Mapping[str, Any]) -> list[RankLayers]:
@@ -133,8 +140,9 @@ def ranks_of(documents: Mapping[str, Any]) -> list[RankLayers]:
         rank, steps = document.get("rank"), document.get("steps")
         calls = [row.get("calls") for row in document["layers"]]
         if type(rank) is int and type(steps) is int and steps > 0 and all(type(each) is int for each in calls):
-            own_s = sum(each.forward_s + each.backward_s for each in layers_of(document, where))
-            found.append(RankLayers(rank, max(calls) / steps, own_s))
+            layers = layers_of(document, where)
+            numbers = [row["number"] for row in document["layers"]]
+            found.append(RankLayers(rank, layers[0].device, max(calls) / steps, dict(zip(numbers, layers, strict=True))))
     return found
 
 

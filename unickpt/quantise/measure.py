@@ -31,7 +31,7 @@ from unickpt.quantise.scheme import Scheme
 SECOND_MOMENT, WEIGHT_ERROR, VARIANCE = "second-moment", "weight-error", "variance"
 INDICATORS = (SECOND_MOMENT, WEIGHT_ERROR, VARIANCE)
 MOMENT = "exp_avg_sq"
-_BLOCK_ELEMENTS = 4 << 20
+BLOCK_ELEMENTS = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def measure(
         for module in unit.modules:
             info = weights[f"{module}.weight"]
             inputs = _inputs(module, info, how)
-            for box in cut(Box.whole(info.shape), max(_BLOCK_ELEMENTS, info.shape[1])):
+            for box in cut(Box.whole(info.shape), max(BLOCK_ELEMENTS, info.shape[1])):
                 rows = checkpoint.read_box(info, box, verify="off").view(box.shape)
                 weighing = _weighing(checkpoint, info, box, how, inputs)
                 total += float(rows.double().square().sum())

@@ -12,8 +12,6 @@ so that other programs on the machine disturb them little.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import itertools
 import json
 import os
@@ -27,7 +25,8 @@ from typing import Any
 
 import torch
 
-from unickpt.cli.main import main as unickpt
+from tests.integration.plan import precision
+from tests.support.cli import json_of
 from unickpt.diagnosis.recording.layer_times import LayerTimes, TimedLayer
 from unickpt.plan.parallel import ParallelLayout
 from unickpt.plan.partition import Partition
@@ -42,16 +41,8 @@ LAYERS_S = [0.01, 0.01, 0.01, 0.01, 0.02, 0.03, 0.02, 0.04]
 MICROBATCHES, STEPS, CALLS = 8, 6, 200
 CUTS = [[0, at, 8] for at in range(1, 8)] + [[0, 2, 4, 6, 8], [0, 4, 6, 7, 8], [0, 3, 5, 7, 8], [0, 4, 5, 7, 8]]
 BATCH, MEGATRON_S = 8, [0.08] * 4
+PRECISION = Path("results/plan-precision.jsonl")  # of ``tests.integration.plan.precision``
 EARLIER = "megatron, 20 ms"  # part of the results: the same with shorter layers, and one measured job
-
-
-def planned(*arguments: str) -> dict[str, Any]:
-    """Return what ``unickpt plan`` says."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        assert unickpt(["plan", *arguments, "--json"]) == 0, said.getvalue()
-    found: dict[str, Any] = json.loads(said.getvalue())
-    return found
 
 
 def job(folder: Path, name: str, world: int, **asked: Any) -> dict[str, Any]:
@@ -76,7 +67,7 @@ def deepspeed(folder: Path) -> Iterator[dict[str, Any]]:
     files = read_layers([rings])
     known = recorded(read_trace([str(rings)]), files.ranks)
     plans = {
-        stages: planned("pipeline", str(rings), "--stages", str(stages), "--microbatches", str(MICROBATCHES))
+        stages: json_of("plan", "pipeline", str(rings), "--stages", str(stages), "--microbatches", str(MICROBATCHES))
         for stages in (2, 4)
     }
     yield {"part": "deepspeed", "what": "measured", **first}
@@ -96,8 +87,8 @@ def megatron(folder: Path) -> Iterator[dict[str, Any]]:
     for layout in ("gpt-pp2dp2-dist", "gpt-tp2pp2-dist"):
         first = job(folder, layout, 4, **base, layout=layout, every=1)
         yield {"part": "megatron", "what": "measured", "layout": layout, **first}
-        plan = planned(  # from the records of the last job, and the layers of both, by the store
-            "parallel", str(folder / layout), "--devices", "4", "--global-batch", str(BATCH), "--most-micro-batch", "2",
+        plan = json_of(  # from the records of the last job, and the layers of both, by the store
+            "plan", "parallel", str(folder / layout), "--devices", "4", "--global-batch", str(BATCH), "--most-micro-batch", "2",
             "--most-chunks", "2", "--per-host", "4", "--show", "1000", "--store", str(folder / "store"),
         )["layouts"]  # fmt: skip
     for at, each in enumerate(plan):
@@ -128,11 +119,12 @@ def scripts(folder: Path) -> Iterator[dict[str, Any]]:
 
     lines = run(4, "--pipeline-model-parallel-size", "2", *timing.split())
     yield {"part": "scripts", "what": "pretrain_gpt.py, PP2", "arguments": [], "iterations": lines}
-    pipeline = planned("pipeline", str(rings), "--stages", "2", "--microbatches", "8")
+    pipeline = json_of("plan", "pipeline", str(rings), "--stages", "2", "--microbatches", "8")
     arguments = pipeline["megatron_arguments"]
     yield {"part": "scripts", "what": "`plan pipeline`", "arguments": arguments, "iterations": run(6, *arguments)}
-    best = planned(
-        "parallel", str(rings), "--devices", "2", "--global-batch", "8", "--per-host", "2", "--store", str(folder / "store")
+    best = json_of(
+        "plan", "parallel", str(rings), "--devices", "2", "--global-batch", "8", "--per-host", "2",
+        "--store", str(folder / "store"),
     )["layouts"][0]  # fmt: skip
     arguments = best["megatron_arguments"]
     yield {"part": "scripts", "what": "`plan parallel`", "arguments": arguments, "iterations": run(8, *arguments)}
@@ -143,8 +135,8 @@ def deepspeed_json(folder: Path) -> Iterator[dict[str, Any]]:
     base = {"kind": "deepspeed", "layers": LAYERS_S, "microbatches": MICROBATCHES, "save": str(folder / "checkpoint")}
     first = job(folder, "measured", 2, **base, stages=2, every=1)
     yield {"part": "json", "what": "measured", **first}
-    found = planned(
-        "parallel", str(folder / "measured"), "--devices", "2", "--global-batch", str(MICROBATCHES), "--tensor", "1",
+    found = json_of(
+        "plan", "parallel", str(folder / "measured"), "--devices", "2", "--global-batch", str(MICROBATCHES), "--tensor", "1",
         "--most-chunks", "1", "--most-micro-batch", "4", "--show", "1000", "--store", str(folder / "store"),
     )["layouts"]  # fmt: skip
     best = {each["pipeline"]: each for each in reversed(found)}  # the best layout with each number of stages
@@ -325,6 +317,8 @@ def page(kept: list[dict[str, Any]]) -> str:
             )
         lines.append("")
     missing = [text for part, text in _NOT_SHOWN.items() if not any(each["part"] == part for each in kept)]
+    if PRECISION.exists():
+        lines += precision.section([json.loads(line) for line in PRECISION.read_text().splitlines()])
     lines += ["## Not shown", "", *missing, "Unlike devices, orders of real hosts, devices other than processors.", ""]
     return "\n".join(lines)
 

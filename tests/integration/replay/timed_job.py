@@ -23,10 +23,15 @@ WARM_UP = 3  # steps before the first half
 
 
 class SleepingLayers:
-    """Adds sleep to layers, all for the same time or each for its own. ``factor`` multiplies it."""
+    """Adds sleep to layers, all for the same time or each for its own.
+
+    Attributes:
+        factor: multiplies it.
+        low: multiplies it for a layer whose output is in bf16.
+    """
 
     def __init__(self, layers: Iterable[torch.nn.Module], seconds: float | Sequence[float]) -> None:
-        self.factor = 1.0
+        self.factor = self.low = 1.0
         sleeping = self
 
         class Sleep(torch.autograd.Function):
@@ -43,9 +48,9 @@ class SleepingLayers:
 
         def after(own_s: float) -> Callable[[Any, Any, Any], Any]:
             def hook(_module: Any, _inputs: Any, outputs: Any) -> Any:
-                if isinstance(outputs, tuple):
-                    return (Sleep.apply(outputs[0], own_s), *outputs[1:])
-                return Sleep.apply(outputs, own_s)
+                first = outputs[0] if isinstance(outputs, tuple) else outputs
+                slept = Sleep.apply(first, own_s * (sleeping.low if first.dtype is torch.bfloat16 else 1.0))
+                return (slept, *outputs[1:]) if isinstance(outputs, tuple) else slept
 
             return hook
 

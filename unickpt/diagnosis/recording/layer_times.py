@@ -101,7 +101,7 @@ class LayerTimes:
             self._layers[layer.number] = layer
             self._total = max(self._total, layer.total)
             self._times[layer.number] = _Times()
-            self._devices |= {each.device for each in layer.module.parameters() if each.device.type != "cpu"}
+            self._devices |= devices_of(layer.module)
 
     def stepped(self) -> None:
         """A step has ended: write what was sampled, and begin the next sample if it is time."""
@@ -185,7 +185,7 @@ class LayerTimes:
         document = {
             "schema": SCHEMA,
             **self._about,
-            "device": _device(self._devices),
+            "device": device_name(self._devices),
             "steps": self._sampled,
             "total": self._total,
             "layers": self.layers(),
@@ -228,8 +228,17 @@ class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(pack, lambda tensor: tensor)
 
 
-def _device(devices: set[torch.device]) -> str:
-    """Return the name of the kind of device that the layers are on."""
+def devices_of(module: torch.nn.Module) -> set[torch.device]:
+    """Return the devices with parameters of a module; none for a processor."""
+    return {each.device for each in module.parameters() if each.device.type != "cpu"}
+
+
+def device_name(devices: set[torch.device]) -> str:
+    """Return the name of the kind of device that layers are on.
+
+    Args:
+        devices: result of ``devices_of``.
+    """
     for device in devices:
         return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return f"cpu {platform.processor() or platform.machine()}"

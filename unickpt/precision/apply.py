@@ -1,0 +1,87 @@
+"""Apply a policy to the layers of a model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from unickpt.diagnosis.recording.layer_times import device_name, devices_of
+from unickpt.precision.policy import LOW, Policy
+from unickpt.precision.regions import AUTOCAST, CAST, compute_in
+
+_SHOWN = 5  # names in a message
+
+logger = logging.getLogger("unickpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What was done.
+
+    Attributes:
+        layers: names of the layers that have the dtype of the policy now.
+        warnings: why others have not, as text.
+    """
+
+    layers: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def apply_policy(
+    policy: Policy, layers: Mapping[str, torch.nn.Module], where: str, *, rank: int, world: int, all_layers: bool,
+    knows_autocast: bool = True,
+) -> Applied:  # fmt: skip
+    """Let the layers of a policy compute in its dtype, if this rank has the policy.
+
+    Args:
+        policy: the policy.
+        layers: layers of this rank by name.
+        where: file of the policy, for messages.
+        rank, world: global rank, and number of ranks of the job.
+        all_layers: whether this rank has all layers of the model. A pipeline stage has not.
+        knows_autocast: whether the backward functions of the layers know autocast on a processor.
+    """
+    if reason := policy.mismatch(world):
+        return Applied(warnings=(f"{where} is not used: {reason}. Make a plan for this job, or name a kind of device",))
+    done: list[str] = []
+    narrow: list[str] = []
+    for name, dtype in policy.dtypes.items():
+        module = layers.get(name)
+        if module is None:
+            continue
+        devices = devices_of(module)
+        if not policy.has(rank, device_name(devices)):
+            continue
+        if any(each.is_floating_point() and each.dtype is not torch.float32 for each in module.parameters()):
+            narrow.append(name)
+            continue
+        device = next(iter(devices)).type if devices else "cpu"
+        way = CAST if dtype == LOW and device == "cpu" and not knows_autocast else AUTOCAST
+        compute_in(module, dtype, device, way)
+        done.append(name)
+    missing = [name for name in policy.dtypes if name not in layers] if all_layers else []
+    found = []
+    if missing:
+        found.append(f"{where} names layers that this model does not have: {_some(missing)}. It has {_some(list(layers))}")
+    if narrow:
+        found.append(
+            f"{where} is not used for {_some(narrow)}: a plan needs float32 weights, and these are not. Train without bf16 and "
+            "fp16 in the configuration of the framework, so that the plan decides which layers compute in bf16"
+        )
+    return Applied(tuple(done), tuple(found))
+
+
+def log(applied: Applied, rank: int) -> None:
+    """Log what was done, on every rank that has it."""
+    for text in applied.warnings:
+        logger.warning("unickpt: rank %d: %s", rank, text)
+    if applied.layers:
+        logger.info("unickpt: rank %d computes %s by the precision plan", rank, _some(list(applied.layers)))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more if names else "no layers that are known to unickpt"
