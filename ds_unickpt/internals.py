@@ -290,6 +290,16 @@ def process_groups(engine: Any) -> dict[str, list[Any]]:
     return {label: [group for group in held if group is not None] for label, held in found.items()}
 
 
+def groups_within_layers(engine: Any) -> list[Any]:
+    """Return this rank's process groups whose ranks exchange activations inside of a layer."""
+    found = process_groups(engine)
+    groups = [group for label in ("tensor parallel", "sequence parallel", "expert parallel") for group in found[label]]
+    names = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group")
+    getter = next((getter for name in names if (getter := getattr(engine.mpu, name, None)) is not None), None)
+    groups += [getter()] if getter is not None else []
+    return [group for at, group in enumerate(groups) if group is not None and group not in groups[:at]]
+
+
 def default_store() -> Any:
     """Return the key-value store that set up the job's process groups."""
     from torch.distributed import distributed_c10d

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ds_unickpt import internals
 from ds_unickpt.timed_layers import layers_of
 from unickpt.precision.apply import apply_policy, log
 from unickpt.precision.policy import read_policy
@@ -26,5 +27,8 @@ def begin(engine: Any, path: str) -> None:
     """
     layers = {each.name: each.module for each in layers_of(engine.module)}
     whole = not engine.pipeline_parallelism
-    applied = apply_policy(read_policy(path), layers, path, rank=dist.get_rank(), world=dist.get_world_size(), all_layers=whole)
+    applied = apply_policy(
+        read_policy(path), layers, path, rank=dist.get_rank(), world=dist.get_world_size(), all_layers=whole,
+        together=internals.groups_within_layers(engine),
+    )  # fmt: skip
     log(applied, dist.get_rank())

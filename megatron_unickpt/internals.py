@@ -134,6 +134,14 @@ def process_groups() -> dict[str, list[Any]]:
     return found
 
 
+def groups_within_layers() -> list[Any]:
+    """Return this rank's process groups whose ranks exchange activations inside of a layer."""
+    labels = ("tensor model parallel", "context parallel", "expert model parallel", "expert tensor parallel")
+    found = process_groups()
+    groups = [group for label in labels for group in found.get(label, [])]
+    return [group for at, group in enumerate(groups) if group not in groups[:at]]
+
+
 def default_store() -> Any:
     """Return the key-value store that set up the job's process groups."""
     from torch.distributed import distributed_c10d

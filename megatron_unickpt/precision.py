@@ -38,9 +38,14 @@ def apply_precision(chunks: Iterable[torch.nn.Module], path: str) -> None:
 
 
 def _apply(policy: Policy, chunk: torch.nn.Module, path: str) -> None:
+    from megatron_unickpt.internals import groups_within_layers  # this module is imported before megatron-core is complete
+
     layers = {each.name: each.module for each in layers_of(chunk)}
     rank, world = dist.get_rank(), dist.get_world_size()
-    log(apply_policy(policy, layers, path, rank=rank, world=world, all_layers=False, knows_autocast=False), rank)
+    applied = apply_policy(
+        policy, layers, path, rank=rank, world=world, all_layers=False, knows_autocast=False, together=groups_within_layers()
+    )
+    log(applied, rank)
 
 
 def forward_hook(path: str) -> Hook:

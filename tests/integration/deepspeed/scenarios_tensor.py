@@ -5,6 +5,7 @@ A group of its own: AutoTP leaves global process groups behind in DeepSpeed.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.integration.deepspeed.truth import Truth, differences
 from unickpt.cli.main import main
 from unickpt.errors import UnsupportedLayoutError
 from unickpt.load.checkpoint import Checkpoint
+from unickpt.precision.policy import Policy
 
 FUSED = "blocks.0.qkv_proj.weight"
 META = "ds_autotp_universal_checkpoint_meta"
@@ -173,3 +175,19 @@ def a_checkpoint_of_deepspeed_itself_resumes_under_another_tensor_parallelism(fo
         scramble(target)
         target.load_checkpoint(str(folder / "converted"))
         assert differences(truth, truth_of(target)) == []
+
+
+@scenario(4)
+def ranks_that_share_layers_have_a_precision_plan_together_or_not_at_all(folder: Path) -> None:
+    def losses(ranks: tuple[int, ...]) -> list[float]:
+        path = folder / f"plan{dist.get_rank()}.json"
+        path.write_text(json.dumps(Policy({"blocks.0": "bf16"}, ranks=ranks, world=4).as_json()))
+        section = {"enabled": True, "async_save": False, **({"precision": str(path)} if ranks else {})}
+        return train(build(TensorLayout(2, 2, 1), seed=1, unickpt=section), 2)
+
+    expected = losses(())
+    with Log() as log:
+        assert losses((1,)) == expected
+    told = any("not all ranks that compute the same layers in parts" in line for line in log.lines)
+    assert told == (dist.get_rank() == 1), log.lines
+    assert losses((0, 1)) != expected

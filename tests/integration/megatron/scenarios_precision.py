@@ -110,3 +110,19 @@ def narrow_weights_are_a_warning(folder: Path) -> None:
     logging.getLogger("unickpt").removeHandler(handler)
     assert any("a plan needs float32 weights" in line for line in lines) == (dist.get_rank() == 1), lines
     assert job.train(1) == Job(Layout(dp=2), seed=1).train(1)
+
+
+@scenario(2)
+def ranks_that_share_layers_have_a_plan_together_or_not_at_all(folder: Path) -> None:
+    layout = Layout(tp=2, optimizer="fp32")
+    expected = Job(layout, seed=1).train(2)
+    job = Job(layout, seed=1)
+    megatron_unickpt.apply_precision(job.chunks, _plan(folder))
+    seen = _dtypes(job)
+    assert job.train(2) == expected
+    assert set(seen.values()) == {torch.float32}
+    job = Job(layout, seed=1)
+    megatron_unickpt.apply_precision(job.chunks, _plan(folder, ranks=(0, 1)))
+    seen = _dtypes(job)
+    assert job.train(2) != expected
+    assert [seen[at] for at in range(4)] == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
