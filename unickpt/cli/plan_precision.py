@@ -93,7 +93,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     times = SavedTimes(read_trace(list(map(str, args.folders))), args.steps)
     found = plan_precision(groups, times.work_s, times.steps_s, within=args.within / 100)
     low = {name: LOW for group in found.groups for name in group.low}
-    ranks = () if args.device else tuple(each.rank for each in measured)
+    ranks = () if args.device else tuple(sorted(rank for group in found.groups if group.low for rank in group.ranks))
     policy = Policy(low, args.device or "", ranks, len(times.work_s) if ranks else 0)
     document = policy.as_json() | _prediction(found, groups, times, indicator)
     if args.out is not None:

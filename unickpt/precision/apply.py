@@ -82,18 +82,19 @@ def apply_policy(
             f"{where} is not used for {_some(narrow)}: a plan needs float32 weights, and these are not. Train without bf16 and "
             "fp16 in the configuration of the framework, so that the plan decides which layers compute in bf16"
         )
+    if policy.ranks and policy.dtypes and policy.has(rank, kind) and not done and not narrow and not missing:
+        found.append(f"{where}: rank {rank} has none of the layers {_some(list(policy.dtypes))}. It has {_some(list(layers))}")
     return Applied(tuple(done), tuple(found))
 
 
 def _all_have(policy: Policy, rank: int, device: str, together: Sequence[Any]) -> bool:
-    """Return whether this rank and all ranks that it computes layers with have the policy. Collective of each group."""
+    """Return whether this rank and all ranks that it computes layers with have the same policy. Collective of each group."""
     has = policy.has(rank, device)
-    if policy.device or policy.ranks:
-        for group in together:  # the groups are the axes of a grid, so one round is enough
-            if dist.get_world_size(group) > 1:
-                found: list[Any] = [None] * dist.get_world_size(group)
-                dist.all_gather_object(found, has, group=group)
-                has = all(found)
+    for group in together:  # the groups are the axes of a grid, so one round is enough
+        if dist.get_world_size(group) > 1:
+            found: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(found, (has, policy), group=group)
+            has = all(each == (True, policy) for each in found)
     return has
 
 

@@ -121,6 +121,10 @@ def ranks_that_share_layers_have_a_plan_together_or_not_at_all(folder: Path) -> 
     seen = _dtypes(job)
     assert job.train(2) == expected
     assert set(seen.values()) == {torch.float32}
+    own = {f"decoder.layers.{dist.get_rank()}": "bf16"}  # another file on each rank
+    job = Job(layout, seed=1)
+    megatron_unickpt.apply_precision(job.chunks, _plan(folder, ranks=(0, 1), dtypes=own))
+    assert job.train(2) == expected
     job = Job(layout, seed=1)
     megatron_unickpt.apply_precision(job.chunks, _plan(folder, ranks=(0, 1)))
     seen = _dtypes(job)

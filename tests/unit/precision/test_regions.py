@@ -148,6 +148,8 @@ def test_a_plan_that_does_not_fit_is_a_warning() -> None:
     assert unknown.layers == ("a",)
     assert "names layers that this model does not have: c. It has a, b" in unknown.warnings[0]
     assert applied(Policy({"c": "bf16"}), layers, all_layers=False).warnings == ()
+    none = applied(Policy({"c": "bf16"}, ranks=(0,), world=1), layers, all_layers=False)
+    assert none.warnings == ("plan.json: rank 0 has none of the layers c. It has a, b",)
     narrow = applied(Policy({"b": "bf16"}), layers)
     assert narrow.layers == ()
     assert "a plan needs float32 weights" in narrow.warnings[0]
