@@ -11,8 +11,9 @@ from typing import Any
 
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
-from unickpt.plan.compute import ComputeCosts
-from unickpt.plan.layers import MeasuredLayer
+from unickpt.layer_costs.compute import ComputeCosts
+from unickpt.layer_costs.measured import MeasuredLayer
+from unickpt.layer_costs.store import default_store, remember, remembered
 from unickpt.plan.parallel import (
     Measured,
     RatedLayout,
@@ -24,7 +25,6 @@ from unickpt.plan.parallel import (
 )
 from unickpt.plan.records import recorded
 from unickpt.plan.sources import read_layers
-from unickpt.plan.store import default_store, remember, remembered
 from unickpt.replay.sources import read_trace
 
 JSON_SCHEMA = 1

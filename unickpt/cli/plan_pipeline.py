@@ -14,7 +14,8 @@ from unickpt.cli.output import Output
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.recording.ring import SUFFIX
 from unickpt.errors import ConfigError
-from unickpt.plan.layers import MeasuredLayer, megatron_arguments, vllm_partition
+from unickpt.layer_costs.measured import MeasuredLayer
+from unickpt.plan.layers import cost_of, megatron_arguments, vllm_partition
 from unickpt.plan.partition import Device, Partition, Unmet, plan_stages
 from unickpt.plan.records import Recorded, recorded
 from unickpt.plan.sources import read_layers
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     microbatches = args.microbatches or 4 * len(devices)
     has_rings = files.ranks and all(any(each.glob(f"*{SUFFIX}")) for each in args.layers)
     known = recorded(read_trace(list(map(str, args.layers))), files.ranks) if has_rings else Recorded()
-    costs = [each.cost(args.bytes_per_parameter) for each in files.layers]
+    costs = [cost_of(each, args.bytes_per_parameter) for each in files.layers]
     found = plan_stages(costs, devices, microbatches, reorder=args.reorder)
     if isinstance(found, Unmet):
         if args.json:

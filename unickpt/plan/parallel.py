@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from unickpt.diagnosis.recording.records import Op
-from unickpt.plan.compute import ComputeCosts
-from unickpt.plan.layers import LAYER, MeasuredLayer, megatron_layout
+from unickpt.layer_costs.compute import ComputeCosts
+from unickpt.layer_costs.measured import LAYER, MeasuredLayer
+from unickpt.plan.layers import cost_of, megatron_layout
 from unickpt.plan.links import LinkCosts
 from unickpt.plan.partition import Device, LayerCost, Partition, Unmet, plan_stages
 from unickpt.replay.programs import in_flight, step_time
@@ -182,7 +183,7 @@ def rate(measured: Measured, space: Space, layout: ParallelLayout) -> RatedLayou
     """Return the prediction for one layout; the memory in bytes that a device needs if it does not fit."""
     layers = [_resized(measured, layout, each) for each in measured.layers]
     per_parameter = SHARED_BYTES + SHARDED_BYTES / (layout.data if space.sharded else 1)
-    costs = [each.cost(per_parameter) for each in layers]
+    costs = [cost_of(each, per_parameter) for each in layers]
     stages = layout.pipeline * layout.chunks
     limit = space.memory_bytes if layout.chunks == 1 else float("inf")
     cut = plan_stages(costs, [Device(memory_bytes=limit)] * stages, layout.microbatches)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from unickpt.layer_costs.measured import LAYER, MeasuredLayer
 from unickpt.plan.bits import Choices, LayerBits, Option, plan_bits
-from unickpt.plan.layers import LAYER, MeasuredLayer, RankLayers
+from unickpt.plan.layers import RankLayers
 from unickpt.plan.partition import Device, Unmet
 
 GRID = 64  # parts of the largest saving that are tried, and parts of the one that is found

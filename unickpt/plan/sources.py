@@ -10,7 +10,8 @@ from typing import Any
 
 from unickpt.diagnosis.recording.layer_times import SUFFIX
 from unickpt.errors import FormatError, NotACheckpointError
-from unickpt.plan.layers import MeasuredLayer, RankLayers, layers_of, layers_of_ranks, ranks_of
+from unickpt.layer_costs.measured import MeasuredLayer, layers_of
+from unickpt.plan.layers import RankLayers, layers_of_ranks, ranks_of
 from unickpt.private_files import read_text
 
 _MOST_BYTES = 64 << 20

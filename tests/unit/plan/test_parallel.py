@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from unickpt.plan.compute import ComputeCosts
-from unickpt.plan.layers import EMBEDDING, LAYER, LOSS, MeasuredLayer
+from unickpt.layer_costs.compute import ComputeCosts
+from unickpt.layer_costs.measured import EMBEDDING, LAYER, LOSS, MeasuredLayer
 from unickpt.plan.links import Line, LinkCosts
 from unickpt.plan.parallel import (
     LayoutBinds,

@@ -7,7 +7,8 @@ from itertools import combinations
 
 import pytest
 
-from unickpt.plan.layers import MeasuredLayer, RankLayers
+from unickpt.layer_costs.measured import MeasuredLayer
+from unickpt.plan.layers import RankLayers
 from unickpt.plan.precision import LayerChoice, PrecisionPlan, SlowRanks, plan_precision, slow_ranks
 from unickpt.replay.savings import SavedTimes
 from unickpt.testing.simulation.layout import ParallelLayout

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unickpt.errors import FormatError
-from unickpt.plan.layers import MeasuredLayer, as_text, layers_of
+from unickpt.layer_costs.measured import MeasuredLayer, as_text, layers_of
 from unickpt.private_files import append, read_text
 
 MOST_BYTES = 8 << 20  # newest part of the store that counts

@@ -14,7 +14,7 @@ from statistics import median
 
 import numpy as np
 
-from unickpt.plan.layers import MeasuredLayer
+from unickpt.layer_costs.measured import MeasuredLayer
 
 
 @dataclass(frozen=True, slots=True)
