@@ -15,8 +15,9 @@ from unickpt.diagnosis.recording.layer_times import TimedLayer
 def layers_of(model: torch.nn.Module) -> list[TimedLayer]:
     """Return the layers that this rank has.
 
-    A pipeline has its layers. Another model has those of its largest ``ModuleList``, and its embeddings if it names them as
-    models of transformers do.
+    A pipeline has its layers. Another model has those of its largest ``ModuleList``, or ``Sequential`` if it has no such list,
+    and its embeddings if it names them as models of transformers do. ZeRO-3 partitions parameters; a layer computes with the
+    whole ones.
     """
     found = internals.pipeline_layers(model)
     if found is not None:
@@ -26,24 +27,38 @@ def layers_of(model: torch.nn.Module) -> list[TimedLayer]:
         for number, function in enumerate(functions, start=first):
             if isinstance(function, torch.nn.Module) and id(function) not in seen:
                 seen.add(id(function))  # a tied layer that is on this rank twice counts once
-                rows.append(TimedLayer(number, str(number), "layer", function, total))
+                rows.append(_layer(number, str(number), "layer", function, total))
         return rows
     return _in_lists(model)
 
 
 def _in_lists(model: torch.nn.Module) -> list[TimedLayer]:
-    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, torch.nn.ModuleList)]
-    if not lists:
+    found: dict[type[Any], list[tuple[str, Any]]] = {torch.nn.ModuleList: [], torch.nn.Sequential: []}
+    for name, each in model.named_modules():
+        for kind, lists in found.items():
+            if isinstance(each, kind):
+                lists.append((name, each))
+    candidates = next((lists for lists in found.values() if lists), None)
+    if candidates is None:
         return []
-    name, largest = max(lists, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()))
+    name, largest = max(candidates, key=lambda each: parameters_of(each[1]))
     total = len(largest) + 2
-    found = [TimedLayer(at, f"{name}.{at - 1}", "layer", module, total) for at, module in enumerate(largest, start=1)]
+    rows = [_layer(at, f"{name}.{at - 1}".lstrip("."), "layer", module, total) for at, module in enumerate(largest, start=1)]
     for number, role, getter in ((0, "embedding", "get_input_embeddings"), (total - 1, "loss", "get_output_embeddings")):
         named: Callable[[], Any] | None = getattr(model, getter, None)
         module = named() if named is not None else None
         if isinstance(module, torch.nn.Module):
-            found.append(TimedLayer(number, getter.removeprefix("get_"), role, module, total))
-    return found
+            rows.append(_layer(number, getter.removeprefix("get_"), role, module, total))
+    return rows
+
+
+def _layer(number: int, name: str, role: str, module: torch.nn.Module, total: int) -> TimedLayer:
+    return TimedLayer(number, name, role, module, total, parameters_of(module))
+
+
+def parameters_of(module: torch.nn.Module) -> int:
+    """Return the number of parameters of a module, whole ones also under ZeRO-3."""
+    return sum(getattr(each, "ds_numel", each.numel()) for each in module.parameters())
 
 
 def stage_layers(layers: Sequence[Any], parts: Sequence[int]) -> tuple[list[Any], str]:

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from unickpt.diagnosis.agent import launch
 from unickpt.diagnosis.host import stack_dumps
 from unickpt.diagnosis.recording.device_events import CudaEvents, EventSource
-from unickpt.diagnosis.recording.layer_times import SUFFIX as LAYERS
 from unickpt.diagnosis.recording.layer_times import LayerTimes, TimedLayer
 from unickpt.diagnosis.recording.phases import PhaseHooks
 from unickpt.diagnosis.recording.process_group_hooks import ProcessGroupHooks
@@ -35,6 +34,7 @@ from unickpt.diagnosis.recording.ring_folder import (
     write_note,
 )
 from unickpt.io_times import IoTime
+from unickpt.layer_costs.measured import SUFFIX as LAYERS
 from unickpt.memory_status import MemoryStatus, write_status
 from unickpt.options import TimingOptions
 from unickpt.round_folder import folder_of_round

@@ -16,6 +16,8 @@ import numpy as np
 
 from unickpt.layer_costs.measured import MeasuredLayer
 
+SIGMA = 1.4826  # standard deviation / median absolute deviation
+
 
 @dataclass(frozen=True, slots=True)
 class WorkLine:
@@ -43,6 +45,18 @@ class ComputeCosts:
                 points.setdefault((each.device, each.kind), {}).setdefault(work_of(each), []).append(time_s)
         self.lines: Mapping[tuple[str, str], WorkLine] = {key: _line(found) for key, found in points.items()}
         self._works = {key: sorted(found) for key, found in points.items()}
+        self._points = points
+
+    def expected(self, layer: MeasuredLayer) -> float | None:
+        """Return the seconds of a layer, forward and backward; None if its class was not measured on its device."""
+        line = self.lines.get((layer.device, layer.kind))
+        return line.at(work_of(layer)) if line is not None and layer.tokens and layer.parameters else None
+
+    def error(self, layer: MeasuredLayer) -> float:
+        """Return the spread of the measured times of its class on its device, as a share of the expected ones."""
+        line = self.lines[layer.device, layer.kind]
+        points = self._points[layer.device, layer.kind]
+        return SIGMA * median(abs(time_s / line.at(work) - 1) for work, times in points.items() for time_s in times)
 
     def resized(self, layer: MeasuredLayer, tokens: float, shards: float) -> MeasuredLayer:
         """Return a layer with other sizes: its times, parameters and memory.

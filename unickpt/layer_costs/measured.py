@@ -10,6 +10,7 @@ from typing import Any
 
 from unickpt.errors import FormatError
 
+SUFFIX = ".layers.json"  # of the file of a rank, beside its ring
 EMBEDDING, LAYER, LOSS = "embedding", "layer", "loss"
 ROLES = (EMBEDDING, LAYER, LOSS)
 _NUMBERS = ("forward_s", "backward_s", "parameters", "activation_bytes", "input_bytes", "tokens")

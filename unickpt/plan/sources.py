@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unickpt.diagnosis.recording.layer_times import SUFFIX
 from unickpt.errors import FormatError, NotACheckpointError
-from unickpt.layer_costs.measured import MeasuredLayer, layers_of
+from unickpt.layer_costs.measured import SUFFIX, MeasuredLayer, layers_of
 from unickpt.plan.layers import RankLayers, layers_of_ranks, ranks_of
 from unickpt.private_files import read_text
 

@@ -58,24 +58,33 @@ class SleepingLayers:
             layer.register_forward_hook(after(seconds if isinstance(seconds, float) else seconds[at]))
 
 
-def deepspeed_job(layout: str, rings: str, seconds: float) -> tuple[Callable[[], Any], SleepingLayers]:
-    """``zero1``, ``zero3``, ``pipeline``, ``pipeline8`` (microbatches, default 4): return a step of it, and its layers."""
+def deepspeed_job(layout: str, rings: str, seconds: float, **timing: Any) -> tuple[Callable[[], Any], SleepingLayers]:
+    """Return a step of a layout, and its layers.
+
+    Args:
+        layout: ``zero1``, ``zero3``, ``pipeline``, ``pipeline8`` (microbatches, default 4), ``pipeline8x4`` (stages).
+        rings: folder of the rings.
+        seconds: that a layer sleeps.
+        timing: further options of timing.
+    """
     import deepspeed
 
     torch.manual_seed(1)
     width = 64
+    microbatches, _, stages = layout.removeprefix("pipeline").partition("x") if layout.startswith("pipeline") else ("1", "", "")
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": int(layout.removeprefix("pipeline") or 4) if layout.startswith("pipeline") else 1,
+        "gradient_accumulation_steps": int(microbatches or 4),
         "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
-        "unickpt": {"timing": {"enabled": True, "watch": False, "folder": rings}},
+        "unickpt": {"timing": {"enabled": True, "watch": False, "folder": rings, **timing}},
     }
     layers = [torch.nn.Linear(width, width) for _ in range(8)]
     sleeping = SleepingLayers(layers, seconds)
     if layout.startswith("pipeline"):
         module = deepspeed.pipe.PipelineModule(
-            layers, num_stages=2, loss_fn=lambda out, target: (out - target).square().mean(), partition_method="uniform"
-        )
+            layers, num_stages=int(stages or 2), loss_fn=lambda out, target: (out - target).square().mean(),
+            partition_method="uniform",
+        )  # fmt: skip
         engine, *_ = deepspeed.initialize(model=module, config=config)
         data = iter([(torch.ones(4, width), torch.zeros(4, width))] * 100_000)
         return lambda: engine.train_batch(data), sleeping
@@ -90,7 +99,7 @@ def deepspeed_job(layout: str, rings: str, seconds: float) -> tuple[Callable[[],
     return step, sleeping
 
 
-def megatron_job(layout: str, rings: str, seconds: float) -> tuple[Callable[[], Any], SleepingLayers]:
+def megatron_job(layout: str, rings: str, seconds: float, **timing: Any) -> tuple[Callable[[], Any], SleepingLayers]:
     """Return a step of a layout of the matrix, such as ``tp2pp2dp2``, and its layers."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -100,7 +109,7 @@ def megatron_job(layout: str, rings: str, seconds: float) -> tuple[Callable[[], 
     from unickpt.options import TimingOptions
 
     job = Job(Layout.parse(layout))
-    megatron_unickpt.time_collectives(TimingOptions(enabled=True, watch=False, folder=rings))
+    megatron_unickpt.time_collectives(TimingOptions(**{"enabled": True, "watch": False, "folder": rings, **timing}))
     layers = [each for chunk in job.chunks for each in chunk.modules() if isinstance(each, TransformerLayer)]
     return lambda: job.train(1), SleepingLayers(layers, seconds)
 

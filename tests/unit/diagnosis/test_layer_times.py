@@ -87,6 +87,18 @@ def test_times_are_those_of_the_layers(tmp_path: Path) -> None:
     assert [each.forward_s > 0 for each in model] == [False, False, False, True, True, False]
 
 
+def test_the_newest_samples_show_the_time_of_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "00000.layers.json"
+    job = Job(path)
+    for _ in range(6):
+        job.step()
+    monkeypatch.setitem(globals(), "FORWARD_S", 0.03)
+    for _ in range(2):
+        job.step()
+    row = rows(path)[0]
+    assert row["forward_s"] < 0.02 < 0.03 + BACKWARD_S < row["recent_s"]  # two of the three newest samples are slow
+
+
 def test_recomputation_is_part_of_the_backward_time(tmp_path: Path) -> None:
     path = tmp_path / "00000.layers.json"
     job = Job(path, again=True)
@@ -106,9 +118,9 @@ def test_only_sampled_steps_have_hooks(tmp_path: Path) -> None:
     for _ in range(9):
         job.step()
         seen.append(hooks(job.layers[0]))
-    assert seen == [0, 2, 0, 0, 2, 0, 0, 2, 0]
-    assert json.loads(path.read_text())["steps"] == 3
-    assert rows(path)[0]["calls"] == 9
+    assert seen == [0, 2, 2, 2, 2, 0, 0, 2, 0]  # three at first, then one out of three
+    assert json.loads(path.read_text())["steps"] == 5
+    assert rows(path)[0]["calls"] == 15
     job.times.stop()
     job.times.stepped()
     assert not job.layers[0].weight._backward_hooks

@@ -18,6 +18,7 @@ import numpy as np
 
 from unickpt.diagnosis.agent import server
 from unickpt.diagnosis.agent.cpu_starvation import CpuWaitSampler
+from unickpt.diagnosis.agent.layer_prior import LayerPrior
 from unickpt.diagnosis.agent.server import AgentReply, Collector
 from unickpt.diagnosis.detectors.examine import Examination, examine, with_process
 from unickpt.diagnosis.detectors.hangs import LONGEST_S
@@ -37,7 +38,8 @@ from unickpt.diagnosis.snapshot.clocks import on_one_clock
 from unickpt.diagnosis.snapshot.snapshot import NEWEST_STEPS, RankSnapshot, Snapshot, take_snapshot
 from unickpt.diagnosis.snapshot.steps import STEP
 from unickpt.diagnosis.snapshot.tcp_windows import TcpSampler
-from unickpt.errors import UnickptError
+from unickpt.errors import FormatError, UnickptError
+from unickpt.layer_costs.store import default_store
 from unickpt.limited_http import RateLimitedLog
 from unickpt.logs import printable
 from unickpt.memory_status import read_status
@@ -185,11 +187,12 @@ class Agent:
         name: name of this agent for the first one; default: made from host and folder.
         key: key that authenticates snapshots; empty for none.
         movement: whether to look at the movement of ranks that others wait for.
+        store: file with the times of layers in earlier jobs; default: that of the user.
     """
 
     def __init__(
         self, folder: Path, tell: Tell, collector: Collector | None = None, address: Address = lambda: "", *, name: str = "",
-        key: bytes = b"", movement: bool = False,
+        key: bytes = b"", movement: bool = False, store: Path | None = None,
     ) -> None:  # fmt: skip
         self._folder, self._tell, self._collector, self._address = folder, tell, collector, address
         self._name, self._key, self._movement = name or name_of(folder), key, movement
@@ -201,6 +204,7 @@ class Agent:
         self._noted: dict[int, ProcessExit] = {}
         self._history = StepHistory()
         self._sampler, self._usual, self._cpu_waits = TcpSampler(), LinkHistory(), CpuWaitSampler()
+        self._prior = LayerPrior(folder, store or default_store())
 
     def look(self, job: HostRings, exits: Mapping[int, ProcessExit] | None = None) -> Look | None:
         """Process one look: the rings as read, and the processes that have ended.
@@ -212,7 +216,12 @@ class Agent:
         own = take_snapshot(job, {rank: text for rank, (text, _) in self._stacks.items()}, exits)
         pids = {rank: one.pid for rank, one in own.ranks.items() if one.state is not State.DEAD}
         shares = self._cpu_waits.shares(time.monotonic_ns(), pids)
-        ranks = {rank: self._with_movement(rank, one, shares.get(rank, 0.0)) for rank, one in own.ranks.items()}
+        layers = self._prior.look()
+        self._remember_layers(own)
+        ranks = {
+            rank: dataclasses.replace(self._with_movement(rank, one, shares.get(rank, 0.0)), layers=layers.get(rank))
+            for rank, one in own.ranks.items()
+        }
         windows = self._sampler.window(time.monotonic_ns(), connections_of(pids))
         own = dataclasses.replace(own, ranks=ranks, windows=windows)
         if self._collector is None:
@@ -239,6 +248,12 @@ class Agent:
             if self._once(verdict.key, text):
                 self._note(verdict, text, found, snapshot)
         return Look(snapshot, lasting, merged.longest_wait_ns)
+
+    def _remember_layers(self, own: Snapshot) -> None:
+        try:
+            self._prior.remember(max((one.step for one in own.ranks.values()), default=0))
+        except FormatError as err:
+            self.tell(f"{PREFIX}the times of layers are not kept for later jobs, training is not affected ({err})")
 
     def _lasts(self, verdict: Verdict, step: int) -> bool:
         """Return whether a finding has lasted long enough: beside other work, every rank is slow for a moment."""

@@ -41,15 +41,23 @@ def stragglers(steps: Steps, *, last: int = 20, fewest: int = 16, warm_up: int =
         fewest: smallest number of steps of a rank that is judged.
         warm_up: number of first steps of a job to skip.
     """
-    steps = steps[steps["number"] > warm_up]
-    steps = steps[np.lexsort((steps["number"], steps["rank"]))]
-    left = np.searchsorted(steps["rank"], steps["rank"], side="right") - np.arange(len(steps))
-    steps = steps[left <= last]
-    classes = [_compared(peers, last, fewest) for peers in _alike(steps)]
-    classes = [each for each in classes if each.judged.any()]
+    classes = [each for each in _classes(steps, last, fewest, warm_up) if each.judged.any()]
     always, judged = _always(classes), sum(int(each.judged.sum()) for each in classes)
     found = [slow for each in classes for slow in _slow(each, always, judged)]
     return [verdict for _, verdict in sorted(found, key=lambda each: -each[0])]
+
+
+def peers_known(steps: Steps, *, last: int = 20, fewest: int = 16, warm_up: int = 5) -> dict[int, bool]:
+    """Return for each rank with peers whether ``stragglers``, with the same arguments, judges it."""
+    classes = _classes(steps, last, fewest, warm_up)
+    return {rank: judged for each in classes for rank, judged in zip(each.ranks.tolist(), each.judged.tolist(), strict=True)}
+
+
+def _classes(steps: Steps, last: int, fewest: int, warm_up: int) -> list[_Compared]:
+    steps = steps[steps["number"] > warm_up]
+    steps = steps[np.lexsort((steps["number"], steps["rank"]))]
+    left = np.searchsorted(steps["rank"], steps["rank"], side="right") - np.arange(len(steps))
+    return [_compared(peers, last, fewest) for peers in _alike(steps[left <= last])]
 
 
 def _alike(steps: Steps) -> list[Steps]:

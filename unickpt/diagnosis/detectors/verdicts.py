@@ -133,6 +133,21 @@ class LongSteps:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowLayers:
+    """The layers of a rank take longer than those of earlier jobs.
+
+    Attributes:
+        took_s: seconds of a step.
+        expected_s: seconds of a step in earlier jobs on such a device.
+        others: median of ``took_s / expected_s`` of the other ranks; 0 if unknown.
+    """
+
+    took_s: float
+    expected_s: float
+    others: float
+
+
+@dataclass(frozen=True, slots=True)
 class SlowTransfers:
     """Transfers take ``factor`` times as long as the baseline."""
 
@@ -174,8 +189,8 @@ class SilentLinks:
 
 
 Evidence = (
-    NotEntered | Unfinished | CircularWait | CallVariant | LongSteps | SlowTransfers | CpuStarvation | Exited | DownMember
-    | SilentLinks
+    NotEntered | Unfinished | CircularWait | CallVariant | LongSteps | SlowLayers | SlowTransfers | CpuStarvation | Exited
+    | DownMember | SilentLinks
 )  # fmt: skip
 
 

@@ -1,14 +1,16 @@
 """Times of a model's layers in sampled steps, in a small file of each rank beside its ring.
 
-Hooks are on the layers only during a sampled step, so other steps cost nothing. A forward hook of torch begins and ends the
-forward time. The backward time begins when the gradient of a layer's output is known, and ends when that of its input is known
-(hooks on these tensors, which leave the graph as it is). A forward computation inside a backward pass repeats the one before it
-(activation checkpointing), so its time is part of the backward time. On a device each of these moments waits for the device.
+Hooks are on the layers only during a sampled step, so other steps cost nothing. The first samples are of consecutive steps.
+
+A forward hook of torch begins and ends the forward time. The backward time begins when the gradient of a layer's output is
+known, and ends when that of its input is known (hooks on these tensors, which leave the graph as it is). A forward computation
+inside a backward pass repeats the one before it (activation checkpointing), so its time is part of the backward time. On a
+device each of these moments waits for the device.
 
 The file is JSON: ``{"schema", "rank", "world", "host", "device", "steps", "total", "layers": [...]}``. A layer has ``number``
 and ``name`` in the whole model, ``role``, ``kind`` (name of its class), ``forward_s`` and ``backward_s`` (medians of its
-calls), ``calls``, ``parameters``, ``shape`` and ``input_bytes`` of its first input, and ``activation_bytes`` (saved for one
-backward computation).
+calls), ``recent_s`` (forward and backward, medians of the calls in the ``RECENT`` newest sampled steps), ``calls``,
+``parameters``, ``shape`` and ``input_bytes`` of its first input, and ``activation_bytes`` (saved for one backward computation).
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ import torch
 
 from unickpt.private_files import replacing
 
-SUFFIX = ".layers.json"
 SCHEMA = 1
 WARM_UP = 2  # first steps of a process, which are not sampled
+RECENT = 3  # sampled steps that show the time of today; so many steps are sampled at the beginning
 MOST_CALLS = 512  # newest calls of each layer that count
 
 logger = logging.getLogger("unickpt")
@@ -45,6 +47,7 @@ class TimedLayer:
         role: ``embedding``, ``layer`` or ``loss``.
         module: the module.
         total: number of layers of the whole model, with embedding and loss; a number without a layer takes no time.
+        parameters: number of parameters that it computes with; None if its own are whole.
     """
 
     number: int
@@ -52,6 +55,12 @@ class TimedLayer:
     role: str
     module: torch.nn.Module
     total: int
+    parameters: int | None = None
+
+    def count(self) -> int:
+        """Return the number of parameters that it computes with."""
+        own = sum(each.numel() for each in self.module.parameters())
+        return own if self.parameters is None else self.parameters
 
 
 @dataclass(slots=True)
@@ -74,7 +83,7 @@ class LayerTimes:
 
     Args:
         path: file to write.
-        every: one step out of this number is sampled.
+        every: one step out of this number is sampled, after the first ``RECENT`` samples.
         about: further values of the file.
     """
 
@@ -110,7 +119,8 @@ class LayerTimes:
             self.stop()
             self._sampled += 1
             self._write()
-        if self._seen >= WARM_UP and (self._seen - WARM_UP) % self._every == 0:
+        later = self._seen - WARM_UP
+        if later >= 0 and (later < RECENT or later % self._every == 0):
             for number, layer in self._layers.items():
                 self._watch(layer.module, self._times[number])
 
@@ -197,13 +207,19 @@ class LayerTimes:
             logger.warning("unickpt: times of layers are not written, training is not affected (%s)", err)
             self._every = 1 << 62
 
+    def _recent(self, calls: int) -> int:
+        """Return how many of the calls were made in the newest sampled steps."""
+        return -(-calls * RECENT // max(self._sampled, RECENT))
+
     def layers(self) -> list[dict[str, Any]]:
         """Return the rows of the file: layers with a forward time, by number."""
         return [
             {
                 "number": number, "name": layer.name, "role": layer.role, "kind": type(layer.module).__name__,
-                "forward_s": _seconds(times.forward), "backward_s": _seconds(times.backward), "calls": times.calls,
-                "parameters": sum(each.numel() for each in layer.module.parameters()), "shape": list(times.shape),
+                "forward_s": _seconds(times.forward), "backward_s": _seconds(times.backward),
+                "recent_s": sum(_seconds(each[-self._recent(len(each)) :]) for each in (times.forward, times.backward)),
+                "calls": times.calls,
+                "parameters": layer.count(), "shape": list(times.shape),
                 "input_bytes": times.input_bytes,
                 "activation_bytes": times.activation_bytes,
             }

@@ -24,6 +24,7 @@ from unickpt.diagnosis.detectors.verdicts import (
     LongSteps,
     NotEntered,
     SilentLinks,
+    SlowLayers,
     SlowTransfers,
     Syndrome,
     Unfinished,
@@ -68,7 +69,7 @@ def _sentence(verdict: Verdict, snapshot: Snapshot) -> str:
         return f"{verdict.syndrome.value}: {first}"
     since = f" since {clock_time(verdict.since_ns)}"
     if verdict.syndrome is Syndrome.NON_COMMUNICATION_SLOW:
-        return f"{first}{since}; {_process(verdict.ranks[0], snapshot)}"
+        return "; ".join([f"{first}{since}", *facts[1:], _process(verdict.ranks[0], snapshot)])
     where = ", in a checkpoint" if verdict.cause is Cause.CHECKPOINT else ""
     waiting = f"{verdict.victims} {'rank waits' if verdict.victims == 1 else 'ranks wait'}"
     if verdict.syndrome is Syndrome.NON_COMMUNICATION_HANG:
@@ -109,6 +110,13 @@ def _clause(item: Evidence, verdict: Verdict) -> str:
             return (
                 f"rank {verdict.ranks[0]} takes {excess_ns / 1e6:.1f} ms longer than the {peers} that make the same calls, in "
                 f"{share:.0%} of {steps} steps of {step_ns / 1e6:.0f} ms; cause: {_cause(verdict)}"
+            )
+        case SlowLayers(took_s, expected_s, others):
+            rest = f"; those of the other ranks take {others:.1f} times as long" if others else ""
+            cause = f"; cause: {_cause(verdict)}" if item is verdict.evidence[0] else ""
+            return (
+                f"the layers of rank {verdict.ranks[0]} take {took_s * 1e3:.1f} ms of each step, {took_s / expected_s:.1f} "
+                f"times as long as in earlier jobs on such a device{rest}{cause}"
             )
         case CpuStarvation(share, others):
             return (

@@ -16,12 +16,20 @@ from unickpt.diagnosis.host.stack_dumps import DEEPEST, Frame
 from unickpt.diagnosis.recording.rank_ranges import AXES, MOST_RANKS, checked_progressions
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.snapshot.progress import PROGRESS
-from unickpt.diagnosis.snapshot.snapshot import CALL, FinishedCall, GroupInfo, RankSnapshot, Snapshot, limit_members
+from unickpt.diagnosis.snapshot.snapshot import (
+    CALL,
+    FinishedCall,
+    GroupInfo,
+    LayerSample,
+    RankSnapshot,
+    Snapshot,
+    limit_members,
+)
 from unickpt.diagnosis.snapshot.steps import STEP
 from unickpt.diagnosis.snapshot.tcp_windows import WINDOW
 from unickpt.errors import FormatError
 
-VERSION = 8
+VERSION = 9
 _LONGEST = 4096  # characters of a text
 _LATEST_NS = 1 << 62
 _LONGEST_S = 1e9
@@ -55,6 +63,7 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
                 r.still_s,
                 r.same_place_s,
                 r.failed,
+                [r.layers.took_s, r.layers.expected_s, r.layers.error, r.layers.steps] if r.layers is not None else None,
             ]
             for rank, r in snapshot.ranks.items()
         },
@@ -125,7 +134,7 @@ def _duration(value: Any) -> float:
 
 def _rank(
     pid: Any, host: Any, state: Any, closed: Any, step: Any, phase: Any, heard_ns: Any, coordinates: Any, last: Any, stack: Any,
-    status: Any, cpu_wait: Any, still_s: Any, same_place_s: Any, failed: Any,
+    status: Any, cpu_wait: Any, still_s: Any, same_place_s: Any, failed: Any, layers: Any,
 ) -> RankSnapshot:  # fmt: skip
     if len(coordinates) > len(AXES) or len(stack) > DEEPEST:
         raise ValueError("more coordinates or frames than a rank has")
@@ -135,7 +144,12 @@ def _rank(
         tuple(Frame(_text(name), _text(file), _number(line, 1 << 31)) for name, file, line in stack),
         ExitStatus(*(_number(each, 256) for each in status)) if status is not None else None, float(cpu_wait),
         _duration(still_s), _duration(same_place_s), bool(failed),
+        _layers(*layers) if layers is not None else None,
     )  # fmt: skip
+
+
+def _layers(took_s: Any, expected_s: Any, error: Any, steps: Any) -> LayerSample:
+    return LayerSample(_duration(took_s), _duration(expected_s), _duration(error), _number(steps, 1 << 32))
 
 
 def _last(op: Any, seq: Any, label: Any, end_ns: Any) -> FinishedCall:

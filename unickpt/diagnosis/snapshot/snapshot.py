@@ -97,6 +97,23 @@ class FinishedCall:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSample:
+    """Time of the layers of a rank in its newest sampled steps, beside that of earlier jobs.
+
+    Attributes:
+        took_s: seconds of a step.
+        expected_s: seconds of a step that layers of the same classes and sizes took on such a device.
+        error: spread of the times of earlier jobs, as a share of the expected time.
+        steps: number of sampled steps so far.
+    """
+
+    took_s: float
+    expected_s: float
+    error: float
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankSnapshot:
     """One rank.
 
@@ -116,6 +133,7 @@ class RankSnapshot:
         still_s: seconds in which nothing has moved in the process (``host.movement``); 0 unless others wait for it.
         same_place_s: seconds in which its main thread was in the same functions.
         failed: whether its newest call raised, for example because the connection to another rank was lost.
+        layers: times of its layers; None if they are not sampled, or unknown from earlier jobs.
     """
 
     pid: int
@@ -133,6 +151,7 @@ class RankSnapshot:
     still_s: float = 0.0
     same_place_s: float = 0.0
     failed: bool = False
+    layers: LayerSample | None = None
 
 
 @dataclass(frozen=True, slots=True)
