@@ -140,7 +140,9 @@ class TimingOptions:
         "time NCCL's calls on the device by CUDA events, so that slow ranks are found on GPUs; not seen on a device yet",
     )
     layers_every: int = _option(
-        0, "measure the times of each layer in one step out of this number, for `unickpt plan`; 0: never"
+        0,
+        "measure the times of each layer in one step out of this number, for `unickpt plan`, and to find slow ranks in the "
+        "first steps; 0: never",
     )
     metrics_port: int = _option(
         0,

@@ -37,7 +37,15 @@ JOBS = (
 
 
 def ran(
-    job: tuple[str, str, int], rings: Path, cache: Path, slow: int = -1, *, since: int = 1, steps: int = STEPS
+    job: tuple[str, str, int],
+    rings: Path,
+    cache: Path,
+    slow: int = -1,
+    *,
+    since: int = 1,
+    steps: int = STEPS,
+    layer_s: float = LAYER_S,
+    factor: float = FACTOR,
 ) -> dict[str, Any]:
     """Run a job.
 
@@ -48,14 +56,16 @@ def ran(
         slow: slow rank; -1 for none.
         since: first step in which it is slow.
         steps: steps of the job.
+        layer_s: seconds of the forward computation of a layer.
+        factor: multiplies them on the slow rank.
 
     Returns:
         ``named`` (ranks of each verdict, with the step in which it was written), ``step_s``, and the first ``sentence``.
     """
     kind, layout, world = job
     output = fork_ranks(
-        world, "tests.integration.diagnosis.early_job", kind, layout, str(rings), str(steps), str(LAYER_S), str(slow),
-        str(FACTOR), str(since), timeout_s=400, env={"GLOO_SOCKET_IFNAME": "lo", "XDG_CACHE_HOME": str(cache)},
+        world, "tests.integration.diagnosis.early_job", kind, layout, str(rings), str(steps), str(layer_s), str(slow),
+        str(factor), str(since), timeout_s=400, env={"GLOO_SOCKET_IFNAME": "lo", "XDG_CACHE_HOME": str(cache)},
     ).stdout  # fmt: skip
     (text,) = re.findall(r"^ENDS (.*)$", output, re.MULTILINE)
     ends = json.loads(text)

@@ -48,3 +48,17 @@ def test_a_model_without_a_pipeline_has_the_layers_of_its_largest_list() -> None
         (0, "input_embeddings", "embedding", 5),
     ]  # fmt: skip
     assert layers_of(torch.nn.Linear(1, 1)) == []
+
+
+def test_a_model_without_a_list_has_the_layers_of_its_largest_sequence() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Sequential(torch.nn.Linear(3, 3)))
+    assert [(each.number, each.name, each.total) for each in layers_of(model)] == [(1, "0", 4), (2, "1", 4)]
+    model.append(torch.nn.ModuleList([torch.nn.Linear(1, 1)]))
+    assert [each.name for each in layers_of(model)] == ["2.0"]
+
+
+def test_a_layer_computes_with_whole_parameters_under_zero_3() -> None:
+    layer = torch.nn.Linear(4, 3)
+    assert layers_of(torch.nn.Sequential(layer))[0].count() == 15
+    layer.weight.ds_numel, layer.weight.data = 12, torch.empty(0)  # as DeepSpeed leaves it between steps
+    assert layers_of(torch.nn.Sequential(layer))[0].count() == 15
