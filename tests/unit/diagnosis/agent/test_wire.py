@@ -16,13 +16,15 @@ from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.reports.verdict_text import render_all
 from unickpt.diagnosis.snapshot.codec import decode_snapshot, encode_snapshot
-from unickpt.diagnosis.snapshot.snapshot import GroupInfo, take_snapshot
+from unickpt.diagnosis.snapshot.snapshot import GroupInfo, LayerSample, take_snapshot
 from unickpt.errors import FormatError
 
 
 def test_a_view_survives_its_bytes(tmp_path: Path) -> None:
     hung(tmp_path)
     snapshot = take_snapshot(read_folder(tmp_path), {2: (Frame("loop", "a.py", 3),)})
+    layers = {1: dataclasses.replace(snapshot.ranks[1], layers=LayerSample(0.2, 0.1, 0.05, 3))}
+    snapshot = dataclasses.replace(snapshot, ranks={**snapshot.ranks, **layers})
     again = decode_snapshot(encode_snapshot(snapshot))
     for name in ("rows", "steps", "calls", "windows"):
         assert np.array_equal(getattr(again, name), getattr(snapshot, name)), name
