@@ -208,7 +208,7 @@ def _part(record: OptimizerRecord | None, names: ModuleNames, placed: Placement)
         tuple(
             replace(g, parameters=own)
             for g in found
-            if (own := tuple(n for n in g.parameters if placed.leads(names.holders(n))))
+            if (own := tuple(n for n in g.parameters if placed.leads(names.having(n))))
         )
         for found in (record.groups, record.scalars)
     )
@@ -398,7 +398,7 @@ def _buffers(out: _Tensors, options: Options, names: ModuleNames, placed: Placem
     for name, buffer in _stored_buffers(names, options):
         info = TensorInfo(name, "weight", name_of(buffer.dtype), tuple(buffer.shape), "buffer")
         out.listed.append(info)
-        if placed.leads(names.holders(name)) and info.numel:
+        if placed.leads(names.having(name)) and info.numel:
             out.shards.append(Shard(info, Box.whole(info.shape), buffer))
 
 
@@ -442,11 +442,11 @@ def _extra_states(names: ModuleNames) -> dict[str, Any]:
 def _vocabularies(engine: Any, names: ModuleNames, client_state: Mapping[str, Any], placed: Placement) -> dict[str, Any]:
     """Return the entries of the padded vocabularies that this rank is the first one to have, by their shared key."""
     found = vocabulary.of_job(engine, names, client_state)
-    own = (name for name in found if placed.leads(names.holders(name)) and name not in names.elsewhere)
+    own = (name for name in found if placed.leads(names.having(name)) and name not in names.elsewhere)
     return {f"{vocabulary.STORED}{name}": found[name] for name in own}
 
 
 def _shared_states(names: ModuleNames, placed: Placement) -> dict[str, Any]:
     """Return the extra states of the modules that this rank is the first one to have, by their key in the shared objects."""
     found = _extra_states(names)
-    return {f"{EXTRA_STATE}/{name}": state for name, state in found.items() if placed.leads(names.holders(name))}
+    return {f"{EXTRA_STATE}/{name}": state for name, state in found.items() if placed.leads(names.having(name))}

@@ -77,29 +77,31 @@ def _several_data_groups(engine: Any, tensors: int) -> bool:
 
 
 def _experts_on_a_mesh(engine: Any) -> str:
-    if not engine.has_moe_layers or _auto_experts(engine) or not _several_data_groups(engine, tensor_parallel.degree(engine)):
+    if not engine.has_moe_layers or not _several_data_groups(engine, tensor_parallel.degree(engine)):
         return ""
     return "mixture of experts with sequence parallelism through a mesh"
 
 
 def _nested_experts(engine: Any) -> str:
-    if not engine.has_moe_layers or _auto_experts(engine):
+    if not engine.has_moe_layers:
         return ""
     nested = any(layer.name.count(EXPERTS) > 1 for layer in internals.expert_layers(internals.submodules(engine.module)))
     return "experts within experts" if nested else ""
 
 
-def _auto_experts(engine: Any) -> bool:
-    return bool(engine.has_moe_layers) and any(type(child).__name__ == "AutoEPMoELayer" for child in engine.module.modules())
+def _auto_experts(engine: Any) -> str:
+    if not engine.has_moe_layers or _sequence(engine) == 1:
+        return ""
+    return "AutoEP with sequence parallelism" if any(map(internals.is_auto_expert_layer, engine.module.modules())) else ""
 
 
 def _parameters_of_experts(engine: Any) -> str:
-    if not engine.has_moe_layers or _auto_experts(engine) or _experts_on_a_mesh(engine) or _nested_experts(engine):
+    if not engine.has_moe_layers or _experts_on_a_mesh(engine) or _nested_experts(engine):
         return ""
     layers = {layer.name: layer for layer in internals.expert_layers(internals.submodules(engine.module))}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         layer, _, _ = name.rpartition(f".{EXPERTS}.")
-        inside = layers.get(f"{layer}.{EXPERTS}")
+        inside = layers.get(f"{layer}.{EXPERTS}") or internals.stacked_layer(name, layers)
         if internals.is_expert(parameter) and inside is None:
             return f"parameters with allreduce=False outside of experts ({name})"
         if inside is not None and inside.degree > 1 and not internals.is_expert(parameter):
@@ -163,7 +165,9 @@ EXPERTS_ON_A_MESH = Fallback(
 NESTED_EXPERTS = Fallback(
     "experts within experts", "DeepSpeed 0.19.8 does not resume it either: the losses change after a load", _nested_experts
 )
-AUTO_EXPERTS = Fallback("AutoEP", "not yet described as boxes of the whole tensors", _when("AutoEP", _auto_experts))
+AUTO_EXPERTS = Fallback(
+    "AutoEP with sequence parallelism, or with optimizer states that cannot be cut", "not tested", _auto_experts
+)
 EXPERT_PARAMETERS = Fallback(
     "parameters in experts that DeepSpeed does not treat as an expert's, such as adapters added later; "
     "parameters outside of experts with `allreduce=False`",

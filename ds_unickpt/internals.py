@@ -140,13 +140,15 @@ def tied_copies(module: Any) -> tuple[TiedCopy, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """The experts of one ``deepspeed.moe.layer.MoE`` on this rank.
+    """The experts of one ``deepspeed.moe.layer.MoE``, or of one layer of AutoEP, on this rank.
 
     Attributes:
-        name: name in the module of the list of experts: ``block.moe.deepspeed_moe.experts.deepspeed_experts``.
+        name: name in the module of the list of experts: ``block.moe.deepspeed_moe.experts.deepspeed_experts``. For AutoEP, of
+            the module whose parameters have the experts: ``block.mlp.experts``.
         first, count: global number of the first expert on this rank, and number of experts on it.
         degree: number of ranks that share the experts of the layer out among them (expert parallelism).
         ranks: global ranks with the same experts as this one, ascending (the expert-data-parallel group).
+        stacked: each parameter has all experts of the rank, along its first dimension (AutoEP).
     """
 
     name: str
@@ -154,6 +156,7 @@ class ExpertLayer:
     count: int
     degree: int
     ranks: tuple[int, ...]
+    stacked: bool = False
 
 
 EXPERTS = "deepspeed_experts"
@@ -174,15 +177,35 @@ def expert_layers(children: Submodules) -> tuple[ExpertLayer, ...]:
     from deepspeed.utils import groups
 
     found = []
+    child: Any
     for name, child in children:
-        if isinstance(child, MOELayer) and child.ep_group is not None:
+        stacked = is_auto_expert_layer(child)
+        if (stacked or isinstance(child, MOELayer)) and child.ep_group is not None:
             count = int(child.num_local_experts)
             replicas = groups._get_expert_data_parallel_group(child.ep_group_name)
             found.append(ExpertLayer(
-                f"{name}.experts.{EXPERTS}".lstrip("."), dist.get_rank(group=child.ep_group) * count, count,
-                dist.get_world_size(group=child.ep_group), tuple(sorted(get_process_group_ranks(replicas))),
+                f"{name}.experts{'' if stacked else f'.{EXPERTS}'}".lstrip("."), dist.get_rank(group=child.ep_group) * count,
+                count, dist.get_world_size(group=child.ep_group), tuple(sorted(get_process_group_ranks(replicas))), stacked,
             ))  # fmt: skip
     return tuple(found)
+
+
+def stacked_layer(name: str, layers: Mapping[str, ExpertLayer]) -> ExpertLayer | None:
+    """Return the layer of AutoEP to which a parameter with experts belongs; None for other names."""
+    layer = layers.get(name.rpartition(".")[0])
+    return layer if layer is not None and layer.stacked else None
+
+
+def is_auto_expert_layer(child: Any) -> bool:
+    """Whether a module is a layer of AutoEP. Releases before 0.19 have none."""
+    return type(child).__name__ == "AutoEPMoELayer"
+
+
+def auto_experts_of(layer: Any) -> list[int]:
+    """Return the global numbers of the experts of a layer of AutoEP on this rank, in the order of its parameters."""
+    from deepspeed.checkpoint.autoep_affine import autoep_experts_for_rank
+
+    return [int(each) for each in autoep_experts_for_rank(layer.expert_placement_descriptor, layer.ep_rank)]
 
 
 def is_expert(parameter: torch.nn.Parameter) -> bool:

@@ -6,7 +6,8 @@ stages: DeepSpeed counts the layers of the whole pipeline (``3.weight``) and nam
 stage with the module. They get the number of the stage's first layer that uses the module: ``tied_modules.embed@7.bias``.
 
 Every expert-parallel rank counts its experts from 0. In a checkpoint an expert has its number among all experts of its layer:
-``deepspeed_moe.experts.deepspeed_experts.5.weight``.
+``deepspeed_moe.experts.deepspeed_experts.5.weight``. AutoEP has all experts of a rank in one parameter, and so does the
+checkpoint: ``mlp.experts.w1``.
 
 A parameter to average (``universal_checkpoint_info``) has values of its own on each tensor-parallel rank. Those of the first
 rank have its name, and those of the others end with the number of the rank: ``3.norm.weight@tp1``.
@@ -66,9 +67,12 @@ def expert_name(name: str, layers: Mapping[str, ExpertLayer]) -> str:
 
 
 def holders(name: str, layers: Mapping[str, ExpertLayer]) -> tuple[int, ...] | None:
-    """Return the global ranks that have an expert, by the stored name of something in it; None outside of experts."""
+    """Return the global ranks that have an expert, by the stored name of something in it; None outside of experts.
+
+    A parameter with the experts of several ranks (AutoEP) belongs to the ranks with the same experts as this one.
+    """
     found = _OF_EXPERT.fullmatch(name)
-    layer = None if found is None else layers.get(found[1])
+    layer = internals.stacked_layer(name, layers) if found is None else layers.get(found[1])
     return None if layer is None else layer.ranks
 
 
@@ -223,8 +227,12 @@ class ModuleNames:
             shape = local_shape(parameter)
             raise UNKNOWN_BUFFERS.error(f"the optimizer holds a parameter of shape {shape} that the module lacks") from None
 
+    def having(self, name: str) -> tuple[int, ...] | None:
+        """Return the global ranks that have a part of a tensor, by its stored name; None if all ranks of the stage have."""
+        return None if internals.stacked_layer(name, self.experts) is not None else self.holders(name)
+
     def holders(self, name: str) -> tuple[int, ...] | None:
-        """Return the global ranks that have a tensor, by its stored name; None if all ranks of the pipeline stage have it."""
+        """Return the global ranks that have the same elements of a tensor, by its stored name; None as for ``having``."""
         own = self.averaged.rank and name in self.parameters and id(self.parameters[name]) in self.averaged.parameters
         return self.averaged.holders if own else holders(name, self.experts)
 

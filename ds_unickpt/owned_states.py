@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ds_unickpt.fallbacks import TENSOR_PARALLEL
+from ds_unickpt.fallbacks import AUTO_EXPERTS, TENSOR_PARALLEL
 from ds_unickpt.internals import BF16, FP16_FUSED, ZERO_1_2, ZERO_3
 from ds_unickpt.names import ModuleNames
 from ds_unickpt.optimizer_record import classify, place_of
@@ -51,6 +51,8 @@ def captured(parts: Sequence[Partition], names: ModuleNames, base: torch.optim.O
     owned = classify(parts, base).owned
     if owned and placed.tensors > 1:
         raise TENSOR_PARALLEL.error(f"tensor parallelism with optimizer states that cannot be cut ({', '.join(sorted(owned))})")
+    if owned and any(layer.stacked and layer.degree > 1 for layer in names.experts.values()):
+        raise AUTO_EXPERTS.error(f"AutoEP with optimizer states that cannot be cut ({', '.join(sorted(owned))})")
     owners, found = [], {}
     for number, part in enumerate(parts if owned else ()):
         held = states_of(base, part)

@@ -288,7 +288,7 @@ def _zero_3(optimizer: Any, placed: Placement) -> Iterator[Partition]:
             tuple(params),
             group,
             replicated=False,
-            stored=placed.stores(ranks),
+            stored=_stored(process_group, params, placed),
             across=placed.across(ranks),
             stepped_by=_second_optimizer(optimizer, s),
             swapped=swapped,
@@ -368,7 +368,7 @@ def held(parameter: Any, placed: Placement) -> HeldParameter | None:
         raise UNKNOWN_BUFFERS.error(f"a ZeRO-3 partition has {part.numel()} elements, expected {hi - lo}")
     ranks = tuple(get_process_group_ranks(parameter.ds_process_group))
     return HeldParameter(lo, hi, part.narrow(0, 0, hi - lo), live=True, replicated=False,
-                stored=placed.stores(ranks), across=placed.across(ranks))  # fmt: skip
+                stored=_stored(parameter.ds_process_group, [parameter], placed), across=placed.across(ranks))  # fmt: skip
 
 
 def part_of(parameter: Any) -> torch.Tensor:

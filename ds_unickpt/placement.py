@@ -109,7 +109,7 @@ class Placement:
         return self.share if holders is None else Share(holders, self.rank)
 
     def leads(self, holders: tuple[int, ...] | None) -> bool:
-        """Whether this rank is the first one with a tensor or module. ``holders`` is that of ``share_among``."""
+        """Whether this rank is the first one with a tensor or module. ``holders``: those that have a part of it."""
         return self.rank == (self.stage_ranks if holders is None else holders)[0]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed import get_process_group_ranks
 
-from ds_unickpt import autotp, megatron_layers
+from ds_unickpt import auto_experts, autotp, megatron_layers
 from ds_unickpt.slices import RankValues, Slices
 
 
@@ -21,11 +21,13 @@ def rank(engine: Any) -> int:
 
 
 def slices(engine: Any) -> Slices:
-    """Return the part of each parameter on this rank. Calls no collective.
+    """Return the part of each parameter on this rank, also of those with experts of AutoEP. Calls no collective.
 
     Raises:
         FormatError: the description of a parameter is missing or does not fit. The message names the parameter.
     """
+    if degree(engine) == 1 and engine.has_moe_layers:
+        return auto_experts.slices(engine)
     return autotp.slices(engine) if autotp.degree(engine) > 1 else megatron_layers.slices(engine)
 
 

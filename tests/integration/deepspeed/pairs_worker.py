@@ -16,6 +16,7 @@ import torch
 from deepspeed import comm as dist
 
 from tests.integration.deepspeed import (
+    auto_expert_jobs,
     averaged_jobs,
     expert_jobs,
     expert_pipeline_jobs,
@@ -32,7 +33,7 @@ from unickpt.testing.launch import leave
 
 JOBS: dict[str, Any] = {
     "pipelines": pipeline_jobs, "experts": expert_jobs, "tensors": tensor_jobs, "megatron": megatron_jobs,
-    "averaged": averaged_jobs, "piped experts": expert_pipeline_jobs,
+    "averaged": averaged_jobs, "piped experts": expert_pipeline_jobs, "auto experts": auto_expert_jobs,
 }  # fmt: skip
 Steps = tuple[int, int]  # before the save of a source, and after the save or a load
 

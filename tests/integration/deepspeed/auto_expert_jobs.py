@@ -1,0 +1,169 @@
+"""Engines with AutoEP of every layout, built as by a user, and their state by layer and expert.
+
+DeepSpeed 0.19.8 cannot convert the models of transformers 5.24 (``_CanRecordRegistry.get() takes 2 positional arguments but 3
+were given``), so the model has the names and shapes of Mixtral, and blocks of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.nn as nn
+import torch.nn.functional as functional
+
+from tests.integration.deepspeed import jobs
+from tests.integration.deepspeed.auto_expert_names import EXPERTS, AutoExpertLayout
+from tests.integration.deepspeed.jobs import Layout, config
+from tests.integration.deepspeed.model import VOCABULARY, WIDTH
+from tests.integration.deepspeed.parallel_jobs import forget_expert_groups, forget_groups, merged, of_all_ranks
+from tests.integration.deepspeed.truth import Truth, consolidated, optimizer_of
+
+STATES = ("exp_avg", "exp_avg_sq")
+LAYOUT = AutoExpertLayout
+HIDDEN = 12
+train = jobs.train
+scramble = jobs.scramble
+
+
+class Config:
+    """What AutoEP reads of a model's configuration."""
+
+    model_type = "mixtral"
+    num_local_experts = EXPERTS
+    num_experts_per_tok = 2
+    hidden_size = WIDTH
+    intermediate_size = HIDDEN
+
+
+class Experts(nn.Module):
+    """Parameters of all experts, as in transformers 5."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * HIDDEN, WIDTH) * 0.2)
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) * 0.2, requires_grad=not frozen)
+
+
+class SparseBlock(nn.Module):
+    """A block that AutoEP replaces, so it computes nothing."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = Experts(frozen)
+        self.top_k = 2
+
+
+class Layer(nn.Module):
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.mlp = SparseBlock(frozen)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.tanh(self.dense(x))
+        return x + self.mlp(self.norm(x))
+
+
+class Model(nn.Module):
+    """Two layers of Mixtral's names."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.config = Config()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList(Layer(frozen) for _ in range(2))
+        self.register_buffer("scale", torch.rand(3, 5))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.model.layers:
+            x = layer(x)
+        logits = x @ self.embed.weight.t() * self.scale.mean()
+        return functional.cross_entropy(logits.float().reshape(-1, VOCABULARY), targets.reshape(-1))
+
+
+def build(layout: AutoExpertLayout, *, seed: int, frozen: bool = False, **more: Any) -> Any:
+    """Return an engine whose parameters start from ``seed`` in every layout.
+
+    Args:
+        layout: layout on all ranks of this job.
+        seed: seed of the first values.
+        frozen: do not train one of the parameters of the experts.
+        more: keys of the DeepSpeed JSON.
+    """
+    forget_groups()
+    forget_expert_groups()
+    torch.manual_seed(seed)
+    experts = {"enabled": True, "autoep_size": layout.expert, "preset_model": "mixtral", "use_grouped_mm": False}
+    cfg = config(
+        Layout(layout.stage, layout.world, layout.precision), **{"gradient_clipping": 0.0, "expert_parallel": experts, **more}
+    )
+    return deepspeed.initialize(model=Model(frozen), config=cfg)[0]
+
+
+def mark(_engine: Any) -> None:
+    """Nothing but tensors is of one rank."""
+
+
+def truth_of(engine: Any) -> Truth:
+    """Return the state of all experts, each apart, and of the dense parameters. Collective. Checks that copies are equal."""
+    _link_all_states(engine.optimizer)
+    own: Truth = {}
+    for key, value in consolidated(engine, STATES).items():
+        if key in ("groups", "step") or "tokens_per_expert" in key:
+            continue
+        own |= _by_expert(key, value, engine)
+    for name, settings in _settings(engine).items():
+        own[f"settings/{name}"] = settings
+    return merged(of_all_ranks(own))
+
+
+def _by_expert(key: str, value: Any, engine: Any) -> Truth:
+    """Return a tensor of experts as one entry per expert. Written out here, as a reader of the guide would."""
+    layer, found, _ = key.partition("/")[2].partition(".experts.")
+    if not found:
+        return {key: value}
+    module = engine.module.get_submodule(layer)
+    first = module.ep_rank * module.num_local_experts
+    assert value.shape[0] == module.num_local_experts
+    return {f"{key}[{first + at}]": each for at, each in enumerate(value)}
+
+
+def _link_all_states(optimizer: Any) -> None:
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _settings(engine: Any) -> dict[str, Any]:
+    """Return settings and step of each trained parameter, by name."""
+    base, names = optimizer_of(engine), {p: name for name, p in engine.module.named_parameters()}
+    found = {}
+    for group, master, parameters in _stepped(engine.optimizer, base):
+        settings = {k: v for k, v in group.items() if k not in ("params", "name", "moe") and not k.startswith("_ds")}
+        for parameter in parameters:
+            found[names[parameter]] = {**settings, "step": float(base.state[master]["step"])}
+    return found
+
+
+def _stepped(optimizer: Any, base: Any) -> Iterator[tuple[dict[str, Any], Any, list[Any]]]:
+    """Yield group, tensor and parameters of each tensor that the optimizer steps on."""
+    if hasattr(optimizer, "sub_group_to_group_id"):
+        for at, master in enumerate(optimizer.fp32_partitioned_groups_flat):
+            yield base.param_groups[optimizer.sub_group_to_group_id[at]], master, list(optimizer.fp16_groups[at])
+        return
+    keys = [key for key in ("bit16_groups", "fp16_groups") if hasattr(optimizer, key)]
+    for at, group in enumerate(base.param_groups):
+        for master in group["params"]:
+            yield group, master, list(getattr(optimizer, keys[0])[at]) if keys else [master]
+
+
+def common(truth: Truth, found: Truth) -> tuple[Truth, Truth]:
+    """Return what a source and a target have in common: everything."""
+    return dict(truth), found

@@ -1,0 +1,53 @@
+"""Layouts of the matrix of AutoEP. Does not import DeepSpeed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+EXPERTS = 4  # of each layer
+
+
+@dataclass(frozen=True)
+class AutoExpertLayout:
+    """A layout of the matrix.
+
+    Attributes:
+        expert, world: number of expert-parallel ranks, and of all ranks.
+        stage: ZeRO stage.
+        precision: that of ``jobs.Layout``.
+    """
+
+    expert: int
+    world: int
+    stage: int
+    precision: str = "fp32"
+
+    @property
+    def name(self) -> str:
+        return f"aep{self.expert}w{self.world}z{self.stage}{self.precision}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+_DEGREES = ((1, 1), (1, 2), (2, 2), (1, 4), (2, 4), (4, 4))
+_KINDS = tuple((stage, precision) for precision in ("fp32", "bf16") for stage in range(4))
+FULL = [AutoExpertLayout(expert, world, stage, precision) for expert, world in _DEGREES for stage, precision in _KINDS]
+CHOSEN = [
+    AutoExpertLayout(2, 4, 3),
+    AutoExpertLayout(4, 4, 1),
+    AutoExpertLayout(1, 2, 2, "bf16"),
+    AutoExpertLayout(2, 2, 0),
+    AutoExpertLayout(2, 4, 1, "bf16"),
+    AutoExpertLayout(2, 2, 3, "bf16"),
+]
+
+
+def pairs(full: bool) -> list[tuple[AutoExpertLayout, AutoExpertLayout]]:
+    """Return the (source, target) pairs to load: all, or each layout into two others, and some into themselves."""
+    if full:
+        return [(source, target) for source in FULL for target in FULL]
+    count = len(CHOSEN)
+    onward = [(CHOSEN[at], CHOSEN[(at + by) % count]) for at in range(count) for by in (1, 2)]
+    return [*onward, *((CHOSEN[at], CHOSEN[at]) for at in (0, 1))]
