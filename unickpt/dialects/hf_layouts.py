@@ -1,8 +1,8 @@
-"""The two layouts of a transformers model: in memory, and in files (and in memory before release 5).
+"""The layouts of a transformers model: in memory, in files (and in memory before release 5), and under AutoEP of DeepSpeed.
 
 Transformers 5 has all experts of a layer in one tensor in memory, and writes one tensor per expert to files
-(``conversion_mapping.py`` of transformers). The rules between both are ordinary dialects:
-``configs/dialects/huggingface.*.toml``, with memory *here* and files *there*.
+(``conversion_mapping.py`` of transformers). AutoEP has the two projections of a fused tensor apart. The rules between each of
+these layouts and memory are ordinary dialects: ``configs/dialects/huggingface*.toml``, with memory *here*.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from unickpt.dialects.translation import counterpart_shapes
 from unickpt.load.checkpoint import Checkpoint
 
 FILES = "huggingface-files"
+AUTO_EP = "huggingface-autoep"
 
 
 def in_memory(checkpoint: Checkpoint) -> Checkpoint:
@@ -26,12 +27,18 @@ def in_memory(checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         LanguageError: the number of experts is unknown, or a shape contradicts its rule.
     """
-    return _in_layout(checkpoint, outward=False)
+    rules = _layout_of(shapes_of(checkpoint)[0], _own_layouts(checkpoint))
+    return checkpoint if rules is None else _in_all(checkpoint, rules, outward=False)
 
 
 def in_files(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with the names and shapes of transformers files. Raises LanguageError as ``in_memory``."""
-    return _in_layout(checkpoint, outward=True)
+    layouts = _own_layouts(checkpoint)
+    files = next((rules for rules in layouts if rules.other == FILES), None)
+    if files is None or _layout_of(shapes_of(checkpoint)[0], layouts) is files:
+        return checkpoint
+    memory = in_memory(checkpoint)
+    return _in_all(memory, files, outward=True) if _has(files, shapes_of(memory)[0], there=False) else memory
 
 
 def as_wanted(checkpoint: Checkpoint, wanted: Mapping[str, Sequence[int]], family: str = "") -> Checkpoint:
@@ -51,22 +58,24 @@ def as_wanted(checkpoint: Checkpoint, wanted: Mapping[str, Sequence[int]], famil
     if not missing:  # the usual case. To parse all dialects takes a tenth of a second
         return checkpoint
     model = Model.from_json(checkpoint.manifest.writer.model)
-    rules = _rules(family or model.family)
-    if rules is not None:
-        for outward in (False, True):
-            if _has(rules, missing, there=outward) and _has(rules, given, there=not outward):
-                return translated(checkpoint, rules.rules, wanted, rules.sizes_of(model.facts), outward=outward)
-    return checkpoint
-
-
-def _in_layout(checkpoint: Checkpoint, *, outward: bool) -> Checkpoint:
-    writer = checkpoint.manifest.writer
-    model = Model.from_json(writer.model)
-    rules = _rules(model.family) if writer.dialect == HUGGINGFACE else None
-    given, stored = shapes_of(checkpoint)
-    if rules is None or not _has(rules, given, there=not outward):
+    layouts = _layouts(family or model.family)
+    source, target = _layout_of(given, layouts), _layout_of(missing, layouts)
+    if source is not None and source is not target:
+        to_memory = target is None and _has(source, missing, there=False)
+        if target is None and not to_memory:
+            return checkpoint
+        if to_memory:
+            return translated(checkpoint, source.rules, wanted, source.sizes_of(model.facts), outward=False)
+        checkpoint = _in_all(checkpoint, source, outward=False)
+    if target is None or target is source or not _has(target, shapes_of(checkpoint)[0], there=False):
         return checkpoint
-    sizes = rules.sizes_of(model.facts)
+    return translated(checkpoint, target.rules, wanted, target.sizes_of(model.facts), outward=True)
+
+
+def _in_all(checkpoint: Checkpoint, rules: Dialect, *, outward: bool) -> Checkpoint:
+    """Return a checkpoint with all of its tensors in another layout."""
+    sizes = rules.sizes_of(Model.from_json(checkpoint.manifest.writer.model).facts)
+    given, stored = shapes_of(checkpoint)
     own = {name: shape for name, shape in given.items() if stored[name] == name}
     view = translated(
         checkpoint, rules.rules, counterpart_shapes(rules.rules, own, sizes, outward=outward), sizes, outward=outward
@@ -74,10 +83,22 @@ def _in_layout(checkpoint: Checkpoint, *, outward: bool) -> Checkpoint:
     return dataclasses.replace(view, manifest=dataclasses.replace(view.manifest, aliases=checkpoint.manifest.aliases))
 
 
-def _rules(family: str) -> Dialect | None:
-    """Return the rules of a family with two layouts, or None."""
-    found = (each for each in dialects() if (each.name, each.other) == (HUGGINGFACE, FILES) and family in each.families)
-    return next(found, None)
+def _own_layouts(checkpoint: Checkpoint) -> list[Dialect]:
+    writer = checkpoint.manifest.writer
+    return _layouts(Model.from_json(writer.model).family) if writer.dialect == HUGGINGFACE else []
+
+
+def _layouts(family: str) -> list[Dialect]:
+    """Return the rules between memory and each other layout of a family."""
+    return [
+        each for each in dialects() if each.name == HUGGINGFACE and each.other in (FILES, AUTO_EP) and family in each.families
+    ]
+
+
+def _layout_of(names: Iterable[str], layouts: Sequence[Dialect]) -> Dialect | None:
+    """Return the rules of the layout to which some of the names belong; None for memory, or for names without a layout."""
+    names = list(names)
+    return next((rules for rules in layouts if _has(rules, names, there=True)), None)
 
 
 def _has(rules: Dialect, names: Iterable[str], *, there: bool) -> bool:

@@ -48,13 +48,22 @@ class Experts(nn.Module):
 
 
 class SparseBlock(nn.Module):
-    """A block that AutoEP replaces, so it computes nothing."""
+    """Mixtral's block of experts, which AutoEP replaces."""
 
     def __init__(self, frozen: bool) -> None:
         super().__init__()
         self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = Experts(frozen)
         self.top_k = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, WIDTH)
+        scores, chosen = self.gate(flat).float().softmax(-1).topk(self.top_k, dim=-1)
+        scores = (scores / scores.sum(-1, keepdim=True)).to(x.dtype)
+        gates, ups = (flat @ self.experts.gate_up_proj.mT).chunk(2, dim=-1)  # of every expert for every token
+        found = (functional.silu(gates) * ups) @ self.experts.down_proj.mT
+        rows = torch.arange(len(flat))
+        return sum(scores[:, k, None] * found[chosen[:, k], rows] for k in range(self.top_k)).reshape(x.shape)
 
 
 class Layer(nn.Module):
@@ -100,7 +109,9 @@ def build(layout: AutoExpertLayout, *, seed: int, frozen: bool = False, **more: 
     forget_groups()
     forget_expert_groups()
     torch.manual_seed(seed)
-    experts = {"enabled": True, "autoep_size": layout.expert, "preset_model": "mixtral", "use_grouped_mm": False}
+    experts = {
+        "enabled": layout.expert > 0, "autoep_size": max(layout.expert, 1), "preset_model": "mixtral", "use_grouped_mm": False,
+    }  # fmt: skip
     cfg = config(
         Layout(layout.stage, layout.world, layout.precision), **{"gradient_clipping": 0.0, "expert_parallel": experts, **more}
     )
@@ -120,19 +131,30 @@ def truth_of(engine: Any) -> Truth:
             continue
         own |= _by_expert(key, value, engine)
     for name, settings in _settings(engine).items():
-        own[f"settings/{name}"] = settings
+        own |= {f"settings/{each}": settings for each in _names(name, engine)}
     return merged(of_all_ranks(own))
 
 
 def _by_expert(key: str, value: Any, engine: Any) -> Truth:
     """Return a tensor of experts as one entry per expert. Written out here, as a reader of the guide would."""
-    layer, found, _ = key.partition("/")[2].partition(".experts.")
+    kind, _, name = key.partition("/")
+    layer, found, _ = name.partition(".experts.")
+    names = [f"{kind}/{each}" for each in _names(name, engine)] if name else [key]
     if not found:
-        return {key: value}
+        return {names[0]: value}
     module = engine.module.get_submodule(layer)
-    first = module.ep_rank * module.num_local_experts
-    assert value.shape[0] == module.num_local_experts
-    return {f"{key}[{first + at}]": each for at, each in enumerate(value)}
+    first = getattr(module, "ep_rank", 0) * getattr(module, "num_local_experts", 0)
+    assert value.shape[0] == getattr(module, "num_local_experts", EXPERTS)
+    parts = value.chunk(2, dim=1) if len(names) == 2 else (value,)
+    return {f"{own}[{first + at}]": each for own, part in zip(names, parts, strict=True) for at, each in enumerate(part)}
+
+
+def _names(name: str, engine: Any) -> list[str]:
+    """Return the names of AutoEP for the parameter of a plain model: two for a fused one."""
+    for plain, own in (("gate_up_proj", ["w1", "w3"]), ("down_proj", ["w2"]), (".mlp.gate.", [".mlp.router.gate."])):
+        if plain in name:
+            return [name.replace(plain, each) for each in own]
+    return [name]
 
 
 def _link_all_states(optimizer: Any) -> None:

@@ -13,7 +13,8 @@ class AutoExpertLayout:
     """A layout of the matrix.
 
     Attributes:
-        expert, world: number of expert-parallel ranks, and of all ranks.
+        expert, world: number of expert-parallel ranks, and of all ranks. No expert-parallel rank: the plain model, without
+            AutoEP.
         stage: ZeRO stage.
         precision: that of ``jobs.Layout``.
     """
@@ -31,13 +32,14 @@ class AutoExpertLayout:
         return asdict(self)
 
 
-_DEGREES = ((1, 1), (1, 2), (2, 2), (1, 4), (2, 4), (4, 4))
+_DEGREES = ((0, 1), (0, 2), (1, 1), (1, 2), (2, 2), (1, 4), (2, 4), (4, 4))
 _KINDS = tuple((stage, precision) for precision in ("fp32", "bf16") for stage in range(4))
 FULL = [AutoExpertLayout(expert, world, stage, precision) for expert, world in _DEGREES for stage, precision in _KINDS]
 CHOSEN = [
     AutoExpertLayout(2, 4, 3),
     AutoExpertLayout(4, 4, 1),
     AutoExpertLayout(1, 2, 2, "bf16"),
+    AutoExpertLayout(0, 2, 3),
     AutoExpertLayout(2, 2, 0),
     AutoExpertLayout(2, 4, 1, "bf16"),
     AutoExpertLayout(2, 2, 3, "bf16"),
@@ -49,5 +51,5 @@ def pairs(full: bool) -> list[tuple[AutoExpertLayout, AutoExpertLayout]]:
     if full:
         return [(source, target) for source in FULL for target in FULL]
     count = len(CHOSEN)
-    onward = [(CHOSEN[at], CHOSEN[(at + by) % count]) for at in range(count) for by in (1, 2)]
+    onward = [(CHOSEN[at], CHOSEN[(at + by) % count]) for at in range(count) for by in (1, 3)]
     return [*onward, *((CHOSEN[at], CHOSEN[at]) for at in (0, 1))]
