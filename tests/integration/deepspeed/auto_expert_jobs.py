@@ -41,19 +41,19 @@ class Config:
 class Experts(nn.Module):
     """Parameters of all experts, as in transformers 5."""
 
-    def __init__(self, frozen: bool) -> None:
+    def __init__(self, frozen: bool, experts: int) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * HIDDEN, WIDTH) * 0.2)
-        self.down_proj = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) * 0.2, requires_grad=not frozen)
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * HIDDEN, WIDTH) * 0.2)
+        self.down_proj = nn.Parameter(torch.randn(experts, WIDTH, HIDDEN) * 0.2, requires_grad=not frozen)
 
 
 class SparseBlock(nn.Module):
     """Mixtral's block of experts, which AutoEP replaces."""
 
-    def __init__(self, frozen: bool) -> None:
+    def __init__(self, frozen: bool, experts: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.experts = Experts(frozen)
+        self.gate = nn.Linear(WIDTH, experts, bias=False)
+        self.experts = Experts(frozen, experts)
         self.top_k = 2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,10 +67,10 @@ class SparseBlock(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, frozen: bool) -> None:
+    def __init__(self, frozen: bool, experts: int) -> None:
         super().__init__()
         self.dense = nn.Linear(WIDTH, WIDTH)
-        self.mlp = SparseBlock(frozen)
+        self.mlp = SparseBlock(frozen, experts)
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,12 +81,13 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Two layers of Mixtral's names."""
 
-    def __init__(self, frozen: bool) -> None:
+    def __init__(self, frozen: bool = False, experts: int = EXPERTS) -> None:
         super().__init__()
         self.config = Config()
+        self.config.num_local_experts = experts
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.model = nn.Module()
-        self.model.layers = nn.ModuleList(Layer(frozen) for _ in range(2))
+        self.model.layers = nn.ModuleList(Layer(frozen, experts) for _ in range(2))
         self.register_buffer("scale", torch.rand(3, 5))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -97,25 +98,35 @@ class Model(nn.Module):
         return functional.cross_entropy(logits.float().reshape(-1, VOCABULARY), targets.reshape(-1))
 
 
-def build(layout: AutoExpertLayout, *, seed: int, frozen: bool = False, **more: Any) -> Any:
+def build(
+    layout: AutoExpertLayout, *, seed: int, frozen: bool = False, experts: int = EXPERTS, model: Model | None = None,
+    client_optimizer: Any = None, **more: Any,
+) -> Any:  # fmt: skip
     """Return an engine whose parameters start from ``seed`` in every layout.
 
     Args:
         layout: layout on all ranks of this job.
         seed: seed of the first values.
         frozen: do not train one of the parameters of the experts.
+        experts: number of experts of each layer.
+        model: the model. Default: a new one.
+        client_optimizer: optimizer of the user.
         more: keys of the DeepSpeed JSON.
     """
     forget_groups()
     forget_expert_groups()
     torch.manual_seed(seed)
-    experts = {
+    parallel = {
         "enabled": layout.expert > 0, "autoep_size": max(layout.expert, 1), "preset_model": "mixtral", "use_grouped_mm": False,
     }  # fmt: skip
     cfg = config(
-        Layout(layout.stage, layout.world, layout.precision), **{"gradient_clipping": 0.0, "expert_parallel": experts, **more}
+        Layout(layout.stage, layout.world, layout.precision), **{"gradient_clipping": 0.0, "expert_parallel": parallel, **more}
     )
-    return deepspeed.initialize(model=Model(frozen), config=cfg)[0]
+    if client_optimizer is not None:
+        del cfg["optimizer"]
+    model = model or Model(frozen, experts)
+    trained = None if client_optimizer is not None else [p for p in model.parameters() if p.requires_grad]
+    return deepspeed.initialize(model=model, model_parameters=trained, optimizer=client_optimizer, config=cfg)[0]
 
 
 def mark(_engine: Any) -> None:

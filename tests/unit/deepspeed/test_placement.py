@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -63,6 +65,7 @@ LAYERS = {
     for layer in (
         ExpertLayer("a.moe.deepspeed_experts", first=6, count=3, degree=4, ranks=(2, 6)),
         ExpertLayer("deepspeed_experts", first=0, count=2, degree=1, ranks=(0, 1)),
+        ExpertLayer("b.mlp.experts", first=4, count=2, degree=4, ranks=(2, 6), stacked=True),
     )
 }
 
@@ -76,11 +79,21 @@ LAYERS = {
         ("deepspeed_experts.1.blocks.0.weight", "deepspeed_experts.1.blocks.0.weight", (0, 1)),
         ("b.moe.deepspeed_experts.1.weight", "b.moe.deepspeed_experts.1.weight", None),
         ("a.moe.gate.wg.weight", "a.moe.gate.wg.weight", None),
+        ("b.mlp.experts.w1", "b.mlp.experts.w1", (2, 6)),  # AutoEP: all experts of a rank
+        ("b.mlp.router.gate.weight", "b.mlp.router.gate.weight", None),
     ],
 )
 def test_an_expert_has_its_number_among_all_experts(own: str, stored: str, ranks: tuple[int, ...] | None) -> None:
     assert expert_name(own, LAYERS) == stored
     assert holders(stored, LAYERS) == ranks
+
+
+def test_ranks_with_other_experts_have_a_part_of_the_same_tensor_under_auto_ep() -> None:
+    """So the first of all ranks describes it. An expert of ``deepspeed.moe`` is a tensor of its own."""
+    names = dataclasses.replace(ModuleNames.read(torch.nn.Linear(1, 1)), experts=LAYERS)
+    assert (names.having("b.mlp.experts.w1"), names.holders("b.mlp.experts.w1")) == (None, (2, 6))
+    expert = "a.moe.deepspeed_experts.8.up.weight"
+    assert names.having(expert) == names.holders(expert) == (2, 6)
 
 
 COPIES = (TiedCopy("embed", 7, frozenset({"weight"})),)
