@@ -1,4 +1,4 @@
-"""A real pipeline whose stages have no peers: a slow one is named by the times that an earlier job has left."""
+"""A real pipeline: a slow stage is named in its first steps, by the times that an earlier job has left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.integration.diagnosis.early import SLOW, ran
 JOB = ("deepspeed", "pipeline2x2", 2)
 
 
-def test_a_slow_stage_without_peers_is_named_by_an_earlier_job(tmp_path: Path) -> None:
+def test_a_slow_stage_is_named_in_the_first_steps_after_an_earlier_job(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     sound = ran(JOB, tmp_path / "first", cache, layer_s=0.01, steps=28)
     assert sound["named"] == []

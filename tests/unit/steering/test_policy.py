@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import socket
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -16,9 +18,10 @@ from tests.support.repository import REPO
 from tests.unit.steering.made import running as job
 from unickpt.diagnosis.detectors.hangs import BEFORE_S
 from unickpt.diagnosis.detectors.verdicts import CallRef, Cause, DownMember, Exited, LongSteps, NotEntered, Syndrome, Verdict
-from unickpt.diagnosis.host.movement import ProcessSample, same_place_s, sample, still_s
+from unickpt.diagnosis.host.movement import ProcessSample, Traffic, same_place_s, sample, still_s
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
+from unickpt.diagnosis.host.tcp_counters import CONNECTION, Connections, connections_of
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.snapshot.snapshot import GroupInfo
 from unickpt.errors import ConfigError
@@ -271,7 +274,56 @@ def test_movement_is_a_stack_processor_time_or_bytes() -> None:
     assert still_s([*stays[:40], *(replace(each, io_bytes=101) for each in stays[40:])]) == 19
     assert still_s([*stays[:40], *(replace(each, stack=frames[1:]) for each in stays[40:])]) == 19
     assert still_s([replace(each, cpu_s=each.at_s / 2) for each in stays]) == 0
+    assert still_s([replace(each, tcp_bytes=5000 * int(each.at_s)) for each in stays]) == 0  # an upload
+    assert still_s([replace(each, tcp_bytes=3000 * int(each.at_s)) for each in stays]) == 59  # a heartbeat
+    assert still_s([replace(each, tcp_bytes=10**7) if each.at_s < 40 else each for each in stays]) == 59  # a lost count
     assert still_s([]) == 0
+
+
+def test_traffic_is_counted_over_all_connections_of_a_rank() -> None:
+    def look(*rows: tuple[int, int, int, int]) -> Connections:
+        found = np.zeros(len(rows), CONNECTION)
+        for at, row in enumerate(rows):
+            for name, value in zip(("rank", "here", "acked", "received"), row, strict=True):
+                found[name][at] = value
+        return found
+
+    traffic = Traffic()
+    traffic.add(look((0, 11, 500, 100), (1, 12, 50, 0)))  # as they are found
+    assert (traffic.of(0), traffic.of(1), traffic.of(7)) == (0, 0, 0)
+    traffic.add(look((0, 11, 700, 150), (1, 12, 50, 0), (0, 13, 40, 2)))  # a new one counts from its beginning
+    assert (traffic.of(0), traffic.of(1)) == (292, 0)
+    traffic.add(look((1, 12, 60, 0)))  # those of rank 0 are closed
+    traffic.add(look((1, 12, 60, 5), (0, 11, 3, 0)))  # a connection with the same ends
+    assert (traffic.of(0), traffic.of(1)) == (295, 15)
+
+
+def test_an_upload_through_a_slow_socket_moves() -> None:
+    """``send`` is not in the counters of input and output, and the main thread is in one call for as long as it lasts."""
+    code = (
+        "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); "
+        "s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096); s.sendall(bytes(1 << 24))"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = subprocess.Popen([sys.executable, "-c", code, str(listener.getsockname()[1])])
+        try:
+            with listener.accept()[0] as taken:
+                taken.recv(1 << 16)
+                traffic = Traffic()
+                traffic.add(connections_of({3: sender.pid}))
+                before = sample(sender.pid, 0.0, (), 0, traffic.of(3))
+                for _ in range(100):
+                    taken.recv(1 << 16)
+                traffic.add(connections_of({3: sender.pid}))
+                after = sample(sender.pid, 2.0, (), 0, traffic.of(3))
+        finally:
+            sender.kill()
+            sender.wait()
+    assert before is not None
+    assert after is not None
+    assert after.io_bytes == before.io_bytes
+    assert after.tcp_bytes - before.tcp_bytes > 1 << 20
+    assert after.transfers_since(before)
 
 
 def test_an_endless_loop_stays_in_its_functions_and_other_work_does_not() -> None:

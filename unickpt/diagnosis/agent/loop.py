@@ -26,7 +26,7 @@ from unickpt.diagnosis.detectors.tcp_links import LinkHistory
 from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.host import stack_dumps
 from unickpt.diagnosis.host.exit_file import append_exits
-from unickpt.diagnosis.host.movement import ProcessSample, same_place_s, sample, still_s
+from unickpt.diagnosis.host.movement import ProcessSample, Traffic, same_place_s, sample, still_s
 from unickpt.diagnosis.host.process_exits import ExitWatcher, ProcessExit
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
@@ -204,6 +204,7 @@ class Agent:
         self._noted: dict[int, ProcessExit] = {}
         self._history = StepHistory()
         self._sampler, self._usual, self._cpu_waits = TcpSampler(), LinkHistory(), CpuWaitSampler()
+        self._traffic = Traffic()
         self._prior = LayerPrior(folder, store or default_store())
 
     def look(self, job: HostRings, exits: Mapping[int, ProcessExit] | None = None) -> Look | None:
@@ -222,7 +223,9 @@ class Agent:
             rank: dataclasses.replace(self._with_movement(rank, one, shares.get(rank, 0.0)), layers=layers.get(rank))
             for rank, one in own.ranks.items()
         }
-        windows = self._sampler.window(time.monotonic_ns(), connections_of(pids))
+        connections = connections_of(pids)
+        self._traffic.add(connections)
+        windows = self._sampler.window(time.monotonic_ns(), connections)
         own = dataclasses.replace(own, ranks=ranks, windows=windows)
         if self._collector is None:
             said = self._sent(own)
@@ -305,7 +308,7 @@ class Agent:
             written = stack_dumps.path_of(self._folder, rank).stat().st_size
         except OSError:
             written = 0
-        taken = sample(pid, time.monotonic(), self._stacks[rank][0], written)
+        taken = sample(pid, time.monotonic(), self._stacks[rank][0], written, self._traffic.of(rank))
         if taken is not None:
             self._moves.setdefault(rank, deque(maxlen=_SAMPLES)).append(taken)
 

@@ -27,7 +27,8 @@ class PendingCall:
         pair: source and destination of a point-to-point call; None for a collective.
         waiters: ranks that wait in the call.
         missing: ranks that the call waits for.
-        since_ns: time at which the last waiter entered.
+        since_ns: time at which the last waiter entered. If no rank is missing, others may have entered later and got through,
+            and this is the time at which they had.
         op: operation.
         bytes: size of the tensors that a waiter gives.
     """
@@ -84,24 +85,27 @@ def _collectives(
     for here in np.split(waiting, np.flatnonzero(other) + 1) if len(waiting) else []:
         comm, seq = int(here["comm"][0]), int(here["blocked"][0])
         part = rows[slice(*np.searchsorted(rows["comm"], [comm, comm + 1]).tolist())]
-        there = part["rank"][part["entered"] >= seq]  # a rank without a row has entered nothing
+        entered = part[part["entered"] >= seq]  # a rank without a row has entered nothing
+        there = entered["rank"]
         everyone = members.get(comm, part["rank"])
         missing = everyone[~np.isin(everyone, there) | np.isin(everyone, dead)]
         waiters = tuple(here["rank"].tolist())
-        since, op = int(here["call_ns"].max()), Op(int(here["op"][0]))
+        since, op = int((here if len(missing) else entered)["call_ns"].max()), Op(int(here["op"][0]))
         found.append(PendingCall(comm, seq, None, waiters, tuple(sorted(missing.tolist())), since, op, _bytes(here[0])))
     return found
 
 
 def _pairs(waiting: ProgressTable, rows: ProgressTable, gone: frozenset[int]) -> list[PendingCall]:
-    columns = ["comm", "source", "destination", "rank", "entered"]
-    entered = {tuple(key): count for *key, count in rows[columns].tolist()}  # by pair and calling rank
+    columns = ["comm", "source", "destination", "rank", "entered", "call_ns"]
+    entered = {tuple(key): (count, at_ns) for *key, count, at_ns in rows[columns].tolist()}  # by pair and calling rank
     found = []
     columns = ["comm", "source", "destination", "rank", "blocked", "call_ns", "op"]
     for row in waiting:
         comm, source, destination, rank, seq, since, op = row[columns].tolist()
         other = destination if rank == source else source
-        there = other not in gone and entered.get((comm, source, destination, other), 0) >= seq
+        count, at_ns = entered.get((comm, source, destination, other), (0, 0))
+        there = other not in gone and count >= seq
+        since = max(since, at_ns) if there and count == seq else since
         missing = () if there or other < 0 else (other,)
         found.append(PendingCall(comm, seq, (source, destination), (rank,), missing, since, Op(op), _bytes(row)))
     return found

@@ -1,4 +1,8 @@
-"""Whether anything moves in a process of this host: the stack of its main thread, its processor time, its input and output."""
+"""Whether anything moves in a process of this host: its main thread's stack, processor time, input and output, TCP traffic.
+
+The kernel counts what ``read`` and ``write`` move, but not what ``send`` and ``recv`` do: the traffic of the TCP connections is
+counted apart (``Traffic``).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unickpt.diagnosis.host.stack_dumps import Frame
+from unickpt.diagnosis.host.tcp_counters import Connections
 
 _PROC = Path("/proc")
+MOVING_BYTES_PER_S = 4096.0  # of TCP traffic; less is what background threads ask of a store
 MOVING_CPU_SHARE = 0.02  # of a processor; less is background threads
 LOOP_CPU_SHARE = 0.3  # of a processor that an endless loop uses at least; less is work on an overloaded machine
 _MOST_PROCESSES = 256  # of a process and its children
@@ -27,6 +33,7 @@ class ProcessSample:
         cpu_s: processor time of the process and its children.
         io_bytes: bytes that the process has read and written.
         children_s: part of ``cpu_s`` that children have used, for instance compilers.
+        tcp_bytes: bytes that have come and gone over its TCP connections.
     """
 
     at_s: float
@@ -34,16 +41,43 @@ class ProcessSample:
     cpu_s: float
     io_bytes: int
     children_s: float = 0.0
+    tcp_bytes: int = 0
+
+    def transfers_since(self, other: ProcessSample) -> bool:
+        """Return whether the process has read, written, sent or received more than in passing since an earlier sample."""
+        in_passing = MOVING_BYTES_PER_S * (self.at_s - other.at_s)
+        return self.io_bytes != other.io_bytes or self.tcp_bytes - other.tcp_bytes > in_passing
+
+
+class Traffic:
+    """Bytes that have come and gone over the TCP connections of each rank of this host."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, int] = {}  # by connection
+        self._total: dict[int, int] = {}
+
+    def add(self, connections: Connections) -> None:
+        """Add a look. What a connection has moved before its first look counts, if it was not there at the first look."""
+        first, now = not self._total, {}
+        moved = connections["acked"] + connections["received"]
+        for rank, here, count in zip(connections["rank"].tolist(), connections["here"].tolist(), moved.tolist(), strict=True):
+            now[here] = count
+            self._total[rank] = self._total.get(rank, 0) + max(count - self._before.get(here, count if first else 0), 0)
+        self._before = now
+
+    def of(self, rank: int) -> int:
+        """Return the bytes of a rank so far."""
+        return self._total.get(rank, 0)
 
 
 def still_s(samples: Sequence[ProcessSample]) -> float:
-    """Return for how many seconds, up to the last sample, nothing has moved: stack, processor time, input and output."""
+    """Return for how many seconds, up to the last sample, nothing has moved: stack, processor time, input, output, TCP."""
     if not samples:
         return 0.0
     last = since = samples[-1]
     for sample in itertools.islice(reversed(samples), 1, None):
         used_s = last.cpu_s - sample.cpu_s
-        if sample.stack != last.stack or sample.io_bytes != last.io_bytes:
+        if sample.stack != last.stack or last.transfers_since(sample):
             break
         if used_s > MOVING_CPU_SHARE * (last.at_s - sample.at_s):
             break
@@ -52,7 +86,7 @@ def still_s(samples: Sequence[ProcessSample]) -> float:
 
 
 def same_place_s(samples: Sequence[ProcessSample]) -> float:
-    """Return for how many seconds the main thread was in the same functions, without input and output and work of children.
+    """Return for how many seconds the main thread was in the same functions, without transfers and work of children.
 
     An endless loop is in one place, and so is a long computation. 0 if the stack is unknown, or if the process uses less than
     ``LOOP_CPU_SHARE`` of a processor, because a loop uses what it gets.
@@ -61,7 +95,7 @@ def same_place_s(samples: Sequence[ProcessSample]) -> float:
         return 0.0
     last = since = samples[-1]
     for sample in itertools.islice(reversed(samples), 1, None):
-        if _functions(sample) != _functions(last) or sample.io_bytes != last.io_bytes:
+        if _functions(sample) != _functions(last) or last.transfers_since(sample):
             break
         if last.children_s - sample.children_s > MOVING_CPU_SHARE * (last.at_s - sample.at_s):
             break
@@ -74,7 +108,9 @@ def _functions(sample: ProcessSample) -> list[tuple[str, str]]:
     return [(frame.file, frame.function) for frame in sample.stack]
 
 
-def sample(pid: int, at_s: float, stack: tuple[Frame, ...], written_bytes: int = 0) -> ProcessSample | None:
+def sample(
+    pid: int, at_s: float, stack: tuple[Frame, ...], written_bytes: int = 0, tcp_bytes: int = 0
+) -> ProcessSample | None:  # fmt: skip
     """Return a look at a process; None if it cannot be seen.
 
     Args:
@@ -82,13 +118,14 @@ def sample(pid: int, at_s: float, stack: tuple[Frame, ...], written_bytes: int =
         at_s: time of the look.
         stack: innermost frames of the main thread.
         written_bytes: bytes that the process has written because it was looked at. They do not count.
+        tcp_bytes: bytes over its TCP connections (``Traffic``).
     """
     try:
         own_s, ended_s = _cpu_s(pid)
         children_s = ended_s + sum(sum(_cpu_s(each)) for each in _family(pid)[1:])
     except (OSError, ValueError, IndexError):
         return None
-    return ProcessSample(at_s, stack, own_s + children_s, _io_bytes(pid) - written_bytes, children_s)
+    return ProcessSample(at_s, stack, own_s + children_s, _io_bytes(pid) - written_bytes, children_s, tcp_bytes)
 
 
 def _family(pid: int) -> list[int]:

@@ -23,6 +23,7 @@ CONNECTION = np.dtype(
         ("here", "u8"),  # this end: hash of both addresses, its own first
         ("there", "u8"),  # the other end, hashed from its side
         ("acked", "u8"),  # bytes acknowledged by the other end
+        ("received", "u8"),  # bytes that came from the other end
         ("busy_us", "u8"),  # time with data in flight, without time limited by the receiver
         ("rtt_us", "u4"),  # round trip, smoothed
         ("unacked", "u4"),  # segments in flight
@@ -38,7 +39,7 @@ _INFO = 2  # INET_DIAG_INFO
 _ESTABLISHED_AND_CLOSING = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 8
 _HEADER, _ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=HH")
 _MESSAGE = struct.Struct("=BBBB2s2s16s16sI8sIIIII")  # inet_diag_msg: family, state, timer, retransmits, ports, addresses, ...
-_BACKOFF, _UNACKED, _RTT, _RETRANSMITS, _ACKED, _UNSENT, _BUSY, _FULL = 4, 24, 68, 100, 120, 144, 168, 176
+_BACKOFF, _UNACKED, _RTT, _RETRANSMITS, _ACKED, _RECEIVED, _UNSENT, _BUSY, _FULL = 4, 24, 68, 100, 120, 128, 144, 168, 176
 
 
 def connections_of(pids: Mapping[int, int]) -> Connections:
@@ -112,8 +113,8 @@ def _row(rank: int, body: bytes, info: bytes) -> tuple[int, ...]:
 
     busy = max(number(_BUSY, "=Q") - number(_FULL, "=Q"), 0)
     return (
-        rank, _hash(own, other), _hash(other, own), number(_ACKED, "=Q"), busy, number(_RTT, "=I"), number(_UNACKED, "=I"),
-        number(_UNSENT, "=I"), number(_RETRANSMITS, "=I"), info[_BACKOFF],
+        rank, _hash(own, other), _hash(other, own), number(_ACKED, "=Q"), number(_RECEIVED, "=Q"), busy, number(_RTT, "=I"),
+        number(_UNACKED, "=I"), number(_UNSENT, "=I"), number(_RETRANSMITS, "=I"), info[_BACKOFF],
     )  # fmt: skip
 
 

@@ -43,6 +43,26 @@ def test_a_rank_that_is_stopped_inside_of_a_call_is_named(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
+def test_a_call_whose_last_member_has_just_come_does_not_hang(tmp_path: Path, goes_on: bool) -> None:
+    """Rank 2 was away for 30 s, as rank 0 that uploads alone. It gets through the call a moment before the others."""
+    hung(tmp_path, culprit=-1)
+    now = time.monotonic_ns()
+    late = ring(tmp_path, 2)
+    for number in (1, 2):
+        call(late, number, now - 40 * S, now - 39 * S)
+    call(late, 3, now - S // 10, now - S // 20)
+    if goes_on:
+        call(late, 4, now - S // 50, 0)
+    late.state(heartbeat_ns=now, step=20, newest=3 + goes_on, phase=int(Phase.BACKWARD))
+    snapshot = take_snapshot(read_folder(tmp_path))
+    assert examine(snapshot, after_s=5).verdicts == []
+    later = dataclasses.replace(snapshot, now_ns=snapshot.now_ns + 6 * S)  # but now it does
+    (verdict,) = examine(later, after_s=5).verdicts
+    assert verdict.syndrome is Syndrome.COMMUNICATION_HANG
+    assert snapshot.now_ns - verdict.since_ns < S
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
 def test_a_rank_that_passed_a_call_with_another_shape_is_named(tmp_path: Path, goes_on: bool) -> None:
     """Gloo lets one pass whose tensor is smaller; the others stay in the call, and it waits in the next one."""
     hung(tmp_path, culprit=-1)
