@@ -195,7 +195,8 @@ def page(rows: dict[str, Any], limit: float, tree: Path, files: list[str] | None
         universal = sum(test["outcome"] == "passed" and bool(test["universal"]) for test in ours.values())
         numbers = [len(stock), *tally(stock), *tally(ours, skips=False), universal]
         sums = [a + b for a, b in zip(sums, numbers, strict=True)]
-        name = f"{file} (not collected: {reason.removeprefix('Skipped: ')})" if reason and not stock else file
+        why = re.sub(r"/\S*/", ".../", reason.removeprefix("Skipped: ").strip().splitlines()[-1]) if reason else ""
+        name = f"{file} (not collected: {why})" if reason and not stock else file
         lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
     lines += [f"| all | {' | '.join(map(str, sums))} |", "", "## Pass stock and fail with the key", ""]
     done = ("passed", "not reached")
