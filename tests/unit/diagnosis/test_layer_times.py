@@ -76,7 +76,7 @@ def test_times_are_those_of_the_layers(tmp_path: Path) -> None:
     for _ in range(4):
         job.step()
     for row in rows(path):
-        assert row["forward_s"] == pytest.approx(FORWARD_S, rel=0.3)
+        assert row["forward_s"] == pytest.approx(FORWARD_S, rel=0.5)
         assert row["backward_s"] == pytest.approx(BACKWARD_S, rel=0.3)
         assert row["calls"] == 6  # three of each step after the warm-up
         assert row["parameters"] == WIDTH * (WIDTH + 1)
@@ -105,7 +105,7 @@ def test_recomputation_is_part_of_the_backward_time(tmp_path: Path) -> None:
     for _ in range(3):
         job.step()
     for row in rows(path):
-        assert row["forward_s"] == pytest.approx(FORWARD_S, rel=0.3)
+        assert row["forward_s"] == pytest.approx(FORWARD_S, rel=0.5)
         assert row["backward_s"] == pytest.approx(FORWARD_S + BACKWARD_S, rel=0.3)
         assert row["calls"] == 3
         assert row["activation_bytes"] == 4 * WIDTH * 4  # the input
