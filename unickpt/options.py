@@ -308,6 +308,9 @@ class SteeringOptions:
     )
     metrics_address: str = _option("127.0.0.1", "address to which that port is bound", no_flag=_CONF)
     sizes: str = _option("", "allowed numbers of hosts, as in `4+6+8`; empty: all from MIN to MAX", no_flag=_CONF)
+    order: str = _option(
+        "", "hosts in the order of their ranks, as in `node2+node0+node1`; empty: the order of their names", no_flag=_CONF
+    )
     grow: bool = _option(True, "start a larger round as soon as more hosts arrive", no_flag=_CONF)
     lone: bool = _option(
         False, "go on with half of the hosts or fewer, even if the others may still run behind a failed network", no_flag=_CONF

@@ -7,7 +7,7 @@ import re
 
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
-from unickpt.plan.ranks import host_order, hostfile, plan_order, rankfile
+from unickpt.plan.ranks import host_order, hostfile, plan_order, rankfile, rendezvous_order
 from unickpt.replay.sources import read_trace
 
 JSON_SCHEMA = 1
@@ -39,6 +39,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.json:
         out.json({
             "schema": JSON_SCHEMA, "order": order, "hosts": hosts, "node_ranks": {host: at for at, host in enumerate(hosts)},
+            "rdzv_conf": rendezvous_order(trace, found.order),
             "step_s": found.step_s, "now_s": found.now_s, "tried": found.tried, "unknown": found.unknown,
         })  # fmt: skip
     elif args.hostfile:
@@ -53,4 +54,5 @@ def run(args: argparse.Namespace, out: Output) -> int:
         out.line(f"order: {','.join(map(str, order))}")
         if len(hosts) > 1:
             out.table("hosts", ("node rank", "host"), list(enumerate(hosts)))
+            out.line(f"torchrun --rdzv-backend unickpt: --rdzv-conf {rendezvous_order(trace, found.order)}")
     return SOUND

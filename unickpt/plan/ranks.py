@@ -155,6 +155,11 @@ def hostfile(trace: Trace, order: Order) -> str:
     return "".join(f"{host} slots={trace.hosts.count(host)}\n" for host in host_order(trace, order))
 
 
+def rendezvous_order(trace: Trace, order: Order) -> str:
+    """Return the option of ``--rdzv-conf`` with which the rendezvous backend numbers the hosts in this order."""
+    return f"order={'+'.join(host_order(trace, order))}"
+
+
 def rankfile(trace: Trace, order: Order) -> str:
     """Return a rank file of Open MPI: ``rank N=HOST slot=M`` for each rank."""
     lines = []

@@ -94,7 +94,7 @@ def state_as_json(state: Membership, now_s: float) -> dict[str, Any]:
     limits = dataclasses.asdict(state.limits)
     round_ = state.round
     return {
-        "limits": {**limits, "sizes": sorted(state.limits.sizes)},
+        "limits": {**limits, "sizes": sorted(state.limits.sizes), "order": list(state.limits.order)},
         "leader": state.leader, "term": state.term, "version": state.version, "phase": state.phase.value,
         "hosts": [
             [host.name, host.incarnation, host.address, ago(host.arrived_s), host.workers] for host in state.hosts.values()
@@ -140,14 +140,15 @@ def _state(value: Any, now_s: float) -> Membership:
         return tuple((str(name), str(incarnation)) for name, incarnation in items)
 
     round_, sizes = value["round"], frozenset(int(size) for size in value["limits"]["sizes"])
+    order = tuple(str(name) for name in value["limits"]["order"])
     hosts = [
         Host(str(name), str(incarnation), str(address), at(ago), int(workers))
         for name, incarnation, address, ago, workers in value["hosts"]
     ]
     return Membership(
-        limits=Limits(**{**value["limits"], "sizes": sizes}), leader=str(value["leader"]), term=int(value["term"]),
-        version=int(value["version"]), phase=Phase(value["phase"]), hosts={host.name: host for host in hosts},
-        heard={host.name: now_s for host in hosts},
+        limits=Limits(**{**value["limits"], "sizes": sizes, "order": order}), leader=str(value["leader"]),
+        term=int(value["term"]), version=int(value["version"]), phase=Phase(value["phase"]),
+        hosts={host.name: host for host in hosts}, heard={host.name: now_s for host in hosts},
         parked={
             str(name): Parking(str(reason), now_s - float(ago), NEVER_S if left is None else now_s + float(left))
             for name, reason, ago, left in value["parked"]

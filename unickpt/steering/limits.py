@@ -26,6 +26,7 @@ class Limits:
         retries: rounds in a row without progress after which workers that fail end the job; None: no limit.
         self_check: whether a host measures itself before it is admitted after a fault.
         check_share: share of the median of other hosts that it must reach.
+        order: names of hosts in the order of their ranks. Hosts that are not in it are spares, and fill gaps.
     """
 
     min_nodes: int
@@ -44,10 +45,15 @@ class Limits:
     longest_out_s: float = 86_400.0
     self_check: bool = True
     check_share: float = 0.5
+    order: tuple[str, ...] = ()
 
     def out_for_s(self, times: int) -> float:
         """Return how long a host stays out for a fault after it has been out so many times."""
         return min(self.out_s * 2.0 ** min(times, 64), self.longest_out_s)
+
+    def place(self, name: str) -> int:
+        """Return the place of a host in the order; behind all others if it has none."""
+        return self.order.index(name) if name in self.order else len(self.order)
 
     def size(self, available: int) -> int:
         """Return the number of hosts of a round when ``available`` hosts are there; 0 if they are not enough."""

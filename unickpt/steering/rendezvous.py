@@ -126,7 +126,7 @@ def limits_of(params: RendezvousParameters, options: SteeringOptions) -> Limits:
     """Return the rules of the membership.
 
     Raises:
-        ConfigError: ``sizes`` is not a list of numbers between MIN and MAX.
+        ConfigError: ``sizes`` is not a list of numbers between MIN and MAX, or ``order`` has a name twice.
     """
     words = [word for word in options.sizes.split("+") if word]
     sizes = frozenset(int(word) for word in words if word.isdigit() and params.min_nodes <= int(word) <= params.max_nodes)
@@ -134,12 +134,16 @@ def limits_of(params: RendezvousParameters, options: SteeringOptions) -> Limits:
         raise ConfigError(
             f"--rdzv-conf sizes={options.sizes} must be numbers from {params.min_nodes} to {params.max_nodes}, as in 4+6+8"
         )
+    order = tuple(word for word in options.order.split("+") if word)
+    twice = sorted({name for name in order if order.count(name) > 1})
+    if twice:
+        raise ConfigError(f"--rdzv-conf order={options.order} has {', '.join(twice)} more than once: name each host once")
     return Limits(
         params.min_nodes, params.max_nodes, sizes, join_s=options.join_seconds, arrive_s=options.arrive_seconds,
         expiry_s=options.expiry_seconds, settle_s=options.settle_seconds, grow=options.grow, lone=options.lone,
         fruitful_s=options.fruitful_seconds, boundary_s=options.boundary_seconds, out_s=options.out_seconds,
         longest_out_s=options.longest_out_seconds, retries=options.retries if options.act else None,
-        self_check=options.self_check, check_share=options.check_share,
+        self_check=options.self_check, check_share=options.check_share, order=order,
     )  # fmt: skip
 
 

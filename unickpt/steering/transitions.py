@@ -356,8 +356,11 @@ def _formed(state: Membership, now_s: float) -> Membership:
     if now_s - state.gathering_s < CHECK_S and any(name in state.seats for name in state.suspects):
         return state
     chosen = sorted(
-        arrived, key=lambda host: (host.name not in state.seats, state.losses.get(host.name, 0), natural(host.name))
-    )
+        arrived,
+        key=lambda host: (
+            host.name not in state.seats, state.losses.get(host.name, 0), limits.place(host.name), natural(host.name)
+        ),
+    )  # fmt: skip
     if len(chosen) > count:
         settled = [host for host in chosen if host.name in state.seats]
         chosen = sorted(settled, key=lambda host: state.seats[host.name]) + chosen[len(settled) :]
@@ -372,9 +375,12 @@ def _formed(state: Membership, now_s: float) -> Membership:
 
 
 def _seated(state: Membership, chosen: Iterable[Host]) -> dict[str, int]:
-    """Return the seats of the chosen hosts: their own, and for newcomers the lowest that are vacant."""
+    """Return the seats of the chosen hosts: their own; for newcomers the one in the given order, else the lowest vacant one."""
     names = [host.name for host in chosen]
     seats = {name: state.seats[name] for name in names if name in state.seats}
+    for at, name in enumerate(state.limits.order):
+        if name in names and name not in seats and at not in seats.values():
+            seats[name] = at
     taken = set(seats.values())
     vacant = (seat for seat in range(len(names) + len(taken) + 1) if seat not in taken)
     newcomers = sorted((name for name in names if name not in seats), key=natural)

@@ -204,6 +204,24 @@ def _rows(runs: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
     return own, predicted
 
 
+def _beyond(runs: list[dict[str, Any]]) -> str:
+    """Return what is to say of prices that differ from the true price by more than a tenth."""
+    added = {job.name: job.added_s for job in JOBS}
+    found = [(_figures(run), added[run["name"]]) for run in runs]
+    beyond = [
+        (each.price_s / each.true_s - 1, each.price_s / more - 1)
+        for each, more in found
+        if abs(each.price_s / each.true_s - 1) > 0.1
+    ]
+    if not beyond:
+        return f"All {len(found)} prices are within 10% of the true price."
+    most = max(abs(share) for _, share in beyond)
+    return (
+        f"{len(found) - len(beyond)} of {len(found)} prices are within 10% of the true price. In the other {len(beyond)} the "
+        f"machine disturbed a half: these prices are within {most:.1%} of the added time."
+    )
+
+
 def _compared(runs: list[dict[str, Any]]) -> list[str]:
     """Return the rows of the table of three ways to predict."""
     rows, totals = [], [[] for _ in range(6)]
@@ -276,6 +294,8 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
             "| error of the price | sound ranks, at most |",
             "|---|---|---|---|---|---|---|---|---|",
             *predicted,
+            "",
+            _beyond(runs),
             "",
             "## Three ways to predict",
             "",

@@ -71,6 +71,7 @@ def test_the_host_of_rank_0_and_of_the_endpoint_dies_and_returns(job: Agents) ->
 
 @pytest.mark.parametrize("job", [("2", 60)], ids=["2"], indirect=True)
 def test_a_spare_takes_the_place_of_a_host_that_is_told_to_end(job: Agents) -> None:
+    job.conf = "order=n2+n1"  # not the order of their names
     for name in ("n1", "n2"):
         job.start(name)
     first = job.round("", world=2)
@@ -78,11 +79,12 @@ def test_a_spare_takes_the_place_of_a_host_that_is_told_to_end(job: Agents) -> N
     job.until_said("waiting: n3 is a spare")
     time.sleep(2.0)
     assert len(job.starts()) == 2, "a spare does not restart the others"
-    os.kill(first[1].pid, signal.SIGSTOP)  # a stopped worker must not cost torchrun's 30 s
+    assert [host_of(job, each) for each in first] == ["n2", "n1"]
+    os.kill(first[0].pid, signal.SIGSTOP)  # a stopped worker must not cost torchrun's 30 s
     began_s = time.monotonic()
     job.running.pop("n1").send_signal(signal.SIGTERM)
     second = job.round(first[0].round, world=2)
-    assert [host_of(job, each) for each in second] == ["n3", "n2"]
+    assert [host_of(job, each) for each in second] == ["n2", "n3"]
     assert time.monotonic() - began_s < 30 or os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
     job.finish()
 

@@ -14,7 +14,7 @@ from unickpt.cli.main import main
 from unickpt.diagnosis.recording.records import Op
 from unickpt.errors import FormatError
 from unickpt.plan import ranks
-from unickpt.plan.ranks import Order, best_order, host_order, hostfile, plan_order, rankfile
+from unickpt.plan.ranks import Order, best_order, host_order, hostfile, plan_order, rankfile, rendezvous_order
 from unickpt.replay.trace import Trace, TraceGroup
 
 MS = 1_000_000
@@ -78,6 +78,7 @@ def test_hosts_move_with_all_their_ranks() -> None:
     assert ranks.blocks_of(trace) == [[0, 1], [2, 3]]
     order = (2, 3, 0, 1)
     assert host_order(trace, order) == ["b", "a"]
+    assert rendezvous_order(trace, order) == "order=b+a"
     assert hostfile(trace, order) == "b slots=2\na slots=2\n"
     assert rankfile(trace, order) == "rank 0=b slot=0\nrank 1=b slot=1\nrank 2=a slot=0\nrank 3=a slot=1\n"
     uneven = made_trace(groups, made, [[15]] * 4, hosts=["a", "a", "a", "b"])
@@ -92,6 +93,7 @@ def test_the_command_prints_each_form(tmp_path: Path, capsys: pytest.CaptureFixt
     found = json.loads(capsys.readouterr().out)
     assert sorted(found["order"]) == [0, 1, 2, 3]
     assert found["step_s"] < 0.3 * found["now_s"]
+    assert found["rdzv_conf"] == f"order={'+'.join(found['hosts'])}"
     assert main(["plan", "ranks", rings, "--rankfile"]) == 0
     assert capsys.readouterr().out.count("slot=") == 4
     assert main(["plan", "ranks", rings]) == 0

@@ -85,7 +85,8 @@ def connect(state: Membership, now_s: float = 0.0) -> Membership:
 
 def started(count: int, low: int, high: int, **limits: object) -> Membership:
     """Return a job whose first round runs on hosts h1, h2, ..."""
-    state = Membership(Limits(low, high, **{**AT_ONCE, "join_s": 30.0}), "h1", gathering_s=-30.0)  # type: ignore[arg-type]
+    first = {**AT_ONCE, "join_s": 30.0, "order": limits.get("order", ())}
+    state = Membership(Limits(low, high, **first), "h1", gathering_s=-30.0)  # type: ignore[arg-type]
     state = connect(arrive(state, *(f"h{i}" for i in range(1, count + 1))))
     return replace(state, limits=Limits(low, high, **{**AT_ONCE, **limits}))  # type: ignore[arg-type]
 

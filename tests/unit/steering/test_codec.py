@@ -57,7 +57,7 @@ EVENTS: list[Event] = [
 
 
 def some_state() -> Membership:
-    state = Membership(Limits(1, 2, frozenset({1, 2})), "a (1)", gathering_s=-9.0)
+    state = Membership(Limits(1, 2, frozenset({1, 2}), order=("a", "z")), "a (1)", gathering_s=-9.0)
     arrivals = [Arrived("a", "1"), Joined("b", "7", "[::1]:5"), Arrived("b", "7")]
     for event in [*EVENTS[:2], *arrivals, Park("c", "hung", 8.0), Park("d", "asked")]:
         state = transition(state, event, 100.0)

@@ -90,6 +90,20 @@ def test_a_spare_takes_the_place_of_a_lost_host_and_nobody_else_moves() -> None:
     assert members(state) == ["h1", "spare", "h3"]
 
 
+def test_a_given_order_is_kept_and_spares_fill_its_gaps() -> None:
+    order = ("h3", "h1", "absent", "h2")
+    state = started(4, 3, 3, order=order)  # h4 has no place in the order
+    assert members(state) == ["h3", "h1", "h2"]
+    state = connect(arrive(run(state, Lost("h1", "1")), "h2", "h3", "h4"))
+    assert members(state) == ["h3", "h4", "h2"]
+    state = run(state, Lost("h4", "1"), Joined("h1", "2", "h1:9"), Arrived("h1", "2"))
+    state = connect(arrive(state, "h2", "h3"))
+    assert members(state) == ["h3", "h1", "h2"], "its own place is vacant again"
+    state = run(state, Lost("h3", "1"), Joined("absent", "1", "absent:9"), Arrived("absent", "1"))
+    state = connect(arrive(state, "h1", "h2"))
+    assert members(state) == ["h1", "absent", "h2"]
+
+
 def test_a_round_takes_an_allowed_size_and_the_rest_wait() -> None:
     state = started(4, 2, 4, sizes=frozenset({2, 4}))
     state = connect(arrive(run(state, Lost("h1", "1")), "h2", "h3", "h4"))

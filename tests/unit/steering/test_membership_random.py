@@ -194,7 +194,9 @@ def test_random_jobs_keep_their_invariants_and_recover(part: int) -> None:
     for seed in range(part * 25, part * 25 + 25):
         source = random.Random(seed)
         count, spares = source.randint(1, 4), source.randint(0, 2)
-        limits = Limits(source.randint(1, count), count, **{**AT_ONCE, "self_check": source.random() < 0.7})  # type: ignore[arg-type]
+        order = tuple(source.sample([f"h{i}" for i in range(6)], source.choice([0, 2, 3])))
+        rules = {**AT_ONCE, "self_check": source.random() < 0.7, "order": order}
+        limits = Limits(source.randint(1, count), count, **rules)  # type: ignore[arg-type]
         names = [f"h{i}" for i in range(count + spares)]
         job = Job(source, limits, {name: Agent(name, "1") for name in names}, names[0], Membership(limits, names[0]))
         for _ in range(source.randint(40, 120)):

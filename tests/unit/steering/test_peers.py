@@ -147,6 +147,9 @@ def test_wrong_arguments_are_named() -> None:
     for sizes in ("4+9", "4+x", "1"):
         with pytest.raises(ConfigError, match="numbers from 2 to 8"):
             limits_of(parameters("localhost:1", 2, 8), SteeringOptions(sizes=sizes))
+    assert limits_of(parameters("localhost:1", 2, 8), SteeringOptions(order="n2+n0")).order == ("n2", "n0")
+    with pytest.raises(ConfigError, match="has n2 more than once"):
+        limits_of(parameters("localhost:1", 2, 8), SteeringOptions(order="n2+n0+n2"))
 
 
 def test_a_reserved_port_is_given_to_the_store_of_the_workers_alone() -> None:
