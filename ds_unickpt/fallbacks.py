@@ -49,8 +49,8 @@ def _tensor_parallel(engine: Any) -> str:
         return ""  # ``AUTOTP_COMBINED`` names it
     if not engine.pipeline_parallelism and engine.mp_world_size != degree:
         return f"an mpu with {engine.mp_world_size} model-parallel ranks, of which {degree} are tensor-parallel"
-    if degree > 1 and engine.has_moe_layers:
-        return "tensor parallelism with experts"
+    if autotp.degree(engine) > 1 and engine.has_moe_layers:
+        return "AutoTP with experts"
     if degree > 1 and _sequence(engine) > 1 and engine.zero_optimization_partition_weights():
         return "tensor parallelism with sequence parallelism under ZeRO 3"
     if degree > 1 and _several_data_groups(engine, degree):
@@ -135,8 +135,8 @@ AUTOTP_COMBINED = Fallback(
     _autotp_combined,
 )
 TENSOR_PARALLEL = Fallback(
-    "an `mpu` with a pipeline of its own, or with sequence parallelism under ZeRO 3; AutoTP or an `mpu` with experts, or with "
-    "optimizer states that cannot be cut",
+    "an `mpu` with a pipeline of its own, or with sequence parallelism under ZeRO 3; AutoTP with experts; "
+    "AutoTP or an `mpu` with optimizer states that cannot be cut",
     "not yet described as boxes of the whole tensors; [`unickpt convert`](conversion.md#deepspeed) reads what DeepSpeed wrote",
     _tensor_parallel,
 )

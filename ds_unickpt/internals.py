@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -149,6 +150,8 @@ class ExpertLayer:
         degree: number of ranks that share the experts of the layer out among them (expert parallelism).
         ranks: global ranks with the same experts as this one, ascending (the expert-data-parallel group).
         stacked: each parameter has all experts of the rank, along its first dimension (AutoEP).
+        slices: global ranks that have the other slices of these experts, this rank among them, ascending: the tensor-parallel
+            ranks, if they divide each expert (``enable_expert_tensor_parallelism``). () if every rank has whole experts.
     """
 
     name: str
@@ -157,9 +160,19 @@ class ExpertLayer:
     degree: int
     ranks: tuple[int, ...]
     stacked: bool = False
+    slices: tuple[int, ...] = ()
+
+    @property
+    def having(self) -> tuple[int, ...] | None:
+        """Global ranks that have a part of these experts, ascending; None if all ranks of the stage have one.
+
+        Of the ranks with other slices, those beside this rank: enough to tell which rank is the first.
+        """
+        return None if self.stacked else tuple(sorted({*self.ranks, *self.slices}))
 
 
 EXPERTS = "deepspeed_experts"
+OF_EXPERT = re.compile(rf"(.*\b{EXPERTS})\.(\d+)(\..+)?")  # layer, number of the expert, rest of a name
 
 
 Submodules = tuple[tuple[str, torch.nn.Module], ...]
@@ -182,18 +195,51 @@ def expert_layers(children: Submodules) -> tuple[ExpertLayer, ...]:
         stacked = is_auto_expert_layer(child)
         if (stacked or isinstance(child, MOELayer)) and child.ep_group is not None:
             count = int(child.num_local_experts)
-            replicas = groups._get_expert_data_parallel_group(child.ep_group_name)
+            replicas = get_process_group_ranks(groups._get_expert_data_parallel_group(child.ep_group_name))
+            degree = dist.get_world_size(group=child.ep_group)
             found.append(ExpertLayer(
                 f"{name}.experts{'' if stacked else f'.{EXPERTS}'}".lstrip("."), dist.get_rank(group=child.ep_group) * count,
-                count, dist.get_world_size(group=child.ep_group), tuple(sorted(get_process_group_ranks(replicas))), stacked,
+                count, degree, tuple(sorted(replicas)), stacked, _slices_of_experts(degree * len(replicas)),
             ))  # fmt: skip
     return tuple(found)
+
+
+def _slices_of_experts(ranks: int) -> tuple[int, ...]:
+    """Return ``ExpertLayer.slices``. ``ranks``: number of ranks among which whole experts and their copies are laid out.
+
+    These are the data-parallel ranks if the tensor-parallel ranks divide each expert, and all ranks of the stage if not
+    (``_create_process_groups`` of moe/layer.py).
+    """
+    from deepspeed import comm as dist
+    from deepspeed.utils import bwc, groups
+
+    tensor = bwc.bwc_tensor_model_parallel_world_size(groups.mpu)
+    stages = 1 if groups.mpu is None else bwc.bwc_pipeline_parallel_world_size(groups.mpu)
+    if tensor == 1 or ranks * tensor * stages != dist.get_world_size():
+        return ()
+    return tuple(sorted(get_process_group_ranks(bwc.bwc_tensor_model_parallel_group(groups.mpu))))
+
+
+def parameters_of_routing(children: Submodules) -> frozenset[int]:
+    """Return the ids of the parameters of DeepSpeed's own modules beside the experts, which every rank has whole."""
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.sharded_moe import TopKGate
+
+    gates = [child for _, child in children if isinstance(child, TopKGate)]
+    mixers = [child.coefficient for _, child in children if isinstance(child, MoE) and child.use_residual]
+    return frozenset(id(parameter) for child in (*gates, *mixers) for parameter in child.parameters())
 
 
 def stacked_layer(name: str, layers: Mapping[str, ExpertLayer]) -> ExpertLayer | None:
     """Return the layer of AutoEP to which a parameter with experts belongs; None for other names."""
     layer = layers.get(name.rpartition(".")[0])
     return layer if layer is not None and layer.stacked else None
+
+
+def layer_of(name: str, layers: Mapping[str, ExpertLayer]) -> ExpertLayer | None:
+    """Return the layer of an expert, by the name of something in it; None outside of experts."""
+    found = OF_EXPERT.fullmatch(name)
+    return stacked_layer(name, layers) if found is None else layers.get(found[1])
 
 
 def is_auto_expert_layer(child: Any) -> bool:

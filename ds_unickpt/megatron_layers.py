@@ -4,7 +4,8 @@ Two sources tell how the ranks divide a parameter. ``universal_checkpoint_info``
 Megatron-DeepSpeed, has patterns of names (deepspeed/checkpoint/constants.py). The layers of Megatron set the attributes
 ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride`` on their parameters. The ranks have equal parts, as in
 Megatron. A parameter that neither source describes, or that both describe differently, is an error: a guess would be a wrong
-checkpoint.
+checkpoint. DeepSpeed's own modules of a mixture of experts need no description. Experts need one if the tensor-parallel ranks
+divide them (``enable_expert_tensor_parallelism``); otherwise each rank has whole experts.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import bwc
 
-from ds_unickpt import megatron_deepspeed
-from ds_unickpt.internals import is_zero3, plain
+from ds_unickpt import internals, megatron_deepspeed
+from ds_unickpt.internals import is_expert, is_zero3, layer_of, plain
 from ds_unickpt.slices import Shape, Slice, Slices, local_shape
 from unickpt.convert.deepspeed.patterns import Cut, cut_of
 from unickpt.convert.deepspeed.tensor_parallel import affine_boxes, affine_entry, divided, merged
@@ -107,10 +108,34 @@ def slices(engine: Any) -> Slices:
     own, info, known = rank(engine), info_of(engine.module), megatron_deepspeed.job_of(engine.module)
     named = [(plain(name), p) for name, p in engine.module.named_parameters()]
     data = getattr(engine, "seq_data_parallel_group", None)
-    return Slices({id(p): _slice(name, p, info, known.parts(name) if known else 0, own, world, data) for name, p in named})
+    children = internals.submodules(engine.module) if engine.has_moe_layers else ()
+    routing = internals.parameters_of_routing(children) if children else frozenset()
+    layers = {plain(layer.name): layer for layer in internals.expert_layers(children)} if children else {}
+    found = {}
+    for name, p in named:
+        layer = layer_of(name, layers) if is_expert(p) else None
+        if layer is not None and not layer.slices:
+            found[id(p)] = _of_whole_expert(name, p, f"tensor-parallel rank {own} of {world}")
+        else:
+            parts = known.parts(name) if known else 0
+            found[id(p)] = _slice(name, p, info, parts, own, world, data, whole=id(p) in routing)
+    return Slices(found)
 
 
-def _slice(name: str, parameter: Any, info: Mapping[str, Any], parts: int, rank: int, world: int, data: Any) -> Slice:
+def _of_whole_expert(name: str, parameter: torch.nn.Parameter, where: str) -> Slice:
+    """Return the slice of a parameter of an expert that a rank has whole. The ranks with the same expert share its storage."""
+    marked = _marked(name, parameter, where)
+    if marked is not None and marked.dim is not None:
+        raise FormatError(
+            f"{where}: {name} has tensor_model_parallel=True, but its layer has no enable_expert_tensor_parallelism, so "
+            "DeepSpeed lays out whole experts among the tensor-parallel ranks"
+        )
+    return Slice.whole(local_shape(parameter))
+
+
+def _slice(
+    name: str, parameter: Any, info: Mapping[str, Any], parts: int, rank: int, world: int, data: Any, *, whole: bool
+) -> Slice:
     """Return the part of a parameter on this rank.
 
     Args:
@@ -120,18 +145,21 @@ def _slice(name: str, parameter: Any, info: Mapping[str, Any], parts: int, rank:
         parts: that of ``MegatronDeepSpeed``. It tells what ``info`` lacks.
         rank, world: tensor-parallel rank, and number of tensor-parallel ranks.
         data: data-parallel process group.
+        whole: the ranks have the whole parameter, unless it is described.
     """
     where, local = f"tensor-parallel rank {rank} of {world}", local_shape(parameter)
     try:
         entry = affine_entry(info, name, where, trusted=True)
         if entry is not None:
             return _mapped(name, entry, local, rank, where)
-        cut = _cut(name, parameter, info, where)
+        cut = _cut(name, parameter, info, where, whole=whole)
         cut = replace(cut, parts=parts) if parts else cut
         found = divided(name, [local] * world, cut, where)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as err:
         raise FormatError(f"{where}: {INFO} does not describe {name} ({type(err).__name__}: {err})") from err
     if cut.averaged:
+        if is_expert(parameter):
+            raise FormatError(f"{where}: {name} is a parameter to average in an expert")
         if is_zero3(parameter) and dist.get_world_size(group=parameter.ds_process_group) > dist.get_world_size(group=data):
             raise FormatError(f"{where}: {name} is a parameter to average, but ZeRO-3 divides it among all ranks")
         return Slice.whole(local, averaged=True)
@@ -148,10 +176,10 @@ def _mapped(name: str, entry: Mapping[str, Any], local: Shape, rank: int, where:
     return Slice(merged(tuple(entry["logical_shape"]), len(local)), local, boxes, own)
 
 
-def _cut(name: str, parameter: torch.nn.Parameter, info: Mapping[str, Any], where: str) -> Cut:
+def _cut(name: str, parameter: torch.nn.Parameter, info: Mapping[str, Any], where: str, *, whole: bool) -> Cut:
     """Return how a parameter is divided. Raises FormatError if it is unknown."""
     listed, marked = cut_of(name, info, where, trusted=True), _marked(name, parameter, where)
-    found = listed or marked
+    found = listed or marked or (Cut(None) if whole else None)
     if found is None:
         raise FormatError(f"{where}: neither {INFO} nor the parameter itself tells how the ranks divide {name}. {_ADVICE}")
     if listed is not None and marked is not None and not _agree(listed, marked):

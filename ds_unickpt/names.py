@@ -25,11 +25,10 @@ import torch
 
 from ds_unickpt import internals
 from ds_unickpt.fallbacks import UNKNOWN_BUFFERS
-from ds_unickpt.internals import EXPERTS, ExpertLayer, Submodules, TiedCopy, plain
+from ds_unickpt.internals import ExpertLayer, Submodules, TiedCopy, plain
 from ds_unickpt.slices import RankValues, local_shape
 
 _TIED = "tied_modules"
-_OF_EXPERT = re.compile(rf"(.*\b{EXPERTS})\.(\d+)(\..+)?")
 _OF_TIED = re.compile(rf"{_TIED}\.([^.@]+)(?:@(\d+))?(\..+)")
 _OF_A_RANK = re.compile(r"(.+)@tp([1-9]\d*)")
 
@@ -61,7 +60,7 @@ def expert_name(name: str, layers: Mapping[str, ExpertLayer]) -> str:
         name: name of a parameter, buffer or module.
         layers: expert layers of this rank by name.
     """
-    found = _OF_EXPERT.fullmatch(name)
+    found = internals.OF_EXPERT.fullmatch(name)
     layer = None if found is None else layers.get(found[1])
     return name if found is None or layer is None else f"{found[1]}.{layer.first + int(found[2])}{found[3] or ''}"
 
@@ -71,8 +70,7 @@ def holders(name: str, layers: Mapping[str, ExpertLayer]) -> tuple[int, ...] | N
 
     A parameter with the experts of several ranks (AutoEP) belongs to the ranks with the same experts as this one.
     """
-    found = _OF_EXPERT.fullmatch(name)
-    layer = internals.stacked_layer(name, layers) if found is None else layers.get(found[1])
+    layer = internals.layer_of(name, layers)
     return None if layer is None else layer.ranks
 
 
@@ -228,8 +226,12 @@ class ModuleNames:
             raise UNKNOWN_BUFFERS.error(f"the optimizer holds a parameter of shape {shape} that the module lacks") from None
 
     def having(self, name: str) -> tuple[int, ...] | None:
-        """Return the global ranks that have a part of a tensor, by its stored name; None if all ranks of the stage have."""
-        return None if internals.stacked_layer(name, self.experts) is not None else self.holders(name)
+        """Return the global ranks that have a part of a tensor, by its stored name; None if all ranks of the stage have.
+
+        Of those with other slices of an expert, the ones of ``ExpertLayer.having``.
+        """
+        layer = internals.layer_of(name, self.experts)
+        return self.holders(name) if layer is None else layer.having
 
     def holders(self, name: str) -> tuple[int, ...] | None:
         """Return the global ranks that have the same elements of a tensor, by its stored name; None as for ``having``."""

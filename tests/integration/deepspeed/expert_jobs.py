@@ -167,13 +167,13 @@ def global_name(name: str, engine: Any) -> str:
 
 def truth_of(engine: Any) -> Truth:
     """Return the state of all experts and of the dense parameters by global names. Collective. Checks that copies are equal."""
-    _link_all_states(engine.optimizer)
+    link_all_states(engine.optimizer)
     own: Truth = {}
     for key, value in consolidated(engine, STATES).items():
         kind, _, name = key.partition("/")
         if key != "groups" and "volatile" not in name:
             own[f"{kind}/{global_name(name, engine)}" if name else kind] = value
-    for name, settings in _settings(engine).items():
+    for name, settings in settings_of(engine).items():
         own[f"settings/{global_name(name, engine)}"] = settings
     own |= {
         f"extra/{global_name(n, engine)}": m.extra for n, m in engine.module.named_modules() if isinstance(m, StatefulExpert)
@@ -181,14 +181,14 @@ def truth_of(engine: Any) -> Truth:
     return merged(of_all_ranks(own))
 
 
-def _link_all_states(optimizer: Any) -> None:
+def link_all_states(optimizer: Any) -> None:
     """Repeat DeepSpeed's own link for its accessors. It runs after the step of the first group, and then lacks the others'."""
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def _settings(engine: Any) -> dict[str, Any]:
+def settings_of(engine: Any) -> dict[str, Any]:
     """Return settings and step of each trained parameter on this rank, by its own name."""
     optimizer, base = engine.optimizer, optimizer_of(engine)
     own = [group["params"] for group in base.param_groups]

@@ -32,6 +32,9 @@ class Mpu:
         self._tensor = next(group for group, ranks in _groups(every) if rank in ranks)
         self._data = next(group for group, ranks in _groups(across) if rank in ranks)
 
+    def __deepcopy__(self, _memo: Any) -> Mpu:
+        return self  # DeepSpeed copies experts, whose layers have the mpu
+
     def get_model_parallel_rank(self) -> int:
         return dist.get_rank(self._tensor)
 

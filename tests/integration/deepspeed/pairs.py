@@ -13,10 +13,13 @@ from tests.integration.deepspeed.auto_expert_names import AutoExpertLayout
 from tests.integration.deepspeed.expert_names import ExpertLayout, PipedExpertLayout
 from tests.integration.deepspeed.megatron_names import MegatronLayout
 from tests.integration.deepspeed.pipeline_names import PipelineLayout
+from tests.integration.deepspeed.tensor_expert_names import TensorExpertLayout
 from tests.integration.deepspeed.tensor_names import TensorLayout
 from unickpt.testing.launch import fork_ranks
 
-AnyLayout = PipelineLayout | ExpertLayout | PipedExpertLayout | AutoExpertLayout | TensorLayout | MegatronLayout
+AnyLayout = (
+    PipelineLayout | ExpertLayout | PipedExpertLayout | AutoExpertLayout | TensorLayout | MegatronLayout | TensorExpertLayout
+)
 Pairs = Sequence[tuple[AnyLayout, AnyLayout]]
 STEPS_BEFORE = 3
 NOISE_FACTOR = 2.0  # see ``test_matrix.py``

@@ -22,6 +22,7 @@ from tests.integration.deepspeed import (
     expert_pipeline_jobs,
     megatron_jobs,
     pipeline_jobs,
+    tensor_expert_jobs,
     tensor_jobs,
 )
 from tests.integration.deepspeed.jobs import in_a_group
@@ -34,6 +35,7 @@ from unickpt.testing.launch import leave
 JOBS: dict[str, Any] = {
     "pipelines": pipeline_jobs, "experts": expert_jobs, "tensors": tensor_jobs, "megatron": megatron_jobs,
     "averaged": averaged_jobs, "piped experts": expert_pipeline_jobs, "auto experts": auto_expert_jobs,
+    "tensor experts": tensor_expert_jobs,
 }  # fmt: skip
 Steps = tuple[int, int]  # before the save of a source, and after the save or a load
 

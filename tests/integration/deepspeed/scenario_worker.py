@@ -31,7 +31,7 @@ GROUPS = {  # each runs in one torchrun
     "errors": ("scenarios_damage", "scenarios_one_rank", "scenarios_mismatches", "scenarios_failed_saves"),
     "unsupported": ("scenarios_unsupported",),
     "pipeline": ("scenarios_pipeline", "scenarios_megatron", "scenarios_disagreements"),
-    "experts": ("scenarios_experts", "scenarios_auto_experts"),
+    "experts": ("scenarios_experts", "scenarios_auto_experts", "scenarios_tensor_experts"),
     "tensors": ("scenarios_tensor",),
     "surgery": ("scenarios_surgery",),
     "placement": ("scenarios_placement",),

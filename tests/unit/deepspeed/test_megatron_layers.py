@@ -53,7 +53,7 @@ def _engine(local: torch.Tensor, rank: int, ranks: int, info: Any, attributes: d
     vars(module.weight).update(attributes)
     module.universal_checkpoint_info = info  # type: ignore[assignment]
     mpu = SimpleNamespace(get_tensor_model_parallel_rank=lambda: rank, get_tensor_model_parallel_world_size=lambda: ranks)
-    return SimpleNamespace(module=module, mpu=mpu, autotp_size=lambda: 1)
+    return SimpleNamespace(module=module, mpu=mpu, autotp_size=lambda: 1, has_moe_layers=False)
 
 
 def _slice(local: torch.Tensor, rank: int, ranks: int, info: Any, attributes: dict[str, Any]) -> Slice:
