@@ -76,6 +76,7 @@ class Peer:
         self._listener = Listener(key, self._answers.answer, self._answers.look_after)
         self._stopped = threading.Event()
         self._holds_endpoint = False
+        self._next_look_s = 0.0  # at the endpoint, while another agent leads
         self._former: tuple[str, ...] = ()  # addresses of lost leaders, which may come back from a failed network
         self._warned_s = -WARN_S
         self._begun_s = time.monotonic()
@@ -262,6 +263,18 @@ class Peer:
             self._holds_endpoint = self._listener.open("127.0.0.1" if is_loopback(host) else "", port) is not None
         return self._holds_endpoint
 
+    def _serve_endpoint(self) -> None:
+        """While this agent follows a leader elsewhere: answer at the endpoint, where newcomers and the command line ask.
+
+        The endpoint is free if its machine has returned to a job that went on without it.
+        """
+        now_s = time.monotonic()
+        if self._holds_endpoint or self._copy.state is None or now_s < self._next_look_s or not split_address(self._endpoint)[1]:
+            return
+        self._next_look_s = now_s + OBJECT_S
+        if self._take_endpoint():
+            logger.info("unickpt: steering: this agent answers at the endpoint %s", self._endpoint)
+
     def _report(self) -> None:
         """Report to the leader until the connection breaks; then look for what has happened to it."""
         address, refused = self._copy.leader_address, False
@@ -307,6 +320,7 @@ class Peer:
                 self._succeed()
             return False
         self._remember()
+        self._serve_endpoint()
         if answer.get("state") is None:
             with self._copy.changed:
                 self._copy.heard_s = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from tests.unit.steering.peers import KEY, Job, hosts, until
 from unickpt.steering import peer as peer_module
+from unickpt.steering.codec import split_address
 from unickpt.steering.last_members import file_of, forget, recall, remember
 from unickpt.steering.limits import Limits
 from unickpt.steering.membership import Arrived, Close
@@ -59,6 +61,14 @@ def test_a_host_that_returns_follows_the_leader_of_the_others(jobs: list[Job], t
     returned = jobs[1].start("a")
     until(lambda: hosts(returned) == {"a", "b"})
     assert not returned.leads
+    until(lambda: not _free(jobs[1].endpoint))
+    newcomer = jobs[1].start("c")  # knows the endpoint alone
+    until(lambda: hosts(newcomer) == hosts(leader) == {"a", "b", "c"})
+
+
+def _free(endpoint: str) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(split_address(endpoint)) != 0
 
 
 def test_a_host_leads_if_none_of_the_others_is_there(jobs: list[Job], tmp_path: Path) -> None:
