@@ -268,8 +268,8 @@ class Peer:
 
         The endpoint is free if its machine has returned to a job that went on without it.
         """
-        now_s = time.monotonic()
-        if self._holds_endpoint or self._copy.state is None or now_s < self._next_look_s or not split_address(self._endpoint)[1]:
+        now_s, port = time.monotonic(), split_address(self._endpoint)[1]
+        if self._holds_endpoint or self._copy.state is None or now_s < self._next_look_s or not port:
             return
         self._next_look_s = now_s + OBJECT_S
         if self._take_endpoint():
