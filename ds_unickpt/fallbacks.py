@@ -49,13 +49,20 @@ def _tensor_parallel(engine: Any) -> str:
         return ""  # ``AUTOTP_COMBINED`` names it
     if not engine.pipeline_parallelism and engine.mp_world_size != degree:
         return f"an mpu with {engine.mp_world_size} model-parallel ranks, of which {degree} are tensor-parallel"
-    if autotp.degree(engine) > 1 and engine.has_moe_layers:
-        return "AutoTP with experts"
+    if autotp.degree(engine) > 1 and _experts_of_moe(engine):
+        return "AutoTP with experts of deepspeed.moe"
     if degree > 1 and _sequence(engine) > 1 and engine.zero_optimization_partition_weights():
         return "tensor parallelism with sequence parallelism under ZeRO 3"
     if degree > 1 and _several_data_groups(engine, degree):
         return "tensor parallelism with sequence parallelism in several data-parallel groups"
     return ""
+
+
+def _experts_of_moe(engine: Any) -> bool:
+    """Whether a job has experts of ``deepspeed.moe``, and not of AutoEP alone."""
+    if not engine.has_moe_layers:
+        return False
+    return any(not layer.stacked for layer in internals.expert_layers(internals.submodules(engine.module)))
 
 
 def _autotp_combined(engine: Any) -> str:
@@ -135,7 +142,7 @@ AUTOTP_COMBINED = Fallback(
     _autotp_combined,
 )
 TENSOR_PARALLEL = Fallback(
-    "an `mpu` with a pipeline of its own, or with sequence parallelism under ZeRO 3; AutoTP with experts; "
+    "an `mpu` with a pipeline of its own, or with sequence parallelism under ZeRO 3; AutoTP with experts of `deepspeed.moe`; "
     "AutoTP or an `mpu` with optimizer states that cannot be cut",
     "not yet described as boxes of the whole tensors; [`unickpt convert`](conversion.md#deepspeed) reads what DeepSpeed wrote",
     _tensor_parallel,

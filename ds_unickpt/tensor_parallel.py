@@ -26,9 +26,8 @@ def slices(engine: Any) -> Slices:
     Raises:
         FormatError: the description of a parameter is missing or does not fit. The message names the parameter.
     """
-    if degree(engine) == 1 and engine.has_moe_layers:
-        return auto_experts.slices(engine)
-    return autotp.slices(engine) if autotp.degree(engine) > 1 else megatron_layers.slices(engine)
+    found = autotp.slices(engine) if autotp.degree(engine) > 1 else megatron_layers.slices(engine)
+    return Slices({**found.known, **auto_experts.slices(engine).known}) if engine.has_moe_layers else found
 
 
 def rank_values(engine: Any) -> RankValues:

@@ -13,12 +13,15 @@ import deepspeed
 import torch
 import torch.nn as nn
 import torch.nn.functional as functional
+from deepspeed.module_inject.layers import TensorParallel_Layer
+from deepspeed.utils import groups
 
 from tests.integration.deepspeed import jobs
 from tests.integration.deepspeed.auto_expert_names import EXPERTS, AutoExpertLayout
 from tests.integration.deepspeed.jobs import Layout, config
 from tests.integration.deepspeed.model import VOCABULARY, WIDTH
 from tests.integration.deepspeed.parallel_jobs import forget_expert_groups, forget_groups, merged, of_all_ranks
+from tests.integration.deepspeed.tensor_jobs import PARALLEL_GROUPS, gather
 from tests.integration.deepspeed.truth import Truth, consolidated, optimizer_of
 
 STATES = ("exp_avg", "exp_avg_sq")
@@ -69,12 +72,12 @@ class SparseBlock(nn.Module):
 class Layer(nn.Module):
     def __init__(self, frozen: bool, experts: int) -> None:
         super().__init__()
-        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
         self.mlp = SparseBlock(frozen, experts)
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + torch.tanh(self.dense(x))
+        x = x + self.down(torch.tanh(self.up(x)))
         return x + self.mlp(self.norm(x))
 
 
@@ -115,6 +118,8 @@ def build(
     """
     forget_groups()
     forget_expert_groups()
+    for name in PARALLEL_GROUPS:
+        setattr(groups, name, None)
     torch.manual_seed(seed)
     parallel = {
         "enabled": layout.expert > 0, "autoep_size": max(layout.expert, 1), "preset_model": "mixtral", "use_grouped_mm": False,
@@ -122,6 +127,14 @@ def build(
     cfg = config(
         Layout(layout.stage, layout.world, layout.precision), **{"gradient_clipping": 0.0, "expert_parallel": parallel, **more}
     )
+    if layout.tensor > 1:
+        cfg["tensor_parallel"] = {
+            "autotp_size": layout.tensor,
+            "partition_config": {"use_default_specs": False, "layer_specs": [
+                {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
+                {"patterns": [r".*\.down\.weight$"], "partition_type": "row"},
+            ]},
+        }  # fmt: skip
     if client_optimizer is not None:
         del cfg["optimizer"]
     model = model or Model(frozen, experts)
@@ -137,7 +150,12 @@ def truth_of(engine: Any) -> Truth:
     """Return the state of all experts, each apart, and of the dense parameters. Collective. Checks that copies are equal."""
     _link_all_states(engine.optimizer)
     own: Truth = {}
-    for key, value in consolidated(engine, STATES).items():
+    every = consolidated(engine, STATES)
+    for name, layer in engine.module.named_modules():
+        if isinstance(layer, TensorParallel_Layer):
+            for state in ("weight", "master", *STATES):
+                gather(every, f"{state}/{name}", layer)
+    for key, value in every.items():
         if key in ("groups", "step") or "tokens_per_expert" in key:
             continue
         own |= _by_expert(key, value, engine)

@@ -17,16 +17,18 @@ class AutoExpertLayout:
             AutoEP.
         stage: ZeRO stage.
         precision: that of ``jobs.Layout``.
+        tensor: number of tensor-parallel ranks (AutoTP). AutoEP counts them among the expert-parallel ranks.
     """
 
     expert: int
     world: int
     stage: int
     precision: str = "fp32"
+    tensor: int = 1
 
     @property
     def name(self) -> str:
-        return f"aep{self.expert}w{self.world}z{self.stage}{self.precision}"
+        return f"{f'tp{self.tensor}' if self.tensor > 1 else ''}aep{self.expert}w{self.world}z{self.stage}{self.precision}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,6 +45,8 @@ CHOSEN = [
     AutoExpertLayout(2, 2, 0),
     AutoExpertLayout(2, 4, 1, "bf16"),
     AutoExpertLayout(2, 2, 3, "bf16"),
+    AutoExpertLayout(2, 4, 1, "fp32", 2),
+    AutoExpertLayout(4, 4, 2, "bf16", 2),
 ]
 
 
@@ -53,3 +57,20 @@ def pairs(full: bool) -> list[tuple[AutoExpertLayout, AutoExpertLayout]]:
     count = len(CHOSEN)
     onward = [(CHOSEN[at], CHOSEN[(at + by) % count]) for at in range(count) for by in (1, 3)]
     return [*onward, *((CHOSEN[at], CHOSEN[at]) for at in (0, 1))]
+
+
+TENSOR = [
+    AutoExpertLayout(2, 4, 1, "fp32", 2),
+    AutoExpertLayout(4, 4, 2, "bf16", 2),
+    AutoExpertLayout(2, 2, 0, "fp32", 2),
+    AutoExpertLayout(2, 4, 3, "fp32", 2),
+    AutoExpertLayout(2, 4, 3, "bf16", 2),
+    AutoExpertLayout(4, 4, 0, "fp32", 4),
+    AutoExpertLayout(2, 4, 1),
+    AutoExpertLayout(0, 2, 3),
+]
+
+
+def tensor_pairs() -> list[tuple[AutoExpertLayout, AutoExpertLayout]]:
+    """Return the pairs to load with AutoTP: each layout into each."""
+    return [(source, target) for source in TENSOR for target in TENSOR]

@@ -98,10 +98,10 @@ def build(
 
 def train(engine: Any, steps: int) -> list[float]:
     """Train further, and return the global losses. The data depend only on the global step."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world, tensors = dist.get_rank(), dist.get_world_size(), max(int(engine.autotp_size()), 1)
     losses = []
     for _ in range(steps):
-        loss = engine(*batch(engine.global_steps, BATCH, rank, world))
+        loss = engine(*batch(engine.global_steps, BATCH, rank // tensors, world // tensors))
         engine.backward(loss)
         engine.step()
         if hasattr(engine.module, "seen"):

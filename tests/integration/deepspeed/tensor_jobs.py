@@ -21,7 +21,7 @@ from tests.integration.deepspeed.tensor_names import TensorLayout
 from tests.integration.deepspeed.truth import Truth, consolidated
 
 LAYOUT = TensorLayout
-_GROUPS = ("_TENSOR_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP")
+PARALLEL_GROUPS = ("_TENSOR_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP")
 
 
 def build(layout: TensorLayout, *, seed: int, model: nn.Module | None = None, **more: Any) -> Any:
@@ -36,7 +36,7 @@ def build(layout: TensorLayout, *, seed: int, model: nn.Module | None = None, **
         more: keys of the DeepSpeed JSON.
     """
     parallel_jobs.forget_groups()
-    for name in _GROUPS:
+    for name in PARALLEL_GROUPS:
         setattr(groups, name, None)
     cfg = config(Layout(layout.stage, layout.world, layout.precision), **{"gradient_clipping": 0.0, **more})
     if layout.tensor > 1:
@@ -88,7 +88,7 @@ def truth_of(engine: Any) -> Truth:
     for name, layer in engine.module.named_modules():
         if isinstance(layer, TensorParallel_Layer):
             for state in ("weight", "master", *STATES):
-                _gather(own, f"{state}/{name}", layer)
+                gather(own, f"{state}/{name}", layer)
     if engine.autotp_size() > 1:  # not one of DeepSpeed's layers
         for key in [key for key in own if key.endswith("/places.weight")]:
             parts = [torch.empty(0)] * dist.get_world_size(group=groups.get_tensor_model_parallel_group())
@@ -106,7 +106,7 @@ def _add_empty(own: Truth, engine: Any) -> None:
             own |= {f"{state}/{name}": p.detach().float().clone() for state in ("master", *STATES)}
 
 
-def _gather(own: Truth, prefix: str, layer: Any) -> None:
+def gather(own: Truth, prefix: str, layer: Any) -> None:
     """Replace a state of a layer's parameters by the whole state. The layer's own method gathers it."""
     kept = dict(layer._parameters)
     for name in kept:

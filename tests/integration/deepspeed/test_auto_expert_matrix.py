@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.deepspeed.auto_expert_names import pairs
+from tests.integration.deepspeed.auto_expert_names import pairs, tensor_pairs
 from tests.integration.deepspeed.pairs import part, problems, run, strayed
 
 FULL = os.environ.get("UNICKPT_FULL_MATRIX") == "1"
@@ -33,3 +33,10 @@ def test_every_state_of_every_expert_is_bit_equal_after_load(folder: Path) -> No
 def test_losses_continue_as_in_an_uninterrupted_run(folder: Path) -> None:
     """Losses of fp32 jobs alone are compared: in bf16, rounding sends a token to another expert, which moves a loss."""
     assert strayed([pair for pair in PAIRS if all(layout.precision == "fp32" for layout in pair)], folder) == {}
+
+
+@pytest.mark.skipif(not FULL, reason="64 pairs")
+def test_tensor_parallel_jobs_resume_with_any_other_degrees(tmp_path: Path) -> None:
+    run("auto experts", tensor_pairs(), tmp_path, timeout_s=1500)
+    assert problems(tensor_pairs(), tmp_path) == {}
+    assert strayed(tensor_pairs(), tmp_path) == {}
