@@ -171,7 +171,7 @@ def contribution(
     rank_objects: dict[str, Any] = {"rng": rng.capture()}
     if engine.global_rank and client_state_digest(client_state) != announced.get("client_state"):
         rank_objects["client_state"] = dict(client_state)
-    scalars = None if base is None or all(part.replicated for part in parts) else RankScalars.of(parts, names, base)
+    scalars = RankScalars.of(parts, names, base) if base is not None and _of_parts(parts, slices) else None
     if scalars is not None:
         rank_objects[SCALARS] = scalars.to_object()
     return Contribution(
@@ -187,12 +187,19 @@ def contribution(
         objects=_objects(engine, names, client_state) if placed.rank == 0 else {},
         shared_objects={
             **(_shared_states(names, placed) if placed.rank else {}),
-            **({} if base is None else owned_states.captured(parts, names, base, placed)),
+            **({} if base is None else owned_states.captured(parts, names, slices, base, placed)),
             **_vocabularies(engine, names, client_state, placed),
         },
         different=_different(engine, options, names, scalars, announced) if placed.rank and placed.with_coordinator else (),
         replica=None if placed.part is None else (placed.part, _fingerprint(parts, base)),
     )
+
+
+def _of_parts(parts: Sequence[Partition], slices: Slices) -> bool:
+    """Whether the optimizer steps on parts of parameters on this rank, so that the ranks may have other scalars."""
+    if not all(part.replicated for part in parts):
+        return True
+    return not all(slices.of(parameter).replicated for part in parts for parameter in part.parameters)
 
 
 def names_of(engine: Any) -> ModuleNames:
@@ -222,7 +229,7 @@ def announcement(engine: Any, options: Options, names: Callable[[], ModuleNames]
         found["replicas"] = "".join(fingerprints([p.detach() for _, p in _tensor_parallel_replicas(engine, names())]))
         found["buffers"] = "".join(fingerprints([buffer for _, buffer in _stored_buffers(names(), options)]))
         parts, base = partitions.partitions(engine), internals.base_optimizer(engine)
-        if base is not None and not all(part.replicated for part in parts):
+        if base is not None and _of_parts(parts, tensor_parallel.slices(engine)):
             found[SCALARS] = RankScalars.of(parts, names(), base).fingerprint()
     return found
 

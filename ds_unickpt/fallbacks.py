@@ -96,12 +96,6 @@ def _nested_experts(engine: Any) -> str:
     return "experts within experts" if nested else ""
 
 
-def _auto_experts(engine: Any) -> str:
-    if not engine.has_moe_layers or _sequence(engine) == 1:
-        return ""
-    return "AutoEP with sequence parallelism" if any(map(internals.is_auto_expert_layer, engine.module.modules())) else ""
-
-
 def _parameters_of_experts(engine: Any) -> str:
     if not engine.has_moe_layers or _experts_on_a_mesh(engine) or _nested_experts(engine):
         return ""
@@ -142,8 +136,7 @@ AUTOTP_COMBINED = Fallback(
     _autotp_combined,
 )
 TENSOR_PARALLEL = Fallback(
-    "an `mpu` with a pipeline of its own, or with sequence parallelism under ZeRO 3; AutoTP with experts of `deepspeed.moe`; "
-    "AutoTP or an `mpu` with optimizer states that cannot be cut",
+    "an `mpu` with a pipeline of its own, or with sequence parallelism under ZeRO 3; AutoTP with experts of `deepspeed.moe`",
     "not yet described as boxes of the whole tensors; [`unickpt convert`](conversion.md#deepspeed) reads what DeepSpeed wrote",
     _tensor_parallel,
 )
@@ -171,9 +164,6 @@ EXPERTS_ON_A_MESH = Fallback(
 )
 NESTED_EXPERTS = Fallback(
     "experts within experts", "DeepSpeed 0.19.8 does not resume it either: the losses change after a load", _nested_experts
-)
-AUTO_EXPERTS = Fallback(
-    "AutoEP with sequence parallelism, or with optimizer states that cannot be cut", "not tested", _auto_experts
 )
 EXPERT_PARAMETERS = Fallback(
     "parameters in experts that DeepSpeed does not treat as an expert's, such as adapters added later; "
@@ -212,7 +202,7 @@ ODD_SETTINGS = Fallback("settings of a parameter group that are not plain values
 
 FALLBACKS = (
     AUTOTP_COMBINED, TENSOR_PARALLEL, MPU_CONTRADICTS, TENSOR_LAYOUT, MPU_LAYOUT, EXPERTS_ON_A_MESH, NESTED_EXPERTS,
-    AUTO_EXPERTS, EXPERT_PARAMETERS, NODE_LOCAL, QUANTIZED, ZENFLOW, UNKNOWN_WRAPPER, NO_OPTIMIZER, UNKNOWN_BUFFERS,
+    EXPERT_PARAMETERS, NODE_LOCAL, QUANTIZED, ZENFLOW, UNKNOWN_WRAPPER, NO_OPTIMIZER, UNKNOWN_BUFFERS,
     ODD_SETTINGS,
 )  # fmt: skip
 

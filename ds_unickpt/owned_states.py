@@ -4,6 +4,9 @@ Such a state belongs to the tensor that the optimizer steps on, its *owner*: a p
 cannot be cut at other boundaries. A checkpoint has it under a digest of the owner's shape and parameter ranges. A job with
 the same owner gets it back exactly, on any rank and any number of ranks. Any other job is refused before anything is loaded.
 
+Tensor-parallel ranks step on parts of parameters. Their owners also have the boxes of these parts, and the number of the rank.
+A job whose ranks divide the parameters otherwise has other owners.
+
 A block of such an optimizer may contain padding, so the padding of the owner's master and states is stored with them.
 """
 
@@ -12,17 +15,18 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from ds_unickpt.fallbacks import AUTO_EXPERTS, TENSOR_PARALLEL
-from ds_unickpt.internals import BF16, FP16_FUSED, ZERO_1_2, ZERO_3
+from ds_unickpt.internals import BF16, FP16_FUSED, ZERO_1_2, ZERO_3, layer_of
 from ds_unickpt.names import ModuleNames
 from ds_unickpt.optimizer_record import classify, place_of
 from ds_unickpt.partitions import Partition, states_of
 from ds_unickpt.placement import Placement
+from ds_unickpt.slices import Slices
 from unickpt.errors import MismatchError
 from unickpt.format.checksums import digest
 from unickpt.load.checkpoint import Checkpoint
@@ -38,21 +42,56 @@ _FLAT = (ZERO_1_2, ZERO_3, BF16, FP16_FUSED)  # wrappers whose masters are flat
 Naming = Callable[[torch.nn.Parameter], str]
 
 
-def _owner(part: Partition, name: Naming) -> list[Any]:
-    return [list(part.elements.shape), place_of(part, name)]
+def _owner(part: Partition, name: Naming, division: Division) -> list[Any]:
+    """Return an owner as JSON: shape, parameter ranges, and of parts of parameters ``Division.of``."""
+    divided = division.of(part)
+    return [list(part.elements.shape), place_of(part, name), *([divided] if divided else [])]
 
 
 def _key(owner: list[Any]) -> str:
     return digest(json.dumps(owner).encode())
 
 
-def captured(parts: Sequence[Partition], names: ModuleNames, base: torch.optim.Optimizer, placed: Placement) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the parameters of this rank are divided among ranks.
+
+    Attributes:
+        names: names of the parameters.
+        slices: the part of each parameter on this rank.
+        tensor, tensors: those of ``Placement``.
+    """
+
+    names: ModuleNames
+    slices: Slices
+    tensor: int
+    tensors: int
+
+    def of(self, part: Partition) -> list[Any]:
+        """Return as JSON how a partition is divided, or [] if it has whole parameters of a job without tensor parallelism.
+
+        Tensor-parallel rank, number of ranks, and for each range the global shape and the boxes: begin on this rank, shape, and
+        begin in the whole parameter.
+        Experts that the tensor-parallel ranks do not divide have rank 0 of 1: they are laid out among all ranks.
+        """
+        layer = layer_of(self.names.name(part.parameters[0]), self.names.experts)
+        apart = layer is not None and not layer.slices
+        cut = [self.slices.of(piece.parameter) for piece in part.pieces]
+        if all(each.replicated for each in cut) and (apart or self.tensors == 1):
+            return []
+        boxes = [
+            [list(each.shape), [[list(b.local.start), list(b.local.shape), list(b.whole.start)] for b in each.boxes]]
+            for each in cut
+        ]
+        return [*([0, 1] if apart else [self.tensor, self.tensors]), boxes]
+
+
+def captured(
+    parts: Sequence[Partition], names: ModuleNames, slices: Slices, base: torch.optim.Optimizer, placed: Placement
+) -> dict[str, Any]:
     """Return the shared objects that this rank stores. An owner that several ranks have is stored by one of them."""
     owned = classify(parts, base).owned
-    if owned and placed.tensors > 1:
-        raise TENSOR_PARALLEL.error(f"tensor parallelism with optimizer states that cannot be cut ({', '.join(sorted(owned))})")
-    if owned and any(layer.stacked and layer.degree > 1 for layer in names.experts.values()):
-        raise AUTO_EXPERTS.error(f"AutoEP with optimizer states that cannot be cut ({', '.join(sorted(owned))})")
+    division = Division(names, slices, placed.tensor, placed.tensors)
     owners, found = [], {}
     for number, part in enumerate(parts if owned else ()):
         held = states_of(base, part)
@@ -64,7 +103,7 @@ def captured(parts: Sequence[Partition], names: ModuleNames, base: torch.optim.O
         else:
             stored = part.stored
         if states and stored:
-            owners.append(_owner(part, names.name))
+            owners.append(_owner(part, names.name, division))
             found[f"{STATES}{_key(owners[-1])}"] = {"states": states, "padding": _padding(part, base)}
     return {f"{OWNERS}{placed.rank}": owners, **found} if owners else {}
 
@@ -110,19 +149,11 @@ def restore(part: Partition, base: torch.optim.Optimizer, states: dict[str, Any]
 class OwnedStates:
     """The owned states of one load into one engine."""
 
-    def __init__(self, checkpoint: Checkpoint, name: Naming, *, allow_pickle: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, name: Naming, division: Division, *, allow_pickle: bool) -> None:
         """``name`` gives the name of a parameter in the checkpoint."""
-        self.checkpoint, self.name, self.allow_pickle = checkpoint, name, allow_pickle
+        self.checkpoint, self.name, self.division, self.allow_pickle = checkpoint, name, division, allow_pickle
         self._flat = checkpoint.manifest.writer.topology.get("optimizer_wrapper") in _FLAT
         self._stored = {key for key in checkpoint.shared_names() if key.startswith(STATES)}
-
-    def require_undivided(self, tensors: int) -> None:
-        """Raise MismatchError if the checkpoint has owned states and this job has several tensor-parallel ranks."""
-        if self._stored and tensors > 1:
-            raise MismatchError(
-                f"{self.checkpoint.storage}: the optimizer kept states that are not of their parameter's shape and cannot be "
-                f"cut. This job divides its parameters among {tensors} tensor-parallel ranks. {_ADVICE}"
-            )
 
     def read(self, part: Partition, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the states and the padding of a partition, for ``restore``; empty if the checkpoint has none for it.
@@ -131,7 +162,7 @@ class OwnedStates:
             MismatchError: the checkpoint has such states of an owner with other boundaries, lacks them although the optimizer
                 needs them, or has one that needs a pickle.
         """
-        key = _key(_owner(part, self.name))
+        key = _key(_owner(part, self.name, self.division))
         if f"{STATES}{key}" not in self._stored:
             self._refuse_others(part)
             self._refuse_none(part, optimizer)
@@ -157,7 +188,7 @@ class OwnedStates:
         if not self._stored:
             return
         own = {name: (lo, hi) for name, lo, hi, _ in place_of(part, self.name)[1]}
-        for shape, (_, pieces) in self._owners:
+        for shape, (_, pieces), *divided in self._owners:
             for other, lo, hi, _ in pieces:
                 begin, end = own.get(other, (0, 0))
                 if lo < end and begin < hi:
@@ -165,7 +196,7 @@ class OwnedStates:
                         f"{self.checkpoint.storage}: the optimizer kept states for a tensor of shape {tuple(shape)} with "
                         f"elements {lo} to {hi} of {other}. They are not of the parameter's shape and cannot be cut. In this "
                         f"job the optimizer steps on a tensor of shape {tuple(part.master.shape)} with elements {begin} to "
-                        f"{end}. {_ADVICE}"
+                        f"{end}{_compared(divided, self.division.of(part))}. {_ADVICE}"
                     )
 
     def _refuse_none(self, part: Partition, optimizer: torch.optim.Optimizer) -> None:
@@ -179,6 +210,14 @@ class OwnedStates:
                 f"for {self._first(part)} in this job. The state is not of the parameter's shape and cannot be made from other "
                 f"states. {_ADVICE}"
             )
+
+
+def _compared(before: Sequence[Any], now: Sequence[Any]) -> str:
+    """Return how many tensor-parallel ranks divided the parameters, and how many do, as the end of a sentence; '' if none."""
+    counts = [int(each[1]) if each else 1 for each in (before[0] if before else [], now)]
+    if not before and not now:
+        return ""
+    return f" (of a part: {counts[0]} tensor-parallel ranks divided the parameters, and {counts[1]} do here)"
 
 
 def _owned_by_a_matrix(optimizer: torch.optim.Optimizer, part: Partition) -> frozenset[str]:

@@ -14,7 +14,7 @@ import torch
 from ds_unickpt import internals, owned_states, partition_updates, tensor_parallel
 from ds_unickpt.names import ModuleNames
 from ds_unickpt.optimizer_record import NOT_HYPERPARAMETERS, STEP, RankScalars, classify, decoded, layout_of
-from ds_unickpt.owned_states import OwnedStates
+from ds_unickpt.owned_states import Division, OwnedStates
 from ds_unickpt.partitions import Partition, states_of
 from ds_unickpt.reads import Reads
 from ds_unickpt.slices import Slices
@@ -96,11 +96,11 @@ class RestoredOptimizer:
         if self.base is None:
             return
         states = self._states()
-        owned = OwnedStates(self.checkpoint, self._stored_name, allow_pickle=self.allow_pickle)
-        owned.require_undivided(tensor_parallel.degree(self.engine))
+        division = Division(self.names, self.slices, tensor_parallel.rank(self.engine), tensor_parallel.degree(self.engine))
+        owned = OwnedStates(self.checkpoint, self._stored_name, division, allow_pickle=self.allow_pickle)
         self._owned = [owned.read(part, self._stepping(part)) for part in self.parts]
-        for part in self.parts:
-            self._refuse_unknown_states(part, states)
+        for part, found in zip(self.parts, self._owned, strict=True):
+            self._refuse_unknown_states(part, states | set(found.get("states", ())))
         for part in self.parts:
             if part.swapped is not None:
                 self._create_swapped(part, part.swapped, states)

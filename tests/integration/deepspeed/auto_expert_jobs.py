@@ -19,6 +19,7 @@ from deepspeed.utils import groups
 from tests.integration.deepspeed import jobs
 from tests.integration.deepspeed.auto_expert_names import EXPERTS, AutoExpertLayout
 from tests.integration.deepspeed.jobs import Layout, config
+from tests.integration.deepspeed.megatron_model import mpu_of
 from tests.integration.deepspeed.model import VOCABULARY, WIDTH
 from tests.integration.deepspeed.parallel_jobs import forget_expert_groups, forget_groups, merged, of_all_ranks
 from tests.integration.deepspeed.tensor_jobs import PARALLEL_GROUPS, gather
@@ -139,7 +140,13 @@ def build(
         del cfg["optimizer"]
     model = model or Model(frozen, experts)
     trained = None if client_optimizer is not None else [p for p in model.parameters() if p.requires_grad]
-    return deepspeed.initialize(model=model, model_parameters=trained, optimizer=client_optimizer, config=cfg)[0]
+    return deepspeed.initialize(
+        model=model,
+        model_parameters=trained,
+        optimizer=client_optimizer,
+        config=cfg,
+        mpu=None if layout.sequence == 1 else mpu_of(1, layout.world, layout.sequence),
+    )[0]
 
 
 def mark(_engine: Any) -> None:

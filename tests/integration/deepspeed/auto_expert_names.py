@@ -18,6 +18,7 @@ class AutoExpertLayout:
         stage: ZeRO stage.
         precision: that of ``jobs.Layout``.
         tensor: number of tensor-parallel ranks (AutoTP). AutoEP counts them among the expert-parallel ranks.
+        sequence: number of sequence-parallel ranks (``mpu``). They train on rows, not on parts of a sequence.
     """
 
     expert: int
@@ -25,10 +26,12 @@ class AutoExpertLayout:
     stage: int
     precision: str = "fp32"
     tensor: int = 1
+    sequence: int = 1
 
     @property
     def name(self) -> str:
-        return f"{f'tp{self.tensor}' if self.tensor > 1 else ''}aep{self.expert}w{self.world}z{self.stage}{self.precision}"
+        sequence, tensor = f"sp{self.sequence}" if self.sequence > 1 else "", f"tp{self.tensor}" if self.tensor > 1 else ""
+        return f"{sequence}{tensor}aep{self.expert}w{self.world}z{self.stage}{self.precision}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -74,3 +77,17 @@ TENSOR = [
 def tensor_pairs() -> list[tuple[AutoExpertLayout, AutoExpertLayout]]:
     """Return the pairs to load with AutoTP: each layout into each."""
     return [(source, target) for source in TENSOR for target in TENSOR]
+
+
+SEQUENCE = [
+    AutoExpertLayout(2, 4, 1, "fp32", 1, 2),
+    AutoExpertLayout(4, 4, 2, "fp32", 1, 2),
+    AutoExpertLayout(2, 4, 0, "bf16", 1, 4),
+    AutoExpertLayout(2, 4, 3),
+    AutoExpertLayout(0, 2, 2),
+]
+
+
+def sequence_pairs() -> list[tuple[AutoExpertLayout, AutoExpertLayout]]:
+    """Return the pairs to load with sequence parallelism: each layout into each."""
+    return [(source, target) for source in SEQUENCE for target in SEQUENCE]

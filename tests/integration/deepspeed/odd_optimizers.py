@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
+from tests.integration.deepspeed.truth import optimizer_of
+
 BLOCK = 16
+OF_BLOCKS = ("preconditioner", "absmax1")  # states that belong to blocks
 
 
 class _OfBlocks(torch.optim.Optimizer):
@@ -59,3 +62,36 @@ class BlockwiseMomentum(_OfBlocks):
 def _blocks(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.flatten()
     return torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+
+
+def adafactor(params: Any) -> Any:
+    from transformers.optimization import Adafactor
+
+    return Adafactor(params, lr=1e-2, relative_step=False, scale_parameter=False, beta1=0.9)
+
+
+def raw_states(engine: Any, keys: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """Return copies of the raw states of this rank, in the order of the masters: those of some keys, or all."""
+    base, wrapper = optimizer_of(engine), engine.optimizer
+    masters = getattr(wrapper, "fp32_partitioned_groups_flat", None) or [p for g in base.param_groups for p in g["params"]]
+    states = [copied(base.state[master]) for master in masters]
+    return [{key: value for key, value in each.items() if not keys or key in keys} for each in states]
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def equal_states(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(equal_states(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(equal_states, a, b))
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]  # padding may be NaN
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
+    return bool(a == b)

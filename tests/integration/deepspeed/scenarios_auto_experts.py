@@ -13,9 +13,8 @@ from safetensors import safe_open
 
 from tests.integration.deepspeed.auto_expert_jobs import HIDDEN, Model, build, scramble, train, truth_of
 from tests.integration.deepspeed.auto_expert_names import EXPERTS, AutoExpertLayout
-from tests.integration.deepspeed.logs import Log
 from tests.integration.deepspeed.model import WIDTH
-from tests.integration.deepspeed.odd_optimizers import BlockwiseMomentum
+from tests.integration.deepspeed.odd_optimizers import BlockwiseMomentum, equal_states, raw_states
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import Truth, differences
 from unickpt.cli.main import main
@@ -119,14 +118,24 @@ def a_weight_that_was_changed_by_hand_is_restored(folder: Path) -> None:
 
 
 @scenario(2)
-def optimizer_states_that_cannot_be_cut_are_left_to_deepspeed(folder: Path) -> None:
-    torch.manual_seed(1)
-    model = Model(frozen=False)
-    optimizer = BlockwiseMomentum(list(model.parameters()))
-    engine = build(AutoExpertLayout(2, 2, 0), seed=1, model=model, client_optimizer=optimizer, scheduler={})
-    train(engine, 1)
-    with Log() as log:
-        assert engine.save_checkpoint(str(folder)) is True
-    assert not list(folder.rglob("manifest.json"))
-    told = [line for line in log.lines if "AutoEP with optimizer states that cannot be cut" in line]
-    assert len(told) == (dist.get_rank() == 0), log.lines
+def optimizer_states_that_cannot_be_cut_go_to_the_same_experts(folder: Path) -> None:
+    def engine(degree: int, stage: int, seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = Model(frozen=False)
+        optimizer = BlockwiseMomentum(list(model.parameters()))
+        return build(AutoExpertLayout(degree, 2, stage), seed=seed, model=model, client_optimizer=optimizer, scheduler={})
+
+    for stage in (0, 3):
+        source, place = engine(2, stage, 1), str(folder / str(stage))
+        train(source, 2)
+        assert source.save_checkpoint(place) is True
+        assert source.checkpoint_engine.last_save is not None, "DeepSpeed has saved by itself"
+        states, losses = raw_states(source), train(source, 2)
+        target = engine(2, stage, 3)
+        train(target, 1)
+        assert not equal_states(raw_states(target), states)
+        target.load_checkpoint(place)
+        assert equal_states(raw_states(target), states)
+        assert train(target, 2) == losses
+        with pytest.raises(MismatchError, match="cannot be cut"):
+            engine(1, stage, 4).load_checkpoint(place)

@@ -11,10 +11,16 @@ from deepspeed import comm as dist
 
 from tests.integration.deepspeed.jobs import build, scramble, train
 from tests.integration.deepspeed.model import Model
-from tests.integration.deepspeed.odd_optimizers import BlockPreconditioned, BlockwiseMomentum
+from tests.integration.deepspeed.odd_optimizers import (
+    BlockPreconditioned,
+    BlockwiseMomentum,
+    adafactor,
+    copied,
+    equal_states,
+    raw_states,
+)
 from tests.integration.deepspeed.resumes import assert_resumes, assert_weights_equal, here
 from tests.integration.deepspeed.scenario_worker import scenario
-from tests.integration.deepspeed.truth import optimizer_of
 from unickpt.errors import MismatchError
 
 
@@ -25,54 +31,22 @@ def _engine(make: Any, stage: int, seed: int, precision: str = "fp32") -> Any:
     return build(here(stage, precision), seed=seed, model=model, client_optimizer=optimizer, scheduler={})
 
 
-def _adafactor(params: Any) -> Any:
-    from transformers.optimization import Adafactor
-
-    return Adafactor(params, lr=1e-2, relative_step=False, scale_parameter=False, beta1=0.9)
-
-
-def _states(engine: Any) -> list[dict[str, Any]]:
-    """Return copies of the raw states of this rank, in the order of the masters."""
-    base, wrapper = optimizer_of(engine), engine.optimizer
-    masters = getattr(wrapper, "fp32_partitioned_groups_flat", None) or [p for g in base.param_groups for p in g["params"]]
-    return [_copied(base.state[master]) for master in masters]
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_copied(item) for item in value]
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]  # padding may be NaN
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
-    return bool(a == b)
-
-
 def _saved(make: Any, stage: int, folder: Path, precision: str = "fp32") -> tuple[Any, list[dict[str, Any]], list[float]]:
     source = _engine(make, stage, 1, precision)
     train(source, 3)
     assert source.save_checkpoint(str(folder)) is True
     assert source.checkpoint_engine.last_save.committed, source.checkpoint_engine.last_save
-    return source, _states(source), train(source, 2)
+    return source, raw_states(source), train(source, 2)
 
 
 def _assert_refused(make: Any, stage: int, folder: Path, reason: str) -> None:
     """The target keeps its own state, and the weights alone load."""
     target = _engine(make, stage, 2)
     train(target, 1)
-    before = _states(target)
+    before = raw_states(target)
     with pytest.raises(MismatchError, match=reason):
         target.load_checkpoint(str(folder))
-    assert _equal(before, _states(target))
+    assert equal_states(before, raw_states(target))
     path, _ = target.load_checkpoint(str(folder), load_optimizer_states=False)
     assert path is not None
 
@@ -80,19 +54,19 @@ def _assert_refused(make: Any, stage: int, folder: Path, reason: str) -> None:
 @scenario(1, 2)
 def adafactor_keeps_factors_of_whole_matrices(folder: Path) -> None:
     """Without ZeRO its states are rows and columns. They belong to a parameter, so any number of ranks gets them."""
-    source, states, losses = _saved(_adafactor, 0, folder)
+    source, states, losses = _saved(adafactor, 0, folder)
     assert any("exp_avg_sq_row" in state for state in states)
-    target = _engine(_adafactor, 0, 2)
+    target = _engine(adafactor, 0, 2)
     scramble(target)
     target.load_checkpoint(str(folder))
-    assert _equal(_states(target), states)
+    assert equal_states(raw_states(target), states)
     assert train(target, 2) == losses
     assert_weights_equal(source, target)
     other = folder.parent / f"{folder.name.removesuffix('-w2')}-w1"
     if dist.get_world_size() == 2 and (other / "latest").exists():
-        of_one = _engine(_adafactor, 0, 3)
+        of_one = _engine(adafactor, 0, 3)
         of_one.load_checkpoint(str(other))
-        assert sum("exp_avg_sq_row" in state for state in _states(of_one)) == sum("exp_avg_sq_row" in s for s in states)
+        assert sum("exp_avg_sq_row" in state for state in raw_states(of_one)) == sum("exp_avg_sq_row" in s for s in states)
         assert train(of_one, 2) == pytest.approx(losses, abs=2e-5)
 
 
@@ -100,11 +74,11 @@ def adafactor_keeps_factors_of_whole_matrices(folder: Path) -> None:
 def adafactor_under_zero_is_elementwise(folder: Path) -> None:
     """ZeRO's partitions have one dimension, so it factors nothing: each ZeRO stage loads the states of each other."""
     keys = ("exp_avg", "exp_avg_sq")
-    assert_resumes(folder / "13", _engine(_adafactor, 1, 1), _engine(_adafactor, 3, 2), keys, ignore=("groups",))
-    _saved(_adafactor, 0, folder / "0")
-    _assert_refused(_adafactor, 2, folder / "0", "cannot be cut. In this job the optimizer steps on a tensor of shape")
-    _assert_refused(_adafactor, 0, folder / "13", "lacks the state exp_avg_sq_col, exp_avg_sq_row, which Adafactor keeps for")
-    fresh = _engine(_adafactor, 0, 4)
+    assert_resumes(folder / "13", _engine(adafactor, 1, 1), _engine(adafactor, 3, 2), keys, ignore=("groups",))
+    _saved(adafactor, 0, folder / "0")
+    _assert_refused(adafactor, 2, folder / "0", "cannot be cut. In this job the optimizer steps on a tensor of shape")
+    _assert_refused(adafactor, 0, folder / "13", "lacks the state exp_avg_sq_col, exp_avg_sq_row, which Adafactor keeps for")
+    fresh = _engine(adafactor, 0, 4)
     with pytest.raises(MismatchError, match="lacks the state exp_avg_sq_col, exp_avg_sq_row, which Adafactor keeps for"):
         fresh.load_checkpoint(str(folder / "13"))
 
@@ -119,7 +93,7 @@ def states_of_blocks_go_to_equal_partitions(folder: Path) -> None:
             target = _engine(make, b, 2)
             scramble(target)
             target.load_checkpoint(str(place / f"{a}{b}"))
-            assert _equal(_states(target), states), (make, a, b)
+            assert equal_states(raw_states(target), states), (make, a, b)
             assert train(target, 2) == losses
         _assert_refused(make, 3, place / "12", "cannot be cut. In this job the optimizer steps on a tensor of shape")
         _assert_refused(make, 1, place / "00", "cannot be cut. In this job the optimizer steps on a tensor of shape")
@@ -130,7 +104,7 @@ def states_of_blocks_under_bf16_optimizer(folder: Path) -> None:
     _, states, losses = _saved(BlockPreconditioned, 1, folder, "bf16o")
     target = _engine(BlockPreconditioned, 1, 2, "bf16o")
     target.load_checkpoint(str(folder))
-    assert _equal(_states(target), states)
+    assert equal_states(raw_states(target), states)
     assert train(target, 2) == losses
 
 
@@ -146,14 +120,14 @@ def residuals_of_compressed_gradients_return_to_their_ranks(folder: Path) -> Non
         source = engine(stage, 1)
         train(source, 3)
         assert source.save_checkpoint(str(folder / str(stage))) is True
-        own = _copied(source.checkpoint_engine.compressed.exchange.residuals.sent)
+        own = copied(source.checkpoint_engine.compressed.exchange.residuals.sent)
         losses = train(source, 2)
         target = engine(stage, 2)
         train(target, 1)
         target.load_checkpoint(str(folder / str(stage)))
         found = target.checkpoint_engine.compressed.exchange.residuals.sent
         assert own
-        assert _equal(found, own)
+        assert equal_states(found, own)
         assert train(target, 2) == losses
         assert_weights_equal(source, target)
         target.load_checkpoint(str(folder / str(stage)))

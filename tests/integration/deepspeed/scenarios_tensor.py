@@ -16,13 +16,21 @@ import torch
 from deepspeed import comm as dist
 
 from tests.integration.deepspeed.logs import Log
+from tests.integration.deepspeed.odd_optimizers import (
+    OF_BLOCKS,
+    BlockPreconditioned,
+    BlockwiseMomentum,
+    adafactor,
+    equal_states,
+    raw_states,
+)
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.tensor_jobs import build, scramble, train, truth_of
 from tests.integration.deepspeed.tensor_model import division
 from tests.integration.deepspeed.tensor_names import TensorLayout
 from tests.integration.deepspeed.truth import Truth, differences
 from unickpt.cli.main import main
-from unickpt.errors import UnsupportedLayoutError
+from unickpt.errors import MismatchError, UnsupportedLayoutError
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.precision.policy import Policy
 
@@ -191,3 +199,30 @@ def ranks_that_share_layers_have_a_precision_plan_together_or_not_at_all(folder:
     told = any("not all ranks that compute the same layers in parts" in line for line in log.lines)
     assert told == (dist.get_rank() == 1), log.lines
     assert losses((0, 1)) != expected
+
+
+@scenario(2)
+def optimizer_states_that_cannot_be_cut_go_to_the_same_parts(folder: Path) -> None:
+    """States of blocks, and Adafactor's factors of each rank's part of a matrix.
+
+    Under ZeRO a block has elements of several parameters, so the ranks' copies of a whole parameter differ after a step. A load
+    gives them the values of the first rank, so only the states of blocks are compared there.
+    """
+    for make, stage in ((BlockwiseMomentum, 0), (BlockPreconditioned, 1), (adafactor, 0), (BlockwiseMomentum, 3)):
+        place, same = folder / f"{make.__name__}{stage}", TensorLayout(2, 1, stage)
+        source = build(same, seed=1, make=make, scheduler={})
+        train(source, 2)
+        assert source.save_checkpoint(str(place)) is True
+        assert source.checkpoint_engine.last_save is not None, "DeepSpeed has saved by itself"
+        states, losses = raw_states(source, OF_BLOCKS if stage else ()), train(source, 2)
+        target = build(same, seed=3, make=make, scheduler={})
+        train(target, 1)
+        assert not equal_states(raw_states(target, OF_BLOCKS if stage else ()), states)
+        target.load_checkpoint(str(place))
+        assert equal_states(raw_states(target, OF_BLOCKS if stage else ()), states)
+        assert stage or train(target, 2) == losses
+        for other in (TensorLayout(1, 2, stage), TensorLayout(2, 1, stage, vocabulary="columns")):
+            refused = build(other, seed=4, make=make, scheduler={})
+            with pytest.raises(MismatchError, match=r"cannot be cut.*tensor-parallel ranks divided the parameters"):
+                refused.load_checkpoint(str(place))
+            refused.load_checkpoint(str(place), load_optimizer_states=False)

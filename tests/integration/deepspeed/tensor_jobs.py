@@ -24,7 +24,7 @@ LAYOUT = TensorLayout
 PARALLEL_GROUPS = ("_TENSOR_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP")
 
 
-def build(layout: TensorLayout, *, seed: int, model: nn.Module | None = None, **more: Any) -> Any:
+def build(layout: TensorLayout, *, seed: int, model: nn.Module | None = None, make: Any = None, **more: Any) -> Any:
     """Return an engine whose parameters start from ``seed`` in every layout. Odd seeds use ``zero.Init`` under ZeRO-3.
 
     Not in bf16: DeepSpeed 0.19.8 then makes the sliced embedding in fp32, and fails.
@@ -33,6 +33,7 @@ def build(layout: TensorLayout, *, seed: int, model: nn.Module | None = None, **
         layout: layout on all ranks of this job.
         seed: seed of the first values.
         model: another model. Default: ``Model``.
+        make: returns the optimizer of the user for a list of parameters. Default: the one of the JSON.
         more: keys of the DeepSpeed JSON.
     """
     parallel_jobs.forget_groups()
@@ -53,7 +54,10 @@ def build(layout: TensorLayout, *, seed: int, model: nn.Module | None = None, **
         early = layout.stage == 3 and layout.precision == "fp32" and seed % 2 == 1
         with deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(cfg), enabled=early):
             model = Model()
-    return engine_of(model, cfg)
+    if make is None:
+        return engine_of(model, cfg)
+    del cfg["optimizer"]
+    return engine_of(model, cfg, optimizer=make([p for p in model.parameters() if p.requires_grad]))
 
 
 def train(engine: Any, steps: int) -> list[float]:
