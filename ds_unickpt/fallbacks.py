@@ -51,10 +51,15 @@ def _tensor_parallel(engine: Any) -> str:
         return f"an mpu with {engine.mp_world_size} model-parallel ranks, of which {degree} are tensor-parallel"
     if autotp.degree(engine) > 1 and _experts_of_moe(engine):
         return "AutoTP with experts of deepspeed.moe"
-    if degree > 1 and _sequence(engine) > 1 and engine.zero_optimization_partition_weights():
-        return "tensor parallelism with sequence parallelism under ZeRO 3"
     if degree > 1 and _several_data_groups(engine, degree):
         return "tensor parallelism with sequence parallelism in several data-parallel groups"
+    return ""
+
+
+def _tensors_and_sequences(engine: Any) -> str:
+    both = tensor_parallel.degree(engine) > 1 and autotp.degree(engine) == 1 and _sequence(engine) > 1
+    if both and engine.zero_optimization_partition_weights():
+        return "tensor parallelism with sequence parallelism under ZeRO 3"
     return ""
 
 
@@ -136,9 +141,14 @@ AUTOTP_COMBINED = Fallback(
     _autotp_combined,
 )
 TENSOR_PARALLEL = Fallback(
-    "an `mpu` with a pipeline of its own, or with sequence parallelism under ZeRO 3; AutoTP with experts of `deepspeed.moe`",
+    "an `mpu` with a pipeline of its own; AutoTP with experts of `deepspeed.moe`",
     "not yet described as boxes of the whole tensors; [`unickpt convert`](conversion.md#deepspeed) reads what DeepSpeed wrote",
     _tensor_parallel,
+)
+TENSORS_AND_SEQUENCES = Fallback(
+    "an `mpu` with tensor and sequence parallelism under ZeRO 3",
+    "DeepSpeed 0.19.8 does not reduce the gradients of the sequence-parallel ranks there, so their weights differ after a step",
+    _tensors_and_sequences,
 )
 MPU_CONTRADICTS = Fallback(
     "an `mpu` whose tensor-parallel rank or number of ranks is not that of its own process group",
@@ -201,7 +211,8 @@ UNKNOWN_BUFFERS = Fallback(
 ODD_SETTINGS = Fallback("settings of a parameter group that are not plain values", "they cannot be stored by parameter name")
 
 FALLBACKS = (
-    AUTOTP_COMBINED, TENSOR_PARALLEL, MPU_CONTRADICTS, TENSOR_LAYOUT, MPU_LAYOUT, EXPERTS_ON_A_MESH, NESTED_EXPERTS,
+    AUTOTP_COMBINED, TENSOR_PARALLEL, TENSORS_AND_SEQUENCES, MPU_CONTRADICTS, TENSOR_LAYOUT, MPU_LAYOUT,
+    EXPERTS_ON_A_MESH, NESTED_EXPERTS,
     EXPERT_PARAMETERS, NODE_LOCAL, QUANTIZED, ZENFLOW, UNKNOWN_WRAPPER, NO_OPTIMIZER, UNKNOWN_BUFFERS,
     ODD_SETTINGS,
 )  # fmt: skip
