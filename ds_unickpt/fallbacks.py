@@ -101,6 +101,16 @@ def _nested_experts(engine: Any) -> str:
     return "experts within experts" if nested else ""
 
 
+def _undescribed_auto_experts(engine: Any) -> str:
+    if not engine.has_moe_layers or not any(map(internals.is_auto_expert_layer, engine.module.modules())):
+        return ""
+    try:
+        import deepspeed.checkpoint.autoep_affine  # noqa: F401
+    except ImportError:
+        return "AutoEP of a DeepSpeed release that does not describe its layout (0.19.8 does)"
+    return ""
+
+
 def _parameters_of_experts(engine: Any) -> str:
     if not engine.has_moe_layers or _experts_on_a_mesh(engine) or _nested_experts(engine):
         return ""
@@ -175,6 +185,11 @@ EXPERTS_ON_A_MESH = Fallback(
 NESTED_EXPERTS = Fallback(
     "experts within experts", "DeepSpeed 0.19.8 does not resume it either: the losses change after a load", _nested_experts
 )
+AUTO_EXPERTS = Fallback(
+    "AutoEP of DeepSpeed without `deepspeed/checkpoint/autoep_affine.py`",
+    "a wrong description would be a wrong checkpoint",
+    _undescribed_auto_experts,
+)
 EXPERT_PARAMETERS = Fallback(
     "parameters in experts that DeepSpeed does not treat as an expert's, such as adapters added later; "
     "parameters outside of experts with `allreduce=False`",
@@ -212,8 +227,8 @@ ODD_SETTINGS = Fallback("settings of a parameter group that are not plain values
 
 FALLBACKS = (
     AUTOTP_COMBINED, TENSOR_PARALLEL, TENSORS_AND_SEQUENCES, MPU_CONTRADICTS, TENSOR_LAYOUT, MPU_LAYOUT,
-    EXPERTS_ON_A_MESH, NESTED_EXPERTS,
-    EXPERT_PARAMETERS, NODE_LOCAL, QUANTIZED, ZENFLOW, UNKNOWN_WRAPPER, NO_OPTIMIZER, UNKNOWN_BUFFERS,
+    EXPERTS_ON_A_MESH, NESTED_EXPERTS, AUTO_EXPERTS, EXPERT_PARAMETERS, NODE_LOCAL, QUANTIZED, ZENFLOW,
+    UNKNOWN_WRAPPER, NO_OPTIMIZER, UNKNOWN_BUFFERS,
     ODD_SETTINGS,
 )  # fmt: skip
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 EXPERTS = 4  # of each layer
+HAS_AUTO_EP = (Path(importlib.util.find_spec("deepspeed").origin).parent / "module_inject" / "auto_ep.py").exists()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from safetensors import safe_open
 
 from tests.integration.deepspeed.auto_expert_jobs import HIDDEN, Model, build, scramble, train, truth_of
 from tests.integration.deepspeed.auto_expert_names import EXPERTS, AutoExpertLayout
+from tests.integration.deepspeed.logs import Log
 from tests.integration.deepspeed.model import WIDTH
 from tests.integration.deepspeed.odd_optimizers import BlockwiseMomentum, equal_states, raw_states
 from tests.integration.deepspeed.scenario_worker import scenario
@@ -139,3 +142,14 @@ def optimizer_states_that_cannot_be_cut_go_to_the_same_experts(folder: Path) -> 
         assert train(target, 2) == losses
         with pytest.raises(MismatchError, match="cannot be cut"):
             engine(1, stage, 4).load_checkpoint(place)
+
+
+@scenario(2)
+def a_release_that_does_not_describe_its_experts_saves_by_itself(folder: Path) -> None:
+    engine = build(AutoExpertLayout(2, 2, 1), seed=1)
+    train(engine, 1)
+    with Log() as log, unittest.mock.patch.dict(sys.modules, {"deepspeed.checkpoint.autoep_affine": None}):
+        engine.save_checkpoint(str(folder))
+    told = [line for line in log.lines if "AutoEP of a DeepSpeed release that does not describe its layout" in line]
+    assert len(told) == (dist.get_rank() == 0), log.lines
+    assert not list(folder.rglob("manifest.json"))
