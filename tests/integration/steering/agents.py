@@ -46,7 +46,7 @@ class Agents:
     ) -> None:  # fmt: skip
         self.folder, self.nodes, self.port, self.expiry_s = folder, nodes, free_port(), expiry_s
         self.program, self.conf = [str(Path(__file__).with_name(worker)), str(folder)], conf
-        self.backend = "unickpt"
+        self.launcher, self.backend = "torch.distributed.run", "unickpt"
         self.endpoint = f"localhost:{self.port}"
         self.identifier = f"job{self.port}"
         self.running: dict[str, subprocess.Popen[str]] = {}
@@ -57,7 +57,7 @@ class Agents:
         output = self.folder / f"{name}-{len(self.outputs)}.txt"
         self.outputs.append(output)
         command = [
-            *self.prefix(name), sys.executable, "-m", "torch.distributed.run", "--nnodes", self.nodes,
+            *self.prefix(name), sys.executable, "-m", self.launcher, "--nnodes", self.nodes,
             "--nproc-per-node", str(workers), "--rdzv-backend", self.backend, "--rdzv-id", self.identifier,
             "--rdzv-endpoint", self.endpoint, "--rdzv-conf", conf, "--max-restarts", "20", *arguments, *self.program,
         ]  # fmt: skip

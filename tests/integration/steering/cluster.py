@@ -75,6 +75,7 @@ class Cluster(Agents):
         self.network, self.workers, self.program, self.more = network, workers, list(program), dict(more or {})
         self.endpoint = f"{network.address(endpoint)}:{self.port}"
         self.removed: list[subprocess.Popen[str]] = []
+        self.arguments: list[str] = []  # of the launcher
 
     def prefix(self, name: str) -> list[str]:
         """See base class."""
@@ -85,12 +86,12 @@ class Cluster(Agents):
         return {"GLOO_SOCKET_IFNAME": LINK, HOST: name, **self.more}
 
     def run(self, name: str) -> None:
-        """Start the agent of a host. Other backends do not know the names and addresses of namespaces by themselves."""
-        more, given = [], self.conf
+        """Start the agent of a host, with ``arguments``. Other backends do not know names and addresses of namespaces."""
+        more, given = list(self.arguments), self.conf
         if self.backend != "unickpt":
             address = self.network.address(name)
-            more = ["--local-addr", address]
-            self.conf += f",is_host={int(self.endpoint.startswith(address + ':'))}"
+            more += ["--local-addr", address]
+            self.conf += f",last_call_timeout=5,is_host={int(self.endpoint.startswith(address + ':'))}"
         self.start(name, *more, workers=self.workers)
         self.conf = given
 

@@ -12,6 +12,7 @@ STARTED_S = time.time()
 import argparse  # noqa: E402
 import os  # noqa: E402
 import warnings  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -19,6 +20,7 @@ from tests.integration.steering.observed import Observed  # noqa: E402
 
 SAVE_STEPS, SAMPLES, LENGTH, VOCABULARY, WIDTH = 10, 1009, 16, 61, 32
 STATES = ("exp_avg", "exp_avg_sq")
+HEARTBEATS = "UNICKPT_TEST_HEARTBEATS"  # of ``effective_time.py``
 
 
 def main() -> None:
@@ -100,9 +102,10 @@ def main() -> None:
         SAMPLES, rank=job.rank, ranks=job.world, per_device=1, start=start.samples, seed=3
     )  # fmt: skip
     batches = iter(DataLoader(Data(), batch_size=1, sampler=sampler))
-    stopping, step = False, start.step
+    stopping, step, heartbeat = False, start.step, _heartbeat()
     while not stopping and step < args.steps:
         job.at_step(step)
+        heartbeat()
         ids, losses = [], []
         for _ in range(engine.gradient_accumulation_steps()):
             index, tokens = next(batches)
@@ -125,6 +128,18 @@ def main() -> None:
             time.sleep(fault["ms"] / 1000 if fault is not None and step % SAVE_STEPS == 1 else 0)
     dist.barrier()
     leave()
+
+
+def _heartbeat() -> Callable[[], Any]:
+    """Return what tells the launcher of NVIDIA Resiliency Extension that this rank is alive; nothing under other launchers."""
+    if HEARTBEATS not in os.environ:
+        return lambda: None
+    from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+
+    client = RankMonitorClient()
+    client.init_workload_monitoring()
+    send: Callable[[], Any] = client.send_heartbeat
+    return send
 
 
 def _differences(engine: Any, path: str | None, step: int) -> list[str]:

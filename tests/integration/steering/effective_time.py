@@ -1,6 +1,9 @@
 """Effective training time of a DeepSpeed job under a schedule of faults, beside stock torchrun.
 
-    python -m tests.integration.steering.effective_time [--seconds 300] [--keep FILE] [--page FILE] [--backends unickpt,c10d]
+    python -m tests.integration.steering.effective_time [--seconds 300] [--keep FILE] [--page FILE]
+        [--backends unickpt,c10d,ft_launcher]
+
+``ft_launcher`` is that of NVIDIA Resiliency Extension (nvidia-resiliency-ext, on PYTHONPATH): the ranks send it heartbeats.
 
 Effective time is the number of steps that the job has passed, times the time of a step without faults, over the time since the
 first step. Work that is done again after a resume does not count. Needs root (``namespaces.missing``).
@@ -24,6 +27,7 @@ from pathlib import Path
 import psutil
 
 from tests.integration.steering.cluster import Cluster
+from tests.integration.steering.deepspeed_job import HEARTBEATS
 from tests.integration.steering.framework_faults import CONF, SETTINGS
 from tests.integration.steering.namespaces import Network, missing
 from tests.integration.steering.timeline import steps_of
@@ -31,6 +35,8 @@ from unickpt.cli.main import main as unickpt
 
 HOSTS = ("n1", "n2", "n3")
 CYCLE_S = 150.0
+FT_LAUNCHER = "ft_launcher"
+FT_CONFIG = {"initial_rank_heartbeat_timeout": 60.0, "rank_heartbeat_timeout": 6.0, "log_level": "WARNING"}
 BEGIN, FINISH = (
     "<!-- table: made by python -m tests.integration.steering.effective_time -->\n\n", "\n<!-- end of times -->",
 )  # fmt: skip
@@ -92,6 +98,14 @@ def measure(backend: str, seconds: float) -> Result:
         network = Network(HOSTS)
         job = Cluster(Path(folder), network, "1:3", SETTINGS["deepspeed"].program(Path(folder)), CONF, "n1")
         job.backend = backend
+        if backend != "unickpt":  # else torch uses the store of the last round again
+            job.more["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        if backend == FT_LAUNCHER:
+            job.launcher, job.backend = "nvidia_resiliency_ext.fault_tolerance.launcher", "c10d"
+            job.more[HEARTBEATS] = "1"
+            place = Path(folder) / "ft.yaml"
+            place.write_text(json.dumps({"fault_tolerance": FT_CONFIG}))
+            job.arguments = ["--ft-cfg-path", str(place)]
         try:
             for name in HOSTS:
                 job.run(name)
