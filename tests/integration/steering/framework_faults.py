@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tests.integration.steering.cluster import Cluster, View
+from tests.integration.steering.cluster import LIMIT_S, Cluster, View
 from tests.integration.steering.namespaces import Network, missing
 from tests.integration.steering.readings import logged_s, seconds, verdict_s
 from tests.integration.steering.scenarios import ENDPOINT, RETURN, RETURNED, SCENARIOS, WATCH_S, Case, Scenario, choose
@@ -279,7 +279,7 @@ class Session:
     def _ended(self, name: str, case: Case, step: int) -> Run:
         """Judge a job that must end on all hosts because restarts do not help."""
         job = case.job
-        ended = bool(job.until(lambda: all(agent.poll() is not None for agent in job.running.values())))
+        ended = bool(job.until(lambda: all(agent.poll() is not None for agent in job.running.values()), 3 * LIMIT_S))
         said = "\n".join(path.read_text(errors="replace") for path in job.outputs)
         problems = [] if ended else ["the job does not end"]
         problems += [] if "without progress" in said else ["no agent says why"]
