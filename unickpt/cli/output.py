@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from unickpt.errors import FormatError
 from unickpt.logs import printable
+from unickpt.storage.open import open_storage
 
 
 class Output:
@@ -79,6 +81,15 @@ def one_line(text: str, stream: TextIO) -> str:
     """Escape characters that are not printable or that the encoding of the stream lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return printable(text).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def write_json(path: Path, document: object) -> None:
+    """Write a JSON file. Readers see the old file or the new one, also after a crash.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    open_storage(str(path.parent)).write_atomic(path.name, f"{json.dumps(document, indent=1)}\n".encode())
 
 
 def human_bytes(size_bytes: int) -> str:

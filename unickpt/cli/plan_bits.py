@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ from unickpt.api.planning import SCHEMES, BitsRequest, planned_bits
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.export_command import DTYPES, model_folder, settings_of
 from unickpt.cli.locate import locate_checkpoint
-from unickpt.cli.output import Output, human_bytes
+from unickpt.cli.output import Output, human_bytes, write_json
 from unickpt.cli.progress import progress_bar
 from unickpt.convert.huggingface.writer import as_huggingface
-from unickpt.errors import ConfigError, UnickptError
+from unickpt.errors import ConfigError
 from unickpt.format.dtypes import torch_dtype
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.plan.partition import Device, Unmet
@@ -106,10 +105,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             out.line(f"no plan: {found}")
         return DAMAGED
     if args.out is not None:
-        try:
-            args.out.write_text(json.dumps(found, indent=1) + "\n")
-        except OSError as err:
-            raise UnickptError(f"{args.out}: cannot be written ({err})") from err
+        write_json(args.out, found)
     if args.json:
         out.json(found)
     else:

@@ -14,9 +14,9 @@ import torch
 
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.locate import locate_checkpoint
-from unickpt.cli.output import Output
+from unickpt.cli.output import Output, write_json
 from unickpt.cli.progress import progress_bar
-from unickpt.errors import ConfigError, UnickptError
+from unickpt.errors import ConfigError
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.plan.layers import RankLayers
 from unickpt.plan.precision import PrecisionPlan, SlowRanks, lowerable, plan_precision, slow_ranks
@@ -97,10 +97,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     policy = Policy(low, args.device or "", ranks, len(times.work_s) if ranks else 0)
     document = policy.as_json() | _prediction(found, groups, times, indicator)
     if args.out is not None:
-        try:
-            args.out.write_text(json.dumps(document, indent=1) + "\n")
-        except OSError as err:
-            raise UnickptError(f"{args.out}: cannot be written ({err})") from err
+        write_json(args.out, document)
     if args.json:
         out.json(document)
     else:
