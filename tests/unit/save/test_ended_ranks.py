@@ -73,7 +73,9 @@ def test_a_dead_rank_that_has_sent_its_part_is_not_missed(tmp_path: Path) -> Non
         return saved(meet, tmp_path)
 
     found = on_all_ranks(run, timeout_s=LONG_S, ended=lambda: frozenset({2} if sent.is_set() else ()))
-    assert [result.committed for result in found[:2]] == [True] * 2  # nobody waits for rank 2, which is not dead here, to read on
+    assert [result.committed for result in found[:2]] == [
+        True
+    ] * 2  # nobody waits for rank 2, which is not dead here, to read on
     assert_holds(tmp_path, "a", 1)
 
 
