@@ -1,4 +1,4 @@
-"""Experts in tensor-parallel jobs beyond the matrix: each part once, and experts whose layout is not told or contradicts."""
+"""Experts in tensor-parallel jobs beyond the matrix: each part is stored once, and wrong or missing descriptions are named."""
 
 from __future__ import annotations
 

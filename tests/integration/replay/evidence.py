@@ -218,7 +218,7 @@ def _beyond(runs: list[dict[str, Any]]) -> str:
     most = max(abs(share) for _, share in beyond)
     return (
         f"{len(found) - len(beyond)} of {len(found)} prices are within 10% of the true price. In the other {len(beyond)} the "
-        f"machine disturbed a half: these prices are within {most:.1%} of the added time."
+        f"halves do not differ by the added time; these prices are within {most:.1%} of it."
     )
 
 
