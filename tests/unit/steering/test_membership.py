@@ -104,6 +104,13 @@ def test_a_given_order_is_kept_and_spares_fill_its_gaps() -> None:
     assert members(state) == ["h1", "absent", "h2"]
 
 
+def test_hosts_of_the_order_are_chosen_before_others() -> None:
+    state = Membership(Limits(2, 2, join_s=30, order=("h4", "h3")), "h1")
+    state = run(arrive(state, "h1", "h2", "h3", "h4"), Tick(), now_s=1.0)
+    assert members(state) == ["h4", "h3"]
+    assert standing(state, "h1") is Standing.SPARE
+
+
 def test_a_round_takes_an_allowed_size_and_the_rest_wait() -> None:
     state = started(4, 2, 4, sizes=frozenset({2, 4}))
     state = connect(arrive(run(state, Lost("h1", "1")), "h2", "h3", "h4"))
