@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -54,6 +55,15 @@ class Limits:
     def place(self, name: str) -> int:
         """Return the place of a host in the order; behind all others if it has none."""
         return self.order.index(name) if name in self.order else len(self.order)
+
+    def out_of_order(self, members: Collection[str]) -> str:
+        """Return how the hosts of a round differ from the order, as a text; '' if they do not, or if there is no order."""
+        if not self.order:
+            return ""
+        absent = [name for name in self.order if name not in members]
+        others = [name for name in members if name not in self.order]
+        texts = [f"not in this round: {', '.join(absent)}"] if absent else []
+        return "; ".join(texts + ([f"not in the order: {', '.join(others)}"] if others else []))
 
     def size(self, available: int) -> int:
         """Return the number of hosts of a round when ``available`` hosts are there; 0 if they are not enough."""

@@ -308,7 +308,7 @@ class SteeringHandler(RendezvousHandler):
         if store is None:
             self._say()  # the round has begun without this process: ask for the next one
             return None
-        return self._begin(rank, round_, store)
+        return self._begin(rank, round_, store, state.limits)
 
     def _connect(self, rank: int, round_: Round) -> None:
         name, incarnation, epoch = self._peer.name, self._peer.incarnation, round_.epoch
@@ -330,7 +330,7 @@ class SteeringHandler(RendezvousHandler):
             logger.warning("unickpt: steering: no connection to the store of round %s: %s", _text(epoch), err)
             time.sleep(0.5)
 
-    def _begin(self, rank: int, round_: Round, store: TCPStore) -> RendezvousInfo:
+    def _begin(self, rank: int, round_: Round, store: TCPStore, limits: Limits) -> RendezvousInfo:
         self._epoch = round_.epoch
         self._peer.say()
         for old in [epoch for epoch in self._stores if epoch != round_.epoch]:
@@ -345,6 +345,13 @@ class SteeringHandler(RendezvousHandler):
         self._watch(round_.epoch)
         names = ", ".join(f"{place} {name}" for place, (name, _) in enumerate(round_.members))
         logger.info("unickpt: steering: round %s: rank %d of %d (%s)", _text(round_.epoch), rank, size, printable(names))
+        differs = limits.out_of_order([name for name, _ in round_.members])
+        if differs:
+            logger.warning(
+                "unickpt: steering: round %s differs from --rdzv-conf order=: %s. Hosts that are not in the order fill gaps. If "
+                "a host should be in its place, compare the names with those of `unickpt hosts`",
+                _text(round_.epoch), printable(differs),
+            )  # fmt: skip
         guarded = RoundStore(store, lambda: self._is_over(round_.epoch), self._count_workers)
         return RendezvousInfo(guarded, rank, size, RendezvousStoreInfo(host, port))  # type: ignore[arg-type]
 

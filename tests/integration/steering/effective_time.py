@@ -1,7 +1,10 @@
 """Effective training time of a DeepSpeed job under a schedule of faults, beside stock torchrun.
 
-    python -m tests.integration.steering.effective_time [--seconds 300] [--keep FILE] [--page FILE]
+    python -m tests.integration.steering.effective_time [--seconds 1800] [--faults 20] [--keep FILE] [--page FILE]
         [--backends unickpt,c10d,ft_launcher]
+
+``SCHEDULE`` is repeated until the faults are made, at the same distances for each number of seconds: 20 faults in 1,800 s are
+20 faults in an hour, compressed to a half.
 
 ``ft_launcher`` is that of NVIDIA Resiliency Extension (nvidia-resiliency-ext, on PYTHONPATH): the ranks send it heartbeats.
 
@@ -82,18 +85,32 @@ def _admit(job: Cluster, host: str) -> None:
         unickpt(["hosts", "admit", host, "--rdzv-endpoint", job.endpoint, "--rdzv-id", job.identifier])
 
 
-# What happens in each cycle: seconds after its beginning, whether it is a fault, and what is done.
-SCHEDULE: tuple[tuple[float, bool, str, Callable[[Cluster], None]], ...] = (
+Action = tuple[float, bool, str, Callable[[Cluster], None]]
+
+# What happens in each cycle of CYCLE_S: seconds after its beginning, whether it is a fault, and what is done.
+SCHEDULE: tuple[Action, ...] = (
     (15, True, "SIGKILL of the rank on n3", lambda job: _signal(job, "n3", signal.SIGKILL)),
     (45, True, "SIGSTOP of the rank on n2", lambda job: _signal(job, "n2", signal.SIGSTOP)),
     (75, False, "a person admits n2", lambda job: _admit(job, "n2")),
     (95, True, "n3 loses its power", lambda job: job.lose("n3")),
-    (125, False, "n3 is started again", lambda job: job.restore("n3")),
+    (112, False, "n3 is started again", lambda job: job.restore("n3")),
 )
+FAULTS = sum(is_fault for _, is_fault, _, _ in SCHEDULE)  # of a cycle
 
 
-def measure(backend: str, seconds: float) -> Result:
-    """Run a job with the schedule, repeated as often as it fits."""
+def planned(seconds: float, faults: int) -> list[Action]:
+    """Return what happens in a job: the cycles as long as faults and time ask for, without what follows the last fault."""
+    scale = seconds * FAULTS / faults / CYCLE_S
+    cycles = range(-(-faults // FAULTS))
+    every = [
+        ((cycle * CYCLE_S + at) * scale, is_fault, title, act) for cycle in cycles for at, is_fault, title, act in SCHEDULE
+    ]
+    made = itertools.accumulate(is_fault for _, is_fault, _, _ in every)
+    return [each for each, number in zip(every, made, strict=True) if number <= faults and each[0] < seconds]
+
+
+def measure(backend: str, seconds: float, faults: int) -> Result:
+    """Run a job with the schedule."""
     with tempfile.TemporaryDirectory() as folder:
         network = Network(HOSTS)
         job = Cluster(Path(folder), network, "1:3", SETTINGS["deepspeed"].program(Path(folder)), CONF, "n1")
@@ -111,16 +128,14 @@ def measure(backend: str, seconds: float) -> Result:
                 job.run(name)
             if not job.until(lambda: job.step() >= 1):
                 raise AssertionError(f"the job does not start\n{job.text()}")
-            return _with_faults(job, backend, seconds)
+            return _with_faults(job, backend, seconds, planned(seconds, faults))
         finally:
             job.close()
             network.close()
 
 
-def _with_faults(job: Cluster, backend: str, seconds: float) -> Result:
+def _with_faults(job: Cluster, backend: str, seconds: float, plan: list[Action]) -> Result:
     began_s, faults = time.time(), 0
-    cycles = range(int(seconds // CYCLE_S) or 1)
-    plan = [(cycle * CYCLE_S + at, is_fault, title, act) for cycle in cycles for at, is_fault, title, act in SCHEDULE]
     for at_s, is_fault, title, act in plan:
         time.sleep(max(0.0, began_s + at_s - time.time()))
         try:
@@ -132,7 +147,7 @@ def _with_faults(job: Cluster, backend: str, seconds: float) -> Result:
     time.sleep(max(0.0, began_s + seconds - time.time()))
     passed, took_s = job.step(), time.time() - began_s
     every = [step for steps in steps_of(job.folder).values() for step in steps.values()]
-    before = sorted(step.last_s for step in every if step.last_s < began_s + SCHEDULE[0][0] and step.ranks == len(HOSTS))
+    before = sorted(step.last_s for step in every if step.last_s < began_s + plan[0][0] and step.ranks == len(HOSTS))
     step_s = statistics.median(later - sooner for sooner, later in itertools.pairwise(before))
     last_s = max(step.last_s for step in every) - began_s
     return Result(backend, took_s, faults, passed, step_s, last_s)
@@ -155,6 +170,7 @@ def table(results: list[Result]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--faults", type=int, help=f"in this time; {FAULTS} for each {CYCLE_S:.0f} s if not given")
     parser.add_argument("--backends", default="unickpt,c10d")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--page", type=Path)
@@ -165,7 +181,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results = []
     for backend in args.backends.split(","):
-        results.append(measure(backend, args.seconds))
+        results.append(measure(backend, args.seconds, args.faults or FAULTS * max(1, int(args.seconds // CYCLE_S))))
         print(results[-1], flush=True)
         if args.keep is not None:
             with args.keep.open("a") as file:

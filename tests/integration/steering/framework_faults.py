@@ -1,11 +1,12 @@
 """Random faults in jobs of DeepSpeed and Megatron under ``torchrun --rdzv-backend unickpt``, each host a network namespace.
 
-    python -m tests.integration.steering.framework_faults --keep FILE [--framework deepspeed] [--scenarios A,B] [--count 1]
-        [--seed 1] [--minutes 7] [--page FILE]
+    python -m tests.integration.steering.framework_faults --keep FILE [--framework deepspeed,zero3] [--scenarios A,B]
+        [--count 1] [--seed 1] [--minutes 7] [--page FILE]
 
 Needs root (``namespaces.missing``). Faults of ``plain`` jobs are made one after another in one job. After each of them, all
 hosts return, and their return is a run as well. Scenarios with the fewest runs in the file come first, so that the command can
-be repeated. ``--count`` is the wanted number of runs of each scenario in the file. ``--page`` writes the table of all runs.
+be repeated. ``--count`` is the wanted number of runs of each scenario in the file, in all of the given frameworks together,
+which take turns. ``--page`` writes the table of all runs.
 """
 
 from __future__ import annotations
@@ -440,7 +441,7 @@ def next_row(runs: Sequence[Run], names: Sequence[str], count: int, source: rand
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, required=True)
-    parser.add_argument("--framework", choices=list(SETTINGS), default="deepspeed")
+    parser.add_argument("--framework", default="deepspeed", help=f"one or more of {', '.join(SETTINGS)}, with commas")
     parser.add_argument("--scenarios", default=",".join(SCENARIOS))
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
@@ -453,23 +454,27 @@ def main() -> int:
     if why:
         print(why, file=sys.stderr)
         return 2
-    names = args.scenarios.split(",")
+    names, frameworks = args.scenarios.split(","), args.framework.split(",")
+    if unknown := {*frameworks} - {*SETTINGS}:
+        parser.error(f"--framework: {', '.join(sorted(unknown))} is none of {', '.join(SETTINGS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces are removed
-    if args.minutes > 0:
-        session = Session(args.framework, args.seed, args.reference)
-        while time.monotonic() < until_s:
-            mine = [run for run in kept(args.keep) if run.framework == args.framework]
-            row = next_row(
-                mine, [name for name in names if SCENARIOS[name].kind in session.setting.kinds], args.count, session.source
-            )
-            if not row:
+    sessions: dict[str, Session] = {}
+    turns = list(frameworks)
+    while turns and time.monotonic() < until_s:
+        framework = turns.pop(0)
+        possible = [name for name in names if SCENARIOS[name].kind in SETTINGS[framework].kinds]
+        mine = [run for run in kept(args.keep) if run.framework in frameworks]
+        row = next_row(mine, possible, args.count, random.Random(f"{args.seed} {framework} {len(mine)}"))
+        if not row:
+            continue
+        turns.append(framework)
+        session = sessions.setdefault(framework, Session(framework, args.seed, args.reference))
+        for run in session.row(row) if SCENARIOS[row[0]].kind == "plain" else session.special(row[0]):
+            print(run, flush=True)
+            with args.keep.open("a") as file:
+                file.write(json.dumps(asdict(run)) + "\n")
+            if time.monotonic() > until_s:
                 break
-            for run in session.row(row) if SCENARIOS[row[0]].kind == "plain" else session.special(row[0]):
-                print(run, flush=True)
-                with args.keep.open("a") as file:
-                    file.write(json.dumps(asdict(run)) + "\n")
-                if time.monotonic() > until_s:
-                    break
     runs = kept(args.keep)
     print(table(runs))
     if args.page is not None:

@@ -85,6 +85,8 @@ def test_a_spare_takes_the_place_of_a_host_that_is_told_to_end(job: Agents) -> N
     job.running.pop("n1").send_signal(signal.SIGTERM)
     second = job.round(first[0].round, world=2)
     assert [host_of(job, each) for each in second] == ["n2", "n3"]
+    assert f"round {first[0].round} differs" not in job.text()
+    assert f"round {second[0].round} differs from --rdzv-conf order=: not in this round: n1; not in the order: n3" in job.text()
     assert time.monotonic() - began_s < 30 or os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
     job.finish()
 

@@ -104,6 +104,14 @@ def test_a_given_order_is_kept_and_spares_fill_its_gaps() -> None:
     assert members(state) == ["h1", "absent", "h2"]
 
 
+def test_a_round_says_how_it_differs_from_the_order() -> None:
+    limits = Limits(1, 3, order=("node2", "nodo1"))
+    assert limits.out_of_order(["node2", "node1"]) == "not in this round: nodo1; not in the order: node1"
+    assert limits.out_of_order(["node2"]) == "not in this round: nodo1"
+    assert limits.out_of_order(["nodo1", "node2"]) == ""
+    assert Limits(1, 3).out_of_order(["node1"]) == ""
+
+
 def test_hosts_of_the_order_are_chosen_before_others() -> None:
     state = Membership(Limits(2, 2, join_s=30, order=("h4", "h3")), "h1")
     state = run(arrive(state, "h1", "h2", "h3", "h4"), Tick(), now_s=1.0)
