@@ -348,8 +348,8 @@ class SteeringHandler(RendezvousHandler):
         differs = limits.out_of_order([name for name, _ in round_.members])
         if differs:
             logger.warning(
-                "unickpt: steering: round %s differs from --rdzv-conf order=: %s. Hosts that are not in the order fill gaps. If "
-                "a host should be in its place, compare the names with those of `unickpt hosts`",
+                "unickpt: steering: round %s differs from --rdzv-conf order=: %s. Hosts that are not in the order fill gaps. "
+                "If a host should be in its place, compare the names with those of `unickpt hosts`",
                 _text(round_.epoch), printable(differs),
             )  # fmt: skip
         guarded = RoundStore(store, lambda: self._is_over(round_.epoch), self._count_workers)
