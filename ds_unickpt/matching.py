@@ -11,6 +11,7 @@ from ds_unickpt.internals import plain
 from ds_unickpt.names import ModuleNames, copied_from, of_all_ranks, original_of, spelled_plainly, without_rank
 from ds_unickpt.restore_optimizer import IN_A_MEAN, some
 from ds_unickpt.vocabulary import PaddedRows
+from unickpt.dialects.registry import is_unread
 from unickpt.errors import MismatchError
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.report import LoadReport
@@ -192,7 +193,9 @@ class Matching:
         return elsewhere
 
     def _is_spare(self, name: str, original: str) -> bool:
-        """Whether a copy of a tied parameter has no effect: it got no gradient, or all copies are equal. Reads the values."""
+        """Whether a copy of a tied parameter has no effect: its dialect says so, it got no gradient, or all are equal."""
+        if is_unread(self.checkpoint.manifest.writer.dialect, name):
+            return True
         states = [info for info in self.checkpoint.index.tensors if info.kind == "optimizer" and info.name == name]
         if states and not any(self.checkpoint.read_tensor(name, info.state).count_nonzero() for info in states):
             return True

@@ -5,6 +5,7 @@
     other = "huggingface"
     families = ["llama", "mistral"]
     stack = ["layer", "expert"]     # holes of names on this side that can also be leading axes
+    unread = ["pipe.{stage}.copy"]  # names on this side of tensors that no model reads
 
     [sizes]
     group = "groups"
@@ -36,7 +37,7 @@ from unickpt.errors import LanguageError
 
 MAX_BYTES, _MOST_STACKED = 1 << 20, 3
 _RULE_KEYS = {"here": (str,), "there": (str, list), "repeat": (dict,)}
-_DIALECT_KEYS = {"name": (str,), "other": (str,), "families": (list,), "stack": (list,)}
+_DIALECT_KEYS = {"name": (str,), "other": (str,), "families": (list,), "stack": (list,), "unread": (list,)}
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Dialect:
         rules: rules in order. The first one that matches a tensor and whose other side exists is used.
         where: file name, for messages.
         growth: growth rules of the side *here*, or None.
+        unread: names *here* of tensors that no model reads, such as copies in a pipeline.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Dialect:
     rules: tuple[Rule, ...]
     where: str = "dialect"
     growth: Growth | None = None
+    unread: tuple[Template, ...] = ()
 
     def of_model(self, facts: Mapping[str, int]) -> Dialect:
         """Return the dialect with the numbers in names that depend on facts (``{= layers + 2}``).
@@ -111,10 +114,14 @@ def parse(text: str, *, where: str = "dialect") -> Dialect:
     _only(found, {"dialect": (dict,), "sizes": (dict,), "rules": (list,), "growth": (dict,)}, where)
     head = found.get("dialect", {})
     _only(head, _DIALECT_KEYS, f"{where}: [dialect]")
-    families, stack = (_texts(head.get(key, []), f"{where}: [dialect] {key}") for key in ("families", "stack"))
+    families, stack, names = (_texts(head.get(key, []), f"{where}: [dialect] {key}") for key in ("families", "stack", "unread"))
     for key in ("name", "other"):
         if key not in head:
             raise LanguageError(f"{where}: [dialect] has no {key!r}")
+    try:
+        unread = tuple(Template.parse(name) for name in names)
+    except LanguageError as err:
+        raise LanguageError(f"{where}: [dialect] unread: {err}") from None
     sizes = found.get("sizes", {})
     for name, formula in sizes.items():
         if not isinstance(formula, (str, int)) or isinstance(formula, bool):
@@ -146,7 +153,7 @@ def parse(text: str, *, where: str = "dialect") -> Dialect:
     growth = parse_growth(found["growth"], where) if "growth" in found else None
     if not rules and growth is None:
         raise LanguageError(f"{where}: has no rules")
-    return Dialect(head["name"], head["other"], tuple(families), sizes, tuple(rules), where, growth)
+    return Dialect(head["name"], head["other"], tuple(families), sizes, tuple(rules), where, growth, unread)
 
 
 def stacked(rule: Rule, holes: Sequence[str]) -> list[Rule]:

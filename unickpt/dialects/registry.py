@@ -20,6 +20,17 @@ def dialects() -> tuple[Dialect, ...]:
     return tuple(parse(each.read_text(encoding="utf-8"), where=each.name) for each in files)
 
 
+def is_unread(name: str, tensor: str) -> bool:
+    """Whether no model of a dialect reads a tensor.
+
+    Args:
+        name: name of the dialect.
+        tensor: name of the tensor.
+    """
+    templates = (template for each in dialects() if each.name == name for template in each.unread)
+    return any(template.match(tensor) is not None for template in templates)
+
+
 def growth_of(family: str) -> Dialect:
     """Return the dialect with the growth rules of a model family, with the tensors of the files that it includes.
 

@@ -17,7 +17,7 @@ import torch
 from unickpt.coordination.host_peers import HostPeers
 from unickpt.dialects.model_facts import Model
 from unickpt.dialects.pieces import GridPiece
-from unickpt.dialects.registry import choose
+from unickpt.dialects.registry import choose, is_unread
 from unickpt.dialects.rules import Rule
 from unickpt.dialects.translation import Translation, translate
 from unickpt.errors import MismatchError
@@ -203,7 +203,11 @@ def translated(
     translation = translate(rules, wanted, shapes, sizes, outward=outward)
     used = {piece.source for pieces in translation.pieces.values() for piece in pieces}
     names = {stored[name] for name in used}
-    translation.unused = [name for name in translation.unused if stored.get(name) not in names]  # another name of it is used
+    dialect = source.manifest.writer.dialect
+    translation.unused = [
+        name for name in translation.unused
+        if stored.get(name) not in names and not is_unread(dialect, name)  # else another name of it is used
+    ]  # fmt: skip
     tensors: list[TensorInfo] = []
     by_name: dict[str, dict[str, TensorInfo]] = {}
     for info in source.index.tensors:

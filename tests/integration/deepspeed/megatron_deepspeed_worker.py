@@ -146,8 +146,9 @@ def held(engine: Any) -> dict[tuple[str, str], tuple[int, torch.Tensor, tuple[in
 
 def resume(folder: Path, tensor: str, stages: str, precision: str) -> None:
     """Resume by the tree's own ``load_checkpoint``, from values of another seed."""
-    job = ("--load", str(folder / "job"), "--no-load-rng")
-    engine = started(folder, int(tensor), int(stages), precision, 7, *job, unickpt={"enabled": True})
+    job = ("--load", str(folder / "job"), "--no-load-rng", "--universal-checkpoint")  # or the tree refuses other degrees
+    universal = {"load_universal": True}  # which training.py sets for that argument
+    engine = started(folder, int(tensor), int(stages), precision, 7, *job, unickpt={"enabled": True}, checkpoint=universal)
     from megatron.checkpointing import load_checkpoint
 
     assert load_checkpoint([engine], None, None) == STEPS

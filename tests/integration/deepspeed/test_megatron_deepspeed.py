@@ -147,7 +147,8 @@ def as_gpt2(found: Checkpoint, name: str, state: str, thirds: bool) -> torch.Ten
     if not name.startswith("transformer.h."):
         own = {"transformer.wte.weight": "tied_modules.embed.word_embeddings.weight",
                "transformer.wpe.weight": "tied_modules.embed.position_embeddings.weight"}  # fmt: skip
-        return found.read_tensor(own.get(name, f"{LAYERS + 2}.{name.rpartition('.')[2]}"), state)
+        value = found.read_tensor(own.get(name, f"{LAYERS + 2}.{name.rpartition('.')[2]}"), state)
+        return value[:VOCABULARY] if "wte" in name else value  # without padding
     _, _, layer, inner = name.split(".", 3)
     for theirs, ours in RENAMED:
         inner = inner.replace(theirs, ours)

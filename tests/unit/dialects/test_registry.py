@@ -15,7 +15,7 @@ from tests.support.translations import carried_out, numbered
 from unickpt.dialects.dialect import parse
 from unickpt.dialects.model_facts import FACTS, Model
 from unickpt.dialects.name_templates import Template
-from unickpt.dialects.registry import choose, dialect
+from unickpt.dialects.registry import choose, dialect, is_unread
 from unickpt.dialects.rules import Rule
 from unickpt.dialects.sizes import names_in
 from unickpt.dialects.translation import counterpart_shapes, translate
@@ -44,6 +44,7 @@ def test_a_file() -> None:
         (HEAD.replace('name = "a"\n', "") + RULE, r"\[dialect\] has no 'name'"),
         (HEAD.replace('["x"]', '"x"') + RULE, "'families' is 'x', expected list"),
         (HEAD.replace('["x"]', "[1]") + RULE, "expected a list of strings"),
+        (HEAD.replace("stack =", 'unread = ["{a"]\nstack =') + RULE, r"\[dialect\] unread: .*a hole is"),
         (HEAD.replace("heads / 2", "heads.__class__") + RULE, "size of 'n'"),
         (HEAD.replace('"heads / 2"', "[1]") + RULE, "expected a formula"),
         (HEAD + RULE + "code = 1\n", "rule 1: unknown key 'code'"),
@@ -61,6 +62,16 @@ def test_a_file() -> None:
 def test_files_that_are_none(text: str, message: str) -> None:
     with pytest.raises(LanguageError, match=message):
         parse(text)
+
+
+def test_tensors_that_no_model_reads() -> None:
+    """The copy of Megatron-DeepSpeed's embeddings on the last stage of a pipeline, but not the one that the model reads."""
+    copy, own = "tied_modules.embed@6.position_embeddings.weight", "tied_modules.embed.position_embeddings.weight"
+    pipe = "megatron-deepspeed-pipe"
+    found = [is_unread(pipe, copy), is_unread(pipe, own), is_unread("huggingface", copy), is_unread("", copy)]
+    assert found == [True, False, False, False]
+    words = copy.replace("position", "word")
+    assert not is_unread(pipe, words)
 
 
 @pytest.mark.parametrize("path", sorted((REPO / "configs" / "dialects").glob("*.toml")), ids=lambda path: path.name)
