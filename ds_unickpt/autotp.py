@@ -2,7 +2,8 @@
 
 Each layer that AutoTP replaces describes its parameters in an attribute (module_inject/layers.py): the affine map of
 checkpoint/affine.py, or for a sliced ``nn.Embedding`` the sizes along one dimension. A parameter without the attribute is
-whole on every rank.
+whole on every rank. Experts of ``deepspeed.moe`` without ``enable_expert_tensor_parallelism`` are laid out whole among all
+ranks, the tensor-parallel ones among them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ds_unickpt.internals import ExpertLayer, expert_layers, is_expert, layer_of, submodules
 from ds_unickpt.slices import Shape, Slice, Slices, local_shape
 from unickpt.convert.deepspeed.tensor_parallel import affine_boxes, split_boxes
 from unickpt.errors import FormatError
@@ -80,9 +82,28 @@ def slices(engine: Any) -> Slices:
     world = degree(engine)
     if world == 1:
         return Slices()
-    own = rank(engine)
+    own, layers = rank(engine), _expert_layers(engine)
     described = {id(p): layer for _, layer in _layers(engine.module) for p in layer.parameters(recurse=False)}
-    return Slices({id(p): _slice(name, p, own, world, described.get(id(p))) for name, p in engine.module.named_parameters()})
+    found = {}
+    for name, p in engine.module.named_parameters():
+        layer = layer_of(name, layers) if is_expert(p) else None
+        whole = layer is not None and not layer.slices
+        found[id(p)] = Slice.whole(local_shape(p)) if whole else _slice(name, p, own, world, described.get(id(p)))
+    return Slices(found)
+
+
+def _expert_layers(engine: Any) -> dict[str, ExpertLayer]:
+    children = submodules(engine.module) if engine.has_moe_layers else ()
+    return {layer.name: layer for layer in expert_layers(children)} if children else {}
+
+
+def divided_expert(engine: Any) -> str:
+    """Return the name of a layer that AutoTP divides in an expert that DeepSpeed lays out whole; '' if there is none."""
+    if degree(engine) == 1:
+        return ""
+    layers = _expert_layers(engine)
+    inside = ((name, layer_of(name, layers)) for name, _ in _layers(engine.module))
+    return next((name for name, layer in inside if layer is not None and not layer.slices), "")
 
 
 def _slice(name: str, parameter: torch.nn.Parameter, rank: int, world: int, layer: Any) -> Slice:

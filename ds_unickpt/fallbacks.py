@@ -16,6 +16,7 @@ from ds_unickpt.internals import BF16, EXPERTS, FP16_FUSED, FP16_UNFUSED, ZERO_1
 from unickpt.errors import UnsupportedLayoutError
 
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")  # torchrun, DeepSpeed's launcher, MPI
+_SUPER_OFFLOAD = "SuperOffloadOptimizer_Stage3"
 WRAPPERS = ("plain", "none", ZERO_1_2, ZERO_3, BF16, FP16_FUSED, FP16_UNFUSED)
 
 
@@ -49,11 +50,19 @@ def _tensor_parallel(engine: Any) -> str:
         return ""  # ``AUTOTP_COMBINED`` names it
     if not engine.pipeline_parallelism and engine.mp_world_size != degree:
         return f"an mpu with {engine.mp_world_size} model-parallel ranks, of which {degree} are tensor-parallel"
-    if autotp.degree(engine) > 1 and _experts_of_moe(engine):
-        return "AutoTP with experts of deepspeed.moe"
-    if degree > 1 and _several_data_groups(engine, degree):
-        return "tensor parallelism with sequence parallelism in several data-parallel groups"
     return ""
+
+
+def _tensors_on_a_mesh(engine: Any) -> str:
+    several = tensor_parallel.degree(engine) > 1 and _several_data_groups(engine, tensor_parallel.degree(engine))
+    if autotp.degree(engine) > 1 or not several:
+        return ""
+    return "tensor parallelism with sequence parallelism in several data-parallel groups"
+
+
+def _divided_experts(engine: Any) -> str:
+    name = autotp.divided_expert(engine) if engine.has_moe_layers else ""
+    return f"AutoTP that divides layers of experts ({name})" if name else ""
 
 
 def _tensors_and_sequences(engine: Any) -> str:
@@ -61,13 +70,6 @@ def _tensors_and_sequences(engine: Any) -> str:
     if both and engine.zero_optimization_partition_weights():
         return "tensor parallelism with sequence parallelism under ZeRO 3"
     return ""
-
-
-def _experts_of_moe(engine: Any) -> bool:
-    """Whether a job has experts of ``deepspeed.moe``, and not of AutoEP alone."""
-    if not engine.has_moe_layers:
-        return False
-    return any(not layer.stacked for layer in internals.expert_layers(internals.submodules(engine.module)))
 
 
 def _autotp_combined(engine: Any) -> str:
@@ -134,7 +136,7 @@ def _several_local_folders(engine: Any) -> bool:
 
 def _unknown_wrapper(engine: Any) -> str:
     kind = wrapper_of(engine)
-    return "" if kind in WRAPPERS else f"optimizer wrapper {kind}"
+    return "" if kind in (*WRAPPERS, _SUPER_OFFLOAD) else f"optimizer wrapper {kind}"
 
 
 def _no_optimizer(engine: Any) -> str:
@@ -151,9 +153,20 @@ AUTOTP_COMBINED = Fallback(
     _autotp_combined,
 )
 TENSOR_PARALLEL = Fallback(
-    "an `mpu` with a pipeline of its own; AutoTP with experts of `deepspeed.moe`",
-    "not yet described as boxes of the whole tensors; [`unickpt convert`](conversion.md#deepspeed) reads what DeepSpeed wrote",
+    "an `mpu` with a pipeline of its own, without `PipelineModule`",
+    "nothing tells which layers of the whole model a stage has: `layers.0` of two stages are different parameters of one name",
     _tensor_parallel,
+)
+AUTOTP_EXPERTS = Fallback(
+    "AutoTP that divides layers in experts of `deepspeed.moe` without `enable_expert_tensor_parallelism`",
+    "DeepSpeed 0.19.8 sends other tokens to each tensor-parallel rank, and the divided layers add up what belongs to different "
+    "tokens: the losses are not those of the model",
+    _divided_experts,
+)
+TENSORS_ON_A_MESH = Fallback(
+    "tensor parallelism through an `mpu` with sequence parallelism through `mesh_param`",
+    "DeepSpeed 0.19.8 lays the mesh over all ranks, so it averages the gradients of different parts (from its source)",
+    _tensors_on_a_mesh,
 )
 TENSORS_AND_SEQUENCES = Fallback(
     "an `mpu` with tensor and sequence parallelism under ZeRO 3",
@@ -211,8 +224,14 @@ ZENFLOW = Fallback(
     "DeepSpeed 0.19.8 does not resume it either: it does not restore its second optimizer, and the losses change",
     _when("ZenFlow", lambda engine: bool(getattr(engine.optimizer, "zenflow", False))),
 )
+SUPER_OFFLOAD = Fallback(
+    "SuperOffload",
+    "DeepSpeed 0.19.8 does not resume it either: the moments are in a process of their own, which no checkpoint has (from its "
+    "source; it needs CUDA)",
+    _when("SuperOffload", lambda engine: wrapper_of(engine) == _SUPER_OFFLOAD),
+)
 UNKNOWN_WRAPPER = Fallback(
-    "an optimizer wrapper of DeepSpeed that this release does not know, such as SuperOffload's",
+    "an optimizer wrapper of DeepSpeed that this release does not know",
     "the layout of its buffers is unknown",
     _unknown_wrapper,
 )
@@ -226,10 +245,10 @@ UNKNOWN_BUFFERS = Fallback(
 ODD_SETTINGS = Fallback("settings of a parameter group that are not plain values", "they cannot be stored by parameter name")
 
 FALLBACKS = (
-    AUTOTP_COMBINED, TENSOR_PARALLEL, TENSORS_AND_SEQUENCES, MPU_CONTRADICTS, TENSOR_LAYOUT, MPU_LAYOUT,
+    AUTOTP_COMBINED, AUTOTP_EXPERTS, TENSOR_PARALLEL, TENSORS_ON_A_MESH, TENSORS_AND_SEQUENCES, MPU_CONTRADICTS,
+    TENSOR_LAYOUT, MPU_LAYOUT,
     EXPERTS_ON_A_MESH, NESTED_EXPERTS, AUTO_EXPERTS, EXPERT_PARAMETERS, NODE_LOCAL, QUANTIZED, ZENFLOW,
-    UNKNOWN_WRAPPER, NO_OPTIMIZER, UNKNOWN_BUFFERS,
-    ODD_SETTINGS,
+    SUPER_OFFLOAD, UNKNOWN_WRAPPER, NO_OPTIMIZER, UNKNOWN_BUFFERS, ODD_SETTINGS,
 )  # fmt: skip
 
 

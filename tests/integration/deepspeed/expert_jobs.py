@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
@@ -9,21 +10,47 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as functional
 from deepspeed import comm as dist
+from deepspeed.module_inject.layers import TensorParallel_Layer
+from deepspeed.moe import mappings
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.utils import groups
 
 from tests.integration.deepspeed import jobs
 from tests.integration.deepspeed.expert_names import EXPERTS, ExpertLayout
 from tests.integration.deepspeed.jobs import Layout, config
 from tests.integration.deepspeed.megatron_model import mpu_of
 from tests.integration.deepspeed.model import LENGTH, VOCABULARY, WIDTH, Block
-from tests.integration.deepspeed.parallel_jobs import forget_groups, merged, of_all_ranks
+from tests.integration.deepspeed.parallel_jobs import forget_expert_groups, forget_groups, merged, of_all_ranks
+from tests.integration.deepspeed.tensor_jobs import PARALLEL_GROUPS, gather
 from tests.integration.deepspeed.truth import Truth, consolidated, optimizer_of
 
 STATES = ("exp_avg", "exp_avg_sq")
 LAYOUT = ExpertLayout
 train = jobs.train
+DIVISION = (
+    {"partition_type": "column", "patterns": [r".*block\.mlp\.0\.weight$"]},
+    {"partition_type": "row", "patterns": [r".*block\.mlp\.2\.weight$"]},
+)
+OF_EXPERT_LAYERS = (
+    {"partition_type": "column", "patterns": [r".*deepspeed_experts\.\d+\.up\.weight$"]},
+    {"partition_type": "row", "patterns": [r".*deepspeed_experts\.\d+\.down\.weight$"]},
+)
 OF_EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."
+
+
+def _gathered(part: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Return the tokens of all tensor-parallel ranks, as ``_gather_tokens`` of moe/mappings.py.
+
+    DeepSpeed gathers into a flat tensor. NCCL allows that. gloo of torch 2.13 refuses it ("invalid tensor size at index 0").
+    """
+    group = deepspeed.utils.bwc.bwc_tensor_model_parallel_group(deepspeed.utils.groups.mpu)
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group=group))]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, dim=dim)
+
+
+mappings._gather_tokens = _gathered
 
 
 class Expert(nn.Module):
@@ -62,15 +89,28 @@ class Model(nn.Module):
     No token is dropped, and none is routed at random, so that the losses do not depend on the layout.
     """
 
-    def __init__(self, degrees: tuple[int, int], experts: tuple[int, int], kind: type[Expert]) -> None:
+    def __init__(self, degrees: tuple[int, int], experts: tuple[int, int], kind: type[Expert], *, divisible: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(LENGTH, WIDTH)
         self.positions.weight.requires_grad_(False)
         self.block = Block(WIDTH)
-        routing: dict[str, Any] = {"drop_tokens": False, "use_rts": False, "top2_2nd_expert_sampling": False}
+        routing: dict[str, Any] = {
+            "use_rts": False, "top2_2nd_expert_sampling": False, "enable_expert_tensor_parallelism": divisible,
+        }  # fmt: skip
         self.moes = nn.ModuleList(
-            MoE(WIDTH, kind(), number, degree, k=k, use_residual=k == 1, **routing)
+            # DeepSpeed divides the tokens of an expert among the ranks; without a capacity their number may be odd
+            MoE(
+                WIDTH,
+                kind(),
+                number,
+                degree,
+                k=k,
+                use_residual=k == 1,
+                drop_tokens=divisible,
+                capacity_factor=number,
+                **routing,
+            )
             for k, (number, degree) in enumerate(zip(experts, degrees, strict=True), start=1)
         )
         self.norm = nn.LayerNorm(WIDTH)
@@ -92,6 +132,7 @@ def build(
     kind: type[Expert] = StatefulExpert,
     frozen_gate: bool = False,
     group_size: int | None = None,
+    division: Sequence[dict[str, Any]] = DIVISION,
     **more: Any,
 ) -> Any:
     """Return an engine whose parameters start from ``seed`` in every layout.
@@ -103,13 +144,24 @@ def build(
         kind: class of an expert.
         frozen_gate: do not train the gate of the first layer.
         group_size: maximum number of elements of an optimizer group of experts. Default: depends on the layout.
+        division: ``layer_specs`` of AutoTP.
         more: keys of the DeepSpeed JSON.
     """
     forget_groups()
+    groups.expert_tensor_parallel_world_size = 1  # DeepSpeed keeps it from an earlier engine of this process
+    if layout.tensor > 1:
+        forget_expert_groups()
+        division = (*division, *(OF_EXPERT_LAYERS if layout.experts == "divided" else ()))
+        for group in PARALLEL_GROUPS:
+            setattr(groups, group, None)
+        more["tensor_parallel"] = {
+            "autotp_size": layout.tensor, "partition_config": {"use_default_specs": False, "layer_specs": list(division)},
+        }  # fmt: skip
     torch.manual_seed(seed)
-    model = Model(layout.degrees, experts, kind)
+    model = Model(layout.degrees, experts, kind, divisible=layout.experts != "spread")
     for at, moe in enumerate(model.moes):
-        set_own_values(moe, seed, 100 * at)
+        place = dist.get_rank() if layout.experts == "spread" else dist.get_rank() // layout.tensor
+        set_own_values(moe, seed, 100 * at, place)
     model.moes[0].deepspeed_moe.gate.wg.weight.requires_grad_(not frozen_gate)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = {"params": [p for p in trained.values() if p.dim() > 1], "name": "decayed", "weight_decay": 0.1}
@@ -125,10 +177,17 @@ def build(
     return engine
 
 
-def set_own_values(layer: MoE, seed: int, first: int) -> None:
-    """Give the experts of a layer values of their own. DeepSpeed copies one expert. ``first`` tells the layers apart."""
+def set_own_values(layer: MoE, seed: int, first: int, place: int | None = None) -> None:
+    """Give the experts of a layer values of their own. DeepSpeed copies one expert.
+
+    Args:
+        layer: the layer.
+        seed, first: of the values; the second tells the layers apart.
+        place: number of this rank among those with other experts and their copies. Default: the rank.
+    """
+    place = dist.get_rank() if place is None else place
     local = list(layer.deepspeed_moe.experts.deepspeed_experts)
-    for number, expert in enumerate(local, start=dist.get_rank() % layer.ep_size * len(local)):
+    for number, expert in enumerate(local, start=place % layer.ep_size * len(local)):
         generator = torch.Generator().manual_seed(1000 * seed + first + number)
         for tensor in (*expert.parameters(), expert.get_buffer("scale")):
             tensor.data.add_(torch.randn(tensor.shape, generator=generator) * 0.2)
@@ -161,7 +220,7 @@ def global_name(name: str, engine: Any) -> str:
         return name
     moe = engine.module.get_submodule(layer)
     local, dot, inner = rest.partition(".")
-    first = dist.get_rank() % moe.ep_size * moe.num_local_experts
+    first = dist.get_rank(group=moe.deepspeed_moe.ep_group) * moe.num_local_experts
     return f"{layer}{OF_EXPERTS}{first + int(local)}{dot}{inner}"
 
 
@@ -175,6 +234,10 @@ def truth_of(engine: Any) -> Truth:
             own[f"{kind}/{global_name(name, engine)}" if name else kind] = value
     for name, settings in settings_of(engine).items():
         own[f"settings/{global_name(name, engine)}"] = settings
+    for name, layer in engine.module.named_modules():
+        if isinstance(layer, TensorParallel_Layer):
+            for state in ("weight", "master", *STATES):
+                gather(own, f"{state}/{global_name(name, engine)}", layer)
     own |= {
         f"extra/{global_name(n, engine)}": m.extra for n, m in engine.module.named_modules() if isinstance(m, StatefulExpert)
     }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+HAS_AUTOTP = (Path(importlib.util.find_spec("deepspeed").origin).parent / "checkpoint" / "affine.py").exists()  # from 0.19 on
 EXPERTS = (4, 6)  # of the two expert layers of the model
 
 
@@ -17,6 +20,9 @@ class ExpertLayout:
         stage: ZeRO stage.
         precision: that of ``jobs.Layout``.
         sequence: number of sequence-parallel ranks (``mpu``). They train on rows, not on parts of a sequence.
+        tensor: number of tensor-parallel ranks (AutoTP).
+        experts: what the tensor-parallel ranks have: ``spread`` (they count as expert-parallel ranks too), or with
+            ``enable_expert_tensor_parallelism`` ``whole`` experts or ``divided`` ones.
     """
 
     expert: int
@@ -24,6 +30,8 @@ class ExpertLayout:
     stage: int
     precision: str = "fp32"
     sequence: int = 1
+    tensor: int = 1
+    experts: str = "spread"
 
     @property
     def degrees(self) -> tuple[int, int]:
@@ -32,7 +40,10 @@ class ExpertLayout:
 
     @property
     def name(self) -> str:
-        return f"{f'sp{self.sequence}' if self.sequence > 1 else ''}ep{self.expert}w{self.world}z{self.stage}{self.precision}"
+        more = (f"sp{self.sequence}" if self.sequence > 1 else "") + (
+            f"tp{self.tensor}{self.experts}" if self.tensor > 1 else ""
+        )
+        return f"{more}ep{self.expert}w{self.world}z{self.stage}{self.precision}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -50,6 +61,7 @@ CHOSEN = [
     ExpertLayout(1, 2, 1, "bf16o"),
     ExpertLayout(2, 4, 0),
     ExpertLayout(4, 4, 1, "bf16o"),
+    *([ExpertLayout(2, 4, 1, tensor=2), ExpertLayout(2, 4, 1, tensor=2, experts="divided")] if HAS_AUTOTP else ()),
 ]
 
 
@@ -75,6 +87,27 @@ SEQUENCE = [
 def sequence_pairs() -> list[tuple[ExpertLayout, ExpertLayout]]:
     """Return the pairs to load with sequence parallelism: each layout into each."""
     return [(source, target) for source in SEQUENCE for target in SEQUENCE]
+
+
+TENSOR = [
+    ExpertLayout(2, 4, 1, tensor=2),
+    ExpertLayout(4, 4, 2, "bf16", tensor=2),
+    ExpertLayout(1, 2, 0, tensor=2),
+    ExpertLayout(2, 4, 0, "bf16", tensor=4),
+    ExpertLayout(2, 4, 1, "bf16o", tensor=2),
+    ExpertLayout(3, 3, 2, tensor=3),
+    ExpertLayout(2, 4, 1, tensor=2, experts="whole"),
+    ExpertLayout(2, 4, 2, "bf16", tensor=2, experts="divided"),
+    ExpertLayout(1, 4, 0, tensor=2, experts="divided"),
+    ExpertLayout(1, 2, 1, "bf16o", tensor=2, experts="divided"),
+    ExpertLayout(2, 2, 1),
+    ExpertLayout(1, 1, 0),
+]
+
+
+def tensor_pairs() -> list[tuple[ExpertLayout, ExpertLayout]]:
+    """Return the pairs to load with AutoTP: each layout into each."""
+    return [(source, target) for source in TENSOR for target in TENSOR]
 
 
 @dataclass(frozen=True)

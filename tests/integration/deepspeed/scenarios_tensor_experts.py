@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from deepspeed import comm as dist
 
+from tests.integration.deepspeed import expert_jobs
+from tests.integration.deepspeed.expert_names import ExpertLayout
 from tests.integration.deepspeed.logs import Log
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.tensor_expert_jobs import EXPERTS, INNER, build, train
@@ -55,6 +57,17 @@ def whole_experts_that_claim_to_be_divided_are_named_and_deepspeed_saves(folder:
     name = f"{IN_EXPERT}.0.up.weight"
     vars(engine.module.get_parameter(name)).update(tensor_model_parallel=True, partition_dim=0)
     _assert_deepspeed_saves(engine, folder, f"{name} has tensor_model_parallel=True, but its layer has no")
+
+
+@scenario(4)
+def experts_that_autotp_divides_are_named_and_deepspeed_saves(folder: Path) -> None:
+    """Their losses are not those of the model: the tensor-parallel ranks have different tokens there."""
+    layout, first = ExpertLayout(2, 4, 1, tensor=2), []
+    for division in (expert_jobs.DIVISION, expert_jobs.OF_EXPERT_LAYERS):
+        engine = expert_jobs.build(layout, seed=1, kind=expert_jobs.Expert, division=division)
+        first.append(expert_jobs.train(engine, 1)[0])
+    assert abs(first[0] - first[1]) > 1e-3, first
+    _assert_deepspeed_saves(engine, folder, "AutoTP that divides layers of experts (moes.0.deepspeed_moe.experts.deepspeed_exp")
 
 
 def _assert_deepspeed_saves(engine: torch.nn.Module, folder: Path, why: str) -> None:

@@ -9,7 +9,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as functional
 from deepspeed import comm as dist
-from deepspeed.moe import mappings
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -49,20 +48,6 @@ PATTERNS = {
         *INFO["parameter_with_row_parallelism_patterns"], r".+\.deepspeed_experts\.\d+\.down\.weight",
     ],
 }  # fmt: skip
-
-
-def _gathered(part: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Return the tokens of all tensor-parallel ranks, as ``_gather_tokens`` of moe/mappings.py.
-
-    DeepSpeed gathers into a flat tensor. NCCL allows that. gloo of torch 2.13 refuses it ("invalid tensor size at index 0").
-    """
-    group = deepspeed.utils.bwc.bwc_tensor_model_parallel_group(deepspeed.utils.groups.mpu)
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group=group))]
-    dist.all_gather(parts, part.contiguous(), group=group)
-    return torch.cat(parts, dim=dim)
-
-
-mappings._gather_tokens = _gathered
 
 
 class Expert(nn.Module):

@@ -2,7 +2,7 @@
 
 Layouts: {1 to 4 ranks} x {1 to 4 expert-parallel ranks} x {ZeRO 0, 1, 2} x {fp32, bf16, BF16_Optimizer}. CI loads a few pairs.
 ``UNICKPT_FULL_MATRIX=1`` loads all of them; with ``UNICKPT_MATRIX_PART=2/4``, those into the second quarter of the targets.
-It also loads pipelines with experts.
+It also loads pipelines with experts, and experts with AutoTP.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.deepspeed.expert_names import pairs, piped_pairs, sequence_pairs
+from tests.integration.deepspeed.expert_names import pairs, piped_pairs, sequence_pairs, tensor_pairs
 from tests.integration.deepspeed.pairs import part, problems, run, strayed
 
 FULL = os.environ.get("UNICKPT_FULL_MATRIX") == "1"
@@ -48,3 +48,10 @@ def test_experts_in_a_pipeline_resume_with_any_other_number_of_stages(tmp_path: 
 def test_experts_with_sequence_parallelism_resume_with_any_other_degrees(tmp_path: Path) -> None:
     run("experts", sequence_pairs(), tmp_path, timeout_s=1500)
     assert problems(sequence_pairs(), tmp_path) == {}
+
+
+@pytest.mark.skipif(not FULL, reason="144 pairs")
+def test_experts_with_autotp_resume_with_any_other_degrees(tmp_path: Path) -> None:
+    run("experts", tensor_pairs(), tmp_path, timeout_s=1500)
+    assert problems(tensor_pairs(), tmp_path) == {}
+    assert strayed([pair for pair in tensor_pairs() if all(layout.precision == "fp32" for layout in pair)], tmp_path) == {}
