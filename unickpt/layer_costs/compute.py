@@ -1,9 +1,9 @@
 """Time of a layer at another size or on another device, from measured layers of this job and of earlier ones.
 
-Layers of one class on one kind of device have a line: ``constant + slope * work``, where work is the number of tokens times the
-number of parameters, to which the operations of matrix products are proportional. With one size the constant is 0. A layer of
-another size takes its own measured time, times the ratio of both places on the line. On another kind of device it takes that,
-times the median ratio of the classes that were measured on both.
+Layers of one class and data type on one kind of device have a line: ``constant + slope * work``, where work is the number of
+tokens times the number of parameters, to which the operations of matrix products are proportional. With one size the constant
+is 0. A layer of another size takes its own measured time, times the ratio of both places on the line. On another kind of device
+it takes that, times the median ratio of the classes that were measured on both.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from unickpt.layer_costs.measured import MeasuredLayer
 
+Key = tuple[str, str, str]  # device, class and data type of a layer
 SIGMA = 1.4826  # standard deviation / median absolute deviation
 
 
@@ -38,24 +39,24 @@ class ComputeCosts:
     """
 
     def __init__(self, samples: Iterable[MeasuredLayer]) -> None:
-        points: dict[tuple[str, str], dict[float, list[float]]] = {}
+        points: dict[Key, dict[float, list[float]]] = {}
         for each in samples:
             time_s = each.forward_s + each.backward_s
             if each.tokens and each.parameters and time_s > 0:
-                points.setdefault((each.device, each.kind), {}).setdefault(work_of(each), []).append(time_s)
-        self.lines: Mapping[tuple[str, str], WorkLine] = {key: _line(found) for key, found in points.items()}
+                points.setdefault(key_of(each), {}).setdefault(work_of(each), []).append(time_s)
+        self.lines: Mapping[Key, WorkLine] = {key: _line(found) for key, found in points.items()}
         self._works = {key: sorted(found) for key, found in points.items()}
         self._points = points
 
     def expected(self, layer: MeasuredLayer) -> float | None:
-        """Return the seconds of a layer, forward and backward; None if its class was not measured on its device."""
-        line = self.lines.get((layer.device, layer.kind))
+        """Return the seconds of a layer, forward and backward; None if its class was not measured so."""
+        line = self.lines.get(key_of(layer))
         return line.at(work_of(layer)) if line is not None and layer.tokens and layer.parameters else None
 
     def error(self, layer: MeasuredLayer) -> float:
-        """Return the spread of the measured times of its class on its device, as a share of the expected ones."""
-        line = self.lines[layer.device, layer.kind]
-        points = self._points[layer.device, layer.kind]
+        """Return the spread of the measured times on its line, as a share of the expected ones."""
+        line = self.lines[key_of(layer)]
+        points = self._points[key_of(layer)]
         return SIGMA * median(abs(time_s / line.at(work) - 1) for work, times in points.items() for time_s in times)
 
     def resized(self, layer: MeasuredLayer, tokens: float, shards: float) -> MeasuredLayer:
@@ -67,7 +68,7 @@ class ComputeCosts:
             shards: number of parts of its weights as a multiple of the measured one.
         """
         factor = tokens / shards
-        line = self.lines.get((layer.device, layer.kind))
+        line = self.lines.get(key_of(layer))
         if line is not None and layer.tokens and layer.parameters:
             work = work_of(layer)
             factor = line.at(work * factor) / line.at(work)
@@ -80,11 +81,17 @@ class ComputeCosts:
     def speed(self, device: str, measured: str) -> float | None:
         """Return the speed of a kind of device as a multiple of that of another one; None if no class was measured on both."""
         ratios = []
-        for (name, kind), line in self.lines.items():
-            other = self.lines.get((measured, kind))
+        for key, line in self.lines.items():
+            name, kind, dtype = key
+            other = self.lines.get((measured, kind, dtype))
             if name == device and other is not None:
-                ratios += [other.at(work) / line.at(work) for work in self._works[device, kind]]
+                ratios += [other.at(work) / line.at(work) for work in self._works[key]]
         return median(ratios) if ratios else None
+
+
+def key_of(layer: MeasuredLayer) -> Key:
+    """Return what layers of one line have in common."""
+    return layer.device, layer.kind, layer.dtype
 
 
 def work_of(layer: MeasuredLayer) -> float:

@@ -30,6 +30,7 @@ class MeasuredLayer:
         tokens: product of all sizes of its first input but the last.
         kind: name of its class.
         device: name of the kind of device that it was measured on.
+        dtype: data type that it computes in, such as ``bfloat16``; '' if unknown.
     """
 
     name: str
@@ -42,6 +43,7 @@ class MeasuredLayer:
     tokens: int = 0
     kind: str = ""
     device: str = ""
+    dtype: str = ""
 
 
 def layers_of(document: Any, where: str) -> list[MeasuredLayer]:
@@ -74,11 +76,11 @@ def _layer(row: Any, device: str, where: str) -> MeasuredLayer:
     name, role = row.get("name", ""), row.get("role", LAYER)
     if not isinstance(name, str) or role not in ROLES:
         raise FormatError(f"{where}: name must be text and role one of {', '.join(ROLES)}, not {name!r} and {role!r}")
-    kind, device = (str(row.get(key, other)) for key, other in (("kind", ""), ("device", device)))
+    kind, device, dtype = (str(row.get(key, other)) for key, other in (("kind", ""), ("device", device), ("dtype", "")))
     forward_s, backward_s, *sizes = values
     parameters, activation_bytes, input_bytes, tokens = map(int, sizes)
     return MeasuredLayer(
-        name, role, float(forward_s), float(backward_s), parameters, activation_bytes, input_bytes, tokens, kind, device
+        name, role, float(forward_s), float(backward_s), parameters, activation_bytes, input_bytes, tokens, kind, device, dtype
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unickpt.errors import FormatError
+from unickpt.layer_costs.compute import key_of
 from unickpt.layer_costs.measured import MeasuredLayer, as_text, layers_of
 from unickpt.private_files import append, read_text
 
@@ -50,4 +51,4 @@ def remembered(store: Path) -> list[MeasuredLayer]:
 
 def _key(layer: MeasuredLayer) -> tuple[object, ...]:
     """Return what makes two measurements the same one, with times of three digits."""
-    return layer.device, layer.kind, layer.tokens, layer.parameters, f"{layer.forward_s:.2e}", f"{layer.backward_s:.2e}"
+    return *key_of(layer), layer.tokens, layer.parameters, f"{layer.forward_s:.2e}", f"{layer.backward_s:.2e}"

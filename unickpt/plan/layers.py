@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from statistics import median
 from typing import Any
@@ -98,11 +98,9 @@ def layers_of_ranks(documents: Mapping[str, Any]) -> list[MeasuredLayer]:
 
 
 def _middle(each: Sequence[MeasuredLayer]) -> MeasuredLayer:
-    first = each[0]
-    return MeasuredLayer(
-        first.name, first.role, median(one.forward_s for one in each), median(one.backward_s for one in each),
-        max(one.parameters for one in each), max(one.activation_bytes for one in each), first.input_bytes, first.tokens,
-        first.kind, first.device,
+    return replace(
+        each[0], forward_s=median(one.forward_s for one in each), backward_s=median(one.backward_s for one in each),
+        parameters=max(one.parameters for one in each), activation_bytes=max(one.activation_bytes for one in each),
     )  # fmt: skip
 
 

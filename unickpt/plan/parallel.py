@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unickpt.diagnosis.recording.records import Op
@@ -221,16 +221,12 @@ def _resized(measured: Measured, layout: ParallelLayout, layer: MeasuredLayer) -
     """Return a layer at the sizes of a layout, with the communication of its tensor parallel group."""
     reduced = layer.role == LAYER
     before = _reductions_s(measured, measured.tensor, layer.input_bytes) if reduced else 0.0
-    bare = MeasuredLayer(
-        layer.name, layer.role, max(layer.forward_s - before, 0.0), max(layer.backward_s - before, 0.0), layer.parameters,
-        layer.activation_bytes, layer.input_bytes, layer.tokens, layer.kind, layer.device,
+    bare = replace(
+        layer, forward_s=max(layer.forward_s - before, 0.0), backward_s=max(layer.backward_s - before, 0.0)
     )  # fmt: skip
     found = measured.compute.resized(bare, layout.rows / measured.rows, layout.tensor / measured.tensor)
     after = _reductions_s(measured, layout.tensor, found.input_bytes) if reduced else 0.0
-    return MeasuredLayer(
-        found.name, found.role, found.forward_s + after, found.backward_s + after, found.parameters,
-        found.activation_bytes, found.input_bytes, found.tokens, found.kind, found.device,
-    )  # fmt: skip
+    return replace(found, forward_s=found.forward_s + after, backward_s=found.backward_s + after)
 
 
 def _reductions_s(measured: Measured, tensor: int, size: int) -> float:

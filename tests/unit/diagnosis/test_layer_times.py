@@ -148,3 +148,17 @@ def test_gradients_are_the_same(tmp_path: Path) -> None:
     job.step()  # with hooks
     for layer, expected in zip(job.layers, before, strict=True):
         torch.testing.assert_close(layer.weight.grad, expected)
+
+
+def test_the_data_type_is_that_of_autocast_or_of_the_parameters(tmp_path: Path) -> None:
+    for number, (autocast, cast) in enumerate(((False, torch.float32), (True, torch.float32), (False, torch.bfloat16))):
+        job = Job(tmp_path / f"{number:05d}.layers.json")
+        for each in job.layers:
+            each.to(cast)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            for _ in range(4):
+                x = torch.ones(4, WIDTH, dtype=cast)
+                job.layers[1](job.layers[0](x)).sum().backward()
+                job.times.stepped()
+        rows = json.loads((tmp_path / f"{number:05d}.layers.json").read_text())["layers"]
+        assert [row["dtype"] for row in rows] == ["bfloat16" if number else "float32"] * 2

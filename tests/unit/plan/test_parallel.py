@@ -68,7 +68,7 @@ def test_the_line_of_a_class_gives_the_constant_part_of_small_layers() -> None:
     small = MeasuredLayer("a", LAYER, 0.01, 0.02, 10_000, 400, 64, 8, "Layer", "cpu")
     large = replace(small, name="b", forward_s=0.03, backward_s=0.06, tokens=32)
     costs = ComputeCosts([small, large])
-    line = costs.lines["cpu", "Layer"]
+    line = costs.lines["cpu", "Layer", ""]
     assert line.at(80_000) == pytest.approx(0.03)
     assert line.at(320_000) == pytest.approx(0.09)
     half = costs.resized(small, 2.0, 1.0)

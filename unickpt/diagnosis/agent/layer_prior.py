@@ -17,7 +17,7 @@ from unickpt.diagnosis.detectors.slow_layers import limit_of
 from unickpt.diagnosis.recording.rank_ranges import MOST_RANKS
 from unickpt.diagnosis.snapshot.snapshot import LayerSample
 from unickpt.errors import FormatError
-from unickpt.layer_costs.compute import ComputeCosts
+from unickpt.layer_costs.compute import ComputeCosts, key_of
 from unickpt.layer_costs.measured import SUFFIX, MeasuredLayer, layers_of
 from unickpt.layer_costs.store import remember, remembered
 from unickpt.private_files import read_text
@@ -112,7 +112,7 @@ class LayerPrior:
 
 
 def usual_layers(ranks: Iterable[RankSample], earlier: Sequence[MeasuredLayer]) -> list[MeasuredLayer]:
-    """Return one layer for each class, size and device, with median times of the ranks that are not slow.
+    """Return one layer for each class, data type, size and device, with median times of the ranks that are not slow.
 
     Args:
         ranks: ranks of this host.
@@ -125,7 +125,7 @@ def usual_layers(ranks: Iterable[RankSample], earlier: Sequence[MeasuredLayer]) 
         sample = each.beside(costs)
         if sample is not None and sample.took_s <= sample.expected_s * limit_of(sample.error):
             for layer in each.layers:
-                alike.setdefault((layer.device, layer.kind, layer.tokens, layer.parameters), []).append(layer)
+                alike.setdefault((*key_of(layer), layer.tokens, layer.parameters), []).append(layer)
     return [
         replace(
             same[0], forward_s=median(each.forward_s for each in same), backward_s=median(each.backward_s for each in same)

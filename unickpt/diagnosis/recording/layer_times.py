@@ -8,7 +8,8 @@ inside a backward pass repeats the one before it (activation checkpointing), so 
 device each of these moments waits for the device.
 
 The file is JSON: ``{"schema", "rank", "world", "host", "device", "steps", "total", "layers": [...]}``. A layer has ``number``
-and ``name`` in the whole model, ``role``, ``kind`` (name of its class), ``forward_s`` and ``backward_s`` (medians of its
+and ``name`` in the whole model, ``role``, ``kind`` (name of its class), ``dtype`` (that it computes in:
+of autocast, or else of its largest parameter), ``forward_s`` and ``backward_s`` (medians of its
 calls), ``recent_s`` (forward and backward, medians of the calls in the ``RECENT`` newest sampled steps), ``calls``,
 ``parameters``, ``shape`` and ``input_bytes`` of its first input, and ``activation_bytes`` (saved for one backward computation).
 """
@@ -72,6 +73,7 @@ class _Times:
     backward: list[int] = field(default_factory=list)
     shape: tuple[int, ...] = ()
     input_bytes: int = 0
+    dtype: str = ""
     activation_bytes: int = 0
     saved: _SavedBytes | None = None  # during the first call
     began: int = 0
@@ -139,6 +141,8 @@ class LayerTimes:
         def begins(_module: Any, args: Any, kwargs: Any) -> None:
             tensors = _tensors((args, kwargs))
             times.shape, times.input_bytes = (tuple(tensors[0].shape), tensors[0].nbytes) if tensors else ((), 0)
+            if module.training and torch._C._current_graph_task_id() < 0:  # a repetition may be without autocast
+                times.dtype = dtype_of(module, tensors)
             times.began = self._now()
             if not times.activation_bytes and not torch.is_grad_enabled():
                 times.activation_bytes = sum(each.nbytes for each in tensors)  # its input is kept, and it computes again
@@ -216,6 +220,7 @@ class LayerTimes:
         return [
             {
                 "number": number, "name": layer.name, "role": layer.role, "kind": type(layer.module).__name__,
+                "dtype": times.dtype,
                 "forward_s": _seconds(times.forward), "backward_s": _seconds(times.backward),
                 "recent_s": sum(_seconds(each[-self._recent(len(each)) :]) for each in (times.forward, times.backward)),
                 "calls": times.calls,
@@ -247,6 +252,22 @@ class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 def devices_of(module: torch.nn.Module) -> set[torch.device]:
     """Return the devices with parameters of a module; none for a processor."""
     return {each.device for each in module.parameters() if each.device.type != "cpu"}
+
+
+def dtype_of(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> str:
+    """Return the name of the data type that a module computes in: of autocast, its largest parameter, or its input.
+
+    Args:
+        module: the module.
+        inputs: tensors of the call.
+    """
+    parameters = [each for each in module.parameters() if each.is_floating_point()]
+    found = max(parameters, key=torch.Tensor.numel, default=None)
+    found = next((each for each in inputs if each.is_floating_point()), None) if found is None else found
+    if found is None:
+        return ""
+    device = found.device.type
+    return str(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else found.dtype).removeprefix("torch.")
 
 
 def device_name(devices: set[torch.device]) -> str:

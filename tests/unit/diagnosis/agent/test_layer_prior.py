@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.diagnosis.agent.made import S, call, ring
-from unickpt.diagnosis.agent.layer_prior import SETTLED, LayerPrior
+from unickpt.diagnosis.agent.layer_prior import SETTLED, LayerPrior, RankSample, usual_layers
 from unickpt.diagnosis.agent.loop import Agent
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.layer_costs.compute import ComputeCosts
@@ -143,6 +144,17 @@ def test_the_line_is_not_moved_by_a_few_odd_jobs() -> None:
     assert costs.error(layer(1.0)) == 0.0
     assert costs.expected(layer(1.0, kind="Other")) is None
     assert costs.expected(layer(1.0, tokens=0)) is None
+
+
+def test_layers_of_another_data_type_are_not_compared() -> None:
+    half, whole = replace(layer(0.010), dtype="bfloat16"), replace(layer(0.020), dtype="float32")
+    costs = ComputeCosts([half, whole])
+    assert [costs.expected(each) for each in (half, whole)] == [pytest.approx(0.010), pytest.approx(0.020)]
+    assert costs.expected(replace(half, dtype="float16")) is None
+    ranks = [RankSample(3, [half, whole], [0.010, 0.020], [1, 1])]
+    assert {each.dtype: each.forward_s + each.backward_s for each in usual_layers(ranks, [])} == {
+        each.dtype: each.forward_s + each.backward_s for each in (half, whole)
+    }
 
 
 def settled(folder: Path, step: int) -> None:
