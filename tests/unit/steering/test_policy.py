@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 import subprocess
@@ -275,12 +276,11 @@ def test_movement_is_a_stack_processor_time_or_bytes() -> None:
     assert still_s([*stays[:40], *(replace(each, stack=frames[1:]) for each in stays[40:])]) == 19
     assert still_s([replace(each, cpu_s=each.at_s / 2) for each in stays]) == 0
     assert still_s([replace(each, tcp_bytes=5000 * int(each.at_s)) for each in stays]) == 0  # an upload
-    assert still_s([replace(each, tcp_bytes=3000 * int(each.at_s)) for each in stays]) == 59  # a heartbeat
     assert still_s([replace(each, tcp_bytes=10**7) if each.at_s < 40 else each for each in stays]) == 59  # a lost count
     assert still_s([]) == 0
 
 
-def test_traffic_is_counted_over_all_connections_of_a_rank() -> None:
+def test_traffic_of_busy_connections_is_counted() -> None:
     def look(*rows: tuple[int, int, int, int]) -> Connections:
         found = np.zeros(len(rows), CONNECTION)
         for at, row in enumerate(rows):
@@ -289,13 +289,38 @@ def test_traffic_is_counted_over_all_connections_of_a_rank() -> None:
         return found
 
     traffic = Traffic()
-    traffic.add(look((0, 11, 500, 100), (1, 12, 50, 0)))  # as they are found
+    traffic.add(look((0, 11, 500_000, 100), (1, 12, 50, 0)), 5.0)  # as they are found
     assert (traffic.of(0), traffic.of(1), traffic.of(7)) == (0, 0, 0)
-    traffic.add(look((0, 11, 700, 150), (1, 12, 50, 0), (0, 13, 40, 2)))  # a new one counts from its beginning
-    assert (traffic.of(0), traffic.of(1)) == (292, 0)
-    traffic.add(look((1, 12, 60, 0)))  # those of rank 0 are closed
-    traffic.add(look((1, 12, 60, 5), (0, 11, 3, 0)))  # a connection with the same ends
-    assert (traffic.of(0), traffic.of(1)) == (295, 15)
+    traffic.add(look((0, 11, 900_000, 150), (1, 12, 50, 0), (0, 13, 9000, 1000)), 6.0)
+    assert traffic.of(0) == 400_050 - 60 * 4096 + 10_000 - 2 * 4096  # a new one counts from its beginning
+    traffic.add(look((1, 12, 60, 0)), 7.0)  # those of rank 0 are closed
+    traffic.add(look((1, 12, 60, 5000), (0, 11, 3, 0)), 8.0)  # a connection with the same ends
+    assert traffic.of(0) == 400_050 - 60 * 4096 + 10_000 - 2 * 4096
+    assert traffic.of(1) == 0
+
+
+def test_a_slow_upload_moves_and_bursts_in_passing_do_not() -> None:
+    """5 KB a second for two minutes, and 40 KB every ten seconds of an exporter in the rank."""
+    upload, exporter = Traffic(), Traffic()
+    moved = []
+    for second in range(120):
+        for traffic, count in ((upload, 5000 * second), (exporter, 40_000 * (second // 10))):
+            found = np.zeros(1, CONNECTION)
+            found["here"], found["received"] = 3, count
+            traffic.add(found if second else found[:0], float(second))
+        moved.append(upload.of(0))
+    assert exporter.of(0) == 0
+    assert all(later > sooner for sooner, later in itertools.pairwise(moved[5:]))
+
+
+def test_a_store_that_many_ranks_ask_does_not_make_its_rank_move() -> None:
+    """512 ranks that each move 200 bytes a second: a hundred kilobytes a second in all."""
+    traffic = Traffic()
+    for second in range(60):
+        found = np.zeros(512, CONNECTION)
+        found["here"], found["acked"] = np.arange(512), 200 * second
+        traffic.add(found, float(second))
+    assert traffic.of(0) == 0
 
 
 def test_an_upload_through_a_slow_socket_moves() -> None:
@@ -310,11 +335,11 @@ def test_an_upload_through_a_slow_socket_moves() -> None:
             with listener.accept()[0] as taken:
                 taken.recv(1 << 16)
                 traffic = Traffic()
-                traffic.add(connections_of({3: sender.pid}))
+                traffic.add(connections_of({3: sender.pid}), 0.0)
                 before = sample(sender.pid, 0.0, (), 0, traffic.of(3))
                 for _ in range(100):
                     taken.recv(1 << 16)
-                traffic.add(connections_of({3: sender.pid}))
+                traffic.add(connections_of({3: sender.pid}), 2.0)
                 after = sample(sender.pid, 2.0, (), 0, traffic.of(3))
         finally:
             sender.kill()

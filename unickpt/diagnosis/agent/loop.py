@@ -224,7 +224,7 @@ class Agent:
             for rank, one in own.ranks.items()
         }
         connections = connections_of(pids)
-        self._traffic.add(connections)
+        self._traffic.add(connections, time.monotonic())
         windows = self._sampler.window(time.monotonic_ns(), connections)
         own = dataclasses.replace(own, ranks=ranks, windows=windows)
         if self._collector is None:

@@ -17,7 +17,8 @@ from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.host.tcp_counters import Connections
 
 _PROC = Path("/proc")
-MOVING_BYTES_PER_S = 4096.0  # of TCP traffic; less is what background threads ask of a store
+MOVING_BYTES_PER_S = 4096.0  # of a TCP connection; less is what background threads ask of a store
+_SAVED_S = 60.0  # seconds of it that a connection may move at once
 MOVING_CPU_SHARE = 0.02  # of a processor; less is background threads
 LOOP_CPU_SHARE = 0.3  # of a processor that an endless loop uses at least; less is work on an overloaded machine
 _MOST_PROCESSES = 256  # of a process and its children
@@ -33,7 +34,7 @@ class ProcessSample:
         cpu_s: processor time of the process and its children.
         io_bytes: bytes that the process has read and written.
         children_s: part of ``cpu_s`` that children have used, for instance compilers.
-        tcp_bytes: bytes that have come and gone over its TCP connections.
+        tcp_bytes: bytes that have come and gone over its busy TCP connections (``Traffic``).
     """
 
     at_s: float
@@ -45,29 +46,52 @@ class ProcessSample:
 
     def transfers_since(self, other: ProcessSample) -> bool:
         """Return whether the process has read, written, sent or received more than in passing since an earlier sample."""
-        in_passing = MOVING_BYTES_PER_S * (self.at_s - other.at_s)
-        return self.io_bytes != other.io_bytes or self.tcp_bytes - other.tcp_bytes > in_passing
+        return self.io_bytes != other.io_bytes or self.tcp_bytes > other.tcp_bytes
 
 
 class Traffic:
-    """Bytes that have come and gone over the TCP connections of each rank of this host."""
+    """Bytes that have come and gone over the TCP connections of each rank of this host, without what moves in passing.
+
+    Each connection is judged by itself: a rank that serves a store has one to each other rank, over which background threads
+    ask now and then. A transfer has one that is busy. A connection may move ``MOVING_BYTES_PER_S``, also what it has left of
+    the last ``_SAVED_S`` seconds at once. What it moves beyond that counts.
+    """
 
     def __init__(self) -> None:
-        self._before: dict[int, int] = {}  # by connection
+        self._before: dict[int, _Passing] | None = None  # by connection
         self._total: dict[int, int] = {}
+        self._at_s = 0.0
 
-    def add(self, connections: Connections) -> None:
-        """Add a look. What a connection has moved before its first look counts, if it was not there at the first look."""
-        first, now = not self._total, {}
-        moved = connections["acked"] + connections["received"]
-        for rank, here, count in zip(connections["rank"].tolist(), connections["here"].tolist(), moved.tolist(), strict=True):
-            now[here] = count
-            self._total[rank] = self._total.get(rank, 0) + max(count - self._before.get(here, count if first else 0), 0)
-        self._before = now
+    def add(self, connections: Connections, at_s: float) -> None:
+        """Add a look. What a connection has moved before its first look counts, if it was not there at the first look.
+
+        Args:
+            connections: those of all ranks.
+            at_s: time of the look.
+        """
+        gained = MOVING_BYTES_PER_S * (at_s - self._at_s)
+        now: dict[int, _Passing] = {}
+        counts = connections["acked"] + connections["received"]
+        for rank, here, count in zip(connections["rank"].tolist(), connections["here"].tolist(), counts.tolist(), strict=True):
+            before = _Passing(count, MOVING_BYTES_PER_S * _SAVED_S) if self._before is None else self._before.get(here)
+            before = before or _Passing(0, MOVING_BYTES_PER_S)
+            left = min(before.left + gained, MOVING_BYTES_PER_S * _SAVED_S) - max(count - before.moved, 0)
+            now[here] = _Passing(count, max(left, 0.0))
+            if left < 0:
+                self._total[rank] = self._total.get(rank, 0) + round(-left)
+        self._before, self._at_s = now, at_s
 
     def of(self, rank: int) -> int:
         """Return the bytes of a rank so far."""
         return self._total.get(rank, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Passing:
+    """A connection at a look: the bytes that it has moved, and those that it may move at once."""
+
+    moved: int
+    left: float
 
 
 def still_s(samples: Sequence[ProcessSample]) -> float:
