@@ -18,6 +18,8 @@ use_venv() {
   export PATH=$venv/bin:$PATH VIRTUAL_ENV=$venv PIP_DISABLE_PIP_VERSION_CHECK=1
   # DeepSpeed compiles here, and not in the home directory, where the result would outlive this torch.
   export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$venv/torch_extensions}
+  # Otherwise each process compiles the sources of torch and DeepSpeed again: 5 s instead of 2 s to import them.
+  unset PYTHONDONTWRITEBYTECODE
   require_compiler || return 1
 
   stamp=$venv/unickpt-installed
