@@ -38,6 +38,7 @@ from unickpt.testing.launch import environment, free_port
 
 CONF = "stopped_seconds=6,hang_seconds=6,still_seconds=3,loop_seconds=5,out_seconds=40,longest_out_seconds=40,retries=2"
 FAULTS_OF_A_JOB = 6
+GOAL_STARTED_S = 5.0
 MOST_ROUNDS = 5  # of a job whose retries are 2: one more may begin to pass the step that was noted
 BEGIN, FINISH = (
     "<!-- table: made by python -m tests.integration.steering.framework_faults -->\n\n", "\n<!-- end of framework table -->",
@@ -421,10 +422,36 @@ def table(runs: Sequence[Run]) -> str:
     return "\n".join(rows)
 
 
+def goals(runs: Sequence[Run]) -> str:
+    """Return the goals, and what all runs together reach, as a Markdown table.
+
+    Only a call that does not match gives an order without a deadline of the policy. Without an order, the time until workers
+    start contains the notice of the loss (``expiry_seconds``).
+    """
+
+    def share(good: int, count: int) -> str:
+        return f"{good} of {count} ({good / max(1, count):.1%})"
+
+    orders = [run.order_s for run in runs if run.scenario == "skip" and run.order_s is not None]
+    started = [run.started_s for run in runs if run.order_s is not None and run.started_s is not None]
+    rows = ["| goal | all runs |", "|---|---|"]
+    for text, name in (
+        ("exactly the right hosts are out, at least 99%", "right"), ("the job is repaired", "repaired"),
+        ("states equal", "equal"), ("samples equal", "samples"),
+    ):  # fmt: skip
+        rows.append(f"| {text} | {share(sum(getattr(run, name) for run in runs), len(runs))} |")
+    rows.append(f"| verdict -> order at most 1 s, for an order without a deadline | {seconds(orders)}, {len(orders)} runs |")
+    quick = sum(value <= GOAL_STARTED_S for value in started)
+    rows.append(
+        f"| order -> workers started at most {GOAL_STARTED_S:.0f} s | {share(quick, len(started))}; {seconds(started)} |"
+    )
+    return "\n".join(rows)
+
+
 def written(page: Path, runs: Sequence[Run]) -> None:
     """Write the table to a page."""
     head, rest = page.read_text().split(BEGIN, 1)
-    page.write_text(head + BEGIN + table(runs) + "\n" + FINISH + rest.split(FINISH, 1)[1])
+    page.write_text(head + BEGIN + table(runs) + "\n\n" + goals(runs) + "\n" + FINISH + rest.split(FINISH, 1)[1])
 
 
 def next_row(runs: Sequence[Run], names: Sequence[str], count: int, source: random.Random) -> list[str]:
@@ -476,7 +503,7 @@ def main() -> int:
             if time.monotonic() > until_s:
                 break
     runs = kept(args.keep)
-    print(table(runs))
+    print(table(runs), goals(runs), sep="\n\n")
     if args.page is not None:
         written(args.page, runs)
     return 0 if all(run.good for run in runs) else 1
