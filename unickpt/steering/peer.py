@@ -210,8 +210,9 @@ class Peer:
                 return
         except ConnectionRefusedError:
             pass
-        except OSError:
-            self._stopped.wait(RETRY_S)
+        except OSError:  # its machine is dead, or the network is: the job may go on elsewhere
+            if not self._follows_members():
+                self._stopped.wait(RETRY_S)
             return
         if port and self._follows_members():
             return

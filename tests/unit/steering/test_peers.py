@@ -13,12 +13,14 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from tests.unit.steering.peers import KEY, Job, hosts, until
+from tests.unit.steering.peers import KEY, Job, begin_round, hosts, until
 from unickpt.errors import ConfigError
 from unickpt.options import SteeringOptions
 from unickpt.steering.codec import SteeringError, dial, event_as_json, key_of
+from unickpt.steering.last_members import recall
 from unickpt.steering.limits import Limits
 from unickpt.steering.membership import Arrived, Close, Left, Membership, Park
+from unickpt.steering.peer import Peer
 from unickpt.steering.rendezvous import _reserve, create, limits_of
 from unickpt.steering.round_store import RoundStore
 
@@ -74,6 +76,33 @@ def test_an_agent_that_is_started_again_at_once_does_not_begin_another_job(job: 
     assert [peer.leads for peer in (again, b, c)] == [False, True, False]
     states = [peer.read() for peer in (again, b, c)]
     assert {state.term for state in states if state is not None} == {2}
+
+
+def test_an_agent_that_is_started_again_finds_the_job_while_the_machine_of_the_endpoint_is_dead(job: Job) -> None:
+    a = job.start("a")
+    until(lambda: a.leads)
+    b = job.start("b")
+    begin_round(a, b)
+    c = job.start("c")
+    until(lambda: hosts(b) == hosts(c) == {"a", "b", "c"})
+    a.close()
+    until(lambda: b.leads and hosts(c) == {"b", "c"})
+    until(lambda: recall(c._members) != [])
+    c.close()
+    again = Peer("c", job.endpoint, job.limits, job.key)
+    greet = again._probe.greet
+
+    def unreachable(address: str, incarnation: str) -> Any:
+        """A machine without power does not even refuse a connection."""
+        if address == job.endpoint:
+            raise TimeoutError
+        return greet(address, incarnation)
+
+    again._probe.greet = unreachable  # type: ignore[method-assign]
+    again.start()
+    job.peers.append(again)
+    until(lambda: hosts(again) == hosts(b) == {"b", "c"})
+    assert b.leads
 
 
 def test_a_process_that_ends_is_noticed_at_once_and_one_that_leaves_too(job: Job) -> None:
