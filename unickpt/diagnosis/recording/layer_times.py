@@ -262,7 +262,7 @@ def dtype_of(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> str:
         inputs: tensors of the call.
     """
     parameters = [each for each in module.parameters() if each.is_floating_point()]
-    found = max(parameters, key=torch.Tensor.numel, default=None)
+    found: torch.Tensor | None = max(parameters, key=torch.Tensor.numel, default=None)
     found = next((each for each in inputs if each.is_floating_point()), None) if found is None else found
     if found is None:
         return ""
