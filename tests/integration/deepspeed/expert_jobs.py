@@ -148,12 +148,12 @@ def build(
         more: keys of the DeepSpeed JSON.
     """
     forget_groups()
+    forget_expert_groups()
+    for group in PARALLEL_GROUPS:
+        setattr(groups, group, None)
     groups.expert_tensor_parallel_world_size = 1  # DeepSpeed keeps it from an earlier engine of this process
     if layout.tensor > 1:
-        forget_expert_groups()
         division = (*division, *(OF_EXPERT_LAYERS if layout.experts == "divided" else ()))
-        for group in PARALLEL_GROUPS:
-            setattr(groups, group, None)
         more["tensor_parallel"] = {
             "autotp_size": layout.tensor, "partition_config": {"use_default_specs": False, "layer_specs": list(division)},
         }  # fmt: skip
