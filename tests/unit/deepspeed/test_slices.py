@@ -35,7 +35,9 @@ def _engine(parameter: torch.nn.Parameter, tensor: int, world: int) -> Any:
     """The attributes of an engine and a module that are read."""
     module = torch.nn.Module()
     module.weight = parameter
-    return SimpleNamespace(has_moe_layers=False, module=module, autotp_size=lambda: world, get_tensor_parallel_rank=lambda: tensor)
+    return SimpleNamespace(
+        module=module, has_moe_layers=False, autotp_size=lambda: world, get_tensor_parallel_rank=lambda: tensor
+    )  # fmt: skip
 
 
 def _described(found: affine.ParamAffineMap, rank: int, original: tuple[int, ...]) -> torch.nn.Parameter:
