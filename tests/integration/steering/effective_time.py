@@ -31,7 +31,7 @@ import psutil
 
 from tests.integration.steering.cluster import Cluster
 from tests.integration.steering.deepspeed_job import HEARTBEATS
-from tests.integration.steering.framework_faults import CONF, SETTINGS
+from tests.integration.steering.jobs import CONF, SETTINGS
 from tests.integration.steering.namespaces import Network, missing
 from tests.integration.steering.timeline import steps_of
 from unickpt.cli.main import main as unickpt

@@ -24,140 +24,22 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tests.integration.steering.cluster import LIMIT_S, Cluster, View
+from tests.integration.steering.jobs import CONF, KINDS, SETTINGS
 from tests.integration.steering.namespaces import Network, missing
-from tests.integration.steering.readings import logged_s, seconds, verdict_s
-from tests.integration.steering.scenarios import ENDPOINT, RETURN, RETURNED, SCENARIOS, WATCH_S, Case, Scenario, choose
+from tests.integration.steering.readings import logged_s, verdict_s
+from tests.integration.steering.run_table import Run, goals, kept, table, written
+from tests.integration.steering.scenarios import ENDPOINT, RETURN, SCENARIOS, WATCH_S, Case, Scenario, choose
 from tests.integration.steering.timeline import Comparison, Reference, compare, lineage, overlaps, reference_of, steps_of
 from tests.support.repository import REPO
 from unickpt.testing.launch import environment, free_port
 
-CONF = "stopped_seconds=6,hang_seconds=6,still_seconds=3,loop_seconds=5,out_seconds=40,longest_out_seconds=40,retries=2"
 FAULTS_OF_A_JOB = 6
-GOAL_STARTED_S = 5.0
 MOST_ROUNDS = 5  # of a job whose retries are 2: one more may begin to pass the step that was noted
-BEGIN, FINISH = (
-    "<!-- table: made by python -m tests.integration.steering.framework_faults -->\n\n", "\n<!-- end of framework table -->",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A job of a framework.
-
-    Attributes:
-        script: beside this module.
-        arguments: of the script, after the folder.
-        workers: ranks of each host.
-        hosts: number of hosts.
-        worlds: numbers of ranks of the reference.
-        kinds: kinds of scenarios that run in such a job.
-        steps: of the reference.
-    """
-
-    script: str
-    arguments: tuple[str, ...]
-    workers: int
-    hosts: int
-    worlds: tuple[int, ...]
-    kinds: tuple[str, ...] = ("plain", "spare", "always", "two")
-    steps: int = 900
-
-    def program(self, folder: Path, *more: str) -> list[str]:
-        """Return script and arguments."""
-        return [str(Path(__file__).with_name(self.script)), str(folder), *self.arguments, *more]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What jobs of a kind of scenarios need.
-
-    Attributes:
-        nodes: ``--nnodes``.
-        hosts: number of hosts.
-        first: number of hosts of the first round.
-        later: number of hosts of the round after the fault.
-        conf: further options of ``--rdzv-conf``.
-    """
-
-    nodes: str
-    hosts: int
-    first: int
-    later: int
-    conf: str = ""
-
-
-SETTINGS = {
-    "deepspeed": Setting("deepspeed_job.py", ("1", "12"), 1, 3, (1, 3)),
-    "deepspeed-2": Setting("deepspeed_job.py", ("1", "12"), 2, 3, (2, 6), ("plain",), 300),
-    "deepspeed-memory": Setting("deepspeed_job.py", ("1", "12", "--memory"), 1, 3, (1, 3), ("plain",)),
-    "zero3": Setting("deepspeed_job.py", ("3", "12"), 1, 3, (1, 3)),
-    "deepspeed-8": Setting("deepspeed_job.py", ("1", "8"), 1, 4, (1, 4), ("batch",), 300),
-    "megatron": Setting("megatron_job.py", ("2", "1", "6"), 2, 3, (2, 6), ("plain", "always"), 300),
-    "megatron-memory": Setting("megatron_job.py", ("2", "1", "6", "--memory"), 2, 3, (2, 6), ("plain",), 300),
-    "megatron-8": Setting("megatron_job.py", ("2", "2", "4"), 2, 4, (4, 8), ("batch",), 120),
-}
-KINDS = {
-    "spare": Kind("2:3", 4, 3, 3, "slow=evict,slow_seconds=8"),
-    "always": Kind("1:3", 3, 3, 3),
-    "two": Kind("1:4", 4, 4, 2),
-    "batch": Kind("2:4", 4, 4, 2, "sizes=2+4"),
-}
-
-
-@dataclass(frozen=True)
-class Run:
-    """Result of one run. Times are seconds.
-
-    Attributes:
-        scenario, framework, seed: what was run.
-        rank, host, step: of the fault.
-        right: whether exactly the right hosts were out, and no order was wrong.
-        repaired: whether the job went on.
-        equal: whether all states after the resume were those of the checkpoint.
-        samples: whether every step had the samples of the uninterrupted job.
-        loss, noise: largest distance from the reference, and within it.
-        verdict_s: from the fault to the first verdict.
-        order_s: from the first verdict to the order.
-        started_s: from the order, or else from the fault, until the last worker of the next round began.
-        import_s: import of the framework.
-        resumed_s: from then until all workers had resumed.
-        first_s: from then until all had done a step, without the comparison with the checkpoint.
-        whole_s: from the fault to that step.
-        problem: what was wrong.
-        lost_steps: steps that were done again.
-    """
-
-    scenario: str
-    framework: str
-    seed: int
-    rank: int
-    host: str
-    step: int
-    right: bool
-    repaired: bool
-    equal: bool
-    samples: bool
-    loss: float
-    noise: float
-    verdict_s: float | None = None
-    order_s: float | None = None
-    started_s: float | None = None
-    import_s: float | None = None
-    resumed_s: float | None = None
-    first_s: float | None = None
-    whole_s: float | None = None
-    problem: str = ""
-    lost_steps: int | None = None
-
-    @property
-    def good(self) -> bool:
-        """Whether everything was as it must be."""
-        return not self.problem
 
 
 class Session:
@@ -387,71 +269,6 @@ def _lost_steps(job: Cluster, later: View) -> int:
 
 def _orders(job: Cluster) -> int:
     return len(_texts(job))
-
-
-# ---------------------------------------------------------------- results
-
-
-def kept(path: Path) -> list[Run]:
-    """Return the runs in a file."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = {each.name for each in fields(Run)}
-    return [Run(**{key: value for key, value in json.loads(line).items() if key in names}) for line in lines]
-
-
-def table(runs: Sequence[Run]) -> str:
-    """Return the results as a Markdown table."""
-    rows = [
-        "| fault | job | runs | repaired | right hosts | states equal | samples equal | fault -> verdict | -> order | -> "
-        "workers started | import | -> resumed | -> first step | fault -> first step | steps done again, most |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name in [*SCENARIOS, RETURN]:
-        for framework in SETTINGS:
-            those = [run for run in runs if run.scenario == name and run.framework == framework]
-            if not those:
-                continue
-            title = SCENARIOS[name].title if name in SCENARIOS else RETURNED
-            counts = [
-                str(sum(getattr(run, each) for run in those)) for each in ("repaired", "right", "equal", "samples")
-            ]  # fmt: skip
-            times = ("verdict_s", "order_s", "started_s", "import_s", "resumed_s", "first_s", "whole_s")
-            cells = [seconds([getattr(run, each) for run in those]) for each in times]
-            lost = max((run.lost_steps for run in those if run.lost_steps is not None), default="-")
-            rows.append(f"| {title} | {framework} | {len(those)} | {' | '.join(counts)} | {' | '.join(cells)} | {lost} |")
-    return "\n".join(rows)
-
-
-def goals(runs: Sequence[Run]) -> str:
-    """Return the goals, and what all runs together reach, as a Markdown table.
-
-    Only a call that does not match gives an order without a deadline of the policy. Without an order, the time until workers
-    start contains the notice of the loss (``expiry_seconds``).
-    """
-
-    def share(good: int, count: int) -> str:
-        return f"{good} of {count} ({good / max(1, count):.1%})"
-
-    orders = [run.order_s for run in runs if run.scenario == "skip" and run.order_s is not None]
-    started = [run.started_s for run in runs if run.order_s is not None and run.started_s is not None]
-    rows = ["| goal | all runs |", "|---|---|"]
-    for text, name in (
-        ("exactly the right hosts are out, at least 99%", "right"), ("the job is repaired", "repaired"),
-        ("states equal", "equal"), ("samples equal", "samples"),
-    ):  # fmt: skip
-        rows.append(f"| {text} | {share(sum(getattr(run, name) for run in runs), len(runs))} |")
-    rows.append(f"| verdict -> order at most 1 s, for an order without a deadline | {seconds(orders)}, {len(orders)} runs |")
-    quick = sum(value <= GOAL_STARTED_S for value in started)
-    rows.append(
-        f"| order -> workers started at most {GOAL_STARTED_S:.0f} s | {share(quick, len(started))}; {seconds(started)} |"
-    )
-    return "\n".join(rows)
-
-
-def written(page: Path, runs: Sequence[Run]) -> None:
-    """Write the table to a page."""
-    head, rest = page.read_text().split(BEGIN, 1)
-    page.write_text(head + BEGIN + table(runs) + "\n\n" + goals(runs) + "\n" + FINISH + rest.split(FINISH, 1)[1])
 
 
 def next_row(runs: Sequence[Run], names: Sequence[str], count: int, source: random.Random) -> list[str]:
