@@ -282,11 +282,20 @@ def _load(
     )
     errors = RestoredOptimizerResiduals(engine, loading.checkpoint, loading.parts, loading.stored_name, wanted=wanted.optimizer)
     with HostMemory(opener) as memory:
-        together.step("read", lambda: memory.use(partial(loading.read, planned)))
-        together.step("residuals", residuals.read)
-        together.step("errors", errors.read)
-        together.step("set", lambda: memory.use(loading.set_tensors))
-    client_state = together.step("finish", loading.finish)
+
+        def read() -> None:
+            memory.use(partial(loading.read, planned))
+            residuals.read()
+            errors.read()
+
+        def set_all() -> dict[str, Any] | None:
+            memory.use(loading.set_tensors)
+            return None if loading.finishes_together else loading.finish()
+
+        together.step("read", read)
+        client_state = together.step("set", set_all)
+    if client_state is None:
+        client_state = together.step("finish", loading.finish)
     report = loading.report
     residuals.apply(report)
     errors.apply(report)

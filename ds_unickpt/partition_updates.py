@@ -129,9 +129,13 @@ def after_restore(engine: Any) -> None:
         if getattr(parameter, "ds_secondary_tensor", None) is not None:  # the epilogue forgets those of frozen parameters
             parameter.ds_secondary_tensor = None
     swap_files.flush(_swap_paths(engine))
-    epilogue = getattr(optimizer, "checkpoint_event_epilogue", None)
-    if epilogue is not None:
-        epilogue()
+    if gathers_after(engine):
+        optimizer.checkpoint_event_epilogue()
+
+
+def gathers_after(engine: Any) -> bool:
+    """Whether ``after_restore`` calls a collective. ZeRO-3 gathers its persistent parameters."""
+    return getattr(engine.optimizer, "checkpoint_event_epilogue", None) is not None
 
 
 def _swap_paths(engine: Any) -> set[str]:

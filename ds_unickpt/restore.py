@@ -1,8 +1,9 @@
 """Loads a checkpoint of any framework into a DeepSpeed engine.
 
-The ranks agree on success after each of four steps. ``plan`` matches names and checks shapes. ``read`` fills masters, optimizer
-states, frozen parameters and buffers. ``set_tensors`` derives the weights and sets hyperparameters. ``finish`` sets the
-non-tensor state and completes the report. A step calls its collectives before the parts that can fail on one rank alone.
+A load has four steps. ``plan`` matches names and checks shapes. ``read`` fills masters, optimizer states, frozen parameters and
+buffers. ``set_tensors`` derives the weights and sets hyperparameters. ``finish`` sets the non-tensor state and completes the
+report. The ranks agree on success after each step, after ``set_tensors`` only if ``finish`` calls a collective. A step calls its
+collectives before the parts that can fail on one rank alone.
 """
 
 from __future__ import annotations
@@ -263,6 +264,11 @@ class EngineRestore:
                 override.apply(self.placed)
         if self.wanted.optimizer:
             self._optimizer.apply(self._objects.of_this_rank(SCALARS))
+
+    @property
+    def finishes_together(self) -> bool:
+        """Whether ``finish`` is a collective, so that all ranks must have set their tensors. The same on all ranks."""
+        return partition_updates.gathers_after(self.engine)
 
     def finish(self) -> dict[str, Any]:
         """Set the non-tensor state, and complete the report. ZeRO-3 gathers its persistent parameters (a collective).

@@ -37,6 +37,7 @@ _YIELDS = 20  # before the first pause: a peer is mostly less than one copy behi
 _PAUSES_S = (0.00005, 0.005)
 OPENED, READY, CONSUMED, FAILED = range(4)
 _FIELDS = 4
+_ROWS, _SEGMENT, _PROGRESS = "rows", "segment", "progress"
 _RANK_BYTES = 16 << 20  # shared memory per rank; touching new pages costs more than copying
 _LEAST_RANK_BYTES = 256 << 10
 
@@ -52,24 +53,30 @@ class HostPeers:
         rounds: rounds of the shared memory that have begun, the same on all ranks of the host between two uses of it.
     """
 
-    def __init__(self, folder: Path, ranks: list[int], rank: int, *, timeout_s: float) -> None:
-        self.ranks, self.me, self._timeout_s = ranks, ranks.index(rank), timeout_s
-        self.rows: list[Ints] = [np.fromfile(folder / f"rows.{at}", np.int64) for at in range(len(ranks))]
+    def __init__(self, folders: dict[int, Path], rank: int, *, timeout_s: float) -> None:
+        """``folders``: what each rank of the host has prepared, by job rank, ascending."""
+        self.ranks, self._timeout_s = list(folders), timeout_s
+        self.me = self.ranks.index(rank)
+        self.rows: list[Ints] = []
         self._maps = []
-        for at in range(len(ranks)):
-            with open(folder / f"segment.{at}", "r+b") as segment:
+        for folder in folders.values():
+            make_folder(folder)  # exists: only its owner is checked
+            self.rows.append(np.fromfile(folder / _ROWS, np.int64))
+            with open(folder / _SEGMENT, "r+b") as segment:
                 self._maps.append(mmap.mmap(segment.fileno(), 0))
         least_bytes = min(map(len, self._maps))
         self._views = [memoryview(each) for each in self._maps]
         self.memory = [view[:least_bytes] for view in self._views]
-        self._progress = os.open(folder / "progress", os.O_RDWR | os.O_CLOEXEC)
+        self._progress = os.open(folders[self.ranks[0]] / _PROGRESS, os.O_RDWR | os.O_CLOEXEC)
         self.rounds = 0
         self.publish(OPENED, 1)
         if self.me == 0:
             try:
                 self.wait(OPENED, 1, also_failed=True)  # a rank that already failed has opened the files, too
             finally:
-                shutil.rmtree(folder, ignore_errors=True)  # the files exist until the last process closes them
+                for folder in folders.values():
+                    shutil.rmtree(folder, ignore_errors=True)  # the files exist until the last process closes them
+                _remove_stale()
 
     def publish(self, field: int, value: int) -> None:
         """Publish the progress of this rank. The system call makes earlier stores to the shared memory visible first."""
@@ -182,33 +189,42 @@ def meet(
         All failures, the same on every rank, and a function that opens the shared memory. The function is None if this
         rank does not share memory or if any rank failed.
     """
-    host = _host() if share and rendezvous.world > 1 else ""
-    encoded = None if failure is None else failure.to_json()
-    messages = rendezvous.gather("planned", {"failure": encoded, "host": host, "identity": identity})
-    verdicts = None if messages is None else _verdicts(messages)
-    verdict = rendezvous.scatter("planned-verdict", verdicts, notice=False)
+    host, folder, problem = _host() if share and failure is None and rendezvous.world > 1 else "", None, None
+    if host:
+        folder = FOLDER / f"{_PREFIX}{uuid.uuid4().hex}-{rendezvous.rank}"
+        problem = _prepare(folder, rendezvous.world, rows, wanted_bytes)
+    try:
+        encoded = None if failure is None else failure.to_json()
+        message = {"failure": encoded, "host": "" if problem else host, "identity": identity, "folder": str(folder)}
+        messages = rendezvous.gather("planned", {**message, "problem": problem})
+        if messages is not None:
+            _warn(messages)
+        verdict = rendezvous.scatter("planned-verdict", None if messages is None else _verdicts(messages), notice=False)
+    except BaseException:
+        _remove(folder)
+        raise
     failures = tuple(map(Failure.from_json, verdict["failures"]))
-    if failures or not verdict["shared"]:
+    if failures or not verdict["folders"]:
+        _remove(folder)
         return failures, None
-    ranks: list[int] = verdict["ranks"]
-    folder = FOLDER / f"{_PREFIX}{verdict['token']}-{min(ranks, default=0)}"
-    problem = _prepare(folder, ranks, rendezvous.rank, rows, wanted_bytes) if ranks else None
-    problems = rendezvous.agree("host-peers", problem)
+    folders = {int(rank): Path(path) for rank, path in verdict["folders"].items()}
+    return (), partial(HostPeers, folders, rendezvous.rank, timeout_s=rendezvous.timeout_s)
+
+
+def _warn(messages: list[Message]) -> None:
+    """Warn of ranks that cannot share memory."""
+    problems = {rank: message["problem"] for rank, message in enumerate(messages) if message["problem"] is not None}
     if problems:
-        shutil.rmtree(folder, ignore_errors=True)
-        if rendezvous.rank == 0:
-            rank, reason = min(problems.items())
-            logger.warning("unickpt: every rank reads all of its data itself: rank %d cannot share memory (%s)", rank, reason)
-        return (), None
-    return (), partial(HostPeers, folder, ranks, rendezvous.rank, timeout_s=rendezvous.timeout_s) if ranks else None
+        rank, reason = min(problems.items())
+        more = f" The same holds for {len(problems) - 1} other ranks." if len(problems) > 1 else ""
+        logger.warning("unickpt: rank %d cannot share memory: %s. It reads all of its data itself.%s", rank, reason, more)
 
 
 def _verdicts(messages: list[Message]) -> list[Message]:
-    """Return a verdict for each rank: all failures, whether any ranks share memory, and the ranks that it shares with."""
+    """Return a verdict for each rank: all failures, and the folders of the ranks that it shares memory with, by rank."""
     failures, hosts = _failures(messages), _hosts([m["host"] for m in messages])
-    own: dict[int, list[int]] = {rank: ranks for ranks in hosts for rank in ranks}
-    common = {"failures": failures, "shared": bool(hosts), "token": uuid.uuid4().hex}
-    return [{**common, "ranks": own.get(rank, [])} for rank in range(len(messages))]
+    own = {rank: {str(each): messages[each]["folder"] for each in ranks} for ranks in hosts for rank in ranks}
+    return [{"failures": failures, "folders": own.get(rank, {})} for rank in range(len(messages))]
 
 
 def _failures(messages: list[Message]) -> list[Message]:
@@ -244,26 +260,32 @@ def _hosts(keys: list[str]) -> list[list[int]]:
     return [ranks for ranks in found.values() if len(ranks) > 1]
 
 
-def _prepare(folder: Path, ranks: list[int], rank: int, rows: Ints | None, wanted_bytes: int) -> str | None:
-    """Create the files of this rank in the folder of the host, and allocate its memory.
+def _prepare(folder: Path, world: int, rows: Ints | None, wanted_bytes: int) -> str | None:
+    """Create the folder of this rank, and allocate its memory.
 
     Returns the error, or None.
     """
     try:
         make_folder(folder)
-        at = ranks.index(rank)
-        with create(folder / f"rows.{at}") as file:
+    except OSError as err:
+        return f"{folder}: {err}"
+    try:
+        with create(folder / _ROWS) as file:
             np.asarray(rows if rows is not None else [], np.int64).tofile(file)
-        if at == 0:
-            _remove_stale()
-            with create(folder / "progress") as progress:
-                progress.write(bytes(8 * _FIELDS * len(ranks)))
-        with create(folder / f"segment.{at}") as segment:
+        with create(folder / _PROGRESS) as progress:  # that of the first rank of the host is used
+            progress.truncate(8 * _FIELDS * world)
+        with create(folder / _SEGMENT) as segment:
             size = max(min(_RANK_BYTES, wanted_bytes), _LEAST_RANK_BYTES)
             os.posix_fallocate(segment.fileno(), 0, size)  # writing to a hole raises SIGBUS if /dev/shm is full
     except OSError as err:
+        _remove(folder)
         return f"{folder}: {err}"
     return None
+
+
+def _remove(folder: Path | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_stale() -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from unickpt.errors import CoordinationError
@@ -18,7 +19,7 @@ logger = logging.getLogger("unickpt")
 
 Message = dict[str, Any]  # JSON-able
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
+_FEW_RANKS = 64
 _CHECK_EVERY_S = 0.25  # interval at which a waiting rank checks whether the session was abandoned
 _COORDINATOR_LATER_S = 30.0  # extra time for the coordinator, whose own timeout for a lost rank ends at about the same time
 
@@ -30,6 +31,30 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
     def delete_key(self, key: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """Pauses between two questions to the store. They grow with the wait, so that a rank that waits takes no time from training.
+
+    Attributes:
+        first_s: first pause.
+        share: of the time waited so far.
+        longest_s: longest pause.
+    """
+
+    first_s: float
+    share: float
+    longest_s: float
+
+    @classmethod
+    def of(cls, world: int) -> Pauses:
+        """Return the pauses of a job. One store serves the questions of all ranks, so many ranks ask less often."""
+        return cls(0.0002, 0.1, 0.01) if world <= _FEW_RANKS else cls(0.0005, 0.5, 0.05)
+
+    def after(self, waited_s: float) -> float:
+        """Return the pause after a wait of some seconds."""
+        return min(max(self.first_s, self.share * waited_s), self.longest_s)
 
 
 class Rendezvous:
@@ -60,7 +85,7 @@ class Rendezvous:
         self._uncount: Callable[[], None] | None = None
         self._following: Callable[[], Rendezvous] | None = None
         self._spent: list[str] = []
-        self._longest_pause_s = min(_LONGEST_PAUSE_S, 0.001 * world)  # one store serves the requests of all ranks
+        self._pauses = Pauses.of(world)
 
     def begin(self, name: str) -> None:
         """Start a session. Ranks meet only if they have started sessions of this name equally often.
@@ -175,7 +200,7 @@ class Rendezvous:
             awaited = [key for rank, key in keys.items() if rank not in ended]
             if not awaited or self._present(awaited):
                 break
-            time.sleep(self._longest_pause_s)
+            time.sleep(self._pauses.longest_s)
         for key in [*keys.values(), *self._spent]:
             self._delete(key)
         self._spent.clear()
@@ -216,7 +241,6 @@ class Rendezvous:
         begin = checked = time.monotonic()
         lost: frozenset[int] = frozenset()
         noticed = not notice
-        pause = _FIRST_PAUSE_S
         while not self._present(list(keys.values())):
             now = time.monotonic()
             waited = now - begin
@@ -232,8 +256,7 @@ class Rendezvous:
                 logger.warning(
                     "unickpt: rank %d has waited %.0f s in step %r for rank %s", self.rank, waited, topic, self._missing(keys)
                 )
-            time.sleep(pause)
-            pause = min(pause * 1.5, self._longest_pause_s)
+            time.sleep(self._pauses.after(waited))
 
     def _give_up(self, topic: str, keys: dict[int, str], waited_s: float) -> None:
         """Raise CoordinationError, or return if the awaited keys exist after all.
@@ -246,7 +269,7 @@ class Rendezvous:
                 if self._present(list(keys.values())):
                     return
                 self._check_abandoned()
-                time.sleep(self._longest_pause_s)
+                time.sleep(self._pauses.longest_s)
             if self._round == 1 and self._uncount is not None:
                 self._uncount()  # the coordinator never made this call
         reason = (

@@ -69,15 +69,16 @@ class TensorTable(Sequence[TensorInfo]):
     def __getitem__(self, at: int | slice) -> TensorInfo | tuple[TensorInfo, ...]:
         if isinstance(at, slice):
             return tuple(self[position] for position in range(*at.indices(len(self))))
+        made = self._made.get(at)
+        if made is not None:
+            return made
         if self._entries is None:
             return self._all()[at]
         at = range(len(self))[at]
-        info = self._made.get(at)
-        if info is None:
-            info = _named(self._entries.name(at), self.forms[int(self.form[at])])
-            if len(self._made) < _KEPT_TENSORS:
-                self._made[at] = info
-        return info
+        made = _named(self._entries.name(at), self.forms[int(self.form[at])])
+        if len(self._made) < _KEPT_TENSORS:
+            self._made[at] = made
+        return made
 
     def __iter__(self) -> Iterator[TensorInfo]:
         if self._entries is None:
