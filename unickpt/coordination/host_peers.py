@@ -38,7 +38,7 @@ _PAUSES_S = (0.00005, 0.005)
 OPENED, READY, CONSUMED, FAILED = range(4)
 _FIELDS = 4
 _ROWS, _SEGMENT, _PROGRESS = "rows", "segment", "progress"
-_RANK_BYTES = 16 << 20  # shared memory per rank; touching new pages costs more than copying
+_RANK_BYTES = 8 << 20  # shared memory per rank; touching new pages costs more than copying
 _LEAST_RANK_BYTES = 256 << 10
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 BLOCK_BYTES = 4096
 _BOUNCE_BYTES = 4 << 20
-_SAMPLE_PAGES = 15
+_ALL_PAGES, _SAMPLE_PAGES = 256, 15  # a range of more pages is sampled
 _CALL_BYTES = 16 << 20
 FLAG: int = getattr(os, "O_DIRECT", 0)
 
@@ -51,15 +51,18 @@ def mostly_cached(descriptor: int, offset_bytes: int, size_bytes: int) -> bool:
         view = np.frombuffer(mapped, np.uint8)
         address, pages = int(view.ctypes.data), -(-length // mmap.PAGESIZE)
         del view  # a mapping with a live view cannot be closed
-        found = [_is_resident(address + page * mmap.PAGESIZE) for page in range(0, pages, max(pages // _SAMPLE_PAGES, 1))]
-    return sum(found) * 2 > len(found)
+        if pages <= _ALL_PAGES:
+            return 2 * _resident(address, pages) > pages
+        places = range(0, pages, pages // _SAMPLE_PAGES)
+        return 2 * sum(_resident(address + page * mmap.PAGESIZE, 1) for page in places) > len(places)
 
 
-def _is_resident(address: int) -> bool:
-    """Return whether a page is in memory; True if the system does not tell."""
-    resident = ctypes.c_ubyte()
-    failed = _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(resident)) != 0
-    return failed or bool(resident.value & 1)
+def _resident(address: int, pages: int) -> int:
+    """Return how many pages are in memory; all if the system does not tell."""
+    found = (ctypes.c_ubyte * pages)()
+    if _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(pages * mmap.PAGESIZE), found) != 0:
+        return pages
+    return pages - bytes(found).count(0)
 
 
 class DirectSink:
