@@ -35,7 +35,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """Pauses between two questions to the store. They grow with the wait, so that a rank that waits takes no time from training.
+    """Pauses between two questions to the store. They grow with the wait, so that a waiting rank takes no time from training.
 
     Attributes:
         first_s: first pause.

@@ -62,7 +62,7 @@ from unickpt.steering.membership import (
 )
 from unickpt.steering.observers import Observers
 from unickpt.steering.peer import Peer
-from unickpt.steering.round_store import RoundStore
+from unickpt.steering.round_store import RoundStore, answer
 from unickpt.steering.self_check import SelfCheck
 from unickpt.steering.workers import EndedWorkers, kill_stopped_workers, kill_workers_of_ranks
 
@@ -324,7 +324,12 @@ class SteeringHandler(RendezvousHandler):
                 self._say(Opened(name, incarnation, epoch, join_address(host, store.port), master, hub))
             else:
                 host, port = split_address(round_.store)
-                self._stores[epoch] = TCPStore(host, port, None, False, timedelta(seconds=CONNECT_S), wait_for_workers=False)
+                wait = timedelta(seconds=CONNECT_S)
+                self._stores[epoch] = answer(
+                    lambda: TCPStore(host, port, None, False, wait, wait_for_workers=False),
+                    lambda: self._is_past(epoch),
+                    2 * CONNECT_S,
+                )
                 self._say(Ready(name, incarnation, epoch))
         except (OSError, RuntimeError, ValueError) as err:
             logger.warning("unickpt: steering: no connection to the store of round %s: %s", _text(epoch), err)
@@ -352,7 +357,7 @@ class SteeringHandler(RendezvousHandler):
                 "If a host should be in its place, compare the names with those of `unickpt hosts`",
                 _text(round_.epoch), printable(differs),
             )  # fmt: skip
-        guarded = RoundStore(store, lambda: self._is_over(round_.epoch), self._count_workers)
+        guarded = RoundStore(store, lambda: self._is_over(round_.epoch), self._count_workers, 2 * STORE_S)
         return RendezvousInfo(guarded, rank, size, RendezvousStoreInfo(host, port))  # type: ignore[arg-type]
 
     def _watch(self, epoch: tuple[int, int]) -> None:
@@ -382,6 +387,11 @@ class SteeringHandler(RendezvousHandler):
     def _is_over(self, epoch: tuple[int, int]) -> bool:
         state = self._peer.read()
         return state is not None and must_stop(state, epoch)
+
+    def _is_past(self, epoch: tuple[int, int]) -> bool:
+        """Whether a round that was opening is none any more."""
+        state = self._peer.read()
+        return state is not None and (bool(state.closed) or state.round is None or state.round.epoch != epoch)
 
     def _is_out(self, state: Membership | None) -> bool:
         """Whether this host waits while it is parked or a spare."""

@@ -4,18 +4,68 @@ After a rendezvous each agent writes its number of workers to the store and read
 (``SimpleElasticAgent._assign_worker_ranks``). If a member dies in this moment, the others would wait for its entry, or fail
 because the store is gone, and torchrun would end on all hosts. With this store they get ranks that no other host knows. The
 workers that they start are stopped at once, because the round is over.
+
+A client of a ``TCPStore`` waits without any limit for most answers, and so does its constructor (``TCPStore.cpp``:
+``receiveValue``; seen in torch 2.13). If the machine of the store loses its power or its network, no answer and no error comes.
+So each question is asked in a thread, which is left behind when the round is over.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 ROLE, RANKS = "torchelastic/role_info/", "torchelastic/assigned_ranks/"  # keys of ``_assign_worker_ranks``
 PAUSE_S = 0.02
+GRACE_S = 1.0  # for the answer of a store whose round is over
+T = TypeVar("T")
+
+
+class StoreLostError(RuntimeError):
+    """A store does not answer any more."""
+
+
+class _Call(Generic[T]):
+    """A call in a thread."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function, self._found, self._error = function, list[T](), list[BaseException]()
+        self.ended = threading.Event()
+        threading.Thread(target=self._run, name="unickpt-store", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._found.append(self._function())
+        except BaseException as err:
+            self._error.append(err)
+        self.ended.set()
+
+    def result(self) -> T:
+        if self._error:
+            raise self._error[0]
+        return self._found[0]
+
+
+def answer(function: Callable[[], T], is_over: Callable[[], bool], limit_s: float) -> T:
+    """Return the result of a call that may never return.
+
+    Args:
+        function: the call. It is left behind in its thread if it does not return in time.
+        is_over: whether nobody needs the result any more.
+        limit_s: longest time.
+
+    Raises:
+        StoreLostError: the call has not returned, and the time is over or nobody needs the result.
+    """
+    call, end_s = _Call(function), time.monotonic() + limit_s
+    while not call.ended.wait(0.1):
+        if (is_over() and not call.ended.wait(GRACE_S)) or time.monotonic() > end_s:
+            raise StoreLostError("the store of the round does not answer")
+    return call.result()
 
 
 class RoundStore:
@@ -25,17 +75,23 @@ class RoundStore:
         store: the connected store.
         is_over: whether the round has ended.
         own_workers: called with the number of workers of this agent.
+        limit_s: longest time for an answer, also while the round goes on.
     """
 
     def __init__(
-        self, store: Any, is_over: Callable[[], bool], own_workers: Callable[[int], None] = lambda _: None
+        self, store: Any, is_over: Callable[[], bool], own_workers: Callable[[int], None] = lambda _: None,
+        limit_s: float = float("inf"),
     ) -> None:  # fmt: skip
-        self._store, self._is_over, self._own_workers = store, is_over, own_workers
+        self._store, self._is_over, self._own_workers, self._limit_s = store, is_over, own_workers, limit_s
         self._own: bytes = b"{}"
+        self._lost = False
 
     def __getattr__(self, name: str) -> Any:
-        """All other methods are those of the store."""
-        return getattr(self._store, name)
+        """All other methods are those of the store. They may go on after the round, such as the barrier of agents that end."""
+        found = getattr(self._store, name)
+        if not callable(found):
+            return found
+        return lambda *args, **named: self._ask(lambda: found(*args, **named), lambda: False)
 
     def set(self, key: str, value: Any) -> None:
         """Set a key. Without the store, an agent's own entry is only kept here."""
@@ -44,7 +100,7 @@ class RoundStore:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 self._own_workers(int(json.loads(self._own)["local_world_size"]))
         try:
-            self._store.set(key, value)
+            self._ask(lambda: self._store.set(key, value), self._is_over)
         except RuntimeError:
             if not key.startswith(ROLE):
                 raise
@@ -52,32 +108,50 @@ class RoundStore:
     def multi_set(self, keys: list[str], values: list[Any]) -> None:
         """Set several keys. Ranks of a store that is gone are not missed."""
         try:
-            self._store.multi_set(keys, values)
+            self._ask(lambda: self._store.multi_set(keys, values), self._is_over)
         except RuntimeError:
             if not all(key.startswith(RANKS) for key in keys):
                 raise
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Get several keys. Entries of members that are gone are like this agent's own."""
-        if not all(key.startswith(ROLE) for key in keys) or self._arrives(keys):
-            return list(self._store.multi_get(keys))
-        return [self._own] * len(keys)
+        if not all(key.startswith(ROLE) for key in keys):
+            return list(self._ask(lambda: self._store.multi_get(keys), self._is_over))
+        found = self._arrived(keys)
+        return [self._own] * len(keys) if found is None else found
 
     def get(self, key: str) -> bytes:
         """Get a key. Without ranks from rank 0's host, the workers are numbered as if all hosts had equally many."""
-        if not key.startswith(RANKS) or self._arrives([key]):
-            return bytes(self._store.get(key))
+        if not key.startswith(RANKS):
+            return bytes(self._ask(lambda: self._store.get(key), self._is_over))
+        found = self._arrived([key])
+        if found is not None:
+            return found[0]
         own = json.loads(self._own)
         count, rank = int(own.get("local_world_size", 1)), int(key[len(RANKS) :])
         return json.dumps([rank * count, (rank + 1) * count, rank * count, (rank + 1) * count]).encode()
 
-    def _arrives(self, keys: list[str]) -> bool:
-        """Wait for keys. False: the round is over, or the store is gone."""
+    def _arrived(self, keys: list[str]) -> list[bytes] | None:
+        """Wait for keys, and return their values. None: the round is over, or the store is gone."""
         try:
-            while not self._store.check(keys):
+            while not self._ask(lambda: self._store.check(keys), self._is_over):
                 if self._is_over():
-                    return False
+                    return None
                 time.sleep(PAUSE_S)
+            return [bytes(value) for value in self._ask(lambda: self._store.multi_get(keys), self._is_over)]
         except RuntimeError:
-            return False
-        return True
+            return None
+
+    def _ask(self, function: Callable[[], T], is_over: Callable[[], bool]) -> T:
+        """Ask the store. After a question without an answer, its client is locked for all others.
+
+        Raises:
+            StoreLostError: it does not answer.
+        """
+        if self._lost:
+            raise StoreLostError("the store of the round does not answer")
+        try:
+            return answer(function, is_over, self._limit_s)
+        except StoreLostError:
+            self._lost = True
+            raise

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from tests.integration.steering.cluster import Cluster, View
+from tests.integration.steering.cluster import LIMIT_S, Cluster, View
 from unickpt.cli.main import main as unickpt
 
 WATCH_S = 20.0  # for which a job must go on as it is
@@ -143,6 +143,19 @@ def _in_rendezvous(case: Case) -> None:
     _lost(case)
 
 
+def _in_assignment(case: Case) -> None:
+    """A rank of another host is killed. Rank 0's host loses its power while the agents ask its store for their ranks."""
+    output = next(path for path in reversed(case.job.outputs) if path.name.startswith(f"{case.host}-"))
+    rounds = output.read_bytes().count(b"steering: round ")
+    other = case.source.choice([rank for rank, host in enumerate(case.view.hosts) if host != case.host])
+    os.kill(case.view.pids[other], signal.SIGKILL)
+    deadline = time.monotonic() + LIMIT_S
+    while output.read_bytes().count(b"steering: round ") == rounds and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    os.kill(case.job.running[case.host].pid, signal.SIGSTOP)  # the store is in this process; its rank 0 assigns the ranks
+    _lost(case)
+
+
 def _three(case: Case) -> None:
     """A rank is killed. While the workers start again, a rank is stopped, and then a host is lost."""
     others = [rank for rank, host in enumerate(case.view.hosts) if host != case.host]
@@ -220,6 +233,9 @@ SCENARIOS = {
     "save": Scenario("a rank dies while it saves", _in_save),
     "load": Scenario("a rank dies while it loads", _in_load),
     "rendezvous": Scenario("a host dies while a round opens", _in_rendezvous, _restored, out=True, orders=DARK),
+    "assign": Scenario(
+        "rank 0's host goes dark while ranks are assigned", _in_assignment, _restored, out=True, orders=DARK, pick=lambda *_: 0
+    ),
     "three": Scenario("three faults in a row", _three, _restored, out=True, orders=("park", "restart")),
     "flap": Scenario("the link of a host fails three times", _flapping, orders=(*DARK, "park")),
     "spare": Scenario("a rank is slow, a spare waits", _lasting("slow", 400), out=True, orders=("park",), kind="spare"),

@@ -5,12 +5,10 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, TCPStore
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from tests.unit.steering.peers import KEY, Job, begin_round, hosts, until
@@ -22,7 +20,6 @@ from unickpt.steering.limits import Limits
 from unickpt.steering.membership import Arrived, Close, Left, Membership, Park
 from unickpt.steering.peer import Peer
 from unickpt.steering.rendezvous import _reserve, create, limits_of
-from unickpt.steering.round_store import RoundStore
 
 LIMITS = Limits(1, 4, join_s=1.0, expiry_s=60.0, settle_s=0.1)
 
@@ -190,32 +187,3 @@ def test_a_reserved_port_is_given_to_the_store_of_the_workers_alone() -> None:
     store.set("key", "value")
     assert store.get("key") == b"value"
     holder.close()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_agent_survives_a_round_that_ends_while_ranks_are_assigned(rank: int) -> None:
-    """torch's own code, on a store to which the other member never writes."""
-    spec: Any = SimpleNamespace(role="default", local_world_size=2)
-    over = time.monotonic() + 0.3
-    store: Any = RoundStore(HashStore(), lambda: time.monotonic() > over)
-    workers = SimpleElasticAgent._assign_worker_ranks(None, store, rank, 2, spec)  # type: ignore[arg-type]
-    assert [worker.local_rank for worker in workers] == [0, 1]
-    assert [worker.global_rank for worker in workers] == [2 * rank, 2 * rank + 1]
-
-
-def test_an_agent_survives_the_loss_of_the_store_while_ranks_are_assigned() -> None:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    store: Any = RoundStore(client, lambda: False)
-    del server
-    spec: Any = SimpleNamespace(role="default", local_world_size=1)
-    assert len(SimpleElasticAgent._assign_worker_ranks(None, store, 1, 2, spec)) == 1  # type: ignore[arg-type]
-
-
-def test_the_store_of_a_round_is_an_ordinary_store_while_the_round_runs() -> None:
-    stores = [RoundStore(shared, lambda: False) for shared in [HashStore()] * 2]
-    stores[0].set("torchelastic/role_info/0", b"{}")
-    stores[1].set("torchelastic/role_info/1", b"[]")
-    assert stores[0].multi_get(["torchelastic/role_info/0", "torchelastic/role_info/1"]) == [b"{}", b"[]"]
-    stores[0].multi_set(["torchelastic/assigned_ranks/1", "x"], ["[1]", "2"])
-    assert (stores[1].get("torchelastic/assigned_ranks/1"), stores[1].get("x"), stores[1].add("n", 2)) == (b"[1]", b"2", 2)
