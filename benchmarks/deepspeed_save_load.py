@@ -10,7 +10,8 @@ Every round measures, one after the other on the same engine:
 - unickpt's save: duration of the call (the stall), and time until the checkpoint is committed;
 - a raw read, and all loads, from the page cache and, if it can be dropped, without it;
 - training steps of DeepSpeed, alone and during asynchronous writes of unickpt and DCP;
-- with ``dcp``: save, async_save and load of torch.distributed.checkpoint, with the same number of tensors and bytes per rank;
+- with ``dcp``: save, async_save and load of torch.distributed.checkpoint, with the same number of tensors and bytes per rank; also
+  a load with the weights, which unickpt derives and DCP can only store;
 - with ``universal``: DeepSpeed's ds_to_universal and its load_universal, and unickpt's loads under another layout: another ZeRO
   stage, or without tensor parallelism;
 - with ``fastpersist``: DeepSpeed's save through its writer on libaio, where it can be built (``benchmarks.fastpersist``).
@@ -58,12 +59,14 @@ AGAINST = {
     "unickpt committed": ("raw write", "DeepSpeed save and sync"),
     "DeepSpeed load": ("raw read", ""),
     "DCP load": ("raw read", "DeepSpeed load"),
+    "DCP load with the weights": ("raw read", "DeepSpeed load"),
     "unickpt load": ("raw read", "DeepSpeed load"),
     "unickpt load, its reading": ("raw read", "DeepSpeed load"),
     "unickpt load as another layout": ("unickpt load", "ds_to_universal + load_universal"),
     "unickpt load as another layout, its reading": ("unickpt load, its reading", "ds_to_universal + load_universal"),
     "DeepSpeed load, uncached": ("raw read, uncached", ""),
     "DCP load, uncached": ("raw read, uncached", "DeepSpeed load, uncached"),
+    "DCP load with the weights, uncached": ("raw read, uncached", "DeepSpeed load, uncached"),
     "unickpt load, uncached": ("raw read, uncached", "DeepSpeed load, uncached"),
     "unickpt load, uncached, its reading": ("raw read, uncached", "DeepSpeed load, uncached"),
     "ds_to_universal + load_universal": ("", "DeepSpeed load"),
@@ -132,9 +135,17 @@ class Raw:
 
 
 class Dcp:
-    """torch.distributed.checkpoint, with the number of tensors and bytes that a rank holds."""
+    """torch.distributed.checkpoint, with the number of tensors and bytes that a rank holds.
 
-    def __init__(self, rank: int, count: int, size_bytes: int) -> None:
+    Args:
+        rank: this rank.
+        count: number of tensors.
+        size_bytes: of masters and moments of this rank.
+        weight_bytes: of the weights of this rank, which ranks with whole weights have in common.
+        whole: each rank has all weights.
+    """
+
+    def __init__(self, rank: int, count: int, size_bytes: int, weight_bytes: int, *, whole: bool) -> None:
         import torch
         import torch.distributed.checkpoint as dcp
 
@@ -143,6 +154,8 @@ class Dcp:
             backend="gloo"
         )  # its thread communicates, and can hang in the group of training
         self._tensors = {f"rank{rank}.{at}": torch.rand(size_bytes // 4 // count) for at in range(count)}
+        owner = "weight" if whole else f"weight{rank}"
+        self._weights = {f"{owner}.{at}": torch.ones(weight_bytes // 4 // count) for at in range(count)}
 
     def save(self, place: Path) -> None:
         self._dcp.save(dict(self._tensors), checkpoint_id=str(place))
@@ -150,8 +163,14 @@ class Dcp:
     def save_behind(self, place: Path) -> Any:
         return self._dcp.async_save(dict(self._tensors), checkpoint_id=str(place), process_group=self._group)
 
+    def save_with_weights(self, place: Path) -> None:
+        self._dcp.save(self._tensors | self._weights, checkpoint_id=str(place))
+
     def load(self, place: Path) -> None:
         self._dcp.load(dict(self._tensors), checkpoint_id=str(place))
+
+    def load_with_weights(self, place: Path) -> None:
+        self._dcp.load(self._tensors | self._weights, checkpoint_id=str(place))
 
 
 def convert(place: Path) -> None:
@@ -179,7 +198,9 @@ def worker(args: argparse.Namespace) -> None:
     other = job.other(args.stage) if "universal" in args.peers else None
     mine = job.share_bytes(engine)
     raw = Raw(folder / f"raw{rank}", mine)
-    dcp = Dcp(rank, job.layers, mine) if "dcp" in args.peers else None
+    whole = args.stage < 3
+    of_weights = mine // 3 * (job.world if whole else 1)
+    dcp = Dcp(rank, job.layers, mine, of_weights, whole=whole) if "dcp" in args.peers else None
 
     fast = fastpersist.checkpoint_engine(engine) if "fastpersist" in args.peers else None
 
@@ -261,7 +282,10 @@ def worker(args: argparse.Namespace) -> None:
             "unickpt load": (own, partial(engine.load_checkpoint, str(own), tag="quiet")),
         }
         if dcp is not None:
+            dcp.save_with_weights(place / "whole")
+            settle()
             loads["DCP load"] = (plain, partial(dcp.load, plain))
+            loads["DCP load with the weights"] = (place / "whole", partial(dcp.load_with_weights, place / "whole"))
         for name, (files, load) in loads.items():
             warm(files)
             with Peak() as peak:
