@@ -10,8 +10,8 @@ Every round measures, one after the other on the same engine:
 - unickpt's save: duration of the call (the stall), and time until the checkpoint is committed;
 - a raw read, and all loads, from the page cache and, if it can be dropped, without it;
 - training steps of DeepSpeed, alone and during asynchronous writes of unickpt and DCP;
-- with ``dcp``: save, async_save and load of torch.distributed.checkpoint, with the same number of tensors and bytes per rank; also
-  a load with the weights, which unickpt derives and DCP can only store;
+- with ``dcp``: save, async_save and load of torch.distributed.checkpoint, with the same number of tensors and bytes per rank;
+  also a load with the weights, which unickpt derives and DCP can only store;
 - with ``universal``: DeepSpeed's ds_to_universal and its load_universal, and unickpt's loads under another layout: another ZeRO
   stage, or without tensor parallelism;
 - with ``fastpersist``: DeepSpeed's save through its writer on libaio, where it can be built (``benchmarks.fastpersist``).

@@ -49,7 +49,7 @@ PARTS: dict[str, list[str]] = {
         "deepspeed_save_load", "--ranks=4", "--millions=350", "--stage=3", "--no-steps", "--peers"
     ],
     "deepspeed-3d-350M-4": [
-        "deepspeed_save_load", "--ranks=4", "--millions=350", "--tensor=2", "--pipeline=2", "--no-steps", "--peers"
+        "deepspeed_save_load", "--ranks=4", "--millions=350", "--tensor=2", "--pipeline=2", "--no-steps", "--peers", "universal"
     ],
     "megatron-350M": ["megatron_save_load", "--millions=350", "--layouts", "tp2"],
     "memory-50M-2": ["memory_tier", "--ranks=2", "--millions=50", "--stage=1"],
