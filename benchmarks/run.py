@@ -51,7 +51,6 @@ PARTS: dict[str, list[str]] = {
     "deepspeed-3d-350M-4": [
         "deepspeed_save_load", "--ranks=4", "--millions=350", "--tensor=2", "--pipeline=2", "--no-steps", "--peers", "universal"
     ],
-    "megatron-350M": ["megatron_save_load", "--millions=350", "--layouts", "tp2"],
     "memory-50M-2": ["memory_tier", "--ranks=2", "--millions=50", "--stage=1"],
     "memory-50M-4": ["memory_tier", "--ranks=4", "--millions=50", "--stage=1"],
     "memory-50M-2-zero3": ["memory_tier", "--ranks=2", "--millions=50", "--stage=3"],
@@ -96,7 +95,7 @@ def main() -> None:
 
 def command(name: str, rounds: int | None) -> list[str]:
     """Return the module of a benchmark and its options."""
-    known = next((count for size, count in ROUNDS.items() if size in name), 5)
+    known = next((count for size, count in ROUNDS.items() if f"-{size}" in name), 5)
     return [*PARTS[name], f"--rounds={rounds or known}"]
 
 
