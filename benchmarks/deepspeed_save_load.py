@@ -145,7 +145,7 @@ class Dcp:
         whole: each rank has all weights.
     """
 
-    def __init__(self, rank: int, count: int, size_bytes: int, weight_bytes: int, *, whole: bool) -> None:
+    def __init__(self, rank: int, count: int, size_bytes: int, weight_bytes: int = 0, *, whole: bool = True) -> None:
         import torch
         import torch.distributed.checkpoint as dcp
 
