@@ -2,8 +2,8 @@
 
 A load has four steps. ``plan`` matches names and checks shapes. ``read`` fills masters, optimizer states, frozen parameters and
 buffers. ``set_tensors`` derives the weights and sets hyperparameters. ``finish`` sets the non-tensor state and completes the
-report. The ranks agree on success after each step, after ``set_tensors`` only if ``finish`` calls a collective. A step calls its
-collectives before the parts that can fail on one rank alone.
+report. The ranks agree on success after each step, after ``set_tensors`` only if ``finish`` calls a collective. A step calls
+its collectives before the parts that can fail on one rank alone.
 """
 
 from __future__ import annotations
