@@ -32,6 +32,16 @@ def make_folder(path: Path) -> None:
     _check_folder(path, os.lstat(path), _OTHERS, (os.geteuid(),))
 
 
+def check_folder(path: Path) -> None:
+    """Check a folder that another process of this user has created with ``make_folder``.
+
+    Raises:
+        PermissionError: as ``make_folder``.
+        OSError: there is none.
+    """
+    _check_folder(path, os.lstat(path), _OTHERS, (os.geteuid(),))
+
+
 def make_named_folder(path: Path) -> None:
     """Create or check a folder that the user has named. Other users may read it, and its path may contain links.
 

@@ -25,7 +25,7 @@ from unickpt.coordination.failure import Failure, FailureKind
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import HostPeerFailedError
 from unickpt.format.boxes import Ints
-from unickpt.private_files import create, make_folder, own_folders
+from unickpt.private_files import check_folder, create, make_folder, own_folders
 
 logger = logging.getLogger("unickpt")
 T = TypeVar("T")
@@ -58,25 +58,46 @@ class HostPeers:
         self.ranks, self._timeout_s = list(folders), timeout_s
         self.me = self.ranks.index(rank)
         self.rows: list[Ints] = []
-        self._maps = []
+        self.memory: list[memoryview] = []
+        self._maps: list[mmap.mmap] = []
+        self._views: list[memoryview] = []
+        self._progress = -1
+        self.rounds = 0
+        try:
+            self._progress = os.open(folders[self.ranks[0]] / _PROGRESS, os.O_RDWR | os.O_CLOEXEC)
+            self._open(folders)
+            self.publish(OPENED, 1)
+            if self.me == 0:
+                self.wait(OPENED, 1, also_failed=True)  # a rank that already failed opens no more files
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.publish(OPENED, 1)
+                self.fail()
+            self._close()
+            raise
+        finally:
+            for folder in folders.values() if self.me == 0 else ():
+                _remove(folder)  # the files exist until the last process closes them
+
+    def _open(self, folders: dict[int, Path]) -> None:
         for folder in folders.values():
-            make_folder(folder)  # exists: only its owner is checked
+            check_folder(folder)
             self.rows.append(np.fromfile(folder / _ROWS, np.int64))
             with open(folder / _SEGMENT, "r+b") as segment:
                 self._maps.append(mmap.mmap(segment.fileno(), 0))
         least_bytes = min(map(len, self._maps))
         self._views = [memoryview(each) for each in self._maps]
         self.memory = [view[:least_bytes] for view in self._views]
-        self._progress = os.open(folders[self.ranks[0]] / _PROGRESS, os.O_RDWR | os.O_CLOEXEC)
-        self.rounds = 0
-        self.publish(OPENED, 1)
-        if self.me == 0:
-            try:
-                self.wait(OPENED, 1, also_failed=True)  # a rank that already failed has opened the files, too
-            finally:
-                for folder in folders.values():
-                    shutil.rmtree(folder, ignore_errors=True)  # the files exist until the last process closes them
-                _remove_stale()
+
+    def _close(self) -> None:
+        for part in [*self.memory, *self._views]:
+            with contextlib.suppress(BufferError):  # a traceback may still hold a view of the memory
+                part.release()
+        for mapped in self._maps:
+            with contextlib.suppress(BufferError):
+                mapped.close()
+        if self._progress >= 0:
+            os.close(self._progress)
 
     def publish(self, field: int, value: int) -> None:
         """Publish the progress of this rank. The system call makes earlier stores to the shared memory visible first."""
@@ -124,12 +145,7 @@ class HostPeers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
             self.fail()
-        for part, view, mapped in zip(self.memory, self._views, self._maps, strict=True):
-            with contextlib.suppress(BufferError):  # a traceback may still hold a view of the memory
-                part.release()
-                view.release()
-                mapped.close()
-        os.close(self._progress)
+        self._close()
 
 
 class HostMemory:
@@ -190,10 +206,10 @@ def meet(
         rank does not share memory or if any rank failed.
     """
     host, folder, problem = _host() if share and failure is None and rendezvous.world > 1 else "", None, None
-    if host:
-        folder = FOLDER / f"{_PREFIX}{uuid.uuid4().hex}-{rendezvous.rank}"
-        problem = _prepare(folder, rendezvous.world, rows, wanted_bytes)
     try:
+        if host:
+            folder = FOLDER / f"{_PREFIX}{uuid.uuid4().hex}-{rendezvous.rank}"
+            problem = _prepare(folder, rendezvous.world, rows, wanted_bytes)
         encoded = None if failure is None else failure.to_json()
         message = {"failure": encoded, "host": "" if problem else host, "identity": identity, "folder": str(folder)}
         messages = rendezvous.gather("planned", {**message, "problem": problem})
@@ -266,6 +282,7 @@ def _prepare(folder: Path, world: int, rows: Ints | None, wanted_bytes: int) -> 
     Returns the error, or None.
     """
     try:
+        _remove_stale()
         make_folder(folder)
     except OSError as err:
         return f"{folder}: {err}"
@@ -273,11 +290,11 @@ def _prepare(folder: Path, world: int, rows: Ints | None, wanted_bytes: int) -> 
         with create(folder / _ROWS) as file:
             np.asarray(rows if rows is not None else [], np.int64).tofile(file)
         with create(folder / _PROGRESS) as progress:  # that of the first rank of the host is used
-            progress.truncate(8 * _FIELDS * world)
+            os.posix_fallocate(progress.fileno(), 0, 8 * _FIELDS * world)
         with create(folder / _SEGMENT) as segment:
             size = max(min(_RANK_BYTES, wanted_bytes), _LEAST_RANK_BYTES)
             os.posix_fallocate(segment.fileno(), 0, size)  # writing to a hole raises SIGBUS if /dev/shm is full
-    except OSError as err:
+    except Exception as err:  # the other ranks wait for this one's message
         _remove(folder)
         return f"{folder}: {err}"
     return None

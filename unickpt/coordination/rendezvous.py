@@ -50,7 +50,8 @@ class Pauses:
     @classmethod
     def of(cls, world: int) -> Pauses:
         """Return the pauses of a job. One store serves the questions of all ranks, so many ranks ask less often."""
-        return cls(0.0002, 0.1, 0.01) if world <= _FEW_RANKS else cls(0.0005, 0.5, 0.05)
+        longest_s = min(0.05, max(0.01, 0.001 * world))
+        return cls(0.0002, 0.1, longest_s) if world <= _FEW_RANKS else cls(0.0005, 0.5, longest_s)
 
     def after(self, waited_s: float) -> float:
         """Return the pause after a wait of some seconds."""

@@ -391,7 +391,9 @@ class SteeringHandler(RendezvousHandler):
     def _is_past(self, epoch: tuple[int, int]) -> bool:
         """Whether a round that was opening is none any more."""
         state = self._peer.read()
-        return state is not None and (bool(state.closed) or state.round is None or state.round.epoch != epoch)
+        if state is None:
+            return False
+        return bool(state.closed) or state.round is None or state.round.epoch != epoch or state.phase is Phase.GATHERING
 
     def _is_out(self, state: Membership | None) -> bool:
         """Whether this host waits while it is parked or a spare."""

@@ -44,7 +44,12 @@ class _Call(Generic[T]):
             self._error.append(err)
         self.ended.set()
 
-    def result(self) -> T:
+    def within(self, is_over: Callable[[], bool], limit_s: float) -> T:
+        """See ``answer``."""
+        end_s = time.monotonic() + limit_s
+        while not self.ended.wait(0.1):
+            if (is_over() and not self.ended.wait(GRACE_S)) or time.monotonic() > end_s:
+                raise StoreLostError("the store of the round does not answer")
         if self._error:
             raise self._error[0]
         return self._found[0]
@@ -61,11 +66,7 @@ def answer(function: Callable[[], T], is_over: Callable[[], bool], limit_s: floa
     Raises:
         StoreLostError: the call has not returned, and the time is over or nobody needs the result.
     """
-    call, end_s = _Call(function), time.monotonic() + limit_s
-    while not call.ended.wait(0.1):
-        if (is_over() and not call.ended.wait(GRACE_S)) or time.monotonic() > end_s:
-            raise StoreLostError("the store of the round does not answer")
-    return call.result()
+    return _Call(function).within(is_over, limit_s)
 
 
 class RoundStore:
@@ -100,7 +101,7 @@ class RoundStore:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 self._own_workers(int(json.loads(self._own)["local_world_size"]))
         try:
-            self._ask(lambda: self._store.set(key, value), self._is_over)
+            self._ask(lambda: self._store.set(key, value), self._is_over if key.startswith(ROLE) else lambda: False)
         except RuntimeError:
             if not key.startswith(ROLE):
                 raise
@@ -150,8 +151,8 @@ class RoundStore:
         """
         if self._lost:
             raise StoreLostError("the store of the round does not answer")
+        call = _Call(function)
         try:
-            return answer(function, is_over, self._limit_s)
-        except StoreLostError:
-            self._lost = True
-            raise
+            return call.within(is_over, self._limit_s)
+        finally:
+            self._lost = not call.ended.is_set()

@@ -35,7 +35,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def mostly_cached(descriptor: int, offset_bytes: int, size_bytes: int) -> bool:
-    """Return whether the page cache holds most of a range, by ``mincore`` on some pages of it.
+    """Return whether the page cache holds most of a range, by ``mincore`` on some pages of it, or on all of a few.
 
     A question about every page of a checkpoint takes as long as a tenth of its reads. A non-blocking read is no alternative: it
     triggers read-ahead. Linux reports every page of a file as cached to a user that neither owns it nor may write it

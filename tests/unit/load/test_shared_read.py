@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from tests.support.rank_threads import WORLD, on_all_ranks
 from tests.support.saves import WRITER
 from unickpt.coordination import host_peers
 from unickpt.coordination.failure import Failure, FailureKind
-from unickpt.coordination.host_peers import meet
+from unickpt.coordination.host_peers import HostPeers, meet
 from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.errors import CorruptCheckpointError, HostPeerFailedError
 from unickpt.format import rank_rows as rows_module
@@ -207,6 +208,27 @@ def test_a_rank_that_fails_before_the_first_has_opened_leaves_no_folder() -> Non
             order.wait(20)
 
     on_all_ranks(run)
+    assert not left_behind()
+
+
+def test_a_rank_that_cannot_open_the_memory_of_another_tells_the_others() -> None:
+    def run(rendezvous: Rendezvous) -> str:
+        _, near = meet(rendezvous, np.arange(3), None, wanted_bytes=10)
+        assert isinstance(near, partial)
+        if rendezvous.rank == 1:
+            with pytest.raises(FileNotFoundError):
+                HostPeers({**near.args[0], 2: host_peers.FOLDER / "unickpt-load-absent"}, 1, timeout_s=20.0)
+            return "cannot open"
+        with near() as peers:
+            try:
+                peers.wait(host_peers.READY, 1)
+            except HostPeerFailedError as err:
+                return str(err)
+        return "waited"
+
+    found = on_all_ranks(run)
+    assert found[1] == "cannot open"
+    assert all("rank 1 of this host failed" in found[rank] for rank in (0, 2))
     assert not left_behind()
 
 
