@@ -59,8 +59,8 @@ NOTES = """
   gives a float to `FloatTensor`), and AutoTP ends with a segmentation fault in its compiled all-reduce for CPUs
   (`inference_all_reduce`), in the first forward pass. The AutoTP of 0.17.6 has no `partition_config`, by which the test divides
   its model.
-- Scenarios that need DeepSpeed's compiled optimizers (DeepSpeedCPUAdam, Lion, FusedAdam), or two worlds one after the other, run in
-  the test suite with the installed version only.
+- Scenarios that need DeepSpeed's compiled optimizers (DeepSpeedCPUAdam, Lion, FusedAdam), or two worlds one after the other,
+  run in the test suite with the installed version only.
 """
 
 
