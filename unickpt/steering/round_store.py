@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+logger = logging.getLogger("unickpt")
 ROLE, RANKS = "torchelastic/role_info/", "torchelastic/assigned_ranks/"  # keys of ``_assign_worker_ranks``
 PAUSE_S = 0.02
 GRACE_S = 1.0  # for the answer of a store whose round is over
@@ -40,7 +42,7 @@ class _Call(Generic[T]):
     def _run(self) -> None:
         try:
             self._found.append(self._function())
-        except BaseException as err:
+        except BaseException as err:  # ``within`` raises it in the caller's thread
             self._error.append(err)
         self.ended.set()
 
@@ -60,11 +62,11 @@ def answer(function: Callable[[], T], is_over: Callable[[], bool], limit_s: floa
 
     Args:
         function: the call. It is left behind in its thread if it does not return in time.
-        is_over: whether nobody needs the result any more.
+        is_over: returns True when the result is no longer needed.
         limit_s: longest time.
 
     Raises:
-        StoreLostError: the call has not returned, and the time is over or nobody needs the result.
+        StoreLostError: the call did not return within ``limit_s``, or before the result was no longer needed.
     """
     return _Call(function).within(is_over, limit_s)
 
@@ -154,5 +156,12 @@ class RoundStore:
         call = _Call(function)
         try:
             return call.within(is_over, self._limit_s)
+        except StoreLostError:
+            logger.warning(
+                "unickpt: steering: the store of the round at %s:%s does not answer. The machine of rank 0's host may have lost "
+                "its power or its network. This host waits for the next round",
+                getattr(self._store, "host", "?"), getattr(self._store, "port", "?"),
+            )  # fmt: skip
+            raise
         finally:
             self._lost = not call.ended.is_set()

@@ -68,7 +68,9 @@ def test_a_connection_to_a_machine_that_went_dark_ends(server: tuple[int, subpro
     assert time.monotonic() - begin < 15.0
 
 
-def test_no_question_follows_one_without_an_answer(server: tuple[int, subprocess.Popen[str]]) -> None:
+def test_no_question_follows_one_without_an_answer(
+    server: tuple[int, subprocess.Popen[str]], caplog: pytest.LogCaptureFixture
+) -> None:
     """The client of the store is locked by the first question."""
     port, process = server
     client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -78,6 +80,7 @@ def test_no_question_follows_one_without_an_answer(server: tuple[int, subprocess
         with pytest.raises(StoreLostError):
             store.add("n", 1)
     assert store.timeout == client.timeout, "not a question"
+    assert caplog.text.count(f"the store of the round at 127.0.0.1:{port} does not answer") == 1, "said once"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
