@@ -158,8 +158,8 @@ class RoundStore:
             return call.within(is_over, self._limit_s)
         except StoreLostError:
             logger.warning(
-                "unickpt: steering: the store of the round at %s:%s does not answer. The machine of rank 0's host may have lost "
-                "its power or its network. This host waits for the next round",
+                "unickpt: steering: the store of the round at %s:%s does not answer. The machine of rank 0's host may have "
+                "lost its power or its network. This host waits for the next round",
                 getattr(self._store, "host", "?"), getattr(self._store, "port", "?"),
             )  # fmt: skip
             raise
