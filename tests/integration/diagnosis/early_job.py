@@ -15,6 +15,7 @@ import warnings
 
 from tests.integration.replay.timed_job import deepspeed_job, megatron_job
 from tests.support.framework_imports import import_framework
+from tests.support.told import tell
 
 EVERY = 10
 
@@ -47,7 +48,7 @@ def main() -> None:
         step()
         ends.append(time.time_ns())
     if dist.get_rank() == 0:
-        print("ENDS " + json.dumps(ends), flush=True)
+        tell("ENDS", json.dumps(ends))
     dist.barrier()
     session.stop()
     leave()

@@ -24,6 +24,7 @@ import torch
 
 from tests.integration.replay.timed_job import SleepingLayers
 from tests.support.framework_imports import import_framework
+from tests.support.told import tell
 
 WIDTH = 64
 
@@ -116,12 +117,12 @@ def main() -> None:
     if asked["save"] and engine is not None:
         engine.load_checkpoint(asked["save"])
         if dist.get_rank() == dist.get_world_size() - 1:
-            print(f"\nRESUMED {engine.global_steps}", flush=True)
+            tell("RESUMED", engine.global_steps)
     gc.collect()
     gc.freeze()
     losses = [step() for _ in range(asked["steps"])]
     if dist.get_rank() == dist.get_world_size() - 1:
-        print(f"\nLOSSES {json.dumps(losses)}", flush=True)
+        tell("LOSSES", json.dumps(losses))
     if asked["save"] and engine is not None:
         engine.save_checkpoint(asked["save"])
     dist.barrier()
