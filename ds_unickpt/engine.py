@@ -352,6 +352,7 @@ def request_of(
         save_latest=save_latest,
         announce=lambda: capture.announcement(engine, ours.options, names, state),
         must_match={"exclude_frozen_parameters": bool(exclude_frozen)},
+        on_commit=hints.leave_readme,
         on_end=lambda save: _ended(ours, save, tier or split(save.directory)[0]),
     )
 
@@ -386,8 +387,6 @@ def _ended(ours: UnickptCheckpointEngine, save: PendingSave, tier: str) -> None:
         ours.memory.saved_to_disk(tier, result.seconds)
     if ours.meet.rank or (result.framework_saves and not save.background):  # the call logs it
         return
-    if result.committed:
-        hints.leave_readme(directory)
     if result.complete:
         logger.info(
             "unickpt: saved %s: %s bytes in %.2f s; training paused for %.2f s",

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ds_unickpt import internals, trainer_folders
+from ds_unickpt import hints, internals, trainer_folders
 from ds_unickpt.engine import TrainerSave, UnickptCheckpointEngine, ours_of, request_of
 from unickpt.errors import CoordinationError, FormatError, SaveFailedError
 from unickpt.load.checkpoint import Checkpoint
@@ -134,7 +134,7 @@ def _in_memory(native: Callable[[], Any], ours: UnickptCheckpointEngine, turn: T
         ours, engine, os.path.join(run, f"checkpoint-{step}"), f"global_step{engine.global_steps}",
         exclude_frozen=bool(arguments.get("exclude_frozen_parameters")), rank_objects={FILES: encoded(files)}, tier=run,
     )  # fmt: skip
-    request.failed, request.on_commit = failed, write_back
+    request.failed, request.on_commit = failed, _committed
     save = turn.save(request)
     internals.gather_persistent(engine)
     return not save.done or save.committed
@@ -224,6 +224,11 @@ def write_files(folder: Path, files: Files) -> None:
     for name in sorted(files, key=lambda name: (name == STATE, name)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         storage.write_atomic(name, files[name])
+
+
+def _committed(directory: str) -> None:
+    hints.leave_readme(directory)
+    write_back(directory)
 
 
 def write_back(directory: str) -> None:

@@ -98,6 +98,7 @@ def by_default_the_checkpoint_is_complete_when_save_checkpoint_returns(folder: P
         assert engine.save_checkpoint(str(folder / str(stage))) is True
         copy = folder / f"copy{stage}-{dist.get_rank()}"  # without waiting for other ranks
         shutil.copytree(folder / str(stage), copy)
+        assert (copy / "global_step1" / "README-unickpt.txt").is_file()
         truth = consolidated(engine, ("exp_avg", "exp_avg_sq"))
         dist.barrier()
         target = build(here(3), seed=2)

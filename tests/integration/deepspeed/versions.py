@@ -36,10 +36,11 @@ COMPILED = ("cpu_adam_offloaded", "cpu_adam_to_torch_adam_and_back", "lion", "fu
 AFTER_ONE_RANK = (
     "a_job_resumes_at_any_world_size_and_logs_what_changed", "every_spelling_keeps_the_global_batch_of_the_checkpoint",
 )  # fmt: skip
-# What a DeepSpeed cannot do itself: (below which version, scenario)
+# What a DeepSpeed cannot do itself, and compressed gradients, which are for 0.19.8: (below which version, scenario)
 NOT_IN_DEEPSPEED = (
     (Version("0.19.3"), "aligned_partitions"),
     (Version("0.19.3"), "empty_and_one_element_parameters"),
+    (Version("0.19.8"), "residuals_of_compressed_gradients_return_to_their_ranks"),
     (Version("0.18"), "fp16_from_zero_1"),
 )
 NOTES = """
@@ -49,8 +50,12 @@ NOTES = """
   is a view and is being modified inplace": `stage_1_and_2.py` flattens parameters without `.detach()`, which 0.19.0 added.
   Therefore 0.18.6 represents the series. The hooks accept 0.18.7 to 0.18.9, because their functions are those of 0.18.6 or
   0.19.0, and another torch can run them.
-- **Before 0.19**, two scenarios are left out: `zero_optimization.parameter_alignment`, and parameters of size zero under
-  ZeRO-1 and 2.
+- **Before 0.19**, three scenarios are left out: `zero_optimization.parameter_alignment`, parameters of size zero under ZeRO-1
+  and 2, and compressed gradients. The hooks that compress gradients know the functions of 0.19.8 only. In other versions
+  gradients are exchanged as DeepSpeed does it, with a warning.
+- **0.17 and 0.18** on gloo: `GatheredParameters` of several parameters waits for the last one only
+  (`_allgather_params_coalesced` in `partition_parameters.py`). The others may come later. 0.19.8 waits
+  for all. The scenarios gather parameters one at a time. On GPUs a stream keeps the order.
 - **0.17** cannot train fp16 under ZeRO-1 on several ranks, and that scenario is left out. The ranks do not agree on an
   overflow (`has_overflow` in `stage_1_and_2.py` reduces only if gradients are partitioned; 0.18 always does). The rank that
   skips its step leaves the other one waiting.
