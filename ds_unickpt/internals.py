@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.distributed import get_process_group_ranks
 
+from ds_unickpt import persistent_parameters
+
 ZERO_1_2 = "DeepSpeedZeroOptimizer"
 ZERO_3 = "DeepSpeedZeroOptimizer_Stage3"
 BF16 = "BF16_Optimizer"
@@ -275,6 +277,7 @@ def gather_persistent(engine: Any) -> None:
     persistent = getattr(engine.optimizer, "persistent_parameters", [])
     released = any(p.ds_status.name == "NOT_AVAILABLE" for p in persistent)
     if released and not getattr(engine.optimizer, "offloaded_states", None):
+        persistent_parameters.gather(persistent)
         persistent[0].all_gather(persistent)
 
 

@@ -176,6 +176,8 @@ class Matching:
         extra = list(self.checkpoint.untranslated) if self.strict else []
         for name in self.checkpoint.untranslated if not self.strict else ():
             self.report.add(name, "weight", "left out", "this job has no counterpart")
+        for name in self.checkpoint.unread:
+            self.report.add(name, "weight", "left out", "no model reads it")
         for name in unclaimed:
             original = original_of(name)
             if original in self.known and self._is_spare(name, original):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_unickpt import swap_files
+from ds_unickpt import persistent_parameters, swap_files
 from ds_unickpt.internals import BF16, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, wrapper_of
 from ds_unickpt.partitions import MOMENTUM, OFFLOADED, Partition, partitions
 from unickpt.coordination.host_peers import HostPeers
@@ -130,6 +130,7 @@ def after_restore(engine: Any) -> None:
             parameter.ds_secondary_tensor = None
     swap_files.flush(_swap_paths(engine))
     if gathers_after(engine):
+        persistent_parameters.gather(optimizer.persistent_parameters)
         optimizer.checkpoint_event_epilogue()
 
 

@@ -95,6 +95,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.to != DCP:
         under_names = dist_writer.as_megatron if args.to in MEGATRON else as_huggingface
         checkpoint = under_names(checkpoint, chosen=args.dialect, config=settings_of(config))
+    if checkpoint.unread:
+        out.line(f"left out, because no model reads them: {_some(tuple(checkpoint.unread))}")
     if not args.no_verify:
         total = sum(record.size_bytes for record in checkpoint.manifest.files)
         with progress_bar("verify", total) as advance:

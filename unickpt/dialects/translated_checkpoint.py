@@ -132,6 +132,10 @@ class TranslatedCheckpoint(Checkpoint):
     def untranslated(self) -> Sequence[str]:
         return self.translation.unused
 
+    @property
+    def unread(self) -> Sequence[str]:
+        return self.translation.unread
+
     def objects(self, *, allow_pickle: bool = False) -> objects_module.Decoded:
         if self.job_objects is None:
             return self.source.objects(allow_pickle=allow_pickle)
@@ -204,10 +208,9 @@ def translated(
     used = {piece.source for pieces in translation.pieces.values() for piece in pieces}
     names = {stored[name] for name in used}
     dialect = source.manifest.writer.dialect
-    translation.unused = [
-        name for name in translation.unused
-        if stored.get(name) not in names and not is_unread(dialect, name)  # else another name of it is used
-    ]  # fmt: skip
+    unused = [name for name in translation.unused if stored.get(name) not in names]  # else another name of it is used
+    translation.unread = [name for name in unused if is_unread(dialect, name)]
+    translation.unused = [name for name in unused if name not in translation.unread]
     tensors: list[TensorInfo] = []
     by_name: dict[str, dict[str, TensorInfo]] = {}
     for info in source.index.tensors:

@@ -27,6 +27,7 @@ class Translation:
         without: missing sources by target.
         padding: number of padding elements of a target, if it has any.
         unused: given tensors that are not used, or not completely.
+        unread: given tensors that are not used because no model of their dialect reads them.
         source_padding: number of padding elements of each given tensor.
         replicas: given tensors that are replicas of used ones.
     """
@@ -36,6 +37,7 @@ class Translation:
     without: dict[str, list[str]] = field(default_factory=dict)
     padding: dict[str, int] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     source_padding: dict[str, int] = field(default_factory=dict)
     replicas: set[str] = field(default_factory=set)
 

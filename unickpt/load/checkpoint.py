@@ -111,6 +111,11 @@ class Checkpoint:
         """Names of stored tensors without a counterpart in the dialect that the checkpoint is read in."""
         return ()
 
+    @property
+    def unread(self) -> Sequence[str]:
+        """Names of stored tensors that no model of the stored dialect reads. They have no counterpart either."""
+        return ()
+
     def override_boxes(self, position: int) -> list[Box]:
         """Boxes of a derived tensor that are stored because the saving job held values other than the cast there."""
         return [self.index.box(row) for row in self.index.rows_of(position)]

@@ -99,6 +99,23 @@ def after_a_save_the_persistent_parameters_of_zero_3_are_gathered(folder: Path) 
     assert train(engine, 1)
 
 
+@scenario(2, 4)
+def a_load_gathers_the_persistent_parameters_of_zero_3_in_one_message(folder: Path) -> None:
+    """Partitions of several sizes, with padding. Whole parameters are those that were saved."""
+    for dtype in ("fp32", "bf16"):
+        source, target = build(here(3, dtype), seed=1), build(here(3, dtype), seed=2)
+        train(source, 2)
+        assert source.save_checkpoint(str(folder / dtype))
+        small = [(p, q) for p, q in zip(source.module.parameters(), target.module.parameters(), strict=True) if p.ds_persist]
+        before = max((e["record_id"] for e in _recorded()), default=-1)
+        target.load_checkpoint(str(folder / dtype))
+        during = [e for e in _recorded() if e["record_id"] > before]
+        gathers = [e for e in during if "gather" in e["profiling_name"]]
+        assert len(small) > 2
+        assert len(gathers) == 1, [e["profiling_name"] for e in during]
+        assert all(torch.equal(p, q) for p, q in small)
+
+
 @scenario(2)
 def an_asynchronous_save_has_the_state_at_the_time_of_the_call(folder: Path) -> None:
     for stage in (0, 1, 2, 3):

@@ -125,7 +125,9 @@ def assert_transformers_continue(found: Checkpoint, tmp_path: Path, tag: str, th
 
 @needs_tree
 @pytest.mark.parametrize(("mode", "precision"), [("pipe", "bf16"), ("plain", "fp32")])
-def test_a_job_with_the_key_resumes_under_other_degrees(tmp_path: Path, mode: str, precision: str, thirds: bool) -> None:
+def test_a_job_with_the_key_resumes_under_other_degrees(
+    tmp_path: Path, mode: str, precision: str, thirds: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = "tests.integration.deepspeed.megatron_deepspeed_worker"
     fork_ranks(4, job, "train", str(tmp_path), mode, precision, "unickpt")
     found = Checkpoint.open(tmp_path / "job" / "global_step2")
@@ -136,8 +138,12 @@ def test_a_job_with_the_key_resumes_under_other_degrees(tmp_path: Path, mode: st
     for ranks, tensor, stages in ((2, 1, 2), (4, 4, 1), (1, 1, 1)) if mode == "pipe" else ((4, 4, 0), (2, 1, 0)):
         fork_ranks(ranks, job, "resume", str(tmp_path), str(tensor), str(stages), precision)
         assert_every_rank_agrees(found, tmp_path, thirds, f"resumed-{tensor}-{stages}", tensor)
+    configure(tmp_path)
+    assert main(["export", str(tmp_path / "job"), str(tmp_path / "hf"), "--config", str(tmp_path / "config")]) == 0
+    copies = [info.name for info in found.index.tensors if "embed@" in info.name and info.state == "weight"]
+    assert bool(copies) == (mode == "pipe")
+    assert not copies or f"left out, because no model reads them: {', '.join(sorted(copies))}" in capsys.readouterr().out
     if precision == "bf16":
-        configure(tmp_path)
         (tmp_path / "converted").symlink_to(tmp_path / "job" / "global_step2")
         assert_transformers_continue(found, tmp_path, "converted", thirds)
 
