@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -120,9 +121,14 @@ def attempt(log: Path, check: Any) -> str:
         found: str = check()
     except AssertionError as err:
         log.write_text(str(err))
-        lines = [line for line in str(err).splitlines() if "Error" in line and "ChildFailedError" not in line]
-        return f"failed: {lines[-1][:200] if lines else str(err)[:200]}"
+        return f"failed: {last_error(str(err))[:200]}"
     return found
+
+
+def last_error(output: str) -> str:
+    """Return the last line that names an error of Python; the output itself if there is none."""
+    found = re.findall(r"^(?:E +)?(\w*(?:Error|Exception): .+|Fatal Python error: .+)$", output, re.MULTILINE)
+    return found[-1] if found else output
 
 
 def hooks(env: dict[str, str]) -> str:
