@@ -24,13 +24,14 @@ def gather(parameters: Sequence[Any]) -> None:
     """
     for together in _messages([parameter for parameter in parameters if _is_plain(parameter)]):
         group = together[0].ds_process_group
-        own = torch.cat([parameter.ds_tensor.detach().view(-1) for parameter in together]).to(together[0].device)
+        mine = torch.cat([parameter.ds_tensor.detach().view(-1) for parameter in together]).to(together[0].device)
         ranks = dist.get_world_size(group)
-        every = torch.empty(ranks * own.numel(), dtype=own.dtype, device=own.device)
-        dist.all_gather_into_tensor(every.view(torch.uint8), own.view(torch.uint8), group=group)
+        every = torch.empty(ranks * mine.numel(), dtype=mine.dtype, device=mine.device)
+        dist.all_gather_into_tensor(every.view(torch.uint8), mine.view(torch.uint8), group=group)
         parts = torch.split(every.view(ranks, -1), [parameter.ds_tensor.numel() for parameter in together], dim=1)
         for parameter, part in zip(together, parts, strict=True):
-            parameter.data = part.reshape(-1)[: parameter.ds_numel].view(parameter.ds_shape)
+            own = part.clone(memory_format=torch.contiguous_format)  # a view keeps the message alive, and strides of its own
+            parameter.data = own.view(-1)[: parameter.ds_numel].view(parameter.ds_shape)
             parameter.ds_status = type(parameter.ds_status).AVAILABLE
 
 

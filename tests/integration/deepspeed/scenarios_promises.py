@@ -115,7 +115,8 @@ def a_load_gathers_the_persistent_parameters_of_zero_3_in_one_message(folder: Pa
         gathers = [e for e in during if "gather" in e["profiling_name"]]
         assert len(small) > 2
         assert len(gathers) == 1, [e["profiling_name"] for e in during]
-        assert all(torch.equal(p, q) for p, q in small)
+        assert all(torch.equal(p, q) and q.is_contiguous() for p, q in small)
+        assert all(q.untyped_storage().nbytes() < 3 * q.nbytes for _, q in small if q.numel() > 4)
 
 
 @scenario(2)
