@@ -32,7 +32,11 @@ _GRACE_S = 30.0
 
 
 def main() -> int:
-    world, module, arguments = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    return run(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+
+
+def run(world: int, module: str, arguments: list[str]) -> int:
+    """Run a job. Returns 0 if all ranks ended with 0, and 1 otherwise."""
     # Listens before the imports, which take seconds: no other process can take the port, and ranks that come early wait in
     # its queue.
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from unickpt.testing.fork_server import ForkedJob, start_shared
+
 if TYPE_CHECKING:
     import psutil
 
@@ -96,7 +98,7 @@ def _start(
     )  # fmt: skip
 
 
-def end(process: subprocess.Popen[str], *, abort_s: float = 0.0) -> str:
+def end(process: subprocess.Popen[str] | ForkedJob, *, abort_s: float = 0.0) -> str:
     """Kill torchrun and its ranks, wait for them, and return the rest of the output if it is a pipe.
 
     A process that outlives its parents may hold the pipe open: 10 seconds after the kill, the output so far is returned.
@@ -152,7 +154,8 @@ def torchrun(
         AssertionError: The job exceeded its time limit, or failed. The message has the end of its output, with the stacks of
             all ranks if it exceeded its time limit.
     """
-    return _finish(command(world, "-m", module, *arguments), module, timeout_s, folder, env, check)
+    program = command(world, "-m", module, *arguments)
+    return _finish(_start(program, subprocess.PIPE, folder, env), program, module, timeout_s, check)
 
 
 def fork_ranks(
@@ -162,18 +165,20 @@ def fork_ranks(
     """Run a module on several ranks as ``torchrun`` does, with ranks that are forked after its imports.
 
     Saves the time of ``world`` imports (``unickpt.testing.forked_ranks``). The module must not start threads or read its rank
-    when it is imported. Its function ``before_forks(arguments)``, if there is one, makes further imports. Arguments, result and
-    errors are those of ``torchrun``.
+    when it is imported. Its function ``before_forks(arguments)``, if there is one, makes further imports. Under
+    ``fork_server.shared_interpreters``, jobs of one package also share their imports. Arguments, result and errors are those of
+    ``torchrun``.
     """
-    return _finish(_forked(world, module, arguments), module, timeout_s, folder, env, check)
+    where, whole = str(Path(folder or ".").resolve()), environment(folder, **(env or {}))
+    program = _forked(world, module, arguments)
+    process = start_shared(world, module, [*arguments], where, whole) or _start(program, subprocess.PIPE, folder, env)
+    return _finish(process, program, module, timeout_s, check)
 
 
 def _finish(
-    program: list[str], module: str, timeout_s: float, folder: str | os.PathLike[str] | None, env: Mapping[str, str] | None,
-    check: bool,
-) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """Run a job to its end; see ``torchrun``."""
-    process = _start(program, subprocess.PIPE, folder, env)
+    process: subprocess.Popen[str] | ForkedJob, program: list[str], module: str, timeout_s: float, check: bool
+) -> subprocess.CompletedProcess[str]:
+    """Wait for a job to end; see ``torchrun``."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -184,7 +189,7 @@ def _finish(
         raise
     if check and process.returncode != 0:
         raise AssertionError(f"{' '.join(program)} failed:\n{output[-_OUTPUT_CHARACTERS:]}")
-    return subprocess.CompletedProcess(process.args, process.returncode, output, "")
+    return subprocess.CompletedProcess(program, process.returncode or 0, output, "")
 
 
 def leave() -> None:
