@@ -66,6 +66,7 @@ class MemorySaver(Saver):
         save_options: options of saves to disk.
         options: options of the memory tier.
         hosts: hosts of the job.
+        meet: message exchange of all ranks that does not end with a save.
         note: receives the state of the tier on rank 0 whenever it has changed, in any thread.
 
     Attributes:
@@ -75,9 +76,10 @@ class MemorySaver(Saver):
     """
 
     def __init__(
-        self, save_options: SaveOptions, options: MemoryOptions, hosts: JobHosts, note: Callable[[MemoryStatus], None]
-    ) -> None:
-        self.hosts, self._memory, self._note = hosts, options, note
+        self, save_options: SaveOptions, options: MemoryOptions, hosts: JobHosts, meet: Rendezvous,
+        note: Callable[[MemoryStatus], None],
+    ) -> None:  # fmt: skip
+        self.hosts, self._memory, self._of_job, self._note = hosts, options, meet, note
         self.status = MemoryStatus()
         budget = None if math.isinf(options.gigabytes) else int(options.gigabytes * 1e9)
         self._share = None if budget is None else budget // (len(hosts.ranks[hosts.here]) * options.generations * self._copies)
@@ -90,7 +92,6 @@ class MemorySaver(Saver):
         self.confirmed = self.owed = 0
         self._failures = 0  # in a row, on rank 0
         self._last = hosts.newest
-        self._last_meet: Rendezvous | None = None
         self._deserted = False
         self._begun_s = 0.0
         super().__init__(
@@ -123,7 +124,7 @@ class MemorySaver(Saver):
         Raises:
             CoordinationError: a rank did not arrive in time.
         """
-        number, self._keep, self._last_meet = plan["number"], plan["keep"], meet
+        number, self._keep = plan["number"], plan["keep"]
         self._make_room()
         if self.hosts.keeper is not None and not self.hosts.keeper.runs:
             with contextlib.suppress(OSError):  # then this save has no copies, and says so
@@ -329,9 +330,9 @@ class MemorySaver(Saver):
             return
         within_s = _COME_S if signalled else self.options.grace_s
         crashed = not signalled and hasattr(sys, "last_value")
-        meet = self._last_meet
-        lost = meet is not None and bool(meet.ended())
-        self._deserted = crashed or lost or (meet is not None and not self._all_come(meet.separate("closing"), within_s))
+        # not the exchange of a save: some ranks may have begun another save when the end comes, and others not
+        meet = self._of_job.separate("closing")
+        self._deserted = crashed or bool(meet.ended()) or not self._all_come(meet, within_s)
         if self._deserted:
             self._warn(f"the newest checkpoint stays in memory: not all ranks ended in order within {within_s:g} s")
             self._newest = None

@@ -180,7 +180,7 @@ class MemoryTier:
         known = self._folders[save_dir] = _Folder(hosts)
         if hosts is not None:
             publish(hosts, save_dir)
-            known.saver = MemorySaver(self._save_options, self.options, hosts, self._note)
+            known.saver = MemorySaver(self._save_options, self.options, hosts, meet, self._note)
         return known
 
     def saved_to_disk(self, save_dir: str, seconds: float) -> None:
@@ -201,7 +201,9 @@ class MemoryTier:
             if hosts is None:
                 return load
             publish(hosts, save_dir)
-            known = self._folders[save_dir] = _Folder(hosts, MemorySaver(self._save_options, self.options, hosts, self._note))
+            known = self._folders[save_dir] = _Folder(
+                hosts, MemorySaver(self._save_options, self.options, hosts, meet, self._note)
+            )
         if known.hosts is not None:
             load.found, load.problems = find(known.hosts, meet)
         return load

@@ -238,6 +238,34 @@ def test_the_newest_generation_goes_to_disk_at_the_end_of_the_job(job: Callable[
     assert (Path(running.checkpoints) / "latest").read_text() == "step2"
 
 
+def test_the_job_may_end_when_some_ranks_have_begun_a_save_and_others_have_not(job: Callable[..., Job]) -> None:
+    """SIGTERM comes at once, and each rank is somewhere else then. A rank that has it refuses the save."""
+    running = job()
+    running.save(1, 2)
+
+    def end(tier: MemoryTier, meet: Rendezvous) -> bool:
+        saver = next(iter(tier._folders.values())).saver
+        assert saver is not None
+        refused = request(running.checkpoints, 3, meet.rank, len(HOSTS))
+        refused.failed = InterruptedError("received SIGTERM")
+
+        def train() -> None:
+            if meet.rank % 2:
+                time.sleep(0.5)
+            tier.save(refused, meet)
+
+        training = threading.Thread(target=train)
+        training.start()
+        time.sleep(0.2)
+        saver.closing(signalled=True)
+        training.join()
+        return saver.leave(30)
+
+    assert all(running.everywhere(end))
+    assert verify_checkpoint(Path(running.checkpoints) / "step2").problems == ()
+    assert (Path(running.checkpoints) / "latest").read_text() == "step2"
+
+
 def test_ranks_that_are_ended_without_the_others_leave_at_once(job: Callable[..., Job]) -> None:
     """As when a host is lost and the other workers are started again: they must not wait for it."""
     running = job()
