@@ -23,7 +23,7 @@ import numpy as np
 
 from unickpt.coordination.failure import Failure, FailureKind
 from unickpt.coordination.rendezvous import Message, Rendezvous
-from unickpt.errors import HostPeerFailedError
+from unickpt.errors import HostPeerFailedError, StorageError
 from unickpt.format.boxes import Ints
 from unickpt.private_files import check_folder, create, make_folder, own_folders
 
@@ -54,7 +54,12 @@ class HostPeers:
     """
 
     def __init__(self, folders: dict[int, Path], rank: int, *, timeout_s: float) -> None:
-        """``folders``: what each rank of the host has prepared, by job rank, ascending."""
+        """``folders``: what each rank of the host has prepared, by job rank, ascending.
+
+        Raises:
+            StorageError: this rank cannot open a file, or a folder is not its user's.
+            HostPeerFailedError: a rank did not open them in time.
+        """
         self.ranks, self._timeout_s = list(folders), timeout_s
         self.me = self.ranks.index(rank)
         self.rows: list[Ints] = []
@@ -69,11 +74,16 @@ class HostPeers:
             self.publish(OPENED, 1)
             if self.me == 0:
                 self.wait(OPENED, 1, also_failed=True)  # a rank that already failed opens no more files
-        except BaseException:
+        except BaseException as err:
             with contextlib.suppress(OSError):
                 self.publish(OPENED, 1)
                 self.fail()
             self._close()
+            if isinstance(err, OSError):
+                where = folders[self.ranks[0]].parent
+                raise StorageError(
+                    f"{where}: rank {rank} cannot open the memory that the ranks of this host share ({err})"
+                ) from err
             raise
         finally:
             for folder in folders.values() if self.me == 0 else ():

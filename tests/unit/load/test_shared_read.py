@@ -22,7 +22,7 @@ from unickpt.coordination import host_peers
 from unickpt.coordination.failure import Failure, FailureKind
 from unickpt.coordination.host_peers import HostPeers, meet
 from unickpt.coordination.rendezvous import Rendezvous
-from unickpt.errors import CorruptCheckpointError, HostPeerFailedError
+from unickpt.errors import CorruptCheckpointError, HostPeerFailedError, StorageError
 from unickpt.format import rank_rows as rows_module
 from unickpt.format.boxes import Box, split_flat_range
 from unickpt.format.index import FragmentRow, TensorInfo
