@@ -216,7 +216,7 @@ def test_a_rank_that_cannot_open_the_memory_of_another_tells_the_others() -> Non
         _, near = meet(rendezvous, np.arange(3), None, wanted_bytes=10)
         assert isinstance(near, partial)
         if rendezvous.rank == 1:
-            with pytest.raises(FileNotFoundError):
+            with pytest.raises(StorageError, match=r"rank 1 cannot open the memory .* No such file or directory"):
                 HostPeers({**near.args[0], 2: host_peers.FOLDER / "unickpt-load-absent"}, 1, timeout_s=20.0)
             return "cannot open"
         with near() as peers:
