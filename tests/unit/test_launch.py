@@ -56,7 +56,7 @@ WHERE = os.getpid()
 def main():
     if sys.argv[1] == "wait":
         time.sleep(60)
-    print("rank", os.environ["RANK"], "imported in", WHERE, "with", os.environ.get("MINE"), flush=True)
+    sys.stdout.write(f"rank {os.environ['RANK']} imported in {WHERE} with {os.environ.get('MINE')}\\n")  # in one piece
     sys.exit(int(sys.argv[1]))
 if __name__ == "__main__":
     import package.heavy as heavy

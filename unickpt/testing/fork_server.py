@@ -177,7 +177,7 @@ def main() -> None:
     from unickpt.testing import forked_ranks  # noqa: F401 - with PyTorch, before the first fork
 
     requests = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the jobs
+    jobs: set[int] = set()
     while True:
         data, handed, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 2)
         if not data:
@@ -185,11 +185,15 @@ def main() -> None:
         request = json.loads(data)
         with contextlib.suppress(Exception, SystemExit):  # the job fails in the same way, and says so
             importlib.import_module(request["module"])
-        if os.fork() == 0:
+        job = os.fork()
+        if job == 0:
             requests.close()
             _run_job(request, *handed)
+        jobs.add(job)
         for each in handed:
             os.close(each)
+        # Reaped one by one. Without SIGCHLD nobody would have to, but programs that imports start would not see their ends.
+        jobs -= {each for each in jobs if os.waitpid(each, os.WNOHANG)[0]}
 
 
 def _run_job(request: dict[str, Any], output: int, messages: int) -> NoReturn:
@@ -198,7 +202,6 @@ def _run_job(request: dict[str, Any], output: int, messages: int) -> NoReturn:
     os.write(messages, b"%d" % os.getpid())
     try:
         os.setsid()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
