@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 _OF_A_TEST = "PYTEST_CURRENT_TEST"  # differs between jobs, and no import reads it
 _MOST = 3
 _REQUEST_BYTES = 1 << 20
+_IMPORT_S = 300.0
 
 _current: ContextVar[_Servers | None] = ContextVar("unickpt_fork_servers", default=None)
 
@@ -43,7 +44,8 @@ class ForkedJob:
         self._module, self._messages, self._output = module, messages, output
         self.returncode: int | None = None
         self._said = b""
-        self.pid = int(messages.recv(32) or 0)
+        messages.settimeout(_IMPORT_S)
+        self.pid = int(messages.recv(32) or 0)  # after the imports
         if not self.pid:
             raise ChildProcessError(f"the interpreter that forks {module} has ended")
         self._process = os.pidfd_open(self.pid)
@@ -106,7 +108,7 @@ class _Servers:
         """Start a job.
 
         Raises:
-            OSError: the interpreter has ended. The next job gets another one.
+            OSError: the interpreter has ended, or its imports take more than five minutes. The next job gets another one.
         """
         kept = tuple(sorted(item for item in env.items() if item[0] != _OF_A_TEST))
         key = (folder, module.rpartition(".")[0] or module, kept)
@@ -125,6 +127,8 @@ class _Servers:
             return ForkedJob(module, ours, reading)
         except OSError:
             _end_server(*self._sockets.pop(key))
+            os.close(reading)
+            ours.close()
             raise
 
     def close(self) -> None:
