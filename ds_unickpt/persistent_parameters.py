@@ -40,7 +40,7 @@ def _is_plain(parameter: Any) -> bool:
     part = parameter.ds_tensor
     return (
         parameter.ds_status.name == "NOT_AVAILABLE"
-        and part.status.name == "AVAILABLE"
+        and getattr(getattr(part, "status", None), "name", "") == "AVAILABLE"  # else DeepSpeed gathers it
         and part.dtype == parameter.dtype
         and not hasattr(part, "ds_quant_scale")
         and not hasattr(getattr(parameter, "ds_secondary_tensor", None), "ds_quant_scale")
