@@ -27,8 +27,9 @@ def gather(parameters: Sequence[Any]) -> None:
         mine = torch.cat([parameter.ds_tensor.detach().view(-1) for parameter in together]).to(together[0].device)
         ranks = dist.get_world_size(group)
         every = torch.empty(ranks * mine.numel(), dtype=mine.dtype, device=mine.device)
-        dist.all_gather_into_tensor(every.view(torch.uint8), mine.view(torch.uint8), group=group)
-        parts = torch.split(every.view(ranks, -1), [parameter.ds_tensor.numel() for parameter in together], dim=1)
+        if mine.numel():
+            dist.all_gather_into_tensor(every.view(torch.uint8), mine.view(torch.uint8), group=group)
+        parts = torch.split(every.view(ranks, mine.numel()), [parameter.ds_tensor.numel() for parameter in together], dim=1)
         for parameter, part in zip(together, parts, strict=True):
             own = part.clone(memory_format=torch.contiguous_format)  # a view keeps the message alive, and strides of its own
             parameter.data = own.view(-1)[: parameter.ds_numel].view(parameter.ds_shape)

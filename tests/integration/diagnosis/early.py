@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.told import told
+from tests.support.result_lines import results_in
 from unickpt.diagnosis.agent.loop import VERDICTS
 from unickpt.testing.launch import fork_ranks
 
@@ -69,7 +69,7 @@ def ran(
         world, "tests.integration.diagnosis.early_job", kind, layout, str(rings), str(steps), str(layer_s), str(slow),
         str(factor), str(since), timeout_s=400, env={"GLOO_SOCKET_IFNAME": "lo", "XDG_CACHE_HOME": str(cache)},
     ).stdout  # fmt: skip
-    (text,) = told(output, "ENDS")
+    (text,) = results_in(output, "ENDS")
     ends = json.loads(text)
     path = rings / VERDICTS
     said = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []

@@ -15,7 +15,7 @@ import warnings
 
 from tests.integration.replay.timed_job import deepspeed_job, megatron_job
 from tests.support.framework_imports import import_framework
-from tests.support.told import tell
+from tests.support.result_lines import print_result
 
 EVERY = 10
 
@@ -48,7 +48,7 @@ def main() -> None:
         step()
         ends.append(time.time_ns())
     if dist.get_rank() == 0:
-        tell("ENDS", json.dumps(ends))
+        print_result("ENDS", json.dumps(ends))
     dist.barrier()
     session.stop()
     leave()

@@ -27,7 +27,7 @@ import torch
 
 from tests.integration.plan import precision
 from tests.support.cli import json_of
-from tests.support.told import told
+from tests.support.result_lines import results_in
 from unickpt.diagnosis.recording.layer_times import LayerTimes, TimedLayer
 from unickpt.plan.parallel import ParallelLayout
 from unickpt.plan.partition import Partition
@@ -52,7 +52,7 @@ def job(folder: Path, name: str, world: int, **asked: Any) -> dict[str, Any]:
     asked = {"rings": str(rings), "steps": STEPS, **asked}
     done = fork_ranks(world, "tests.integration.plan.planned_job", json.dumps(asked), env={"GLOO_SOCKET_IFNAME": "lo"})
     found = analyse(read_trace([str(rings)]))
-    said = {name: value for name in ("LOSSES", "RESUMED") for value in told(done.stdout, name)}
+    said = {name: value for name in ("LOSSES", "RESUMED") for value in results_in(done.stdout, name)}
     return {"step_s": statistics.median(found.measured_steps_s), "steps_s": found.measured_steps_s, **said}
 
 

@@ -24,7 +24,7 @@ import torch
 
 from tests.integration.replay.timed_job import SleepingLayers
 from tests.support.framework_imports import import_framework
-from tests.support.told import tell
+from tests.support.result_lines import print_result
 
 WIDTH = 64
 
@@ -117,12 +117,12 @@ def main() -> None:
     if asked["save"] and engine is not None:
         engine.load_checkpoint(asked["save"])
         if dist.get_rank() == dist.get_world_size() - 1:
-            tell("RESUMED", engine.global_steps)
+            print_result("RESUMED", engine.global_steps)
     gc.collect()
     gc.freeze()
     losses = [step() for _ in range(asked["steps"])]
     if dist.get_rank() == dist.get_world_size() - 1:
-        tell("LOSSES", json.dumps(losses))
+        print_result("LOSSES", json.dumps(losses))
     if asked["save"] and engine is not None:
         engine.save_checkpoint(asked["save"])
     dist.barrier()

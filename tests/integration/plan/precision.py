@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.integration.plan.precision_job import SPEEDUP
 from tests.support.cli import json_of
-from tests.support.told import told
+from tests.support.result_lines import results_in
 from unickpt.testing.launch import fork_ranks
 
 STEPS, FIRST = 12, 3
@@ -43,7 +43,7 @@ def ran(job: dict[str, Any], folder: Path, name: str, **asked: Any) -> dict[str,
         job["world"], "tests.integration.plan.precision_job", json.dumps(task), timeout_s=400,
         env={"GLOO_SOCKET_IFNAME": "lo"},
     ).stdout  # fmt: skip
-    found = told(output, "RUN")
+    found = results_in(output, "RUN")
     assert len(found) == 1, output[-3000:]
     run: dict[str, Any] = json.loads(found[0])
     return run | {"step_s": statistics.median(run["steps_s"][FIRST:])}

@@ -22,7 +22,7 @@ import torch
 
 from tests.integration.replay.timed_job import SleepingLayers
 from tests.support.framework_imports import import_framework
-from tests.support.told import tell
+from tests.support.result_lines import print_result
 
 WIDTH, EVERY, SLOW, SPEEDUP = 64, 3, 1.6, 2.0
 Step = Callable[[], float]
@@ -130,7 +130,7 @@ def main() -> None:
     if asked["save"]:
         save()
     if dist.get_rank() == dist.get_world_size() - 1:
-        tell("RUN", json.dumps({"losses": losses, "steps_s": took}))
+        print_result("RUN", json.dumps({"losses": losses, "steps_s": took}))
     dist.barrier()
     session.stop()
     leave()

@@ -1,4 +1,4 @@
-"""Values that a rank of a job tells the test that launched it, among the lines that all ranks print."""
+"""Results that a rank of a job prints for the test that started it, among the lines of all ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import sys
 
 
-def tell(name: str, value: object) -> None:
+def print_result(name: str, value: object) -> None:
     """Print one line, ``NAME value``.
 
     It is one write: ``print`` writes the end of the line by itself, and a thread that logs can come between the two.
@@ -15,6 +15,6 @@ def tell(name: str, value: object) -> None:
     sys.stdout.flush()
 
 
-def told(output: str, name: str) -> list[str]:
-    """Return the values with a name, in the order in which ranks told them."""
+def results_in(output: str, name: str) -> list[str]:
+    """Return the values that were printed with a name, in their order."""
     return re.findall(rf"^{name} (.*)$", output, re.MULTILINE)
