@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from ds_unickpt.fallbacks import require_supported
 from ds_unickpt.huggingface import model_of
 from ds_unickpt.names import ModuleNames
 from ds_unickpt.optimizer_record import ElementStates, RankScalars, classify, record_of
-from ds_unickpt.partitions import ParameterRange, Partition, states_of
+from ds_unickpt.partitions import Partition, states_of
 from ds_unickpt.placement import Placement, Share
-from ds_unickpt.slices import Slice, Slices, places
+from ds_unickpt.slices import Place, Slice, Slices, places
 from unickpt import __version__
 from unickpt.convert.deepspeed.tensor_parallel import PlacedBox
 from unickpt.coordination.rendezvous import Message
@@ -67,6 +68,11 @@ class Stored:
     local: tuple[int, ...]
     boxes: tuple[PlacedBox, ...]
 
+    @property
+    def key(self) -> tuple[tuple[int, ...], tuple[PlacedBox, ...]]:
+        """The first arguments of ``places``."""
+        return self.local, self.boxes
+
     @classmethod
     def of(cls, part: Slice, *, stored: bool, across: bool = False) -> Stored:
         """Return what a rank stores. ``stored`` and ``across`` are those of ``Partition``."""
@@ -75,7 +81,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Replica:
-    """A tensor that the ranks of ``share`` hold. ``unless`` is that of ``Shard``, ``place`` that of ``_Tensors.own``."""
+    """A tensor that the ranks of ``share`` hold. ``unless`` is that of ``Shard``."""
 
     info: TensorInfo
     place: Stored
@@ -93,15 +99,23 @@ class _Tensors:
     replicas: list[_Replica] = field(default_factory=list)
 
     def own(
-        self, info: TensorInfo, place: Stored, lo: int, hi: int, flat: torch.Tensor, unless: torch.Tensor | None = None
+        self, info: TensorInfo, found: Sequence[Place], at: int, flat: torch.Tensor, unless: torch.Tensor | None = None
     ) -> None:
-        """Add the flat range ``[lo, hi)`` of this rank's slice of a tensor, given its elements as a 1-D tensor."""
-        self.listed.append(info)
-        self._add(info, place, lo, hi, flat, unless)
+        """Add a flat range of this rank's slice of a tensor. Only this rank has it.
 
-    def _add(self, info: TensorInfo, place: Stored, lo: int, hi: int, flat: torch.Tensor, unless: torch.Tensor | None) -> None:
-        for part in places(place.local, place.boxes, lo, hi):
-            self.shards.append(Shard(info, part.whole, part.of(flat), None if unless is None else part.of(unless)))
+        Args:
+            info: the tensor.
+            found: the parts of the range that the rank stores.
+            at: position of the range in ``flat``.
+            flat: tensor with the elements, 1-D.
+            unless: as in ``Shard``, with the same positions.
+        """
+        self.listed.append(info)
+        self._add(info, found, at, flat, unless)
+
+    def _add(self, info: TensorInfo, found: Sequence[Place], at: int, flat: torch.Tensor, unless: torch.Tensor | None) -> None:
+        for part in found:
+            self.shards.append(Shard(info, part.whole, part.of(flat, at), None if unless is None else part.of(unless, at)))
 
     def replicated(
         self, info: TensorInfo, place: Stored, data: torch.Tensor, share: Share, unless: torch.Tensor | None = None
@@ -129,68 +143,134 @@ class _Tensors:
         ranges = share_of_replicas(sizes, numels, rank=share.rank, world=share.world)
         for replica, (lo, hi) in zip(replicas, ranges, strict=True):
             if lo < hi:
-                part = None if replica.unless is None else replica.unless.detach().reshape(-1)[lo:hi]
-                self._add(replica.info, replica.place, lo, hi, replica.data.detach().reshape(-1)[lo:hi], part)
+                unless = None if replica.unless is None else replica.unless.detach().reshape(-1)
+                found = places(*replica.place.key, lo, hi)
+                self._add(replica.info, found, lo, replica.data.detach().reshape(-1), unless)
 
 
-def contribution(
-    engine: Any,
-    options: Options,
-    read_names: Callable[[], ModuleNames],
-    *,
-    client_state: Mapping[str, Any],
-    exclude_frozen: bool,
-    announced: Message,
-) -> Contribution:
-    """Return the contribution of this rank to the checkpoint.
+class EngineState:
+    """What a save reads of an engine. Each attribute is read when it is needed first, and once per save.
 
     Args:
         engine: the DeepSpeedEngine.
         options: options of the ``unickpt`` key.
-        read_names: returns ``names_of(engine)``. It fails on a job that is not supported.
         client_state: state of the caller. The checkpoint stores the coordinator's for the job, and that of another rank
             for that rank if it differs.
         exclude_frozen: leave out parameters that do not require a gradient.
-        announced: result of ``announcement`` on the coordinator.
+    """
+
+    def __init__(
+        self, engine: Any, options: Options, client_state: Mapping[str, Any], *, exclude_frozen: bool
+    ) -> None:  # fmt: skip
+        self.engine, self.options = engine, options
+        self.client_state, self.exclude_frozen = client_state, exclude_frozen
+
+    @cached_property
+    def names(self) -> ModuleNames:
+        """Names of the module, with this tensor-parallel rank's own values. It fails on a job that is not supported."""
+        return ModuleNames.read(self.engine.module, tensor_parallel.rank_values(self.engine))
+
+    @cached_property
+    def base(self) -> torch.optim.Optimizer | None:
+        return internals.base_optimizer(self.engine)
+
+    @cached_property
+    def parts(self) -> list[Partition]:
+        return partitions.partitions(self.engine)
+
+    @cached_property
+    def slices(self) -> Slices:
+        return tensor_parallel.slices(self.engine)
+
+    @cached_property
+    def placed(self) -> Placement:
+        return partitions.placement(self.engine, self.names.experts.values())
+
+    @cached_property
+    def scalars(self) -> RankScalars | None:
+        """Scalars of this rank, if the ranks may have others."""
+        if self.base is None or not _of_parts(self.parts, self.slices):
+            return None
+        return RankScalars.of(self.parts, self.names, self.base)
+
+    @cached_property
+    def tensors(self) -> tuple[_Tensors, tuple[str, ...]]:
+        """Tensors that this rank writes, and the names of excluded parameters."""
+        out = _Tensors()
+        _optimized(out, self.parts, self.names, self.slices, self.base, self.placed)
+        excluded = _others(out, self.parts, self.names, self.slices, self.exclude_frozen, self.placed)
+        _buffers(out, self.options, self.names, self.placed)
+        out.share()
+        return out, excluded
+
+    @cached_property
+    def record(self) -> OptimizerRecord | None:
+        return None if self.base is None else record_of(self.parts, self.names, self.base)
+
+    @cached_property
+    def announcement(self) -> Message:
+        """Digests of this rank's state. The other ranks compare the coordinator's with their own to find values that differ."""
+        found: Message = {"client_state": client_state_digest(self.client_state)}
+        with contextlib.suppress(Exception):  # ``contribution`` raises the same error on all ranks
+            replicas = _tensor_parallel_replicas(self.engine, self.names, self.slices)
+            found["replicas"] = "".join(fingerprints([p.detach() for _, p in replicas]))
+            found["buffers"] = "".join(fingerprints([buffer for _, buffer in _stored_buffers(self.names, self.options)]))
+            if self.scalars is not None:
+                found[SCALARS] = self.scalars.fingerprint()
+        return found
+
+    def read(self) -> None:
+        """Read what does not depend on the coordinator's announcement."""
+        require_supported(self.engine)
+        _ = self.announcement, self.tensors, self.record
+
+    def forget(self) -> None:
+        """Read everything again the next time."""
+        for name in [name for name, value in vars(type(self)).items() if isinstance(value, cached_property)]:
+            vars(self).pop(name, None)
+
+
+def contribution(state: EngineState, announced: Message) -> Contribution:
+    """Return the contribution of this rank to the checkpoint.
+
+    Args:
+        state: of this save.
+        announced: ``announcement`` of the coordinator.
 
     Raises:
         UnsupportedLayoutError: the job uses a layout that unickpt does not support.
     """
-    require_supported(engine)
-    names = read_names()
-    parts = partitions.partitions(engine)
-    base = internals.base_optimizer(engine)
-    placed = partitions.placement(engine, names.experts.values())
-    out = _Tensors()
-    slices = tensor_parallel.slices(engine)
-    _optimized(out, parts, names, slices, base, placed)
-    excluded = _others(out, parts, names, slices, exclude_frozen, placed)
-    _buffers(out, options, names, placed)
-    out.share()
-    record = None if base is None else record_of(parts, names, base)
+    state.read()
+    made = _contribution(state, announced)
+    state.forget()  # the request of a save lives longer than the tensors should
+    return made
+
+
+def _contribution(state: EngineState, announced: Message) -> Contribution:
+    engine, names, placed, base, parts = state.engine, state.names, state.placed, state.base, state.parts
+    out, excluded = state.tensors
     rank_objects: dict[str, Any] = {"rng": rng.capture()}
-    if engine.global_rank and client_state_digest(client_state) != announced.get("client_state"):
-        rank_objects["client_state"] = dict(client_state)
-    scalars = RankScalars.of(parts, names, base) if base is not None and _of_parts(parts, slices) else None
-    if scalars is not None:
-        rank_objects[SCALARS] = scalars.to_object()
+    if engine.global_rank and state.announcement["client_state"] != announced.get("client_state"):
+        rank_objects["client_state"] = dict(state.client_state)
+    if state.scalars is not None:
+        rank_objects[SCALARS] = state.scalars.to_object()
     return Contribution(
         shards=out.shards,
         tensors=out.listed,
         rank_objects=rank_objects,
         step=int(engine.global_steps),
         writer=writer(engine, names),
-        optimizer=record,
-        optimizer_part=_part(record, names, placed),
+        optimizer=state.record,
+        optimizer_part=_part(state.record, names, placed),
         aliases=names.aliases if placed.first else {},
         excluded=excluded if placed.first else (),
-        objects=_objects(engine, names, client_state) if placed.rank == 0 else {},
+        objects=_objects(engine, names, state.client_state) if placed.rank == 0 else {},
         shared_objects={
             **(_shared_states(names, placed) if placed.rank else {}),
-            **({} if base is None else owned_states.captured(parts, names, slices, base, placed)),
-            **_vocabularies(engine, names, client_state, placed),
+            **({} if base is None else owned_states.captured(parts, names, state.slices, base, placed)),
+            **_vocabularies(engine, names, state.client_state, placed),
         },
-        different=_different(engine, options, names, scalars, announced) if placed.rank and placed.with_coordinator else (),
+        different=_different(state, announced) if placed.rank and placed.with_coordinator else (),
         replica=None if placed.part is None else (placed.part, _fingerprint(parts, base)),
     )
 
@@ -200,11 +280,6 @@ def _of_parts(parts: Sequence[Partition], slices: Slices) -> bool:
     if not all(part.replicated for part in parts):
         return True
     return not all(slices.of(parameter).replicated for part in parts for parameter in part.parameters)
-
-
-def names_of(engine: Any) -> ModuleNames:
-    """Return the names of an engine's module, with this tensor-parallel rank's own values."""
-    return ModuleNames.read(engine.module, tensor_parallel.rank_values(engine))
 
 
 def _part(record: OptimizerRecord | None, names: ModuleNames, placed: Placement) -> OptimizerRecord | None:
@@ -222,42 +297,30 @@ def _part(record: OptimizerRecord | None, names: ModuleNames, placed: Placement)
     return OptimizerRecord(record.name, groups, scalars) if groups else None
 
 
-def announcement(engine: Any, options: Options, names: Callable[[], ModuleNames], client_state: Mapping[str, Any]) -> Message:
-    """Return digests of the coordinator's state. Other ranks compare them with their own to find values that differ."""
-    found: Message = {"client_state": client_state_digest(client_state)}
-    with contextlib.suppress(Exception):  # ``contribution`` raises the same error on all ranks
-        found["replicas"] = "".join(fingerprints([p.detach() for _, p in _tensor_parallel_replicas(engine, names())]))
-        found["buffers"] = "".join(fingerprints([buffer for _, buffer in _stored_buffers(names(), options)]))
-        parts, base = partitions.partitions(engine), internals.base_optimizer(engine)
-        if base is not None and _of_parts(parts, tensor_parallel.slices(engine)):
-            found[SCALARS] = RankScalars.of(parts, names(), base).fingerprint()
-    return found
-
-
-def _different(
-    engine: Any, options: Options, names: ModuleNames, scalars: RankScalars | None, announced: Message
-) -> tuple[tuple[str, str], ...]:
+def _different(state: EngineState, announced: Message) -> tuple[tuple[str, str], ...]:
     """Return what differs between this rank and the coordinator, each with the consequence for a load."""
-    found = []
-    buffers, replicas = _stored_buffers(names, options), _tensor_parallel_replicas(engine, names)
+    found, names = [], state.names
+    replicas = _tensor_parallel_replicas(state.engine, names, state.slices)
+    buffers = _stored_buffers(names, state.options)
     for key, kind, tensors in (("buffers", "buffer", buffers), ("replicas", "parameter", replicas)):
-        theirs, ours = announced.get(key, ""), fingerprints([tensor.detach() for _, tensor in tensors])
-        if len(theirs) != _DIGITS * len(ours):
+        theirs, ours = announced.get(key, ""), state.announcement.get(key, "")
+        if theirs == ours or len(theirs) != len(ours):
             continue
         for at, (name, _) in enumerate(tensors):
-            if ours[at] != theirs[_DIGITS * at : _DIGITS * (at + 1)] and 0 in (names.holders(name) or (0,)):
+            place = slice(_DIGITS * at, _DIGITS * (at + 1))
+            if ours[place] != theirs[place] and 0 in (names.holders(name) or (0,)):
                 found.append((f"{kind} {name}", "Rank 0's values are stored. After a load every rank has them."))
-    if scalars is not None and SCALARS in announced and scalars.fingerprint() != announced[SCALARS]:
+    ours = state.announcement.get(SCALARS, "")
+    if ours and SCALARS in announced and ours != announced[SCALARS]:
         follows = "With the same layout each rank gets its own values back. With another layout all ranks get rank 0's."
         found.append(("scalars of the optimizer", follows))
     return tuple(found)
 
 
-def _tensor_parallel_replicas(engine: Any, names: ModuleNames) -> list[tuple[str, torch.Tensor]]:
+def _tensor_parallel_replicas(engine: Any, names: ModuleNames, slices: Slices) -> list[tuple[str, torch.Tensor]]:
     """Return the weights that all tensor-parallel ranks should hold alike; () under ZeRO-3, where a rank has a part of them."""
     if tensor_parallel.degree(engine) == 1 or engine.zero_optimization_partition_weights():
         return []
-    slices = tensor_parallel.slices(engine)
     return [(name, parameter) for name, parameter in names.parameters.items() if slices.of(parameter).replicated]
 
 
@@ -323,20 +386,22 @@ def _optimized(
             out.listed += known[id(parameter)].values()
             elsewhere = names.name(parameter) in names.elsewhere
             stored[id(parameter)] = Stored.of(own, stored=part.stored and not elsewhere, across=part.across)
+        if part.replicated:
+            _replicated(out, part, names, known, stored, flats, placed)
+            continue
+        found = [(piece, places(*stored[id(piece.parameter)].key, piece.lo, piece.hi)) for piece in part.pieces]
         for key, flat in flats.items():
-            for piece in part.own(key):
-                data = flat.narrow(0, piece.at, piece.hi - piece.lo)
-                info = known[id(piece.parameter)][key]
-                place = stored[id(piece.parameter)]
-                if part.replicated:
-                    out.replicated(info, place, data, placed.share_among(names.holders(info.name)))
-                else:
-                    out.own(info, place, piece.lo, piece.hi, data)
-        for piece in part.pieces:
+            for held_at, (piece, where) in zip(part.own(key), found, strict=True):
+                out.own(known[id(piece.parameter)][key], where, held_at.at, flat)
+        weights = None if part.weight is None else part.weight.detach().reshape(-1)
+        for piece, where in found:
             info = known[id(piece.parameter)]["weight"]
-            if info.name not in names.elsewhere:
-                place = stored[id(piece.parameter)]
-                _override(out, part, piece, info, place, flats["master"], placed.share_among(names.holders(info.name)))
+            if info.name in names.elsewhere:
+                continue
+            if weights is not None:
+                out.own(info, where, piece.at, weights, flats["master"])
+            elif (weight := part.weight_of(piece)) is not None:
+                out.own(info, where, 0, weight, flats["master"].narrow(0, piece.at, piece.hi - piece.lo))
 
 
 def _tensor_states(base: torch.optim.Optimizer | None, part: Partition, kinds: ElementStates) -> dict[str, torch.Tensor]:
@@ -356,18 +421,27 @@ def _infos(
     return infos
 
 
-def _override(
-    out: _Tensors, part: Partition, piece: ParameterRange, info: TensorInfo, place: Stored, master: torch.Tensor, share: Share
+def _replicated(
+    out: _Tensors,
+    part: Partition,
+    names: ModuleNames,
+    known: Mapping[int, Mapping[str, TensorInfo]],
+    stored: Mapping[int, Stored],
+    flats: Mapping[str, torch.Tensor],
+    placed: Placement,
 ) -> None:
-    """Add a weight that is not the cast of its master, because the user changed it after the last step."""
-    weight = part.weight_of(piece)
-    if weight is None:
-        return
-    master = master.narrow(0, piece.at, piece.hi - piece.lo)
-    if part.replicated:
-        out.replicated(info, place, weight, share, unless=master)
-    else:
-        out.own(info, place, piece.lo, piece.hi, weight, unless=master)
+    """Add a partition that all ranks hold. ``known``, ``stored``: by ``id`` of the parameter."""
+    for key, flat in flats.items():
+        for piece in part.own(key):
+            info = known[id(piece.parameter)][key]
+            data = flat.narrow(0, piece.at, piece.hi - piece.lo)
+            out.replicated(info, stored[id(piece.parameter)], data, placed.share_among(names.holders(info.name)))
+    for piece in part.pieces:
+        info, weight = known[id(piece.parameter)]["weight"], part.weight_of(piece)
+        if weight is not None and info.name not in names.elsewhere:
+            master = flats["master"].narrow(0, piece.at, piece.hi - piece.lo)
+            share = placed.share_among(names.holders(info.name))
+            out.replicated(info, stored[id(piece.parameter)], weight, share, unless=master)
 
 
 def _others(
@@ -392,7 +466,7 @@ def _others(
         if held.replicated:
             out.replicated(info, place, held.data, placed.share_among(names.holders(name)))
         else:
-            out.own(info, place, held.lo, held.hi, held.data)
+            out.own(info, places(*place.key, held.lo, held.hi), 0, held.data)
     return tuple(excluded)
 
 

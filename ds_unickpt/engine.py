@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -332,13 +331,10 @@ def request_of(
         rank_objects: further non-tensor state of this rank.
         tier: save directory of the memory tier, if it is another than ``save_dir``.
     """
-    state = client_state or {}
-    names = functools.cache(lambda: capture.names_of(engine))  # the announcement and the contribution of one save need them
+    state = capture.EngineState(engine, ours.options, client_state or {}, exclude_frozen=exclude_frozen)
 
     def contribute(announced: Message) -> Contribution:
-        made = capture.contribution(
-            engine, ours.options, names, client_state=state, exclude_frozen=exclude_frozen, announced=announced
-        )
+        made = capture.contribution(state, announced)
         residuals = {} if ours.compressed is None else ours.compressed.shared_objects()
         choice = {} if ours.choosing is None else ours.choosing.shared_objects(ours.meet.rank)
         own = {**made.rank_objects, **(rank_objects or {})}
@@ -350,7 +346,8 @@ def request_of(
         save_dir=save_dir,
         tag=tag,
         save_latest=save_latest,
-        announce=lambda: capture.announcement(engine, ours.options, names, state),
+        announce=lambda: state.announcement,
+        early=state.read,
         must_match={"exclude_frozen_parameters": bool(exclude_frozen)},
         on_commit=hints.leave_readme,
         on_end=lambda save: _ended(ours, save, tier or split(save.directory)[0]),

@@ -33,7 +33,7 @@ def config_of(engine: Any) -> Mapping[str, Any]:
 
 def plain(name: str) -> str:
     """Return a name without the parts that ``torch.compile`` adds to the names of a module or submodule."""
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
+    return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
 
 
 def is_zero3(parameter: torch.nn.Parameter) -> bool:
@@ -240,6 +240,8 @@ def stacked_layer(name: str, layers: Mapping[str, ExpertLayer]) -> ExpertLayer |
 
 def layer_of(name: str, layers: Mapping[str, ExpertLayer]) -> ExpertLayer | None:
     """Return the layer of an expert, by the name of something in it; None outside of experts."""
+    if not layers:
+        return None
     found = OF_EXPERT.fullmatch(name)
     return stacked_layer(name, layers) if found is None else layers.get(found[1])
 

@@ -107,17 +107,30 @@ class Place:
         local: the same box in the rank's tensor.
         run: box of the rank's tensor that contains ``local``. Its elements are consecutive in the flat range.
         at: position of the first element of ``run`` in the flat range.
+        numel: number of elements of ``run``.
+        index: ``local`` as an index into ``run``; None if they are equal.
     """
 
     whole: Box
     local: Box
     run: Box
     at: int
+    numel: int
+    index: tuple[slice, ...] | None
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the elements in a flat range: 1-D and contiguous if they are consecutive, else in the shape of the box."""
-        data = flat.narrow(0, self.at, self.run.numel)
-        return data if self.local == self.run else data.view(self.run.shape)[self.local.within(self.run).slices()]
+    @classmethod
+    def made(cls, whole: Box, local: Box, run: Box, at: int) -> Place:
+        return cls(whole, local, run, at, run.numel, None if local == run else local.within(run).slices())
+
+    def of(self, flat: torch.Tensor, begin: int = 0) -> torch.Tensor:
+        """Return the elements: 1-D and contiguous if they are consecutive, else in the shape of the box.
+
+        Args:
+            flat: 1-D tensor that contains the flat range.
+            begin: position of the flat range in it.
+        """
+        data = flat.narrow(0, begin + self.at, self.numel)
+        return data if self.index is None else data.view(self.run.shape)[self.index]
 
 
 @lru_cache(maxsize=_KNOWN)
@@ -136,6 +149,6 @@ def places(shape: Shape, boxes: tuple[PlacedBox, ...], lo: int, hi: int) -> tupl
         for box in boxes:
             common = box.common(run)
             if common is not None:
-                found.append(Place(common[1], common[0], run, at))
+                found.append(Place.made(common[1], common[0], run, at))
         at += run.numel
     return tuple(found)

@@ -10,6 +10,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -78,27 +79,55 @@ static int copied(uint8_t *target, const uint8_t *source, const uint8_t *value, 
     return same;
 }
 
-static PyObject *copy(PyObject *module, PyObject *args)
+struct one { /* of the copies of a call: five native 64-bit integers */
+    uint64_t target, source, value, size, comparison;
+};
+
+static int is_valid(const struct one *each)
 {
-    unsigned long long target, source, value;
-    Py_ssize_t size;
-    int comparison, same;
+    int known = each->comparison <= BFLOAT16 && each->size <= PY_SSIZE_T_MAX;
+    return known && (each->comparison != BFLOAT16 || (each->size % 4 == 0 && each->target % 4 == 0));
+}
+
+static PyObject *copies(PyObject *module, PyObject *args)
+{
+    const char *table;
+    Py_ssize_t size, count;
+    struct one each;
+    PyObject *found;
+    char *same;
     (void)module;
-    if (!PyArg_ParseTuple(args, "KKKni", &target, &source, &value, &size, &comparison))
+    if (!PyArg_ParseTuple(args, "y#", &table, &size))
         return NULL;
-    if (size < 0 || comparison < NOTHING || comparison > BFLOAT16 || (comparison == BFLOAT16 && (size % 4 || target % 4))) {
-        PyErr_SetString(PyExc_ValueError, "size or comparison out of range");
+    count = size / (Py_ssize_t)sizeof each;
+    if (size % (Py_ssize_t)sizeof each) {
+        PyErr_SetString(PyExc_ValueError, "a copy has five integers of 64 bits");
         return NULL;
     }
+    for (Py_ssize_t at = 0; at < count; at++) {
+        memcpy(&each, table + at * sizeof each, sizeof each);
+        if (!is_valid(&each)) {
+            PyErr_SetString(PyExc_ValueError, "size or comparison out of range");
+            return NULL;
+        }
+    }
+    same = malloc((size_t)count + 1);
+    if (!same)
+        return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS
-    same = copied((uint8_t *)(uintptr_t)target, (const uint8_t *)(uintptr_t)source, (const uint8_t *)(uintptr_t)value,
-                  (size_t)size, comparison);
+    for (Py_ssize_t at = 0; at < count; at++) {
+        memcpy(&each, table + at * sizeof each, sizeof each);
+        same[at] = (char)copied((uint8_t *)(uintptr_t)each.target, (const uint8_t *)(uintptr_t)each.source,
+                                (const uint8_t *)(uintptr_t)each.value, (size_t)each.size, (int)each.comparison);
+    }
     Py_END_ALLOW_THREADS
-    return PyBool_FromLong(same);
+    found = PyBytes_FromStringAndSize(same, count);
+    free(same);
+    return found;
 }
 
 static PyMethodDef methods[] = {
-    {"copy", copy, METH_VARARGS, "Copy from one address to another, and return whether a third holds the cast of the source."},
+    {"copies", copies, METH_VARARGS, "Make copies, and return a byte for each: 1 if its value is the cast of its source, else 0."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,18 +7,20 @@ an installation without a compiler, torch and the C library do the same.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import repeat
+from functools import partial
+from itertools import chain
 
 import torch
 
 try:
-    from unickpt.format import _casts
+    from unickpt.format._casts import copies as _copies
 except ImportError:
-    _casts = None  # type: ignore[assignment]
+    _copies = None  # type: ignore[assignment]
 
 _libc = ctypes.CDLL(None)
 _memcmp, _memmove = _libc.memcmp, _libc.memmove
@@ -26,6 +28,7 @@ _memcmp.argtypes = _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes
 _memmove.restype = ctypes.c_void_p
 _BLOCK_BYTES = 256 << 10  # copied, then compared while it is in the cache of the core
 _MOST_THREADS = 8  # saturate the memory of a host
+_PARTS_PER_THREAD = 4  # so that a slow thread does not delay the others
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -53,7 +56,7 @@ class Copy:
 
 def available() -> bool:
     """Return whether the extension is installed."""
-    return _casts is not None
+    return _copies is not None
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -76,30 +79,57 @@ def copy_all(copies: Sequence[Copy], threads: int, *, extension: bool = True) ->
         threads: number of threads that may copy.
         extension: use the extension if it is there.
     """
+    made = partial(_copied_by_extension if extension and _copies is not None else _copied, copies)
     if threads > 1 and len(copies) > 1:
+        threads = min(threads, _MOST_THREADS)
         try:
-            with ThreadPoolExecutor(min(threads, _MOST_THREADS), "unickpt-copy") as pool:
-                return list(pool.map(_copied, copies, repeat(extension)))
+            with ThreadPoolExecutor(threads, "unickpt-copy") as pool:
+                return list(chain.from_iterable(pool.map(made, _divided(copies, threads * _PARTS_PER_THREAD))))
         except RuntimeError:  # the limit of threads or of memory
             pass
-    return [_copied(each, extension) for each in copies]
+    return made(range(len(copies)))
 
 
-def _copied(copy: Copy, extension: bool) -> bool:
-    target, source, value = copy.target.detach(), copy.source.detach(), copy.value
-    kind = Comparison.NOTHING if value is None else comparison(source.dtype, value.dtype)
+def _divided(copies: Sequence[Copy], parts: int) -> list[range]:
+    """Divide the positions of copies into ranges with about the same number of bytes."""
+    least = -(-sum(each.source.nbytes for each in copies) // parts)
+    found, begin, size = [], 0, 0
+    for at, each in enumerate(copies, 1):
+        size += each.source.nbytes
+        if size >= least or at == len(copies):
+            found.append(range(begin, at))
+            begin, size = at, 0
+    return found
+
+
+def _kind(copy: Copy) -> Comparison:
+    kind = Comparison.NOTHING if copy.value is None else comparison(copy.source.dtype, copy.value.dtype)
     assert kind is not None  # condition of ``copy_all``
-    size = source.numel() * source.element_size()
-    if not size:
+    return kind
+
+
+def _copied_by_extension(copies: Sequence[Copy], positions: range) -> list[bool]:
+    table = array("Q")
+    for at in positions:
+        each = copies[at]
+        place = 0 if each.value is None else each.value.data_ptr()
+        table.extend((each.target.data_ptr(), each.source.data_ptr(), place, each.source.nbytes, _kind(each)))
+    return list(map(bool, _copies(table.tobytes())))
+
+
+def _copied(copies: Sequence[Copy], positions: range) -> list[bool]:
+    return [_copied_by_libraries(copies[at]) for at in positions]
+
+
+def _copied_by_libraries(copy: Copy) -> bool:
+    target, source, value = copy.target.detach(), copy.source.detach(), copy.value
+    if not source.nbytes:
         return True
-    place = 0 if value is None else value.data_ptr()
-    if extension and _casts is not None:
-        return _casts.copy(target.data_ptr(), source.data_ptr(), place, size, kind)
-    if kind is Comparison.BFLOAT16:
+    if _kind(copy) is Comparison.BFLOAT16:
         target.copy_(source)
         assert value is not None
         return is_cast_of(value, target, extension=False)
-    return _copied_by_libc(target.data_ptr(), source.data_ptr(), place, size)
+    return _copied_by_libc(target.data_ptr(), source.data_ptr(), 0 if value is None else value.data_ptr(), source.nbytes)
 
 
 def _copied_by_libc(target: int, source: int, value: int, size_bytes: int) -> bool:
@@ -128,8 +158,8 @@ def is_cast_of(value: torch.Tensor, source: torch.Tensor, *, extension: bool = T
     size = source.numel() * source.element_size()
     if kind is Comparison.BYTES:
         return size == 0 or _memcmp(value.data_ptr(), source.data_ptr(), size) == 0
-    if kind is Comparison.BFLOAT16 and extension and _casts is not None:
-        return _casts.copy(0, source.data_ptr(), value.data_ptr(), size, kind)
+    if kind is Comparison.BFLOAT16 and extension and _copies is not None:
+        return _copies(array("Q", (0, source.data_ptr(), value.data_ptr(), size, kind)).tobytes()) == b"\1"
     return torch.equal(_bits(value), _bits(source.to(value.device, value.dtype).reshape(value.shape)))
 
 

@@ -29,6 +29,7 @@ _TORCH_BY_NAME: dict[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 _NAME_BY_TORCH = {dtype: name for name, dtype in _TORCH_BY_NAME.items()}
+_ITEMSIZE = {name: dtype.itemsize for name, dtype in _TORCH_BY_NAME.items()}
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -54,4 +55,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def itemsize_bytes(name: str) -> int:
     """Return the size of one element of a dtype, in bytes."""
-    return torch_dtype(name).itemsize
+    try:
+        return _ITEMSIZE[name]
+    except (KeyError, TypeError):
+        return torch_dtype(name).itemsize  # raises

@@ -137,7 +137,7 @@ class MemorySaver(Saver):
             return request.contribute(announced)
 
         inner = SaveRequest(
-            contribute, self.hosts.folder.url, folder_of(number), announce=request.announce,
+            contribute, self.hosts.folder.url, folder_of(number), announce=request.announce, early=request.early,
             must_match={**request.must_match, "stands_for": request.directory}, framework_stands_in=False,
             failed=request.failed, on_end=request.on_end,
         )  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from unickpt.coordination.failure import Failure, FailureKind
 from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.format.layout import RankFiles
+from unickpt.garbage import collection_paused
 from unickpt.save import staging
 from unickpt.save.data_file import DataFile, Pace, create_data_file
 from unickpt.save.failure import save_failure
@@ -78,6 +79,7 @@ class PartBuilder:
     def __init__(self, options: SaveOptions, pool: BufferPool) -> None:
         self._options, self._pool = options, pool
 
+    @collection_paused()
     def describe(self, request: SaveRequest, opening: Opening, meet: Rendezvous) -> SavePart:
         """Describe this rank's part. For a background save, also copy it if the copy fits into the budget.
 
@@ -115,6 +117,7 @@ class PartBuilder:
         part.shards, part.ready = filled
         prepared.shards, part.staged = part.shards, True
 
+    @collection_paused()
     def stage(self, part: SavePart, storage: Storage, names: RankFiles, meet: Rendezvous) -> None:
         """Copy this rank's shards into the budget. Shards beyond the budget are written now, from where they are."""
         assert part.prepared is not None

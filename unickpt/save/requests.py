@@ -153,6 +153,8 @@ class SaveRequest:
         save_dir, tag: the checkpoint is ``<save_dir>/<tag>``, a path or a URL. A relative path is resolved at once.
         save_latest: update ``<save_dir>/latest``.
         announce: returns a message of the coordinator that all ranks receive before they contribute.
+        early: begins ``contribute`` with what does not depend on that message. The other ranks call it before they wait for
+            the message. If it raises, ``contribute`` raises the same.
         must_match: further arguments of the call by name, which must be equal on all ranks.
         framework_stands_in: the caller can save the same state in another way. After a save that failed for an
             unexpected reason, such requests are refused without another attempt.
@@ -168,6 +170,7 @@ class SaveRequest:
     tag: str
     save_latest: bool = False
     announce: Callable[[], Message] | None = None
+    early: Callable[[], None] | None = None
     must_match: Message = field(default_factory=dict)
     framework_stands_in: bool = True
     failed: BaseException | None = None

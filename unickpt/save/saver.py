@@ -21,6 +21,7 @@ from unickpt.coordination.failure import Failure, FailureKind
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import CoordinationError
 from unickpt.format.layout import RankFiles
+from unickpt.garbage import collection_paused
 from unickpt.round_folder import note_saver
 from unickpt.save import commit as commit_module
 from unickpt.save import shutdown
@@ -172,6 +173,8 @@ class Saver:
             _wait_for(busy[-1], save.directory, meet)
             busy = []
         self.report()
+        if meet.rank:
+            _begin(request)
         meet, opening = exchange(request, meet, partial(self._opening, request, wanted, busy=bool(busy)))
         if opening.skip:
             save.end(SaveResult(committed=False, skipped=True))
@@ -224,6 +227,7 @@ class Saver:
                 raise save.error
         return save
 
+    @collection_paused()
     def _opening(self, request: SaveRequest, wanted: bool, *, busy: bool) -> Opening:
         """Return the announcement of this coordinator."""
         skip = busy and self.options.on_busy == "skip"
@@ -320,6 +324,18 @@ def _wait_in_pieces(wait: Callable[[float], object], goes_on: Callable[[], bool]
     """Wait for something that goes on, for at most as long as ``left`` says. It may say less from one moment to the next."""
     while goes_on() and (left_s := left()) > 0:
         wait(min(left_s, _PIECE_S))
+
+
+@collection_paused()
+def _begin(request: SaveRequest) -> None:
+    if request.early is None:
+        return
+    try:
+        request.early()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as err:  # torch's CheckpointException does not derive from Exception
+        logger.debug("unickpt: %s: %s: %s", request.directory, type(err).__name__, err)  # ``contribute`` raises it again
 
 
 def _wait_for(save: PendingSave, directory: str, meet: Rendezvous) -> None:

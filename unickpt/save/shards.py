@@ -20,6 +20,7 @@ from unickpt.format.manifest import OptimizerRecord, Writer
 logger = logging.getLogger("unickpt")
 
 FRAGMENT_BYTES = 16 << 20  # smaller fragments would give a job of thousands of ranks millions of rows
+_LARGEST_ITEM = 16  # bytes; no dtype has more
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +144,16 @@ def prepare(contribution: Contribution, rank: int) -> Prepared:
         shards += _object_shards(value, f"{SHARED_PREFIX}{name}", f"{SHARED_TENSORS_PREFIX}{name}")
     if rank == 0:
         shards += _tensor_shards(job.tensors)
-    empty = [shard.tensor for shard in shards if not shard.box.numel]
-    shards = [piece for shard in shards if shard.box.numel for piece in _cut(shard)]
+    empty, cut = [], []
+    for shard in shards:
+        numel = shard.box.numel
+        if not numel:
+            empty.append(shard.tensor)
+        elif numel <= FRAGMENT_BYTES // _LARGEST_ITEM:
+            cut.append(shard)
+        else:
+            cut += _cut(shard)
+    shards = cut
     # keeps every fragment aligned to its item size
     shards.sort(key=lambda shard: (-itemsize_bytes(shard.tensor.dtype), shard.unless is not None))
     # a conditional tensor must be listed even if none of its shards is written

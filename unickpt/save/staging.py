@@ -10,7 +10,7 @@ import contextlib
 import mmap
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -56,23 +56,24 @@ class StagingBuffer:
         self.lead_bytes = lead_bytes
         targets, sources, staged = [], [], []
         dense = _DenseCopies(shards)
+        room = _Room(self.tensor)
         at = lead_bytes
         for shard in shards:
-            data = shard.data.detach()
             if shard.unless is not None and dense.derivable(shard, shard.unless):
                 continue
-            at = -(-at // data.element_size()) * data.element_size()
-            end = at + data.numel() * data.element_size()
+            data = shard.data
+            at = -(-at // data.itemsize) * data.itemsize
+            end = at + data.nbytes
             if end - lead_bytes > self.capacity_bytes:
                 return None
-            target = self.tensor[at:end].view(data.dtype).view(data.shape)
-            staged.append(replace(shard, data=target, unless=None))
+            target = room.place(at, data)
+            staged.append(Shard(shard.tensor, shard.box, target))
             at = end
             if is_dense(data):
                 dense.add(target, data)
             elif data.numel():
                 targets.append(target)
-                sources.append(data)
+                sources.append(data.detach())
         dense.run()
         return staged, self._copy(targets, sources)
 
@@ -99,6 +100,23 @@ def _allocated(capacity_bytes: int) -> torch.Tensor:
     return tensor
 
 
+class _Room:
+    """Places of tensors in a region of memory. ``memory``: uint8, 1-D."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self._typed: dict[torch.dtype, torch.Tensor] = {}  # the memory as elements of a dtype
+
+    def place(self, at: int, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with the dtype and shape of another one, ``at`` bytes after the begin: a multiple of its element."""
+        typed = self._typed.get(like.dtype)
+        if typed is None:
+            whole = self._memory[: len(self._memory) // like.itemsize * like.itemsize]
+            typed = self._typed[like.dtype] = whole.view(like.dtype)
+        found = typed.narrow(0, at // like.itemsize, like.numel())
+        return found if like.dim() == 1 else found.view(like.shape)
+
+
 class _DenseCopies:
     """Copies of dense CPU tensors. A shard with a condition is compared while ``unless`` is copied, if that comes before it.
 
@@ -108,40 +126,41 @@ class _DenseCopies:
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._waiting: list[Copy] = []
-        self._found: dict[tuple[int, int], bool] = {}  # by address and number of elements of ``unless``
-        self._values = {
-            _place(shard.unless): shard.data.detach()
-            for shard in shards
-            if shard.unless is not None
-            and is_dense(shard.data)
-            and is_dense(shard.unless)
-            and comparison(shard.unless.dtype, shard.data.dtype) is not None
-        }
+        self._values: dict[int, torch.Tensor] = {}  # by address of ``unless``
+        self._unless: dict[int, int] = {}  # address of ``unless`` of each shard in ``_values``, by ``id``
+        self._same: dict[int, bool] = {}  # of the copies that compared, by address of their source
+        for shard in shards:
+            if shard.unless is not None and _comparable(shard.data, shard.unless):
+                place = shard.unless.data_ptr()
+                if self._values.setdefault(place, shard.data) is shard.data:
+                    self._unless[id(shard)] = place
 
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Note a copy, which ``run`` makes."""
-        value = self._values.get(_place(source))
-        fits = value is not None and comparison(source.dtype, value.dtype) is not None
+        value = self._values.get(source.data_ptr()) if self._values else None
+        fits = value is not None and value.numel() == source.numel() and comparison(source.dtype, value.dtype) is not None
         self._waiting.append(Copy(target, source, value if fits else None))
 
     def run(self) -> None:
         """Make the copies that were noted."""
         found = copy_all(self._waiting, torch.get_num_threads())
-        self._found |= {
-            _place(copy.source): same for copy, same in zip(self._waiting, found, strict=True) if copy.value is not None
-        }
+        for copy, same in zip(self._waiting, found, strict=True):
+            if copy.value is not None:
+                self._same[copy.source.data_ptr()] = same
         self._waiting.clear()
 
     def derivable(self, shard: Shard, unless: torch.Tensor) -> bool:
         """Return whether a shard is the cast of ``unless``."""
-        self.run()
-        value = self._values.get(_place(unless))
-        found = self._found.get(_place(unless)) if value is not None and _place(value) == _place(shard.data) else None
+        if self._waiting:
+            self.run()
+        place = self._unless.get(id(shard))
+        found = None if place is None else self._same.get(place)
         return is_cast_of(shard.data, unless) if found is None else found
 
 
-def _place(data: torch.Tensor) -> tuple[int, int]:
-    return data.data_ptr(), data.numel()
+def _comparable(data: torch.Tensor, unless: torch.Tensor) -> bool:
+    """Return whether a copy of ``unless`` can compare."""
+    return is_dense(data) and is_dense(unless) and comparison(unless.dtype, data.dtype) is not None
 
 
 def nothing_to_wait_for() -> None:
@@ -152,7 +171,8 @@ def size_of(shards: Sequence[Shard]) -> int:
     """Return the size of shards in a buffer, in bytes."""
     at = 0
     for shard in shards:
-        at = -(-at // shard.data.element_size()) * shard.data.element_size() + shard.data.numel() * shard.data.element_size()
+        item = shard.data.itemsize
+        at = -(-at // item) * item + shard.data.nbytes
     return at
 
 
@@ -160,7 +180,7 @@ def first_that_fits(shards: Sequence[Shard], capacity_bytes: int) -> int:
     """Return the smallest position such that all shards from there on fit into a buffer, including alignment."""
     room = capacity_bytes
     for at in range(len(shards) - 1, -1, -1):
-        room -= shards[at].data.numel() * shards[at].data.element_size() + shards[at].data.element_size() - 1
+        room -= shards[at].data.nbytes + shards[at].data.itemsize - 1
         if room < 0:
             return at + 1 if size_of(shards) > capacity_bytes else 0
     return 0
