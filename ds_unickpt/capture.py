@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -39,13 +39,13 @@ EXTRA_STATE = "module_extra_state"  # key in the objects of the job; the shared 
 MICRO_BATCHES = "pipeline_micro_batches"  # key in the objects of the job
 SCALARS = "scalars"  # key in the objects of a rank and in the announcement
 _DIGITS = 16  # hex digits of a fingerprint
+_info = lru_cache(maxsize=1 << 14)(TensorInfo)  # the same at every save
 
 
-def topology(engine: Any, names: ModuleNames) -> dict[str, Any]:
+def topology(engine: Any, names: ModuleNames, placed: Placement) -> dict[str, Any]:
     """Return parallel degrees and modes, for the manifest and for reports."""
     dtypes = sorted({name_of(p.dtype) for p in names.parameters.values()})
     sequence = int(getattr(engine, "sequence_parallel_size", 1))
-    placed = partitions.placement(engine, names.experts.values())
     model_parallel = placed.stages > 1 or placed.tensors > 1
     degree = max((layer.degree for layer in names.experts.values()), default=1)
     return {
@@ -110,7 +110,6 @@ class _Tensors:
             flat: tensor with the elements, 1-D.
             unless: as in ``Shard``, with the same positions.
         """
-        self.listed.append(info)
         self._add(info, found, at, flat, unless)
 
     def _add(self, info: TensorInfo, found: Sequence[Place], at: int, flat: torch.Tensor, unless: torch.Tensor | None) -> None:
@@ -120,7 +119,6 @@ class _Tensors:
     def replicated(
         self, info: TensorInfo, place: Stored, data: torch.Tensor, share: Share, unless: torch.Tensor | None = None
     ) -> None:
-        self.listed.append(info)
         if place.boxes:
             self.replicas.append(_Replica(info, place, data, unless, share))
 
@@ -176,7 +174,7 @@ class EngineState:
 
     @cached_property
     def parts(self) -> list[Partition]:
-        return partitions.partitions(self.engine)
+        return partitions.partitions(self.engine, self.placed)
 
     @cached_property
     def slices(self) -> Slices:
@@ -259,7 +257,7 @@ def _contribution(state: EngineState, announced: Message) -> Contribution:
         tensors=out.listed,
         rank_objects=rank_objects,
         step=int(engine.global_steps),
-        writer=writer(engine, names),
+        writer=writer(engine, names, placed),
         optimizer=state.record,
         optimizer_part=_part(state.record, names, placed),
         aliases=names.aliases if placed.first else {},
@@ -357,13 +355,15 @@ def client_state_digest(client_state: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def writer(engine: Any, names: ModuleNames) -> Writer:
+def writer(engine: Any, names: ModuleNames, placed: Placement) -> Writer:
     """Return the writer's entry of the manifest."""
     from deepspeed.git_version_info import version
 
     known = megatron_deepspeed.job_of(engine.module)
     dialect, model = ("huggingface", model_of(engine.module)) if known is None else (known.dialect, known.model)
-    return Writer("deepspeed", version, __version__, torch.__version__, dialect, topology(engine, names), model.as_json())
+    return Writer(
+        "deepspeed", version, __version__, torch.__version__, dialect, topology(engine, names, placed), model.as_json()
+    )
 
 
 def _optimized(
@@ -379,13 +379,15 @@ def _optimized(
     for part in parts:
         held = {"master": part.elements, **_tensor_states(base, part, kinds)}
         flats = {key: tensor.detach().reshape(-1) for key, tensor in held.items()}
+        states = [(key, name_of(tensor.dtype), "parameter" if key == "master" else "optimizer") for key, tensor in held.items()]
         known, stored = {}, {}
         for parameter in part.parameters:
-            own = slices.of(parameter)
-            known[id(parameter)] = _infos(parameter, names, own.shape, held)
-            out.listed += known[id(parameter)].values()
-            elsewhere = names.name(parameter) in names.elsewhere
-            stored[id(parameter)] = Stored.of(own, stored=part.stored and not elsewhere, across=part.across)
+            own, name = slices.of(parameter), names.name(parameter)
+            infos = {key: _info(name, key, dtype, own.shape, kind) for key, dtype, kind in states}
+            infos["weight"] = _info(name, "weight", name_of(parameter.dtype), own.shape, "parameter", "master")
+            known[id(parameter)] = infos
+            out.listed += infos.values()
+            stored[id(parameter)] = Stored.of(own, stored=part.stored and name not in names.elsewhere, across=part.across)
         if part.replicated:
             _replicated(out, part, names, known, stored, flats, placed)
             continue
@@ -407,18 +409,6 @@ def _optimized(
 def _tensor_states(base: torch.optim.Optimizer | None, part: Partition, kinds: ElementStates) -> dict[str, torch.Tensor]:
     state = {} if base is None else states_of(base, part)
     return {key: value for key, value in state.items() if key in kinds.tensors and value is not None}
-
-
-def _infos(
-    parameter: torch.nn.Parameter, names: ModuleNames, shape: tuple[int, ...], held: Mapping[str, torch.Tensor]
-) -> dict[str, TensorInfo]:
-    name = names.name(parameter)
-    infos = {
-        key: TensorInfo(name, key, name_of(tensor.dtype), shape, "parameter" if key == "master" else "optimizer")
-        for key, tensor in held.items()
-    }
-    infos["weight"] = TensorInfo(name, "weight", name_of(parameter.dtype), shape, "parameter", derived_from="master")
-    return infos
 
 
 def _replicated(

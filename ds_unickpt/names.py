@@ -86,6 +86,8 @@ class _Spelling:
         return cls(internals.tied_copies(module), {plain(layer.name): layer for layer in internals.expert_layers(children)})
 
     def stored(self, name: str) -> str:
+        if not self.experts and not self.copies:
+            return name
         return stored_name(expert_name(name, self.experts), self.copies)
 
 
@@ -225,16 +227,25 @@ class ModuleNames:
             shape = local_shape(parameter)
             raise UNKNOWN_BUFFERS.error(f"the optimizer holds a parameter of shape {shape} that the module lacks") from None
 
+    @property
+    def uniform(self) -> bool:
+        """Whether all ranks of the stage have the same elements of every tensor, apart from ZeRO's partitions."""
+        return not self.experts and not self.averaged.rank
+
     def having(self, name: str) -> tuple[int, ...] | None:
         """Return the global ranks that have a part of a tensor, by its stored name; None if all ranks of the stage have.
 
         Of those with other slices of an expert, the ones of ``ExpertLayer.having``.
         """
+        if self.uniform:
+            return None
         layer = internals.layer_of(name, self.experts)
         return self.holders(name) if layer is None else layer.having
 
     def holders(self, name: str) -> tuple[int, ...] | None:
         """Return the global ranks that have the same elements of a tensor, by its stored name; None as for ``having``."""
+        if self.uniform:
+            return None
         own = self.averaged.rank and name in self.parameters and id(self.parameters[name]) in self.averaged.parameters
         return self.averaged.holders if own else holders(name, self.experts)
 

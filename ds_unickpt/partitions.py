@@ -98,8 +98,12 @@ class Partition:
         return tuple(self.elements.shape) if whole is None else (sum(piece.hi for piece in whole),)
 
 
-def partitions(engine: Any) -> list[Partition]:
+def partitions(engine: Any, placed: Placement | None = None) -> list[Partition]:
     """Return what the optimizer holds on this rank. Calls no collective.
+
+    Args:
+        engine: the DeepSpeedEngine.
+        placed: ``placement`` of the engine; None to find it.
 
     Raises:
         UnsupportedLayoutError: the layout of the buffers is unknown.
@@ -107,7 +111,7 @@ def partitions(engine: Any) -> list[Partition]:
     kind = wrapper_of(engine)
     if kind == "none":
         return []
-    placed = placement(engine)
+    placed = placed or placement(engine)
     build: dict[str, Callable[[Any], Iterator[Partition]]] = {
         "plain": _plain,
         ZERO_1_2: partial(_zero_1_2, placed=placed),

@@ -77,16 +77,16 @@ class EngineRestore:
         self.engine, self.checkpoint, self.options, self.wanted = engine, checkpoint, options, wanted
         self.names = ModuleNames.read(engine.module, tensor_parallel.rank_values(engine))
         swap_files.release_weights(engine.module)
-        self.parts = partitions.partitions(engine)
+        self.placed = partitions.placement(engine, self.names.experts.values())
+        self.parts = partitions.partitions(engine, self.placed)
         self.base = internals.base_optimizer(engine)
         source = checkpoint.manifest.writer
         self.report = LoadReport(
             source=f"{checkpoint.storage} (step {checkpoint.manifest.step}, {source.framework} "
             f"{source.framework_version}, {describe(source.topology)}{translated_from(checkpoint)})",
-            target=describe(topology(engine, self.names)),
+            target=describe(topology(engine, self.names, self.placed)),
         )
         self.report.notes = list(checkpoint.manifest.notes)
-        self.placed = partitions.placement(engine, self.names.experts.values())
         self.slices = tensor_parallel.slices(engine)
         padded = vocabulary.PaddedRows.of(checkpoint, engine, self.names)
         self.matching = Matching(checkpoint, self.names, self.names.volatile, padded, wanted.strict, self.report)
