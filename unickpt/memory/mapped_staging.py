@@ -18,7 +18,7 @@ import torch
 
 from unickpt.errors import StorageError
 from unickpt.format.layout import fragment_key
-from unickpt.format.safetensors_header import build_header
+from unickpt.format.safetensors_header import MAX_HEADER_BYTES, build_header
 from unickpt.memory.host_folder import HostFolder
 from unickpt.save.shards import Shard
 from unickpt.save.staging import StagingBuffer
@@ -26,6 +26,10 @@ from unickpt.storage.base import Sink
 from unickpt.storage.direct_io import BLOCK_BYTES, address_of
 
 _STEP_DIGITS = 20
+# most bytes of the header, with numbers of 20 digits: of its metadata, of an entry without names, and of a dimension
+_METADATA_BYTES = 256
+_ENTRY_BYTES = len('":[]":{"dtype":"F8_E4M3","shape":[],"data_offsets":[,]},') + 2 * 20
+_DIMENSION_BYTES = len(",:,") + 3 * 20
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -105,7 +109,24 @@ class MappedBuffer(StagingBuffer):
 
 
 def header_space(shards: Sequence[Shard]) -> int:
-    """Return the size in bytes that the header of a data file with these shards or fewer can have at most."""
+    """Return a size in bytes, of whole blocks, that holds the header of a data file with these shards or fewer.
+
+    Training waits, so it is a bound: encoding the header takes 20 times as long.
+    """
+    size = _METADATA_BYTES
+    for shard in shards:
+        tensor = shard.tensor
+        size += _ENTRY_BYTES + _text_bytes(tensor.name) + _text_bytes(tensor.state) + _DIMENSION_BYTES * len(shard.box.shape)
+    size = -(-size // BLOCK_BYTES) * BLOCK_BYTES
+    return size if size <= MAX_HEADER_BYTES else _exact_space(shards)
+
+
+def _text_bytes(text: str) -> int:
+    plain = text.isascii() and text.isprintable() and '"' not in text and "\\" not in text
+    return len(text) * (1 if plain else 6)  # as JSON
+
+
+def _exact_space(shards: Sequence[Shard]) -> int:
     metadata = {"format": "unickpt-data", "rank": "0" * _STEP_DIGITS, "step": "0" * _STEP_DIGITS}
     _, header = build_header(
         ((fragment_key(s.tensor, s.box), s.tensor.dtype, s.box.shape) for s in shards), metadata, alignment=BLOCK_BYTES
