@@ -19,7 +19,7 @@ from ds_unickpt.names import ModuleNames
 from ds_unickpt.optimizer_record import ElementStates, RankScalars, classify, record_of
 from ds_unickpt.partitions import Partition, states_of
 from ds_unickpt.placement import Placement, Share
-from ds_unickpt.slices import Place, Slice, Slices, places
+from ds_unickpt.slices import Place, RankValues, Slice, Slices, places
 from unickpt import __version__
 from unickpt.convert.deepspeed.tensor_parallel import PlacedBox
 from unickpt.coordination.rendezvous import Message
@@ -164,9 +164,19 @@ class EngineState:
         self.client_state, self.exclude_frozen = client_state, exclude_frozen
 
     @cached_property
+    def supported(self) -> bool:
+        """True. Raises UnsupportedLayoutError if unickpt does not support the job."""
+        require_supported(self.engine)
+        return True
+
+    @cached_property
     def names(self) -> ModuleNames:
         """Names of the module, with this tensor-parallel rank's own values. It fails on a job that is not supported."""
-        return ModuleNames.read(self.engine.module, tensor_parallel.rank_values(self.engine))
+        return ModuleNames.read(self.engine.module, self.values)
+
+    @cached_property
+    def values(self) -> RankValues:
+        return tensor_parallel.rank_values(self.engine, self.slices)
 
     @cached_property
     def base(self) -> torch.optim.Optimizer | None:
@@ -182,7 +192,7 @@ class EngineState:
 
     @cached_property
     def placed(self) -> Placement:
-        return partitions.placement(self.engine, self.names.experts.values())
+        return partitions.placement(self.engine, self.names.experts.values(), self.values)
 
     @cached_property
     def scalars(self) -> RankScalars | None:
@@ -219,8 +229,7 @@ class EngineState:
 
     def read(self) -> None:
         """Read what does not depend on the coordinator's announcement."""
-        require_supported(self.engine)
-        _ = self.announcement, self.tensors, self.record
+        _ = self.supported, self.announcement, self.tensors, self.record
 
     def forget(self) -> None:
         """Read everything again the next time."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ds_unickpt import internals, megatron_deepspeed
 from ds_unickpt.internals import is_expert, is_zero3, layer_of, plain
 from ds_unickpt.slices import Shape, Slice, Slices, local_shape
 from unickpt.convert.deepspeed.patterns import Cut, cut_of
-from unickpt.convert.deepspeed.tensor_parallel import affine_boxes, affine_entry, divided, merged
+from unickpt.convert.deepspeed.tensor_parallel import Division, affine_boxes, affine_entry, divided, merged
 from unickpt.errors import FormatError
 
 INFO = "universal_checkpoint_info"
@@ -154,7 +155,7 @@ def _slice(
             return _mapped(name, entry, local, rank, where)
         cut = _cut(name, parameter, info, where, whole=whole)
         cut = replace(cut, parts=parts) if parts else cut
-        found = divided(name, [local] * world, cut, where)
+        found = _divided(name, local, world, cut, where)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as err:
         raise FormatError(f"{where}: {INFO} does not describe {name} ({type(err).__name__}: {err})") from err
     if cut.averaged:
@@ -166,6 +167,12 @@ def _slice(
     if cut.dim is None:
         return Slice.whole(local, stored=rank == 0)
     return Slice(found.shape, local, found.placed[rank], found.placed[rank])
+
+
+@lru_cache(maxsize=1 << 14)
+def _divided(name: str, local: Shape, world: int, cut: Cut, where: str) -> Division:
+    """The result is the same at every save, so it is kept."""
+    return divided(name, [local] * world, cut, where)
 
 
 def _mapped(name: str, entry: Mapping[str, Any], local: Shape, rank: int, where: str) -> Slice:

@@ -19,6 +19,7 @@ from ds_unickpt import internals, tensor_parallel
 from ds_unickpt.fallbacks import UNKNOWN_BUFFERS
 from ds_unickpt.internals import BF16, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, ExpertLayer, is_zero3, wrapper_of
 from ds_unickpt.placement import Placement
+from ds_unickpt.slices import RankValues
 from ds_unickpt.swap_files import SwappedPartition, swapped_weight
 
 
@@ -382,7 +383,9 @@ def part_of(parameter: Any) -> torch.Tensor:
     return part
 
 
-def placement(engine: Any, layers: Iterable[ExpertLayer] | None = None) -> Placement:
+def placement(
+    engine: Any, layers: Iterable[ExpertLayer] | None = None, values: RankValues | None = None
+) -> Placement:  # fmt: skip
     """Return where this rank stands among the ranks of the job.
 
     ZeRO-3 partitions over the sequence-parallel peers as well, so they are no replicas there.
@@ -390,6 +393,7 @@ def placement(engine: Any, layers: Iterable[ExpertLayer] | None = None) -> Place
     Args:
         engine: the DeepSpeedEngine.
         layers: its expert layers; None to find them.
+        values: its ``tensor_parallel.rank_values``; None to find them.
     """
     if layers is None:
         layers = internals.expert_layers(internals.submodules(engine.module))
@@ -398,7 +402,9 @@ def placement(engine: Any, layers: Iterable[ExpertLayer] | None = None) -> Place
     rank, world = int(engine.global_rank), int(engine.world_size)
     ranks = tuple(range(world)) if stage is None else stage.ranks
     same = set(ranks).intersection(*(layer.ranks for layer in layers))
-    same &= set(tensor_parallel.rank_values(engine).holders or same)
+    if values is None:
+        values = tensor_parallel.rank_values(engine, tensor_parallel.slices(engine))
+    same &= set(values.holders or same)
     tensors = tensor_parallel.degree(engine)
     copies = len(data) < len(ranks) // tensors and not engine.zero_optimization_partition_weights()
     number, stages = (0, 1) if stage is None else (stage.number, stage.count)

@@ -75,9 +75,11 @@ class EngineRestore:
 
     def __init__(self, engine: Any, checkpoint: Checkpoint, options: Options, wanted: LoadArguments) -> None:
         self.engine, self.checkpoint, self.options, self.wanted = engine, checkpoint, options, wanted
-        self.names = ModuleNames.read(engine.module, tensor_parallel.rank_values(engine))
+        self.slices = tensor_parallel.slices(engine)
+        values = tensor_parallel.rank_values(engine, self.slices)
+        self.names = ModuleNames.read(engine.module, values)
         swap_files.release_weights(engine.module)
-        self.placed = partitions.placement(engine, self.names.experts.values())
+        self.placed = partitions.placement(engine, self.names.experts.values(), values)
         self.parts = partitions.partitions(engine, self.placed)
         self.base = internals.base_optimizer(engine)
         source = checkpoint.manifest.writer
@@ -87,7 +89,6 @@ class EngineRestore:
             target=describe(topology(engine, self.names, self.placed)),
         )
         self.report.notes = list(checkpoint.manifest.notes)
-        self.slices = tensor_parallel.slices(engine)
         padded = vocabulary.PaddedRows.of(checkpoint, engine, self.names)
         self.matching = Matching(checkpoint, self.names, self.names.volatile, padded, wanted.strict, self.report)
         self.matching.match(self._own_tensors(), optimizer=wanted.optimizer)

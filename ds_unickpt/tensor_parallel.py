@@ -30,13 +30,14 @@ def slices(engine: Any) -> Slices:
     return Slices({**found.known, **auto_experts.slices(engine).known}) if engine.has_moe_layers else found
 
 
-def rank_values(engine: Any) -> RankValues:
+def rank_values(engine: Any, parts: Slices) -> RankValues:
     """Return the parameters of which the tensor-parallel ranks have values of their own. Calls no collective.
 
-    Raises:
-        FormatError: as ``slices``.
+    Args:
+        engine: the DeepSpeedEngine.
+        parts: its ``slices``.
     """
-    averaged = frozenset(key for key, part in slices(engine).known.items() if part.averaged)
+    averaged = frozenset(key for key, part in parts.known.items() if part.averaged)
     if not averaged:
         return RankValues()
     ranks = tuple(sorted(get_process_group_ranks(engine.seq_data_parallel_group)))
