@@ -5,16 +5,17 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.rank_threads import alone, on_all_ranks
-from tests.support.saves import assert_holds, part
+from tests.support.saves import assert_holds, part, stalled
 from unickpt.coordination.rendezvous import Message, Rendezvous
-from unickpt.garbage import collection_paused
-from unickpt.save.requests import SaveRequest
+from unickpt.save.garbage import collection_paused
+from unickpt.save.requests import SaveOptions, SaveRequest
 from unickpt.save.saver import Saver
 from unickpt.save.shards import Contribution
 
@@ -114,3 +115,27 @@ def test_the_collector_is_left_as_it_was() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_save_that_skips_itself_describes_nothing(tmp_path: Path) -> None:
+    described: list[str] = []
+    begun = threading.Barrier(3)
+
+    def run(meet: Rendezvous) -> list[bool]:
+        saver = Saver(SaveOptions(asynchronous=True, on_busy="skip"))
+        saves = []
+        for tag in "ab":
+            request = SaveRequest(
+                lambda _: part(1, meet.rank), str(tmp_path), tag, early=partial(described.append, f"{tag}{meet.rank}")
+            )
+            saves.append(saver.save(request, meet.separate(tag)))
+            if tag == "a":
+                begun.wait(20)  # its threads cannot write yet
+        stall.gate.set()
+        assert saver.finish(60)
+        return [save.result is not None and save.result.skipped for save in saves]
+
+    with stalled(tmp_path) as stall:
+        found = on_all_ranks(run)
+    assert found == [[False, True]] * 3
+    assert sorted(described) == ["a1", "a2"]
