@@ -39,7 +39,7 @@ EXTRA_STATE = "module_extra_state"  # key in the objects of the job; the shared 
 MICRO_BATCHES = "pipeline_micro_batches"  # key in the objects of the job
 SCALARS = "scalars"  # key in the objects of a rank and in the announcement
 _DIGITS = 16  # hex digits of a fingerprint
-_info = lru_cache(maxsize=1 << 14)(TensorInfo)  # the same at every save
+_info = lru_cache(maxsize=1 << 16)(TensorInfo)  # the same at every save
 
 
 def topology(engine: Any, names: ModuleNames, placed: Placement) -> dict[str, Any]:
@@ -216,23 +216,30 @@ class EngineState:
         return None if self.base is None else record_of(self.parts, self.names, self.base)
 
     @cached_property
-    def announcement(self) -> Message:
+    def digests(self) -> Message:
         """Digests of this rank's state. The other ranks compare the coordinator's with their own to find values that differ."""
-        found: Message = {"client_state": client_state_digest(self.client_state)}
+        replicas = _tensor_parallel_replicas(self.engine, self.names, self.slices)
+        return {
+            "client_state": client_state_digest(self.client_state),
+            "replicas": "".join(fingerprints([p.detach() for _, p in replicas])),
+            "buffers": "".join(fingerprints([buffer for _, buffer in _stored_buffers(self.names, self.options)])),
+            **({} if self.scalars is None else {SCALARS: self.scalars.fingerprint()}),
+        }
+
+    def announcement(self) -> Message:
+        """Return the digests of the coordinator, or that of the client state alone if the state cannot be described."""
         with contextlib.suppress(Exception):  # ``contribution`` raises the same error on all ranks
-            replicas = _tensor_parallel_replicas(self.engine, self.names, self.slices)
-            found["replicas"] = "".join(fingerprints([p.detach() for _, p in replicas]))
-            found["buffers"] = "".join(fingerprints([buffer for _, buffer in _stored_buffers(self.names, self.options)]))
-            if self.scalars is not None:
-                found[SCALARS] = self.scalars.fingerprint()
-        return found
+            return self.digests
+        return {"client_state": client_state_digest(self.client_state)}
 
     def read(self) -> None:
         """Read what does not depend on the coordinator's announcement."""
-        _ = self.supported, self.announcement, self.tensors, self.record
+        _ = self.supported, self.tensors, self.record
+        if self.engine.global_rank:
+            _ = self.digests
 
     def forget(self) -> None:
-        """Read everything again the next time."""
+        """Release what was read. The next use reads it again."""
         for name in [name for name, value in vars(type(self)).items() if isinstance(value, cached_property)]:
             vars(self).pop(name, None)
 
@@ -248,16 +255,10 @@ def contribution(state: EngineState, announced: Message) -> Contribution:
         UnsupportedLayoutError: the job uses a layout that unickpt does not support.
     """
     state.read()
-    made = _contribution(state, announced)
-    state.forget()  # the request of a save lives longer than the tensors should
-    return made
-
-
-def _contribution(state: EngineState, announced: Message) -> Contribution:
     engine, names, placed, base, parts = state.engine, state.names, state.placed, state.base, state.parts
     out, excluded = state.tensors
     rank_objects: dict[str, Any] = {"rng": rng.capture()}
-    if engine.global_rank and state.announcement["client_state"] != announced.get("client_state"):
+    if engine.global_rank and state.digests["client_state"] != announced.get("client_state"):
         rank_objects["client_state"] = dict(state.client_state)
     if state.scalars is not None:
         rank_objects[SCALARS] = state.scalars.to_object()
@@ -310,14 +311,14 @@ def _different(state: EngineState, announced: Message) -> tuple[tuple[str, str],
     replicas = _tensor_parallel_replicas(state.engine, names, state.slices)
     buffers = _stored_buffers(names, state.options)
     for key, kind, tensors in (("buffers", "buffer", buffers), ("replicas", "parameter", replicas)):
-        theirs, ours = announced.get(key, ""), state.announcement.get(key, "")
+        theirs, ours = announced.get(key, ""), state.digests.get(key, "")
         if theirs == ours or len(theirs) != len(ours):
             continue
         for at, (name, _) in enumerate(tensors):
             place = slice(_DIGITS * at, _DIGITS * (at + 1))
             if ours[place] != theirs[place] and 0 in (names.holders(name) or (0,)):
                 found.append((f"{kind} {name}", "Rank 0's values are stored. After a load every rank has them."))
-    ours = state.announcement.get(SCALARS, "")
+    ours = state.digests.get(SCALARS, "")
     if ours and SCALARS in announced and ours != announced[SCALARS]:
         follows = "With the same layout each rank gets its own values back. With another layout all ranks get rank 0's."
         found.append(("scalars of the optimizer", follows))

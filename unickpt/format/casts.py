@@ -60,8 +60,8 @@ def available() -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements lie on the CPU in row-major order without gaps."""
-    return tensor.is_cpu and tensor.is_contiguous()
+    """Return whether the memory of a CPU tensor has its elements, in row-major order without gaps."""
+    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def comparison(source: torch.dtype, value: torch.dtype) -> Comparison | None:

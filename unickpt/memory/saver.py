@@ -138,6 +138,7 @@ class MemorySaver(Saver):
 
         inner = SaveRequest(
             contribute, self.hosts.folder.url, folder_of(number), announce=request.announce, early=request.early,
+            forget=request.forget,
             must_match={**request.must_match, "stands_for": request.directory}, framework_stands_in=False,
             failed=request.failed, on_end=request.on_end,
         )  # fmt: skip

@@ -173,5 +173,5 @@ def write_rows(storage: Storage, rows_name: str, rows: list[FragmentRow], tensor
 
 def host_bytes(data: torch.Tensor) -> memoryview:
     """Return the bytes of the elements in row-major order. For a dense CPU tensor it is a view."""
-    dense = data.detach().reshape(-1).to("cpu").contiguous()
+    dense = data.detach().reshape(-1).to("cpu").resolve_conj().resolve_neg().contiguous()
     return memoryview(dense.view(torch.uint8).numpy().data) if dense.numel() else memoryview(b"")

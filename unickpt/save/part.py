@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from unickpt.coordination.failure import Failure, FailureKind
@@ -79,11 +79,16 @@ class PartBuilder:
     def __init__(self, options: SaveOptions, pool: BufferPool) -> None:
         self._options, self._pool = options, pool
 
-    @collection_paused()
-    def describe(self, request: SaveRequest, opening: Opening, meet: Rendezvous) -> SavePart:
+    def describe(
+        self, request: SaveRequest, opening: Opening, meet: Rendezvous, interrupts: Sequence[BaseException] = ()
+    ) -> SavePart:
         """Describe this rank's part. For a background save, also copy it if the copy fits into the budget.
 
         A failure is returned in the part, so that this rank takes part in the agreement.
+
+        Args:
+            request, opening, meet: of the save.
+            interrupts: what has interrupted this rank. It is the failure of its part.
         """
         part = SavePart()
         if request.failed is not None:
@@ -93,7 +98,10 @@ class PartBuilder:
         if part.failure is not None:
             return part
         try:
-            part.prepared = prepare(request.contribute(opening.announce), meet.rank)
+            if interrupts:
+                raise interrupts[0]
+            with collection_paused():
+                part.prepared = prepare(request.contribute(opening.announce), meet.rank)
             self._resolve(part, part.prepared, background=opening.background, meet=meet)
         except BaseException as err:  # torch's CheckpointException does not derive from Exception
             part.failure = save_failure(err, meet.rank, describing=True)
@@ -110,14 +118,14 @@ class PartBuilder:
             return
         certain = staging.size_of([shard for shard in part.shards if shard.unless is None])
         part.buffer = self._buffer(certain, meet)
-        filled = part.buffer.fill(part.shards) if certain <= part.buffer.capacity_bytes else None
+        with collection_paused():
+            filled = part.buffer.fill(part.shards) if certain <= part.buffer.capacity_bytes else None
         if filled is None:
             prepared.shards = part.shards = resolve_conditions(part.shards)
             return
         part.shards, part.ready = filled
         prepared.shards, part.staged = part.shards, True
 
-    @collection_paused()
     def stage(self, part: SavePart, storage: Storage, names: RankFiles, meet: Rendezvous) -> None:
         """Copy this rank's shards into the budget. Shards beyond the budget are written now, from where they are."""
         assert part.prepared is not None
@@ -131,7 +139,8 @@ class PartBuilder:
             if first:
                 part.written = self._write_ahead(part.prepared, first, storage, names, meet)
             lead = part.written.file.next_byte % BLOCK_BYTES if part.written is not None else 0
-            filled = part.buffer.fill(part.shards[first:], lead_bytes=lead)
+            with collection_paused():
+                filled = part.buffer.fill(part.shards[first:], lead_bytes=lead)
             assert filled is not None  # all conditions are resolved and the shards fit
             part.shards, part.ready = filled
         except Exception as err:

@@ -155,6 +155,7 @@ class SaveRequest:
         announce: returns a message of the coordinator that all ranks receive before they contribute.
         early: begins ``contribute`` with what does not depend on that message. The other ranks call it before they wait for
             the message. If it raises, ``contribute`` raises the same.
+        forget: releases what the three functions above keep for each other. It is called when the call of the save ends.
         must_match: further arguments of the call by name, which must be equal on all ranks.
         framework_stands_in: the caller can save the same state in another way. After a save that failed for an
             unexpected reason, such requests are refused without another attempt.
@@ -171,6 +172,7 @@ class SaveRequest:
     save_latest: bool = False
     announce: Callable[[], Message] | None = None
     early: Callable[[], None] | None = None
+    forget: Callable[[], None] | None = None
     must_match: Message = field(default_factory=dict)
     framework_stands_in: bool = True
     failed: BaseException | None = None

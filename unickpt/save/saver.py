@@ -164,6 +164,23 @@ class Saver:
             CoordinationError: a rank did not arrive in time.
             KeyboardInterrupt, SystemExit: this rank was interrupted; no files of the save remain.
         """
+        interrupts: list[BaseException] = []
+        try:
+            save = self._begun(request, meet, asynchronous, interrupts)
+        except CoordinationError:
+            if not interrupts:
+                raise
+        finally:
+            if request.forget is not None:
+                request.forget()
+        if interrupts:
+            raise interrupts[0]
+        return save
+
+    def _begun(
+        self, request: SaveRequest, meet: Rendezvous, asynchronous: bool | None, interrupts: list[BaseException]
+    ) -> PendingSave:
+        """As ``save``. An interrupt in ``early`` is noted in ``interrupts``, and the other ranks learn of it."""
         begin = time.monotonic()
         self._meet = meet
         save = PendingSave(request.directory, meet.rank, self.counts)
@@ -173,8 +190,8 @@ class Saver:
             _wait_for(busy[-1], save.directory, meet)
             busy = []
         self.report()
-        if meet.rank and not (busy and self.options.on_busy == "skip"):
-            _begin(request)
+        idle = meet.rank and request.failed is None and not (busy and self.options.on_busy == "skip")
+        interrupts += _describe_early(request) if idle else []
         meet, opening = exchange(request, meet, partial(self._opening, request, wanted, busy=bool(busy)))
         if opening.skip:
             save.end(SaveResult(committed=False, skipped=True))
@@ -190,7 +207,7 @@ class Saver:
                 failures = [opening.refused]
             else:
                 described_ns = time.monotonic_ns()
-                part = self._parts.describe(request, opening, meet)
+                part = self._parts.describe(request, opening, meet, interrupts)
                 part.stage_ns = time.monotonic_ns() - described_ns
                 self._pending.append(save)  # from now on, SIGTERM waits for it
                 generation, failures = self._agreed(part, storage, meet)
@@ -327,15 +344,17 @@ def _wait_in_pieces(wait: Callable[[float], object], goes_on: Callable[[], bool]
 
 
 @collection_paused()
-def _begin(request: SaveRequest) -> None:
+def _describe_early(request: SaveRequest) -> list[BaseException]:
+    """Describe what does not depend on the announcement. Return an interrupt that came meanwhile, or nothing."""
     if request.early is None:
-        return
+        return []
     try:
         request.early()
-    except (KeyboardInterrupt, SystemExit):
-        raise
+    except (KeyboardInterrupt, SystemExit) as err:
+        return [err]
     except BaseException as err:  # torch's CheckpointException does not derive from Exception
         logger.debug("unickpt: %s: %s: %s", request.directory, type(err).__name__, err)  # ``contribute`` raises it again
+    return []
 
 
 def _wait_for(save: PendingSave, directory: str, meet: Rendezvous) -> None:

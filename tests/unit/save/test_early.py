@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -139,3 +140,39 @@ def test_a_save_that_skips_itself_describes_nothing(tmp_path: Path) -> None:
         found = on_all_ranks(run)
     assert found == [[False, True]] * 3
     assert sorted(described) == ["a1", "a2"]
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_ctrl_c_while_a_rank_describes_early_reaches_the_others_at_once(tmp_path: Path, skipped: bool) -> None:
+    """Also if the save turns out to be none, so that nobody waits for this rank."""
+
+    def run(meet: Rendezvous) -> Any:
+        def early() -> None:
+            if meet.rank == 1:
+                raise KeyboardInterrupt
+
+        def refuse() -> Message:
+            if skipped:
+                raise MemoryError("no announcement")
+            return {}
+
+        forgotten: list[int] = []
+        request = SaveRequest(
+            lambda _: part(1, meet.rank), str(tmp_path), "a", announce=refuse, early=early,
+            forget=partial(forgotten.append, meet.rank),
+        )  # fmt: skip
+        try:
+            save = Saver().save(request, meet)
+        except KeyboardInterrupt:
+            assert forgotten == [meet.rank]
+            return "interrupted"
+        assert forgotten == [meet.rank]
+        return save.cause()
+
+    begin = time.monotonic()
+    found = on_all_ranks(run, timeout_s=60)
+    assert time.monotonic() - begin < 20
+    assert found[1] == "interrupted"
+    for cause in (found[0], found[2]):
+        assert ("no announcement" if skipped else "KeyboardInterrupt") in cause
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []

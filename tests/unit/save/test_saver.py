@@ -16,6 +16,7 @@ from tests.support.rank_threads import WORLD, alone, on_all_ranks
 from tests.support.saves import MIB, assert_counts, assert_holds, background, large, part, request, stalled
 from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.errors import CoordinationError, UnsupportedLayoutError
+from unickpt.format.boxes import Box
 from unickpt.format.dtypes import torch_dtype
 from unickpt.format.index import TensorInfo
 from unickpt.load.checkpoint import Checkpoint
@@ -42,6 +43,23 @@ def test_training_continues_while_its_earlier_state_is_written(tmp_path: Path) -
     assert save.result is not None
     assert 0.0 < save.stall_s <= save.result.seconds
     assert_counts(tmp_path / "a")
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_views_whose_memory_has_other_elements_are_saved_as_they_are_read(tmp_path: Path, behind: bool) -> None:
+    """torch conjugates and negates such views when they are read: rotary embeddings may be complex."""
+    value = torch.view_as_complex(torch.arange(12.0).reshape(6, 2))
+    views = {"conjugate": (value.conj(), "C64"), "negative": (value.conj().imag, "F32")}
+    assert value.conj().is_conj()
+    assert value.conj().imag.is_neg()
+    shards = [
+        Shard(TensorInfo(name, "weight", dtype, (6,), "buffer"), Box.whole((6,)), view) for name, (view, dtype) in views.items()
+    ]
+    saver = Saver(SaveOptions(asynchronous=behind))
+    saver.save(request(tmp_path, "a", shards), alone()).wait()
+    checkpoint = Checkpoint.open(tmp_path / "a")
+    for name, (view, _) in views.items():
+        assert torch.equal(checkpoint.read_tensor(name, "weight"), view.clone().resolve_conj().resolve_neg())
 
 
 def test_staging_memory_is_kept_between_saves(tmp_path: Path) -> None:
