@@ -51,7 +51,7 @@ def watchers(job: Agents) -> list[psutil.Process]:
 
 
 def test_hosts_of_stopped_and_looping_ranks_are_out_and_a_person_admits_them(
-    job: Agents, capsys: pytest.CaptureFixture[str]
+    job: Agents, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """One job: SIGSTOP of the rank on n2, n2 admitted by a person, then an endless loop of rank 0 on n1, which leads."""
     first = started(job)
@@ -61,7 +61,7 @@ def test_hosts_of_stopped_and_looping_ranks_are_out_and_a_person_admits_them(
     assert host_of(job, second[0]) == "n1"
     job.until_said("order: park n2 for 600 s: STOPPED_OUT: unickpt HANG rank=1 ")
     assert not psutil.pid_exists(first[1].pid)
-    given = ["--rdzv-endpoint", f"localhost:{job.port}", "--rdzv-id", job.identifier]
+    given = ["--rdzv-endpoint", f"localhost:{job.port}", "--rdzv-id", job.identifier, "--memory-folder", str(tmp_path)]
     assert main(["hosts", *given]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:4] for line in lines[1:]] == [["n1", "0", "0", "running"], ["n2", "-", "-", "parked"]]

@@ -57,7 +57,14 @@ def test_a_report_of_another_host_reaches_the_leader_and_the_order_all_hosts(
 
 def test_a_person_parks_and_admits_a_host(job: Job, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _, b = two_hosts(job)
-    given = ["--rdzv-endpoint", b.address, "--rdzv-id", "job"]  # of an agent that does not lead
+    given = [
+        "--rdzv-endpoint",
+        b.address,
+        "--rdzv-id",
+        "job",
+        "--memory-folder",
+        str(tmp_path),
+    ]  # of an agent that does not lead
     assert main(["hosts", "park", "b", *given]) == 0
     assert "park b: asked by " in capsys.readouterr().out
     until(lambda: (state := b.read()) and "b" in state.parked)
