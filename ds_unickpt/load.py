@@ -21,6 +21,7 @@ from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.diagnosis import session
 from unickpt.errors import ConfigError, FormatError, NotACheckpointError, UnickptError
 from unickpt.format.manifest import MANIFEST_FILE
+from unickpt.garbage import collection_paused
 from unickpt.load.candidates import Candidates
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.failure import DAMAGE, failure_of
@@ -245,6 +246,7 @@ def _is_native(directory: Storage) -> bool:
     return max(native) > directory.modified_ns(MANIFEST_FILE)
 
 
+@collection_paused()
 def _load(
     ours: UnickptCheckpointEngine, engine: Any, directory: str, source: Callable[[], Checkpoint], wanted: LoadArguments,
     skipped: tuple[str, ...],

@@ -30,6 +30,7 @@ from unickpt.diagnosis import session
 from unickpt.dialects.translated_checkpoint import TranslatedCheckpoint
 from unickpt.format.index import TensorInfo
 from unickpt.format.topology import describe
+from unickpt.garbage import collection_paused
 from unickpt.load.checkpoint import Checkpoint, Planned
 from unickpt.load.resume import Together
 from unickpt.logs import make_visible
@@ -43,6 +44,7 @@ BY_POSITION = {"rng_state", "unickpt_rng", "rerun_state_machine_state"}
 Adapt = Callable[[Checkpoint, dict[str, Any]], dict[str, Any]]
 
 
+@collection_paused()
 def load(
     runtime: Runtime,
     sharded_state_dict: dict[str, Any],

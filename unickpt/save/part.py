@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from unickpt.coordination.failure import Failure, FailureKind
 from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.format.layout import RankFiles
+from unickpt.garbage import collection_paused
 from unickpt.save import staging
 from unickpt.save.data_file import DataFile, Pace, create_data_file
 from unickpt.save.failure import save_failure
-from unickpt.save.garbage import collection_paused
 from unickpt.save.opening import Opening, refusal
 from unickpt.save.requests import SaveOptions, SaveRequest
 from unickpt.save.shards import Prepared, Shard, prepare, resolve_conditions

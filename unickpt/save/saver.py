@@ -21,12 +21,12 @@ from unickpt.coordination.failure import Failure, FailureKind
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import CoordinationError
 from unickpt.format.layout import RankFiles
+from unickpt.garbage import collection_paused
 from unickpt.round_folder import note_saver
 from unickpt.save import commit as commit_module
 from unickpt.save import shutdown
 from unickpt.save.directory_locks import DirectoryLocks
 from unickpt.save.failure import save_failure
-from unickpt.save.garbage import collection_paused
 from unickpt.save.opening import Opening, exchange, opening_of
 from unickpt.save.part import PartBuilder, SavePart, warn_of_waiting
 from unickpt.save.requests import PendingSave, SaveCounts, SaveOptions, SaveRequest, SaveResult

@@ -15,7 +15,7 @@ import pytest
 from tests.support.rank_threads import alone, on_all_ranks
 from tests.support.saves import assert_holds, part, stalled
 from unickpt.coordination.rendezvous import Message, Rendezvous
-from unickpt.save.garbage import collection_paused
+from unickpt.garbage import collection_paused
 from unickpt.save.requests import SaveOptions, SaveRequest
 from unickpt.save.saver import Saver
 from unickpt.save.shards import Contribution

@@ -1,7 +1,7 @@
 """Pauses of Python's cyclic garbage collector while training waits.
 
-A save lists some thousand objects, and so can start a collection of all objects of the process. That takes about 0.2 s in a
-process with torch and DeepSpeed. The collector runs later instead, when training goes on.
+A save or a load lists some thousand objects, and so can start a collection of all objects of the process. That takes about
+0.2 s in a process with torch and DeepSpeed. The collector runs later instead, when training goes on.
 """
 
 from __future__ import annotations
