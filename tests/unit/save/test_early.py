@@ -144,7 +144,7 @@ def test_a_save_that_skips_itself_describes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("skipped", [False, True])
 def test_ctrl_c_while_a_rank_describes_early_reaches_the_others_at_once(tmp_path: Path, skipped: bool) -> None:
-    """Also if the save turns out to be none, so that nobody waits for this rank."""
+    """Also if the coordinator refuses the save, so that no rank waits for the interrupted one."""
 
     def run(meet: Rendezvous) -> Any:
         def early() -> None:
