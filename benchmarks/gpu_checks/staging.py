@@ -20,7 +20,7 @@ from unickpt.format.boxes import Box
 from unickpt.format.index import TensorInfo
 from unickpt.format.manifest import Writer
 from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.reader import Request
+from unickpt.load.fragments import Request
 from unickpt.save.requests import PendingSave, SaveOptions, SaveRequest
 from unickpt.save.saver import Saver
 from unickpt.save.shards import Contribution, shards_of_flat_range
