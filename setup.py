@@ -22,7 +22,11 @@ def extension(name: str, *arguments: str) -> Extension:
 setup(
     packages=[*find_packages(include=["unickpt*", "ds_unickpt*", "megatron_unickpt*"]), "unickpt.dialects.data"],
     py_modules=["_unickpt_autoload"],
-    ext_modules=[extension("unickpt.diagnosis.recording._fast"), extension("unickpt.format._casts", "-O3")],
+    ext_modules=[
+        extension("unickpt.diagnosis.recording._fast"),
+        extension("unickpt.format._casts", "-O3"),
+        extension("unickpt.load._checked_read", "-O3"),
+    ],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},  # one wheel serves Python 3.10 and later
     package_dir={"unickpt.dialects.data": "configs/dialects"},
     package_data={
@@ -30,6 +34,7 @@ setup(
             "py.typed",
             "diagnosis/recording/_fast.pyi",
             "format/_casts.pyi",
+            "load/_checked_read.pyi",
             "diagnosis/reports/*.html",
             "diagnosis/reports/*.js",
         ],

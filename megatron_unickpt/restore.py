@@ -26,7 +26,7 @@ from unickpt.format.dtypes import name_of, torch_dtype
 from unickpt.format.index import TensorInfo
 from unickpt.format.topology import describe
 from unickpt.load.checkpoint import Checkpoint, Planned
-from unickpt.load.reader import Request
+from unickpt.load.fragments import Request
 from unickpt.load.report import LoadReport
 from unickpt.load.vocabulary import Rows, Vocabulary, rows_of
 

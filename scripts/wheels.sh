@@ -19,6 +19,7 @@ needed = {
     "unickpt/diagnosis/reports/report.html",
     "unickpt/diagnosis/recording/_fast.abi3.so",
     "unickpt/format/_casts.abi3.so",
+    "unickpt/load/_checked_read.abi3.so",
     "unickpt/dialects/data/megatron-core.llama.toml",
     "ds_unickpt/engine.py",
     "megatron_unickpt/hooks.py",

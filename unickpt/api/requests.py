@@ -14,7 +14,7 @@ from unickpt.format.dtypes import torch_dtype
 from unickpt.format.index import TensorInfo
 from unickpt.format.objects import Decoded
 from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.reader import Request
+from unickpt.load.fragments import Request
 from unickpt.load.report import LoadReport
 
 _SHOWN = 8  # names in a message

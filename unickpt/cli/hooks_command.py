@@ -81,7 +81,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.json:
         documents = {"adapters": [asdict(adapter) for adapter in adapters], "hooks": [_document(status) for status in found]}
         fallbacks = _fallbacks() if adapters[0].state == "imported" else []
-        out.json({"schema": JSON_SCHEMA, **documents, "fallbacks": fallbacks, "recording": _recording(), "copying": _copying()})
+        languages = {"recording": _recording(), "copying": _copying(), "reading": _reading()}
+        out.json({"schema": JSON_SCHEMA, **documents, "fallbacks": fallbacks, **languages})
     else:
         _show(out, adapters, found)
         if adapters[0].state == "imported":
@@ -100,6 +101,13 @@ def _recording() -> str:
 def _copying() -> str:
     """Return the language of the copies into staging memory."""
     from unickpt.format.casts import available  # imports torch
+
+    return "C" if available() else "Python"
+
+
+def _reading() -> str:
+    """Return the language of reads into tensors."""
+    from unickpt.load.checked_read import available  # imports torch
 
     return "C" if available() else "Python"
 
@@ -208,6 +216,8 @@ def _show(out: Output, adapters: list[_Adapter], found: list[HookStatus]) -> Non
     out.line(f"timing records calls in {_recording()}{slower}")
     slower = "" if _copying() == "C" else ": the extension is not installed, asynchronous saves stop training longer"
     out.line(f"saves copy in {_copying()}{slower}")
+    slower = "" if _reading() == "C" else ": no extension for this processor is installed, loads from memory take longer"
+    out.line(f"loads read in {_reading()}{slower}")
     rows = [
         [s.hook.name, _target(s), str(s.hook.versions), s.fingerprint or "-", s.state + (f": {s.reason}" if s.reason else "")]
         for s in found

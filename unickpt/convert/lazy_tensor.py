@@ -16,7 +16,7 @@ from unickpt.convert.regular_files import open_regular
 from unickpt.errors import FormatError
 from unickpt.format.boxes import Box, strides_of
 from unickpt.format.dtypes import itemsize_bytes, torch_dtype
-from unickpt.load.reader import bytes_of
+from unickpt.load.checked_read import bytes_of
 
 MAX_OPEN = 256  # files kept open, not counting those being read
 _GAPS, _SMALL_SPAN_BYTES = 4, 1 << 20  # a span with more elements than this per requested element is read in pieces

@@ -50,17 +50,18 @@ class HostPeers:
         me: position of this process in ``ranks``.
         rows: for each rank of the host, the sorted index rows that it reads, int64.
         memory: the shared memory that each rank of the host fills, of equal sizes.
+        cached: the page cache holds most of what each rank of the host reads.
         rounds: rounds of the shared memory that have begun, the same on all ranks of the host between two uses of it.
     """
 
-    def __init__(self, folders: dict[int, Path], rank: int, *, timeout_s: float) -> None:
+    def __init__(self, folders: dict[int, Path], rank: int, *, timeout_s: float, cached: bool = False) -> None:
         """``folders``: what each rank of the host has prepared, by job rank, ascending.
 
         Raises:
             StorageError: this rank cannot open a file, or a folder is not its user's.
             HostPeerFailedError: a rank did not open them in time.
         """
-        self.ranks, self._timeout_s = list(folders), timeout_s
+        self.ranks, self._timeout_s, self.cached = list(folders), timeout_s, cached
         self.me = self.ranks.index(rank)
         self.rows: list[Ints] = []
         self.memory: list[memoryview] = []
@@ -198,6 +199,7 @@ def meet(
     *,
     identity: str = "",
     wanted_bytes: int,
+    cached: bool = False,
     share: bool = True,
 ) -> tuple[tuple[Failure, ...], Callable[[], HostPeers] | None]:
     """Agree that every rank has its read plan, and prepare the shared memory of each host. Every rank calls this.
@@ -209,6 +211,7 @@ def meet(
         identity: identity of the opened checkpoint. A rank whose identity differs from rank 0's fails, because the
             checkpoint may have been saved again in between.
         wanted_bytes: total size of the rows, an upper limit of the memory that this rank shares.
+        cached: the page cache holds most of the rows.
         share: False: this rank does not share memory.
 
     Returns:
@@ -222,7 +225,7 @@ def meet(
             problem = _prepare(folder, rendezvous.world, rows, wanted_bytes)
         encoded = None if failure is None else failure.to_json()
         message = {"failure": encoded, "host": "" if problem else host, "identity": identity, "folder": str(folder)}
-        messages = rendezvous.gather("planned", {**message, "problem": problem})
+        messages = rendezvous.gather("planned", {**message, "problem": problem, "cached": cached})
         if messages is not None:
             _warn(messages)
         verdict = rendezvous.scatter("planned-verdict", None if messages is None else _verdicts(messages), notice=False)
@@ -234,7 +237,7 @@ def meet(
         _remove(folder)
         return failures, None
     folders = {int(rank): Path(path) for rank, path in verdict["folders"].items()}
-    return (), partial(HostPeers, folders, rendezvous.rank, timeout_s=rendezvous.timeout_s)
+    return (), partial(HostPeers, folders, rendezvous.rank, timeout_s=rendezvous.timeout_s, cached=verdict["cached"])
 
 
 def _warn(messages: list[Message]) -> None:
@@ -247,10 +250,13 @@ def _warn(messages: list[Message]) -> None:
 
 
 def _verdicts(messages: list[Message]) -> list[Message]:
-    """Return a verdict for each rank: all failures, and the folders of the ranks that it shares memory with, by rank."""
-    failures, hosts = _failures(messages), _hosts([m["host"] for m in messages])
-    own = {rank: {str(each): messages[each]["folder"] for each in ranks} for ranks in hosts for rank in ranks}
-    return [{"failures": failures, "folders": own.get(rank, {})} for rank in range(len(messages))]
+    """Return a verdict for each rank: all failures, the folders of the ranks that it shares memory with, and ``cached``."""
+    failures, own = _failures(messages), dict[int, Message]()
+    for ranks in _hosts([m["host"] for m in messages]):
+        folders = {str(rank): messages[rank]["folder"] for rank in ranks}
+        cached = all(messages[rank]["cached"] for rank in ranks)
+        own |= {rank: {"folders": folders, "cached": cached} for rank in ranks}
+    return [{"failures": failures, **own.get(rank, {"folders": {}, "cached": False})} for rank in range(len(messages))]
 
 
 def _failures(messages: list[Message]) -> list[Message]:

@@ -26,7 +26,8 @@ from unickpt.format.boxes import Box
 from unickpt.format.index import Index, TensorInfo
 from unickpt.format.manifest import OptimizerRecord, ParameterGroup
 from unickpt.load.checkpoint import Checkpoint, Planned
-from unickpt.load.reader import ReadStats, Request
+from unickpt.load.fragments import Request
+from unickpt.load.reader import ReadStats
 from unickpt.load.report import Entry
 
 TENSORS = ("parameter", "buffer")
@@ -105,7 +106,7 @@ class TranslatedCheckpoint(Checkpoint):
                     else:
                         below.append(Request(position, read.source_box, _strided(place, request.box, read)))
         planned = self.source.plan(below)
-        return _Planned(planned.requests, planned.plan, planned.size_bytes, blank, sums)
+        return _Planned(planned.requests, planned.plan, planned.size_bytes, planned.cached, blank, sums)
 
     def fill(self, planned: Planned, *, verify: str = "always", host_peers: HostPeers | None = None) -> ReadStats:
         for place in planned.blank if isinstance(planned, _Planned) else ():

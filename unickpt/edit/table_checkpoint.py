@@ -14,8 +14,9 @@ from unickpt.format.boxes import Box
 from unickpt.format.dtypes import itemsize_bytes
 from unickpt.format.manifest import Manifest
 from unickpt.load.checkpoint import Checkpoint, Planned
+from unickpt.load.fragments import Request
 from unickpt.load.read_plan import ReadPlan
-from unickpt.load.reader import ReadStats, Request
+from unickpt.load.reader import ReadStats
 from unickpt.storage.open import open_storage
 
 

@@ -12,6 +12,8 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
 
 import torch
 
@@ -25,11 +27,15 @@ from unickpt.format.index import Index, TensorInfo
 from unickpt.format.layout import SHARED_PREFIX, SHARED_TENSORS_PREFIX
 from unickpt.format.manifest import MANIFEST_FILE, Manifest
 from unickpt.load import shared_read
+from unickpt.load.fragments import Request, files_of
 from unickpt.load.read_plan import ReadPlan, Target, plan_reads
-from unickpt.load.reader import ReadStats, Request, execute, files_of
+from unickpt.load.reader import ReadStats, are_cached, execute
 from unickpt.load.validation import check_files, check_header, read_index
 from unickpt.storage.base import Storage
 from unickpt.storage.open import open_storage
+
+_LARGE_BYTES = 1 << 20  # plans from this size on ask whether the page cache holds their data
+_SMALL_BYTES = 64 << 10  # tensors of an object up to this size are read together
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +46,13 @@ class Planned:
         requests: regions to fill.
         plan: fragments that serve the requests.
         size_bytes: total size of these fragments.
+        cached: the page cache holds most of them. Unknown, so False, for a small plan.
     """
 
     requests: Sequence[Request]
     plan: ReadPlan
     size_bytes: int
+    cached: bool = False
 
     @property
     def rows(self) -> Ints:
@@ -157,7 +165,8 @@ class Checkpoint:
             if name not in self._checked:
                 check_header(self.storage, self.manifest.file(name))
                 self._checked.add(name)
-        return Planned(requests, plan, int(self.index.size_bytes()[plan.rows()].sum()))
+        size = int(self.index.size_bytes()[plan.rows()].sum())
+        return Planned(requests, plan, size, size >= _LARGE_BYTES and are_cached(self.storage, self.index, plan))
 
     def fill(self, planned: Planned, *, verify: str = "always", host_peers: HostPeers | None = None) -> ReadStats:
         """Fill the output tensors of planned requests.
@@ -165,7 +174,8 @@ class Checkpoint:
         Args:
             planned: return value of ``plan``.
             verify: as for ``read``.
-            host_peers: ranks of the same host that load at the same time. A fragment that several of them need is read once.
+            host_peers: ranks of the same host that load at the same time. A fragment that several of them need is read once,
+                unless all of them find their data in the page cache.
 
         Raises:
             CorruptCheckpointError, StorageError: as for ``read``.
@@ -173,7 +183,7 @@ class Checkpoint:
         """
         begin = time.monotonic()
         plan, stats = planned.plan, ReadStats()
-        if host_peers is not None:
+        if host_peers is not None and shared_read.is_faster(self.index, host_peers):
             stats, plan = shared_read.execute(self.storage, self.index, plan, planned.requests, host_peers, verify=verify)
         ranks = 1 if host_peers is None else len(host_peers.ranks)
         rest = execute(self.storage, self.index, plan, planned.requests, verify=verify, ranks=ranks)
@@ -181,6 +191,25 @@ class Checkpoint:
         stats.bytes_needed += rest.bytes_needed
         stats.seconds = time.monotonic() - begin
         return stats
+
+    def fill_from_page_cache(self, requests: Sequence[Request], *, ranks: int) -> bool:
+        """Fill the output tensors of requests if the page cache holds most of what they need. All checksums are checked.
+
+        Args:
+            requests: regions of stored tensors, in files whose headers have been checked.
+            ranks: ranks of this host that read at the same time.
+
+        Returns:
+            Whether the tensors are filled.
+
+        Raises:
+            CoverageError, CorruptCheckpointError, StorageError: as for ``read``.
+        """
+        plan = plan_reads(self.index, [Target(r.tensor_id, r.box) for r in requests])
+        if not are_cached(self.storage, self.index, plan):
+            return False
+        execute(self.storage, self.index, plan, requests, ranks=ranks)
+        return True
 
     def read_tensor(self, name: str, state: str, *, verify: str = "always") -> torch.Tensor:
         """Read a whole tensor.
@@ -243,6 +272,10 @@ class Checkpoint:
 
     def shared_names(self) -> list[str]:
         """Names that ``shared_object`` accepts, sorted."""
+        return list(self._shared_names)
+
+    @cached_property
+    def _shared_names(self) -> list[str]:
         return sorted(key.removeprefix(SHARED_PREFIX) for key, _ in self.ids if key.startswith(SHARED_PREFIX))
 
     def shared_object(self, name: str, *, allow_pickle: bool = False) -> objects_module.Decoded:
@@ -267,15 +300,34 @@ class Checkpoint:
 
 
 class _ObjectTensors(Mapping[str, torch.Tensor]):
-    """Tensors that were pulled out of one object. A tensor is read on access."""
+    """Tensors that were pulled out of one object. The first access reads all small ones at once."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
         self._checkpoint, self._prefix = checkpoint, prefix
+        self._small: dict[str, torch.Tensor] | None = None
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        if not key.startswith(f"{self._prefix}/"):
+        if key not in self:
             raise KeyError(key)
-        return self._checkpoint.read_tensor(key, "object")
+        if self._small is None:
+            self._small = self._read_small()
+        found = self._small.get(key)
+        return self._checkpoint.read_tensor(key, "object") if found is None else found
+
+    def _read_small(self) -> dict[str, torch.Tensor]:
+        found, requests = {}, []
+        for key in map(f"{self._prefix}/{{}}".format, count()):
+            position = self._checkpoint.ids.get((key, "object"))
+            if position is None:
+                break
+            info = self._checkpoint.index.tensors[position]
+            box = Box.whole(info.shape)
+            if 0 < box.numel * torch_dtype(info.dtype).itemsize <= _SMALL_BYTES:
+                found[key] = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
+                requests.append(Request(position, box, found[key]))
+        if requests:
+            self._checkpoint.read(requests)
+        return found
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and key.startswith(f"{self._prefix}/") and (key, "object") in self._checkpoint.ids

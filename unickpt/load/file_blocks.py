@@ -27,7 +27,12 @@ def cores_of(ranks: int) -> threading.BoundedSemaphore:
     Args:
         ranks: ranks of this host that read at the same time.
     """
-    return threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0)) // ranks))
+    return threading.BoundedSemaphore(core_count(ranks))
+
+
+def core_count(ranks: int) -> int:
+    """Return the number of processor cores of this rank, if ``ranks`` share those of the host."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def in_turns(

@@ -141,6 +141,7 @@ class Together:
             self._failure(error),
             identity=opened,
             wanted_bytes=0 if planned is None else planned.size_bytes,
+            cached=planned is not None and planned.cached,
             share=share,
         )
         self._raise(failures, error)

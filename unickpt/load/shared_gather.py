@@ -48,7 +48,7 @@ class SplitTensor:
         return equal and dense and self.source.numel() == own.numel() and set(self.ranks) <= set(host_peers.ranks)
 
 
-def gather(host_peers: HostPeers, tensors: Sequence[SplitTensor] | None) -> bool:
+def gather(host_peers: HostPeers, tensors: Sequence[SplitTensor] | None, *, filled: bool = False) -> bool:
     """Fill all parts of all tensors, if the groups of all tensors of all ranks of this host lie within this host.
 
     Every rank of the host must call this, also without tensors. The values are those of an all-gather after
@@ -58,6 +58,7 @@ def gather(host_peers: HostPeers, tensors: Sequence[SplitTensor] | None) -> bool
         host_peers: ranks of this host, and their shared memory.
         tensors: tensors of which this rank has a part, in an order that is the same on all ranks of their groups. None: this
             rank must gather in another way.
+        filled: this rank has filled all parts in another way. If all ranks of the host have, nothing is copied.
 
     Returns:
         Whether the parts are filled; the same on all ranks of the host. If not, no tensor has changed.
@@ -67,7 +68,10 @@ def gather(host_peers: HostPeers, tensors: Sequence[SplitTensor] | None) -> bool
     """
     slots = _Slots(host_peers)
     mine = None if tensors is None or not all(tensor.is_within(host_peers) for tensor in tensors) else list(tensors)
-    tables = slots.exchange(_table(mine, slots.size_bytes))
+    found = slots.exchange([int(filled), *_table(mine, slots.size_bytes - 8)])
+    if all(table[0] for table in found):
+        return True
+    tables = [table[1:] for table in found]
     if mine is None or any(table[0] == _ELSEWHERE for table in tables):
         return False
     for tensor in mine:
@@ -77,14 +81,14 @@ def gather(host_peers: HostPeers, tensors: Sequence[SplitTensor] | None) -> bool
     at_rank = dict(zip(host_peers.ranks, tables, strict=True))
     own = [(at, tensor) for (_, _, at), tensor in zip(_places(at_rank[host_peers.ranks[host_peers.me]]), mine, strict=True)]
     others = list(_others(mine, at_rank))
-    rounds, filled = -(-max(table[0] for table in tables) // slots.size_bytes), 0
+    rounds, copied = -(-max(table[0] for table in tables) // slots.size_bytes), 0
     for number in range(rounds):
-        while filled < min(rounds, number + 2):
-            slot, begin = slots.own(filled), filled * slots.size_bytes
+        while copied < min(rounds, number + 2):
+            slot, begin = slots.own(copied), copied * slots.size_bytes
             for at, tensor in own:
                 _fill(tensor, at, begin, slot)
-            slots.filled(filled)
-            filled += 1
+            slots.filled(copied)
+            copied += 1
         slots.wait_filled(number)
         begin = number * slots.size_bytes
         for rank, at, part in others:

@@ -27,13 +27,15 @@ from unickpt.format.checksums import RunningChecksum
 from unickpt.format.dtypes import torch_dtype
 from unickpt.format.index import Index
 from unickpt.load.file_blocks import in_turns, read_blocks
+from unickpt.load.fragments import Fragment, Request, by_file, deliver
 from unickpt.load.read_plan import ReadPlan
-from unickpt.load.reader import THREADS, Fragment, ReadStats, Request, between_kernels, by_file, check, deliver, results
+from unickpt.load.reader import THREADS, ReadStats, between_kernels, check, results
 from unickpt.storage.base import CachedReader, Reader, Storage
 
 _RUN_BYTES = 8 << 20  # adjacent fragments that one rank reads
 _GROUP_BYTES = 1 << 20  # adjacent blocks that one thread reads from the page cache
 _ALIGNMENT = 64
+_MOST_TIMES = 4  # what the page cache holds is shared if the ranks would read it more often
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,19 @@ class Schedule:
 
     rows: Ints
     rounds: list[list[list[Block]]] = field(default_factory=list)
+
+
+def is_faster(index: Index, host_peers: HostPeers) -> bool:
+    """Return whether the ranks of a host should share what they read. The same on all of them.
+
+    From the page cache, a rank reads a fragment faster than it receives it from another one. Reading everything several times
+    takes all of the memory's bandwidth.
+    """
+    if not host_peers.cached:
+        return True
+    sizes = index.size_bytes()
+    together = int(sizes[np.unique(np.concatenate(host_peers.rows))].sum())
+    return sum(int(sizes[rows].sum()) for rows in host_peers.rows) > _MOST_TIMES * together
 
 
 def schedule(index: Index, wanted: Sequence[Ints], slot_bytes: int) -> Schedule:

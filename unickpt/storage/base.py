@@ -38,6 +38,14 @@ class Reader(Protocol):
 
 
 @runtime_checkable
+class DescriptorReader(Reader, Protocol):
+    """A ``Reader`` of a file that the system has open as ``descriptor``."""
+
+    @property
+    def descriptor(self) -> int: ...
+
+
+@runtime_checkable
 class CachedReader(Protocol):
     """A ``Reader`` of files that the page cache may hold.
 

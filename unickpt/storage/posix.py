@@ -289,14 +289,14 @@ class _DescriptorReader:
     block_bytes = _BLOCK_BYTES
 
     def __init__(self, descriptor: int, path: str) -> None:
-        self._descriptor, self.path = descriptor, path
+        self.descriptor, self.path = descriptor, path
 
     def read_into(self, parts: Sequence[memoryview], offset_bytes: int) -> None:
         left = [part for part in parts if len(part)]
         at = offset_bytes
         while left:
             try:
-                got = os.preadv(self._descriptor, left[:_CALL_PARTS], at)
+                got = os.preadv(self.descriptor, left[:_CALL_PARTS], at)
             except OSError as err:
                 raise StorageError(f"{self.path}: cannot be read at byte {at} ({err.strerror or err})") from err
             if not got:
@@ -309,7 +309,7 @@ class _DescriptorReader:
                 left[0] = left[0][got:]
 
     def is_cached(self, offset_bytes: int, size_bytes: int) -> bool:
-        return direct_io.mostly_cached(self._descriptor, offset_bytes, size_bytes)
+        return direct_io.mostly_cached(self.descriptor, offset_bytes, size_bytes)
 
 
 def _make_folders(path: Path) -> None:

@@ -17,7 +17,7 @@ from unickpt.dialects.translation import translate
 from unickpt.errors import MismatchError
 from unickpt.format.boxes import Box
 from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.reader import Request
+from unickpt.load.fragments import Request
 
 
 @pytest.fixture(scope="module")

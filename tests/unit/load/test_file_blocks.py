@@ -19,10 +19,11 @@ from tests.support.saves import WRITER
 from unickpt.errors import CorruptCheckpointError
 from unickpt.format.boxes import Box
 from unickpt.format.index import TensorInfo
-from unickpt.load import reader as reader_module
+from unickpt.load import checked_read, fragments
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.file_blocks import cores_of, in_turns, read_blocks
-from unickpt.load.reader import Request, execute
+from unickpt.load.fragments import Request
+from unickpt.load.reader import execute
 from unickpt.save.saver import save
 from unickpt.save.shards import Contribution, shards_of_flat_range
 from unickpt.storage import posix
@@ -68,13 +69,17 @@ def requests_of(checkpoint: Checkpoint) -> list[Request]:
 
 
 class Watch:
-    """Records the reads of all files: file position, size, name of the thread; and how many threads read at a time."""
+    """Records the reads of all files: file position, size, name of the thread; and how many threads read at a time.
+
+    Python reads, because nobody sees the reads of the extension (``test_checked_read.py`` has those).
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads: list[tuple[int, int, str]] = []
         self.most, self._active, self._lock = 0, 0, threading.Lock()
         self._read_into = posix._DescriptorReader.read_into
         watch = self
+        monkeypatch.setattr(checked_read, "available", lambda: False)
 
         def read_into(reader: posix._DescriptorReader, parts: Sequence[memoryview], offset_bytes: int) -> None:
             watch.read(reader, parts, offset_bytes)
@@ -93,7 +98,7 @@ class Watch:
 
 
 def executed(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, *, ranks: int) -> Watch:
-    monkeypatch.setattr(reader_module, "_BATCH_BYTES", 100_000)
+    monkeypatch.setattr(fragments, "_BATCH_BYTES", 100_000)
     requests = requests_of(checkpoint)
     planned = checkpoint.plan(requests)
     watch = Watch(monkeypatch)

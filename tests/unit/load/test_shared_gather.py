@@ -68,10 +68,10 @@ def opened(rendezvous: Rendezvous) -> HostMemory:
     return HostMemory(opener)
 
 
-def gathered(memory: HostMemory, tensors: list[SplitTensor] | None) -> bool:
+def gathered(memory: HostMemory, tensors: list[SplitTensor] | None, *, filled: bool = False) -> bool:
     def part(peers: HostPeers | None) -> bool:
         assert peers is not None
-        return gather(peers, tensors)
+        return gather(peers, tensors, filled=filled)
 
     return memory.use(part)
 
@@ -104,6 +104,24 @@ def test_a_rank_without_tensors_takes_part() -> None:
     first, second, third = on_all_ranks(run)
     assert not second
     assert [bits(part) for part in first[0].parts] == [bits(part) for part in third[0].parts]
+
+
+@pytest.mark.parametrize("missing", [None, 0, 1], ids=["all-filled", "first-not", "second-not"])
+def test_filled_parts_are_gathered_only_if_a_rank_lacks_some(missing: int | None) -> None:
+    def run(rendezvous: Rendezvous) -> tuple[bool, list[SplitTensor]]:
+        found = tensors_of([((0, 1), 100, torch.float32, torch.float32)], rendezvous.rank)
+        with opened(rendezvous) as memory:
+            did = [gathered(memory, found, filled=rendezvous.rank != missing), gathered(memory, found, filled=True)]
+        return all(did), found
+
+    (first, (mine,)), (second, (other,)), (third, nothing) = on_all_ranks(run)
+    assert first
+    assert second
+    assert third
+    assert not nothing
+    filled = all(bool((part == 3.0).all()) for tensor in (mine, other) for part in tensor.parts)
+    assert filled is (missing is None)
+    assert [bits(part) for part in mine.parts] == [bits(part) for part in other.parts]
 
 
 def _unequal(tensors: list[SplitTensor]) -> list[SplitTensor]:

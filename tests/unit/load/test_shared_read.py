@@ -28,7 +28,8 @@ from unickpt.format.boxes import Box, split_flat_range
 from unickpt.format.index import FragmentRow, TensorInfo
 from unickpt.load import shared_read
 from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.reader import ReadStats, Request
+from unickpt.load.fragments import Request
+from unickpt.load.reader import ReadStats
 from unickpt.load.shared_gather import SplitTensor, gather
 from unickpt.save import shards as contribution
 from unickpt.save.saver import save
@@ -70,11 +71,13 @@ def wanted(checkpoint: Checkpoint, rank: int) -> list[tuple[Request, torch.Tenso
     return found
 
 
-def loaded(directory: Path, rendezvous: Rendezvous, *, share: bool = True, verify: str = "always") -> ReadStats:
+def loaded(
+    directory: Path, rendezvous: Rendezvous, *, share: bool = True, verify: str = "always", cached: bool = False
+) -> ReadStats:
     checkpoint = Checkpoint.open(directory)
     pairs = wanted(checkpoint, rendezvous.rank)
     planned = checkpoint.plan([request for request, _ in pairs])
-    failures, near = meet(rendezvous, planned.rows, None, wanted_bytes=planned.size_bytes, share=share)
+    failures, near = meet(rendezvous, planned.rows, None, wanted_bytes=planned.size_bytes, cached=cached, share=share)
     assert not failures
     if near is None:
         stats = checkpoint.fill(planned, verify=verify)
@@ -110,6 +113,39 @@ def test_every_byte_is_read_once_for_all_ranks(tmp_path: Path, monkeypatch: pyte
     assert [stats.bytes_needed for stats in together] == [stats.bytes_needed for stats in each]
     assert max(stats.bytes_read for stats in together) < 0.5 * total
     assert not left_behind()
+
+
+@pytest.mark.parametrize("uncached", [None, 0, 2], ids=["all-cached", "first-not", "last-not"])
+@pytest.mark.parametrize("times", [4, 2])
+def test_ranks_read_for_themselves_what_the_page_cache_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncached: int | None, times: int
+) -> None:
+    """Unless one of them does not find it there, or they would read everything too often: three ranks, three times."""
+    monkeypatch.setattr(shared_read, "_MOST_TIMES", times)
+    directory = saved(tmp_path)
+    found = on_all_ranks(lambda meet: loaded(directory, meet, cached=meet.rank != uncached))
+    total = sum(info.size_bytes for info in INFOS)
+    shared = uncached is not None or times == 2
+    read = sum(stats.bytes_read for stats in found)
+    assert read == total if shared else read > 2.5 * total
+    assert all(stats.bytes_gathered == 0 for stats in found) is not shared
+    assert not left_behind()
+
+
+def test_a_large_plan_knows_whether_the_page_cache_has_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = saved(tmp_path)
+    for path in (directory / "data").iterdir():
+        path.read_bytes()
+
+    def cached() -> bool:
+        checkpoint = Checkpoint.open(directory)
+        return checkpoint.plan([request for request, _ in wanted(checkpoint, 0)]).cached
+
+    assert cached() is False
+    monkeypatch.setattr("unickpt.load.checkpoint._LARGE_BYTES", 1)
+    assert cached() is True
+    monkeypatch.setattr(posix._DescriptorReader, "is_cached", lambda *_: False)
+    assert cached() is False
 
 
 @pytest.mark.parametrize("cached", [True, False])

@@ -23,7 +23,7 @@ from unickpt.errors import FormatError, NotACheckpointError
 from unickpt.format.boxes import Box
 from unickpt.format.index import TensorInfo
 from unickpt.format.manifest import OptimizerRecord
-from unickpt.load.reader import bytes_of
+from unickpt.load.checked_read import bytes_of
 
 FOLDER, OPTIMIZER_FILE = "zero", "optimizer_state.pt"
 MASTER, STEP = "fp32", "step"

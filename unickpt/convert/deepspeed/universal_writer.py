@@ -35,9 +35,9 @@ from unickpt.format.boxes import Box, cut
 from unickpt.format.dtypes import torch_dtype
 from unickpt.format.index import TensorInfo
 from unickpt.format.manifest import ParameterGroup
+from unickpt.load.checked_read import bytes_of
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.diff import BLOCK_ELEMENTS
-from unickpt.load.reader import bytes_of
 
 POINTER = "latest_universal"
 MODEL_FILE, MODEL_FILE_ZERO3 = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"

@@ -26,9 +26,9 @@ from unickpt.format.boxes import Box
 from unickpt.format.dtypes import itemsize_bytes, torch_dtype
 from unickpt.format.index import TensorInfo
 from unickpt.format.safetensors_header import build_header
+from unickpt.load.checked_read import bytes_of
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.diff import BLOCK_ELEMENTS
-from unickpt.load.reader import bytes_of
 from unickpt.quantise.encoding import Cast, Encoding, is_float
 
 ADDED_TEMPLATES = "additional_chat_templates"  # folder of a tokenizer's additional chat templates
