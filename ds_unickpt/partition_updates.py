@@ -57,7 +57,9 @@ def reload_states(engine: Any) -> Callable[[], None]:
     return lambda: engine.offload_states(include=away, pin_memory=pinned)
 
 
-def refresh_weights(engine: Any, parts: Sequence[Partition], host_peers: HostPeers | None = None) -> None:
+def refresh_weights(
+    engine: Any, parts: Sequence[Partition], host_peers: HostPeers | None = None, *, derived: bool = False
+) -> None:
     """Set the weights to the cast of their masters.
 
     Args:
@@ -65,9 +67,12 @@ def refresh_weights(engine: Any, parts: Sequence[Partition], host_peers: HostPee
         parts: ``partitions(engine)``.
         host_peers: all ranks of this host, which make the same call. If the data-parallel groups of all of them lie within
             the host and the weights are in its memory, no collective runs. Otherwise ZeRO-1 and 2 run DeepSpeed's.
+        derived: all weights of this rank have this value, also those of which other ranks have the masters.
     """
     kind, optimizer = wrapper_of(engine), engine.optimizer
-    if host_peers is not None and shared_gather.gather(host_peers, _split_weights(engine)):
+    if host_peers is not None and shared_gather.gather(host_peers, _split_weights(engine), filled=derived):
+        return
+    if derived and (kind == ZERO_3 or dist.get_world_size() == 1):
         return
     if kind in (ZERO_1_2, BF16):
         optimizer.update_lp_params()

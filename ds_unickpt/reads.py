@@ -11,7 +11,7 @@ from ds_unickpt.slices import Slice, places
 from unickpt.errors import MismatchError
 from unickpt.format.index import TensorInfo
 from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.reader import Request
+from unickpt.load.fragments import Request
 
 
 @dataclass(frozen=True, slots=True)

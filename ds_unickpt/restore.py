@@ -19,6 +19,7 @@ import torch
 from ds_unickpt import internals, partition_updates, partitions, swap_files, tensor_parallel, vocabulary
 from ds_unickpt.batches import Batch
 from ds_unickpt.capture import SCALARS, topology
+from ds_unickpt.derived_weights import DerivedWeights
 from ds_unickpt.matching import Matching, OwnTensor
 from ds_unickpt.names import ModuleNames
 from ds_unickpt.partitions import HeldParameter, Partition
@@ -35,7 +36,7 @@ from unickpt.format.dtypes import name_of, torch_dtype
 from unickpt.format.index import TensorInfo
 from unickpt.format.topology import describe
 from unickpt.load.checkpoint import Checkpoint, Planned
-from unickpt.load.reader import Request
+from unickpt.load.fragments import Request
 from unickpt.load.report import LoadReport
 from unickpt.options import Options
 
@@ -98,6 +99,7 @@ class EngineRestore:
         self._elsewhere: frozenset[str] = frozenset()
         self._stored = self.matching.stored
         self._reads = Reads(checkpoint, self._stored, {names[0]: names for names in self.matching.means.values()})
+        self._derived = DerivedWeights(engine, self.slices, self._reads)
         self._overrides: list[_Override] = []
         self._custom_source: dict[str, torch.Tensor] = {}
         self._offload_again: Callable[[], None] = _nothing
@@ -171,17 +173,18 @@ class EngineRestore:
     def _request_masters(self, part: Partition) -> None:
         flat = self._reads.flat(part.elements)
         dtype = name_of(part.master.dtype)
+        sources = {}
         for parameter in part.parameters:
             name = self.names.name(parameter)
-            source = self._reads.source(name, "master") or self._reads.source(name, "weight")
+            source = sources[id(parameter)] = self._reads.source(name, "master") or self._reads.source(name, "weight")
             if source is not None:
                 self._account_trained(name, parameter, source[1], dtype)
         for piece in part.pieces:
-            name = self.names.name(piece.parameter)
-            source = self._reads.source(name, "master") or self._reads.source(name, "weight")
+            source = sources[id(piece.parameter)]
             if source is not None:
                 part_of = self.slices.of(piece.parameter)
                 self._reads.fill(source[0], part_of, piece.lo, piece.hi, flat.narrow(0, piece.at, piece.hi - piece.lo))
+        self._derived.request(part, sources)
 
     def _account_trained(self, name: str, parameter: torch.nn.Parameter, info: TensorInfo, master: str) -> None:
         mean = self.matching.mean_of(name)
@@ -260,7 +263,8 @@ class EngineRestore:
         if self.wanted.custom_load_fn is not None:
             self._custom_load(self.wanted.custom_load_fn)
         else:
-            partition_updates.refresh_weights(self.engine, self.parts, host_peers)
+            derived = self._derived.complete(host_peers)
+            partition_updates.refresh_weights(self.engine, self.parts, host_peers, derived=derived)
             for override in self._overrides:
                 override.apply(self.placed)
         if self.wanted.optimizer:

@@ -24,6 +24,9 @@ from tests.integration.deepspeed.model import Model
 from tests.integration.deepspeed.resumes import unsupported_engine
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences
+from unickpt.errors import CorruptCheckpointError
+from unickpt.load import shared_gather
+from unickpt.load.checkpoint import Checkpoint
 
 ADAM = ("exp_avg", "exp_avg_sq")
 
@@ -77,6 +80,45 @@ def a_load_on_one_host_gathers_the_weights_without_messages(folder: Path) -> Non
             engine.optimizer.update_lp_params()
             assert all(map(torch.equal, loaded, _flat_weights(engine))), layout
             assert all(map(torch.equal, loaded, _flat_weights(source))), layout
+
+
+@scenario(2, 4)
+def weights_of_other_ranks_come_from_the_page_cache_or_from_the_ranks(folder: Path) -> None:
+    """All ranks read them, or all ranks exchange them: also if one rank cannot read, or does not find them in the cache."""
+    fill, exchanged = Checkpoint.fill_from_page_cache, list[int]()
+    copy = shared_gather._fill
+
+    def counted(*arguments: Any) -> None:
+        exchanged.append(1)
+        copy(*arguments)
+
+    def damaged(*_: Any, **__: Any) -> bool:
+        raise CorruptCheckpointError("for the test")
+
+    def not_cached(*_: Any, **__: Any) -> bool:
+        return False
+
+    shared_gather._fill = counted
+    for layout in (here(1), here(2, "bf16"), here(1, "bf16o")):
+        source = build(layout, seed=1, unickpt={"enabled": True, "async_save": False})
+        if type(source.optimizer).__name__ == "FP16_UnfusedOptimizer":
+            continue
+        train(source, 2)
+        place = folder / layout.name
+        assert source.save_checkpoint(str(place))
+        for other in (fill, not_cached, damaged):
+            engine = build(layout, seed=2, unickpt={"enabled": True})
+            exchanged.clear()
+            if dist.get_rank() == 1:
+                Checkpoint.fill_from_page_cache = other  # type: ignore[method-assign, assignment]
+            engine.load_checkpoint(str(place))
+            Checkpoint.fill_from_page_cache = fill  # type: ignore[method-assign]
+            assert bool(exchanged) is (other is not fill), (layout, other)
+            loaded = [flat.clone() for flat in _flat_weights(engine)]
+            engine.optimizer.update_lp_params()
+            assert all(map(torch.equal, loaded, _flat_weights(engine))), layout
+            assert all(map(torch.equal, loaded, _flat_weights(source))), layout
+    shared_gather._fill = copy
 
 
 def _flat_weights(engine: Any) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ from unickpt.cli.main import main
 from unickpt.errors import StorageError
 from unickpt.format.boxes import Box
 from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.reader import Request as Read
+from unickpt.load.fragments import Request as Read
 from unickpt.load.validation import is_checkpoint
 from unickpt.save import retention
 from unickpt.save.requests import SaveOptions
