@@ -98,6 +98,7 @@ def read_pieces(reader: Reader, fragments: Sequence[Pieces], *, checks: bool = T
     block = max(reader.block_bytes, _LEAST_BLOCK_BYTES) // 16 * 16
     with _errors(reader.path, [each.offset_bytes + each.size_bytes for each in fragments]):
         found = _checked_read.read_pieces(reader.descriptor, table.tobytes(), pieces.tobytes(), block, checks)
+    reader.note(sum(each.size_bytes for each in fragments))
     return array("Q", found).tolist()
 
 
@@ -157,8 +158,10 @@ def _by_extension(reader: DescriptorReader, offset_bytes: int, parts: Sequence[P
                 later.append(part)
         place = 0 if second is None else second.data_ptr()
         table.extend((part.target.data_ptr(), part.target.nbytes, place, kind))
-    with _errors(reader.path, [offset_bytes + sum(part.target.nbytes for part in parts)]):
+    size = sum(part.target.nbytes for part in parts)
+    with _errors(reader.path, [offset_bytes + size]):
         found = _checked_read.read_parts(reader.descriptor, offset_bytes, table.tobytes(), reader.block_bytes, checks)
+    reader.note(size)
     for part in later:
         assert part.second is not None
         part.second.copy_(part.target)

@@ -16,7 +16,7 @@ from unickpt.memory.generations import folder_of
 from unickpt.memory.host_folder import HostFolder
 from unickpt.memory.keeper_client import TIMEOUT_S, KeeperClient, name_of
 from unickpt.memory.mapped_staging import MappedSlots
-from unickpt.storage.base import CachedReader, Reader, Sink, Storage
+from unickpt.storage.base import CachedReader, DescriptorReader, Reader, Sink, Storage
 from unickpt.storage.posix import PosixStorage
 
 _BLOCK_BYTES = 4 << 20
@@ -97,6 +97,7 @@ class PeerStorage(PosixStorage):
             yield _RemoteReader(remote, name, f"{self.where(name)} on {remote[0].name}", self.counts)
         elif own:
             with super().reader(name) as reader:
+                assert isinstance(reader, DescriptorReader)
                 yield _CountedReader(reader, self.counts)
         else:
             raise StorageError(f"{self.where(name)}: no host of the job holds this file")
@@ -159,13 +160,16 @@ class _Peer:
 class _CountedReader:
     """Reader of a file on this host that counts bytes."""
 
-    def __init__(self, reader: Reader, counts: ReadCounts) -> None:
+    def __init__(self, reader: DescriptorReader, counts: ReadCounts) -> None:
         self._reader, self._counts = reader, counts
-        self.path, self.block_bytes = reader.path, reader.block_bytes
+        self.path, self.block_bytes, self.descriptor = reader.path, reader.block_bytes, reader.descriptor
 
     def read_into(self, parts: Sequence[memoryview], offset_bytes: int) -> None:
         self._reader.read_into(parts, offset_bytes)
-        self._counts.add(HERE, sum(map(len, parts)))
+        self.note(sum(map(len, parts)))
+
+    def note(self, size_bytes: int) -> None:
+        self._counts.add(HERE, size_bytes)
 
     def is_cached(self, offset_bytes: int, size_bytes: int) -> bool:
         return isinstance(self._reader, CachedReader) and self._reader.is_cached(offset_bytes, size_bytes)

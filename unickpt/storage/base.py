@@ -44,6 +44,9 @@ class DescriptorReader(Reader, Protocol):
     @property
     def descriptor(self) -> int: ...
 
+    def note(self, size_bytes: int) -> None:
+        """Take note of bytes that the caller has read through ``descriptor``."""
+
 
 @runtime_checkable
 class CachedReader(Protocol):

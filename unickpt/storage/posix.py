@@ -308,6 +308,8 @@ class _DescriptorReader:
             if got:
                 left[0] = left[0][got:]
 
+    def note(self, size_bytes: int) -> None: ...
+
     def is_cached(self, offset_bytes: int, size_bytes: int) -> bool:
         return direct_io.mostly_cached(self.descriptor, offset_bytes, size_bytes)
 
