@@ -13,16 +13,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from ds_unickpt.internals import BF16, ZERO_1_2, ZERO_3, wrapper_of
+from ds_unickpt.partition_updates import gathers_within
 from ds_unickpt.partitions import ParameterRange, Partition
 from ds_unickpt.reads import Reads
 from ds_unickpt.slices import Slices
 from unickpt.coordination.host_peers import HostPeers
-from unickpt.errors import UnickptError
 from unickpt.format.dtypes import torch_dtype
 from unickpt.format.index import TensorInfo
 from unickpt.load.checkpoint import Checkpoint
 
 logger = logging.getLogger("unickpt")
+
+_MOST_RANKS = 4  # of a host that read all masters. More would take the bandwidth of the memory from each other
 
 
 class DerivedWeights:
@@ -35,7 +37,7 @@ class DerivedWeights:
     """
 
     def __init__(self, engine: Any, slices: Slices, reads: Reads) -> None:
-        self._slices, self._reads = slices, reads
+        self._engine, self._slices, self._reads = engine, slices, reads
         self._kind = wrapper_of(engine)
         offloaded = bool(getattr(engine.optimizer, "offloaded_states", ()))
         self._possible = self._kind in (ZERO_1_2, BF16, ZERO_3) and not offloaded and type(reads.checkpoint) is Checkpoint
@@ -48,7 +50,8 @@ class DerivedWeights:
             part: the partition.
             sources: what each parameter is read from, by ``id``.
         """
-        if not self._possible or not all(self._is_cast(part, sources[id(p)]) for p in part.parameters):
+        padded = not all(self._slices.of(parameter).complete for parameter in part.parameters)  # a request would zero weights
+        if padded or not self._possible or not all(self._is_cast(part, sources[id(p)]) for p in part.parameters):
             self._possible = False
             return
         for piece in part.pieces:
@@ -80,11 +83,11 @@ class DerivedWeights:
             return False
         if not self._others.requests:
             return True
-        if host_peers is None:
+        if host_peers is None or len(host_peers.ranks) > _MOST_RANKS or not gathers_within(self._engine, host_peers):
             return False
         try:
             return self._reads.checkpoint.fill_from_page_cache(self._others.requests, ranks=len(host_peers.ranks))
-        except UnickptError as err:  # the other ranks have read the same bytes, so there is another way
+        except Exception as err:  # the other ranks have read the same bytes, so there is another way, and they may wait in it
             logger.warning("unickpt: weights are copied from other ranks, because this rank cannot read them: %s", err)
             return False
 

@@ -93,6 +93,12 @@ def refresh_weights(
                 weight.data.copy_(master.data)
 
 
+def gathers_within(engine: Any, host_peers: HostPeers) -> bool:
+    """Whether ``refresh_weights`` can gather the weights of this rank through the memory of its host."""
+    tensors = _split_weights(engine)
+    return tensors is not None and all(tensor.is_within(host_peers) for tensor in tensors)
+
+
 def _split_weights(engine: Any) -> list[shared_gather.SplitTensor] | None:
     """Return the weights that ``update_lp_params`` gathers; None if another way derives the weights."""
     kind, optimizer = wrapper_of(engine), engine.optimizer

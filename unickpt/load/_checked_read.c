@@ -184,7 +184,8 @@ static void follow(const struct part *of, struct progress *now, int checks)
         if (now->read == of->size)
             now->checksum = finished(&now->sums, place + now->sums.done, (size_t)of->size - now->sums.done, of->size);
     }
-    deliver(second + now->cast / (of->kind == BFLOAT16 ? 2 : 1), place + now->cast, now->read - now->cast, of->kind);
+    if (of->kind != NOTHING)
+        deliver(second + now->cast / (of->kind == BFLOAT16 ? 2 : 1), place + now->cast, now->read - now->cast, of->kind);
     now->cast = of->kind == BFLOAT16 ? now->read / 4 * 4 : now->read;
 }
 

@@ -72,6 +72,11 @@ class Pieces:
         return self.size_bytes >= _LONG_BYTES and kinds
 
 
+def can_read_pieces(reader: Reader) -> bool:
+    """Whether ``read_pieces`` can read from this file."""
+    return isinstance(reader, DescriptorReader) and available()
+
+
 def read_pieces(reader: Reader, fragments: Sequence[Pieces], *, checks: bool = True) -> list[int] | None:
     """Read fragments through a buffer that stays in the cache of the core, and copy what is needed.
 

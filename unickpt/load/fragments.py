@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from unickpt.format.boxes import Box, flat_range, split_flat_range
+from unickpt.format.casts import is_dense
 from unickpt.format.dtypes import torch_dtype
 from unickpt.format.index import Index, TensorInfo
 from unickpt.load.checked_read import Piece, Pieces
@@ -99,13 +100,22 @@ def by_file(index: Index, plan: ReadPlan, requests: Sequence[Request]) -> Iterat
         yield index.files[file], fragments
 
 
-def batches_of(fragments: Iterable[Fragment]) -> Iterator[list[Fragment]]:
-    """Group fragments that one call reads: adjacent ones directly into outputs, or those that have pieces."""
+def needed_bytes(fragment: Fragment) -> int:
+    """Return the size of what the uses of a fragment need. What several uses need counts once."""
+    item = torch_dtype(fragment.info.dtype).itemsize
+    return sum(region.numel * item for region in {use.region for use in fragment.uses})
+
+
+def batches_of(fragments: Iterable[Fragment], *, with_pieces: bool) -> Iterator[list[Fragment]]:
+    """Group fragments that one call reads: adjacent ones directly into outputs, or ``with_pieces`` those that have pieces.
+
+    Every other fragment is a batch of its own.
+    """
     batch: list[Fragment] = []
     size = 0
     for fragment in fragments:
         fragment.direct, fragment.second = _places(fragment)
-        if fragment.direct is None:
+        if fragment.direct is None and with_pieces:
             fragment.pieces = _pieces(fragment)
         room = size + fragment.size_bytes <= _BATCH_BYTES and len(batch) < _BATCH_PARTS
         if batch and not (room and _joins(batch[-1], fragment)):
@@ -146,7 +156,7 @@ def _places(fragment: Fragment) -> tuple[torch.Tensor | None, torch.Tensor | Non
     found = [_place(fragment, use) for use in fragment.uses]
     stored = torch_dtype(fragment.info.dtype)
     same = [place is not None and place.dtype == stored for place in found]
-    if not any(same) or None in found:
+    if not any(same) or any(place is None for place in found):
         return None, None
     first = same.index(True)
     return found[first], found[1 - first] if len(found) == 2 else None
@@ -155,7 +165,7 @@ def _places(fragment: Fragment) -> tuple[torch.Tensor | None, torch.Tensor | Non
 def _place(fragment: Fragment, use: Use) -> torch.Tensor | None:
     """Return the part of an output, 1-D and dense on the CPU, that the whole fragment fills, or None."""
     out = use.request.out
-    if use.region != fragment.box or out.device.type != "cpu" or not out.is_contiguous():
+    if use.region != fragment.box or not is_dense(out):
         return None
     if use.region == use.request.box:
         return out.detach().view(-1)

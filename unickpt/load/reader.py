@@ -22,9 +22,9 @@ from unickpt.format.boxes import Box
 from unickpt.format.checksums import RunningChecksum
 from unickpt.format.dtypes import torch_dtype
 from unickpt.format.index import Index
-from unickpt.load.checked_read import Part, bytes_of, read_checked, read_pieces
+from unickpt.load.checked_read import Part, bytes_of, can_read_pieces, read_checked, read_pieces
 from unickpt.load.file_blocks import Turn, core_count, cores_of, in_turns
-from unickpt.load.fragments import Fragment, Request, Use, batches_of, by_file, deliver_to, span_of, wanted_of
+from unickpt.load.fragments import Fragment, Request, Use, batches_of, by_file, deliver_to, needed_bytes, span_of, wanted_of
 from unickpt.load.read_plan import ReadPlan
 from unickpt.storage.base import CachedReader, Reader, Storage
 
@@ -84,8 +84,9 @@ def execute(
                 work: list[tuple[Reader, Sequence[list[Fragment]], Turn]] = []
                 for name, fragments in names[at : at + OPEN_FILES]:
                     reader = files.enter_context(storage.reader(name))
-                    turns = in_turns(reader, batches_of(fragments), span_of, cores)
-                    work += [(reader, batches, turn) for batches, turn in turns]
+                    batches = batches_of(fragments, with_pieces=can_read_pieces(reader))
+                    turns = in_turns(reader, batches, span_of, cores)
+                    work += [(reader, ranges, turn) for ranges, turn in turns]
                 for read, needed in _run(work, verify, alone=core_count(ranks) == 1 and all(each[2] is cores for each in work)):
                     stats.bytes_read += read
                     stats.bytes_needed += needed
@@ -96,7 +97,8 @@ def _run(
     work: Sequence[tuple[Reader, Sequence[list[Fragment]], Turn]], verify: str, *, alone: bool
 ) -> Iterator[tuple[int, int]]:
     """Read batches, in a pool of threads. What one thread does best is done by the caller's (``alone``), and what is small."""
-    if alone or sum(span_of(batch)[1] for _, batches, _ in work for batch in batches) < _ALONE_BYTES:
+    near = len(work) == 1 or all(isinstance(reader, CachedReader) for reader, _, _ in work)
+    if alone or (near and sum(span_of(batch)[1] for _, batches, _ in work for batch in batches) < _ALONE_BYTES):
         yield from (_read(reader, batches, verify, turn) for reader, batches, turn in work)
         return
     with ThreadPoolExecutor(min(THREADS, len(work)), "unickpt-read") as pool:
@@ -134,7 +136,7 @@ def results(futures: list[Future[T]]) -> Iterator[T]:
 
 
 def are_cached(storage: Storage, index: Index, plan: ReadPlan) -> bool:
-    """Return whether the page cache holds most of each file, from the first to the last byte that a plan reads.
+    """Return whether the page cache surely holds most of each file, from the first to the last byte that a plan reads.
 
     Raises:
         StorageError: a file cannot be opened.
@@ -145,7 +147,7 @@ def are_cached(storage: Storage, index: Index, plan: ReadPlan) -> bool:
     for file in np.unique(files).tolist():
         first, last = int(begin[files == file].min()), int(end[files == file].max())
         with storage.reader(index.files[file]) as reader:
-            if not isinstance(reader, CachedReader) or not reader.is_cached(first, last - first):
+            if not isinstance(reader, CachedReader) or not reader.is_cached(first, last - first, False):
                 return False
     return True
 
@@ -155,7 +157,7 @@ def _read(reader: Reader, batches: Sequence[list[Fragment]], verify: str, turn: 
     read = needed = 0
     with turn:
         for batch in batches:
-            needed += sum(use.region.numel * torch_dtype(f.info.dtype).itemsize for f in batch for use in f.uses)
+            needed += sum(map(needed_bytes, batch))
             if batch[0].direct is not None:
                 _read_in_place(reader, batch, verify)
                 read += sum(fragment.size_bytes for fragment in batch)

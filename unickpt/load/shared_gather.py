@@ -69,11 +69,11 @@ def gather(host_peers: HostPeers, tensors: Sequence[SplitTensor] | None, *, fill
     slots = _Slots(host_peers)
     mine = None if tensors is None or not all(tensor.is_within(host_peers) for tensor in tensors) else list(tensors)
     found = slots.exchange([int(filled), *_table(mine, slots.size_bytes - 8)])
+    tables = [table[1:] for table in found]
+    if mine is None or any(table[0] == _ELSEWHERE for table in tables):  # ranks of other hosts wait for this one
+        return False
     if all(table[0] for table in found):
         return True
-    tables = [table[1:] for table in found]
-    if mine is None or any(table[0] == _ELSEWHERE for table in tables):
-        return False
     for tensor in mine:
         if len(tensor.ranks) == 1:
             tensor.parts[0].copy_(tensor.source)

@@ -27,7 +27,7 @@ from unickpt.format.checksums import RunningChecksum
 from unickpt.format.dtypes import torch_dtype
 from unickpt.format.index import Index
 from unickpt.load.file_blocks import in_turns, read_blocks
-from unickpt.load.fragments import Fragment, Request, by_file, deliver
+from unickpt.load.fragments import Fragment, Request, by_file, deliver, needed_bytes
 from unickpt.load.read_plan import ReadPlan
 from unickpt.load.reader import THREADS, ReadStats, between_kernels, check, results
 from unickpt.storage.base import CachedReader, Reader, Storage
@@ -218,7 +218,7 @@ def execute(
         for views in slots:
             for view in views:
                 view.release()
-    stats.bytes_needed = sum(use.region.numel * torch_dtype(f.info.dtype).itemsize for f in mine.values() for use in f.uses)
+    stats.bytes_needed = sum(map(needed_bytes, mine.values()))
     stats.bytes_gathered = max(0, stats.bytes_needed - stats.bytes_read)
     stats.gather_seconds = max(0.0, time.monotonic() - begin - reads_s)
     return stats, plan.only(agreed.rows, without=True)

@@ -171,8 +171,8 @@ class _CountedReader:
     def note(self, size_bytes: int) -> None:
         self._counts.add(HERE, size_bytes)
 
-    def is_cached(self, offset_bytes: int, size_bytes: int) -> bool:
-        return isinstance(self._reader, CachedReader) and self._reader.is_cached(offset_bytes, size_bytes)
+    def is_cached(self, offset_bytes: int, size_bytes: int, unknown: bool = True, /) -> bool:
+        return isinstance(self._reader, CachedReader) and self._reader.is_cached(offset_bytes, size_bytes, unknown)
 
 
 class _RemoteReader:

@@ -56,8 +56,8 @@ class CachedReader(Protocol):
     defeat that.
     """
 
-    def is_cached(self, offset_bytes: int, size_bytes: int) -> bool:
-        """Return whether the page cache holds most of a range."""
+    def is_cached(self, offset_bytes: int, size_bytes: int, unknown: bool = True, /) -> bool:
+        """Return whether the page cache holds most of a range; ``unknown`` if the system does not tell."""
 
 
 class Storage(Protocol):

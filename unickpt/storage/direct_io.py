@@ -34,19 +34,26 @@ def address_of(part: memoryview) -> int:
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def mostly_cached(descriptor: int, offset_bytes: int, size_bytes: int) -> bool:
+def mostly_cached(descriptor: int, offset_bytes: int, size_bytes: int, unknown: bool = True) -> bool:
     """Return whether the page cache holds most of a range, by ``mincore`` on some pages of it, or on all of a few.
 
     A question about every page of a checkpoint takes as long as a tenth of its reads. A non-blocking read is no alternative: it
     triggers read-ahead. Linux reports every page of a file as cached to a user that neither owns it nor may write it
     (``can_do_mincore`` in ``mm/mincore.c``).
+
+    Args:
+        descriptor: the open file.
+        offset_bytes, size_bytes: the range.
+        unknown: what to return if the system does not tell.
     """
+    if not unknown and not _is_told(descriptor):
+        return False
     begin = offset_bytes // mmap.PAGESIZE * mmap.PAGESIZE
     length = offset_bytes + size_bytes - begin
     try:
         mapped = mmap.mmap(descriptor, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=begin)
     except (OSError, ValueError):
-        return True
+        return unknown
     with mapped:
         view = np.frombuffer(mapped, np.uint8)
         address, pages = int(view.ctypes.data), -(-length // mmap.PAGESIZE)
@@ -55,6 +62,15 @@ def mostly_cached(descriptor: int, offset_bytes: int, size_bytes: int) -> bool:
             return 2 * _resident(address, pages) > pages
         places = range(0, pages, pages // _SAMPLE_PAGES)
         return 2 * sum(_resident(address + page * mmap.PAGESIZE, 1) for page in places) > len(places)
+
+
+def _is_told(descriptor: int) -> bool:
+    """Whether this user owns the file or may write it."""
+    try:
+        owns = os.fstat(descriptor).st_uid == os.geteuid()
+        return owns or os.access(f"/proc/self/fd/{descriptor}", os.W_OK, effective_ids=True)
+    except (OSError, NotImplementedError):
+        return False
 
 
 def _resident(address: int, pages: int) -> int:

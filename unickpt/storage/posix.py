@@ -310,8 +310,8 @@ class _DescriptorReader:
 
     def note(self, size_bytes: int) -> None: ...
 
-    def is_cached(self, offset_bytes: int, size_bytes: int) -> bool:
-        return direct_io.mostly_cached(self.descriptor, offset_bytes, size_bytes)
+    def is_cached(self, offset_bytes: int, size_bytes: int, unknown: bool = True, /) -> bool:
+        return direct_io.mostly_cached(self.descriptor, offset_bytes, size_bytes, unknown)
 
 
 def _make_folders(path: Path) -> None:

@@ -24,6 +24,7 @@ from tests.integration.deepspeed.model import Model
 from tests.integration.deepspeed.resumes import unsupported_engine
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences
+from unickpt.coordination import host_peers
 from unickpt.errors import CorruptCheckpointError
 from unickpt.load import shared_gather
 from unickpt.load.checkpoint import Checkpoint
@@ -84,7 +85,10 @@ def a_load_on_one_host_gathers_the_weights_without_messages(folder: Path) -> Non
 
 @scenario(2, 4)
 def weights_of_other_ranks_come_from_the_page_cache_or_from_the_ranks(folder: Path) -> None:
-    """All ranks read them, or all ranks exchange them: also if one rank cannot read, or does not find them in the cache."""
+    """All ranks read them, or all ranks exchange them: also if one rank cannot read, or does not find them in the cache.
+
+    If one rank has no shared memory, it waits in DeepSpeed's collective, so the others must go there too.
+    """
     fill, exchanged = Checkpoint.fill_from_page_cache, list[int]()
     copy = shared_gather._fill
 
@@ -118,6 +122,13 @@ def weights_of_other_ranks_come_from_the_page_cache_or_from_the_ranks(folder: Pa
             engine.optimizer.update_lp_params()
             assert all(map(torch.equal, loaded, _flat_weights(engine))), layout
             assert all(map(torch.equal, loaded, _flat_weights(source))), layout
+        engine = build(layout, seed=2, unickpt={"enabled": True})
+        prepare = host_peers._prepare
+        if dist.get_rank() == dist.get_world_size() - 1:
+            host_peers._prepare = lambda *_: "no memory, for the test"
+        engine.load_checkpoint(str(place))
+        host_peers._prepare = prepare
+        assert all(map(torch.equal, _flat_weights(engine), _flat_weights(source))), layout
     shared_gather._fill = copy
 
 

@@ -21,7 +21,7 @@ from unickpt.load import checked_read
 from unickpt.load import reader as reader_module
 from unickpt.load.checked_read import Part, Piece, Pieces, available, bytes_of, read_checked, read_pieces
 from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.fragments import Request
+from unickpt.load.fragments import Request, batches_of, by_file
 from unickpt.save.saver import save
 from unickpt.save.shards import Contribution, shards_of_flat_range
 from unickpt.storage.base import DescriptorReader
@@ -237,7 +237,33 @@ def test_two_outputs_of_one_fragment_are_filled_in_one_pass(
         expected = torch.arange(info.numel) * 0.5
         assert torch.equal(one.out, expected)
         assert torch.equal(other.out, expected.to(dtype))
-    assert stats.bytes_read == 4 * sum(info.numel for info in INFOS)
+    assert stats.bytes_read == stats.bytes_needed == 4 * sum(info.numel for info in INFOS)
+
+
+@BOTH
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
+def test_a_view_with_its_sign_changed_receives_the_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extension: bool, part: bool
+) -> None:
+    if not extension:
+        monkeypatch.setattr(checked_read, "available", lambda: False)
+    checkpoint = saved(tmp_path)
+    info = INFOS[0]
+    box = Box((10,), (500,)) if part else Box.whole(info.shape)
+    out = torch._neg_view(torch.zeros(box.numel))
+    checkpoint.read([Request(checkpoint.ids[info.key], box, out)])
+    assert torch.equal(out, (torch.arange(info.numel) * 0.5)[box.slices()])
+
+
+def test_fragments_with_pieces_are_one_batch_only_where_the_extension_reads_them(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path)
+    requests = [
+        Request(checkpoint.ids[i.key], Box((1,), (i.numel - 1,)), torch.zeros(i.numel - 1)) for i in INFOS if i.numel > 99
+    ]
+    plan = checkpoint.plan(requests).plan
+    for with_pieces, count in ((True, 1), (False, len(requests))):
+        ((_, fragments),) = by_file(checkpoint.index, plan, requests)
+        assert len(list(batches_of(fragments, with_pieces=with_pieces))) == count
 
 
 def test_two_outputs_of_which_one_has_other_elements_are_filled(tmp_path: Path) -> None:

@@ -135,12 +135,15 @@ def _of_another_host(tensors: list[SplitTensor]) -> list[SplitTensor]:
 
 
 @pytest.mark.parametrize("change", [_unequal, _of_another_host, lambda _: None], ids=["unequal", "other-host", "none"])
-def test_all_ranks_of_a_host_gather_in_another_way_if_one_must(change: Any) -> None:
+@pytest.mark.parametrize("filled", [False, True])
+def test_all_ranks_of_a_host_gather_in_another_way_if_one_must(change: Any, filled: bool) -> None:
+    """Also if all of them have filled their parts: ranks of another host would wait for them."""
+
     def run(rendezvous: Rendezvous) -> tuple[bool, list[SplitTensor]]:
         found = tensors_of([((0, 1), 100, torch.float32, torch.float32)], rendezvous.rank)
         given = change(found) if rendezvous.rank == 0 else found
         with opened(rendezvous) as memory:
-            return gathered(memory, given), found
+            return gathered(memory, given, filled=filled), found
 
     for did, found in on_all_ranks(run):
         assert did is False

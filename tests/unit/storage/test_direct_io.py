@@ -119,3 +119,13 @@ def test_a_range_is_cached_if_most_of_its_pages_are(tmp_path: Path, read_mib: in
         assert direct_io.mostly_cached(file.fileno(), 0, 4 << 20) == (read_mib > 2)
         assert direct_io.mostly_cached(file.fileno(), 5, 100) == (read_mib > 0)
         assert direct_io.mostly_cached(file.fileno(), (4 << 20) - 1, 1) == (read_mib == 4)
+
+
+def test_what_the_system_does_not_tell_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_bytes(bytes(100_000))
+    with (tmp_path / "x").open("rb") as file:
+        assert direct_io.mostly_cached(file.fileno(), 0, 100_000, False)
+        monkeypatch.setattr(os, "geteuid", lambda: os.stat(tmp_path / "x").st_uid + 1)
+        monkeypatch.setattr(os, "access", lambda *_, **__: False)
+        assert not direct_io.mostly_cached(file.fileno(), 0, 100_000, False)
+        assert direct_io.mostly_cached(file.fileno(), 0, 100_000)
