@@ -135,7 +135,10 @@ class Raw:
 
 
 def reading_alone(directory: Path, rank: int, ranks: int) -> Callable[[], Any]:
-    """Return a function that reads and checks the data file of a rank, as a load does, into memory that was used before."""
+    """Return a function that reads and checks the data file of a rank, as a load does, into memory that was used before.
+
+    The memory is that of the raw read: two blocks in turn. So much is never being read at a time that a place is needed twice.
+    """
     import torch
 
     from unickpt.format.dtypes import torch_dtype
@@ -146,12 +149,14 @@ def reading_alone(directory: Path, rank: int, ranks: int) -> Callable[[], Any]:
     checkpoint = Checkpoint.open(directory)
     index, sizes = checkpoint.index, checkpoint.index.size_bytes()
     rows = [row for row in range(len(sizes)) if index.file[row] == rank]
+    memory = torch.ones(2 * MOST_BYTES, dtype=torch.uint8)
     begin = min(int(index.offset_bytes[row]) for row in rows)
-    memory = torch.ones(max(int(index.offset_bytes[row] + sizes[row]) for row in rows) - begin, dtype=torch.uint8)
-    requests = []
-    for row in rows:
-        info, at = index.tensors[int(index.tensor[row])], int(index.offset_bytes[row]) - begin
-        out = memory[at : at + int(sizes[row])].view(torch_dtype(info.dtype))
+    shift, requests = 0, []
+    for row in sorted(rows, key=lambda row: int(index.offset_bytes[row])):
+        info, size, offset = index.tensors[int(index.tensor[row])], int(sizes[row]), int(index.offset_bytes[row]) - begin
+        if offset - shift + size > len(memory):
+            shift = offset // 4096 * 4096  # to the beginning of the memory, with the alignment of the file
+        out = memory[offset - shift : offset - shift + size].view(torch_dtype(info.dtype))
         requests.append(Request(int(index.tensor[row]), index.box(row), out))
     planned = checkpoint.plan(requests)
     return partial(execute, checkpoint.storage, index, planned.plan, requests, ranks=ranks)
