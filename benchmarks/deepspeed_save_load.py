@@ -115,12 +115,12 @@ class Raw:
         self.path = path
         self._turns = -(-size_bytes // (2 * MOST_BYTES))
         size = size_bytes // (2 * self._turns) // 4
-        self._source, self._target = torch.rand(size), torch.zeros(size)
-        self._views = [memoryview(t.numpy()).cast("B") for t in (self._source, self._target)] * self._turns
+        self._source, self.target = torch.rand(size), torch.zeros(size)
+        self._views = [memoryview(t.numpy()).cast("B") for t in (self._source, self.target)] * self._turns
 
     def copy(self) -> None:
         for _ in range(2 * self._turns):
-            self._target.copy_(self._source)
+            self.target.copy_(self._source)
 
     def write(self) -> None:
         with self.path.open("wb", buffering=0) as file:
@@ -134,10 +134,10 @@ class Raw:
                 file.readinto(view)
 
 
-def reading_alone(directory: Path, rank: int, ranks: int) -> Callable[[], Any]:
+def reading_alone(directory: Path, rank: int, ranks: int, memory: Any) -> Callable[[], Any]:
     """Return a function that reads and checks the data file of a rank, as a load does, into memory that was used before.
 
-    The memory is that of the raw read: two blocks in turn. So much is never being read at a time that a place is needed twice.
+    ``memory``: a tensor to fill again and again, as a raw read does. Never is so much being read that a place is needed twice.
     """
     import torch
 
@@ -149,7 +149,7 @@ def reading_alone(directory: Path, rank: int, ranks: int) -> Callable[[], Any]:
     checkpoint = Checkpoint.open(directory)
     index, sizes = checkpoint.index, checkpoint.index.size_bytes()
     rows = [row for row in range(len(sizes)) if index.file[row] == rank]
-    memory = torch.ones(2 * MOST_BYTES, dtype=torch.uint8)
+    memory = memory.view(torch.uint8)
     begin = min(int(index.offset_bytes[row]) for row in rows)
     shift, requests = 0, []
     for row in sorted(rows, key=lambda row: int(index.offset_bytes[row])):
@@ -321,7 +321,7 @@ def worker(args: argparse.Namespace) -> None:
             peaks[name] = most(peak.bytes)
             if name == "unickpt load":
                 reading(engine, "unickpt load")
-        alone = reading_alone(own / "quiet", rank, job.world)
+        alone = reading_alone(own / "quiet", rank, job.world, raw.target)
         found["unickpt load, its reading"] = slowest(alone)
         if other is not None:
             warm(own)
