@@ -137,7 +137,7 @@ class Raw:
 def reading_alone(directory: Path, rank: int, ranks: int, memory: Any) -> Callable[[], Any]:
     """Return a function that reads and checks the data file of a rank, as a load does, into memory that was used before.
 
-    ``memory``: a tensor to fill again and again, as a raw read does. Never is so much being read that a place is needed twice.
+    ``memory``: a tensor to fill again and again, as a raw read does. All threads are done before a place is filled again.
     """
     import torch
 
@@ -151,15 +151,21 @@ def reading_alone(directory: Path, rank: int, ranks: int, memory: Any) -> Callab
     rows = [row for row in range(len(sizes)) if index.file[row] == rank]
     memory = memory.view(torch.uint8)
     begin = min(int(index.offset_bytes[row]) for row in rows)
-    shift, requests = 0, []
+    shift, turns = 0, [list[Request]()]
     for row in sorted(rows, key=lambda row: int(index.offset_bytes[row])):
         info, size, offset = index.tensors[int(index.tensor[row])], int(sizes[row]), int(index.offset_bytes[row]) - begin
         if offset - shift + size > len(memory):
             shift = offset // 4096 * 4096  # to the beginning of the memory, with the alignment of the file
+            turns.append([])
         out = memory[offset - shift : offset - shift + size].view(torch_dtype(info.dtype))
-        requests.append(Request(int(index.tensor[row]), index.box(row), out))
-    planned = checkpoint.plan(requests)
-    return partial(execute, checkpoint.storage, index, planned.plan, requests, ranks=ranks)
+        turns[-1].append(Request(int(index.tensor[row]), index.box(row), out))
+    plans = [checkpoint.plan(requests).plan for requests in turns]
+
+    def read() -> None:
+        for plan, requests in zip(plans, turns, strict=True):
+            execute(checkpoint.storage, index, plan, requests, ranks=ranks)
+
+    return read
 
 
 class Dcp:

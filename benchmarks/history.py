@@ -21,7 +21,9 @@ def record(results: Sequence[Result], about: dict[str, Any]) -> dict[str, Any]:
 
 
 def append(line: dict[str, Any], path: Path = HISTORY) -> None:
-    """Add a run to the history."""
+    """Add a run to the history, unless all of it failed."""
+    if not line["ratios"]:
+        return
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
