@@ -57,7 +57,7 @@ class DerivedWeights:
         for piece in part.pieces:
             weight, source = part.weight_of(piece), sources[id(piece.parameter)]
             assert weight is not None and source is not None  # noqa: PT018  # by ``_is_cast``
-            self._reads.fill(source[0], self._slices.of(piece.parameter), piece.lo, piece.hi, weight)
+            self._reads.fill(source[0], self._slices.of(piece.parameter), piece.lo, piece.hi, weight, derived=True)
         for piece in _elsewhere(part) if self._kind != ZERO_3 else ():
             source, weight = sources[id(piece.parameter)], piece.parameter.detach()
             self._possible = self._possible and weight.is_cpu and weight.is_contiguous()

@@ -91,10 +91,10 @@ class Reads:
         """Copy ``flat`` into ``target``, which has the same number of elements, in ``finish``."""
         self._copies.append(_Copy(target, flat))
 
-    def fill(self, position: int, part: Slice, lo: int, hi: int, flat: torch.Tensor) -> None:
+    def fill(self, position: int, part: Slice, lo: int, hi: int, flat: torch.Tensor, *, derived: bool = False) -> None:
         """Request the flat range ``[lo, hi)`` of this rank's part of a stored tensor into ``flat`` of ``hi - lo`` elements.
 
-        Padding that the checkpoint lacks becomes zero.
+        Padding that the checkpoint lacks becomes zero. ``derived``: as in ``Request``.
         """
         if not part.complete:
             flat.zero_()
@@ -102,7 +102,7 @@ class Reads:
         targets = (flat,) if len(infos) == 1 else tuple(flat.new_zeros(flat.shape, dtype=torch.float32) for _ in infos)
         for info, target in zip(infos, targets, strict=True):
             for place in places(part.local, part.boxes, lo, hi):
-                self.requests.append(Request(self.checkpoint.ids[info.key], place.whole, place.of(target)))
+                self.requests.append(Request(self.checkpoint.ids[info.key], place.whole, place.of(target), derived))
         if len(targets) > 1:
             self._means.append(_Mean(flat, targets))
 

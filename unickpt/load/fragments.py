@@ -30,11 +30,13 @@ class Request:
         box: requested region. Not empty.
         out: output on any device, in any dtype; values are cast. Either a contiguous 1-D tensor of ``box.numel`` elements, or
             a tensor of the shape of the box with any strides.
+        derived: another request needs the same elements, and ``out`` is their cast. They count once.
     """
 
     tensor_id: int
     box: Box
     out: torch.Tensor
+    derived: bool = False
 
     @property
     def place(self) -> torch.Tensor:
@@ -101,9 +103,9 @@ def by_file(index: Index, plan: ReadPlan, requests: Sequence[Request]) -> Iterat
 
 
 def needed_bytes(fragment: Fragment) -> int:
-    """Return the size of what the uses of a fragment need. What several uses need counts once."""
+    """Return the size of what the uses of a fragment need."""
     item = torch_dtype(fragment.info.dtype).itemsize
-    return sum(region.numel * item for region in {use.region for use in fragment.uses})
+    return sum(use.region.numel * item for use in fragment.uses if not use.request.derived)
 
 
 def batches_of(fragments: Iterable[Fragment], *, with_pieces: bool) -> Iterator[list[Fragment]]:

@@ -231,7 +231,9 @@ def test_two_outputs_of_one_fragment_are_filled_in_one_pass(
     monkeypatch.setattr(reader_module, "_read_through_scratch", None)
     checkpoint = saved(tmp_path)
     exact = [Request(checkpoint.ids[info.key], Box.whole(info.shape), torch.zeros(info.shape)) for info in INFOS]
-    cast = [Request(request.tensor_id, request.box, torch.zeros(request.box.numel, dtype=dtype)) for request in exact]
+    cast = [
+        Request(request.tensor_id, request.box, torch.zeros(request.box.numel, dtype=dtype), derived=True) for request in exact
+    ]
     stats = checkpoint.read([*exact, *cast] if first == 0 else [*cast, *exact])
     for info, one, other in zip(INFOS, exact, cast, strict=True):
         expected = torch.arange(info.numel) * 0.5
