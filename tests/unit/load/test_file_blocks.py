@@ -71,7 +71,7 @@ def requests_of(checkpoint: Checkpoint) -> list[Request]:
 class Watch:
     """Records the reads of all files: file position, size, name of the thread; and how many threads read at a time.
 
-    Python reads, because nobody sees the reads of the extension (``test_checked_read.py`` has those).
+    Python reads here: a test cannot watch the system calls of the extension. ``test_checked_read.py`` tests the extension.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
