@@ -133,8 +133,7 @@ class Located:
 
     def at(self, box: Box) -> Located:
         """Return a box of the tensor as a tensor."""
-        first = sum(at * step for at, step in zip(box.start, self.strides, strict=True))
-        return self._with(self.begin_byte + first * itemsize_bytes(self.dtype), box.shape, self.strides)
+        return self._with(self._byte(box), box.shape, self.strides)
 
     def read(self, box: Box | None = None) -> torch.Tensor:
         """Read a box of the tensor (default: all of it). Returns elements, 1-D in row-major order."""
@@ -142,13 +141,28 @@ class Located:
         dtype, item = torch_dtype(self.dtype), itemsize_bytes(self.dtype)
         if not box.numel:
             return torch.empty(0, dtype=dtype)
-        first = sum(at * step for at, step in zip(box.start, self.strides, strict=True))
         span = 1 + sum((extent - 1) * step for extent, step in zip(box.shape, self.strides, strict=True))
         if span > _GAPS * box.numel and span * item > _SMALL_SPAN_BYTES:
             return self._read_in_pieces(box)
         data = torch.empty(span, dtype=dtype)
-        self.files.read_into(self.path, self.begin_byte + first * item, bytes_of(data))
+        self.files.read_into(self.path, self._byte(box), bytes_of(data))
         return data if self._dense(box.shape) else data.as_strided(box.shape, self.strides).reshape(-1)
+
+    def read_into(self, box: Box, target: torch.Tensor) -> None:
+        """Read a box of the tensor into a contiguous 1-D tensor. Raises FormatError if it has another dtype or size."""
+        if (target.dtype, target.numel()) != (torch_dtype(self.dtype), box.numel):
+            raise FormatError(
+                f"{self.path}: has {box.numel:,} elements of {self.dtype}, expected {target.numel():,} of {target.dtype}"
+            )
+        if self._dense(box.shape):
+            self.files.read_into(self.path, self._byte(box), bytes_of(target))
+        else:
+            target.copy_(self.read(box))
+
+    def _byte(self, box: Box) -> int:
+        """Return the offset of the first element of a box."""
+        first = sum(at * step for at, step in zip(box.start, self.strides, strict=True))
+        return self.begin_byte + first * itemsize_bytes(self.dtype)
 
     def _read_in_pieces(self, box: Box) -> torch.Tensor:
         """Read a box whose elements are far apart: halve it along the dimension with the largest span."""

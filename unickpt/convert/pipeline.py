@@ -9,31 +9,31 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from unickpt.convert.lazy_tensor import Located
+from unickpt.convert.read_ahead import Unread, WriteBehind, write_all
+from unickpt.convert.readings import BoxOf, Reading
 from unickpt.errors import FormatError, MismatchError
 from unickpt.format.boxes import Box, cut
 from unickpt.format.casts import is_cast_of
-from unickpt.format.dtypes import itemsize_bytes, torch_dtype
+from unickpt.format.dtypes import itemsize_bytes
 from unickpt.format.index import TensorInfo
 from unickpt.format.layout import ROWS_FOLDER, RankFiles
 from unickpt.format.manifest import FileRecord, JSONValue, OptimizerRecord, Writer
 from unickpt.load.validation import is_checkpoint
 from unickpt.save.commit import commit
-from unickpt.save.data_file import DataFile, Pace, write_rows
+from unickpt.save.data_file import DataFile, Pace, create_data_file, write_rows
 from unickpt.save.shards import FRAGMENT_BYTES, Contribution, Prepared, Shard, prepare
 from unickpt.storage.posix import PosixStorage
 
-BATCH_BYTES = 16 << 20  # bytes of a portion in memory
 _EMPTY = torch.empty(0)
-
-Reading = Callable[[Box], torch.Tensor]  # box in the tensor's coordinates -> its elements, 1-D in row-major order
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,12 @@ class SourcePart:
     box: Box
     read: Reading
     unless: Reading | None = None
+
+    @classmethod
+    def whole(cls, tensor: TensorInfo, data: Located) -> SourcePart:
+        """Return all of a tensor that is in a file."""
+        box = Box.whole(tensor.shape)
+        return cls(tensor, box, BoxOf(box, data))
 
     @property
     def size_bytes(self) -> int:
@@ -128,32 +134,6 @@ class Converted:
     size_bytes: int
 
 
-@dataclass(frozen=True)
-class Regions:
-    """A tensor that is read from several places.
-
-    Attributes:
-        dtype: format name of the dtype.
-        parts: disjoint boxes, each with the function that reads it.
-    """
-
-    dtype: str
-    parts: Sequence[tuple[Box, Reading]]
-
-    def read(self, box: Box) -> torch.Tensor:
-        """Read a box, 1-D in row-major order. Raises FormatError if the parts do not cover it."""
-        target = torch.empty(box.shape, dtype=torch_dtype(self.dtype))
-        left = box.numel
-        for place, read in self.parts:
-            common = place.intersect(box) if box.numel else None
-            if common is not None:
-                target[common.within(box).slices()] = read(common).view(common.shape)
-                left -= common.numel
-        if left:
-            raise FormatError(f"the source lacks {left:,} elements of {box} of a tensor")
-        return target.reshape(-1)
-
-
 def convert(
     source: Source, directory: Path, *, workers: int = 2, progress: Callable[[int], None] = lambda _: None
 ) -> Converted:
@@ -223,17 +203,17 @@ def _converted(
     if known is not None:
         progress(sum(part.size_bytes for part in portion.parts))
         return known, True
-    shards, readings = _shards(portion, progress)
-    with storage.create(names.data, direct=True, about_bytes=sum(shard.size_bytes for shard in shards)) as sink:
+    unread = _unread(portion, progress)
+    shards = [each.shard for each in unread]
+
+    def advance(size_bytes: int) -> None:
+        if stopped.is_set():
+            raise CancelledError(f"{portion.name}: another portion failed, or the conversion was interrupted")
+        progress(size_bytes)
+
+    with create_data_file(storage, names.data, shards, direct=True) as file, WriteBehind(file) as sink:
         out = DataFile(sink, shards, rank=names.rank, step=step, pace=Pace(None))
-        for lo, hi in _batches(shards):
-            if stopped.is_set():
-                raise CancelledError(f"{portion.name}: another portion failed, or the conversion was interrupted")
-            read = [
-                replace(shard, data=reading(shard.box)) for shard, reading in zip(shards[lo:hi], readings[lo:hi], strict=True)
-            ]
-            out.write(read)
-            progress(sum(shard.size_bytes for shard in read))
+        write_all(unread, out, sink, advance)
         record = out.record(names.data)
     write_rows(storage, names.rows, out.rows, list({part.tensor.key: part.tensor for part in portion.parts}.values()))
     if portion.state() != before:
@@ -256,9 +236,9 @@ def _done(storage: PosixStorage, note: str, state: list[Any], names: RankFiles) 
     return record if same and storage.size_bytes(names.rows) else None
 
 
-def _shards(portion: Portion, progress: Callable[[int], None]) -> tuple[list[Shard], list[Reading]]:
-    """Return the shards to write without their data, largest elements first, and the function that reads each."""
-    found: list[tuple[Shard, Reading]] = []
+def _unread(portion: Portion, progress: Callable[[int], None]) -> list[Unread]:
+    """Return the shards to write, largest elements first."""
+    found: list[Unread] = []
     for part in portion.parts:
         limit = max(FRAGMENT_BYTES // itemsize_bytes(part.tensor.dtype), 1)
         for box in cut(part.box, limit) if part.box.numel else ():
@@ -266,17 +246,6 @@ def _shards(portion: Portion, progress: Callable[[int], None]) -> tuple[list[Sha
             if part.unless is not None and is_cast_of(part.read(box), part.unless(box)):
                 progress(shard.size_bytes)
             else:
-                found.append((shard, part.read))
-    found.sort(key=lambda each: -itemsize_bytes(each[0].tensor.dtype))
-    return [shard for shard, _ in found], [reading for _, reading in found]
-
-
-def _batches(shards: Sequence[Shard]) -> Iterator[tuple[int, int]]:
-    lo = size = 0
-    for at, shard in enumerate(shards):
-        size += shard.size_bytes
-        if size >= BATCH_BYTES:
-            yield lo, at + 1
-            lo, size = at + 1, 0
-    if lo < len(shards):
-        yield lo, len(shards)
+                found.append(Unread(shard, part.read))
+    found.sort(key=lambda each: -itemsize_bytes(each.shard.tensor.dtype))
+    return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from unickpt.convert.pipeline import Reading
+from unickpt.convert.readings import Reading
 from unickpt.edit.cast import is_float
 from unickpt.edit.table import Key, Table, TableEntry, count_of, some_of
 from unickpt.errors import ConfigError, MismatchError

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from unickpt.convert.pipeline import Reading
+from unickpt.convert.readings import Reading
 from unickpt.edit.patterns import Selection
 from unickpt.edit.table import Table, count_of
 from unickpt.errors import LanguageError, MismatchError

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from unickpt.convert.pipeline import Reading
+from unickpt.convert.readings import Reading
 from unickpt.edit.cast import is_float
 from unickpt.edit.select import NoOptimizer
 from unickpt.edit.table import Table, TableEntry, by_key, count_of, some_of

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from unickpt.convert.megatron import keys
-from unickpt.convert.pipeline import Reading
+from unickpt.convert.readings import Reading
 from unickpt.dialects.arrangement import Arrangement
 from unickpt.dialects.model_facts import Model
 from unickpt.dialects.registry import dialects

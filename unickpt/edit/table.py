@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from unickpt.convert.pipeline import Reading
+from unickpt.convert.readings import Reading
 from unickpt.errors import MismatchError
 from unickpt.format.boxes import Box
 from unickpt.format.index import TensorInfo

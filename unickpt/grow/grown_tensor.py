@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from unickpt.convert.pipeline import Reading
+from unickpt.convert.readings import Reading
 from unickpt.format.boxes import Box, cut
 from unickpt.format.dtypes import torch_dtype
 from unickpt.grow.origins import Ints, Run, copies_of, runs

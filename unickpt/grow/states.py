@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from unickpt.convert.pipeline import Reading
+from unickpt.convert.readings import Reading
 from unickpt.dialects.growth import STREAM, Flow, Norm
 from unickpt.format.index import TensorInfo
 from unickpt.grow.free_values import normal

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from unickpt.convert.pipeline import Reading
+from unickpt.convert.readings import Reading
 from unickpt.dialects.growth import Upcycling
 from unickpt.dialects.model_facts import Model
 from unickpt.dialects.registry import dialects

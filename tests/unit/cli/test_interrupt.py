@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.cli import python
 from unickpt.cli import main as main_module
-from unickpt.convert import pipeline
+from unickpt.convert import pipeline, read_ahead
 from unickpt.testing import handmade
 
 
@@ -23,8 +23,8 @@ from unickpt.testing import handmade
 def test_ctrl_c_prints_how_to_continue_an_export(tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     source = handmade.save_ranks(tmp_path / "source", world=3)
     monkeypatch.setattr(pipeline, "FRAGMENT_BYTES", 8)
-    monkeypatch.setattr(pipeline, "BATCH_BYTES", 8)
-    batches, slow = pipeline._batches, threading.Event()
+    monkeypatch.setattr(read_ahead, "BATCH_BYTES", 8)
+    batches, slow = read_ahead._batches, threading.Event()
 
     def interrupted(shards: Any) -> Any:
         for at, batch in enumerate(batches(shards)):
@@ -34,7 +34,7 @@ def test_ctrl_c_prints_how_to_continue_an_export(tmp_path: Path, run: Any, monke
                 time.sleep(0.5)  # meanwhile the main thread stops the others
             yield batch
 
-    monkeypatch.setattr(pipeline, "_batches", interrupted)
+    monkeypatch.setattr(read_ahead, "_batches", interrupted)
     command = ["edit", source, tmp_path / "new", "--cast", "*:exp_avg=bfloat16"]
     code, _, err = run(*command)
     assert (code, err) == (

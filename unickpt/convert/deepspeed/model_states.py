@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from unickpt.convert.deepspeed.files import MODEL, File, is_deepspeed, read_file
 from unickpt.convert.huggingface.files import configuration
 from unickpt.convert.lazy_tensor import Files, Located
 from unickpt.convert.optimizer_class import class_of_states
-from unickpt.convert.pipeline import Reading, Regions, SourcePart
+from unickpt.convert.pipeline import SourcePart
+from unickpt.convert.readings import BoxOf, Reading, Regions
 from unickpt.convert.safe_pickle import Record
 from unickpt.dialects.model_facts import Model
 from unickpt.dialects.translated_checkpoint import HUGGINGFACE
@@ -241,14 +242,14 @@ class ModelStates(SourceBuilder):
                 self.left_out.append(f"{name}: extra state of a module, which only its own code can read")
             elif name in buffers:
                 info = TensorInfo(name, "weight", found.dtype, found.shape, "buffer")
-                self.add(self.first.path, SourcePart(info, Box.whole(found.shape), found.read))
+                self.add(self.first.path, SourcePart.whole(info, found))
             elif name in self.model.masters:
                 self._derived(name, found, whole=whole)
             elif whole:
                 self.model.shapes[name], self.model.dtypes[name] = found.shape, found.dtype
                 self.add(
                     self.first.path,
-                    SourcePart(self.model.info(name, "weight", found.dtype), Box.whole(found.shape), found.read),
+                    SourcePart.whole(self.model.info(name, "weight", found.dtype), found),
                 )
         if not whole:
             self._frozen()
@@ -264,7 +265,7 @@ class ModelStates(SourceBuilder):
         if found.shape != shape:
             raise FormatError(f"{self.first.path}: {name} has shape {found.shape}, its master has shape {shape}")
         master = Regions(masters[0][1].dtype, [(box, box_reader(box, located)) for box, located in masters])
-        self.add(self.first.path, SourcePart(info, Box.whole(shape), found.read, unless=master.read))
+        self.add(self.first.path, replace(SourcePart.whole(info, found), unless=master.read))
 
     def _frozen(self) -> None:
         """Add the parts of frozen parameters of all ranks under ZeRO 3."""
@@ -324,7 +325,7 @@ def tied_names(first: File, tensors: Mapping[str, Located]) -> dict[str, str]:
 def box_reader(whole: Box, data: Located, scale: float = 1.0) -> Reading:
     """Return the function that reads boxes within ``whole`` from a tensor of its shape with the elements times ``scale``."""
     if scale == 1.0:
-        return lambda wanted: data.read(wanted.within(whole))
+        return BoxOf(whole, data)
     return lambda wanted: data.read(wanted.within(whole)) / scale
 
 

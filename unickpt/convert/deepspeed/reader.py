@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from unickpt.convert.deepspeed.files import EXPERTS, File, ModelRank, first_missing, read_folder, states_of
-from unickpt.convert.deepspeed.model_states import as_number, box_reader, is_flat, require_tensor, tied_names
+from unickpt.convert.deepspeed.model_states import as_number, is_flat, require_tensor, tied_names
 from unickpt.convert.deepspeed.zero_shards import ShardCollector, ShardedParameter
 from unickpt.convert.lazy_tensor import Files, Located
 from unickpt.convert.limits import bounded
@@ -102,7 +102,7 @@ class _NativeReader(ShardCollector):
             if name in buffers:
                 if rank.tensor == 0:
                     info = TensorInfo(name, "weight", data.dtype, data.shape, "buffer")
-                    self.add(weight.path, SourcePart(info, Box.whole(data.shape), box_reader(Box.whole(data.shape), data)))
+                    self.add(weight.path, SourcePart.whole(info, data))
                 continue
             tensor = self.tensors.get(name)
             if tensor is not None:

@@ -14,7 +14,8 @@ from unickpt.convert.deepspeed.megatron_deepspeed import megatron_deepspeed
 from unickpt.convert.deepspeed.model_states import SourceBuilder, box_reader
 from unickpt.convert.deepspeed.tensor_parallel import SCALE_POWERS, Division, division
 from unickpt.convert.lazy_tensor import Located
-from unickpt.convert.pipeline import Reading, Regions, SourcePart
+from unickpt.convert.pipeline import SourcePart
+from unickpt.convert.readings import Reading, Regions
 from unickpt.errors import FormatError
 from unickpt.format.boxes import Box, split_flat_range
 from unickpt.format.index import TensorInfo

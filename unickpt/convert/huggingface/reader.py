@@ -18,7 +18,7 @@ from unickpt.convert.regular_files import open_regular, read_json
 from unickpt.dialects.model_facts import Model
 from unickpt.dialects.translated_checkpoint import HUGGINGFACE
 from unickpt.errors import FormatError, NotACheckpointError
-from unickpt.format.boxes import Box, strides_of
+from unickpt.format.boxes import strides_of
 from unickpt.format.index import TensorInfo
 from unickpt.format.manifest import Writer
 from unickpt.format.safetensors_header import Header, header_bytes_of, parse_header
@@ -59,7 +59,7 @@ def huggingface(folder: Path, files: Files) -> Source:
             at = header.header_bytes + slot.begin_byte
             found = Located(files, path, at, slot.dtype, slot.shape, strides_of(slot.shape))
             info = TensorInfo(slot.name, "weight", slot.dtype, slot.shape, "parameter")
-            parts.append(SourcePart(info, Box.whole(slot.shape), found.read))
+            parts.append(SourcePart.whole(info, found))
         portions.append(Portion(path.name, parts, [path]))
     config = configuration(folder)
     version = str(config.get("transformers_version") or "")

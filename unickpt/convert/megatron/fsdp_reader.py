@@ -25,8 +25,9 @@ from unickpt.convert.limits import bounded
 from unickpt.convert.megatron.common_state import arguments_of, encode_plain, name_of_optimizer, objects_of, step_of, writer_of
 from unickpt.convert.megatron.fsdp_names import EXPERTS, META, MODEL, NORMS, STATE
 from unickpt.convert.megatron.keys import MASTER, WEIGHT
-from unickpt.convert.pipeline import Portion, Reading, Source, SourcePart
+from unickpt.convert.pipeline import Portion, Source, SourcePart
 from unickpt.convert.plain_values import NotPlainError, plain
+from unickpt.convert.readings import Reading
 from unickpt.convert.regular_files import open_regular
 from unickpt.convert.torch_dcp.files import METADATA, DcpTable, Stored
 from unickpt.errors import FormatError
@@ -64,7 +65,7 @@ class _Placed:
         for chunk in self.stored.chunks:
             start = (chunk.box.start[0] + rows * (self.half or 0), *chunk.box.start[1:]) if chunk.box.start else ()
             box = Box((*lead, *start), (*(1,) * len(lead), *chunk.box.shape))
-            found.append((box, _moved(chunk.read, len(lead), rows * (self.half or 0))))
+            found.append((box, _moved(chunk, len(lead), rows * (self.half or 0))))
         return (*((layers,) if lead else ()), *shape), found
 
 

@@ -44,8 +44,9 @@ from unickpt.convert.megatron.shard_rules import (
 )
 from unickpt.convert.megatron.torch_files import MegatronFolder, MegatronRank, is_chunk, read_job
 from unickpt.convert.megatron.torch_layout import TorchLayout, chunk_weights
-from unickpt.convert.pipeline import Portion, Reading, Source, SourcePart
+from unickpt.convert.pipeline import Portion, Source, SourcePart
 from unickpt.convert.plain_values import NotPlainError, plain
+from unickpt.convert.readings import BoxOf, Reading
 from unickpt.convert.safe_pickle import load
 from unickpt.errors import FormatError
 from unickpt.format.boxes import Box
@@ -262,4 +263,4 @@ def _shard_reader(data: Located, local: Box, whole: Box) -> Reading:
     part = data.at(local)
     lead = whole.ndim - local.ndim
     shaped = replace(part, shape=(*(1,) * lead, *part.shape), strides=(*(1,) * lead, *part.strides))
-    return lambda wanted: shaped.read(wanted.within(whole))
+    return BoxOf(whole, shaped)

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from unickpt.convert.lazy_tensor import Files, Located
-from unickpt.convert.pipeline import Portion, Reading, Regions, SourcePart
+from unickpt.convert.pipeline import Portion, SourcePart
+from unickpt.convert.readings import Reading, Regions
 from unickpt.convert.regular_files import named_file
 from unickpt.convert.safe_pickle import Record, load_archive, load_plain
 from unickpt.errors import FormatError
@@ -55,17 +56,24 @@ class StoredChunk:
         self._table, self.name, self.dtype, self.box, self.place = table, name, dtype, box, place
         self._found: Located | None = None
 
-    def read(self, box: Box) -> torch.Tensor:
+    def __call__(self, box: Box) -> torch.Tensor:
         """Read a box within this chunk, in the coordinates of the tensor. Return its elements, 1-D in row-major order.
 
         Raises:
             FormatError: the archive is damaged, or contains another tensor than the table says.
         """
-        if self._found is None:
-            self._found = self._located()
-        return self._found.read(box.within(self.box))
+        return self._located().read(box.within(self.box))
+
+    def read_into(self, box: Box, target: torch.Tensor) -> None:
+        """Read a box into a 1-D tensor of its dtype with as many elements. Raises as a call."""
+        self._located().read_into(box.within(self.box), target)
 
     def _located(self) -> Located:
+        if self._found is None:
+            self._found = self._checked()
+        return self._found
+
+    def _checked(self) -> Located:
         found = self._table.load(self.place, self.name)
         if not isinstance(found, Located):
             kind = found.kind if isinstance(found, Record) else type(found).__name__
@@ -105,7 +113,7 @@ class Stored:
 
     def read(self) -> torch.Tensor:
         """Read the whole tensor."""
-        regions = Regions(self.dtype, [(chunk.box, chunk.read) for chunk in self.chunks])
+        regions = Regions(self.dtype, [(chunk.box, chunk) for chunk in self.chunks])
         return regions.read(Box.whole(self.shape)).view(self.shape)
 
 
@@ -285,7 +293,7 @@ def portions_of(tensors: Iterable[tuple[TensorInfo, Stored, Stored | None]]) -> 
                 unless, paths = origins.within(chunk.box)
                 inputs[chunk.place.relative] |= paths
             inputs[chunk.place.relative].add(chunk.place.path)
-            parts[chunk.place.relative].append(SourcePart(info, chunk.box, chunk.read, unless))
+            parts[chunk.place.relative].append(SourcePart(info, chunk.box, chunk, unless))
     portions = [Portion(name.replace("/", "-"), parts[name], sorted(inputs[name])) for name in sorted(parts)]
     return portions, empty
 
@@ -303,8 +311,8 @@ class _Origins:
         """Return the function that reads boxes within ``box``, and the files that it reads."""
         same = self._exact.get(box)
         if same is not None:
-            return same.read, {same.place.path}
+            return same, {same.place.path}
         meets = ((self._start < np.array(box.stop)) & (self._stop > np.array(box.start))).all(axis=1)
         chunks = [self._stored.chunks[at] for at in np.flatnonzero(meets).tolist()]
-        regions = Regions(self._stored.dtype, [(chunk.box, chunk.read) for chunk in chunks])
+        regions = Regions(self._stored.dtype, [(chunk.box, chunk) for chunk in chunks])
         return regions.read, {chunk.place.path for chunk in chunks}
