@@ -39,7 +39,8 @@ the other.
 |---|---|
 | seconds | the whole command including imports of compiled modules, until everything is on the disk. \
 `sync` is included for tools that do not wait for the disk. |
-| memory | largest sum of the proportional set sizes of all processes of the command, sampled every 20 ms in a round of its own |
+| memory | largest sum of the proportional set sizes of all processes of the command, sampled every 20 ms \
+in a round of its own |
 | relative to ... | ratio within a round |
 
 The goal is 1.2 times a copy. On a slow day of the disk, when the copy took 14.7 s, ZeRO-1 took 0.54 of it. On a fast day both
@@ -47,9 +48,9 @@ stages with 350M take 1.7: the conversion alone takes as long as the copy, and t
 it to import torch. That is the same for a model of any size, so 600M take less, and larger models less again.
 
 The direct writes decide. In `unickpt/convert/read_ahead.py`, a thread writes 16 MiB from one of two buffers, while the other
-buffer is filled. They are in huge pages, and so small that they stay in the cache of the processor: two threads reached 2.9 GB/s from
-such buffers, 1.7 GB/s from ordinary pages, and 1.7 GB/s from 256 MiB of huge pages. Before, every batch had fresh memory, and was
-copied again for its alignment: 350M under ZeRO-3 took 2.6 copies.
+buffer is filled. They are in huge pages, and so small that they stay in the cache of the processor: two threads reached
+2.9 GB/s from such buffers, 1.7 GB/s from ordinary pages, and 1.7 GB/s from 256 MiB of huge pages. Before, every batch had
+fresh memory, and was copied again for its alignment: 350M under ZeRO-3 took 2.6 copies.
 """
 
 COPY = "copy and sync"

@@ -86,7 +86,9 @@ def test_another_dtype_or_number_of_elements_is_refused(found: torch.Tensor) -> 
         _written([Unread(unread.shard, lambda _: found)], _Slow())
 
 
-@pytest.mark.parametrize(("target", "what"), [(torch.zeros(4), "4 of torch.float32"), (torch.zeros(3, dtype=torch.int64), "3 of")])
+@pytest.mark.parametrize(
+    ("target", "what"), [(torch.zeros(4), "4 of torch.float32"), (torch.zeros(3, dtype=torch.int64), "3 of")]
+)
 def test_memory_of_another_dtype_or_size_is_refused(tmp_path: Path, target: torch.Tensor, what: str) -> None:
     with Files() as files, pytest.raises(FormatError, match=rf"x: has 4 elements of I64, expected {what}"):
         Located(files, tmp_path / "x", 0, "I64", (4,), (1,)).read_into(Box.whole((4,)), target)
