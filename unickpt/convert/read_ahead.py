@@ -6,6 +6,7 @@ memory that is used again and stays in the cache of the processor, make these wr
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -40,7 +41,8 @@ class WriteBehind:
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._thread = ThreadPoolExecutor(1, "unickpt-convert-write")
-        self._writes: list[Future[None]] = []
+        self._writes: deque[Future[None]] = deque()
+        self._waited = 0
 
     def __enter__(self) -> WriteBehind:
         return self
@@ -53,7 +55,7 @@ class WriteBehind:
     @property
     def count(self) -> int:
         """Number of writes so far."""
-        return len(self._writes)
+        return self._waited + len(self._writes)
 
     def write(self, parts: Sequence[memoryview]) -> None:
         """Write parts, whose memory must not change before ``wait`` for this write returns."""
@@ -61,18 +63,20 @@ class WriteBehind:
 
     def wait(self, count: int) -> None:
         """Wait for the first ``count`` writes. Raises what one of them raised."""
-        for write in self._writes[:count]:
-            write.result()
+        while self._waited < count:
+            self._writes[0].result()  # stays the first if it raises
+            self._writes.popleft()
+            self._waited += 1
 
 
 def write_all(unread: Sequence[Unread], out: DataFile, sink: WriteBehind, done: Callable[[int], None]) -> None:
     """Read shards in batches and write them in order. A batch is written while the next one is read.
 
     Args:
-        unread: all shards of the file, in file order.
+        unread: all shards of the file, in file order. Those with larger elements come first.
         out: the file.
         sink: the sink of the file.
-        done: called with the number of bytes of each batch before it is written. What it raises ends the work.
+        done: called with the number of bytes of each batch when it is read. What it raises ends the work.
     """
     batches = list(_batches(unread))
     memory = [_aligned(max(map(_size, batches), default=0)) for _ in batches[:2]]

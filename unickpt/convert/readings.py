@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -16,20 +16,22 @@ from unickpt.format.dtypes import torch_dtype
 Reading = Callable[[Box], torch.Tensor]  # box in the tensor's coordinates -> its elements, 1-D in row-major order
 
 
-@runtime_checkable
-class InPlace(Protocol):
+class InPlace(ABC):
     """A reading that can fill given memory."""
 
-    def __call__(self, box: Box, /) -> torch.Tensor: ...
+    __slots__ = ()
 
-    def read_into(self, box: Box, target: torch.Tensor, /) -> None:
+    @abstractmethod
+    def __call__(self, box: Box) -> torch.Tensor: ...
+
+    @abstractmethod
+    def read_into(self, box: Box, target: torch.Tensor) -> None:
         """Read a box into a 1-D tensor of its dtype with as many elements."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
-class BoxOf:
-    """Reading (``InPlace``) of boxes within the box ``whole`` of a tensor, which has the shape of ``data``."""
+class BoxOf(InPlace):
+    """Reading of boxes within the box ``whole`` of a tensor, which has the shape of ``data``."""
 
     whole: Box
     data: Located

@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 
@@ -45,6 +46,31 @@ class Pace:
             time.sleep(max(self._begin + self._written / self._limit - time.monotonic(), 0.0))
 
 
+@dataclass(slots=True)
+class _Run:
+    """Data that is adjacent in memory."""
+
+    address: int
+    size_bytes: int
+    parts: list[memoryview]
+
+    @property
+    def end(self) -> int:
+        return self.address + self.size_bytes
+
+    def append(self, data: memoryview) -> None:
+        self.parts.append(data)
+        self.size_bytes += len(data)
+
+    def memory(self) -> memoryview:
+        """Return all of it as one part, which keeps the memory alive."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        whole = (ctypes.c_ubyte * self.size_bytes).from_address(self.address)
+        whole._parts = self.parts  # type: ignore[attr-defined]
+        return memoryview(whole).cast("B")
+
+
 class DataFile:
     """The data file of a rank during writing.
 
@@ -66,7 +92,7 @@ class DataFile:
         self._sink, self._pace = sink, pace
         self._whole = RunningDigest()
         self.rows: list[FragmentRow] = []
-        self._batch: list[memoryview] = []
+        self._batch: list[_Run] = []
         self._batch_bytes = 0
         self._whole.update(self._head)
         self._put(memoryview(self._head))
@@ -110,14 +136,18 @@ class DataFile:
     def _put(self, data: memoryview) -> None:
         if not len(data):
             return
-        self._batch = _joined(self._batch, data)
+        address = address_of(data)
+        if self._batch and self._batch[-1].end == address:
+            self._batch[-1].append(data)
+        else:
+            self._batch.append(_Run(address, len(data), [data]))
         self._batch_bytes += len(data)
         if self._batch_bytes >= self._pace.batch_bytes or len(self._batch) >= _BATCH_PARTS:
             self._flush()
 
     def _flush(self) -> None:
         if self._batch:
-            self._sink.write(self._batch)
+            self._sink.write([run.memory() for run in self._batch])
             self._pace.after(self._batch_bytes)
         self._batch, self._batch_bytes = [], 0
 
@@ -152,17 +182,6 @@ def write_rank(
         record = file.record(data_name)
     write_rows(storage, rows_name, file.rows, part.tensors)
     return record
-
-
-def _joined(batch: list[memoryview], data: memoryview) -> list[memoryview]:
-    """Append data to a batch. Data adjacent to the last part in memory are merged with it."""
-    if batch:
-        begin, length = address_of(batch[-1]), len(batch[-1])
-        if begin + length == address_of(data):
-            both = (ctypes.c_ubyte * (length + len(data))).from_address(begin)
-            both._parts = (batch[-1], data)  # type: ignore[attr-defined]  # keeps the memory alive
-            return [*batch[:-1], memoryview(both).cast("B")]
-    return [*batch, data]
 
 
 def write_rows(storage: Storage, rows_name: str, rows: list[FragmentRow], tensors: list[TensorInfo]) -> None:

@@ -65,6 +65,16 @@ def test_memory_is_not_filled_again_before_it_is_written(monkeypatch: pytest.Mon
     assert all(memory == at for memory, at in sink.places[1:])  # written in place; the first is the header
 
 
+def test_a_write_that_was_waited_for_is_forgotten() -> None:
+    sink = _Slow()
+    with WriteBehind(sink) as behind:
+        for n in range(1, 9):
+            behind.write([memoryview(bytes([n]))])
+            behind.wait(n - 2)
+            assert (behind.count, len(behind._writes)) == (n, min(n, 2))
+    assert sink.data == bytes(range(1, 9))
+
+
 @pytest.mark.parametrize("shape", [(6, 5), (30,), (1, 1), (7, 1)])
 def test_a_box_of_a_file_is_read_into_place(tmp_path: Path, shape: tuple[int, ...]) -> None:
     tensor = torch.arange(Box.whole(shape).numel, dtype=torch.int64).reshape(shape)

@@ -17,7 +17,7 @@ import torch
 
 from unickpt.convert.lazy_tensor import Files, Located
 from unickpt.convert.pipeline import Portion, SourcePart
-from unickpt.convert.readings import Reading, Regions
+from unickpt.convert.readings import InPlace, Reading, Regions
 from unickpt.convert.regular_files import named_file
 from unickpt.convert.safe_pickle import Record, load_archive, load_plain
 from unickpt.errors import FormatError
@@ -47,7 +47,7 @@ class Place:
     size_bytes: int
 
 
-class StoredChunk:
+class StoredChunk(InPlace):
     """A box of a tensor in its own archive, which is opened at the first read."""
 
     __slots__ = ("_found", "_table", "box", "dtype", "name", "place")
