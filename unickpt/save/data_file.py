@@ -47,7 +47,7 @@ class Pace:
 
 
 @dataclass(slots=True)
-class _Run:
+class Run:
     """Data that is adjacent in memory."""
 
     address: int
@@ -71,6 +71,17 @@ class _Run:
         return memoryview(whole).cast("B")
 
 
+def add(runs: list[Run], data: memoryview) -> None:
+    """Add data to the last run if it is adjacent to it in memory, and as a new run otherwise. Empty data is left out."""
+    if not len(data):
+        return
+    address = address_of(data)
+    if runs and runs[-1].end == address:
+        runs[-1].append(data)
+    else:
+        runs.append(Run(address, len(data), [data]))
+
+
 class DataFile:
     """The data file of a rank during writing.
 
@@ -92,7 +103,7 @@ class DataFile:
         self._sink, self._pace = sink, pace
         self._whole = RunningDigest()
         self.rows: list[FragmentRow] = []
-        self._batch: list[_Run] = []
+        self._batch: list[Run] = []
         self._batch_bytes = 0
         self._whole.update(self._head)
         self._put(memoryview(self._head))
@@ -134,13 +145,7 @@ class DataFile:
         return fragment.value()
 
     def _put(self, data: memoryview) -> None:
-        if not len(data):
-            return
-        address = address_of(data)
-        if self._batch and self._batch[-1].end == address:
-            self._batch[-1].append(data)
-        else:
-            self._batch.append(_Run(address, len(data), [data]))
+        add(self._batch, data)
         self._batch_bytes += len(data)
         if self._batch_bytes >= self._pace.batch_bytes or len(self._batch) >= _BATCH_PARTS:
             self._flush()

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unickpt.errors import StorageError
-from unickpt.save.data_file import _joined
+from unickpt.save.data_file import Run, add
 from unickpt.storage import direct_io
 from unickpt.storage.direct_io import BLOCK_BYTES
 from unickpt.storage.posix import PosixStorage
@@ -37,14 +37,14 @@ def test_the_file_is_the_concatenation_of_its_parts(
         at += 0 if touching else gap
         parts.append(memory[at : at + size])
         at += size
-    batch: list[memoryview] = []
+    runs: list[Run] = []
     for part in parts:
-        batch = _joined(batch, part) if len(part) else batch
+        add(runs, part)
     if touching:
-        assert len(batch) <= 1
+        assert len(runs) <= 1
     storage = PosixStorage(tmp_path)
     with storage.create("x", direct=direct) as sink:
-        sink.write(batch)
+        sink.write([run.memory() for run in runs])
         sink.write([memory[:0]])
     assert (tmp_path / "x").read_bytes() == b"".join(bytes(part) for part in parts)
 
