@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,8 @@ from unickpt.format.index import TensorInfo
 from unickpt.format.manifest import Writer
 from unickpt.save.data_file import DataFile, Pace
 from unickpt.save.shards import Shard
-from unickpt.storage.direct_io import address_of
+from unickpt.storage.direct_io import DirectSink, address_of
+from unickpt.storage.posix import _DescriptorSink
 
 
 class _Slow:
@@ -108,15 +109,20 @@ def test_a_write_that_fails_ends_the_conversion(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(read_ahead, "BATCH_BYTES", 4)
     read = threading.Semaphore(0)
 
-    def fails(_sink: object, _parts: Sequence[memoryview]) -> None:
-        raise OSError(28, "No space left on device")
+    def failing(write: Callable[[object, Sequence[memoryview]], None]) -> Callable[[object, Sequence[memoryview]], None]:
+        def fails(sink: object, parts: Sequence[memoryview]) -> None:
+            if threading.current_thread().name.startswith("unickpt-convert-write"):  # not that of the rows
+                raise OSError(28, "No space left on device")
+            write(sink, parts)
+
+        return fails
 
     def reading(box: Box) -> torch.Tensor:
         read.release()
         return torch.zeros(box.numel)
 
-    monkeypatch.setattr("unickpt.storage.direct_io.DirectSink.write", fails)
-    monkeypatch.setattr("unickpt.storage.posix._DescriptorSink.write", fails)
+    for kind in (DirectSink, _DescriptorSink):
+        monkeypatch.setattr(kind, "write", failing(kind.write))
     infos = [TensorInfo(f"w{n}", "weight", "F32", (2,), "parameter") for n in range(100)]
     parts = [SourcePart(info, Box.whole((2,)), reading) for info in infos]
     with pytest.raises(StorageError, match="No space left on device"):
