@@ -143,7 +143,7 @@ def convert(
         source: source whose parts cover every tensor exactly once. Derived tensors may be partly left out.
         directory: directory of the checkpoint: new, or left by an interrupted conversion.
         workers: number of portions that are written at a time.
-        progress: called with the number of bytes done.
+        progress: called with the number of bytes read. Up to two batches of each file are not written by then.
 
     Raises:
         MismatchError: the directory already contains a checkpoint.
