@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.gpu_checks import faults, megatron, staging, timing, zero
 from benchmarks.gpu_checks.place import Place
-from benchmarks.gpu_checks.ranks import Ranks
+from benchmarks.gpu_checks.ranks import LOG, Ranks
 from benchmarks.gpu_checks.rows import FAILED, SKIPPED, Row, read, table
 
 GROUPS = ("staging", "timing", "faults", "deepspeed", "megatron")
@@ -38,6 +38,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, metavar="GROUP", help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit of all checks")
     parser.add_argument("--out", type=Path, default=Path("gpu_checks.json"), help="output file")
+    parser.add_argument("--log", type=Path, help="file that gets everything that the ranks write")
     parser.add_argument("--page", type=Path, help="Markdown page whose text below the mark is replaced by the table")
     return parser.parse_args()
 
@@ -183,6 +184,8 @@ def publish(page: Path, document: dict[str, Any], rows: Sequence[Row]) -> None:
 def main() -> None:
     arguments = parse()
     begun = time.monotonic()
+    if arguments.log is not None:
+        os.environ[LOG] = str(arguments.log.resolve())
     place, rows = place_of(arguments)
     facts = about(dry=place.dry)
     with tempfile.TemporaryDirectory() as folder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,8 @@ from benchmarks.gpu_checks.place import Place
 from unickpt.testing.launch import free_port
 
 _OUTPUT_CHARACTERS = 1500
+LOG = "UNICKPT_CHECKS_LOG"
+_STACKS = signal.SIGUSR1  # a rank that gets it writes the stack of each of its threads to its output
 
 
 class Ranks:
@@ -31,7 +34,7 @@ class Ranks:
     """
 
     def __init__(self, place: Place, world: int, action: Callable[..., None], arguments: Sequence[Any]) -> None:
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder, self._name = tempfile.TemporaryDirectory(), f"{action.__module__}.{action.__name__}, {world} ranks"
         self.output = Path(self._folder.name) / "output"
         self.output.touch()
         context = multiprocessing.get_context("fork")
@@ -55,6 +58,10 @@ class Ranks:
                 if bad:
                     return f"{', '.join(bad)}: {self.tail()}"
                 time.sleep(0.05)
+            for rank, code in enumerate(codes):
+                if code is None:
+                    self.signal(rank, _STACKS)
+            time.sleep(1.0)
             return f"not over after {limit_s:.0f} s: {self.tail()}"
         finally:
             self.end()
@@ -70,12 +77,15 @@ class Ranks:
         os.kill(pid, number)
 
     def end(self) -> None:
-        """End all ranks at once."""
+        """End all ranks at once. What they have written is added to the file that ``LOG`` names in the environment."""
         for rank, process in enumerate(self.processes):
             if process.exitcode is None:
                 with contextlib.suppress(ProcessLookupError):
                     self.signal(rank, signal.SIGKILL)
             process.join()
+        if log := os.environ.get(LOG):
+            with open(log, "a") as file:
+                file.write(f"== {self._name}\n{self.output.read_text(errors='replace')}\n")
 
 
 def _run(
@@ -89,6 +99,7 @@ def _run(
         "MASTER_PORT": str(port),
     }  # fmt: skip
     code = 0
+    faulthandler.register(_STACKS, all_threads=True)
     try:
         place.enter()
         action(*arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -66,6 +67,7 @@ class Rows:
         except NotHereError as err:
             row.status, row.reason = SKIPPED, str(err)
         except Exception as err:
+            traceback.print_exc()  # into the output of the ranks
             row.reason = f"{type(err).__name__}: {err}"[:600]
         else:
             row.status = FAILED if row.reason else PASSED if goal else MEASURED
