@@ -1,6 +1,7 @@
 """Under torchrun on two ranks: calls of which the host sees only the start, as on a device. The second rank is late.
 
-flights_worker DIR        DIR/<moment>.json: which of the first rank's calls have ended then, and which it waits in
+flights_worker DIR yes|no   DIR/<moment>.json: which of the first rank's calls have ended then, and which it waits in.
+                            yes: the extension records them
 """
 
 from __future__ import annotations
@@ -54,17 +55,20 @@ def main() -> None:
     recorder.HOST_BACKENDS = ("none",)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    half = dist.new_group([0, 1])
+    half, fresh = dist.new_group([0, 1]), dist.new_group([0, 1])
     ring = RingWriter(folder / f"{rank}.ring", Identity.here(rank, 2, "test"), capacity=64)
-    noting = CallRecorder(ring, lambda group: {"ranks": dist.get_process_group_ranks(group), "backend": "gloo"})
+    noting = CallRecorder(
+        ring, lambda group: {"ranks": dist.get_process_group_ranks(group), "backend": "gloo"}, extension=sys.argv[2] == "yes"
+    )
     hooks = ProcessGroupHooks(noting)
     hooks.install()
     x = torch.ones(8)
     for _ in range(BEFORE):
         dist.all_reduce(x)
         retired()
-    dist.all_reduce(x, group=half)
-    retired()
+    for _ in range(2):  # groups are told apart by their number of calls
+        dist.all_reduce(x, group=half)
+        retired()
     if rank == 0:
         open_calls = [dist.all_reduce(x, async_op=True) for _ in range(OPEN)]
         keep(folder, "at once")
@@ -77,6 +81,11 @@ def main() -> None:
         keep(folder, "over")
         dist.all_reduce(x)
         keep(folder, "next")
+        open_calls.append(dist.all_reduce(x, group=fresh, async_op=True))
+        until(folder, "ended", "waits")
+        keep(folder, "first of a group")
+        (folder / f"go {OPEN}").touch()
+        until(folder, "ended", "ended")
         del open_calls
     else:
         for number in range(OPEN):  # one after the other, see retired()
@@ -84,6 +93,9 @@ def main() -> None:
                 time.sleep(0.05)
             dist.all_reduce(x)
         dist.all_reduce(x)
+        while not (folder / f"go {OPEN}").exists():
+            time.sleep(0.05)
+        dist.all_reduce(x, group=fresh)
     hooks.uninstall()
     noting.close()
     dist.barrier()

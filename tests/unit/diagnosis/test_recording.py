@@ -106,15 +106,17 @@ def test_the_fields_of_a_recorded_call(job: list[tuple[RingContents, list[Any]]]
         assert rooted["peer"].tolist() == [0]
 
 
-def test_the_flight_recorder_gives_the_state_of_device_calls(tmp_path: Path) -> None:
+@pytest.mark.parametrize("extension", ["yes", "no"])
+def test_the_flight_recorder_gives_the_state_of_device_calls(extension: str, tmp_path: Path) -> None:
     """Of calls that are only seen to begin: while a rank stands, which have ended, and which of the others came first."""
-    fork_ranks(2, "tests.integration.diagnosis.flights_worker", str(tmp_path), env=ENVIRONMENT)
-    first, half = [""] * BEFORE, [""]
+    fork_ranks(2, "tests.integration.diagnosis.flights_worker", str(tmp_path), extension, env=ENVIRONMENT)
+    first, half = [""] * BEFORE, ["", ""]
     moments = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert moments["at once"] == [*first, *half, "", ""]
-    assert moments["late"] == [*first[1:], "ended", "ended", "waits", ""]
-    assert moments["over"] == [*first[1:], "ended", "ended", "ended", "ended"]
+    assert moments["late"] == [*first[1:], "ended", "", "ended", "waits", ""]
+    assert moments["over"] == [*first[1:], "ended", "", "ended", "ended", "ended"]
     assert moments["next"] == [*moments["over"], ""]
+    assert moments["first of a group"] == [*moments["over"], "ended", "waits"]
 
 
 # ---------------------------------------------------------------- frameworks

@@ -1,6 +1,6 @@
 /* The usual calls of a process group, recorded without Python: see fast_path.py, which has the same in Python.
  *
- * Everything here runs with the interpreter's lock. What is unusual (other arguments, coalesced calls, devices, a group that is
+ * Everything here runs with the interpreter's lock. What is unusual (other arguments, coalesced calls, calls that are timed on a device, a group that is
  * not known yet) goes to the function in Python that stands behind each method, so that there is one description of it.
  *
  * Stable ABI of Python 3.10. No part of torch is included: tensors are asked by their Python attributes.
@@ -34,7 +34,7 @@ enum { ASYNC = 1, FAILED = 8 };                  /* Flag */
 enum { BACKWARD = 2 };                           /* Phase */
 enum { ALL_REDUCE = 1, BROADCAST = 2, REDUCE = 3, ALL_GATHER = 4, REDUCE_SCATTER = 5, ALL_TO_ALL = 6, SEND = 16, RECEIVE = 17 };
 
-static PyObject *s_numel, *s_dtype, *s_shape, *s_async, *s_root;
+static PyObject *s_numel, *s_dtype, *s_shape, *s_async, *s_root, *s_append;
 static PyObject *method_type; /* types.MethodType */
 
 static int64_t now_ns(void)
@@ -56,7 +56,7 @@ static void replace(PyObject **place, PyObject *value)
 typedef struct {
     PyObject_HEAD
     PyObject *memory;      /* keeps the ring mapped */
-    PyObject *groups;      /* id of a group -> (number, counter of collectives, global ranks, pair) */
+    PyObject *groups;      /* id of a group -> (number, counter of collectives, global ranks, pair, given or None) */
     PyObject *pending;     /* id of work -> (work, record, flags) */
     PyObject *dtypes;      /* dtype -> code */
     PyObject *in_backward; /* returns -1 outside of autograd */
@@ -296,19 +296,22 @@ typedef struct {
     int op;
 } Method;
 
-/* Write the record of a call. Returns its number; 0 if it is unusual; sets an exception on an error. */
-static unsigned long long begin(State *self, int op, PyObject *args)
+/* Write the record of a call. Returns its number; 0 if it is unusual; sets an exception on an error.
+ * ``on_device``: whether it ends on a device, where nothing here sees it. Its number is then appended to ``given``. */
+static unsigned long long begin(State *self, int op, PyObject *args, int *on_device)
 {
     Call call;
     unsigned long long number = 0;
-    PyObject *key = PyLong_FromVoidPtr(PyTuple_GetItem(args, 0)), *group, *counter, *found;
+    PyObject *key = PyLong_FromVoidPtr(PyTuple_GetItem(args, 0)), *group, *counter, *found, *given;
     if (!key)
         return 0;
     group = PyDict_GetItemWithError(self->groups, key); /* borrowed: only the lock's holder removes groups */
     Py_DECREF(key);
-    if (!group || !PyTuple_Check(group) || PyTuple_Size(group) != 4)
+    if (!group || !PyTuple_Check(group) || PyTuple_Size(group) != 5)
         return 0;
     Py_INCREF(group);
+    given = PyTuple_GetItem(group, 4);
+    *on_device = given != Py_None;
     if (describe(self, op, args, &call) != 1)
         goto done;
     if (call.peer >= 0) {
@@ -348,7 +351,7 @@ static unsigned long long begin(State *self, int op, PyObject *args)
     number = ++self->last;
     int64_t now = now_ns();
     Record record = {
-        .begun = number, .call_ns = now, .wait_ns = call.flags & ASYNC ? 0 : now, .seq = seq, .elements_in = call.in,
+        .begun = number, .call_ns = now, .wait_ns = *on_device || call.flags & ASYNC ? 0 : now, .seq = seq, .elements_in = call.in,
         .elements_out = call.out, .comm = (uint16_t)PyLong_AsLong(PyTuple_GetItem(group, 0)), .op = (uint8_t)op,
         .dtype = (uint8_t)call.dtype, .flags = (uint16_t)call.flags, .phase = (uint8_t)phase, .peer = call.peer, .tag = call.tag,
         .step = (uint32_t)self->step, .shape = call.shape,
@@ -360,6 +363,13 @@ static unsigned long long begin(State *self, int op, PyObject *args)
     memcpy((char *)place + sizeof place->begun, (char *)&record + sizeof record.begun, offsetof(Record, written) - sizeof record.begun);
     __atomic_thread_fence(__ATOMIC_RELEASE);
     *(volatile uint64_t *)&place->written = number;
+    if (*on_device) {
+        PyObject *as_number = PyLong_FromUnsignedLongLong(number);
+        found = as_number ? PyObject_CallMethodObjArgs(given, s_append, as_number, NULL) : NULL;
+        Py_XDECREF(as_number);
+        Py_XDECREF(found);
+        PyErr_Clear(); /* out of memory: where the rank waits stays unknown */
+    }
 done:
     Py_DECREF(group);
     return number;
@@ -387,13 +397,16 @@ static PyObject *method_call(Method *self, PyObject *args, PyObject *kwargs)
     State *state = self->state;
     if (state->blocked || PyTuple_Size(args) < 2 || (kwargs && PyDict_Size(kwargs)))
         return PyObject_Call(self->fallback, args, kwargs);
-    unsigned long long number = begin(state, self->op, args);
+    int on_device = 0;
+    unsigned long long number = begin(state, self->op, args, &on_device);
     if (!number) {
         PyErr_Clear();
         return PyObject_Call(self->fallback, args, kwargs);
     }
     int flags = slot(state, number)->flags;
     PyObject *work = PyObject_Call(self->original, args, kwargs);
+    if (on_device)
+        return work;
     if (!work) {
         fail(state, number);
         return NULL;
@@ -530,9 +543,10 @@ PyMODINIT_FUNC PyInit__fast(void)
     s_shape = PyUnicode_InternFromString("shape");
     s_async = PyUnicode_InternFromString("asyncOp");
     s_root = PyUnicode_InternFromString("rootRank");
+    s_append = PyUnicode_InternFromString("append");
     state_type = (PyTypeObject *)PyType_FromSpec(&state_spec);
     PyObject *call = PyType_FromSpec(&call_spec), *wait = PyType_FromSpec(&wait_spec);
-    if (!made || !method_type || !state_type || !call || !wait || !s_numel || !s_dtype || !s_shape || !s_async || !s_root)
+    if (!made || !method_type || !state_type || !call || !wait || !s_numel || !s_dtype || !s_shape || !s_async || !s_root || !s_append)
         return NULL;
     Py_INCREF(state_type);
     if (PyModule_AddObject(made, "State", (PyObject *)state_type) || PyModule_AddObject(made, "Method", call) ||

@@ -8,6 +8,7 @@ extension does not know are recorded in Python in both cases.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -24,8 +25,9 @@ try:
 except ImportError:
     _fast = None  # type: ignore[assignment]
 
-# number of the communicator, counter of its collectives, global ranks of the members, counter of a pair of global ranks
-GroupState = tuple[int, Iterator[int], tuple[int, ...], Callable[[int, int], Iterator[int]]]
+# number of the communicator, counter of its collectives, global ranks of the members, counter of a pair of global ranks, and
+# the calls given to the device, if that is where they end
+GroupState = tuple[int, Iterator[int], tuple[int, ...], Callable[[int, int], Iterator[int]], deque[int] | None]
 
 # methods of process groups, with the arguments that ``torch/distributed/distributed_c10d.py`` gives them
 _OPS = {
@@ -52,7 +54,7 @@ class RecorderState(Protocol):
         phase: training phase.
         blocked: if not 0, each call is recorded in Python.
         waits_blocked: the same for waits.
-        groups: by the id of a process group; only those whose calls end on the host.
+        groups: by the id of a process group; only those whose calls are not timed on a device.
         pending: by the id of work: the work, its records, their flags.
     """
 

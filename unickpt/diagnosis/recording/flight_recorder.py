@@ -1,8 +1,8 @@
 """Progress of collectives on a device, from torch's flight recorder (``FlightRecorder.hpp``, ``ProcessGroupStatus``).
 
 The host sees only the beginning of calls that end on a device. NCCL's watchdog counts for each process group the collectives
-given to the device and those that have ended there. Only these counts are read: querying the device, or dumping single calls,
-from a thread beside training would break a graph that is being captured.
+given to the device and those that have ended there; before the first, the count is -1. Only these counts are read: querying
+the device, or dumping single calls, from a thread beside training would break a graph that is being captured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def counts() -> Counts:
         try:
             groups = json.loads(dump(False, True)).get("pg_status", {}) if dump is not None else {}
             found += [
-                (int(group["last_enqueued_collective"]), int(group["last_completed_collective"])) for group in groups.values()
+                (max(int(group["last_enqueued_collective"]), 0), max(int(group["last_completed_collective"]), 0))
+                for group in groups.values()
             ]
         except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):  # unknown format
             return ()

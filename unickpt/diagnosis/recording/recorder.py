@@ -124,8 +124,9 @@ class CallRecorder:
                 found = self._communicators[name] = self._list(group, name)
             weakref.finalize(group, self._forget_group, id(group)).atexit = False
             self._of_group[id(group)] = found
-            if not found.on_device:
-                self.state.groups[id(group)] = found.number, found.sequence, found.ranks, found.pair
+            if not found.timed:
+                given = found.given if found.on_device else None
+                self.state.groups[id(group)] = found.number, found.sequence, found.ranks, found.pair, given
         return found
 
     def _forget_group(self, key: int) -> None:
