@@ -214,6 +214,23 @@ def test_a_device_call_that_members_entered_with_different_shapes_is_a_mismatch(
     assert (verdict.syndrome, verdict.ranks, verdict.seq) == (Syndrome.MISMATCH, (3,), 1)
 
 
+def test_a_device_call_with_different_shapes_holds_up_the_calls_behind_it() -> None:
+    """All ranks have made a later call of another group, and nothing tells which calls have ended."""
+    known = rows(*((rank, comm, 4 + comm, 0) for comm in (0, 1) for rank in range(4)))
+    known["ended"] = 0
+    known["call_ns"] = [5, 5, 5, 5, 9, 9, 9, 9]
+    known["shape"][3] = 6
+    members = {comm: np.arange(4) for comm in (0, 1)}
+    groups = {comm: GroupInfo(f"{comm}", "", ()) for comm in members}
+    made = infer_device_waits(known.copy(), {0, 1}, members, all_stand=False)
+    (verdict,) = hangs(made, members, groups, before_ns=1_000)
+    assert (verdict.syndrome, verdict.ranks, verdict.seq) == (Syndrome.MISMATCH, (3,), 4)
+    known["entered"][7] -= 1  # a rank that others wait for comes first: calls before may differ and have ended
+    made = infer_device_waits(known, {0, 1}, members, all_stand=False)
+    (verdict,) = hangs(made, members, groups, before_ns=1_000)
+    assert (verdict.syndrome, verdict.ranks, verdict.seq) == (Syndrome.NON_COMMUNICATION_HANG, (3,), 5)
+
+
 def test_a_device_call_that_is_known_to_have_ended_is_not_presumed() -> None:
     made = infer_device_waits(rows((0, 0, 5, 0), (1, 0, 5, 0)), {0}, {0: np.array([0, 1])}, all_stand=True)
     assert not made["blocked"].any()

@@ -4,8 +4,9 @@
 The host continues as soon as such a call is in its stream, and blocks later, when it reads a value from the device. The
 records show only that a rank makes no further call. The rank is taken to wait in its newest call if a member has not entered
 that call. A call that all members have entered has probably ended, unless they entered it with different operations, element
-types or shapes: then it may end on some members only. Only if no rank waits in this sense and all ranks are idle is the
-network at fault.
+types or shapes: then it may end on some members only. If no rank waits in this sense, a call that members entered in different
+ways and that was made before the newest one may hold them, since the device works in order. Only if there is no such call
+either, and all ranks are idle, is the network at fault.
 """
 
 from __future__ import annotations
@@ -33,13 +34,25 @@ def infer_device_waits(rows: ProgressTable, on_device: Collection[int], members:
     rows = rows[np.lexsort((rows["call_ns"], rows["rank"]))]
     newest = np.append(rows["rank"][1:] != rows["rank"][:-1], True)
     elsewhere = np.isin(rows["rank"], rows["rank"][rows["blocked"] > 0])
-    asked = newest & ~elsewhere & np.isin(rows["comm"], list(on_device)) & (rows["ended"] < rows["entered"])
+    under_way = ~elsewhere & np.isin(rows["comm"], list(on_device)) & (rows["ended"] < rows["entered"])
+    asked = newest & under_way
     lacks = np.where(rows["source"] < 0, _lacks_members(rows, members), _lacks_the_other(rows, asked))
-    waits = asked & (lacks | _differs(rows))
-    if not waits.any() and all_stand and not rows["blocked"].any():
-        waits = asked
+    differs = _differs(rows)
+    waits = asked & (lacks | differs)
+    if not waits.any() and not rows["blocked"].any():
+        waits = _first_of_each_rank(rows, under_way & differs & np.isin(rows["rank"], rows["rank"][asked]))
+        if not waits.any() and all_stand:
+            waits = asked
     rows["blocked"] = np.where(waits, rows["entered"], rows["blocked"])
     return rows
+
+
+def _first_of_each_rank(rows: ProgressTable, among: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Return the first row of each rank in ``among``. The rows are sorted by rank."""
+    at = np.flatnonzero(among)
+    out = np.zeros(len(rows), bool)
+    out[at[np.unique(rows["rank"][at], return_index=True)[1]]] = True
+    return out
 
 
 def _lacks_members(rows: ProgressTable, members: Members) -> npt.NDArray[np.bool_]:
