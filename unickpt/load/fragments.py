@@ -6,7 +6,7 @@ pieces are copied, which are contiguous in the fragment and in the output, or re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,8 @@ from unickpt.format.dtypes import torch_dtype
 from unickpt.format.index import Index, TensorInfo
 from unickpt.load.checked_read import Piece, Pieces
 from unickpt.load.read_plan import ReadPlan
+
+CopyOf = Callable[[torch.Tensor, torch.Tensor], object]  # from the second to the first
 
 _BATCH_BYTES, _BATCH_PARTS = 16 << 20, 256  # limits for fragments that one call reads
 
@@ -190,24 +192,26 @@ def deliver(fragment: Fragment, lo: int, block: torch.Tensor) -> None:
     deliver_to(wanted_of(fragment), fragment, lo, block)
 
 
-def deliver_to(wanted: list[tuple[Use, Box]], fragment: Fragment, lo: int, block: torch.Tensor) -> None:
-    """Copy elements of a fragment, as ``deliver``, with what ``wanted_of`` returns for it."""
+def deliver_to(
+    wanted: list[tuple[Use, Box]], fragment: Fragment, lo: int, block: torch.Tensor, copy: CopyOf = torch.Tensor.copy_
+) -> None:
+    """Copy elements of a fragment, as ``deliver``, with what ``wanted_of`` returns for it, by ``copy(target, source)``."""
     at = 0
     for box in split_flat_range(fragment.box.shape, lo, lo + block.numel()):
         piece = block[at : at + box.numel].view(box.shape)
         at += box.numel
         for use, inner in wanted:
-            _copy(use, inner, box, piece)
+            _copy(use, inner, box, piece, copy)
 
 
-def _copy(use: Use, inner: Box, box: Box, piece: torch.Tensor) -> None:
+def _copy(use: Use, inner: Box, box: Box, piece: torch.Tensor, copy: CopyOf) -> None:
     """Copy the part of a box that a use needs. All boxes are in coordinates of the fragment."""
     common = inner.intersect(box)
     if common is None:
         return
     shift = [use.region.start[d] - inner.start[d] for d in range(inner.ndim)]
     place = Box(tuple(c + s for c, s in zip(common.start, shift, strict=True)), common.shape).within(use.request.box)
-    use.request.place[place.slices()].copy_(piece[common.within(box).slices()])
+    copy(use.request.place[place.slices()], piece[common.within(box).slices()])
 
 
 def files_of(index: Index, plan: ReadPlan) -> list[str]:

@@ -26,11 +26,11 @@ from unickpt.load.checked_read import Part, bytes_of, can_read_pieces, read_chec
 from unickpt.load.file_blocks import Turn, core_count, cores_of, in_turns
 from unickpt.load.fragments import Fragment, Request, Use, batches_of, by_file, deliver_to, needed_bytes, span_of, wanted_of
 from unickpt.load.read_plan import ReadPlan
+from unickpt.load.scratch import DeviceScratch, HostScratch
 from unickpt.storage.base import CachedReader, Reader, Storage
 
 T = TypeVar("T")
 THREADS = max(4, min(8, os.cpu_count() or 4))
-_SCRATCH_BYTES = 1 << 20
 _ALONE_BYTES = 1 << 20  # less is read without a pool of threads
 OPEN_FILES = 64
 _SAMPLE = 16  # "sampled" reads and checks one in 16 of the fragments that are needed in part
@@ -107,12 +107,12 @@ def _run(
 
 @contextlib.contextmanager
 def between_kernels(requests: Sequence[Request]) -> Iterator[None]:
-    """Order the copies of other threads into outputs on CUDA devices with the caller's streams. Not seen on a device.
+    """Order the copies of other threads into outputs on CUDA devices with the caller's streams.
 
-    The current stream is a property of a thread (``c10/cuda/CUDAStream.h``): threads that read copy in the default stream.
-    That one does not wait for another stream in which the caller still initialises the outputs. ``copy_`` blocks until the data
-    are on the device, but not until a following cast or scatter is over (``copy_requires_temporaries`` in
-    ``aten/src/ATen/native/cuda/Copy.cu``).
+    The current stream is a property of a thread (``c10/cuda/CUDAStream.h``): threads that read copy in streams of their own
+    (``DeviceScratch``), or in the default stream. These do not wait for another stream in which the caller still makes the
+    outputs. In the default stream, ``copy_`` blocks until the data are on the device, but not until a following cast or
+    scatter is over (``copy_requires_temporaries`` in ``aten/src/ATen/native/cuda/Copy.cu``).
     """
     devices = {request.out.device for request in requests if request.out.is_cuda}
     for device in devices:
@@ -194,22 +194,21 @@ def _read_through_scratch(reader: Reader, fragment: Fragment, verify: str) -> in
     """
     whole = verify == "always" or (verify == "sampled" and fragment.checksum % _SAMPLE == 0)
     dtype = torch_dtype(fragment.info.dtype)
-    count = fragment.box.numel
-    step = max(max(reader.block_bytes, _SCRATCH_BYTES) // dtype.itemsize, 1)
-    # Locked memory goes to a device without a further copy by the driver. torch keeps the few blocks for the next fragments.
-    on_device = any(use.request.out.is_cuda for use in fragment.uses)
-    scratch = torch.empty(min(step, count), dtype=dtype, pin_memory=on_device)
+    devices = {use.request.out.device for use in fragment.uses if use.request.out.is_cuda}
     running = RunningChecksum()
     wanted = wanted_of(fragment)
     read = 0
-    for lo, hi in _ranges(wanted, fragment.box.shape, count, step, whole=whole):
-        block = scratch[: hi - lo]
-        view = bytes_of(block)
-        reader.read_into([view], fragment.offset + lo * dtype.itemsize)
-        read += len(view)
-        if whole:
-            running.update(view)
-        deliver_to(wanted, fragment, lo, block)
+    with contextlib.closing(DeviceScratch(devices) if devices else HostScratch()) as scratch:
+        step = max(max(reader.block_bytes, scratch.block_bytes) // dtype.itemsize, 1)
+        for lo, hi in _ranges(wanted, fragment.box.shape, fragment.box.numel, step, whole=whole):
+            block = scratch.take(dtype, hi - lo)
+            view = bytes_of(block)
+            reader.read_into([view], fragment.offset + lo * dtype.itemsize)
+            read += len(view)
+            if whole:
+                running.update(view)
+            with scratch.copying():
+                deliver_to(wanted, fragment, lo, block, scratch.copy)
     if whole:
         check(fragment, running.value(), reader.path)
     return read

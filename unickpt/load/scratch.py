@@ -1,0 +1,111 @@
+"""Memory that a thread reads into before it copies to the outputs.
+
+Copies from page-locked memory to a CUDA device run beside the host (``copy_`` with ``non_blocking``,
+``aten/src/ATen/native/cuda/Copy.cu``). For outputs on a device a thread therefore has two blocks of such memory: it reads the
+next part of a file into one while the other is copied. If each of eight threads waits for its copies, 1 MiB takes 1.2 ms on an
+H100 with 16 processors, of which the transfer is 0.02 ms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+BLOCK_BYTES = 1 << 20
+_DEVICE_BLOCK_BYTES = 2 << 20  # PCIe moves 52 GB/s in blocks of this size, 47 in smaller ones
+
+
+class Scratch(Protocol):
+    """Blocks of one thread.
+
+    Attributes:
+        block_bytes: smallest size of a block that suits the copies.
+    """
+
+    block_bytes: int
+
+    def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """Return a block of ``count`` elements, 1-D, that no copy reads any more."""
+
+    def copying(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which the block that was taken last is copied to the outputs, by ``copy``."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a part of the block, or begin to.
+
+        Args:
+            target: part of an output, in any layout and dtype.
+            source: part of the block, of the same shape.
+        """
+
+    def close(self) -> None:
+        """Wait for the copies. Also after an error, the outputs may be freed only then."""
+
+
+class HostScratch:
+    """One block in ordinary memory."""
+
+    block_bytes = BLOCK_BYTES
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        size = count * dtype.itemsize
+        if len(self._block) < size:
+            self._block = torch.empty(size, dtype=torch.uint8)
+        return self._block[:size].view(dtype)
+
+    def copying(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+class DeviceScratch:
+    """Two blocks in page-locked memory, and streams of their own for the copies from them.
+
+    Args:
+        devices: CUDA devices of the outputs.
+    """
+
+    block_bytes = _DEVICE_BLOCK_BYTES
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._streams: list[Any] = [torch.cuda.Stream(device) for device in devices]  # type: ignore[no-untyped-call]
+        self._blocks = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._copied = [[torch.cuda.Event() for _ in self._streams] for _ in self._blocks]  # type: ignore[no-untyped-call]
+        self._at = 0
+
+    def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        self._at, size = 1 - self._at, count * dtype.itemsize
+        for event in self._copied[self._at]:
+            event.synchronize()  # returns at once before the first copy
+        if len(self._blocks[self._at]) < size:  # torch keeps freed blocks for later, and knows of the copies from them
+            self._blocks[self._at] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return self._blocks[self._at][:size].view(dtype)
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        with contextlib.ExitStack() as current:
+            for stream in self._streams:
+                current.enter_context(torch.cuda.stream(stream))
+            yield
+        for event, stream in zip(self._copied[self._at], self._streams, strict=True):
+            event.record(stream)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if target.is_cuda and (source.dtype != target.dtype or not target.is_contiguous()):
+            source = source.to(target.device, non_blocking=True)  # otherwise the host casts it
+        target.copy_(source, non_blocking=target.is_cuda)
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
