@@ -160,15 +160,21 @@ def _around_a_capture(place: Place, folder: str, x: torch.Tensor, row: Row) -> N
 
 
 def _cost_of_a_call(place: Place, folder: str, calls: int, row: Row) -> None:
-    """Processor time of the calling thread for a small all_reduce: without recording, recorded, timed on the device."""
+    """Processor time of the calling thread for a small all_reduce: without recording, recorded, timed on the device.
+
+    In a group of this rank alone, so that the transfers, which take other threads of the process, do not disturb.
+    """
     small = torch.ones(8, device=place.device)
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    mine = groups[dist.get_rank()]
 
     def busy_us() -> float:
         for _ in range(10):
-            dist.all_reduce(small)
+            dist.all_reduce(small, group=mine)
+        place.synchronize()
         begin = time.thread_time_ns()
         for _ in range(calls * 4):
-            dist.all_reduce(small)
+            dist.all_reduce(small, group=mine)
         return (time.thread_time_ns() - begin) / calls / 4e3
 
     found: dict[str, list[float]] = {}
