@@ -234,10 +234,7 @@ class Options:
     staging_gigabytes: float = _option(
         UNLIMITED, "host memory per rank for copies of the state; the rest is written before the save returns", unit="GB"
     )
-    pinned_staging: bool = _option(
-        False,
-        "copy the state from a GPU behind training, into page-locked host memory; not seen on a device yet",
-    )
+    pinned_staging: bool = _option(True, "copy the state from a GPU behind training, into page-locked host memory")
     write_megabytes_per_second: float = _option(UNLIMITED, "write bandwidth per rank", unit="MB/s")
     direct_io: bool = _option(True, "bypass the page cache when writing data, if the file system supports it")
     keep_last: int = _option(0, "number of most recent checkpoints to keep in the folder after a save; 0 keeps all")

@@ -100,16 +100,20 @@ class Run:
 
     def _deepspeed(self) -> None:
         kinds = tuple(zero.KINDS)
-        saves, loads = list(map(zero.save_row, kinds)), list(map(zero.load_row, kinds))
-        if self._missing("deepspeed", [*saves, *loads]):
+        world = min(self.place.ranks, 2)
+        saves = list(map(zero.save_row, kinds))
+        loads = [
+            (ranks, some, [zero.load_row(kind, ranks) for kind in some]) for ranks, some in {1: kinds, world: kinds[:3]}.items()
+        ]
+        if self._missing("deepspeed", [*saves, *(name for *_, names in loads for name in names)]):
             return
         if self.place.dry:
             zero.preload()
-        world = min(self.place.ranks, 2)
         folder = self._folder / "zero"
         folder.mkdir()
         self._ranks("deepspeed", world, saves, zero.check_saves, folder, kinds)
-        self._ranks("deepspeed", 1 if world == 2 else world, loads, zero.check_loads, folder, kinds)
+        for ranks, some, names in loads:
+            self._ranks("deepspeed", ranks, names, zero.check_loads, folder, some)
 
     def _megatron(self) -> None:
         world = min(self.place.ranks, 2)

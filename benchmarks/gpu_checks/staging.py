@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_checks.place import Place
-from benchmarks.gpu_checks.rows import Row, Rows
+from benchmarks.gpu_checks.rows import NotHereError, Row, Rows
 from benchmarks.measure import Peak
 from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.format.boxes import Box
@@ -22,6 +22,7 @@ from unickpt.format.index import TensorInfo
 from unickpt.format.manifest import Writer
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.fragments import Request
+from unickpt.save.device_copy import DeviceCopies
 from unickpt.save.requests import PendingSave, SaveOptions, SaveRequest
 from unickpt.save.saver import Saver
 from unickpt.save.shards import Contribution, shards_of_flat_range
@@ -29,7 +30,7 @@ from unickpt.save.shards import Contribution, shards_of_flat_range
 ROWS = (
     "copy to host memory", "training stands still", "host blocked", "no allocation after the first save",
     "what is saved is what training had", "sources freed at once", "graph captured during a save", "load into device tensors",
-    "load with a cast, into other layouts",
+    "load with a cast, into other layouts", "memory that cannot be locked",
 )  # fmt: skip
 ROUNDS = 3
 WRITER = Writer("gpu_checks", "1", "0", torch.__version__, "none", {"world_size": 1})
@@ -71,7 +72,7 @@ class State:
 def check(place: Place, path: Path) -> None:
     """Make all checks of this group."""
     state, rows = State(place), Rows(path, "staging", place.name)
-    saver = Saver(SaveOptions(asynchronous=True, pinned_staging=True))
+    saver = Saver(SaveOptions(asynchronous=True))
     with tempfile.TemporaryDirectory() as folder:
         tensors = state.tensors(1.0)
         copy_s = 0.0
@@ -84,7 +85,7 @@ def check(place: Place, path: Path) -> None:
             row.values |= {"ms": stalls * 1e3, "copies": stalls / copy_s}
             row.require(place.dry or stalls <= 1.15 * copy_s, "longer than 1.15 copies")
         with rows.row(ROWS[2], "" if place.dry else "below 5 ms for 1 GB") as row:
-            plain = Saver(SaveOptions(asynchronous=True))
+            plain = Saver(SaveOptions(asynchronous=True, pinned_staging=False))
             _, otherwise = _stalls(place, state, plain, str(Path(folder) / "plain"), tensors)
             row.values |= {"ms": blocked * 1e3, "ms without the option": otherwise * 1e3}
             row.require(place.dry or blocked < 5e-3 * max(state.size_bytes / 1e9, 1), "longer")
@@ -100,6 +101,8 @@ def check(place: Place, path: Path) -> None:
             _loaded(place, state, saver, folder, row)
         with rows.row(ROWS[8], "every bit") as row:
             _cast(place, state, folder, row)
+        with rows.row(ROWS[9], "a warning, no error in training; every bit") as row:
+            _unlocked(place, row)
 
 
 def _copy_seconds(place: Place, state: State, tensors: list[torch.Tensor]) -> float:
@@ -257,3 +260,21 @@ def _cast(place: Place, state: State, folder: str, row: Row) -> None:
         row.values["ms"] = (time.perf_counter() - begun) * 1e3
         wrong = [at for at in range(state.count) if not bool((outs[at] == 11.0 + at).all() and (dense[at] == 11.0 + at).all())]
     row.require(not wrong, f"other values in {wrong}")
+
+
+def _unlocked(place: Place, row: Row) -> None:
+    """The memory is locked already, so locking it fails."""
+    if place.dry:
+        raise NotHereError("nothing is locked on a CPU")
+    cuda: Any = torch.cuda
+    region = torch.zeros(1 << 20, dtype=torch.uint8)
+    cuda.cudart().cudaHostRegister(region.data_ptr(), region.numel(), 1)
+    copies = DeviceCopies(region)
+    source = torch.arange(1 << 20, device=place.device, dtype=torch.uint8)
+    torch.ones(8, device=place.device).mul_(2.0)  # would raise an error that was left
+    copies.copy([region], [source])()
+    row.require(not copies.pinned, "it was locked")
+    row.require(torch.equal(region, source.cpu()), "other values")
+    del copies
+    cuda.cudart().cudaHostUnregister(region.data_ptr())
+    torch.ones(8, device=place.device).mul_(2.0)

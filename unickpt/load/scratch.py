@@ -2,8 +2,9 @@
 
 Copies from page-locked memory to a CUDA device run beside the host (``copy_`` with ``non_blocking``,
 ``aten/src/ATen/native/cuda/Copy.cu``). For outputs on a device a thread therefore has two blocks of such memory: it reads the
-next part of a file into one while the other is copied. If each of eight threads waits for its copies, 1 MiB takes 1.2 ms on an
-H100 with 16 processors, of which the transfer is 0.02 ms.
+next part of a file into one while the other is copied. The blocks are large, because eight threads that begin copies wait for
+the interpreter's lock most of the time: an H100 with 16 processors reads 2.9, 4.9, 8.4, 12 GB/s from memory with blocks of 1,
+2, 4, 8 MiB, and 3.3 GB/s with one block of 1 MiB whose copy is waited for (``benchmarks/gpu_checks/staging.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 BLOCK_BYTES = 1 << 20
-_DEVICE_BLOCK_BYTES = 2 << 20  # PCIe moves 52 GB/s in blocks of this size, 47 in smaller ones
+_DEVICE_BLOCK_BYTES = 8 << 20  # 128 MiB in eight threads
 
 
 class Scratch(Protocol):

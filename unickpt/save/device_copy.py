@@ -1,10 +1,11 @@
-"""Copies from device memory into host memory, behind training. Off unless the option ``pinned_staging`` is set.
+"""Copies from device memory into host memory, behind training, unless the option ``pinned_staging`` is off.
 
-Not seen on a device. The rules it follows, with their sources in torch 2.13:
+The rules it follows, with their sources in torch 2.13:
 
 - Only page-locked memory is copied without blocking the host. ``pin_memory=True`` would round the buffer up to a power of two
   (``PowerOf2Ceil`` in ``ATen/core/CachingHostAllocator.h``: 33 GB would lock 64 GB) and give the memory back only to its own
-  cache. So the region is registered as it is (``cudaHostRegister``, as in ``torch/cuda/_pin_memory_utils.py``), once.
+  cache. So the region is registered as it is (``cudaHostRegister``, as in ``torch/cuda/_pin_memory_utils.py``), once. If that
+  fails, CUDA keeps the error, and the next kernel of training would raise it (``C10_CUDA_KERNEL_LAUNCH_CHECK``): it is cleared.
 - Order: the copy stream waits for the training stream, so it copies what training has computed. The training stream then waits
   for the copies, so that nothing that follows in it changes the sources before they are copied. The host waits for neither.
 - ``record_stream``: a source that is freed before it is copied is not given to another stream by the caching allocator
@@ -32,6 +33,7 @@ import torch
 
 logger = logging.getLogger("unickpt")
 
+SUPPORTED = torch.version.cuda is not None  # not seen with ROCm, whose tensors are "cuda" tensors too
 _THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for the contexts of all devices
 
@@ -63,6 +65,7 @@ class DeviceCopies:
             # keeps the region mapped until it is unlocked; not at exit, when the driver may be gone
             weakref.finalize(self, _unlock, region, self._lanes).atexit = False
         else:
+            _clear_error()
             logger.warning(
                 "unickpt: %.1f GB of staging memory cannot be locked (cudaHostRegister returned %d; see ulimit -l): the host "
                 "waits for the copies of a save", size / 1e9, status,
@@ -112,7 +115,8 @@ def _unlock(region: torch.Tensor, lanes: dict[int, _Lane]) -> None:
     with contextlib.suppress(RuntimeError):  # the device may have failed
         _wait(list(lanes.values()))
         cuda: Any = torch.cuda
-        cuda.cudart().cudaHostUnregister(region.data_ptr())
+        if int(cuda.cudart().cudaHostUnregister(region.data_ptr())):
+            _clear_error()
 
 
 @contextlib.contextmanager
@@ -130,13 +134,28 @@ def _beside_captures() -> Iterator[None]:
         exchange(ctypes.byref(mode))
 
 
-@functools.cache
 def _exchange_capture_mode() -> Any:
-    """Return ``cudaThreadExchangeStreamCaptureMode`` of the CUDA runtime that torch has loaded; None if it is not found."""
-    with contextlib.suppress(OSError, AttributeError):
+    """Return ``cudaThreadExchangeStreamCaptureMode``; None if it is not found."""
+    return getattr(_runtime(), "cudaThreadExchangeStreamCaptureMode", None)
+
+
+def _clear_error() -> None:
+    """Forget the error of the last call of the CUDA runtime in this thread."""
+    forget = getattr(_runtime(), "cudaGetLastError", None)
+    if forget is not None:
+        forget()
+        return
+    with contextlib.suppress(RuntimeError):  # a kernel that raises it, in the place of one of training
+        torch.zeros(1, device="cuda").fill_(1.0)
+
+
+@functools.cache
+def _runtime() -> ctypes.CDLL | None:
+    """Return the CUDA runtime that torch has loaded; None if it is not found."""
+    with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():
             name = line.rpartition(" ")[2]
             if "/libcudart.so" in name:
-                return ctypes.CDLL(name).cudaThreadExchangeStreamCaptureMode
+                return ctypes.CDLL(name)
     logger.warning("unickpt: the CUDA runtime is not found: a CUDA graph that is captured during a save may be invalidated")
     return None

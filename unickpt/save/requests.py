@@ -42,7 +42,7 @@ class SaveOptions:
     asynchronous: bool = False
     on_busy: str = "wait"
     staging_bytes: int | None = None
-    pinned_staging: bool = False
+    pinned_staging: bool = True
     bandwidth_bytes_per_s: float | None = None
     direct_io: bool = True
     grace_s: float = 25.0

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from unickpt.format.casts import Copy, comparison, copy_all, is_cast_of, is_dense
-from unickpt.save.device_copy import DeviceCopies
+from unickpt.save.device_copy import SUPPORTED, DeviceCopies
 from unickpt.save.shards import Shard
 from unickpt.storage.direct_io import BLOCK_BYTES
 
@@ -79,7 +79,7 @@ class StagingBuffer:
 
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], None]:
         """Copy. What is on a CUDA device is only begun if the buffer is pinned."""
-        later = [source.is_cuda and self._pinned for source in sources]
+        later = [self._pinned and source.is_cuda and SUPPORTED for source in sources]
         now = [at for at, behind in enumerate(later) if not behind]
         if now:
             torch._foreach_copy_([targets[at] for at in now], [sources[at] for at in now])
