@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -40,6 +41,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("gpu_checks.json"), help="output file")
     parser.add_argument("--log", type=Path, help="file that gets everything that the ranks write")
     parser.add_argument("--page", type=Path, help="Markdown page whose text below the mark is replaced by the table")
+    parser.add_argument("--made", type=Path, metavar="FILE.json", help="make the page from this file, and check nothing")
     return parser.parse_args()
 
 
@@ -169,11 +171,12 @@ def about(*, dry: bool) -> dict[str, Any]:
 def _about_devices() -> dict[str, Any]:
     cuda: Any = torch.cuda
     driver = Path("/proc/driver/nvidia/version")
+    known = re.search(r"\d+\.\d+\.\d+", driver.read_text()) if driver.is_file() else None
     return {
         "devices": [cuda.get_device_name(at) for at in range(cuda.device_count())],
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, cuda.nccl.version())),
-        "driver": driver.read_text().splitlines()[0] if driver.is_file() else None,
+        "driver": known[0] if known else None,
     }
 
 
@@ -181,12 +184,17 @@ def publish(page: Path, document: dict[str, Any], rows: Sequence[Row]) -> None:
     """Replace the text below the mark of a page."""
     head, mark, _ = page.read_text().partition(MARK)
     names = ("devices", "driver", "cuda", "nccl", "torch", "deepspeed", "megatron-core", "python", "cpus")
-    facts = ", ".join(f"{name} {document[name]}" for name in names if document.get(name) is not None)
+    known = {**document, "devices": ", ".join(document.get("devices", ())) or None}
+    facts = ", ".join(f"{name} {known[name]}" for name in names if known.get(name) is not None)
     page.write_text(f"{head}{mark}\n\n{facts}; {document['seconds']:.0f} s.\n\n{table(rows)}\n")
 
 
 def main() -> None:
     arguments = parse()
+    if arguments.made is not None:
+        document = json.loads(arguments.made.read_text())
+        publish(arguments.page, document, [Row(**each) for each in document["rows"]])
+        return
     begun = time.monotonic()
     if arguments.log is not None:
         os.environ[LOG] = str(arguments.log.resolve())
