@@ -110,5 +110,5 @@ def _what_it_is(place: Storage, directory: str) -> str:
         there = not is_url(directory) and Path(directory).is_dir()
         return "the directory is empty" if there else "there is no such directory" + (", or nothing in it" * is_url(directory))
     if is_unfinished(place):
-        return "no manifest.json: the save of this checkpoint did not finish; use an earlier one"
+        return "no manifest.json: the save or the conversion that wrote it did not finish; use an earlier one, or convert again"
     return "neither a checkpoint (it has no manifest.json) nor a directory of checkpoints (no 'latest', none inside)"

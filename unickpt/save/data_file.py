@@ -71,7 +71,7 @@ class Run:
         return memoryview(whole).cast("B")
 
 
-def add(runs: list[Run], data: memoryview) -> None:
+def extend(runs: list[Run], data: memoryview) -> None:
     """Add data to the last run if it is adjacent to it in memory, and as a new run otherwise. Empty data is left out."""
     if not len(data):
         return
@@ -145,7 +145,7 @@ class DataFile:
         return fragment.value()
 
     def _put(self, data: memoryview) -> None:
-        add(self._batch, data)
+        extend(self._batch, data)
         self._batch_bytes += len(data)
         if self._batch_bytes >= self._pace.batch_bytes or len(self._batch) >= _BATCH_PARTS:
             self._flush()

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unickpt.errors import StorageError
-from unickpt.save.data_file import Run, add
+from unickpt.save.data_file import Run, extend
 from unickpt.storage import direct_io
 from unickpt.storage.direct_io import BLOCK_BYTES
 from unickpt.storage.posix import PosixStorage
@@ -39,7 +39,7 @@ def test_the_file_is_the_concatenation_of_its_parts(
         at += size
     runs: list[Run] = []
     for part in parts:
-        add(runs, part)
+        extend(runs, part)
     if touching:
         assert len(runs) <= 1
     storage = PosixStorage(tmp_path)
