@@ -29,6 +29,7 @@ _memmove.restype = ctypes.c_void_p
 _BLOCK_BYTES = 256 << 10  # copied, then compared while it is in the cache of the core
 _MOST_THREADS = 8  # saturate the memory of a host
 _PARTS_PER_THREAD = 4  # so that a slow thread does not delay the others
+_DEVICE_PART = 8 << 20  # elements
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -168,16 +169,26 @@ def cast_flags(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]
     flags = [value.is_cpu and is_cast_of(value, source) for value, source in pairs]
     waiting = [at for at, (value, _) in enumerate(pairs) if not value.is_cpu]
     if waiting:
-        found = [_equal_on_device(*pairs[at]) for at in waiting]
+        found = [equal_on_device(*pairs[at]) for at in waiting]
         for at, flag in zip(waiting, torch.stack(found).tolist(), strict=True):
             flags[at] = flag
     return flags
 
 
-def _equal_on_device(value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return a 0-d bool tensor on the device of ``value``, without synchronization."""
-    cast = source.detach().to(value.device, value.dtype, non_blocking=True).reshape(value.shape)
-    return (_bits(value.detach()) == _bits(cast)).all()
+def equal_on_device(value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return a 0-d bool tensor on the device of ``value``, without synchronization.
+
+    Dense tensors are compared in parts, because a device in training may have no memory for the cast of a large one.
+    """
+    value, source = value.detach(), source.detach()
+    if not (value.is_contiguous() and source.is_contiguous()):
+        return _part_equal(value, source.reshape(value.shape))
+    parts = zip(value.view(-1).split(_DEVICE_PART), source.view(-1).split(_DEVICE_PART), strict=True)
+    return torch.stack([_part_equal(one, other) for one, other in parts]).all()
+
+
+def _part_equal(value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return (_bits(value) == _bits(source.to(value.device, value.dtype, non_blocking=True))).all()
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from unickpt.format import casts
 from unickpt.format.casts import Copy, available, cast_flags, copy_all, is_cast_of
 
 with_extension = pytest.mark.parametrize("extension", [True, False])
@@ -26,6 +27,19 @@ def test_one_flipped_bit_is_detected(dtype: torch.dtype, strided: bool, extensio
     changed[-1, -1] = torch.nextafter(changed[-1, -1].float(), torch.tensor(9.0)).to(dtype) + 1
     assert not is_cast_of(changed, master, extension=extension)
     assert cast_flags([(weight, master), (changed, master)]) == [True, False]
+
+
+@pytest.mark.parametrize("position", [0, 7, 8, 63, 64, None])
+def test_the_comparison_on_a_device_in_parts_sees_every_element(position: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(casts, "_DEVICE_PART", 8)
+    master = torch.randn(5, 13)
+    weight = master.to(torch.bfloat16)
+    if position is not None:
+        weight.view(-1)[position] += 1
+    assert bool(casts.equal_on_device(weight, master)) == (position is None)
+    assert bool(casts.equal_on_device(weight.t(), master.t())) == (position is None)
+    assert bool(casts.equal_on_device(weight.view(-1), master)) == (position is None)
+    assert bool(casts.equal_on_device(weight[:0], master[:0]))
 
 
 @with_extension
