@@ -183,7 +183,7 @@ def equal_on_device(value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     value, source = value.detach(), source.detach()
     if not (value.is_contiguous() and source.is_contiguous()):
         return _part_equal(value, source.reshape(value.shape))
-    parts = zip(value.view(-1).split(_DEVICE_PART), source.view(-1).split(_DEVICE_PART), strict=True)
+    parts = zip(torch.split(value.view(-1), _DEVICE_PART), torch.split(source.view(-1), _DEVICE_PART), strict=True)
     return torch.stack([_part_equal(one, other) for one, other in parts]).all()
 
 
