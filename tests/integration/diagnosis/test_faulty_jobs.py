@@ -222,11 +222,12 @@ def test_a_device_call_with_different_shapes_holds_up_the_calls_behind_it() -> N
     known["shape"][3] = 6
     members = {comm: np.arange(4) for comm in (0, 1)}
     groups = {comm: GroupInfo(f"{comm}", "", ()) for comm in members}
-    made = infer_device_waits(known.copy(), {0, 1}, members, all_stand=False)
+    assert not infer_device_waits(known.copy(), {0, 1}, members, all_stand=False)["blocked"].any()
+    made = infer_device_waits(known.copy(), {0, 1}, members, all_stand=True)
     (verdict,) = hangs(made, members, groups, before_ns=1_000)
     assert (verdict.syndrome, verdict.ranks, verdict.seq) == (Syndrome.MISMATCH, (3,), 4)
     known["entered"][7] -= 1  # a rank that others wait for comes first: calls before may differ and have ended
-    made = infer_device_waits(known, {0, 1}, members, all_stand=False)
+    made = infer_device_waits(known, {0, 1}, members, all_stand=True)
     (verdict,) = hangs(made, members, groups, before_ns=1_000)
     assert (verdict.syndrome, verdict.ranks, verdict.seq) == (Syndrome.NON_COMMUNICATION_HANG, (3,), 5)
 

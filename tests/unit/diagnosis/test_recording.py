@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.integration.diagnosis.calls_worker import LISTED
 from tests.integration.diagnosis.counting import ENVIRONMENT, NAMES, flown, noted
 from tests.integration.diagnosis.flights_worker import BEFORE
 from tests.support.rings import here, put
 from unickpt.diagnosis.recording.fast_path import available
+from unickpt.diagnosis.recording.process_group_hooks import _METHODS
 from unickpt.diagnosis.recording.rank_ranges import members, progressions
 from unickpt.diagnosis.recording.records import DTYPES, FORMAT, ITEMSIZES, RECORD, Flag, Op, Phase
 from unickpt.diagnosis.recording.ring import CLOSED, HEADER_BYTES, TABLE_BYTES, RingContents, RingReader, RingWriter
@@ -104,6 +106,20 @@ def test_the_fields_of_a_recorded_call(job: list[tuple[RingContents, list[Any]]]
         assert labels["every second"] in ([*range(0, world, 2)], [*range(1, world, 2)])
         rooted = records[records["op"] == Op.SCATTER]
         assert rooted["peer"].tolist() == [0]
+
+
+def test_members_with_lists_of_different_shapes_make_the_same_call() -> None:
+    """NCCL gathers and reduces tensors of different shapes, if all members list them all."""
+    sizes = [3, 5, 4]
+    listed = [torch.empty(size) for size in sizes]
+    gathers = [_METHODS["allgather"]([listed], [own]) for own in listed]
+    reduces = [_METHODS["reduce_scatter"]([own], [listed]) for own in listed]
+    assert {call[-1] for call in gathers + reduces} == {
+        hash(((torch.Size([3]), torch.Size([5]), torch.Size([4])),)) & 0xFFFFFFFF
+    }
+    assert [call[2] for call in gathers] == [call[3] for call in reduces] == sizes
+    other = _METHODS["allgather"]([[torch.empty(6)] * 3], [torch.empty(6)])
+    assert other[-1] != gathers[0][-1]
 
 
 @pytest.mark.parametrize("extension", ["yes", "no"])

@@ -4,9 +4,10 @@
 The host continues as soon as such a call is in its stream, and blocks later, when it reads a value from the device. The
 records show only that a rank makes no further call. The rank is taken to wait in its newest call if a member has not entered
 that call. A call that all members have entered has probably ended, unless they entered it with different operations, element
-types or shapes: then it may end on some members only. If no rank waits in this sense, a call that members entered in different
-ways and that was made before the newest one may hold them, since the device works in order. Only if there is no such call
-either, and all ranks are idle, is the network at fault.
+types or shapes: then it may end on some members only.
+
+If no rank waits in this sense and all ranks have been idle for long, a call before the newest one that members entered in
+different ways holds them, since the device works in order. Without such a call the network is at fault.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def infer_device_waits(rows: ProgressTable, on_device: Collection[int], members:
         rows: progress of all ranks.
         on_device: communicators whose calls end on a device.
         members: members of every communicator.
-        all_stand: whether no rank has made a call for long. Then ranks wait for the network if no other wait is found.
+        all_stand: whether no rank has made a call for long. Then a wait is inferred also if all ranks have made all calls.
     """
     if not len(rows) or not on_device:
         return rows
@@ -39,10 +40,9 @@ def infer_device_waits(rows: ProgressTable, on_device: Collection[int], members:
     lacks = np.where(rows["source"] < 0, _lacks_members(rows, members), _lacks_the_other(rows, asked))
     differs = _differs(rows)
     waits = asked & (lacks | differs)
-    if not waits.any() and not rows["blocked"].any():
-        waits = _first_of_each_rank(rows, under_way & differs & np.isin(rows["rank"], rows["rank"][asked]))
-        if not waits.any() and all_stand:
-            waits = asked
+    if not waits.any() and all_stand and not rows["blocked"].any():
+        before = _first_of_each_rank(rows, under_way & differs & np.isin(rows["rank"], rows["rank"][asked]))
+        waits = before if before.any() else asked
     rows["blocked"] = np.where(waits, rows["entered"], rows["blocked"])
     return rows
 

@@ -24,7 +24,7 @@ def counts() -> Counts:
         try:
             groups = json.loads(dump(False, True)).get("pg_status", {}) if dump is not None else {}
             found += [
-                (max(int(group["last_enqueued_collective"]), 0), max(int(group["last_completed_collective"]), 0))
+                (int(group["last_enqueued_collective"]), max(int(group["last_completed_collective"]), 0))
                 for group in groups.values()
             ]
         except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):  # unknown format

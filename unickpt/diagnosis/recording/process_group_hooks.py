@@ -213,6 +213,10 @@ def _first(tensors: Any) -> Any:
     return tensors
 
 
+def _shapes(tensors: Any) -> Any:
+    return tuple(map(_shapes, tensors)) if isinstance(tensors, (list, tuple)) else tensors.shape
+
+
 def _elements(tensors: Any) -> int:
     if not isinstance(tensors, (list, tuple)):
         return int(tensors.numel())
@@ -242,6 +246,20 @@ def _rooted(op: int) -> Callable[..., CallFields]:
         count = _elements(tensors)
         root = opts if isinstance(opts, int) else getattr(opts, "rootRank", root)
         return _call(op, _first(tensors), count, count, opts, root)
+
+    return describe
+
+
+def _listed(op: int) -> Callable[..., CallFields]:
+    """Describe calls with a list that has a tensor for each member.
+
+    With NCCL, members may give or get tensors of different shapes. All shapes together are the same on all members.
+    """
+
+    def describe(outputs: Any, inputs: Any, opts: Any = None, *_: Any, **__: Any) -> CallFields:
+        lists, own = (outputs, inputs) if op == _ALL_GATHER else (inputs, outputs)
+        fields = _call(op, _first(own), _elements(inputs), _elements(outputs), opts)
+        return (*fields[:-1], hash(_shapes(lists)) & 0xFFFFFFFF)
 
     return describe
 
@@ -294,13 +312,13 @@ _METHODS: dict[str, Callable[..., CallFields]] = {
     "allreduce_coalesced": _all_reduce,
     "broadcast": _rooted(_BROADCAST),
     "reduce": _rooted(_REDUCE),
-    "allgather": _all_gather,
+    "allgather": _listed(_ALL_GATHER),
     "_allgather_base": _all_gather,
     "all_gather_single": _all_gather,
     "all_gather_single_coalesced": _all_gather,
     "allgather_coalesced": _all_gather,
     "allgather_into_tensor_coalesced": _all_gather,
-    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter": _listed(_REDUCE_SCATTER),
     "_reduce_scatter_base": _reduce_scatter,
     "reduce_scatter_single": _reduce_scatter,
     "reduce_scatter_single_coalesced": _reduce_scatter,
