@@ -1,8 +1,9 @@
 """Execute a read plan: in parallel, each byte at most once, directly into the output where possible.
 
 A fragment that is needed whole, in its stored dtype and contiguous in the output, is read directly into the output. Every
-other fragment goes through a buffer of at most 1 MiB per thread, block by block. The checksum of a fragment is computed from
-the same blocks while they are in the cache. If the page cache holds the file, blocks fit into the cache of one core.
+other fragment goes block by block through a buffer of at most 1 MiB per thread, or for outputs on a device through two of 8 MiB
+(``scratch.py``). Its checksum is computed from the same blocks while they are in the cache. If the page cache holds the file,
+blocks fit into the cache of one core.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from unickpt.load.checked_read import Part, bytes_of, can_read_pieces, read_chec
 from unickpt.load.file_blocks import Turn, core_count, cores_of, in_turns
 from unickpt.load.fragments import Fragment, Request, Use, batches_of, by_file, deliver_to, needed_bytes, span_of, wanted_of
 from unickpt.load.read_plan import ReadPlan
-from unickpt.load.scratch import DeviceScratch, HostScratch
+from unickpt.load.scratch import Scratch, Scratches
 from unickpt.storage.base import CachedReader, Reader, Storage
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ def execute(
     """
     stats, cores = ReadStats(), cores_of(ranks)
     names = list(by_file(index, plan, requests))
-    with between_kernels(requests):
+    with between_kernels(requests), contextlib.closing(Scratches(request.out for request in requests)) as scratches:
         for at in range(0, len(names), OPEN_FILES):
             with contextlib.ExitStack() as files:
                 work: list[tuple[Reader, Sequence[list[Fragment]], Turn]] = []
@@ -87,30 +88,31 @@ def execute(
                     batches = batches_of(fragments, with_pieces=can_read_pieces(reader))
                     turns = in_turns(reader, batches, span_of, cores)
                     work += [(reader, ranges, turn) for ranges, turn in turns]
-                for read, needed in _run(work, verify, alone=core_count(ranks) == 1 and all(each[2] is cores for each in work)):
+                alone = core_count(ranks) == 1 and all(each[2] is cores for each in work)
+                for read, needed in _run(work, verify, scratches, alone=alone):
                     stats.bytes_read += read
                     stats.bytes_needed += needed
     return stats
 
 
 def _run(
-    work: Sequence[tuple[Reader, Sequence[list[Fragment]], Turn]], verify: str, *, alone: bool
+    work: Sequence[tuple[Reader, Sequence[list[Fragment]], Turn]], verify: str, scratches: Scratches, *, alone: bool
 ) -> Iterator[tuple[int, int]]:
     """Read batches, in a pool of threads. What one thread does best is done by the caller's (``alone``), and what is small."""
     near = len(work) == 1 or all(isinstance(reader, CachedReader) for reader, _, _ in work)
     if alone or (near and sum(span_of(batch)[1] for _, batches, _ in work for batch in batches) < _ALONE_BYTES):
-        yield from (_read(reader, batches, verify, turn) for reader, batches, turn in work)
+        yield from (_read(reader, batches, verify, turn, scratches) for reader, batches, turn in work)
         return
     with ThreadPoolExecutor(min(THREADS, len(work)), "unickpt-read") as pool:
-        yield from results([pool.submit(_read, reader, batches, verify, turn) for reader, batches, turn in work])
+        yield from results([pool.submit(_read, reader, batches, verify, turn, scratches) for reader, batches, turn in work])
 
 
 @contextlib.contextmanager
 def between_kernels(requests: Sequence[Request]) -> Iterator[None]:
     """Order the copies of other threads into outputs on CUDA devices with the caller's streams.
 
-    The current stream is a property of a thread (``c10/cuda/CUDAStream.h``): threads that read copy in streams of their own
-    (``DeviceScratch``), or in the default stream. These do not wait for another stream in which the caller still makes the
+    The current stream is a property of a thread (``c10/cuda/CUDAStream.h``): threads that read copy in a stream for them
+    (``scratch.py``), or in the default stream. These do not wait for another stream in which the caller still makes the
     outputs. In the default stream, ``copy_`` blocks until the data are on the device, but not until a following cast or
     scatter is over (``copy_requires_temporaries`` in ``aten/src/ATen/native/cuda/Copy.cu``).
     """
@@ -152,7 +154,9 @@ def are_cached(storage: Storage, index: Index, plan: ReadPlan) -> bool:
     return True
 
 
-def _read(reader: Reader, batches: Sequence[list[Fragment]], verify: str, turn: Turn) -> tuple[int, int]:
+def _read(
+    reader: Reader, batches: Sequence[list[Fragment]], verify: str, turn: Turn, scratches: Scratches
+) -> tuple[int, int]:  # fmt: skip
     """Read batches in order. Return bytes read and bytes needed."""
     read = needed = 0
     with turn:
@@ -164,7 +168,7 @@ def _read(reader: Reader, batches: Sequence[list[Fragment]], verify: str, turn: 
             elif verify == "always" and _read_pieces(reader, batch):
                 read += sum(fragment.size_bytes for fragment in batch)
             else:
-                read += sum(_read_through_scratch(reader, fragment, verify) for fragment in batch)
+                read += sum(_read_through_scratch(reader, fragment, verify, scratches.mine()) for fragment in batch)
     return read, needed
 
 
@@ -187,28 +191,26 @@ def _read_pieces(reader: Reader, batch: list[Fragment]) -> bool:
     return True
 
 
-def _read_through_scratch(reader: Reader, fragment: Fragment, verify: str) -> int:
+def _read_through_scratch(reader: Reader, fragment: Fragment, verify: str, scratch: Scratch) -> int:
     """Read a fragment block by block and return the bytes read.
 
     A whole fragment is read and its checksum checked, or, without a check, what is from the first needed element to the last.
     """
     whole = verify == "always" or (verify == "sampled" and fragment.checksum % _SAMPLE == 0)
     dtype = torch_dtype(fragment.info.dtype)
-    devices = {use.request.out.device for use in fragment.uses if use.request.out.is_cuda}
     running = RunningChecksum()
     wanted = wanted_of(fragment)
     read = 0
-    with contextlib.closing(DeviceScratch(devices) if devices else HostScratch()) as scratch:
-        step = max(max(reader.block_bytes, scratch.block_bytes) // dtype.itemsize, 1)
-        for lo, hi in _ranges(wanted, fragment.box.shape, fragment.box.numel, step, whole=whole):
-            block = scratch.take(dtype, hi - lo)
-            view = bytes_of(block)
-            reader.read_into([view], fragment.offset + lo * dtype.itemsize)
-            read += len(view)
-            if whole:
-                running.update(view)
-            with scratch.copying():
-                deliver_to(wanted, fragment, lo, block, scratch.copy)
+    step = max(max(reader.block_bytes, scratch.block_bytes) // dtype.itemsize, 1)
+    for lo, hi in _ranges(wanted, fragment.box.shape, fragment.box.numel, step, whole=whole):
+        block = scratch.take(dtype, hi - lo)
+        view = bytes_of(block)
+        reader.read_into([view], fragment.offset + lo * dtype.itemsize)
+        read += len(view)
+        if whole:
+            running.update(view)
+        with scratch.copying():
+            deliver_to(wanted, fragment, lo, block, scratch.copy)
     if whole:
         check(fragment, running.value(), reader.path)
     return read

@@ -10,13 +10,14 @@ the interpreter's lock most of the time: an H100 with 16 processors reads 2.9, 4
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 BLOCK_BYTES = 1 << 20
-_DEVICE_BLOCK_BYTES = 8 << 20  # 128 MiB in eight threads
+_DEVICE_BLOCK_BYTES = 8 << 20  # 128 MiB in eight threads, which torch keeps for later
 
 
 class Scratch(Protocol):
@@ -71,24 +72,29 @@ class HostScratch:
 
 
 class DeviceScratch:
-    """Two blocks in page-locked memory, and streams of their own for the copies from them.
+    """Two blocks in page-locked memory.
+
+    A thread begins on the first device. Calls that CUDA makes for the current device are made with the stream's, because CUDA
+    would otherwise make a context on the first one, of 0.5 GB for each rank of the host.
 
     Args:
-        devices: CUDA devices of the outputs.
+        streams: stream of each device for the copies. Threads share them: a device copies one block at a time anyway, and what
+            copies need on the device is used again by the next one.
     """
 
     block_bytes = _DEVICE_BLOCK_BYTES
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._streams: list[Any] = [torch.cuda.Stream(device) for device in devices]  # type: ignore[no-untyped-call]
+    def __init__(self, streams: Sequence[Any]) -> None:
+        self._streams = streams
         self._blocks = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._copied = [[torch.cuda.Event() for _ in self._streams] for _ in self._blocks]  # type: ignore[no-untyped-call]
         self._at = 0
 
     def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
         self._at, size = 1 - self._at, count * dtype.itemsize
-        for event in self._copied[self._at]:
-            event.synchronize()  # returns at once before the first copy
+        for event, stream in zip(self._copied[self._at], self._streams, strict=True):
+            with torch.cuda.device(stream.device):
+                event.synchronize()  # returns at once before the first copy
         if len(self._blocks[self._at]) < size:  # torch keeps freed blocks for later, and knows of the copies from them
             self._blocks[self._at] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return self._blocks[self._at][:size].view(dtype)
@@ -97,16 +103,45 @@ class DeviceScratch:
     def copying(self) -> Iterator[None]:
         with contextlib.ExitStack() as current:
             for stream in self._streams:
+                current.enter_context(torch.cuda.device(stream.device))
                 current.enter_context(torch.cuda.stream(stream))
             yield
-        for event, stream in zip(self._copied[self._at], self._streams, strict=True):
-            event.record(stream)
+            for event, stream in zip(self._copied[self._at], self._streams, strict=True):
+                event.record(stream)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if target.is_cuda and (source.dtype != target.dtype or not target.is_contiguous()):
-            source = source.to(target.device, non_blocking=True)  # otherwise the host casts it
+            source = source.to(target.device, non_blocking=True)  # older releases of torch would cast it on the host
         target.copy_(source, non_blocking=target.is_cuda)
 
     def close(self) -> None:
         for stream in self._streams:
-            stream.synchronize()
+            with torch.cuda.device(stream.device):
+                stream.synchronize()
+
+
+class Scratches:
+    """The scratch of each thread that reads for some outputs.
+
+    Args:
+        outs: the outputs.
+    """
+
+    def __init__(self, outs: Iterable[torch.Tensor]) -> None:
+        devices = {out.device for out in outs if out.is_cuda}
+        self._streams: list[Any] = [torch.cuda.Stream(device) for device in devices]  # type: ignore[no-untyped-call]
+        self._of_thread = threading.local()
+        self._all: list[Scratch] = []
+
+    def mine(self) -> Scratch:
+        """Return the scratch of this thread."""
+        found: Scratch | None = getattr(self._of_thread, "scratch", None)
+        if found is None:
+            found = self._of_thread.scratch = DeviceScratch(self._streams) if self._streams else HostScratch()
+            self._all.append(found)
+        return found
+
+    def close(self) -> None:
+        """Wait for the copies of all threads. None of them reads any more."""
+        for scratch in self._all:
+            scratch.close()
