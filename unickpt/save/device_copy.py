@@ -63,7 +63,7 @@ class DeviceCopies:
         self.pinned = status == 0
         if self.pinned:
             # keeps the region mapped until it is unlocked; not at exit, when the driver may be gone
-            weakref.finalize(self, _unlock, region, self._lanes).atexit = False
+            weakref.finalize(self, _unlock, region, self._lanes, torch.cuda.current_device()).atexit = False
         else:
             _clear_error()
             logger.warning(
@@ -106,13 +106,14 @@ class DeviceCopies:
 def _wait(lanes: Sequence[_Lane]) -> None:
     for lane in lanes:
         if lane.in_flight:
-            with _beside_captures():
+            # The thread that waits begins on the first device. Without its lane's, CUDA would make a context there.
+            with torch.cuda.device(lane.stream.device), _beside_captures():
                 lane.event.synchronize()
             lane.in_flight = False
 
 
-def _unlock(region: torch.Tensor, lanes: dict[int, _Lane]) -> None:
-    with contextlib.suppress(RuntimeError):  # the device may have failed
+def _unlock(region: torch.Tensor, lanes: dict[int, _Lane], device: int) -> None:
+    with contextlib.suppress(RuntimeError), torch.cuda.device(device):  # the device may have failed
         _wait(list(lanes.values()))
         cuda: Any = torch.cuda
         if int(cuda.cudart().cudaHostUnregister(region.data_ptr())):
@@ -136,26 +137,25 @@ def _beside_captures() -> Iterator[None]:
 
 def _exchange_capture_mode() -> Any:
     """Return ``cudaThreadExchangeStreamCaptureMode``; None if it is not found."""
-    return getattr(_runtime(), "cudaThreadExchangeStreamCaptureMode", None)
+    return getattr(next(iter(_runtimes()), None), "cudaThreadExchangeStreamCaptureMode", None)
 
 
 def _clear_error() -> None:
     """Forget the error of the last call of the CUDA runtime in this thread."""
-    forget = getattr(_runtime(), "cudaGetLastError", None)
-    if forget is not None:
-        forget()
-        return
-    with contextlib.suppress(RuntimeError):  # a kernel that raises it, in the place of one of training
-        torch.zeros(1, device="cuda").fill_(1.0)
+    for runtime in _runtimes():
+        runtime.cudaGetLastError()
+    if not _runtimes():
+        with contextlib.suppress(RuntimeError):  # a kernel that raises it, in the place of one of training
+            torch.zeros(1, device="cuda").fill_(1.0)
 
 
 @functools.cache
-def _runtime() -> ctypes.CDLL | None:
-    """Return the CUDA runtime that torch has loaded; None if it is not found."""
+def _runtimes() -> tuple[ctypes.CDLL, ...]:
+    """Return the CUDA runtimes that the process has loaded. Another library may have brought one beside torch's."""
+    found: tuple[ctypes.CDLL, ...] = ()
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            name = line.rpartition(" ")[2]
-            if "/libcudart.so" in name:
-                return ctypes.CDLL(name)
-    logger.warning("unickpt: the CUDA runtime is not found: a CUDA graph that is captured during a save may be invalidated")
-    return None
+        names = (line.rpartition(" ")[2] for line in Path("/proc/self/maps").read_text().splitlines())
+        found = tuple(map(ctypes.CDLL, dict.fromkeys(name for name in names if "/libcudart.so" in name)))
+    if not found:
+        logger.warning("unickpt: the CUDA runtime is not found: a CUDA graph that is captured during a save may be invalidated")
+    return found
