@@ -49,6 +49,7 @@ class Ranks:
     def wait(self, limit_s: float) -> str:
         """Wait for all ranks. Returns '' or why they did not end well; the rest of the ranks is then ended."""
         end = time.monotonic() + limit_s
+        codes: list[int | None] = []
         try:
             while time.monotonic() < end:
                 codes = [process.exitcode for process in self.processes]
