@@ -22,13 +22,13 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that asking fo
 
 import torch
 
-from benchmarks.gpu_checks import faults, megatron, staging, timing, zero
+from benchmarks.gpu_checks import faults, host, megatron, staging, timing, zero
 from benchmarks.gpu_checks.place import Place
 from benchmarks.gpu_checks.ranks import LOG, Ranks
 from benchmarks.gpu_checks.rows import FAILED, SKIPPED, Row, read, table
 
-GROUPS = ("staging", "timing", "faults", "deepspeed", "megatron")
-LIMITS_S = {"staging": 90.0, "timing": 90.0, "faults": 150.0, "deepspeed": 150.0, "megatron": 60.0}  # 9 minutes together
+GROUPS = ("staging", "timing", "faults", "host", "deepspeed", "megatron")
+LIMITS_S = {"staging": 90.0, "timing": 90.0, "faults": 130.0, "host": 20.0, "deepspeed": 150.0, "megatron": 60.0}  # 9 minutes
 MOST_RANKS = 4
 MARK = "<!-- made by python -m benchmarks.gpu_checks --page -->"
 
@@ -107,7 +107,7 @@ class Run:
         loads = [
             (ranks, some, [zero.load_row(kind, ranks) for kind in some]) for ranks, some in {1: kinds, world: kinds[:3]}.items()
         ]
-        if self._missing("deepspeed", [*saves, *(name for *_, names in loads for name in names)]):
+        if self._missing("deepspeed", [*saves, *(name for *_, names in loads for name in names), zero.LATE_ROW]):
             return
         if self.place.dry:
             zero.preload()
@@ -116,6 +116,14 @@ class Run:
         self._ranks("deepspeed", world, saves, zero.check_saves, folder, kinds)
         for ranks, some, names in loads:
             self._ranks("deepspeed", ranks, names, zero.check_loads, folder, some)
+        path = self._folder / "late.rows"
+        zero.check_late(self.place, path, min(self._left_s("deepspeed"), 30.0))
+        self._take("deepspeed", path, [zero.LATE_ROW], "")
+
+    def _host(self) -> None:
+        path = self._folder / "host.rows"
+        host.check(self.place, path, self._left_s("host"))
+        self._take("host", path, host.ROWS, "")
 
     def _megatron(self) -> None:
         world = min(self.place.ranks, 2)

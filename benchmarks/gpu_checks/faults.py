@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,13 +54,14 @@ def check(place: Place, path: Path, limit_s: float) -> None:
         with rows.row(name, f"rank {place.ranks - 1} is named") as row:
             if place.ranks < 3:
                 raise NotHereError("needs three ranks that communicate: with two ranks it is unknown which one differs")
-            _make(place, fault, row, limit_s / len(FAULTS))
+            make(place, fault, row, limit_s / len(FAULTS), train)
 
 
-def _make(place: Place, fault: Fault, row: Row, limit_s: float) -> None:
+def make(place: Place, fault: Fault, row: Row, limit_s: float, action: Callable[[Place, str, int, str], None]) -> None:
+    """Make a fault on the last rank of a job whose ranks run an action, and require the verdict on it."""
     culprit = place.ranks - 1
     with tempfile.TemporaryDirectory(dir="/dev/shm") as rings:
-        ranks = Ranks(place, place.ranks, train, (place, fault.name, culprit, rings))
+        ranks = Ranks(place, place.ranks, action, (place, fault.name, culprit, rings))
         try:
             found, seconds = _first_verdict(Path(rings), time.monotonic() + limit_s)
             calls = [ring.records[ring.records["op"] <= Op.RECEIVE] for ring in read_folder(Path(rings)).ranks.values()]

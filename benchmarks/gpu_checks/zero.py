@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu_checks import faults
 from benchmarks.gpu_checks.place import Place
 from benchmarks.gpu_checks.rows import NotHereError, Rows
 from benchmarks.measure import slowest, small_buckets
 
 STEPS = 3
+LATE_ROW = "ZeRO-1 bf16: a late rank"
 STATES = ("master", "exp_avg", "exp_avg_sq")
 # name -> stage, precision, stage that it is loaded as
 KINDS: dict[str, tuple[int, str, int]] = {
@@ -37,8 +40,16 @@ def load_row(kind: str, world: int) -> str:
     return f"{kind}: load as ZeRO-{KINDS[kind][2]} on {world} ranks"
 
 
-def build(place: Place, kind: str, *, loaded: bool) -> Any:
-    """Return an engine, as it saves or as it loads."""
+def build(place: Place, kind: str, *, loaded: bool, width: int = 0, timing: Mapping[str, Any] | None = None) -> Any:
+    """Return an engine, as it saves or as it loads.
+
+    Args:
+        place: device and backend.
+        kind: one of ``KINDS``.
+        loaded: with the stage that the kind is loaded as, and other weights.
+        width: of the layers; 0: as large as the place allows.
+        timing: options of ``timing``.
+    """
     import deepspeed
 
     stage, precision, other = KINDS[kind]
@@ -47,7 +58,7 @@ def build(place: Place, kind: str, *, loaded: bool) -> Any:
     if place.dry and "offloaded" in kind:
         raise NotHereError("nothing to offload from on the CPU accelerator")
     torch.manual_seed(2 if loaded else 1)
-    width = 256 if place.dry else 2048
+    width = width or (256 if place.dry else 2048)
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8)))
     zero: dict[str, Any] = small_buckets(other if loaded else stage)
     if "offloaded" in kind:
@@ -57,7 +68,7 @@ def build(place: Place, kind: str, *, loaded: bool) -> Any:
         "optimizer": {"type": "Adam", "params": {"torch_adam": True, "lr": 1e-3}},
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,  # its own would be compiled, which takes minutes
-        "unickpt": {"enabled": True, "async_save": True},
+        "unickpt": {"enabled": True, "async_save": True, "timing": dict(timing or {})},
         precision: {"enabled": True},
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -99,10 +110,35 @@ def natively(engine: Any) -> Iterator[None]:
         engine.checkpoint_engine = ours
 
 
+def train_late(place: Place, fault: str, culprit: int, rings: str) -> None:
+    """A rank of a job that trains for ever; one rank is late in each step."""
+    del fault  # the only one
+    begin(place)
+    rank = dist.get_rank()
+    # the ranks share a local rank where they share a device, and each first local rank would start an agent
+    timing = {"enabled": True, "device": not place.dry, "watch": rank == 0, "folder": rings}
+    engine = build(place, "ZeRO-1 bf16", loaded=False, width=256, timing=timing)
+    for step in itertools.count():
+        late = rank == culprit and step >= faults.AT_STEP
+        if late and step == faults.AT_STEP:
+            Path(rings, faults.BEGUN).touch()
+        time.sleep(faults.LATE_S if late else faults.STEP_S)
+        train(place, engine, 1)
+
+
 def preload() -> None:
     """Import DeepSpeed in the parent of the ranks, once for all. On a device this would use CUDA before the forks."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # noqa: F401
+
+
+def check_late(place: Place, path: Path, limit_s: float) -> None:
+    """A late rank of a real job is named. Called in the parent of the ranks."""
+    rows = Rows(path, "deepspeed", place.name if place.dry else f"{place.backend}, {place.ranks} ranks")
+    with rows.row(LATE_ROW, f"rank {place.ranks - 1} is named") as row:
+        if place.ranks < 3:
+            raise NotHereError("needs three ranks that communicate")
+        faults.make(place, faults.FAULTS["straggler"], row, limit_s, train_late)
 
 
 def begin(place: Place) -> None:
