@@ -1,7 +1,8 @@
 /* The usual calls of a process group, recorded without Python: see fast_path.py, which has the same in Python.
  *
- * Everything here runs with the interpreter's lock. What is unusual (other arguments, coalesced calls, calls that are timed on a device, a group that is
- * not known yet) goes to the function in Python that stands behind each method, so that there is one description of it.
+ * Everything here runs with the interpreter's lock. What is unusual (other arguments, coalesced calls, calls that are timed on a
+ * device, a group that is not known yet) goes to the function in Python that stands behind each method, so that there is one
+ * description of it.
  *
  * Stable ABI of Python 3.10. No part of torch is included: tensors are asked by their Python attributes.
  */
@@ -351,8 +352,8 @@ static unsigned long long begin(State *self, int op, PyObject *args, int *on_dev
     number = ++self->last;
     int64_t now = now_ns();
     Record record = {
-        .begun = number, .call_ns = now, .wait_ns = *on_device || call.flags & ASYNC ? 0 : now, .seq = seq, .elements_in = call.in,
-        .elements_out = call.out, .comm = (uint16_t)PyLong_AsLong(PyTuple_GetItem(group, 0)), .op = (uint8_t)op,
+        .begun = number, .call_ns = now, .wait_ns = *on_device || call.flags & ASYNC ? 0 : now, .seq = seq,
+        .elements_in = call.in, .elements_out = call.out, .comm = (uint16_t)PyLong_AsLong(PyTuple_GetItem(group, 0)), .op = (uint8_t)op,
         .dtype = (uint8_t)call.dtype, .flags = (uint16_t)call.flags, .phase = (uint8_t)phase, .peer = call.peer, .tag = call.tag,
         .step = (uint32_t)self->step, .shape = call.shape,
     };
@@ -546,7 +547,8 @@ PyMODINIT_FUNC PyInit__fast(void)
     s_append = PyUnicode_InternFromString("append");
     state_type = (PyTypeObject *)PyType_FromSpec(&state_spec);
     PyObject *call = PyType_FromSpec(&call_spec), *wait = PyType_FromSpec(&wait_spec);
-    if (!made || !method_type || !state_type || !call || !wait || !s_numel || !s_dtype || !s_shape || !s_async || !s_root || !s_append)
+    if (!made || !method_type || !state_type || !call || !wait || !s_numel || !s_dtype || !s_shape || !s_async || !s_root ||
+        !s_append)
         return NULL;
     Py_INCREF(state_type);
     if (PyModule_AddObject(made, "State", (PyObject *)state_type) || PyModule_AddObject(made, "Method", call) ||
