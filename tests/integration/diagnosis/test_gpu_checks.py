@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_checks import __main__ as command
-from benchmarks.gpu_checks import faults, host, megatron, staging, timing, zero
+from benchmarks.gpu_checks import faults, host, huggingface, megatron, staging, timing, zero
 from benchmarks.gpu_checks.place import Place
 from benchmarks.gpu_checks.rows import FAILED, MEASURED, PASSED, SKIPPED, NotHereError, Row, Rows, read, table
 from tests.support.repository import REPO
@@ -28,6 +28,7 @@ EXPECTED = {
     *(("deepspeed", zero.load_row(kind, 2)) for kind in list(zero.KINDS)[:3]),
     ("deepspeed", zero.LATE_ROW),
     *(("host", name) for name in host.ROWS),
+    *(("huggingface", name) for name in huggingface.ROWS),
     ("megatron", megatron.save_row(2)),
     ("megatron", megatron.load_row(1)),
 }
