@@ -14,6 +14,7 @@ import secrets
 import shutil
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from unickpt.steering.membership import Membership
 from unickpt.steering.probing import Probe
 
 FILE, LONGEST = "agent", 4096
+ASKED_AT_ONCE, ANSWERS_S = 64, 5.0
 HOPS = 5  # from an agent that does not lead to the leader
 
 
@@ -55,21 +57,32 @@ def publish(parent: Path, contact: Contact) -> Path:
 
 
 def published(parent: Path) -> list[Contact]:
-    """Return the contacts of living agents on this host, one for each job. Those of agents that have ended are removed."""
-    found: dict[bytes, Contact] = {}
-    for folder in own_folders(parent, _prefix()):
-        with contextlib.suppress(ValueError, KeyError, TypeError, EOFError):
-            said = json.loads(read_text(folder / FILE, LONGEST))
-            contact = Contact(str(said["address"]), bytes.fromhex(said["key"]))
-            try:
-                Probe(contact.key).greet(contact.address, "")
-            except ConnectionRefusedError:
-                shutil.rmtree(folder, ignore_errors=True)
-            except (OSError, SteeringError):
-                pass
-            else:
-                found.setdefault(contact.key, contact)
-    return list(found.values())
+    """Return the contacts of living agents on this host, one for each job. Those of agents that have ended are removed.
+
+    All are asked at once, and those that do not answer within ``ANSWERS_S`` are left out: an agent that was killed may have had
+    an address that is gone, and nothing refuses the connection.
+    """
+    folders = list(own_folders(parent, _prefix()))
+    pool = ThreadPoolExecutor(min(ASKED_AT_ONCE, max(len(folders), 1)), "unickpt-ask")
+    asked = [pool.submit(_living, folder) for folder in folders]
+    wait(asked, ANSWERS_S)
+    pool.shutdown(wait=False, cancel_futures=True)
+    answers = [one.result() for one in asked if one.done() and not one.cancelled()]
+    return list({contact.key: contact for contact in reversed(answers) if contact is not None}.values())
+
+
+def _living(folder: Path) -> Contact | None:
+    """Return the contact in a folder if its agent answers. The folder is removed if nothing listens there any more."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, EOFError, OSError, SteeringError):
+        said = json.loads(read_text(folder / FILE, LONGEST))
+        contact = Contact(str(said["address"]), bytes.fromhex(said["key"]))
+        try:
+            Probe(contact.key).greet(contact.address, "")
+        except ConnectionRefusedError:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            return contact
+    return None
 
 
 def the_only(parent: Path) -> Contact:

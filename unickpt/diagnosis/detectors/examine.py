@@ -122,9 +122,14 @@ def _died_first(snapshot: Snapshot) -> frozenset[int]:
     """Return ranks whose processes crashed before the others ended; none if the whole job was ended from outside.
 
     A launcher ends the other ranks when one rank ends. Ranks that ended without such a request are at fault, if that is known.
-    A rank whose newest call raised ended because of another one, if there is one without such a call.
+    A rank whose newest call raised ended because of another one, if there is one without such a call. A process that ends by an
+    exception closes its ring; its exit status tells.
     """
-    died = {rank: one.heard_ns for rank, one in snapshot.ranks.items() if one.state is State.DEAD and not one.closed}
+    died = {
+        rank: one.heard_ns
+        for rank, one in snapshot.ranks.items()
+        if one.state is State.DEAD and (not one.closed or (one.exit is not None and not one.exit.sound))
+    }
     first = min(died.values(), default=0)
     soon = {rank for rank, heard_ns in died.items() if heard_ns - first < TOGETHER_NS / 2}
     soon = {rank for rank in soon if not snapshot.ranks[rank].failed} or soon
@@ -133,7 +138,8 @@ def _died_first(snapshot: Snapshot) -> frozenset[int]:
     by_itself = {rank for rank in by_itself if died[rank] - earliest < AT_ONCE_NS}
     if len(died) == len(snapshot.ranks) and max(died.values(), default=0) - first < TOGETHER_NS:
         asked = any((status := snapshot.ranks[rank].exit) is not None and status.signal in ASKED for rank in died)
-        return frozenset(by_itself if asked else ())
+        followed = any(snapshot.ranks[rank].failed for rank in died) and not any(snapshot.ranks[rank].failed for rank in by_itself)
+        return frozenset(by_itself if asked or followed else ())
     return frozenset(by_itself or soon)
 
 

@@ -146,6 +146,29 @@ def test_a_terminated_rank_is_not_the_first_death(
     assert all(f"is dead ({ended[2]})" in text.sentence for text in render_all(found.verdicts, snapshot))
 
 
+@pytest.mark.parametrize(
+    ("heard_s", "ended", "failed", "named"),
+    [
+        ({2: 6.0, 3: 6.13}, {2: "exit code 1", 3: "SIGTERM"}, set(), [(2,)]),  # the launcher has begun to end the others
+        ({2: 6.0, 0: 6.02, 1: 6.03, 3: 6.04}, dict.fromkeys(range(4), "exit code 1"), {0, 1, 3}, [(2,)]),  # they died of it
+        ({2: 6.0, 0: 6.02, 1: 6.03, 3: 6.04}, dict.fromkeys(range(4), "exit code 1"), set(range(4)), []),  # of something else
+        ({2: 6.0, 0: 6.02, 1: 6.03, 3: 6.04}, dict.fromkeys(range(4), "exit code 0"), set(), []),
+    ],
+)
+def test_a_rank_that_raised_an_exception_is_named(
+    tmp_path: Path, heard_s: dict[int, float], ended: dict[int, str], failed: set[int], named: list[Any]
+) -> None:
+    """Python ends such a process in order, so its ring is closed."""
+    hung(tmp_path, culprit=2, since_s=0.2)
+    snapshot = dead(take_snapshot(read_folder(tmp_path)), heard_s, ended)
+    ranks = {
+        rank: dataclasses.replace(one, closed=ended.get(rank, "").startswith("exit"), failed=rank in failed)
+        for rank, one in snapshot.ranks.items()
+    }
+    found = examine(dataclasses.replace(snapshot, ranks=ranks), after_s=60)
+    assert [verdict.ranks for verdict in found.verdicts] == named
+
+
 @pytest.mark.parametrize(("ended", "named"), [("SIGSEGV", [(1,)]), ("exit code 1", [(1,)]), ("exit code 0", []), ("", [])])
 def test_a_death_is_reported_before_any_rank_waits(tmp_path: Path, ended: str, named: list[Any]) -> None:
     hung(tmp_path, culprit=-1, since_s=0.2)
