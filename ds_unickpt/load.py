@@ -226,13 +226,16 @@ def _disk_step(folder: str) -> int | None:
 def unnamed(folder: Storage) -> list[str]:
     """Return why the checkpoints of a folder cannot be loaded, although neither ``latest`` nor a manifest names one.
 
-    A save that did not finish is no checkpoint.
+    A save that did not finish is no checkpoint. One with a sound manifest was tried before, and its damage is known.
     """
     found = []
     for name in folder.folders():
         inside = folder.subfolder(name)
         if is_checkpoint(inside.where()):
-            found.append(f"{inside.where()} has a damaged manifest")
+            try:
+                read_manifest(inside)
+            except FormatError:
+                found.append(f"{inside.where()} has a damaged manifest")
         elif any(file.endswith("_states.pt") for file in inside.names()):
             found.append(f"DeepSpeed wrote {inside.where()}, and no 'latest' file names it")
     return found

@@ -221,8 +221,10 @@ class Matching:
         if excluded:
             hint = f" exclude_frozen_parameters=True left out {len(excluded)} of them."
         if self.missing or extra:
-            hint += " load_module_strict=False allows differing names, except those of trained parameters."
-            hint += " load_optimizer_states=False also allows those."
+            hint += " load_module_strict=False allows differing names, except those of trained parameters; together with"
+            hint += " load_optimizer_states=False it allows those, too. 'unickpt edit --rename' gives parameters other names."
+        if self.shapes:
+            hint += " 'unickpt edit --vocabulary' gives a checkpoint another number of tokens."
         raise MismatchError(
             f"{self.checkpoint.storage} does not fit this model: " + "; ".join(lines) + f".{hint} Nothing is loaded."
         )

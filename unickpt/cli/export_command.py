@@ -20,6 +20,7 @@ from unickpt.convert.megatron.fsdp_writer import export_fsdp
 from unickpt.convert.torch_dcp import writer
 from unickpt.errors import ConfigError, FormatError, UnickptError
 from unickpt.format.dtypes import torch_dtype
+from unickpt.format.manifest import MANIFEST_FILE
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.verify import verify_files
 from unickpt.quantise.encoding import Cast
@@ -143,6 +144,10 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError(f"--shard-gigabytes {args.shard_gigabytes:g}: expected a number above 0")
     if args.output.exists() and not args.output.is_dir():
         raise ConfigError(f"{args.output}: is a file; name a directory")
+    if (args.output / MANIFEST_FILE).exists():
+        raise ConfigError(
+            f"{args.output}: is a unickpt checkpoint, and an export would add other files to it; name another directory"
+        )
 
 
 def _universal(checkpoint: Checkpoint, args: argparse.Namespace, out: Output) -> None:

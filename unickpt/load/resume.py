@@ -243,7 +243,7 @@ def resume(
         reason = error_of(failures, where=found.directory) if not isinstance(error, UnickptError) else error
         skipped.append(f"{found.directory}: {reason}")
         if meet.rank == 0:
-            logger.warning("unickpt: %s cannot be used: %s. Looking for an older one.", found.directory, reason)
+            logger.warning("unickpt: %s cannot be used: %s Looking for an older one.", found.directory, _ended(str(reason)))
 
 
 def _offered(offer: Callable[[], Offer], where: str) -> Offer:
@@ -252,6 +252,11 @@ def _offered(offer: Callable[[], Offer], where: str) -> Offer:
         return offer()
     except Exception as err:
         return Offer(failure=failure_of(err, rank=0, where=where))
+
+
+def _ended(text: str) -> str:
+    """Return a message with one full stop at its end."""
+    return text.rstrip(".") + "."
 
 
 def _advised(meet: Rendezvous, error: Exception, offer: Offer, where: str) -> Exception:
@@ -268,6 +273,6 @@ def _advised(meet: Rendezvous, error: Exception, offer: Offer, where: str) -> Ex
         return error
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     named = ", ".join(found[:_SHOWN])
-    return type(error)(f"{error} Complete checkpoints in {where}, newest first: {named}{more}.").about(
+    return type(error)(f"{_ended(str(error))} Complete checkpoints in {where}, newest first: {named}{more}.").about(
         file=error.file, tensor=error.tensor
     )

@@ -77,3 +77,13 @@ def test_every_command_is_a_module_that_can_be_configured(capsys: pytest.Capture
             main([command.name, "--help"])
         assert caught.value.code == 0
         assert f"{command.help[:1].upper()}{command.help[1:]}." in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch-dist", "fsdp-dtensor", "deepspeed-universal"])
+def test_an_export_into_a_checkpoint_is_refused(checkpoint: Path, to: str, run: Any) -> None:
+    (folder,) = checkpoint.glob("*/manifest.json")
+    before = sorted(checkpoint.rglob("*"))
+    code, out, err = run("export", folder.parent, folder.parent, "--to", to)
+    assert (code, out) == (2, "")
+    assert f"{folder.parent}: is a unickpt checkpoint, and an export would add other files to it" in err
+    assert sorted(checkpoint.rglob("*")) == before

@@ -138,7 +138,9 @@ def _died_first(snapshot: Snapshot) -> frozenset[int]:
     by_itself = {rank for rank in by_itself if died[rank] - earliest < AT_ONCE_NS}
     if len(died) == len(snapshot.ranks) and max(died.values(), default=0) - first < TOGETHER_NS:
         asked = any((status := snapshot.ranks[rank].exit) is not None and status.signal in ASKED for rank in died)
-        followed = any(snapshot.ranks[rank].failed for rank in died) and not any(snapshot.ranks[rank].failed for rank in by_itself)
+        followed = any(snapshot.ranks[rank].failed for rank in died) and not any(
+            snapshot.ranks[rank].failed for rank in by_itself
+        )
         return frozenset(by_itself if asked or followed else ())
     return frozenset(by_itself or soon)
 
