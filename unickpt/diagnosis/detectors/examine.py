@@ -9,6 +9,7 @@ import numpy as np
 
 from unickpt.diagnosis.detectors.device_waits import infer_device_waits
 from unickpt.diagnosis.detectors.hangs import deadline_s, hangs
+from unickpt.diagnosis.detectors.mismatches import mismatches
 from unickpt.diagnosis.detectors.slowness import slowness
 from unickpt.diagnosis.detectors.tcp_links import LinkHistory, Links, links_of, stuck_links
 from unickpt.diagnosis.detectors.verdicts import (
@@ -19,6 +20,7 @@ from unickpt.diagnosis.detectors.verdicts import (
     Syndrome,
     Verdict,
 )
+from unickpt.diagnosis.detectors.waits import Groups
 from unickpt.diagnosis.host.process_exits import ASKED, TOGETHER_S, ExitStatus
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.records import Phase
@@ -75,7 +77,7 @@ def _hangs(snapshot: Snapshot, links: Links, limit_s: float, *, patient: bool) -
     on_device = {number for number, group in groups.items() if group.on_device}
     rows = infer_device_waits(snapshot.rows, on_device, members, all_stand=_all_stand(snapshot, STANDING * limit_s))
     died = _died_first(snapshot)
-    found = [
+    found = _died_of_a_mismatch(rows, died, groups) or [
         verdict
         for verdict in (hangs(rows, members, groups, before_ns=snapshot.now_ns, gone=died) if died else [])
         if verdict.syndrome is Syndrome.NON_COMMUNICATION_HANG and died.issuperset(verdict.ranks)
@@ -91,6 +93,14 @@ def _hangs(snapshot: Snapshot, links: Links, limit_s: float, *, patient: bool) -
     # a rank of which nothing is known may be in any call
     found = [verdict for verdict in found if all(rank in snapshot.ranks for rank in verdict.ranks)]
     return [_with_link(verdict, links) for verdict in found if not (patient and _may_take_long(verdict, snapshot))]
+
+
+def _died_of_a_mismatch(rows: ProgressTable, died: frozenset[int], groups: Groups) -> list[Verdict]:
+    """Return verdicts on calls in which ranks died, and that differ between the members: gloo aborts such a process."""
+    seq = np.where(rows["blocked"] > 0, rows["blocked"], rows["entered"]).astype(np.int64)
+    calls = rows["comm"].astype(np.int64) << 40 | seq
+    inside = (rows["blocked"] > 0) & (rows["source"] < 0) & np.isin(rows["rank"], list(died))
+    return mismatches(rows[np.isin(calls, calls[inside])], groups)
 
 
 def _passed(rows: ProgressTable, calls: Calls) -> ProgressTable:

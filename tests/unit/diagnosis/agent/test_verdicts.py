@@ -78,8 +78,22 @@ def test_a_rank_that_passed_a_call_with_another_shape_is_named(tmp_path: Path, g
     assert (verdict.syndrome, verdict.ranks, verdict.seq) == (Syndrome.MISMATCH, (2,), 3)
 
 
+def test_a_rank_that_died_in_a_call_with_another_shape_is_not_at_fault(tmp_path: Path) -> None:
+    """Gloo aborts a process that gets more bytes than it has room for."""
+    hung(tmp_path, culprit=-1, since_s=0.2)
+    now, odd = time.monotonic_ns(), ring(tmp_path, 2)
+    for number in (1, 2):
+        call(odd, number, now - 40 * S, now - 39 * S)
+    odd.put(3, now - S // 5, 0, now - S // 5, 0, 3, 5, 5, 0, int(Op.ALL_REDUCE), 2, 0, 0, 0, -1, 0, 20, 8)
+    odd.state(heartbeat_ns=now, step=20, newest=3, phase=int(Phase.BACKWARD))
+    snapshot = dead(take_snapshot(read_folder(tmp_path)), {0: 6.0}, {0: "SIGABRT"})
+    (verdict,) = examine(snapshot, after_s=60).verdicts
+    assert (verdict.syndrome, verdict.ranks, verdict.seq) == (Syndrome.MISMATCH, (2,), 3)
+
+
 STATUS = {
     "": None, "SIGKILL": ExitStatus(9), "SIGTERM": ExitStatus(15), "SIGSEGV": ExitStatus(11),
+    "SIGABRT": ExitStatus(6),
     "exit code 0": ExitStatus(), "exit code 1": ExitStatus(code=1), "exit code 3": ExitStatus(code=3),
 }  # fmt: skip
 
