@@ -46,7 +46,11 @@ def _mismatch(rows: ProgressTable, seq: int, groups: Groups) -> Verdict:
     odd = [rank for rank, what in zip(ranks, calls, strict=True) if what not in usual or len(usual) > 1]
     variants = tuple(
         CallVariant(
-            Op(op), dtype, shape, tuple(rank for rank, own in zip(ranks, calls, strict=True) if own == (op, dtype, shape))
+            Op(op),
+            dtype,
+            shape,
+            tuple(rank for rank, own in zip(ranks, calls, strict=True) if own == (op, dtype, shape)),
+            int(rows["elements"][calls.index((op, dtype, shape))]),
         )
         for (op, dtype, shape), _ in counts.most_common(4)
     )

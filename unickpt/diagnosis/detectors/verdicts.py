@@ -105,12 +105,14 @@ class CallVariant:
         dtype: code of the element type, as in ``recording.records.DTYPES`` (from 1; 0 for none).
         shape: hash of the tensor's shape.
         ranks: members that called it so.
+        elements: elements that one of them sends; 0 if none, or unknown.
     """
 
     op: Op
     dtype: int
     shape: int
     ranks: tuple[int, ...]
+    elements: int = 0
 
 
 @dataclass(frozen=True, slots=True)

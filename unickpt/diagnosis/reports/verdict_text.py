@@ -32,7 +32,7 @@ from unickpt.diagnosis.detectors.verdicts import (
 )
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.process_state import State
-from unickpt.diagnosis.recording.records import Phase
+from unickpt.diagnosis.recording.records import DTYPES, Phase
 from unickpt.diagnosis.reports.verdict_line import VerdictLine, clock_time
 from unickpt.diagnosis.snapshot.snapshot import GroupInfo, Snapshot
 
@@ -141,7 +141,9 @@ def _cause(verdict: Verdict) -> str:
 
 
 def _variant(item: CallVariant) -> str:
-    return f"{item.op.name.lower()} (type {item.dtype}, shape {item.shape:08x}) on {counted(item.ranks)}"
+    dtype = DTYPES[item.dtype - 1] if 0 < item.dtype <= len(DTYPES) else "no type"
+    elements = f"{item.elements:,} elements, " if item.elements else ""
+    return f"{item.op.name.lower()} ({elements}{dtype}, shape #{item.shape:08x}) on {counted(item.ranks)}"
 
 
 def _call(call: CallRef) -> str:
