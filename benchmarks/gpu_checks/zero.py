@@ -85,12 +85,12 @@ def train(place: Place, engine: Any, steps: int) -> None:
         engine.step()
 
 
-def consolidated(engine: Any) -> dict[str, torch.Tensor]:
-    """Masters and optimizer states through DeepSpeed's own accessors, on the CPU. Collective."""
+def consolidated(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Masters and optimizer states of an engine's model through DeepSpeed's own accessors, on the CPU. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     found: dict[str, torch.Tensor] = {}
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in model.named_parameters():
         for state in STATES:
             value = (
                 safe_get_full_fp32_param(parameter) if state == "master" else safe_get_full_optimizer_state(parameter, state)
@@ -161,7 +161,7 @@ def check_saves(place: Place, path: Path, folder: Path, kinds: tuple[str, ...]) 
             engine = build(place, kind, loaded=False)
             train(place, engine, STEPS)
             where = folder / kind
-            truth = consolidated(engine)
+            truth = consolidated(engine.module)
             mine = sum(value.numel() * value.element_size() for value in truth.values())
             for tag in ("first", "t"):
                 place.synchronize()
@@ -228,7 +228,7 @@ def check_loads(place: Place, path: Path, folder: Path, kinds: tuple[str, ...]) 
                 raise NotHereError("the save of this kind has failed")
             train(place, engine, 1)  # other states than those of the file
             seconds = slowest_here(place, lambda e=engine, w=folder / kind: e.load_checkpoint(str(w), tag="t"))
-            truth, found = torch.load(f"{folder / kind}.truth", weights_only=True), consolidated(engine)
+            truth, found = torch.load(f"{folder / kind}.truth", weights_only=True), consolidated(engine.module)
             row.values |= {"ms": seconds * 1e3, "tensors": len(found)}
             wrong = [name for name, value in truth.items() if name not in found or not torch.equal(value, found[name])]
             row.require(not wrong, f"{len(wrong)} of {len(truth)} tensors differ, such as {wrong[:3]}")
