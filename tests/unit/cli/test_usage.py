@@ -81,7 +81,7 @@ def test_every_command_is_a_module_that_can_be_configured(capsys: pytest.Capture
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch-dist", "fsdp-dtensor", "deepspeed-universal"])
 def test_an_export_into_a_checkpoint_is_refused(checkpoint: Path, to: str, run: Any) -> None:
-    (folder,) = checkpoint.glob("*/manifest.json")
+    (folder,) = checkpoint.rglob("manifest.json")
     before = sorted(checkpoint.rglob("*"))
     code, out, err = run("export", folder.parent, folder.parent, "--to", to)
     assert (code, out) == (2, "")
