@@ -26,7 +26,7 @@ from unickpt.steering.membership import Membership
 from unickpt.steering.probing import Probe
 
 FILE, LONGEST = "agent", 4096
-ASKED_AT_ONCE, ANSWERS_S = 64, 5.0
+ASKED_AT_ONCE, ANSWERS_S = 256, 5.0
 HOPS = 5  # from an agent that does not lead to the leader
 
 
@@ -59,16 +59,22 @@ def publish(parent: Path, contact: Contact) -> Path:
 def published(parent: Path) -> list[Contact]:
     """Return the contacts of living agents on this host, one for each job. Those of agents that have ended are removed.
 
-    All are asked at once, and those that do not answer within ``ANSWERS_S`` are left out: an agent that was killed may have had
-    an address that is gone, and nothing refuses the connection.
+    All are asked at once, the newest first, and those that do not answer within ``ANSWERS_S`` are left out: an agent that was
+    killed may have had an address that is gone, and nothing refuses the connection.
     """
-    folders = list(own_folders(parent, _prefix()))
+    folders = sorted(own_folders(parent, _prefix()), key=_made_s, reverse=True)
     pool = ThreadPoolExecutor(min(ASKED_AT_ONCE, max(len(folders), 1)), "unickpt-ask")
     asked = [pool.submit(_living, folder) for folder in folders]
     wait(asked, ANSWERS_S)
     pool.shutdown(wait=False, cancel_futures=True)
     answers = [one.result() for one in asked if one.done() and not one.cancelled()]
     return list({contact.key: contact for contact in reversed(answers) if contact is not None}.values())
+
+
+def _made_s(folder: Path) -> float:
+    with contextlib.suppress(OSError):
+        return folder.stat().st_mtime
+    return 0.0  # its agent has just removed it
 
 
 def _living(folder: Path) -> Contact | None:

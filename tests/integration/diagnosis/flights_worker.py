@@ -66,7 +66,7 @@ def main() -> None:
     for _ in range(BEFORE):
         dist.all_reduce(x)
         retired()
-    for _ in range(2):  # groups are told apart by their number of calls
+    for _ in range(2):  # the flight recorder names no groups: only their counts tell them apart
         dist.all_reduce(x, group=half)
         retired()
     if rank == 0:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,6 +119,21 @@ def test_the_agent_on_this_host_is_found_by_its_user_alone(job: Job, tmp_path: P
     with pytest.raises(Exception, match="no job of yours has an agent on this host"):
         asking.the_only(shared)
     shutil.rmtree(folder)
+
+
+def test_agents_that_do_not_answer_hide_no_living_one(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take connections and say nothing, as an address that is gone. Few are asked at once, and the newest first."""
+    a, _ = two_hosts(job)
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setattr(asking, "ASKED_AT_ONCE", 2)
+    monkeypatch.setattr(asking, "ANSWERS_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for number in range(4):
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            os.utime(asking.publish(shared, asking.Contact(address, bytes([number] * len(KEY)))), (1, 1))
+        asking.publish(shared, asking.Contact(a.address, KEY))
+        assert asking.published(shared) == [asking.Contact(a.address, KEY)]
 
 
 @pytest.mark.parametrize(
