@@ -20,6 +20,7 @@ from unickpt.errors import ConfigError
 KEY = "unickpt"
 VERIFY = ("always", "sampled", "off")
 ON_BUSY = ("wait", "skip", "queue")
+MISSING = ("error", "fresh")
 WHEN = ("steering", "always", "never")
 UNLIMITED = math.inf
 GRADIENT_SCHEMES = ("none", "top-k", "random-k", "sign", "powersgd", "fp16", "bf16", "int8")
@@ -218,6 +219,12 @@ class Options:
         False, "unpickle opaque objects on load, which runs code from the checkpoint; for trusted checkpoints only"
     )
     fall_back: bool = _option(True, "if the latest checkpoint is damaged and no other is named, load the newest intact one")
+    missing_state: str = _option(
+        "error",
+        "what a load does about optimizer states that the checkpoint lacks, as of parameters that were frozen when it was saved "
+        "or of another optimizer class: fail, or start these states fresh, keep the others and list both",
+        choices=MISSING,
+    )
     async_save: bool = _option(
         False,
         "return from a save after the state is copied to host memory, and write in the background",
