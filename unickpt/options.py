@@ -221,7 +221,7 @@ class Options:
     fall_back: bool = _option(True, "if the latest checkpoint is damaged and no other is named, load the newest intact one")
     missing_state: str = _option(
         "error",
-        "what a load does about optimizer states that the checkpoint lacks, as of parameters that were frozen when it was saved "
+        "what a load does about optimizer states that the checkpoint lacks, as of parameters that were frozen at the save "
         "or of another optimizer class: fail, or start these states fresh, keep the others and list both",
         choices=MISSING,
     )
