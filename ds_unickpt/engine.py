@@ -22,6 +22,7 @@ from unickpt.logs import make_visible
 from unickpt.memory.tier import MemoryTier
 from unickpt.options import Options
 from unickpt.save import shutdown
+from unickpt.save.opening import differences
 from unickpt.save.requests import PendingSave, SaveRequest, SaveResult, save_options
 from unickpt.save.saver import Saver
 from unickpt.save.shards import Contribution
@@ -33,6 +34,10 @@ logger = logging.getLogger("unickpt")
 _INSTEAD = (
     'DeepSpeed\'s own checkpoint engine saves this job, as without the "unickpt" key. '
     "Its checkpoints can be resumed with the same layout only."
+)
+_SAME_VALUES = (
+    "DeepSpeed's own save would write the files of each rank to another place, so it was not tried. Pass the same values on "
+    "every rank: let rank 0 make a folder or tag with a clock or a random number, and broadcast it."
 )
 
 
@@ -242,6 +247,8 @@ def save_checkpoint(
         if isinstance(outcome, PendingSave) and (not outcome.done or (outcome.result and outcome.result.complete)):
             return True
         result = outcome.result if isinstance(outcome, PendingSave) else None
+        if result is not None and result.has(FailureKind.ARGUMENTS):
+            internals.validate_tag(engine, name)
         if result is None or not result.framework_saves:
             _end_or_raise(place, result, str(outcome) if result is None else sentence(result.failures), str(save_dir))
             return False
@@ -255,9 +262,32 @@ def save_checkpoint(
                 place, f"not supported yet: {ours.unsupported}" if ours.unsupported else "see above",
             )  # fmt: skip
         return False
+    if not _same_everywhere(ours, engine, str(save_dir), name):
+        return False
     if ours.unsupported:
         ours.warn_once(f"not supported yet: {ours.unsupported}. {_INSTEAD}")
     return native(save_dir, **arguments)
+
+
+def _same_everywhere(ours: UnickptCheckpointEngine, engine: Any, save_dir: str, name: str) -> bool:
+    """Whether all ranks pass the same folder and tag to DeepSpeed's own save. Otherwise the error says which ones differ."""
+    request, meet = SaveRequest(_nothing, save_dir, name), ours.meet.separate("native-save")
+    try:
+        failures = differences(request, meet)
+        meet.leave()
+    except CoordinationError as err:
+        logger.error("unickpt: %s is not saved: %s", request.directory, err)
+        return False
+    if failures:
+        internals.validate_tag(engine, name)
+        if ours.meet.rank == 0:
+            logger.error("unickpt: %s is not saved: %s. %s", request.directory, sentence(failures), _SAME_VALUES)
+        return False
+    return True
+
+
+def _nothing(_: Message) -> Contribution:
+    raise AssertionError("DeepSpeed saves this state")
 
 
 def _end_or_raise(place: str, result: SaveResult | None, reason: str, save_dir: str) -> None:
@@ -289,8 +319,7 @@ def _save(
 ) -> PendingSave | CoordinationError:
     """Save, or begin to save in the background. Returns the error if not all ranks entered the save.
 
-    The ranks compare their tags in the first message. If these differ, DeepSpeed saves, with its own check of the tag
-    (``checkpoint.tag_validation``).
+    The ranks compare their folders and tags in the first message. If these differ, nothing is saved.
     """
     meet = ours.meet.separate("save")
     request = request_of(
@@ -366,7 +395,11 @@ def _save_in_memory(ours: UnickptCheckpointEngine, request: SaveRequest) -> Pend
 
 
 def _advice(result: SaveResult) -> str:
-    """Return what helps against a save that failed although unickpt supports the job."""
+    """Return what helps against a save that failed, and that DeepSpeed cannot make either."""
+    if result.has(FailureKind.ARGUMENTS):
+        return _SAME_VALUES
+    if result.has(FailureKind.UNRESUMABLE):
+        return "DeepSpeed's own files of such a job cannot be resumed, so it was not tried."
     if result.has(FailureKind.MEMORY):
         return "The next save writes without a copy in memory. Set staging_gigabytes to limit the copies of later ones."
     return "Check the storage. The next save tries again."
@@ -395,7 +428,9 @@ def _ended(ours: UnickptCheckpointEngine, save: PendingSave, tier: str) -> None:
     elif result.has(FailureKind.INTERRUPTED):
         logger.warning("unickpt: %s is not saved (%s). Earlier checkpoints are intact.", directory, save.cause())
     else:
-        logger.warning(
+        level = logging.ERROR if result.has(FailureKind.ARGUMENTS) or result.has(FailureKind.UNRESUMABLE) else logging.WARNING
+        logger.log(
+            level,
             "unickpt: Gave up saving %s after %.1f s (%s). No checkpoint was written; earlier checkpoints are intact. %s",
             directory, result.seconds, save.cause(),
             "DeepSpeed itself saves from now on." if result.framework_saves else

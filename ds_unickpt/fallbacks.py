@@ -28,15 +28,18 @@ class Fallback:
         feature: what the job uses.
         why: why unickpt does not save it.
         found: what an engine uses of it, as text; '' if it does not. None: capturing the state finds it.
+        resumable: DeepSpeed's own files of such a job can be resumed. If not, nothing is saved: DeepSpeed would load them
+            without an error, into a model with other weights.
     """
 
     feature: str
     why: str
     found: Callable[[Any], str] | None = None
+    resumable: bool = True
 
     def error(self, what: str) -> UnsupportedLayoutError:
-        """Return the error that makes DeepSpeed save by itself. ``what`` says what was found."""
-        return UnsupportedLayoutError(what)
+        """Return the error that makes DeepSpeed save by itself, if it can. ``what`` says what was found."""
+        return UnsupportedLayoutError(what).unless(self.resumable)
 
 
 def _when(text: str, present: Callable[[Any], bool]) -> Callable[[Any], str]:
@@ -175,8 +178,10 @@ TENSORS_AND_SEQUENCES = Fallback(
 )
 MPU_CONTRADICTS = Fallback(
     "an `mpu` whose tensor-parallel rank or number of ranks is not that of its own process group",
-    "the ranks would store and load the parts of other ranks; the warning names the rank",
+    "the ranks would store and load the parts of other ranks, also in DeepSpeed's own files, so nothing is saved; the error "
+    "names the rank",
     megatron_layers.contradiction,
+    resumable=False,
 )
 TENSOR_LAYOUT = Fallback(
     "layers of AutoTP that DeepSpeed does not describe, such as those for GPT-2's `Conv1D`; DeepSpeed without "
@@ -192,11 +197,16 @@ MPU_LAYOUT = Fallback(
 )
 EXPERTS_ON_A_MESH = Fallback(
     "experts with sequence parallelism through `mesh_param` (with an `mpu`, unickpt saves them)",
-    "DeepSpeed 0.19.8 does not resume it either: its files have the state of one rank of each sequence, and the losses change",
+    "DeepSpeed 0.19.8 does not resume it either: its files have the state of one rank of each sequence, and the losses change. "
+    "So nothing is saved",
     _experts_on_a_mesh,
+    resumable=False,
 )
 NESTED_EXPERTS = Fallback(
-    "experts within experts", "DeepSpeed 0.19.8 does not resume it either: the losses change after a load", _nested_experts
+    "experts within experts",
+    "DeepSpeed 0.19.8 does not resume it either: the losses change after a load. So nothing is saved",
+    _nested_experts,
+    resumable=False,
 )
 AUTO_EXPERTS = Fallback(
     "AutoEP of DeepSpeed without `deepspeed/checkpoint/autoep_affine.py`",
@@ -254,8 +264,13 @@ FALLBACKS = (
 
 def unsupported_reason(engine: Any) -> str:
     """Return the features of this job that unickpt does not support, as text; '' if there are none."""
-    found = (fallback.found(engine) for fallback in FALLBACKS if fallback.found is not None)
-    return ", ".join(text for text in found if text)
+    return ", ".join(text for _, text in _found(engine))
+
+
+def _found(engine: Any) -> list[tuple[Fallback, str]]:
+    """Return the rows that apply to this job, each with what was found."""
+    found = ((fallback, fallback.found(engine)) for fallback in FALLBACKS if fallback.found is not None)
+    return [(fallback, text) for fallback, text in found if text]
 
 
 def require_supported(engine: Any, *, for_load: str = "") -> None:
@@ -268,10 +283,11 @@ def require_supported(engine: Any, *, for_load: str = "") -> None:
     Raises:
         UnsupportedLayoutError: names the features that it cannot describe.
     """
-    reason = unsupported_reason(engine)
+    found = _found(engine)
+    reason = ", ".join(text for _, text in found)
     if reason and for_load:
         raise UnsupportedLayoutError(
             f"{for_load} is a unickpt checkpoint. This job uses {reason}, which unickpt does not support yet."
         )
     if reason:
-        raise UnsupportedLayoutError(reason)
+        raise UnsupportedLayoutError(reason).unless(all(fallback.resumable for fallback, _ in found))

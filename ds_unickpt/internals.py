@@ -263,6 +263,15 @@ def is_expert(parameter: torch.nn.Parameter) -> bool:
     return getattr(parameter, "allreduce", True) is False
 
 
+def validate_tag(engine: Any, tag: str) -> None:
+    """Compare the tags of all ranks as DeepSpeed's own save does. A collective.
+
+    Raises:
+        AssertionError: they differ, and ``checkpoint.tag_validation`` is ``Fail``.
+    """
+    engine._checkpoint_tag_validation(tag)
+
+
 def before_restore(engine: Any) -> None:
     """Release gathered parameters under ZeRO-3. A load then writes into the partitions."""
     prologue = getattr(engine.optimizer, "checkpoint_event_prologue", None)

@@ -62,7 +62,17 @@ class UnsupportedLayoutError(UnickptError):
     """This release cannot describe the layout of a part of the job.
 
     It does not reach the training loop: the adapter logs one warning, and the framework saves in its own format.
+
+    Attributes:
+        resumable: the framework's own files of such a job can be resumed. If not, nothing is saved.
     """
+
+    resumable: bool = True
+
+    def unless(self, resumable: bool) -> UnsupportedLayoutError:
+        """Set ``resumable``, and return this error."""
+        self.resumable = resumable
+        return self
 
 
 class CoordinationError(UnickptError):

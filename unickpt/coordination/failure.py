@@ -22,6 +22,7 @@ class FailureKind(enum.Enum):
     NEWER = "newer"  #: the format version is newer than this release
     MISMATCH = "mismatch"  #: checkpoint and job describe different models
     UNSUPPORTED = "unsupported"  #: this release cannot describe the layout
+    UNRESUMABLE = "unresumable"  #: the same, and a checkpoint in the framework's own format could not be resumed
     PERMISSION = "permission"  #: the storage denies access
     STORAGE = "storage"  #: the storage is full, unreachable, or locked by another job
     COORDINATION = "coordination"  #: a rank did not arrive

@@ -44,6 +44,7 @@ _ERRORS: Mapping[FailureKind, type[UnickptError]] = {
     FailureKind.NEWER: NewerFormatError,
     FailureKind.MISMATCH: MismatchError,
     FailureKind.UNSUPPORTED: UnsupportedLayoutError,
+    FailureKind.UNRESUMABLE: UnsupportedLayoutError,
     FailureKind.PERMISSION: StorageError,
     FailureKind.STORAGE: StorageError,
     FailureKind.COORDINATION: CoordinationError,

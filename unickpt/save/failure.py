@@ -19,7 +19,10 @@ from unickpt.errors import (
 )
 
 #: A second universal save fails in the same way, so the framework saves in its own format.
-FRAMEWORK_SAVES = frozenset({FailureKind.UNSUPPORTED, FailureKind.ARGUMENTS, FailureKind.UNEXPECTED})
+FRAMEWORK_SAVES = frozenset({FailureKind.UNSUPPORTED, FailureKind.UNEXPECTED})
+#: A save of the framework would return as if all were well, and its files could not be resumed: each rank's would lie under
+#: its own folder or tag, or hold the state of another rank. So nothing is saved, whatever failed on other ranks.
+NOTHING_SAVES = frozenset({FailureKind.ARGUMENTS, FailureKind.UNRESUMABLE})
 
 _NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch, c10/core/impl/alloc_cpu.cpp: a plain RuntimeError
 _NO_DEVICE_MEMORY: type[Exception] = torch.cuda.OutOfMemoryError  # torch.OutOfMemoryError since torch 2.5
@@ -35,7 +38,7 @@ def save_failure(error: BaseException, rank: int, *, describing: bool = False) -
     """
     kind = _kind(error, describing=describing)
     text = f"{type(error).__name__}: {error}"
-    if kind is FailureKind.UNSUPPORTED:
+    if kind in (FailureKind.UNSUPPORTED, FailureKind.UNRESUMABLE):
         text = str(error)
     elif kind is FailureKind.INTERRUPTED:
         text = type(error).__name__
@@ -47,7 +50,7 @@ def save_failure(error: BaseException, rank: int, *, describing: bool = False) -
 
 def _kind(error: BaseException, *, describing: bool) -> FailureKind:
     if isinstance(error, UnsupportedLayoutError):
-        return FailureKind.UNSUPPORTED
+        return FailureKind.UNSUPPORTED if error.resumable else FailureKind.UNRESUMABLE
     if isinstance(error, CoordinationError):
         return FailureKind.COORDINATION
     if isinstance(error, (KeyboardInterrupt, SystemExit)):

@@ -104,6 +104,25 @@ def exchange(request: SaveRequest, meet: Rendezvous, make: Callable[[], Opening]
         meet = following
 
 
+def differences(request: SaveRequest, meet: Rendezvous) -> tuple[Failure, ...]:
+    """Return the failures of the ranks whose arguments are not the coordinator's; the same on every rank.
+
+    For a save that the framework makes. Every rank calls this. A rank that failed before it knew its arguments has no part in
+    the comparison.
+
+    Raises:
+        CoordinationError: a rank did not arrive in time.
+    """
+    messages = meet.gather("arguments", {"arguments": None if request.failed is not None else request.arguments})
+    verdict = None
+    if messages is not None:
+        told = [request.arguments if message["arguments"] is None else message["arguments"] for message in messages]
+        found = (_difference(arguments, request.arguments, rank) for rank, arguments in enumerate(told))
+        verdict = {"failures": [failure.to_json() for failure in found if failure is not None]}
+    agreed = meet.broadcast("arguments-verdict", verdict, notice=False)
+    return tuple(map(Failure.from_json, agreed["failures"]))
+
+
 def refusal(here: Message, there: Message, rank: int) -> Failure | None:
     """Return why a rank takes no part in a save, or None.
 
@@ -116,6 +135,11 @@ def refusal(here: Message, there: Message, rank: int) -> Failure | None:
         return Failure(
             FailureKind.INTERRUPTED, rank, text=f"this process received {shutdown.ending_signal()} and starts no new save"
         )
+    return _difference(here, there, rank)
+
+
+def _difference(here: Message, there: Message, rank: int) -> Failure | None:
+    """Return which arguments of a rank differ from those of the coordinator, or None."""
     differing = [name for name in there if here.get(name) != there[name]]
     if not differing:
         return None

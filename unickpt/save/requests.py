@@ -13,11 +13,11 @@ from unickpt.coordination.rendezvous import Message
 from unickpt.errors import CoordinationError
 from unickpt.io_times import IoTime
 from unickpt.options import Options
-from unickpt.save.failure import FRAMEWORK_SAVES
+from unickpt.save.failure import FRAMEWORK_SAVES, NOTHING_SAVES
 from unickpt.save.retention import Retention
 from unickpt.save.shards import Contribution
 from unickpt.save.upload import PendingUpload
-from unickpt.storage.base import absolute, join
+from unickpt.storage.base import absolute, join, resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,8 @@ class SaveResult:
     @property
     def framework_saves(self) -> bool:
         """Whether another attempt would fail in the same way, so that only the save of the framework can succeed."""
-        return any(failure.kind in FRAMEWORK_SAVES for failure in self.failures)
+        kinds = {failure.kind for failure in self.failures}
+        return bool(kinds & FRAMEWORK_SAVES) and not kinds & NOTHING_SAVES
 
     @property
     def unsupported(self) -> str:
@@ -189,7 +190,7 @@ class SaveRequest:
     @property
     def arguments(self) -> Message:
         """The arguments that must be equal on all ranks."""
-        return {"save_dir": self.save_dir, "tag": self.tag, **self.must_match}
+        return {"save_dir": resolved(self.save_dir), "tag": self.tag, **self.must_match}
 
 
 class PendingSave(Pending[SaveResult]):

@@ -27,7 +27,7 @@ from unickpt.save import commit as commit_module
 from unickpt.save import shutdown
 from unickpt.save.directory_locks import DirectoryLocks
 from unickpt.save.failure import save_failure
-from unickpt.save.opening import Opening, exchange, opening_of
+from unickpt.save.opening import Opening, differences, exchange, opening_of
 from unickpt.save.part import PartBuilder, SavePart, warn_of_waiting
 from unickpt.save.requests import PendingSave, SaveCounts, SaveOptions, SaveRequest, SaveResult
 from unickpt.save.shards import Contribution
@@ -205,6 +205,8 @@ class Saver:
         try:
             if opening.refused is not None:
                 failures = [opening.refused]
+                if opening.arguments["tag"]:  # the coordinator knows the arguments of this save
+                    failures += differences(request, meet)
             else:
                 described_ns = time.monotonic_ns()
                 part = self._parts.describe(request, opening, meet, interrupts)
@@ -281,7 +283,7 @@ class Saver:
         """End a save that all ranks know to have failed before any file was written."""
         self._release(save, part)
         self._recovering = self._recovering or any(failure.kind is FailureKind.MEMORY for failure in failures)
-        if request.failed is None and meet.rank == 0:
+        if request.failed is None and (meet.rank == 0 or any(failure.kind is FailureKind.ARGUMENTS for failure in failures)):
             self.open(save.directory).delete_if_empty()  # the framework may have created it
         result = SaveResult(committed=False, failures=tuple(failures), seconds=time.monotonic() - begin)
         save.end(result, notify=request.on_end)

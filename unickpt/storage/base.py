@@ -137,6 +137,11 @@ def absolute(where: str) -> str:
     return where.rstrip("/") if is_url(where) else os.path.abspath(where)
 
 
+def resolved(where: str) -> str:
+    """Return the location behind the symbolic links of a path. Two ranks may name one folder in two ways."""
+    return where if is_url(where) else os.path.realpath(where)
+
+
 def join(where: str, name: str) -> str:
     """Return the path or URL of ``name`` in the folder ``where``."""
     return f"{where.rstrip('/')}/{name}" if is_url(where) else os.path.join(where, name)

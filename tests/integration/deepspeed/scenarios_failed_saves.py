@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,29 +65,48 @@ def an_exception_on_one_rank_during_capture_makes_deepspeed_save(folder: Path) -
 
 
 @scenario(2)
-def deepspeed_saves_at_once_if_ranks_pass_different_tags(folder: Path) -> None:
+def nothing_is_saved_if_ranks_disagree_about_the_place(folder: Path) -> None:
+    """DeepSpeed's own save would scatter the files of the ranks, and return True."""
     rank = dist.get_rank()
     engine = build(here(1), seed=1, checkpoint={"tag_validation": "Ignore"})
     train(engine, 1)
-    begin = time.monotonic()
-    with Log() as log:
-        assert engine.save_checkpoint(str(folder), tag=f"of-rank{rank}") is True
-    assert time.monotonic() - begin < 60
+    assert engine.save_checkpoint(str(folder / "good")) is True
+    for behind in (True, False):
+        engine.checkpoint_engine.saver.options = replace(engine.checkpoint_engine.saver.options, asynchronous=behind)
+        for way in ("tag", "folder"):
+            place, tag = (folder, f"of-rank{rank}") if way == "tag" else (folder / f"of-rank{rank}", "all")
+            _assert_not_saved(engine, folder, place, tag)
+    engine.checkpoint_engine.unsupported = "a layout of this test"  # DeepSpeed saves the job by itself
+    _assert_not_saved(engine, folder, folder / f"of-rank{rank}", "all")
+    engine.checkpoint_engine.unsupported = ""
+    link = folder / f"link-of-rank{rank}"
+    link.symlink_to(folder, target_is_directory=True)
+    assert engine.save_checkpoint(str(link), tag="together") is True, "it is one folder"
     dist.barrier()
-    stock = build(here(1), seed=1, checkpoint={"tag_validation": "Ignore"}, unickpt={"enabled": False})
-    train(stock, 1)
-    assert stock.save_checkpoint(str(folder / "stock"), tag=f"of-rank{rank}") is True
-    dist.barrier()
-    for tag in ("of-rank0", "of-rank1"):
-        assert sorted(os.listdir(folder / tag)) == sorted(os.listdir(folder / "stock" / tag))
-    if rank == 0:
-        assert any("of-rank0" in line and "of-rank1" in line for line in log.lines), log.lines
-    assert engine.save_checkpoint(str(folder), tag="together") is True
     assert (folder / "together" / "manifest.json").is_file()
     strict = build(here(1), seed=1, checkpoint={"tag_validation": "Fail"})
     train(strict, 1)
     with pytest.raises(AssertionError, match="is not consistent across all ranks"):
         strict.save_checkpoint(str(folder), tag=f"strict-of-rank{rank}")
+    other = build(here(1), seed=2)
+    assert Path(other.load_checkpoint(str(folder / "good"))[0]).is_file()
+
+
+def _assert_not_saved(engine: Any, folder: Path, place: Path, tag: str) -> None:
+    """Assert that a save with other arguments on rank 1 returns False on every rank, leaves no files, and names both places."""
+    dist.barrier()
+    before = sorted(folder.rglob("*"))
+    dist.barrier()
+    begin = time.monotonic()
+    with Log() as log:
+        assert engine.save_checkpoint(str(place), tag=tag) is False
+    assert time.monotonic() - begin < 60
+    dist.barrier()
+    assert sorted(folder.rglob("*")) == before
+    told = [line for line in log.lines if "on this rank and" in line]
+    assert len(told) == (dist.get_rank() == 0), log.lines
+    assert all("of-rank0" in line and "of-rank1" in line and "broadcast" in line for line in told), told
+    dist.barrier()
 
 
 @scenario(2)

@@ -133,3 +133,14 @@ def another_model_is_refused_with_the_names(folder: Path) -> None:
         megatron_unickpt.load(folder / "ck", other.chunks, other.optimizer)
     assert "of another shape" in str(caught.value)
     assert "in the checkpoint" in str(caught.value)
+
+
+@scenario(2)
+def nothing_is_saved_if_ranks_pass_different_directories(folder: Path) -> None:
+    """Megatron's scripts do not save in their own format then: each rank would write to a folder of its own."""
+    state: dict[str, Any] = {"a": halves("a", torch.arange(8.0).view(4, 2)), "iteration": 3}
+    with pytest.raises(MegatronSaveError, match=r"of-rank1.*of-rank0") as caught:
+        dist_checkpointing.save(state, made(folder / f"of-rank{dist.get_rank()}"), strategy())
+    assert not caught.value.framework_saves
+    dist.barrier()
+    assert not list(folder.glob("of-rank*/*"))
