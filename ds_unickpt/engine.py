@@ -22,6 +22,7 @@ from unickpt.logs import make_visible
 from unickpt.memory.tier import MemoryTier
 from unickpt.options import Options
 from unickpt.save import shutdown
+from unickpt.save.failure import NOTHING_SAVES
 from unickpt.save.opening import differences
 from unickpt.save.requests import PendingSave, SaveRequest, SaveResult, save_options
 from unickpt.save.saver import Saver
@@ -281,7 +282,8 @@ def _same_everywhere(ours: UnickptCheckpointEngine, engine: Any, save_dir: str, 
     if failures:
         internals.validate_tag(engine, name)
         if ours.meet.rank == 0:
-            logger.error("unickpt: %s is not saved: %s. %s", request.directory, sentence(failures), _SAME_VALUES)
+            advice = _advice(SaveResult(committed=False, failures=failures))
+            logger.error("unickpt: %s is not saved: %s. %s", request.directory, sentence(failures), advice)
         return False
     return True
 
@@ -398,6 +400,8 @@ def _advice(result: SaveResult) -> str:
     """Return what helps against a save that failed, and that DeepSpeed cannot make either."""
     if result.has(FailureKind.ARGUMENTS):
         return _SAME_VALUES
+    if result.has(FailureKind.OUTSIDE):
+        return "DeepSpeed's own save would write there, so it was not tried."
     if result.has(FailureKind.UNRESUMABLE):
         return "DeepSpeed's own files of such a job cannot be resumed, so it was not tried."
     if result.has(FailureKind.MEMORY):
@@ -428,7 +432,7 @@ def _ended(ours: UnickptCheckpointEngine, save: PendingSave, tier: str) -> None:
     elif result.has(FailureKind.INTERRUPTED):
         logger.warning("unickpt: %s is not saved (%s). Earlier checkpoints are intact.", directory, save.cause())
     else:
-        level = logging.ERROR if result.has(FailureKind.ARGUMENTS) or result.has(FailureKind.UNRESUMABLE) else logging.WARNING
+        level = logging.ERROR if any(failure.kind in NOTHING_SAVES for failure in result.failures) else logging.WARNING
         logger.log(
             level,
             "unickpt: Gave up saving %s after %.1f s (%s). No checkpoint was written; earlier checkpoints are intact. %s",

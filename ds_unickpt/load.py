@@ -15,11 +15,11 @@ from ds_unickpt.engine import UnickptCheckpointEngine, ours_of
 from ds_unickpt.fallbacks import require_supported
 from ds_unickpt.optimizer_residuals import RestoredOptimizerResiduals
 from ds_unickpt.restore_objects import LoadArguments
-from unickpt.checkpoint_folder import complete_checkpoints, latest_tag, read_manifest
+from unickpt.checkpoint_folder import complete_checkpoints, latest_tag, plain_tag, read_manifest
 from unickpt.coordination.host_peers import HostMemory
 from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.diagnosis import session
-from unickpt.errors import ConfigError, FormatError, NotACheckpointError, UnickptError
+from unickpt.errors import ConfigError, FormatError, NotACheckpointError, UnickptError, UnsafePathError
 from unickpt.format.manifest import MANIFEST_FILE
 from unickpt.garbage import collection_paused
 from unickpt.load.candidates import Candidates
@@ -194,6 +194,10 @@ def _offer(candidates: Candidates, load_dir: str, tag: Any, newest: bool) -> Off
     """Return the checkpoint to load next. Runs on the coordinator. Reads manifests, no data."""
     folder = open_storage(load_dir)
     if tag is not None:
+        try:
+            tag = plain_tag(str(tag), load_dir)
+        except UnsafePathError as err:
+            return Offer(refused=str(err))
         return Offer(join(load_dir, str(tag)), str(tag), explicit=True, native=_is_native(folder.subfolder(str(tag))))
     if not candidates.begun and is_checkpoint(load_dir):  # not a folder of checkpoints
         return Offer(load_dir, explicit=True)
@@ -212,7 +216,10 @@ def _disk_step(folder: str) -> int | None:
 
     The step of a checkpoint of DeepSpeed itself is not known; it counts as newer than any in memory.
     """
-    named = latest_tag(folder)
+    try:
+        named = latest_tag(folder)
+    except FormatError:  # the candidates on disk say so
+        named = None
     if named is None:
         return next((step for step, _ in complete_checkpoints(folder)), None)
     try:

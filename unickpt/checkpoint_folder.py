@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import posixpath
 
-from unickpt.errors import FormatError, NotACheckpointError, StorageError, UnickptError
+from unickpt.errors import FormatError, NotACheckpointError, StorageError, UnickptError, UnsafePathError
 from unickpt.format import manifest as manifest_module
 from unickpt.format.layout import LATEST_FILE
 from unickpt.format.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, check_path
@@ -32,6 +33,21 @@ def read_manifest(checkpoint: Storage) -> Manifest:
     if size > MAX_MANIFEST_BYTES:
         raise FormatError(f"{path}: {size:,} bytes are too many for a manifest; the limit is {MAX_MANIFEST_BYTES:,}")
     return manifest_module.from_bytes(checkpoint.read(MANIFEST_FILE, 0, size), where=path)
+
+
+def plain_tag(tag: str, folder: str | os.PathLike[str]) -> str:
+    """Return the tag of a checkpoint in a folder, such as ``step5`` or ``run/step5``, without a needless ``.`` or ``/``.
+
+    Raises:
+        UnsafePathError: it is empty, or leads out of the folder.
+    """
+    try:
+        return check_path(posixpath.normpath(tag) if tag else tag, where=os.fspath(folder))
+    except UnsafePathError:
+        raise UnsafePathError(
+            f"the tag {tag!r} leads out of {os.fspath(folder)}. Pass the name of a folder in it, such as 'step5', and "
+            "the other folder as the save directory"
+        ) from None
 
 
 def latest_tag(folder: str | os.PathLike[str]) -> str | None:

@@ -28,6 +28,7 @@ class FailureKind(enum.Enum):
     COORDINATION = "coordination"  #: a rank did not arrive
     HOST_PEER = "host_peer"  #: another rank of this host failed first
     MEMORY = "memory"  #: the rank has too little memory; another attempt may succeed
+    OUTSIDE = "outside"  #: the tag leaves the save directory
     ARGUMENTS = "arguments"  #: ranks were called with different arguments
     INTERRUPTED = "interrupted"  #: SIGTERM or Ctrl-C
     UNEXPECTED = "unexpected"  #: any other exception

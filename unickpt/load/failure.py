@@ -51,6 +51,7 @@ _ERRORS: Mapping[FailureKind, type[UnickptError]] = {
     FailureKind.HOST_PEER: CoordinationError,
     FailureKind.MEMORY: CoordinationError,
     FailureKind.ARGUMENTS: CoordinationError,
+    FailureKind.OUTSIDE: CoordinationError,
     FailureKind.INTERRUPTED: CoordinationError,
     FailureKind.UNEXPECTED: CoordinationError,
 }

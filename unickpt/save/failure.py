@@ -15,14 +15,16 @@ from unickpt.errors import (
     FormatError,
     StorageError,
     UnickptError,
+    UnsafePathError,
     UnsupportedLayoutError,
 )
 
 #: A second universal save fails in the same way, so the framework saves in its own format.
 FRAMEWORK_SAVES = frozenset({FailureKind.UNSUPPORTED, FailureKind.UNEXPECTED})
-#: A save of the framework would return as if all were well, and its files could not be resumed: each rank's would lie under
-#: its own folder or tag, or hold the state of another rank. So nothing is saved, whatever failed on other ranks.
-NOTHING_SAVES = frozenset({FailureKind.ARGUMENTS, FailureKind.UNRESUMABLE})
+#: A save of the framework would return as if all were well, and its files could not be resumed: they would lie under another
+#: folder or tag on each rank, lie outside of the save directory, or hold the state of another rank. So nothing is saved,
+#: whatever failed on other ranks.
+NOTHING_SAVES = frozenset({FailureKind.ARGUMENTS, FailureKind.OUTSIDE, FailureKind.UNRESUMABLE})
 
 _NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch, c10/core/impl/alloc_cpu.cpp: a plain RuntimeError
 _NO_DEVICE_MEMORY: type[Exception] = torch.cuda.OutOfMemoryError  # torch.OutOfMemoryError since torch 2.5
@@ -38,7 +40,7 @@ def save_failure(error: BaseException, rank: int, *, describing: bool = False) -
     """
     kind = _kind(error, describing=describing)
     text = f"{type(error).__name__}: {error}"
-    if kind in (FailureKind.UNSUPPORTED, FailureKind.UNRESUMABLE):
+    if kind in (FailureKind.UNSUPPORTED, FailureKind.UNRESUMABLE, FailureKind.OUTSIDE):
         text = str(error)
     elif kind is FailureKind.INTERRUPTED:
         text = type(error).__name__
@@ -51,6 +53,8 @@ def save_failure(error: BaseException, rank: int, *, describing: bool = False) -
 def _kind(error: BaseException, *, describing: bool) -> FailureKind:
     if isinstance(error, UnsupportedLayoutError):
         return FailureKind.UNSUPPORTED if error.resumable else FailureKind.UNRESUMABLE
+    if isinstance(error, UnsafePathError):
+        return FailureKind.OUTSIDE
     if isinstance(error, CoordinationError):
         return FailureKind.COORDINATION
     if isinstance(error, (KeyboardInterrupt, SystemExit)):

@@ -105,7 +105,7 @@ def exchange(request: SaveRequest, meet: Rendezvous, make: Callable[[], Opening]
 
 
 def differences(request: SaveRequest, meet: Rendezvous) -> tuple[Failure, ...]:
-    """Return the failures of the ranks whose arguments are not the coordinator's; the same on every rank.
+    """Return the failures of ranks, and of those whose arguments are not the first rank's; the same on every rank.
 
     For a save that the framework makes. Every rank calls this. A rank that failed before it knew its arguments has no part in
     the comparison.
@@ -113,12 +113,14 @@ def differences(request: SaveRequest, meet: Rendezvous) -> tuple[Failure, ...]:
     Raises:
         CoordinationError: a rank did not arrive in time.
     """
-    messages = meet.gather("arguments", {"arguments": None if request.failed is not None else request.arguments})
+    own = None if request.failed is None else save_failure(request.failed, meet.rank, describing=True).to_json()
+    messages = meet.gather("arguments", {"failure": own, "arguments": request.arguments})
     verdict = None
     if messages is not None:
-        told = [request.arguments if message["arguments"] is None else message["arguments"] for message in messages]
-        found = (_difference(arguments, request.arguments, rank) for rank, arguments in enumerate(told))
-        verdict = {"failures": [failure.to_json() for failure in found if failure is not None]}
+        failed = [message["failure"] for message in messages if message["failure"] is not None]
+        compared = [(rank, message["arguments"]) for rank, message in enumerate(messages) if message["failure"] is None]
+        found = (_difference(arguments, compared[0][1], rank) for rank, arguments in compared)
+        verdict = {"failures": [*failed, *(failure.to_json() for failure in found if failure is not None)]}
     agreed = meet.broadcast("arguments-verdict", verdict, notice=False)
     return tuple(map(Failure.from_json, agreed["failures"]))
 

@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from unickpt.checkpoint_folder import plain_tag
 from unickpt.coordination.failure import Failure, FailureKind, sentence
 from unickpt.coordination.pending import Pending
 from unickpt.coordination.rendezvous import Message
-from unickpt.errors import CoordinationError
+from unickpt.errors import CoordinationError, UnsafePathError
 from unickpt.io_times import IoTime
 from unickpt.options import Options
 from unickpt.save.failure import FRAMEWORK_SAVES, NOTHING_SAVES
@@ -151,7 +152,8 @@ class SaveRequest:
 
     Attributes:
         contribute: returns the part of this rank; receives the announcement of the coordinator.
-        save_dir, tag: the checkpoint is ``<save_dir>/<tag>``, a path or a URL. A relative path is resolved at once.
+        save_dir, tag: the checkpoint is ``<save_dir>/<tag>``, a path or a URL. A relative path is resolved at once. A tag that
+            leads out of ``save_dir`` is the failure of this rank.
         save_latest: update ``<save_dir>/latest``.
         announce: returns a message of the coordinator that all ranks receive before they contribute.
         early: begins ``contribute`` with what does not depend on that message. The other ranks call it before they wait for
@@ -182,6 +184,11 @@ class SaveRequest:
 
     def __post_init__(self) -> None:
         self.save_dir = absolute(self.save_dir)
+        if self.failed is None:
+            try:
+                self.tag = plain_tag(self.tag, self.save_dir)
+            except UnsafePathError as err:  # the other ranks learn it in the save
+                self.failed, self.tag = err, ""
 
     @property
     def directory(self) -> str:

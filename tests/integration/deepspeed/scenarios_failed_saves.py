@@ -18,6 +18,7 @@ from tests.integration.deepspeed.model import Model
 from tests.integration.deepspeed.resumes import here
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences
+from unickpt.errors import MismatchError, UnickptError
 
 
 class Flavoured(Model):
@@ -90,6 +91,39 @@ def nothing_is_saved_if_ranks_disagree_about_the_place(folder: Path) -> None:
         strict.save_checkpoint(str(folder), tag=f"strict-of-rank{rank}")
     other = build(here(1), seed=2)
     assert Path(other.load_checkpoint(str(folder / "good"))[0]).is_file()
+
+
+@scenario(2)
+def no_tag_leaves_the_save_directory(folder: Path) -> None:
+    engine, inside = build(here(1), seed=1), folder / "inside"
+    train(engine, 1)
+    assert engine.save_checkpoint(str(folder), tag="elsewhere") is True
+    assert engine.save_checkpoint(str(inside), tag="part/./good") is True
+    assert (inside / "latest").read_text() == "part/good"
+    unsupported = engine.checkpoint_engine.unsupported
+    for tag in ("../outside", str(folder / "outside"), "..", "a/../../outside", ""):
+        for engine.checkpoint_engine.unsupported in (unsupported, "a layout of this test"):  # DeepSpeed would save by itself
+            with Log() as log:
+                assert engine.save_checkpoint(str(inside), tag=tag) is False
+            told = [line for line in log.lines if f"the tag {tag!r} leads out of {inside}" in line]
+            assert len(told) == (dist.get_rank() == 0), log.lines
+    engine.checkpoint_engine.unsupported = unsupported
+    one = "../outside" if dist.get_rank() else "inside"
+    assert engine.save_checkpoint(str(inside), tag=one) is False
+    dist.barrier()
+    assert sorted(path.name for path in folder.iterdir()) == ["elsewhere", "inside", "latest"]
+    assert sorted(path.name for path in inside.iterdir()) == ["latest", "part"]
+    for tag in ("../elsewhere", str(folder / "elsewhere")):
+        with pytest.raises(MismatchError, match="leads out of"):
+            engine.load_checkpoint(str(inside), tag=tag)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (inside / "latest").write_text(tag)
+        dist.barrier()
+        with pytest.raises(UnickptError, match="not a plain path"):
+            engine.load_checkpoint(str(inside))
+        dist.barrier()
+    assert engine.load_checkpoint(str(inside), tag="part/good/")[0] == f"{inside}/part/good/manifest.json"
 
 
 def _assert_not_saved(engine: Any, folder: Path, place: Path, tag: str) -> None:
