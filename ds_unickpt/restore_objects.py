@@ -200,7 +200,7 @@ class RestoredObjects:
     def _set_extra_state(self, saved: dict[str, Any]) -> None:
         modules = dict(self.names.modules)
         for name, state in {plain(name): state for name, state in saved.items()}.items():
-            if name in modules and not isinstance(state, objects.Opaque):
+            if name in modules and not isinstance(state, objects.Opaque):  # of another stage
                 modules[name].set_extra_state(state)
                 self._object(f"{EXTRA_STATE}.{name}", "restored")
             elif name in modules:

@@ -68,8 +68,9 @@ def save_checkpoint(
             float8_e5m2, bool, complex64, and signed and unsigned integers.
         directory: checkpoint directory, ``<save_dir>/<tag>``. A path or a URL. The parts above it are created.
         step: training step. The same on all ranks.
-        objects: non-tensor state of the job, by name: numbers, strings, containers, tensors. The objects of rank 0 are saved.
-            A value of an unknown type is stored as a pickle, which loads only with ``allow_pickle``.
+        objects: non-tensor state of the job, by name: numbers, strings, containers, tensors, arrays, dates, generators,
+            dataclasses ([types](format.md#8-objects)). The objects of rank 0 are saved. A value of another type is stored as a
+            pickle, with a warning. A load leaves its entry out, unless ``allow_pickle`` is set.
         rank_objects: non-tensor state of this rank, such as random generators.
         save_latest: write the tag to ``<save_dir>/latest``.
         options: retention, bandwidth limit and upload. ``asynchronous`` is not supported here.

@@ -1,22 +1,16 @@
 """Codec of non-tensor state: Python values to JSON and back, without pickle.
 
 Plain values stay plain JSON, so a manifest is readable. Other types become an object with one ``$`` key, such as
-``{"$tuple": [...]}``. Tensors and arrays are stored as tensors, and ``{"$tensor": key}`` takes their place. A value
-of an unknown type becomes an opaque blob. It never fails a save, and is only loaded with ``allow_pickle``.
+``{"$tuple": [...]}`` (``object_types.py`` has the table). Tensors and arrays are stored as tensors, and ``{"$tensor": key}``
+takes their place. A value of an unknown type becomes an opaque blob. It never fails a save, and is only loaded with
+``allow_pickle``. Otherwise the entry of the dictionary that contains it is left out.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
-import collections
-import datetime
-import enum
-import math
-import pathlib
 import pickle
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +18,11 @@ import numpy as np
 import torch
 
 from unickpt.errors import FormatError
-from unickpt.format import dtypes
+from unickpt.format import object_types
+from unickpt.format.object_encoder import MAX_DEPTH, Encoded, encode
+from unickpt.format.object_types import BUILT, DICT, LIST, MAX_DIGITS, ROWS, NotHereError, Row
 
-MAX_DEPTH = 128
-
+__all__ = ["JOB_PREFIX", "TAGS", "Decoded", "Encoded", "Opaque", "decode", "encode", "rank_prefix"]
 
 JOB_PREFIX = "objects/job"  # key prefix of the tensors in the job's objects
 
@@ -39,121 +34,12 @@ def rank_prefix(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """Placeholder of an opaque blob that was not loaded. ``type_name`` is the class that was saved."""
+    """An object that consists of nothing but an opaque blob that was not loaded. ``type_name`` is the class that was saved.
+
+    It never takes the place of a value within an object.
+    """
 
     type_name: str
-
-
-@dataclass(slots=True)
-class Encoded:
-    """Result of ``encode``.
-
-    Attributes:
-        value: JSON value.
-        tensors: detached CPU tensors by key, to be stored separately.
-        opaque: paths (``a.b[0]``) and class names of the values stored as blobs, or not stored because pickle
-            failed.
-    """
-
-    value: Any
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    opaque: list[str] = field(default_factory=list)
-
-
-def encode(value: Any, *, prefix: str) -> Encoded:
-    """Encode any Python value. No content of ``value`` raises an exception.
-
-    Args:
-        value: the value to store.
-        prefix: prefix of the keys of extracted tensors.
-    """
-    out = Encoded(None)
-    out.value = _Encoder(prefix, out).encode(value, path="", depth=0)
-    return out
-
-
-class _Encoder:
-    def __init__(self, prefix: str, out: Encoded) -> None:
-        self._prefix = prefix
-        self._out = out
-
-    def encode(self, value: Any, *, path: str, depth: int) -> Any:
-        if depth > MAX_DEPTH:  # a cycle, or extreme nesting
-            return self._opaque(value, path)
-        kind = type(value)
-        if value is None or kind in (bool, str):
-            return value
-        if kind is int:
-            return value if abs(value) < 2**63 else {"$int": str(value)}
-        if kind is float:
-            return value if math.isfinite(value) else {"$float": repr(value)}
-        if kind is list:
-            return self._items(value, path, depth)
-        if kind is dict:
-            return self._mapping(value, path, depth)
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
-        handler = _ENCODERS.get(kind)
-        if handler is not None:
-            tag, plain = handler
-            return {tag: self.encode(plain(value), path=path, depth=depth + 1)}
-        if isinstance(value, enum.Enum):
-            return {"$enum": [kind.__module__, kind.__qualname__, value.name]}
-        if kind is np.ndarray and value.dtype.kind in "biuf":
-            return {"$ndarray": self.encode(_array_as_tensor(value), path=path, depth=depth + 1)}
-        if isinstance(value, np.generic):
-            return {"$numpy": [value.dtype.str, value.item()]} if value.dtype.kind in "biuf" else self._opaque(value, path)
-        return self._opaque(value, path)
-
-    def _items(self, values: list[Any], path: str, depth: int) -> list[Any]:
-        return [self.encode(item, path=f"{path}[{at}]", depth=depth + 1) for at, item in enumerate(values)]
-
-    def _mapping(self, value: dict[Any, Any], path: str, depth: int) -> Any:
-        if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: self.encode(item, path=f"{path}.{key}".lstrip("."), depth=depth + 1) for key, item in value.items()}
-        pairs = [[key, item] for key, item in value.items()]
-        return {"$dict": self._items(pairs, path, depth)}
-
-    def _tensor(self, value: torch.Tensor, path: str) -> Any:
-        tensor = value.detach()
-        try:
-            dtypes.name_of(tensor.dtype)
-            tensor = tensor.to("cpu").contiguous()
-        except Exception:  # quantized, sparse, meta or nested: the format cannot store it
-            return self._opaque(value, path)
-        key = f"{self._prefix}/{len(self._out.tensors)}"
-        self._out.tensors[key] = tensor
-        return {"$tensor": key}
-
-    def _opaque(self, value: Any, path: str) -> Any:
-        name = f"{type(value).__module__}.{type(value).__qualname__}"
-        self._out.opaque.append(f"{path or '(root)'}: {name}")
-        try:
-            blob = base64.b64encode(pickle.dumps(value)).decode()
-        except Exception:  # locks, files, lambdas, recursion: an error of pickle must not fail a save
-            return {"$lost": name}
-        return {"$opaque": {"type": name, "pickle": blob}}
-
-
-def _array_as_tensor(array: np.ndarray[Any, Any]) -> Any:
-    native = array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
-    return [array.dtype.str, torch.from_numpy(native)]
-
-
-_ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
-    tuple: ("$tuple", list),
-    set: ("$set", list),
-    frozenset: ("$frozenset", list),
-    collections.OrderedDict: ("$ordered", lambda v: [list(pair) for pair in v.items()]),
-    bytes: ("$bytes", lambda v: base64.b64encode(v).decode()),
-    complex: ("$complex", lambda v: [v.real, v.imag]),
-    torch.Size: ("$size", list),
-    torch.dtype: ("$dtype", str),
-    torch.device: ("$device", str),
-    argparse.Namespace: ("$namespace", vars),
-    pathlib.PosixPath: ("$path", str),
-    datetime.datetime: ("$datetime", lambda v: v.isoformat()),
-}
 
 
 @dataclass(slots=True)
@@ -171,7 +57,8 @@ def decode(value: Any, *, tensors: Mapping[str, torch.Tensor], allow_pickle: boo
         value: JSON value, not trusted.
         tensors: the extracted tensors by key.
         allow_pickle: unpickle opaque blobs. This runs code from the checkpoint, so use it only for checkpoints
-            that you wrote. Otherwise each blob becomes an ``Opaque`` and is listed in ``left_out``.
+            that you wrote. Otherwise the entry of a dictionary or the attribute of a namespace that contains the blob is left
+            out, and listed in ``left_out``. Without one the whole value becomes an ``Opaque``.
         where: name of the object in messages.
 
     Raises:
@@ -180,11 +67,27 @@ def decode(value: Any, *, tensors: Mapping[str, torch.Tensor], allow_pickle: boo
     out = Decoded(None)
     try:
         out.value = _Decoder(tensors, allow_pickle, out).decode(value)
+    except _LeftOutError as left:
+        out.value = Opaque(left.type_name)
     except RecursionError:
         raise FormatError(f"{where}: nested too deeply") from None
     except FormatError as err:
         raise FormatError(f"{where}: {err}") from None
     return out
+
+
+class _LeftOutError(Exception):
+    """A value that cannot be decoded here. It ends at the innermost entry of a dictionary, which is left out."""
+
+    def __init__(self, type_name: str) -> None:
+        super().__init__(type_name)
+        self.type_name = type_name
+
+
+_EMPTY: Mapping[str, Row] = {row.tag: row for row in (*ROWS.values(), DICT) if row.empty is not None}
+_PAIRS = ("$dict", "$ordered", "$counter")
+_CONTENTS: Mapping[str, type] = {"$enum": str, "$namedtuple": list, "$dataclass": dict}
+_MISSING = object()
 
 
 class _Decoder:
@@ -195,6 +98,8 @@ class _Decoder:
         self._allow_pickle = allow_pickle
         self._out = out
         self._path: list[str] = []
+        self._objects: dict[int, Any] = {}  # those with several references, by number
+        self._read: dict[str, torch.Tensor] = {}
 
     def _where(self) -> str:
         return "".join(self._path)[-200:].lstrip(".") or "(root)"
@@ -203,9 +108,10 @@ class _Decoder:
         if len(self._path) >= 2 * MAX_DEPTH:
             raise FormatError("nested too deeply")
         self._path.append(step)
-        found = self.decode(value)
-        self._path.pop()
-        return found
+        try:
+            return self.decode(value)
+        finally:
+            self._path.pop()
 
     def decode(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -214,71 +120,142 @@ class _Decoder:
             return value
         tagged = [key for key in value if key.startswith("$")]
         if not tagged:
-            return {key: self._member(f".{key}", item) for key, item in value.items()}
+            return self._entries(value)
         if len(value) != 1:
             raise FormatError(f"{self._where()}: {sorted(value)} is not one tag")
         return self._tagged(tagged[0], value[tagged[0]])
+
+    def _entries(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Decode a dictionary, without the entries that cannot be decoded here."""
+        found = {}
+        for key, item in value.items():
+            try:
+                found[key] = self._member(f".{key}", item)
+            except _LeftOutError:
+                continue
+        return found
+
+    def _pairs(self, body: Any) -> list[list[Any]]:
+        """Decode the pairs of a dictionary, without those that cannot be decoded here."""
+        if not isinstance(body, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in body):
+            raise FormatError(f"{self._where()}: {str(body)[:80]!r} are not pairs of keys and values")
+        found = []
+        for at, pair in enumerate(body):
+            try:
+                found.append(self._member(f"[{at}]", pair))
+            except _LeftOutError:
+                continue
+        return found
 
     def _tagged(self, tag: str, body: Any) -> Any:
         if tag == "$opaque":
             return self._blob(body)
         if tag == "$lost":
-            self._out.left_out.append(f"{self._where()}: {body} (could not be pickled when it was saved)")
-            return Opaque(str(body))
-        if tag == "$enum":
-            return self._enum(body)
+            raise self._left_out(str(body), f"{body} (could not be pickled when it was saved)")
         if tag == "$tensor":
-            if not isinstance(body, str) or body not in self._tensors:
-                raise FormatError(f"{self._where()}: tensor {body!r} is not stored")
-            return self._tensors[body]
-        build = _DECODERS.get(tag)
-        if build is None:
+            return self._tensor(body)
+        if tag in ("$shared", "$same"):
+            return self._shared(tag, body)
+        if tag in ("$enum", "$namedtuple", "$dataclass"):
+            return self._of_class(tag, body)
+        row = BUILT.get(tag)
+        if row is None and tag not in ("$int", "$float", "$numpy", "$ndarray"):
             raise FormatError(f"{self._where()}: unknown tag {tag!r}; written by a newer release?")
-        inner = self._member("", body)
+        if tag in _PAIRS:
+            inner: Any = self._pairs(body)
+        elif tag == "$defaultdict" and isinstance(body, list) and len(body) == 2:
+            inner = [body[0], self._pairs(body[1])]
+        else:
+            inner = self._member("", body)
         try:
-            return build(inner)
+            return _NUMBERS[tag](inner) if row is None else row.build(inner)
+        except NotHereError as err:
+            raise self._left_out(tag[1:], str(err)) from None
         except Exception as err:  # torch, numpy and datetime raise various types for invalid values
             raise FormatError(f"{self._where()}: {tag} cannot hold {str(body)[:80]!r} ({err})") from None
 
-    def _enum(self, body: Any) -> Any:
-        """Return a member of an enumeration if its module is already imported. Nothing is imported."""
-        if not (isinstance(body, list) and len(body) == 3 and all(isinstance(part, str) for part in body)):
-            raise FormatError(f"{self._where()}: malformed enumeration member {str(body)[:80]!r}")
-        module, path, name = body
-        found: Any = sys.modules.get(module)
-        for part in path.split("."):
-            found = getattr(found, "__dict__", {}).get(part)
-        if isinstance(found, enum.EnumMeta) and name in found.__members__:
-            return found.__members__[name]
-        self._out.left_out.append(f"{self._where()}: {path}.{name} (this job has not imported {module}.{path})")
-        return Opaque(f"{module}.{path}")
+    def _left_out(self, type_name: str, reason: str) -> _LeftOutError:
+        """Note a value that cannot be decoded here, and return the exception that leaves it out."""
+        self._out.left_out.append(f"{self._where()}: {reason}")
+        return _LeftOutError(type_name)
+
+    def _tensor(self, body: Any) -> torch.Tensor:
+        if not isinstance(body, str) or body not in self._tensors:
+            raise FormatError(f"{self._where()}: tensor {body!r} is not stored")
+        if body not in self._read:
+            self._read[body] = self._tensors[body]
+        return self._read[body]
+
+    def _shared(self, tag: str, body: Any) -> Any:
+        """Decode an object with several references, or return it again."""
+        number = body if tag == "$same" else body[0] if isinstance(body, list) and len(body) == 2 else None
+        if type(number) is not int or (tag == "$same") != (number in self._objects):
+            raise FormatError(f"{self._where()}: malformed reference {str(body)[:80]!r}")
+        if tag == "$same":
+            if self._objects[number] is _MISSING:
+                raise _LeftOutError("reference")
+            return self._objects[number]
+        row, parts = _emptied(body[1])
+        self._objects[number] = _MISSING
+        try:
+            if row is None or row.empty is None or row.fill is None:
+                self._objects[number] = self._member("", body[1])
+                return self._objects[number]
+            self._objects[number] = found = row.empty(parts)
+            row.fill(found, self._member("", body[1]))
+        except _LeftOutError:
+            self._objects[number] = _MISSING
+            raise
+        except (TypeError, ValueError, KeyError, IndexError, OverflowError) as err:
+            raise FormatError(f"{self._where()}: malformed object {str(body[1])[:80]!r} ({err})") from None
+        return found
+
+    def _of_class(self, tag: str, body: Any) -> Any:
+        """Return a value of a class that is already imported. Nothing is imported, and no method of the class runs."""
+        if not (isinstance(body, list) and len(body) == 3 and all(isinstance(part, str) for part in body[:2])):
+            raise FormatError(f"{self._where()}: malformed {tag[1:]} {str(body)[:80]!r}")
+        module, path, content = body
+        inner = content if tag == "$enum" else self._whole(content)
+        fits: bool = isinstance(inner, _CONTENTS[tag])
+        if not fits:
+            raise FormatError(f"{self._where()}: malformed {tag[1:]} {str(body)[:80]!r}")
+        try:
+            kind = object_types.class_of(module, path)
+            if tag == "$enum":
+                return object_types.enum_member(kind, inner)
+            if tag == "$namedtuple":
+                return object_types.made_named_tuple(kind, inner)
+            return object_types.made_dataclass(kind, inner)
+        except NotHereError as err:
+            raise self._left_out(f"{module}.{path}", str(err)) from None
+
+    def _whole(self, content: Any) -> Any:
+        """Decode the members of an object. It is left out as a whole if one of them is."""
+        before = len(self._out.left_out)
+        inner = self._member("", content)
+        if len(self._out.left_out) != before:
+            raise _LeftOutError("member")
+        return inner
 
     def _blob(self, body: Any) -> Any:
         if not isinstance(body, dict) or not isinstance(body.get("type"), str) or not isinstance(body.get("pickle"), str):
             raise FormatError(f"{self._where()}: malformed opaque value")
         if not self._allow_pickle:
-            self._out.left_out.append(f"{self._where()}: {body['type']} (a pickle; set allow_pickle to load it)")
-            return Opaque(body["type"])
-        return pickle.loads(base64.b64decode(body["pickle"]))  # only with the user's opt-in, see the docstring of decode
+            raise self._left_out(body["type"], f"{body['type']} (a pickle; set allow_pickle to load it)")
+        try:
+            return pickle.loads(base64.b64decode(body["pickle"]))  # only with the user's opt-in, see the docstring of decode
+        except Exception as err:  # the class has moved, or its own code fails
+            raise self._left_out(body["type"], f"{body['type']} ({type(err).__name__}: {err})") from None
 
 
-def _torch_named(text: str) -> torch.dtype:
-    dtype = vars(torch).get(text.removeprefix("torch."))  # not getattr, which imports lazy modules of torch
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{text!r} is not a dtype")
-    return dtype
-
-
-def _size(extents: list[int]) -> torch.Size:
-    if not all(type(n) is int and 0 <= n < 2**63 for n in extents):
-        raise ValueError("not a list of extents")
-    return torch.Size(extents)
-
-
-def _device(text: str) -> torch.device:
-    if not isinstance(text, str):
-        raise TypeError(f"{text!r} is not a device")
-    return torch.device(text)
+def _emptied(body: Any) -> tuple[Row | None, Any]:
+    """Return how to make the empty object of an encoded one, and its parts; None if it cannot contain itself."""
+    if isinstance(body, list):
+        return LIST, body
+    if not isinstance(body, dict):
+        return None, body
+    tag = next((key for key in body if key.startswith("$")), "")
+    return (_EMPTY.get(tag), body[tag]) if tag else (DICT, body)
 
 
 def _numpy_array(body: Any) -> np.ndarray[Any, Any]:
@@ -300,27 +277,17 @@ def _number(text: str) -> float:
 
 
 def _int(text: str) -> int:
-    if len(text) > 4000:
-        raise ValueError("integer of more than 4000 digits")
+    if len(text) > MAX_DIGITS + 1:
+        raise ValueError(f"integer of more than {MAX_DIGITS} digits")
     return int(text)
 
 
-_DECODERS: dict[str, Callable[[Any], Any]] = {
+_NUMBERS: Mapping[str, Any] = {
     "$int": _int,
     "$float": _number,
-    "$tuple": tuple,
-    "$set": set,
-    "$frozenset": frozenset,
-    "$dict": lambda pairs: {key: item for key, item in pairs},
-    "$ordered": lambda pairs: collections.OrderedDict((key, item) for key, item in pairs),
-    "$bytes": lambda text: base64.b64decode(text, validate=True),
-    "$complex": lambda parts: complex(*parts),
-    "$size": _size,
-    "$dtype": _torch_named,
-    "$device": _device,
-    "$namespace": lambda members: argparse.Namespace(**members),
-    "$path": pathlib.Path,
-    "$datetime": datetime.datetime.fromisoformat,
     "$numpy": lambda body: _plain_numpy(body[0]).type(body[1]),
     "$ndarray": _numpy_array,
 }
+TAGS = frozenset(
+    {*BUILT, *_NUMBERS, "$tensor", "$enum", "$namedtuple", "$dataclass", "$shared", "$same", "$opaque", "$lost"}
+)  # all of them

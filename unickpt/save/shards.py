@@ -135,8 +135,7 @@ class Prepared:
 def prepare(contribution: Contribution, rank: int) -> Prepared:
     """Encode the objects and sort all shards into file order."""
     job = objects.encode(contribution.objects, prefix=objects.JOB_PREFIX)
-    if job.opaque:
-        logger.warning("unickpt: stored as opaque blobs, which load only with allow_pickle: %s", "; ".join(job.opaque[:8]))
+    _warn_of_opaque(job, "")
     shards = list(contribution.shards)
     if contribution.rank_objects:
         shards += _object_shards(contribution.rank_objects, objects.rank_prefix(rank), objects.rank_prefix(rank))
@@ -184,9 +183,19 @@ def _cut(shard: Shard) -> list[Shard]:
     ]
 
 
+def _warn_of_opaque(encoded: objects.Encoded, where: str) -> None:
+    if encoded.opaque:
+        logger.warning(
+            "unickpt: values%s of types that unickpt does not store natively: %s. They are stored as pickles. A load leaves "
+            "them out, unless allow_pickle is set. Store them in plain containers, numbers, strings, arrays and tensors.",
+            where, "; ".join(encoded.opaque[:8]),
+        )  # fmt: skip
+
+
 def _object_shards(value: Any, key: str, prefix: str) -> list[Shard]:
     """Return the shards of an object outside the manifest: its JSON as a byte tensor, and the tensors extracted from it."""
     encoded = objects.encode(value, prefix=prefix)
+    _warn_of_opaque(encoded, f" in {key}")
     text = bytearray(json.dumps(encoded.value).encode())
     return _tensor_shards({key: torch.frombuffer(text, dtype=torch.uint8), **encoded.tensors})
 
