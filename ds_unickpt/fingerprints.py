@@ -18,6 +18,7 @@ FINGERPRINTS: dict[str, frozenset[str]] = {
     "deepspeed.compression.zero": frozenset({"7e7057471dba"}),
     "deepspeed.compression.engine": frozenset({"2fe47667fb66"}),
     "deepspeed.zero_to_fp32": frozenset({"57048e9edbcb"}),
+    "deepspeed.fp32_state_dict": frozenset({"c851da9681b6"}),
     "deepspeed.ds_to_universal": frozenset({"0ba5a81f38a1"}),
     "deepspeed.timing.forward": frozenset({
         "a2be8d7af106", "ae8d59b7379f", "47bf3e961431", "c55314c337b0", "3d4714d568ea", "502ab606ba19", "7e5557593cf0",

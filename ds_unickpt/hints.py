@@ -7,15 +7,24 @@ them: if DeepSpeed later saves under the same tag, a placeholder becomes part of
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+import itertools
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ds_unickpt.declaration import declared
 from ds_unickpt.versions import version
 from unickpt import hooks
 from unickpt.hooks import Hook
 
+if TYPE_CHECKING:
+    from types import TracebackType
+
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
+_FP32 = "deepspeed.utils.zero_to_fp32"
+_PROGRAMS = (_FP32, "deepspeed.utils.zero_to_torch", CONVERTER)
 
 _TEXT = """\
 This folder is a checkpoint that unickpt wrote for a DeepSpeed job.
@@ -59,19 +68,75 @@ def without_the_key(load_dir: Any, tag: Any) -> str:
 
 
 def _missing_files(wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
-    """Replace the error that ``get_checkpoint_files`` of DeepSpeed's two converters raises for a unickpt checkpoint."""
+    """Replace the error that DeepSpeed's converters raise for a unickpt checkpoint."""
     import inspect
 
     try:
         return wrapped(*args, **kwargs)
-    except FileNotFoundError as err:
-        directory = str(inspect.signature(wrapped).bind(*args, **kwargs).arguments["checkpoint_dir"])
-        if not _is_ours_alone(directory):
+    except (FileNotFoundError, ValueError):  # no *_states.pt, or no 'latest' in the folder
+        given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+        directory = _ours(str(given["checkpoint_dir"]), given.get("tag"))
+        if not directory:
             raise
-        raise FileNotFoundError(
-            f"{err}: it is a unickpt checkpoint. For weights use: unickpt export {directory} OUT. "
-            f"For a universal checkpoint of DeepSpeed use: unickpt export {directory} OUT --to deepspeed-universal"
-        ) from None
+        raise FileNotFoundError(_remedy(directory)) from None
+
+
+def _remedy(directory: str) -> str:
+    place = shlex.quote(directory)
+    return (
+        f"{directory} is a unickpt checkpoint, which DeepSpeed's converters do not read. For weights use: unickpt export "
+        f"{place} OUT. For a universal checkpoint of DeepSpeed use: unickpt export {place} OUT --to deepspeed-universal"
+    )
+
+
+def _ours(folder: str, tag: Any = None) -> str:
+    """Return the unickpt checkpoint that a converter's arguments mean; '' if there is none. DeepSpeed reads no URL."""
+    from unickpt.checkpoint_folder import latest_tag
+    from unickpt.load.folders import newest
+
+    with contextlib.suppress(Exception):  # DeepSpeed's own error is shown
+        if not os.path.isdir(folder):
+            return ""
+        if _is_ours_alone(folder):
+            return folder
+        named = tag or latest_tag(folder)
+        if named is not None:
+            directory = os.path.join(folder, str(named))
+            return directory if _is_ours_alone(directory) else ""
+        found = newest(folder)  # a folder of checkpoints without 'latest', such as the output directory of Trainer
+        return "" if found is None else found.checkpoint
+    return ""
+
+
+def explain_uncaught(command: Sequence[str]) -> None:
+    """Let a converter of DeepSpeed that runs as a program end with the remedy in place of a traceback.
+
+    Its functions are in ``__main__``, where no hook reaches them: Python runs a copy of the module, or of the script that
+    DeepSpeed leaves beside its checkpoints.
+
+    Args:
+        command: the process's command line, with the interpreter (``sys.orig_argv``).
+    """
+    programs = {name for module in _PROGRAMS for name in (module, f"{module.rpartition('.')[2]}.py")}
+    if not any(os.path.basename(word) in programs for word in command):
+        return
+    before = sys.excepthook
+
+    def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        directory = _named_in(sys.argv[1:]) if issubclass(kind, Exception) else ""
+        if directory:
+            print(f"{os.path.basename(sys.argv[0])}: {_remedy(directory)}", file=sys.stderr)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = explain
+
+
+def _named_in(words: Sequence[str]) -> str:
+    """Return the first unickpt checkpoint that the arguments of a converter name; '' if there is none."""
+    values = [part for word in words for part in (word.split("=", 1) if word.startswith("-") else [word])]
+    tags = [after for word, after in itertools.pairwise(values) if word in ("-t", "--tag")]
+    return next((found for word in values if (found := _ours(word, tags[0] if tags else None))), "")
 
 
 def _is_ours_alone(directory: str) -> bool:
@@ -81,38 +146,49 @@ def _is_ours_alone(directory: str) -> bool:
     return is_checkpoint(directory) and not any(name.endswith(".pt") for name in open_storage(directory).names())
 
 
-def _hook(name: str, module: str, attribute: str, why: str) -> Hook:
+def _hook(name: str, module: str, attribute: str, why: str, parameters: tuple[str, ...]) -> Hook:
     """Return a hook that only adds to the text of an error, so it is also installed on an unknown source."""
     return declared(
-        name, module, attribute, _missing_files, why=why, strict=False, parameters=("checkpoint_dir", "glob_pattern"),
+        name, module, attribute, _missing_files, why=why, strict=False, parameters=parameters,
         until="DeepSpeed's converters read checkpoints through its checkpoint engines",
     )  # fmt: skip
 
 
-FP32 = _hook(
-    "deepspeed.zero_to_fp32",
-    "deepspeed.utils.zero_to_fp32",
-    "get_checkpoint_files",
-    "for a unickpt checkpoint, zero_to_fp32 reports missing *_optim_states.pt files and no remedy",
-)
+FP32 = [
+    _hook(
+        "deepspeed.zero_to_fp32",
+        _FP32,
+        "get_checkpoint_files",
+        "for a unickpt checkpoint, zero_to_fp32 reports missing *_optim_states.pt files and no remedy",
+        ("checkpoint_dir", "glob_pattern"),
+    ),
+    _hook(
+        "deepspeed.fp32_state_dict",
+        _FP32,
+        "get_fp32_state_dict_from_zero_checkpoint",
+        "for the folder of a unickpt checkpoint itself, zero_to_fp32 reports a missing file 'latest'",
+        ("checkpoint_dir", "tag"),
+    ),
+]
 UNIVERSAL = _hook(
     "deepspeed.ds_to_universal",
     CONVERTER,
     "_get_checkpoint_files",
     "for a unickpt checkpoint, ds_to_universal reports missing *_model_states.pt files and no remedy",
+    ("checkpoint_dir", "glob_pattern"),
 )
-HOOKS = [FP32, UNIVERSAL]
+HOOKS = [*FP32, UNIVERSAL]
 
 
 def install_converter() -> bool:
     """Install the hook in ``ds_to_universal``. Called after a program has imported that module."""
-    return _install(UNIVERSAL)
+    return _install([UNIVERSAL])
 
 
 def install_fp32() -> bool:
-    """Install the hook in ``zero_to_fp32``, which DeepSpeed's engine imports."""
+    """Install the hooks in ``zero_to_fp32``, which DeepSpeed's engine imports."""
     return _install(FP32)
 
 
-def _install(hook: Hook) -> bool:
-    return hooks.install([hook], framework="DeepSpeed", version=version())
+def _install(wanted: list[Hook]) -> bool:
+    return hooks.install(wanted, framework="DeepSpeed", version=version())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -83,6 +84,7 @@ def install() -> bool:
     if installed:
         hooks.install([batch_hooks.HOOK], framework="DeepSpeed", version=version())
         hints.install_fp32()
+        hints.explain_uncaught(sys.orig_argv)
         watch(
             {hints.CONVERTER: "ds_unickpt.hints:install_converter", trainer_hooks.TRAINER: "ds_unickpt.trainer_hooks:install"}
         )

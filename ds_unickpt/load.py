@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ds_unickpt import batches, dialects, hints, internals, restore, trainer_folders, trainer_resume
+from ds_unickpt import batches, dialects, hints, internals, other_layouts, restore, trainer_folders, trainer_resume
 from ds_unickpt.compression import RestoredResiduals
 from ds_unickpt.engine import UnickptCheckpointEngine, ours_of
 from ds_unickpt.fallbacks import require_supported
@@ -71,24 +71,27 @@ def load_checkpoint(
     )
 
     def run_native(tag: Any) -> Any:
-        return native(
-            load_dir,
-            tag=tag,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
-        )
-
-    if ours is None:
         try:
-            return run_native(tag)
+            return native(
+                load_dir,
+                tag=tag,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
         except Exception as err:
-            hint = hints.without_the_key(load_dir, tag)
+            hint = "" if ours is not None else hints.without_the_key(load_dir, tag)
             if hint:
                 raise ConfigError(hint) from err
-            raise
+            told = other_layouts.with_advice(err, engine, load_dir, tag, enabled=ours is not None)
+            if told is err:
+                raise
+            raise told from err.__cause__
+
+    if ours is None:
+        return run_native(tag)
     shutdown.finish_all(ending=False)
     ours.meet.begin("load")
     folder, candidates = str(load_dir), Candidates(load_dir, newest=newest)

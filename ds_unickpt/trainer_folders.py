@@ -131,7 +131,7 @@ def advice(folder: str) -> str:
     """Return a sentence that names another folder of the run that can be resumed; '' if there is none."""
     with contextlib.suppress(UnickptError, OSError):
         for other in folders(os.path.dirname(os.path.abspath(folder))):
-            if not os.path.samefile(other, folder) and not unusable(other):
+            if os.path.realpath(other) != os.path.realpath(folder) and not unusable(other):
                 return f"{other} can be resumed. Pass it as resume_from_checkpoint, or pass True."
     return ""
 

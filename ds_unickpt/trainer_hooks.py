@@ -114,9 +114,11 @@ def _load_state(wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> 
 
         path = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get("json_path")
         folder = os.path.dirname(path) if isinstance(path, str) else ""
-        if not _enabled() or not trainer_folders.is_one(folder) or not os.path.isdir(folder):
+        if not _enabled() or not folder:
             raise
-        reason = trainer_folders.unusable(folder)
+        reason = "there is no such folder"
+        if os.path.isdir(folder):
+            reason = trainer_folders.unusable(folder) if trainer_folders.is_one(folder) else ""
         if not reason:
             raise
         raise NotACheckpointError(f"{folder} cannot be resumed: {reason}. {trainer_folders.advice(folder)}") from err
@@ -143,7 +145,8 @@ def _train(runtime: EngineRuntime, wrapped: Callable[..., Any], trainer: Any, ar
     if options is None:
         return wrapped(*args, **kwargs)
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    given, output_dir = bound.arguments.get("resume_from_checkpoint"), trainer.args.output_dir
+    given, output_dir = trainer_steering.meant(bound.arguments.get("resume_from_checkpoint")), trainer.args.output_dir
+    bound.arguments["resume_from_checkpoint"] = given
     if given is None and trainer_steering.resumes(options):
         chosen = partial(trainer_steering.newest, output_dir, fall_back=options.fall_back)
         folder = _newest(runtime, output_dir, options, chosen)

@@ -97,6 +97,15 @@ def newest(output_dir: str, *, fall_back: bool) -> ResumeFolder:
     return chosen
 
 
+def meant(given: Any) -> Any:
+    """Return the value of ``resume_from_checkpoint`` that a command line means.
+
+    There, ``True`` arrives as a text, which Trainer takes as the name of a folder.
+    """
+    value = {"true": True, "false": None}.get(given.strip().lower(), given) if isinstance(given, str) else given
+    return given if value is given or os.path.exists(given) else value
+
+
 def remark(options: Options, given: Any, output_dir: str) -> str:
     """Return what a user of steering may not expect of a run that resumes as its arguments say; '' if there is nothing.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 
 from unickpt.cli.edit_common import check_destination
@@ -11,8 +12,10 @@ from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.progress import progress_bar
 from unickpt.convert.detect import open_source
 from unickpt.convert.lazy_tensor import Files
-from unickpt.convert.pipeline import convert
+from unickpt.convert.pipeline import Source, convert
+from unickpt.convert.run_folder import RunFolder, copy_files, require_apart, run_folder
 from unickpt.errors import ConfigError, UnickptError
+from unickpt.load.validation import is_checkpoint
 from unickpt.storage.base import is_url
 
 
@@ -22,11 +25,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "source", metavar="SRC",
         help="directory of a transformers model (safetensors), a DeepSpeed checkpoint (its own or a universal one, also of "
         "Megatron-DeepSpeed), a Megatron checkpoint (torch_dist or torch), torch.distributed.checkpoint (FSDP, torchtitan); or "
-        "the save directory above it",
+        "the save directory above it; or the folder from which Trainer, Accelerate or Lightning resumes under DeepSpeed",
     )  # fmt: skip
     parser.add_argument(
-        "directory", metavar="DST", help="output directory; an interrupted conversion into it goes on where it stopped"
-    )
+        "directory", metavar="DST",
+        help="output directory; an interrupted conversion into it goes on where it stopped. For a folder of Trainer, "
+        "Accelerate or Lightning it becomes such a folder, with the program's own files",
+    )  # fmt: skip
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="number of files at a time (default: 2)")
     parser.add_argument(
         "--take", action="append", default=[], metavar="CLASS",
@@ -39,14 +44,44 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Convert."""
     if is_url(args.source):
         raise ConfigError(f"{args.source}: convert reads a local directory; download the checkpoint first")
-    source_folder, directory = Path(args.source), check_destination(args.directory)
+    source, directory = Path(args.source), Path(args.directory)
     try:
-        with Files() as files:
-            source = open_source(source_folder, files, also=args.take)
-            with progress_bar("convert", source.size_bytes) as advance:
-                made = convert(source, directory, workers=max(args.workers, 1), progress=advance)
+        program = run_folder(source) if source.is_dir() else None
+        with ExitStack() as opened:
+            if program is None:
+                check_destination(args.directory)
+                _convert(_open(source, args, opened), directory, args, out)
+            else:
+                _convert_all(program, directory, args, out, opened)
     except OSError as err:
-        raise UnickptError(f"could not convert {source_folder} into {directory}: {err}") from err
+        raise UnickptError(f"could not convert {source} into {directory}: {err}") from err
+    return SOUND
+
+
+def _convert_all(program: RunFolder, directory: Path, args: argparse.Namespace, out: Output, opened: ExitStack) -> None:
+    """Convert the folder of a training program. Its checkpoints come last, so an interrupted conversion is no checkpoint."""
+    check_destination(str(directory))
+    require_apart(program.path, directory)
+    left = [tag for tag in program.tags if not is_checkpoint(directory / tag)]
+    if not left:
+        check_destination(str(directory / program.tags[0]))
+    sources = {tag: _open(program.path / tag, args, opened) for tag in left}  # before anything is written
+    copied = copy_files(program, directory)
+    for tag, source in sources.items():
+        _convert(source, directory / tag, args, out)
+    for line in program.left_out():
+        out.line(f"left out: {line}")
+    out.line(f"{directory}: a folder of {program.program} like {program.path}; {copied} of its files are copied")
+
+
+def _open(folder: Path, args: argparse.Namespace, opened: ExitStack) -> Source:
+    return open_source(folder, opened.enter_context(Files()), also=args.take)
+
+
+def _convert(source: Source, directory: Path, args: argparse.Namespace, out: Output) -> None:
+    """Convert one checkpoint. Raises OSError, UnickptError."""
+    with progress_bar("convert", source.size_bytes) as advance:
+        made = convert(source, directory, workers=max(args.workers, 1), progress=advance)
     for line in source.left_out:
         out.line(f"left out: {line}")
     kept = f", {made.kept} of them written by an earlier run" if made.kept else ""
@@ -55,4 +90,3 @@ def run(args: argparse.Namespace, out: Output) -> int:
         f"{directory}: {source.kind}, {made.tensors:,} tensors, {human_bytes(made.size_bytes)}, in {files_made}{kept}",
         style="bold green",
     )
-    return SOUND

@@ -14,13 +14,13 @@ class NoOrderError(ValueError):
 
 
 def match_names(
-    shapes: Mapping[str, Shape], groups: Sequence[Sequence[Shape]], agrees: Callable[[str, int, int], bool] | None = None
+    shapes: Mapping[str, Shape], groups: Sequence[Sequence[Shape | None]], agrees: Callable[[str, int, int], bool] | None = None
 ) -> list[list[str]]:
     """Return the names of the members of each group.
 
     Args:
         shapes: shape of every parameter by name, in the order of the model. Frozen parameters may be in no group.
-        groups: shapes of each group's members, in the order of the model.
+        groups: shapes of each group's members, in the order of the model. None: the shape is unknown.
         agrees: ``(name, group, position) -> bool``, an additional test of an assignment.
 
     Returns:
@@ -41,7 +41,7 @@ def match_names(
             if total - sum(places) < len(names) - at:
                 _count(found, places, count, -1)
             for group, place in enumerate(places):
-                if place == len(groups[group]) or groups[group][place] != shapes[name]:
+                if place == len(groups[group]) or groups[group][place] not in (None, shapes[name]):
                     continue
                 if agrees is None or agrees(name, group, place):
                     _count(found, (*places[:group], place + 1, *places[group + 1 :]), count, group)

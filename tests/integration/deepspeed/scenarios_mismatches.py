@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,16 @@ import torch
 from deepspeed import comm as dist
 
 from tests.integration.deepspeed.damaged_checkpoints import TAG, damaged, untouched
-from tests.integration.deepspeed.jobs import build
+from tests.integration.deepspeed.jobs import build, train
 from tests.integration.deepspeed.logs import Log
 from tests.integration.deepspeed.model import Model
 from tests.integration.deepspeed.resumes import here
 from tests.integration.deepspeed.scenario_worker import scenario
+from tests.integration.deepspeed.truth import consolidated, differences
+from unickpt.cli.main import main
 from unickpt.errors import UnickptError
+
+STATES = ("exp_avg", "exp_avg_sq")
 
 
 @scenario(2)
@@ -30,6 +36,29 @@ def without_the_key_the_error_of_a_load_names_the_format_and_the_remedy(folder: 
         assert engine.load_checkpoint(str(folder / "nowhere")) == (None, None)
         with pytest.raises(AssertionError):  # DeepSpeed's own errors do not change
             engine.load_checkpoint(str(folder), tag="nothing")
+
+
+@scenario(2)
+def the_refusal_of_a_stock_checkpoint_has_the_command_that_helps(folder: Path) -> None:
+    """With and without the key. The error keeps DeepSpeed's class. What the command makes is what DeepSpeed saved."""
+    stock, place = build(here(2), seed=1, unickpt={}), folder / "stock"
+    train(stock, 2)
+    stock.save_checkpoint(str(place))
+    saved = consolidated(stock, STATES)
+    commands = set()
+    for stage, error in ((3, AssertionError), (0, AttributeError)):
+        for section in ({}, {"enabled": True}):
+            with pytest.raises(error) as caught:
+                build(here(stage), seed=2, unickpt=section).load_checkpoint(str(place))
+            commands |= set(re.findall(r"^    unickpt (convert .*)$", str(caught.value), re.MULTILINE))
+            assert ('with "unickpt": {"enabled": true}' in str(caught.value)) == (not section)
+    (command,) = commands
+    if dist.get_rank() == 0:
+        assert main(shlex.split(command)) == 0
+    dist.barrier()
+    engine = build(here(3), seed=2)
+    assert engine.load_checkpoint(shlex.split(command)[-1])[0] is not None
+    assert not differences(saved, consolidated(engine, STATES))
 
 
 @scenario(2)
@@ -55,7 +84,7 @@ def errors_of_deepspeeds_converters_name_the_format_and_the_command(folder: Path
 
     place = damaged(folder, untouched)
     with pytest.raises(
-        FileNotFoundError, match=r"it is a unickpt checkpoint. For weights use: unickpt export .*bad/global_step1"
+        FileNotFoundError, match=r"is a unickpt checkpoint, .* For weights use: unickpt export .*bad/global_step1"
     ):
         get_fp32_state_dict_from_zero_checkpoint(str(place))
     with pytest.raises(FileNotFoundError, match=r"unickpt export .* --to deepspeed-universal"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import threading
 import time
 from pathlib import Path
@@ -94,7 +96,7 @@ def pair(request: pytest.FixtureRequest) -> ResumedRun:
 @pytest.fixture(scope="module")
 def stock(work: Path) -> Path:
     """The JSON without the key, ZeRO-2 on 2 processes: DeepSpeed's own checkpoints."""
-    run("train_trainer", 2, work / "stock", shipped("hf_zero2_auto", enabled=None), *COMMON, record=False)
+    run("train_trainer", 2, work / "stock", shipped("hf_zero2_auto", enabled=None), *COMMON)
     return work / "stock"
 
 
@@ -169,13 +171,26 @@ def test_hugging_faces_config_keeps_the_key(pair: ResumedRun) -> None:
     assert "auto" not in json.dumps(facts["config"]), "the values beside it are filled in"
 
 
-def test_without_the_key_trainer_fails_on_another_number_of_processes(stock: Path, work: Path) -> None:
+def test_without_the_key_trainer_fails_on_another_number_of_processes_and_names_the_command_that_helps(
+    stock: Path, work: Path
+) -> None:
     checkpoint = stock / f"checkpoint-{SAVED}"
     assert list((checkpoint / f"global_step{SAVED}").glob("*optim_states.pt"))
     config = shipped("hf_zero2_auto", enabled=None)
     process = run("train_trainer", 1, work / "refused", config, *COMMON, "--resume", str(checkpoint), record=False, check=False)
     assert process.returncode != 0
     assert REFUSAL in process.stdout
+    (command,) = set(re.findall(r"^ {4}unickpt (convert .*)$", process.stdout, re.MULTILINE))
+    assert main(shlex.split(command)) == 0
+    new = stock / "converted" / f"checkpoint-{SAVED}"
+    assert f"Then resume with --resume_from_checkpoint {new}" in process.stdout
+    theirs = {path.name for path in checkpoint.iterdir()} - {"zero_to_fp32.py", "zero_to_torch.py"}
+    assert {path.name for path in new.iterdir()} == theirs
+    run("train_trainer", 1, work / "converted", shipped("hf_zero2_auto"), *COMMON, "--resume", str(new))
+    saved, _ = recorded(stock, f"save-{SAVED}")
+    found, facts = recorded(work / "converted", "begin")
+    assert_same_state(found, saved)
+    assert facts["step"] == SAVED
 
 
 def test_a_checkpoint_from_before_the_key_is_resumed_and_the_next_one_is_universal(stock: Path, work: Path) -> None:
@@ -238,7 +253,7 @@ def test_after_a_kill_during_a_save_the_newest_complete_checkpoint_is_resumed(ki
     explicit = run("train_trainer", 1, killed, shipped("hf_zero2_auto"), *COMMON, "--resume", str(torn), check=False)
     assert explicit.returncode != 0
     assert f"{whole} can be resumed. Pass it as resume_from_checkpoint, or pass True" in explicit.stdout
-    process = run("train_trainer", 1, killed, shipped("hf_zero2_auto"), *COMMON, "--resume", "last")
+    process = run("train_trainer", 1, killed, shipped("hf_zero2_auto"), *COMMON, "--resume", "True")
     assert resumed_at(process, killed) == SAVED
     logged = [line for line in process.stdout.splitlines() if "cannot be resumed" in line]
     assert len(logged) == 1, logged

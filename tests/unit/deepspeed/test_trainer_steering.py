@@ -77,3 +77,13 @@ def test_a_named_checkpoint_that_is_loaded_again_is_a_warning(tmp_path: Path, mo
     text = trainer_steering.remark(Options(), named, str(tmp_path))
     assert text.startswith(f"resume_from_checkpoint={named} is loaded again after the restart, although")
     assert trainer_steering.remark(Options(), f"{tmp_path}/checkpoint-10/", str(tmp_path)) == ""
+
+
+def test_true_on_a_command_line_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert trainer_steering.meant("True") is True
+    assert trainer_steering.meant("False") is None
+    for given in (None, True, False, "out/checkpoint-5", ""):
+        assert trainer_steering.meant(given) is given
+    (tmp_path / "True").mkdir()
+    assert trainer_steering.meant("True") == "True"

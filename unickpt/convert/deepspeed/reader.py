@@ -310,7 +310,7 @@ class _NativeReader(ShardCollector):
         return int(rest.split(".", 1)[0]) // max(each, 1) == expert_rank
 
     def _named(
-        self, file: File, module: Mapping[str, Located], wanted: Sequence[Sequence[tuple[int, ...]]], masters: Any
+        self, file: File, module: Mapping[str, Located], wanted: Sequence[Sequence[tuple[int, ...] | None]], masters: Any
     ) -> list[list[str]]:
         """Return the names of the numbered parameters of the optimizer. Raises FormatError if they are ambiguous."""
         agrees = None
@@ -328,10 +328,12 @@ class _NativeReader(ShardCollector):
             ) from None
 
 
-def _shape_of(file: File, state: Mapping[str, Any], master: Located | None) -> tuple[int, ...]:
-    """Return the shape of a parameter from its master, or from its states."""
+def _shape_of(file: File, state: Mapping[str, Any], master: Located | None) -> tuple[int, ...] | None:
+    """Return the shape of a parameter from its master, or from its states. None if it has neither: it never had a gradient."""
     if master is not None:
         return master.shape
+    if not state:
+        return None
     shapes = {value.shape for key, value in state.items() if isinstance(value, Located) and key != "step"}
     if len(shapes) != 1:
         raise FormatError(f"{file.path}: the shape of a parameter does not follow from its states {sorted(map(str, state))}")
