@@ -213,7 +213,7 @@ def _part(record: OptimizerRecord | None, names: ModuleNames, placed: Placement)
         )
         for found in (record.groups, record.scalars)
     )
-    return OptimizerRecord(record.name, groups, scalars) if groups else None
+    return OptimizerRecord(record.name, groups, scalars, record.stepped) if groups else None
 
 
 def _different(state: EngineState, announced: Message) -> tuple[tuple[str, str], ...]:

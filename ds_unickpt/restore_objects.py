@@ -243,16 +243,18 @@ class RestoredObjects:
             elif now == world:
                 self._object("rng", "restored")
             else:
-                kept = "rank 0 keeps its" if min(world, now) == 1 else f"ranks 0 to {min(world, now) - 1} keep their"
-                self._object("rng", "re-seeded", f"{world} ranks became {now}: {kept} generators")
+                self._reseeded(world, now, rng.kept(world, now))
         else:
             other = self._rng_of(source.second) if world > source.second else None
             if other is not None and rng.equal(first, other):
                 rng.restore(first)
-                self._object("rng", "re-seeded", f"{world} ranks became {now}: all ranks shared one state, and still share it")
+                self._reseeded(world, now, "all ranks shared one state, and still share it")
             else:
                 rng.reseed(first, source.number)
-                self._object("rng", "re-seeded", f"{world} ranks became {now}: this rank is new, and is seeded from rank 0")
+                self._reseeded(world, now, "this rank is new, and is seeded from rank 0")
+
+    def _reseeded(self, before: int, now: int, how: str) -> None:
+        self._object("rng", "re-seeded", rng.change(f"{before} ranks", str(now), how))
 
     def _generators(self) -> Generators:
         """Return whose generators this rank takes."""

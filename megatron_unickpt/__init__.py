@@ -13,16 +13,18 @@ from unickpt import autoload
 if TYPE_CHECKING:
     from megatron_unickpt.api import load, resume_or_start, save
     from megatron_unickpt.edge import RUNTIME
+    from megatron_unickpt.positions import PositionFree
     from megatron_unickpt.precision import apply_precision
     from megatron_unickpt.strategies import UnickptLoadStrategy, UnickptSaveStrategy
     from megatron_unickpt.timing import begin as time_collectives
 
 __all__ = [
-    "RUNTIME", "UnickptLoadStrategy", "UnickptSaveStrategy", "apply_precision", "load", "resume_or_start", "save",
-    "time_collectives",
+    "RUNTIME", "PositionFree", "UnickptLoadStrategy", "UnickptSaveStrategy", "apply_precision", "load", "resume_or_start",
+    "save", "time_collectives",
 ]  # fmt: skip
 
 _MODULES = {
+    "PositionFree": ("megatron_unickpt.positions", "PositionFree"),
     "RUNTIME": ("megatron_unickpt.edge", "RUNTIME"),
     "apply_precision": ("megatron_unickpt.precision", "apply_precision"),
     "load": ("megatron_unickpt.api", "load"),

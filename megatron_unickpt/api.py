@@ -189,15 +189,14 @@ def _load(
         rng.restore(loaded[_RNG]["generators"])
         tracker_module.get_cuda_rng_tracker().set_states(loaded[_RNG]["trackers"])
     elif RUNTIME.last_report is not None:
-        reason = "saved under another parallel shape; seed with model_parallel_cuda_manual_seed"
-        RUNTIME.last_report.add("rng", "object", "left out", reason)
+        RUNTIME.last_report.add("rng", "object", "left out", "the checkpoint has none: this job's own keep their state")
     return {"iteration": loaded.get("iteration", 0), "extra": loaded.get("extra", {})}
 
 
 def _with_stored_generators(checkpoint: Checkpoint, state: dict[str, Any]) -> dict[str, Any]:
-    """Do not load this rank's random generators if the checkpoint has none for its position."""
-    here = ShardedObject(_RNG, None, *_position(), replica_id=0)
-    return state if here.unique_key in checkpoint.shared_names() else {k: v for k, v in state.items() if k != _RNG}
+    """Do not load random generators if the checkpoint has none, as one of the training scripts or of another framework."""
+    stored = any(name.startswith(f"{_RNG}/") for name in checkpoint.shared_names())
+    return state if stored else {key: value for key, value in state.items() if key != _RNG}
 
 
 def _chunks(model: Any) -> dict[str, Any]:

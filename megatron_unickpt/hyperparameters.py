@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class OptimizerPart:
         grad_scaler: state of the loss scaler; set by a load, or to be saved.
         loaded: whether a load has filled the tensors.
         began: names of parameters that were frozen when the checkpoint was saved; their state begins at zero.
+        model: the model's sharded tensors and factories by the id of their parameter.
+        allocated: whether states that did not exist were allocated, to be filled.
     """
 
     optimizer: Any
@@ -39,6 +41,8 @@ class OptimizerPart:
     grad_scaler: Any = None
     loaded: bool = False
     began: frozenset[str] = frozenset()
+    model: Mapping[int, Any] = field(default_factory=dict)
+    allocated: bool = False
 
 
 def record_of(part: OptimizerPart, *, alone: bool = True) -> OptimizerRecord | None:
@@ -74,7 +78,7 @@ def record_of(part: OptimizerPart, *, alone: bool = True) -> OptimizerRecord | N
             scalars += [ParameterGroup(values, tuple(dict.fromkeys(names))) for values, names in by_value.values()]
     if not part.leaves or not (alone or groups):
         return None
-    return OptimizerRecord(internals.name_of(part.leaves[0]), tuple(groups), tuple(scalars))
+    return OptimizerRecord(internals.name_of(part.leaves[0]), tuple(groups), tuple(scalars), internals.stepped(part.leaves))
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -112,15 +112,23 @@ def config_fields() -> list[str]:
 
 
 def coordinates() -> dict[str, int]:
-    """Return this rank's pipeline, tensor, expert and data parallel rank. The last one includes context parallelism."""
+    """Return this rank's position in every parallel dimension. That of data includes context parallelism."""
     if not parallel_state.is_initialized():
-        return {"pipeline": 0, "tensor": 0, "expert": 0, "data": torch.distributed.get_rank()}
+        return {"pipeline": 0, "tensor": 0, "expert": 0, "expert_tensor": 0, "data": torch.distributed.get_rank()}
     return {
         "pipeline": int(parallel_state.get_pipeline_model_parallel_rank()),
         "tensor": int(parallel_state.get_tensor_model_parallel_rank()),
         "expert": int(parallel_state.get_expert_model_parallel_rank()),
+        "expert_tensor": _expert_tensor_rank(),
         "data": int(parallel_state.get_data_parallel_rank(with_context_parallel=True)),
     }
+
+
+def _expert_tensor_rank() -> int:
+    try:
+        return int(parallel_state.get_expert_tensor_parallel_rank())
+    except (AssertionError, AttributeError, TypeError):
+        return 0
 
 
 def process_groups() -> dict[str, list[Any]]:

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-from megatron_unickpt import dialects, internals, metadata, restore, sharded_tensors
+from megatron_unickpt import dialects, internals, metadata, optimizer_forms, restore, sharded_tensors
 from megatron_unickpt.errors import as_megatron_errors
 from megatron_unickpt.foreign_state import Receiver
 from megatron_unickpt.hyperparameters import OptimizerPart
@@ -99,7 +99,8 @@ def load(
 
     def opened() -> tuple[Checkpoint, _Request]:
         checkpoint = runtime.opened(checkpoint_dir) if source is None else source()
-        return checkpoint, _Request.of(adapt(checkpoint, sharded_state_dict) if adapt else sharded_state_dict)
+        state = adapt(checkpoint, sharded_state_dict) if adapt else sharded_state_dict
+        return checkpoint, _Request.of(optimizer_forms.to_load(state, checkpoint))
 
     with as_megatron_errors():
         stored, request = together.step("open", opened)

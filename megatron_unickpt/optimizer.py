@@ -10,10 +10,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    CheckpointingException,
+    LocalNonpersistentObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 
 from megatron_unickpt import optimizer_internals as internals
 from megatron_unickpt import sharded_tensors
@@ -34,12 +40,39 @@ PART = "unickpt"  # key of OptimizerPart in the optimizer's state dict
 TENSORS = "unickpt_tensors"
 
 
+class MegatronsForm(dict[str, Any]):
+    """The state dict of an optimizer in a form of Megatron, with what is needed to describe it by parameter instead.
+
+    A copy or a pickle of it is a plain dict.
+
+    Attributes:
+        optimizer: Megatron's optimizer.
+        model: the model's sharded tensors and factories by the id of their parameter.
+    """
+
+    def __init__(
+        self, state: dict[str, Any], optimizer: Any, model: Mapping[int, ShardedTensor | ShardedTensorFactory]
+    ) -> None:
+        super().__init__(state)
+        self.optimizer, self.model = optimizer, model
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return dict, (dict(self),)
+
+
 def sharded_state_dict(optimizer: Any, model: Any, *, is_loading: bool) -> dict[str, Any]:
+    """Return the optimizer's state by parameter. ``model`` is the model's sharded state dict; see ``by_parameter``."""
+    return by_parameter(optimizer, _by_parameter(model), is_loading=is_loading)
+
+
+def by_parameter(
+    optimizer: Any, known: Mapping[int, ShardedTensor | ShardedTensorFactory], *, is_loading: bool
+) -> dict[str, Any]:
     """Return the optimizer's state as sharded tensors whose data are the live tensors.
 
     Args:
         optimizer: supported wrapper (``optimizer_internals.unsupported_reason``).
-        model: sharded state dict of the model, with its parameters as data (``keep_vars``).
+        known: the model's sharded tensors and factories by the id of their parameter.
         is_loading: allocate states that do not exist yet.
 
     Returns:
@@ -52,7 +85,6 @@ def sharded_state_dict(optimizer: Any, model: Any, *, is_loading: bool) -> dict[
     if reason:
         raise UnsupportedLayoutError(reason)
     leaves = internals.leaves(optimizer, allocate=is_loading)
-    known = _by_parameter(model)
     names: dict[int, tuple[str, ...]] = {}
     tensors: dict[str, ShardedTensor] = {}
     described: set[int] = set()
@@ -72,8 +104,9 @@ def sharded_state_dict(optimizer: Any, model: Any, *, is_loading: bool) -> dict[
     scalers = [getattr(leaf.optimizer, "grad_scaler", None) for leaf in leaves]
     scaler = next((s for s in scalers if s), None)
     part = OptimizerPart(
-        optimizer, leaves, names, frozenset(described), grad_scaler=None if scaler is None else scaler.state_dict()
-    )
+        optimizer, leaves, names, frozenset(described), grad_scaler=None if scaler is None else scaler.state_dict(),
+        model=known, allocated=is_loading,
+    )  # fmt: skip
     return {PART: LocalNonpersistentObject(part), TENSORS: tensors}
 
 
@@ -221,12 +254,19 @@ def hooked_state_dict(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap ``optimizer.sharded_state_dict``: return model space if the metadata or the scripts select it."""
+    """Wrap ``optimizer.sharded_state_dict``: return model space if the metadata or the scripts select it.
+
+    Otherwise the result is in Megatron's form, and a save or load of unickpt can still describe it by parameter.
+    """
     metadata = kwargs.get("metadata") or {}
     by_scripts = runtime.purpose in (Purpose.SAVE, Purpose.LOAD)  # 0.12 passes no metadata
-    if not (metadata.get(keys.MARK) or by_scripts):
-        return wrapped(model_sharded_state_dict, *args, **kwargs)
+    selected = metadata.get(keys.MARK) or by_scripts
     reason = internals.unsupported_reason(instance)
+    if not selected:
+        known = {} if reason or runtime.purpose is Purpose.NATIVE else _by_parameter(model_sharded_state_dict)
+        if not known:
+            return wrapped(model_sharded_state_dict, *args, **kwargs)
+        return MegatronsForm(_in_megatrons_form(wrapped, model_sharded_state_dict, *args, **kwargs), instance, known)
     if reason:
         if runtime.is_news(reason):
             logger.warning(
@@ -236,6 +276,22 @@ def hooked_state_dict(
         return wrapped(model_sharded_state_dict, *args, **kwargs)
     is_loading = bool(args[0]) if args else bool(kwargs.get("is_loading", False))
     return sharded_state_dict(instance, model_sharded_state_dict, is_loading=is_loading)
+
+
+def _in_megatrons_form(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the state dict in Megatron's form. If there is none, it raises Megatron's error when another program uses it.
+
+    The form that Megatron describes without metadata has been impossible since 0.15.
+    """
+    try:
+        return wrapped(*args, **kwargs)
+    except CheckpointingException as err:
+        err.__traceback__ = None  # its frames hold the state
+        return {"optimizer": ShardedTensorFactory("optimizer", torch.empty(0), partial(_raise, err), lambda _: None)}
+
+
+def _raise(err: Exception, *_: Any) -> Any:
+    raise err
 
 
 def hooked_load(wrapped: Callable[..., Any], state_dict: Any) -> Any:

@@ -7,7 +7,7 @@ Follows megatron-core 0.12 to 0.19 and the development branch: ``optimizer/optim
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,16 +137,43 @@ def _allocate(wrapper: Any) -> None:
         return
     for optimizer in cpu_offload.inner_optimizers(wrapper.optimizer):
         for group in optimizer.param_groups:
-            names: tuple[str, ...] = ()
-            if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
-                names = ("momentum_buffer",)
-            elif isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) or _is_fused_adam(optimizer):
-                names = ("exp_avg", "exp_avg_sq")
+            names = _initial_states(optimizer, group)
             for stepped in group["params"]:
                 state = optimizer.state[stepped]
                 if names and not state:
                     state.update({name: torch.zeros_like(stepped.data) for name in names})
     cpu_offload.publish_states(wrapper.optimizer)
+
+
+def stepped(leaves: Sequence[Leaf]) -> bool | None:
+    """Whether these optimizers have stepped. None if no parameter is here, or if no state can tell.
+
+    One that counts no steps has stepped if it has state.
+    """
+    held = [each for leaf in leaves for each in leaf.held]
+    counted = [each.scalars["step"] for each in held if "step" in each.scalars]
+    counted += [group["step"] for leaf in leaves for group in leaf.inner.param_groups if "step" in group]
+    if counted:
+        return any(float(step) > 0 for step in counted)
+    if any(each.states or each.others for each in held):
+        return True
+    keeps = any(leaf.optimizer.init_state_fn is not None or _torch_states(leaf.inner) for leaf in leaves)
+    return False if held and keeps else None
+
+
+def _torch_states(optimizer: Any) -> bool:
+    return any(
+        _initial_states(inner, group) for inner in cpu_offload.inner_optimizers(optimizer) for group in inner.param_groups
+    )
+
+
+def _initial_states(optimizer: Any, group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the states that an optimizer keeps for the parameters of a group. Empty if unknown."""
+    if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+        return ("momentum_buffer",)
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) or _is_fused_adam(optimizer):
+        return ("exp_avg", "exp_avg_sq")
+    return ()
 
 
 def _is_fused_adam(optimizer: Any) -> bool:

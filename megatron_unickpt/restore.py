@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from megatron_unickpt import internals, positions, sharded_tensors
+from megatron_unickpt import generators, internals, optimizer_forms, positions, sharded_tensors
 from megatron_unickpt import vocabulary as vocabulary_module
 from megatron_unickpt.common_state import COMMON
 from megatron_unickpt.hyperparameters import OptimizerPart
@@ -24,6 +24,7 @@ from unickpt.errors import MismatchError
 from unickpt.format.boxes import Box
 from unickpt.format.dtypes import name_of, torch_dtype
 from unickpt.format.index import TensorInfo
+from unickpt.format.manifest import OptimizerRecord
 from unickpt.format.topology import describe
 from unickpt.load.checkpoint import Checkpoint, Planned
 from unickpt.load.fragments import Request
@@ -83,7 +84,7 @@ class Restore:
             f"{source.framework_version}, {describe(source.topology)}"
             f"{translated_from(self.checkpoint)})"
         )
-        self._stepped = any(info.kind == "optimizer" for info in self.checkpoint.index.tensors)
+        self._without_state = optimizer_forms.without_state(self.checkpoint)
         self._requests: list[Request] = []
         self._overrides: list[Request] = []
         self._late: list[_Copy] = []
@@ -97,6 +98,9 @@ class Restore:
             MismatchError: the checkpoint lacks tensors, or has them in another shape. Lists all of them.
             CorruptCheckpointError, StorageError: damaged or unreadable.
         """
+        refused_form = optimizer_forms.refusal(self.checkpoint, items)
+        if refused_form:
+            raise MismatchError(f"{self.checkpoint.storage} does not fit this job: {refused_form}. Nothing is loaded.")
         missing: list[str] = []
         shapes: list[str] = []
         rows: list[str] = []
@@ -104,11 +108,9 @@ class Restore:
         for item in items:
             name, state = sharded_tensors.tensor_of(item.key)
             info = source_of(self.checkpoint, name, state)
-            if info is None and isinstance(item, StateTensor) and state != MASTER and not self._stepped:
+            if info is None and isinstance(item, StateTensor) and state != MASTER and self._without_state:
                 item.data.zero_()
-                self.report.add(
-                    name, state, "left out", "the optimizer had not stepped when it was saved: zeros, as in a new optimizer"
-                )
+                self.report.add(name, state, "left out", f"{self._without_state}: zeros, as in a new optimizer")
             elif info is None and isinstance(item, StateTensor) and state != MASTER and self._was_frozen(name):
                 item.data.zero_()
                 self.began.add(name)
@@ -138,15 +140,20 @@ class Restore:
         self.report.add_read(stats)
 
     @cached_property
+    def record(self) -> OptimizerRecord | None:
+        """Return hyperparameters and steps of the optimizer, by parameter."""
+        return optimizer_forms.record_of(self.checkpoint)
+
+    @cached_property
     def _optimized(self) -> frozenset[str]:
         """Return the names of the parameters that the checkpoint's optimizer has a state for."""
-        record = self.checkpoint.manifest.optimizer
+        record = self.record
         grouped = [name for group in (*record.groups, *record.scalars) for name in group.parameters] if record else []
         return frozenset([*grouped, *(info.name for info in self.checkpoint.index.tensors if info.kind == "optimizer")])
 
     def _was_frozen(self, name: str) -> bool:
         """Whether a parameter is in the checkpoint but not in its optimizer, which has other parameters."""
-        grouped = self.checkpoint.manifest.optimizer is not None and bool(self._optimized)
+        grouped = self.record is not None and bool(self._optimized)
         return grouped and name not in self._optimized and source_of(self.checkpoint, name, WEIGHT) is not None
 
     def _complain(self, missing: list[str], shapes: list[str], rows: list[str]) -> None:
@@ -159,10 +166,12 @@ class Restore:
             if entries:
                 shown = "; ".join(entries[:10]) + (f"; and {len(entries) - 10} more" if len(entries) > 10 else "")
                 lines.append(f"{what} ({len(entries)}): {shown}")
-        record = self.checkpoint.manifest.optimizer
+        record = self.record
         states = sorted({info.state for info in self.checkpoint.index.tensors if info.kind == "optimizer"})
         if lines and record is not None and any(key.startswith("optimizer.state.") for key in missing):
             lines.append(f"It was saved with {record.name}, whose states are {', '.join(states) or 'none'}")
+        if lines and (advice := optimizer_forms.advice(self.checkpoint, [*missing, *shapes])):
+            lines.append(advice)
         if rows:
             lines.append(vocabulary_module.advice(self.vocabulary))
         if lines:
@@ -280,6 +289,9 @@ class Restore:
                 found[item.unique_key] = item.data
                 self.report.add(item.unique_key, OBJECT, "re-seeded", "the other framework has none: this job keeps its own")
                 continue
+            if generators.are_in(item) and self._names_of(item.key):
+                found[item.unique_key] = self._generators(item)
+                continue
             if item.unique_key not in self._object_names:
                 found[item.unique_key] = self._at_another_position(item)
                 continue
@@ -295,23 +307,46 @@ class Restore:
     def _object_names(self) -> frozenset[str]:
         return frozenset(self.checkpoint.shared_names())
 
+    def _names_of(self, key: str) -> tuple[str, ...]:
+        return tuple(sorted(name for name in self._object_names if name.startswith(f"{key}/")))
+
+    def _generators(self, item: ShardedObject) -> Any:
+        left_out: list[str] = []
+
+        def read(name: str) -> Any:
+            decoded = self.checkpoint.shared_object(name, allow_pickle=self.allow_pickle)
+            left_out.extend(decoded.left_out if name == item.unique_key else ())
+            return decoded.value
+
+        stored = generators.Stored(self._names_of(item.key), read, self.checkpoint.manifest.writer.topology)
+        found = generators.found_for(item, stored, internals.topology(), internals.coordinates())
+        if left_out and found.outcome == "restored":
+            found = replace(found, outcome="left out", reason="; ".join(left_out))
+        return self._taken(item, found)
+
     def _at_another_position(self, item: ShardedObject) -> Any:
-        names = sorted(name for name in self._object_names if name.startswith(f"{item.key}/"))
-        decoded = [self.checkpoint.shared_object(name, allow_pickle=self.allow_pickle) for name in names]
+        names = self._names_of(item.key)
+        read = names if positions.may_move(item) else ()
+        decoded = [self.checkpoint.shared_object(name, allow_pickle=self.allow_pickle) for name in read]
         complete = [] if any(each.left_out for each in decoded) else [each.value for each in decoded]
-        found = positions.at_another_position(item.key, item.data, complete, names)
+        return self._taken(item, positions.at_another_position(item, complete, names))
+
+    def _taken(self, item: ShardedObject, found: positions.Found) -> Any:
+        """Report an object that was found, and return it."""
         if found.refused:
+            other = positions.ADVICE if self._names_of(item.key) else ""
+            advice = optimizer_forms.advice(self.checkpoint, [item.key]) or other
             raise MismatchError(
                 f"{self.checkpoint.storage}: no object {item.unique_key} ({found.reason}): objects are kept per "
-                "position and cannot be resharded"
+                f"position and cannot be resharded. {advice}".rstrip()
             )
-        self.report.add(item.unique_key, OBJECT, "re-seeded" if found.own else "restored", found.reason)
+        self.report.add(item.unique_key, OBJECT, found.outcome, found.reason)
         return found.value if found.own else sharded_tensors.object_of(found.value)
 
     def optimizers(self, parts: Iterable[OptimizerPart]) -> None:
         """Pass the hyperparameters of the checkpoint to the optimizers that were filled."""
         for part in parts:
-            part.record = self.checkpoint.manifest.optimizer
+            part.record = self.record
             part.grad_scaler = self.checkpoint.objects(allow_pickle=self.allow_pickle).value.get("grad_scaler")
             part.began = frozenset(self.began)
             part.loaded = True

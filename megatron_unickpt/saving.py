@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-from megatron_unickpt import capture, internals, marks, sharded_tensors
+from megatron_unickpt import capture, internals, marks, optimizer_forms, sharded_tensors
 from megatron_unickpt.errors import MegatronSaveError, as_megatron_errors
 from megatron_unickpt.runtime import Purpose, Runtime
 from unickpt.convert.megatron.keys import CONTENT_METADATA
@@ -74,11 +74,12 @@ def save(
         turn = call.memory
 
     def contribute(_: Message) -> Contribution:
-        common = sharded_tensors.common(sharded_state_dict)
+        state = optimizer_forms.to_save(sharded_state_dict)
+        common = sharded_tensors.common(state)
         if content_metadata is not None:
             common[CONTENT_METADATA] = {k: v for k, v in content_metadata.items() if k != "dp_cp_group"}
         compared.append(preprocess_common(common) if preprocess_common is not None else common)
-        return capture.contribution(sharded_state_dict, common, share=share)
+        return capture.contribution(state, common, share=share)
 
     request = SaveRequest(
         contribute,

@@ -41,6 +41,7 @@ from unickpt.dialects.model_facts import Model
 from unickpt.errors import StorageError
 from unickpt.format.manifest import MANIFEST_FILE
 from unickpt.format.topology import describe
+from unickpt.load import rng
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.resume import AgreedFailureError, Offer, Together, resume
 from unickpt.memory.tier import Turn
@@ -319,10 +320,11 @@ def _universal(
         _take_part(runtime, offer, err, begun)
         raise
     report = runtime.last_report
-    if wanted and not same:
-        reason = _reseed(options, offer.step, checkpoint)
-        if report is not None:
-            report.add(RNG, "object", "re-seeded", reason)
+    reseeded = (
+        "" if not wanted else _reseed(options, offer.step, checkpoint) if not same else _data_ranks_changed(options, checkpoint)
+    )
+    if reseeded and report is not None:
+        report.add(RNG, "object", "re-seeded", reseeded)
     if report is not None:
         report.skipped = list(skipped)
     return result
@@ -378,6 +380,17 @@ def _same_positions(source: Mapping[str, Any]) -> bool:
     return all(int(source.get(key, 1)) == int(now.get(key, 1)) for key in ("pipeline", "tensor", "expert"))
 
 
+def _data_ranks_changed(options: argparse.Namespace, source: Checkpoint) -> str:
+    """Return what becomes of the generators under another data parallel size, for the report; '' under the same."""
+    before, now = _data_parallel(source.manifest.writer.topology), _data_parallel(internals.topology())
+    if before == now:
+        return ""
+    how = rng.kept(before, now)
+    if now > before and not getattr(options, "data_parallel_random_init", False):  # with it, the object's entry says how
+        how = f"{how}, and data parallel rank n has those of n modulo {before}"
+    return rng.change(f"{before} data parallel ranks", str(now), how)
+
+
 def _reseed(options: argparse.Namespace, iteration: int, source: Checkpoint) -> str:
     """Seed the generators and trackers as Megatron does when a job starts, with the seed plus the iteration.
 
@@ -388,11 +401,11 @@ def _reseed(options: argparse.Namespace, iteration: int, source: Checkpoint) -> 
     """
     seed = int(getattr(options, "seed", 1234)) + iteration
     internals.seed_scripts(options, seed)
-    writer, now = source.manifest.writer, describe(internals.topology())
-    why = f"{describe(writer.topology)} became {now}"
+    writer = source.manifest.writer
+    how = f"seeded with {seed} (seed + iteration)"
+    reason = rng.change(describe(writer.topology), describe(internals.topology()), how)
     if foreign_state.is_foreign(source):
-        why = f"generators of {writer.framework} are not Megatron's"
-    reason = f"{why}: seeded with {seed} (seed + iteration)"
+        reason = f"generators of {writer.framework} are not Megatron's: {how}"
     if torch.distributed.get_rank() == 0:
         logger.info("unickpt: random number generators re-seeded, %s", reason)
     return reason

@@ -294,7 +294,7 @@ def _optimizer(
                 members[found[0]].append(target)
         return tuple(dataclasses.replace(group, parameters=tuple(names)) for group, names in zip(groups, members, strict=True))
 
-    return OptimizerRecord(record.name, renamed(record.groups), renamed(record.scalars))
+    return OptimizerRecord(record.name, renamed(record.groups), renamed(record.scalars), record.stepped)
 
 
 def under_names_of(source: Checkpoint, like: Checkpoint, *, chosen: str = "", option: str = "--dialect") -> Checkpoint:

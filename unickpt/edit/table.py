@@ -179,7 +179,7 @@ def map_names(record: OptimizerRecord, names: Callable[[str], str | None], scala
 
     groups = tuple(mapped(group, lambda _: True) for group in record.groups)
     counts = tuple(mapped(group, scalars) for group in record.scalars)
-    return OptimizerRecord(record.name, groups, tuple(group for group in counts if group.parameters))
+    return OptimizerRecord(record.name, groups, tuple(group for group in counts if group.parameters), record.stepped)
 
 
 def _trimmed(before: Table, after: Table) -> OptimizerRecord | None:

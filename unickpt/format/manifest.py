@@ -97,11 +97,14 @@ class OptimizerRecord:
         name: class name of the innermost optimizer, the one that computes the step.
         groups: parameter groups. Every optimized parameter is in exactly one.
         scalars: scalar state of parameters (such as ``step``), grouped by equal values.
+        stepped: False: it had no state yet, because it had not stepped. True: it had. None: the writer did not record it, or
+            an optimizer of this kind never has any.
     """
 
     name: str
     groups: tuple[ParameterGroup, ...]
     scalars: tuple[ParameterGroup, ...]
+    stepped: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +235,7 @@ def merge_optimizers(first: OptimizerRecord | None, others: Sequence[OptimizerRe
         name=records[0].name,
         groups=_merge_groups([group for record in records for group in record.groups]),
         scalars=_merge_groups([group for record in records for group in record.scalars]),
+        stepped=next((value for value in (True, False) if any(record.stepped is value for record in records)), None),
     )
 
 
@@ -357,6 +361,7 @@ class _ManifestParser:
         return dtype, tuple(shape), device
 
     def optimizer(self, body: Any) -> OptimizerRecord:
-        return OptimizerRecord(
-            name=self._get(body, "name", str), groups=self._groups(body, "groups"), scalars=self._groups(body, "scalars")
-        )
+        name, stepped = self._get(body, "name", str), body.get("stepped")
+        if stepped is not None and type(stepped) is not bool:
+            raise FormatError(f"{self._where}: member 'stepped' is {type(stepped).__name__}, expected a boolean or null")
+        return OptimizerRecord(name, self._groups(body, "groups"), self._groups(body, "scalars"), stepped)

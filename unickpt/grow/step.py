@@ -172,7 +172,7 @@ def _renamed(record: OptimizerRecord | None, names: Mapping[str, list[tuple[str,
     def renamed(group: ParameterGroup) -> ParameterGroup:
         return replace(group, parameters=tuple(new for name in group.parameters for new, _ in names.get(name, [(name, False)])))
 
-    return OptimizerRecord(record.name, tuple(map(renamed, record.groups)), tuple(map(renamed, record.scalars)))
+    return OptimizerRecord(record.name, tuple(map(renamed, record.groups)), tuple(map(renamed, record.scalars)), record.stepped)
 
 
 def _moved(where: Sequence[Ints]) -> bool:

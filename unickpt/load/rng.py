@@ -1,9 +1,21 @@
-"""Capture, restore and re-seed the random generators of a process."""
+"""Capture, restore and re-seed the random generators of a process.
+
+The rule of both adapters, when a job has other ranks than the one that saved:
+
+- A rank that the checkpoint has keeps its generators. (A rank is the same if its position in every parallel dimension that
+  generators depend on is the same.)
+- A new rank gets the state that the saved ranks share, if they share one.
+- Otherwise it is seeded from the state of the first saved rank and its own position. The result is deterministic, is another
+  one at another step of the job, and differs where the positions need different random numbers.
+
+The load report lists what was re-seeded, with ``change``.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,22 +26,95 @@ State = dict[str, Any]
 
 def capture() -> State:
     """Return the states of the generators of Python, NumPy and torch as tensors and plain values."""
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: State = {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64).to(torch.uint32), "gauss": gauss},
-        "numpy": {
-            "kind": str(kind),
-            "keys": torch.from_numpy(np.array(keys, np.uint32)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        },
+        "python": _python(random.getstate()),
+        "numpy": _numpy(np.random.get_state(legacy=True)),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def _python(state: Any) -> State:
+    version, words, gauss = state
+    return {"version": version, "words": torch.tensor(words, dtype=torch.int64).to(torch.uint32), "gauss": gauss}
+
+
+def _numpy(state: Any) -> State:
+    kind, keys, position, has_gauss, cached = state
+    return {
+        "kind": str(kind),
+        "keys": torch.from_numpy(np.array(keys, np.uint32)),
+        "position": int(position),
+        "has_gauss": int(has_gauss),
+        "cached": float(cached),
+    }
+
+
+def is_state(value: Any) -> bool:
+    """Whether a value has the form of ``capture``."""
+    return isinstance(value, Mapping) and value.keys() - {"cuda"} == {"python", "numpy", "torch"}
+
+
+def of_seed(seed: int, like: State) -> State:
+    """Return the state of generators with this seed, in the form of ``capture``. Changes no generator.
+
+    Args:
+        seed: not negative, less than 2**63.
+        like: which generators there are.
+    """
+    state: State = {
+        "python": _python(random.Random(seed).getstate()),
+        "numpy": _numpy(np.random.RandomState(seed % 2**32).get_state(legacy=True)),
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+    }
+    return state | ({"cuda": cuda_of_seed(seed)} if "cuda" in like else {})
+
+
+def cuda_of_seed(seed: int) -> torch.Tensor:
+    """Return the state of a CUDA generator with this seed: the seed and an offset of 0 (``CUDAGeneratorImpl::get_state``)."""
+    return torch.tensor(list(seed.to_bytes(8, "little") + bytes(8)), dtype=torch.uint8)
+
+
+def seed_from(stored: Any) -> int:
+    """Return a seed below 2**31 that depends on every bit of stored generators, in whatever form they are."""
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key in sorted(value, key=str):
+                digest.update(str(key).encode())
+                add(value[key])
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                add(each)
+        elif isinstance(value, torch.Tensor):
+            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, np.ndarray):
+            digest.update(value.tobytes())
+        else:
+            digest.update(repr(value).encode())
+
+    add(stored)
+    return int.from_bytes(digest.digest()[:4], "little") >> 1
+
+
+def change(before: str, now: str, how: str) -> str:
+    """Return the reason of a report entry for generators that another job saved.
+
+    Args:
+        before, now: what the generators depend on, in the job that saved and in this one.
+        how: what became of the generators.
+    """
+    return f"{before} became {now}: {how}"
+
+
+def kept(before: int, now: int, what: str = "ranks") -> str:
+    """Return which ranks keep their generators, for ``change``."""
+    both = min(before, now)
+    single = what.removesuffix("s")
+    return f"{single} 0 keeps its generators" if both == 1 else f"{what} 0 to {both - 1} keep their generators"
 
 
 def restore(state: State) -> list[str]:

@@ -249,20 +249,22 @@ def repeated_saves_replace_the_checkpoint_in_a_directory(folder: Path) -> None:
 
 @scenario(2)
 def objects_of_other_positions_follow_one_rule_per_kind(folder: Path) -> None:
-    """Equal at all stored positions: they serve any. An extra state: the job keeps its own. Anything else is refused."""
+    """Declared free and equal everywhere: it serves any. An extra state: the job keeps its own. Anything else is refused."""
     rank, where = dist.get_rank(), made(folder / "ck")
 
     def state(positions: int, at: int, own: bool = False) -> dict[str, Any]:
-        def held(key: str, value: Any) -> ShardedObject:
-            return ShardedObject(key, "own" if own else value, (positions,), (at,))
+        def held(key: str, value: Any, kind: Any = ShardedObject) -> ShardedObject:
+            return kind(key, "own" if own else value, (positions,), (at,))
 
-        return {"equal": held("equal", {"kind": "all"}), "extra": held("layer._extra_state", f"of {rank}")}
+        free = megatron_unickpt.PositionFree
+        return {"equal": held("equal", {"kind": "all"}, free), "extra": held("layer._extra_state", f"of {rank}")}
 
     dist_checkpointing.save({"a": halves("a", torch.ones(4, 2)), **state(2, rank)}, where, strategy())
     loaded = dist_checkpointing.load({"a": halves("a", torch.zeros(4, 2)), **state(4, 2 + rank, own=True)}, where)
     assert (loaded["equal"], loaded["extra"]) == ({"kind": "all"}, "own")
     told = [entry for entry in RUNTIME.last_report.entries if entry.name.startswith("layer._extra_state")]
     assert [entry.outcome for entry in told] == ["re-seeded"]
-    other = {"a": halves("a", torch.zeros(4, 2)), "extra": ShardedObject("missing", None, (1,), (0,), replica_id=rank)}
-    with pytest.raises(CheckpointingException, match="it has none of that name"):
-        dist_checkpointing.load(other, where)
+    for key, told in (("missing", "it has none of that name"), ("equal", "objects are kept per position.*PositionFree")):
+        other = {"a": halves("a", torch.zeros(4, 2)), "extra": ShardedObject(key, None, (1,), (0,), replica_id=rank)}
+        with pytest.raises(CheckpointingException, match=told):
+            dist_checkpointing.load(other, where)
