@@ -5,6 +5,7 @@ They need no global arguments and fork no process.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import random as tracker_module
 
-from megatron_unickpt import internals, loading, saving
+from megatron_unickpt import internals, loading, masters, saving
 from megatron_unickpt.choices import step_of
 from megatron_unickpt.common_state import VOCABULARY
 from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.errors import MegatronSaveError, as_agreed_failures, as_megatron_errors
 from megatron_unickpt.foreign_state import Receiver
+from megatron_unickpt.lacking import Fit
 from megatron_unickpt.optimizer import METADATA
 from unickpt.errors import ConfigError
 from unickpt.load import rng
@@ -26,9 +28,11 @@ from unickpt.load.candidates import Candidates
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.resume import Offer, Together, resume
 from unickpt.memory.offers import MemoryResume
-from unickpt.options import MemoryOptions
+from unickpt.options import MISSING, MemoryOptions
 from unickpt.save import shutdown
 from unickpt.storage.base import absolute, join, split
+
+logger = logging.getLogger("unickpt")
 
 _RNG = "unickpt_rng"
 
@@ -96,16 +100,21 @@ def load(
     metadata: dict[str, Any] | None = None,
     strict: bool = True,
     load_dialect: str = "",
+    missing_state: str | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint of ``save``, under any parallel shape and optimizer wrapper. All ranks call it.
 
     Checkpoints of other frameworks load as well. A scheduler of Megatron is then set to their number of trained samples.
 
     Args:
-        directory, model, optimizer, scheduler, metadata: as for ``save``. Without ``optimizer`` its state is not loaded.
-        strict: passed to the modules' ``load_state_dict``.
+        directory, model, optimizer, scheduler, metadata: as for ``save``. Without ``optimizer`` its states are not loaded, and
+            the masters of an optimizer of this process get the values of the loaded weights.
+        strict: passed to the modules' ``load_state_dict``. False also allows parameters that only the checkpoint has, which
+            are left out, and parameters that only the model has, which keep their values.
         load_dialect: model family such as ``llama``, or path of a [dialect](dialect-language.md) file, for a checkpoint of
             another framework whose family is unknown.
+        missing_state: ``error`` or ``fresh``: what to do about optimizer states that the checkpoint lacks. None:
+            ``--unickpt-missing-state``, or ``error``.
 
     Returns:
         ``{"iteration": ..., "extra": ...}``.
@@ -113,7 +122,10 @@ def load(
     Raises:
         MegatronCheckpointError: the checkpoint is damaged or does not fit.
     """
-    return _load(directory, model, optimizer, scheduler=scheduler, metadata=metadata, strict=strict, load_dialect=load_dialect)
+    return _load(
+        directory, model, optimizer, scheduler=scheduler, metadata=metadata, strict=strict, load_dialect=load_dialect,
+        missing_state=missing_state,
+    )  # fmt: skip
 
 
 def resume_or_start(
@@ -126,12 +138,13 @@ def resume_or_start(
     strict: bool = True,
     memory: MemoryOptions | None = None,
     load_dialect: str = "",
+    missing_state: str | None = None,
 ) -> dict[str, Any]:
     """Load the newest complete checkpoint of a folder, or start without one if there is none. All ranks call it.
 
     Args:
         folder: path or URL of the folder in which ``save`` has made its checkpoints. It need not exist.
-        model, optimizer, scheduler, metadata, strict, load_dialect: as for ``load``.
+        model, optimizer, scheduler, metadata, strict, load_dialect, missing_state: as for ``load``.
         memory: also look for checkpoints in the memory of the hosts.
 
     Returns:
@@ -160,7 +173,7 @@ def resume_or_start(
         with as_agreed_failures():
             found = _load(
                 offer.directory, model, optimizer, scheduler=scheduler, metadata=metadata, strict=strict,
-                source=partial(in_memory.open, offer), load_dialect=load_dialect,
+                source=partial(in_memory.open, offer), load_dialect=load_dialect, missing_state=missing_state,
             )  # fmt: skip
         in_memory.loaded(offer, offer.step)
         return found
@@ -172,19 +185,27 @@ def resume_or_start(
 
 def _load(
     directory: str | Path, model: Any, optimizer: Any, *, scheduler: Any, metadata: dict[str, Any] | None, strict: bool,
-    source: Callable[[], Checkpoint] | None = None, load_dialect: str = "",
+    source: Callable[[], Checkpoint] | None = None, load_dialect: str = "", missing_state: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
+    if missing_state not in (None, *MISSING):
+        raise ConfigError(f"missing_state={missing_state!r}: expected one of {', '.join(MISSING)}")
     state = _state(model, optimizer, scheduler, metadata, is_loading=True)
     receiver = Receiver(scheduler=scheduler)
     loaded = loading.load(
-        RUNTIME, state, directory, receiver=receiver, adapt=_with_stored_generators, source=source, load_dialect=load_dialect
-    )
-    for key, chunk in _chunks(model).items():
+        RUNTIME, state, directory, receiver=receiver, adapt=_with_stored_generators, source=source, load_dialect=load_dialect,
+        fit=Fit.EQUAL if strict else Fit.COMMON, missing_state=missing_state,
+    )  # fmt: skip
+    chunks = _chunks(model)
+    for key, chunk in chunks.items():
         chunk.load_state_dict(loaded[key], strict=strict)
     if optimizer is not None:
         optimizer.load_state_dict(loaded["optimizer"])
+    else:
+        masters.follow_weights(p for chunk in chunks.values() for p in chunk.parameters())
     if scheduler is not None and "scheduler" in loaded:
         scheduler.load_state_dict(loaded["scheduler"])
+    elif scheduler is not None:
+        logger.warning("unickpt: %s has no state of a scheduler. The scheduler keeps its own.", directory)
     if _RNG in loaded:
         rng.restore(loaded[_RNG]["generators"])
         tracker_module.get_cuda_rng_tracker().set_states(loaded[_RNG]["trackers"])

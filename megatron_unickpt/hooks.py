@@ -57,19 +57,24 @@ def _save(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: A
 
 
 def _load(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import loading
+    from megatron_unickpt import loading, masters
+    from megatron_unickpt.lacking import Fit
 
     given = _arguments(wrapped, args, kwargs)
     if not runtime.recognises(given["checkpoint_dir"]):
         return wrapped(*args, **kwargs)
-    return loading.load(
+    alone = masters.parameters_alone(given["sharded_state_dict"]) if runtime.call is None else []
+    loaded = loading.load(
         runtime,
         given["sharded_state_dict"],
         given["checkpoint_dir"],
         receiver=runtime.receiver,
         validate_access_integrity=given["validate_access_integrity"],
         strict=given["strict"],
+        fit=Fit.EQUAL if runtime.call is not None and runtime.call.complete else Fit.REQUESTED,
     )
+    masters.follow_weights(alone, unless_equal=True)
+    return loaded
 
 
 def _metadata(name: str, runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:

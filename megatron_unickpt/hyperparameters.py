@@ -93,10 +93,13 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_hyperparameters(part: OptimizerPart, leaf: Leaf) -> None:
-    """Set groups and steps of an optimizer from ``part.record``."""
-    assert part.record is not None
-    groups = {name: group for group in part.record.groups for name in group.parameters}
-    steps = {name: entry.hyperparameters for entry in part.record.scalars for name in entry.parameters}
+    """Set groups and steps of an optimizer from ``part.record``. Without one the groups keep their values.
+
+    A step that the checkpoint lacks is that of a new optimizer, also if this one has stepped.
+    """
+    record = part.record or OptimizerRecord("", (), ())
+    groups = {name: group for group in record.groups for name in group.parameters}
+    steps = {name: entry.hyperparameters for entry in record.scalars for name in entry.parameters}
     latest = max((float(s["step"]) for s in steps.values() if isinstance(s.get("step"), (int, float))), default=None)
     members: dict[int, list[str]] = {}
     for held in leaf.held:
@@ -108,23 +111,29 @@ def restore_hyperparameters(part: OptimizerPart, leaf: Leaf) -> None:
         if internals.steps_per_parameter(leaf):
             internals.set_step(leaf, held, step or 0.0)
     for group in leaf.inner.param_groups:
-        source = next((groups[n] for n in members.get(id(group), []) if n in groups), None) or _same_identity(
-            part.record, group
-        )
-        if source is None:
-            continue
-        decoded = objects.decode(source.hyperparameters, tensors={}, where="optimizer group").value
-        for key, value in decoded.items():
-            if key in internals.SWITCHES:
-                continue
-            if key in group or key in ("max_lr", "min_lr", "lr"):
-                group[key] = value
+        names = members.get(id(group), [])
+        source = next((groups[n] for n in names if n in groups), None) or _same_identity(record, group)
+        if source is not None:
+            _set_group(group, source)
         if not internals.steps_per_parameter(leaf):
-            named = [steps[n]["step"] for n in members.get(id(group), []) if n in steps and "step" in steps[n]]
-            counts = not any(n in groups for n in members.get(id(group), []))  # Muon, for one, has no step
-            step = float(named[0]) if named else latest if counts else None
-            if step is not None:
-                group["step"] = int(step)
+            named = [steps[n]["step"] for n in names if n in steps and "step" in steps[n]]
+            counts = not any(n in groups for n in names)  # Muon, for one, has no step
+            _set_step(group, float(named[0]) if named else latest if counts else None)
+
+
+def _set_group(group: dict[str, Any], source: ParameterGroup) -> None:
+    decoded = objects.decode(source.hyperparameters, tensors={}, where="optimizer group").value
+    for key, value in decoded.items():
+        if key not in internals.SWITCHES and (key in group or key in ("max_lr", "min_lr", "lr")):
+            group[key] = value
+
+
+def _set_step(group: dict[str, Any], step: float | None) -> None:
+    """Set the step of a group; None: as before the first one."""
+    if step is not None:
+        group["step"] = int(step)
+    else:
+        group.pop("step", None)
 
 
 def _same_identity(record: OptimizerRecord, group: Mapping[str, Any]) -> ParameterGroup | None:

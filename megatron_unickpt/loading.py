@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,15 +19,26 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-from megatron_unickpt import dialects, internals, metadata, optimizer_forms, restore, sharded_tensors
+from megatron_unickpt import (
+    dialects,
+    internals,
+    lacking,
+    metadata,
+    optimizer_forms,
+    optimizer_internals,
+    restore,
+    sharded_tensors,
+)
 from megatron_unickpt.errors import as_megatron_errors
 from megatron_unickpt.foreign_state import Receiver
 from megatron_unickpt.hyperparameters import OptimizerPart
+from megatron_unickpt.lacking import Fit, Lack
 from megatron_unickpt.runtime import Runtime
 from unickpt.coordination.host_peers import HostPeers
 from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.diagnosis import session
 from unickpt.dialects.translated_checkpoint import TranslatedCheckpoint
+from unickpt.errors import MismatchError
 from unickpt.format.index import TensorInfo
 from unickpt.format.topology import describe
 from unickpt.garbage import collection_paused
@@ -59,6 +70,8 @@ def load(
     read_once_per_host: bool | None = None,
     source: Callable[[], Checkpoint] | None = None,
     load_dialect: str = "",
+    fit: Fit = Fit.REQUESTED,
+    missing_state: str | None = None,
 ) -> Any:
     """Load into a sharded state dict, from a checkpoint of any parallel shape and optimizer. All ranks call it.
 
@@ -79,6 +92,9 @@ def load(
         source: opens the checkpoint, if it is in memory. ``checkpoint_dir`` is then its name in messages.
         load_dialect: model family or dialect file, to load a checkpoint of another framework. '' for
             ``--unickpt-load-dialect``.
+        fit: which tensors the checkpoint and the job may have alone.
+        missing_state: ``error`` or ``fresh``: what to do about optimizer states that the checkpoint lacks. None:
+            ``--unickpt-missing-state``.
 
     Returns:
         The state dict; with ``return_all`` and ``return_unexpected`` also missing and unexpected keys.
@@ -109,6 +125,8 @@ def load(
             "named", lambda: dialects.as_named_here(stored, request.items(), with_others, receiver, load_dialect)
         )
         wanted, missing, unexpected = request.wanted, set[str](), set[str]()
+        if fit is Fit.EQUAL and with_others is not None:
+            _refuse_left_out(together, checkpoint, wanted)
         if handling != validation.StrictHandling.ASSUME_OK_UNEXPECTED:  # may raise on some ranks only
             wanted, missing, unexpected = together.step(
                 "strictly", lambda: _strictly(checkpoint, wanted, handling, validate_access_integrity)
@@ -118,7 +136,12 @@ def load(
 
         def planned() -> Planned:
             nonlocal filling, state
-            filling = _Filling(restore.Restore(checkpoint, verify=verify, allow_pickle=with_pickle), wanted)
+            work = restore.Restore(
+                checkpoint, verify=verify, allow_pickle=with_pickle, own=request.optimizer, fit=fit,
+                missing_state=missing_state or options.missing_state,
+            )  # fmt: skip
+            filling = _Filling(work, wanted)
+            work.begin_anew(request.dropped(wanted))
             state = filling.work.common()
             return filling.planned
 
@@ -126,7 +149,7 @@ def load(
         assert filling is not None
         together.read(filling.read, opener)
         together.step("finish", partial(_finish, filling, request, state))
-        _account(filling.work, wanted, with_others, time.monotonic() - begin, with_optimizer=bool(request.parts))
+        _account(filling.work, wanted, with_others, time.monotonic() - begin, handling, with_optimizer=bool(request.parts))
         runtime.last_report = filling.work.report
         session.checkpoint_io(filling.work.report.io_times(checkpoint.manifest.step or 0))
     merge(state, request.local)
@@ -168,7 +191,21 @@ class _Request:
         return cls(extract_sharded_base(wanted)[0], local, factories, parts)
 
     def items(self) -> list[ShardedTensor]:
-        return [leaf for leaf in sharded_tensors.walk(self.wanted) if isinstance(leaf, ShardedTensor)]
+        return _tensors_of(self.wanted)
+
+    def dropped(self, wanted: Any) -> list[ShardedTensor]:
+        """Return the sharded tensors that Megatron's handling of keys has removed from the request."""
+        kept = {id(item) for item in _tensors_of(wanted)}
+        return [item for item in self.items() if id(item) not in kept]
+
+    @property
+    def optimizer(self) -> str:
+        """Class name of this job's optimizer; '' without one."""
+        return next((optimizer_internals.name_of(leaf) for part in self.parts for leaf in part.leaves), "")
+
+
+def _tensors_of(tree: Any) -> list[ShardedTensor]:
+    return [leaf for leaf in sharded_tensors.walk(tree) if isinstance(leaf, ShardedTensor)]
 
 
 def _finish(filling: _Filling, request: _Request, state: Any) -> None:
@@ -182,7 +219,7 @@ def load_sharded(runtime: Runtime, wanted: Any, checkpoint_dir: str | Path) -> A
     with as_megatron_errors():
         items = [leaf for leaf in sharded_tensors.walk(wanted) if isinstance(leaf, ShardedTensor)]
         checkpoint = dialects.as_named_here(runtime.opened(checkpoint_dir), items, None, runtime.receiver)
-        filling = _Filling(restore.Restore(checkpoint), wanted)
+        filling = _Filling(restore.Restore(checkpoint, missing_state=internals.options().missing_state), wanted)
         filling.read()
         return filling.tree()
 
@@ -261,16 +298,78 @@ def _warn_of_lost_states(left: list[TensorInfo], with_optimizer: bool) -> None:
         )  # fmt: skip
 
 
-def _warn_of_untrained(names: set[str]) -> None:
+def _asks_for_weights(wanted: Any) -> bool:
+    return any(sharded_tensors.tensor_of(item.key)[1] == sharded_tensors.WEIGHT for item in _tensors_of(wanted))
+
+
+def _parameters_in(left: Iterable[TensorInfo]) -> list[str]:
+    """Return the names of parameters, without those of an optimizer's memory buckets."""
+    return sorted({info.name for info in left if info.kind == "parameter" and not optimizer_forms.is_bucket(info.name)})
+
+
+def _warn_of_left_out(checkpoint: Checkpoint, left: list[TensorInfo]) -> None:
+    names = _parameters_in(left)
     if names:
-        shown = ", ".join(sorted(names)[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         logger.warning(
-            "unickpt: %s: frozen when the checkpoint was saved, so it has no optimizer state for them. Their states begin at "
-            "zero. An optimizer that counts steps per group does not correct their bias.", shown,
-        )  # fmt: skip
+            "unickpt: %s: no rank of this job loads %d of its parameters: %s",
+            checkpoint.storage,
+            len(names),
+            lacking.some(names),
+        )
 
 
-def _account(work: restore.Restore, wanted: Any, meet: Rendezvous | None, seconds: float, *, with_optimizer: bool) -> None:
+def _warn_of_fresh(fresh: Mapping[str, set[str]], stored: list[str]) -> None:
+    """Warn of optimizer states that begin anew, if the checkpoint's optimizer, or that of another run, would have had them.
+
+    Args:
+        fresh: their names, ``parameter (state)``, by the reason.
+        stored: names of the states of the checkpoint.
+    """
+    for lack in (each for each in Lack if fresh.get(each.name) and not each.loses_nothing):
+        names = sorted(fresh[lack.name])
+        if lack is Lack.NO_OPTIMIZER:
+            logger.warning(
+                "unickpt: %s. The weights are loaded. This job's optimizer begins anew: masters from the weights, %d states "
+                "and all steps at zero.", lack.value, len(names),
+            )  # fmt: skip
+        else:
+            logger.warning(
+                "unickpt: %d optimizer states begin at zero: %s: %s. Restored: the other states (%s). An optimizer that counts "
+                "steps per group does not correct the bias of new states.", len(names), lack.value, lacking.some(names),
+                ", ".join(stored),
+            )  # fmt: skip
+
+
+def _mask(checkpoint: Checkpoint, wanted: Any) -> str:
+    """Return the tensors of the checkpoint that this rank requests, as a number in hexadecimal digits with a bit for each."""
+    infos = (restore.source_of(checkpoint, *sharded_tensors.tensor_of(item.key)) for item in _tensors_of(wanted))
+    used = {checkpoint.ids[info.key] for info in infos if info is not None}
+    return f"{sum(1 << position for position in used):x}"
+
+
+def _left_out(checkpoint: Checkpoint, messages: list[dict[str, Any]]) -> list[TensorInfo]:
+    """Return the tensors of the checkpoint that no rank requests, given the masks of all ranks."""
+    everything = 0
+    for message in messages:
+        everything |= int(message["tensors"], 16)
+    used = {position for position in range(len(checkpoint.index.tensors)) if everything >> position & 1}
+    return restore.unloaded(checkpoint, used)
+
+
+def _refuse_left_out(together: Together, checkpoint: Checkpoint, wanted: Any) -> None:
+    """Raise on all ranks if the checkpoint has parameters that no rank requests."""
+    messages = together.meet.gather("parameters", {"tensors": _mask(checkpoint, wanted)})
+    refused = None
+    if messages is not None:
+        left = _parameters_in(_left_out(checkpoint, messages))
+        reason = lacking.left_out_refusal(left)
+        refused = MismatchError(f"{checkpoint.storage} does not fit this job: {reason}. Nothing is loaded.") if reason else None
+    together.agree("parameters-agreed", refused)
+
+
+def _account(
+    work: restore.Restore, wanted: Any, meet: Rendezvous | None, seconds: float, handling: Any, *, with_optimizer: bool
+) -> None:
     """Complete the report; the coordinator adds the tensors that no rank loaded, and logs it.
 
     Args:
@@ -279,26 +378,20 @@ def _account(work: restore.Restore, wanted: Any, meet: Rendezvous | None, second
     checkpoint, report = work.checkpoint, work.report
     report.target = describe(internals.topology())
     report.seconds = seconds
-    used = set()
-    for leaf in sharded_tensors.walk(wanted):
-        if isinstance(leaf, ShardedTensor):
-            info = restore.source_of(checkpoint, *sharded_tensors.tensor_of(leaf.key))
-            if info is not None:
-                used.add(checkpoint.ids[info.key])
     if meet is not None:
-        mask = sum(1 << position for position in used)
-        masks = meet.gather("requested", {"tensors": f"{mask:x}", "began": sorted(work.began)})
-        if masks is not None:
-            everything = 0
-            for message in masks:
-                everything |= int(message["tensors"], 16)
-            used = {position for position in range(len(checkpoint.index.tensors)) if everything >> position & 1}
-        if meet.rank == 0:
-            left = restore.unloaded(checkpoint, used)
+        fresh = {lack.name: sorted(f"{name} ({state})" for name, state in pairs) for lack, pairs in work.fresh.items()}
+        messages = meet.gather("requested", {"tensors": _mask(checkpoint, wanted), "fresh": fresh})
+        if messages is not None:
+            left = _left_out(checkpoint, messages)
             for info in left:
                 report.add(info.name, info.state, "left out", "no rank of this job loads it")
+            if handling is validation.StrictHandling.ASSUME_OK_UNEXPECTED and _asks_for_weights(wanted):
+                _warn_of_left_out(checkpoint, left)
             _warn_of_lost_states(left, with_optimizer)
-            _warn_of_untrained({name for message in masks or () for name in message["began"]})
+            begun: dict[str, set[str]] = {}
+            for lack, names in (pair for message in messages for pair in message["fresh"].items()):
+                begun.setdefault(lack, set()).update(names)
+            _warn_of_fresh(begun, work.stored_states)
             if work.vocabulary.change and not isinstance(checkpoint, TranslatedCheckpoint):
                 logger.warning("unickpt: %s", work.vocabulary.change)
             for line in report.lines():

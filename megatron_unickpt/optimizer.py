@@ -236,11 +236,11 @@ def load_state_dict(part: OptimizerPart) -> None:
     for leaf in part.leaves:
         for held in leaf.held:
             internals.write_back(leaf, held)
-        if part.record is not None:
-            restore_hyperparameters(part, leaf)
+        restore_hyperparameters(part, leaf)
         scaler = getattr(leaf.optimizer, "grad_scaler", None)
-        if scaler and part.grad_scaler is not None:
-            scaler.load_state_dict(part.grad_scaler)
+        if scaler:
+            state = internals.new_scaler_state(leaf.optimizer) if part.grad_scaler is None else part.grad_scaler
+            scaler.load_state_dict(state)
 
 
 # ---------------------------------------------------------------- hooked methods

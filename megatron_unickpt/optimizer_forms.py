@@ -199,15 +199,3 @@ def advice(checkpoint: Checkpoint, keys: Iterable[str]) -> str:
         return f"Of the optimizer: {_of_buckets(checkpoint)}. {AGAIN}"
     kept = "by parameter" if form in (Form.BY_PARAMETER, Form.MEGATRONS) else "not at all"
     return f"The state of the optimizer is asked for as memory buckets (dp_reshardable), and is stored {kept}. {BY_PARAMETER}"
-
-
-def without_state(checkpoint: Checkpoint) -> str:
-    """Return why the checkpoint has no optimizer state at all, if it may be begun anew; '' if it has some, or must have."""
-    if any(info.kind == "optimizer" for info in checkpoint.index.tensors):
-        return ""
-    record = checkpoint.manifest.optimizer
-    if record is None:
-        return "the checkpoint has no optimizer"
-    if record.stepped is False:
-        return "the optimizer had not stepped when it was saved"
-    return f"the checkpoint has no state of {record.name}" if record.stepped is None else ""

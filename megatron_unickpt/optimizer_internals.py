@@ -25,6 +25,7 @@ SWITCHES = frozenset(
         *keys.GROUP_IDENTITY, *cpu_offload.PLACEMENT,
     }
 )  # fmt: skip
+_TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +135,45 @@ def _allocate(wrapper: Any) -> None:
     """Create states with Megatron's function. Without one (SGD, custom wrappers), create the initial states of torch."""
     if wrapper.init_state_fn is not None:
         wrapper.init_state_fn(wrapper.optimizer, wrapper.config)
-        return
+    else:
+        for optimizer in cpu_offload.inner_optimizers(wrapper.optimizer):
+            _allocate_as_torch(optimizer)
     for optimizer in cpu_offload.inner_optimizers(wrapper.optimizer):
-        for group in optimizer.param_groups:
-            names = _initial_states(optimizer, group)
-            for stepped in group["params"]:
-                state = optimizer.state[stepped]
-                if names and not state:
-                    state.update({name: torch.zeros_like(stepped.data) for name in names})
+        _begin_counting(optimizer)
     cpu_offload.publish_states(wrapper.optimizer)
+
+
+def _allocate_as_torch(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        names = _initial_states(optimizer, group)
+        for stepped in group["params"]:
+            state = optimizer.state[stepped]
+            if names and not state:
+                state.update({name: torch.zeros_like(stepped.data) for name in names})
+
+
+def _begin_counting(optimizer: Any) -> None:
+    """Add the counts of steps, which Megatron's function does not create. Without one the next step of torch's Adam fails."""
+    if isinstance(optimizer, _TORCH_ADAM):
+        for group in optimizer.param_groups:
+            for stepped in group["params"]:
+                if stepped in optimizer.state:
+                    optimizer.state[stepped].setdefault("step", _new_step(group, stepped, 0.0))
+
+
+def _new_step(group: dict[str, Any], stepped: torch.Tensor, step: float) -> torch.Tensor:
+    """Return the count of steps of a parameter, where torch's optimizers keep it: in host memory, or with the parameter."""
+    device = stepped.device if group.get("fused") or group.get("capturable") else "cpu"
+    return torch.tensor(step, dtype=torch.float32, device=device)
+
+
+def new_scaler_state(wrapper: Any) -> dict[str, Any]:
+    """Return the state of the loss scaler of a wrapper as in a new job; empty for a constant scale."""
+    scaler = wrapper.grad_scaler
+    if not hasattr(scaler, "hysteresis"):
+        return {}
+    scale = torch.tensor([wrapper.config.initial_loss_scale], dtype=torch.float)
+    return {"scale": scale, "growth_tracker": 0, "hysteresis_tracker": scaler.hysteresis}
 
 
 def stepped(leaves: Sequence[Leaf]) -> bool | None:
@@ -171,7 +202,7 @@ def _initial_states(optimizer: Any, group: Mapping[str, Any]) -> tuple[str, ...]
     """Return the names of the states that an optimizer keeps for the parameters of a group. Empty if unknown."""
     if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
         return ("momentum_buffer",)
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) or _is_fused_adam(optimizer):
+    if isinstance(optimizer, _TORCH_ADAM) or _is_fused_adam(optimizer):
         return ("exp_avg", "exp_avg_sq")
     return ()
 
@@ -297,6 +328,11 @@ def write_back(leaf: Leaf, held: Held) -> None:
                     leaf.inner.set_scaled_state(stepped, key, value)
 
 
+def has_master(parameter: torch.nn.Parameter) -> bool:
+    """Whether an optimizer holds a master of this parameter. One of CPU offload alone is not known here."""
+    return getattr(parameter, "main_param", None) is not None
+
+
 def steps_per_parameter(leaf: Leaf) -> bool:
     """Whether ``set_step`` sets the step of each parameter. Otherwise the optimizer has it in its groups."""
     kept = any("step" in state for state in leaf.inner.state.values())  # SOAP, for one
@@ -319,4 +355,4 @@ def set_step(leaf: Leaf, held: Held, step: float) -> None:
         state = leaf.inner.state.get(stepped)
         if state and (stepped is held.main or stepped is held.parameter):
             number = type(state.get("step")) is int
-            state["step"] = int(step) if number else torch.tensor(float(step), dtype=torch.float32)
+            state["step"] = int(step) if number else _new_step(held.group, stepped, float(step))

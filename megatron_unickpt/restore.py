@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from megatron_unickpt import generators, internals, optimizer_forms, positions, sharded_tensors
+from megatron_unickpt import generators, internals, lacking, optimizer_forms, positions, sharded_tensors
 from megatron_unickpt import vocabulary as vocabulary_module
 from megatron_unickpt.common_state import COMMON
 from megatron_unickpt.hyperparameters import OptimizerPart
+from megatron_unickpt.lacking import ERROR, Fit, Lack, States
 from megatron_unickpt.sharded_tensors import MASTER, WEIGHT, Piece, StateTensor
 from unickpt.convert.megatron.keys import VOCABULARY_TENSORS
 from unickpt.coordination.host_peers import HostPeers
@@ -28,7 +29,7 @@ from unickpt.format.manifest import OptimizerRecord
 from unickpt.format.topology import describe
 from unickpt.load.checkpoint import Checkpoint, Planned
 from unickpt.load.fragments import Request
-from unickpt.load.report import LoadReport
+from unickpt.load.report import LoadReport, Outcome
 from unickpt.load.vocabulary import Rows, Vocabulary, rows_of
 
 OBJECT = "object"
@@ -68,14 +69,20 @@ class Restore:
     Attributes:
         checkpoint: opened checkpoint.
         report: report of this rank's tensors and objects.
-        began: this rank's parameters without optimizer state in the checkpoint, because they were frozen.
+        missing_state: ``error`` or ``fresh``, the option.
+        own: class name of this job's optimizer; '' without one.
+        fit: which tensors the job may have alone.
+        fresh: this rank's optimizer states that begin anew, (name, state), by the reason.
     """
 
     checkpoint: Checkpoint
     verify: str = "always"
     allow_pickle: bool = False
+    missing_state: str = ERROR
+    own: str = ""
+    fit: Fit = Fit.REQUESTED
     report: LoadReport = field(default_factory=LoadReport)
-    began: set[str] = field(default_factory=set)
+    fresh: dict[Lack, set[tuple[str, str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         source = self.checkpoint.manifest.writer
@@ -84,7 +91,8 @@ class Restore:
             f"{source.framework_version}, {describe(source.topology)}"
             f"{translated_from(self.checkpoint)})"
         )
-        self._without_state = optimizer_forms.without_state(self.checkpoint)
+        self._states = States(self.record, self.checkpoint.manifest.step, stored_tensors(self.checkpoint), self.own)
+        self._zeros: list[torch.Tensor] = []
         self._requests: list[Request] = []
         self._overrides: list[Request] = []
         self._late: list[_Copy] = []
@@ -108,15 +116,8 @@ class Restore:
         for item in items:
             name, state = sharded_tensors.tensor_of(item.key)
             info = source_of(self.checkpoint, name, state)
-            if info is None and isinstance(item, StateTensor) and state != MASTER and self._without_state:
-                item.data.zero_()
-                self.report.add(name, state, "left out", f"{self._without_state}: zeros, as in a new optimizer")
-            elif info is None and isinstance(item, StateTensor) and state != MASTER and self._was_frozen(name):
-                item.data.zero_()
-                self.began.add(name)
-                self.report.add(name, state, "left out", "it was not trained when it was saved: zeros, as in a new optimizer")
-            elif info is None:
-                missing.append(item.key)
+            if info is None:
+                missing += self._lacked(item, name, state)
             elif not _fits(item, info):
                 shapes.append(f"{item.key}: {info.shape} in the checkpoint, {tuple(item.global_shape)} in this job")
             elif refused := self._rows_of(item, info).refused:
@@ -137,6 +138,8 @@ class Restore:
         stats = self.checkpoint.fill(planned, verify=self.verify, host_peers=host_peers)
         for copy in self._late:
             copy.target.copy_(copy.data)
+        for data in self._zeros:
+            data.zero_()
         self.report.add_read(stats)
 
     @cached_property
@@ -144,17 +147,36 @@ class Restore:
         """Return hyperparameters and steps of the optimizer, by parameter."""
         return optimizer_forms.record_of(self.checkpoint)
 
-    @cached_property
-    def _optimized(self) -> frozenset[str]:
-        """Return the names of the parameters that the checkpoint's optimizer has a state for."""
-        record = self.record
-        grouped = [name for group in (*record.groups, *record.scalars) for name in group.parameters] if record else []
-        return frozenset([*grouped, *(info.name for info in self.checkpoint.index.tensors if info.kind == "optimizer")])
+    @property
+    def stored_states(self) -> list[str]:
+        """Names of the optimizer states of the checkpoint."""
+        return self._states.names
 
-    def _was_frozen(self, name: str) -> bool:
-        """Whether a parameter is in the checkpoint but not in its optimizer, which has other parameters."""
-        grouped = self.record is not None and bool(self._optimized)
-        return grouped and name not in self._optimized and source_of(self.checkpoint, name, WEIGHT) is not None
+    def begin_anew(self, items: Iterable[ShardedTensor]) -> None:
+        """Let optimizer states begin anew that the checkpoint lacks and that Megatron's handling of keys does not request."""
+        for item in items:
+            if isinstance(item, StateTensor):
+                name, state = sharded_tensors.tensor_of(item.key)
+                lack = self._states.lack(name)
+                if state != MASTER and lack is not Lack.NO_PARAMETER and source_of(self.checkpoint, name, state) is None:
+                    self._begin(item, name, state, lack)
+
+    def _lacked(self, item: ShardedTensor, name: str, state: str) -> list[str]:
+        """Decide about a tensor that the checkpoint lacks. Return its key if the load cannot go on without it."""
+        lack = self._states.lack(name) if isinstance(item, StateTensor) and state != MASTER else Lack.NO_PARAMETER
+        if lack is not Lack.NO_PARAMETER:
+            self._begin(item, name, state, lack)
+        elif self.fit is not Fit.COMMON:
+            return [item.key]
+        else:
+            self.report.add(name, state, "left out", f"{lack.value}: the job keeps its own")
+        return []
+
+    def _begin(self, item: ShardedTensor, name: str, state: str, lack: Lack) -> None:
+        self._zeros.append(item.data)
+        self.fresh.setdefault(lack, set()).add((name, state))
+        outcome: Outcome = "left out" if lack in (Lack.NO_OPTIMIZER, Lack.NOT_STEPPED) else "re-seeded"
+        self.report.add(name, state, outcome, f"{lack.value}: zeros, as in a new optimizer")
 
     def _complain(self, missing: list[str], shapes: list[str], rows: list[str]) -> None:
         lines = []
@@ -166,12 +188,14 @@ class Restore:
             if entries:
                 shown = "; ".join(entries[:10]) + (f"; and {len(entries) - 10} more" if len(entries) > 10 else "")
                 lines.append(f"{what} ({len(entries)}): {shown}")
-        record = self.record
-        states = sorted({info.state for info in self.checkpoint.index.tensors if info.kind == "optimizer"})
-        if lines and record is not None and any(key.startswith("optimizer.state.") for key in missing):
-            lines.append(f"It was saved with {record.name}, whose states are {', '.join(states) or 'none'}")
+        if missing and self.fit is Fit.EQUAL:
+            lines.append("strict=False keeps this job's own values of tensors that the checkpoint lacks")
         if lines and (advice := optimizer_forms.advice(self.checkpoint, [*missing, *shapes])):
             lines.append(advice)
+        if self.missing_state == ERROR:
+            asked = {lack: self.fresh.get(lack, set()) for lack in lacking.ASKED}
+            saved_with = self.record.name if self.record else "no optimizer"
+            lines += filter(None, [lacking.refusal(asked, saved_with, self._states.names)])
         if rows:
             lines.append(vocabulary_module.advice(self.vocabulary))
         if lines:
@@ -345,10 +369,11 @@ class Restore:
 
     def optimizers(self, parts: Iterable[OptimizerPart]) -> None:
         """Pass the hyperparameters of the checkpoint to the optimizers that were filled."""
+        frozen = frozenset(name for name, _ in self.fresh.get(Lack.FROZEN, ()))
         for part in parts:
             part.record = self.record
             part.grad_scaler = self.checkpoint.objects(allow_pickle=self.allow_pickle).value.get("grad_scaler")
-            part.began = frozenset(self.began)
+            part.began = frozen
             part.loaded = True
             if part.record is None:
                 self.report.add("optimizer", OBJECT, "left out", "the checkpoint has no hyperparameters")

@@ -41,6 +41,7 @@ class ScriptCall:
         source: opened checkpoint, for ``Purpose.LOAD``.
         receiver: objects of the job that receive the state of another framework's checkpoint, for ``Purpose.LOAD``.
         directory: directory by which Megatron's functions name ``source``. It need not exist if the checkpoint is in memory.
+        complete: every parameter of the checkpoint must be loaded, for ``Purpose.LOAD``.
         memory: the checkpoint goes into memory, for ``Purpose.SAVE``.
         memory_folder: folder in which checkpoints in memory would be on disk, for ``Purpose.SAVE``.
     """
@@ -49,6 +50,7 @@ class ScriptCall:
     source: Checkpoint | None = None
     receiver: Receiver | None = None
     directory: str = ""
+    complete: bool = False
     memory: Turn | None = None
     memory_folder: str = ""
 

@@ -26,6 +26,7 @@ from megatron_unickpt import (
     loading,
     local_layouts,
     marks,
+    masters,
     memory,
     metadata,
     non_persistent,
@@ -34,11 +35,12 @@ from megatron_unickpt import (
 from megatron_unickpt.arguments import NATIVE_FORMAT, asynchronous_arguments, save_options, set_asynchronous
 from megatron_unickpt.errors import MegatronCheckpointError, MegatronSaveError, as_megatron_errors
 from megatron_unickpt.foreign_state import Receiver
+from megatron_unickpt.lacking import ERROR
 from megatron_unickpt.marks import BACKEND
 from megatron_unickpt.optimizer import METADATA
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from unickpt.dialects.model_facts import Model
-from unickpt.errors import StorageError
+from unickpt.errors import MismatchError, StorageError
 from unickpt.format.manifest import MANIFEST_FILE
 from unickpt.format.topology import describe
 from unickpt.load import rng
@@ -296,6 +298,11 @@ def _universal(
         stored = None if foreign else metadata.common_state_dict(checkpoint).get("args")
         if stored is not None and not finetune:
             argument_changes.compare(vars(stored), vars(options), where=offer.directory)
+        if with_schedule and getattr(stored, "no_save_optim", False) and from_flags(options).missing_state == ERROR:
+            raise MismatchError(
+                f"{offer.directory} was saved with --no-save-optim: it has no optimizer. Pass --no-load-optim or --finetune to "
+                "load the weights alone, or --unickpt-missing-state fresh. Nothing is loaded."
+            )
         return checkpoint, stored
 
     checkpoint, stored = Together(runtime.rendezvous(), offer.directory).step("compare", opened)
@@ -306,11 +313,17 @@ def _universal(
     changes = _arguments_for(options, bound.arguments["load_arg"], offer)
     if wanted and not same:
         changes["no_load_rng"] = True
+    if getattr(stored, "no_save_optim", False):
+        changes["no_load_optim"] = True  # Megatron would look for the optimizer's state
     begun = runtime.loads_begun
     try:
         directory = offer.directory if offer.generation else str(checkpoint.storage)
-        with _changed(options, changes), runtime.during(ScriptCall(Purpose.LOAD, checkpoint, receiver, directory)):
+        call = ScriptCall(Purpose.LOAD, checkpoint, receiver, directory, _takes_all(options, bound.arguments))
+        with _changed(options, changes), runtime.during(call):
             result = wrapped(*bound.args, **bound.kwargs)
+            alone = finetune or getattr(options, "no_load_optim", False) or bound.arguments["optimizer"] is None
+            if alone and not getattr(options, "load_main_params_from_ckpt", False):
+                masters.follow_weights(p for chunk in _listed(bound.arguments["ddp_model"]) for p in chunk.parameters())
     except MegatronCheckpointError as err:
         if err.failures:
             raise AgreedFailureError(err.failures, err) from None
@@ -328,6 +341,15 @@ def _universal(
     if report is not None:
         report.skipped = list(skipped)
     return result
+
+
+def _takes_all(options: argparse.Namespace, arguments: Mapping[str, Any]) -> bool:
+    """Return whether the job must load every parameter of the checkpoint: neither its script nor the user say otherwise."""
+    return bool(arguments["strict"]) and getattr(options, "dist_ckpt_strictness", "") == "assume_ok_unexpected"
+
+
+def _listed(model: Any) -> list[Any]:
+    return list(model) if isinstance(model, (list, tuple)) else [model]
 
 
 def _arguments_for(options: argparse.Namespace, load_arg: str, offer: Offer) -> dict[str, Any]:

@@ -82,13 +82,13 @@ class Job:
             bucket_size=None,
         )  # fmt: skip
         self.chunks = [DistributedDataParallel(self.config, ddp, chunk) for chunk in self.chunks]
-        low = layout.optimizer != "fp32"
+        low = layout.low
         if layout.optimizer == "aware":
             sys.modules["transformer_engine.pytorch.optimizers"] = sys.modules["apex.optimizers"]  # the check looks there
         options = OptimizerConfig(
             optimizer="adam", lr=lr, weight_decay=0.1, clip_grad=1.0, bf16=low and layout.optimizer != "layers",
             params_dtype=torch.bfloat16 if low else torch.float32, use_distributed_optimizer=layout.distributed,
-            **(OFFLOADED if layout.optimizer == "offload" else {}),
+            **(OFFLOADED if layout.offloads else {}),
             use_precision_aware_optimizer=layout.optimizer in ("offload", "aware"),
         )  # fmt: skip
         sys.modules.pop("transformer_engine.pytorch.optimizers", None)
@@ -126,7 +126,7 @@ class Job:
 
     def _config(self, width: int) -> TransformerConfig:
         layout = self.layout
-        low = layout.optimizer != "fp32"
+        low = layout.low
         moe: dict[str, Any] = {}
         if layout.moe:
             moe = {
@@ -166,7 +166,7 @@ class Job:
             position_embedding_type="rope", share_embeddings_and_output_weights=tied,
             **accepted(GPTModel.__init__, **stage),
         )  # fmt: skip
-        return Float16Module(self.config, model) if self.layout.optimizer != "fp32" else model
+        return Float16Module(self.config, model) if self.layout.low else model
 
     # ---------------------------------------------------------------- training
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 class Layout:
     """A parallel shape and an optimizer. ``dp`` counts data parallel ranks without context parallel ones.
 
-    ``optimizer``: ``dist``, ``plain``, ``fp32``; ``layers`` (layer-wise), ``offload`` (``dist`` with CPU offload), ``aware``
-    (``dist``, precision-aware, masters as remainders), ``muon``,
+    ``optimizer``: ``dist``, ``plain``, ``fp32``; ``fp32dist`` (``dist`` with fp32 weights); ``layers`` (layer-wise);
+    ``offload``, ``fp32offload`` (``dist``, ``fp32`` with CPU offload); ``aware`` (``dist``, precision-aware, masters as
+    remainders), ``muon``,
     ``normuon`` and ``soap`` (of NVIDIA's ``emerging_optimizers``).
     """
 
@@ -32,7 +33,17 @@ class Layout:
     @property
     def distributed(self) -> bool:
         """Whether the job has a ``DistributedOptimizer``."""
-        return self.optimizer in ("dist", "offload", "aware")
+        return self.optimizer in ("dist", "offload", "aware", "fp32dist")
+
+    @property
+    def low(self) -> bool:
+        """Whether the model is in bf16."""
+        return not self.optimizer.startswith("fp32")
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer steps on copies in host memory."""
+        return self.optimizer.endswith("offload")
 
     @property
     def name(self) -> str:

@@ -168,7 +168,11 @@ def a_parameter_that_became_trainable_begins_with_an_empty_optimizer_state(folde
         megatron_unickpt.save(folder / kind, source.chunks, source.optimizer)
         for target in (Layout(tp=2, optimizer=kind), Layout(dp=2, optimizer="dist" if kind == "plain" else "plain")):
             trainable = Job(target, seed=7)
-            megatron_unickpt.load(folder / kind, trainable.chunks, trainable.optimizer)
+            before = [p.detach().clone() for p in trainable.modules[0].parameters()]
+            with pytest.raises(CheckpointingException, match=r"linear_fc2.weight.*not trained.*missing_state=fresh"):
+                megatron_unickpt.load(folder / kind, trainable.chunks, trainable.optimizer)
+            assert all(map(torch.equal, before, trainable.modules[0].parameters()))
+            megatron_unickpt.load(folder / kind, trainable.chunks, trainable.optimizer, missing_state="fresh")
             untrained = [entry for entry in RUNTIME.last_report.entries if entry.reason.startswith("it was not trained")]
             assert {entry.state for entry in untrained} == {"exp_avg", "exp_avg_sq"}
             megatron_unickpt.save(folder / "again", trainable.chunks, trainable.optimizer)
