@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from torch.overrides import TorchFunctionMode
 
 from megatron_unickpt import optimizer_internals as internals
 from megatron_unickpt import sharded_tensors
@@ -119,6 +120,18 @@ def _by_parameter(model: Any) -> dict[int, ShardedTensor | ShardedTensorFactory]
     return found
 
 
+class _Uncopied(TorchFunctionMode):
+    """Within this block ``contiguous`` returns the tensor itself.
+
+    The factories of grouped experts transpose the weights, and copy the result: ``GroupedMLP`` has them as ``[input, output]``,
+    and the checkpoint as ``[output, input]`` (transformer/moe/experts.py). Without the copy they are views of the parameter,
+    whose strides say which elements a range of the parameter is.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function is torch.Tensor.contiguous else function(*args, **(kwargs or {}))
+
+
 def _parts(parameter: torch.nn.Parameter, known: Mapping[int, ShardedTensor | ShardedTensorFactory]) -> list[ShardedTensor]:
     """Return the global tensors that a parameter is part of: one, or those that its factory builds."""
     item = known.get(id(parameter))
@@ -129,7 +142,8 @@ def _parts(parameter: torch.nn.Parameter, known: Mapping[int, ShardedTensor | Sh
         )
     if isinstance(item, ShardedTensor):
         return [item]
-    parts = [part for part in sharded_tensors.walk(item.build()) if isinstance(part, ShardedTensor)]
+    with _Uncopied():
+        parts = [part for part in sharded_tensors.walk(item.build()) if isinstance(part, ShardedTensor)]
     storage = parameter.untyped_storage().data_ptr()
     if any(part.data is None or part.data.untyped_storage().data_ptr() != storage for part in parts):
         raise UnsupportedLayoutError(f"{item.key}: its factory copies the parameter instead of viewing it")

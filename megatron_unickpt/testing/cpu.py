@@ -394,6 +394,19 @@ def _offer_fused_adam() -> None:
         sys.modules["apex.optimizers"] = module  # this alone: ``import apex`` still fails
 
 
+def offer_grouped_gemm() -> None:
+    """Offer the package ``grouped_gemm``, which needs CUDA, in torch's operations, to models that are built from now on."""
+    from megatron.core.transformer.moe import grouped_gemm_util
+
+    def gmm(inputs: torch.Tensor, weights: torch.Tensor, sizes: torch.Tensor, trans_b: bool = False) -> torch.Tensor:
+        parts = torch.split(inputs, [int(size) for size in sizes])
+        return torch.cat([part @ (w.t() if trans_b else w) for part, w in zip(parts, weights, strict=True)])
+
+    module: Any = types.ModuleType("grouped_gemm")
+    module.ops = types.SimpleNamespace(gmm=gmm)
+    grouped_gemm_util.grouped_gemm, grouped_gemm_util.ops = module, module.ops
+
+
 def _quieten() -> None:
     """Allow a changed CPU generator: the CUDA generator is the CPU's here."""
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda r: "CPU RNG state changed" not in r.getMessage())

@@ -133,6 +133,9 @@ class Job:
                 "num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall", "moe_ffn_hidden_size": 32,
                 "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "add_bias_linear": False,
             }  # fmt: skip
+        if layout.grouped:
+            cpu.offer_grouped_gemm()
+            moe |= {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True}
         ahead = {"mtp_num_layers": self.predictions, "mtp_loss_scaling_factor": 0.1} if self.predictions else {}
         return TransformerConfig(
             num_layers=LAYERS, hidden_size=width, num_attention_heads=4, num_query_groups=4, ffn_hidden_size=2 * width,
@@ -157,7 +160,8 @@ class Job:
         first = parallel_state.is_pipeline_first_stage(**accepted(parallel_state.is_pipeline_first_stage, **options))
         last = parallel_state.is_pipeline_last_stage(**accepted(parallel_state.is_pipeline_last_stage, **options))
         experts = 4 if self.layout.moe else None
-        spec = get_gpt_layer_local_spec(**accepted(get_gpt_layer_local_spec, num_experts=experts, moe_grouped_gemm=False))
+        grouped = {"moe_grouped_gemm": self.layout.grouped, "moe_use_legacy_grouped_gemm": self.layout.grouped}
+        spec = get_gpt_layer_local_spec(**accepted(get_gpt_layer_local_spec, num_experts=experts, **grouped))
         if self.predictions:
             stage["mtp_block_spec"] = get_gpt_mtp_block_spec(self.config, spec, use_transformer_engine=False) if last else None
         model = GPTModel(

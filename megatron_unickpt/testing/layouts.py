@@ -11,10 +11,11 @@ from dataclasses import dataclass, fields
 class Layout:
     """A parallel shape and an optimizer. ``dp`` counts data parallel ranks without context parallel ones.
 
+    ``grouped``: the experts of a rank are one parameter (Megatron's ``GroupedMLP``).
+
     ``optimizer``: ``dist``, ``plain``, ``fp32``; ``fp32dist`` (``dist`` with fp32 weights); ``layers`` (layer-wise);
     ``offload``, ``fp32offload`` (``dist``, ``fp32`` with CPU offload); ``aware`` (``dist``, precision-aware, masters as
-    remainders), ``muon``,
-    ``normuon`` and ``soap`` (of NVIDIA's ``emerging_optimizers``).
+    remainders), ``muon``, ``normuon`` and ``soap`` (of NVIDIA's ``emerging_optimizers``).
     """
 
     tp: int = 1
@@ -25,6 +26,7 @@ class Layout:
     dp: int = 1
     optimizer: str = "dist"
     moe: bool = False
+    grouped: bool = False
 
     @property
     def world(self) -> int:
@@ -49,14 +51,14 @@ class Layout:
     def name(self) -> str:
         short = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "dp": 1}
         shape = "".join(f"{key}{getattr(self, key)}" for key in short if getattr(self, key) != 1) or "one"
-        return f"{'moe' if self.moe else 'gpt'}-{shape}-{self.optimizer}"
+        return f"{'grouped' if self.grouped else 'moe' if self.moe else 'gpt'}-{shape}-{self.optimizer}"
 
     @classmethod
     def parse(cls, name: str) -> Layout:
         kind, shape, optimizer = name.split("-")
         known = {f.name for f in fields(cls)}
         sizes = {key: int(n) for key, n in re.findall(r"([a-z]+)(\d+)", shape) if key in known}
-        return cls(**sizes, optimizer=optimizer, moe=kind == "moe")
+        return cls(**sizes, optimizer=optimizer, moe=kind != "gpt", grouped=kind == "grouped")
 
 
 SHAPES = (

@@ -7,6 +7,7 @@ import json
 import logging
 import unittest
 import unittest.mock
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,33 @@ def the_layer_wise_and_the_distributed_optimizer_load_each_others_state(folder: 
     _assert_loads(folder / "2", Layout(dp=2), Layout(dp=2, optimizer="layers"))
     experts = Layout(dp=2, ep=2, moe=True, optimizer="layers")
     _assert_loads(folder / "3", experts, Layout(pp=2, moe=True, optimizer="plain"))
+
+
+@scenario(2)
+def grouped_and_sequential_experts_load_each_others_state(folder: Path) -> None:
+    """``GroupedMLP`` has the experts of a rank in one parameter, with input and output exchanged."""
+    sequential, grouped = Layout(dp=2, ep=2, moe=True), Layout(tp=2, moe=True, grouped=True)
+    _assert_same_tensors(folder / "1", sequential, grouped)
+    _assert_same_tensors(folder / "2", grouped, sequential)
+    _assert_same_tensors(folder / "3", replace(grouped, optimizer="plain"), Layout(dp=2, ep=2, moe=True, grouped=True))
+
+
+def _assert_same_tensors(folder: Path, source: Layout, target: Layout) -> None:
+    """Load into a job of another layout and save again: both checkpoints have the same tensors, and training continues."""
+    job = Job(source, tied=False)
+    job.train(2)
+    megatron_unickpt.save(folder / "a", job.chunks, job.optimizer, iteration=2)
+    loss = job.train(1)[0]
+    job = Job(target, seed=5, tied=False)
+    megatron_unickpt.load(folder / "a", job.chunks, job.optimizer)
+    job.step = 2
+    megatron_unickpt.save(folder / "b", job.chunks, job.optimizer, iteration=2)
+    assert abs(loss - job.train(1)[0]) < 2e-3
+    old, new = Checkpoint.open(folder / "a"), Checkpoint.open(folder / "b")
+    kept = [{info.key for info in each.index.tensors if info.kind != "object"} for each in (old, new)]
+    assert kept[0] == kept[1], kept[0] ^ kept[1]
+    unequal = [key for key in kept[0] if not torch.equal(old.read_tensor(*key), new.read_tensor(*key))]
+    assert not unequal, unequal
 
 
 @scenario(2)
