@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import random as tracker_module
 
-from megatron_unickpt import internals, loading, masters, saving
+from megatron_unickpt import internals, loading, masters, saving, schedule
 from megatron_unickpt.choices import step_of
 from megatron_unickpt.common_state import VOCABULARY
 from megatron_unickpt.edge import RUNTIME
@@ -49,6 +50,8 @@ def save(
     asynchronous: bool = False,
     vocabulary: int | None = None,
     memory: MemoryOptions | None = None,
+    group: dist.ProcessGroup | None = None,
+    timeout_s: float | None = None,
 ) -> Any:
     """Save a model and its optimizer. All ranks call it.
 
@@ -65,14 +68,34 @@ def save(
             checkpoint only if it is known.
         memory: save into the memory of the hosts, and return after the copy, except every ``to_disk_every``-th time.
             ``resume_or_start`` finds the checkpoint.
+        group: process group of the ranks that call it, if they are not all ranks of the job. They hold the first copy of
+            every part of the model and the optimizer.
+        timeout_s: seconds to wait for the other ranks; None: ``--unickpt-timeout-seconds``, or 1800. The end of the process
+            of a rank ends the wait in seconds, except that of a killed process on another host.
 
     Returns:
         None; with ``asynchronous`` a ``MegatronSave``: call its ``conclude()`` on every rank before the next save.
 
     Raises:
         MegatronSaveError: on every rank, if any rank could not write.
-        ConfigError: ``vocabulary`` is not a positive integer.
+        ConfigError: ``vocabulary`` is not a positive integer, or this process is not in the group.
     """
+    with RUNTIME.among(group, timeout_s):
+        return _save(
+            directory, model, optimizer, scheduler=scheduler, iteration=iteration, extra=extra, metadata=metadata,
+            asynchronous=asynchronous, vocabulary=vocabulary, memory=memory, alone=_is_a_part(group),
+        )  # fmt: skip
+
+
+def _is_a_part(group: dist.ProcessGroup | None) -> bool:
+    """Return whether a group has fewer ranks than the job."""
+    return group is not None and dist.get_world_size(group) < dist.get_world_size()
+
+
+def _save(
+    directory: str | Path, model: Any, optimizer: Any, *, scheduler: Any, iteration: int, extra: dict[str, Any] | None,
+    metadata: dict[str, Any] | None, asynchronous: bool, vocabulary: int | None, memory: MemoryOptions | None, alone: bool,
+) -> Any:  # fmt: skip
     if vocabulary is not None and (type(vocabulary) is not int or vocabulary < 1):
         raise ConfigError(f"vocabulary={vocabulary!r}: expected the number of the tokenizer's entries, a positive integer")
     state = _state(model, optimizer, scheduler, metadata, is_loading=False)
@@ -82,12 +105,16 @@ def save(
     described = {**(metadata or {}), **METADATA}
     tier = None if memory is None else RUNTIME.memory(memory, RUNTIME.saver().options)
     turn = tier.turn(split(absolute(str(directory)))[0], RUNTIME.rendezvous()) if tier is not None and tier.enabled else None
+    saved = partial(
+        saving.save, RUNTIME, state, directory, content_metadata=described, asynchronous=asynchronous,
+        validate_access_integrity=not alone, share=not alone,  # a collective of all ranks; copies of ranks that may not call
+    )  # fmt: skip
     try:
-        request = saving.save(RUNTIME, state, directory, content_metadata=described, asynchronous=asynchronous, turn=turn)
+        request = saved(turn=turn)
     except MegatronSaveError:
         if turn is None:
             raise
-        request = saving.save(RUNTIME, state, directory, content_metadata=described, asynchronous=asynchronous)
+        request = saved()
     return request.async_fn.pending if asynchronous else None
 
 
@@ -101,6 +128,8 @@ def load(
     strict: bool = True,
     load_dialect: str = "",
     missing_state: str | None = None,
+    group: dist.ProcessGroup | None = None,
+    timeout_s: float | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint of ``save``, under any parallel shape and optimizer wrapper. All ranks call it.
 
@@ -115,6 +144,7 @@ def load(
             another framework whose family is unknown.
         missing_state: ``error`` or ``fresh``: what to do about optimizer states that the checkpoint lacks. None:
             ``--unickpt-missing-state``, or ``error``.
+        group, timeout_s: as for ``save``.
 
     Returns:
         ``{"iteration": ..., "extra": ...}``.
@@ -122,10 +152,11 @@ def load(
     Raises:
         MegatronCheckpointError: the checkpoint is damaged or does not fit.
     """
-    return _load(
-        directory, model, optimizer, scheduler=scheduler, metadata=metadata, strict=strict, load_dialect=load_dialect,
-        missing_state=missing_state,
-    )  # fmt: skip
+    with RUNTIME.among(group, timeout_s):
+        return _load(
+            directory, model, optimizer, scheduler=scheduler, metadata=metadata, strict=strict, load_dialect=load_dialect,
+            missing_state=missing_state,
+        )  # fmt: skip
 
 
 def resume_or_start(
@@ -139,6 +170,8 @@ def resume_or_start(
     memory: MemoryOptions | None = None,
     load_dialect: str = "",
     missing_state: str | None = None,
+    group: dist.ProcessGroup | None = None,
+    timeout_s: float | None = None,
 ) -> dict[str, Any]:
     """Load the newest complete checkpoint of a folder, or start without one if there is none. All ranks call it.
 
@@ -146,6 +179,7 @@ def resume_or_start(
         folder: path or URL of the folder in which ``save`` has made its checkpoints. It need not exist.
         model, optimizer, scheduler, metadata, strict, load_dialect, missing_state: as for ``load``.
         memory: also look for checkpoints in the memory of the hosts.
+        group, timeout_s: as for ``save``.
 
     Returns:
         As ``load``; iteration 0 and empty ``extra`` without a checkpoint.
@@ -153,6 +187,17 @@ def resume_or_start(
     Raises:
         MegatronCheckpointError: there are checkpoints, but none can be loaded, or the newest one does not fit.
     """
+    with RUNTIME.among(group, timeout_s):
+        return _resume_or_start(
+            folder, model, optimizer, scheduler=scheduler, metadata=metadata, strict=strict, memory=memory,
+            load_dialect=load_dialect, missing_state=missing_state,
+        )  # fmt: skip
+
+
+def _resume_or_start(
+    folder: str | Path, model: Any, optimizer: Any, *, scheduler: Any, metadata: dict[str, Any] | None, strict: bool,
+    memory: MemoryOptions | None, load_dialect: str, missing_state: str | None,
+) -> dict[str, Any]:  # fmt: skip
     shutdown.finish_all(ending=False)
     meet, where = RUNTIME.rendezvous(), str(folder)
     meet.begin("choose")
@@ -198,14 +243,15 @@ def _load(
     chunks = _chunks(model)
     for key, chunk in chunks.items():
         chunk.load_state_dict(loaded[key], strict=strict)
-    if optimizer is not None:
-        optimizer.load_state_dict(loaded["optimizer"])
-    else:
-        masters.follow_weights(p for chunk in chunks.values() for p in chunk.parameters())
-    if scheduler is not None and "scheduler" in loaded:
-        scheduler.load_state_dict(loaded["scheduler"])
-    elif scheduler is not None:
-        logger.warning("unickpt: %s has no state of a scheduler. The scheduler keeps its own.", directory)
+    with schedule.own_bounds(optimizer, scheduler):
+        if optimizer is not None:
+            optimizer.load_state_dict(loaded["optimizer"])
+        else:
+            masters.follow_weights(p for chunk in chunks.values() for p in chunk.parameters())
+        if scheduler is not None and "scheduler" in loaded:
+            scheduler.load_state_dict(loaded["scheduler"])
+        elif scheduler is not None:
+            logger.warning("unickpt: %s has no state of a scheduler. The scheduler keeps its own.", directory)
     if _RNG in loaded:
         rng.restore(loaded[_RNG]["generators"])
         tracker_module.get_cuda_rng_tracker().set_states(loaded[_RNG]["trackers"])

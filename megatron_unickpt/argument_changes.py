@@ -1,28 +1,32 @@
 """Compares the model arguments of Megatron's scripts in a checkpoint with those of the job that loads it.
 
-There are three kinds. A different argument of ``MODEL`` means another model, and the load is refused. An argument of
-``FUNCTION``, or a field of ``TransformerConfig`` that is not in ``EXEMPT``, changes what the same tensors compute, and a
-difference logs a warning. Any other argument may differ.
+There are three kinds. With another argument of ``MODEL`` the model has other tensors, or tensors of another shape, or their
+rows or numbers mean something else: the load is refused, unless the user accepts the change (``--unickpt-accept-changed``). An
+argument of ``FUNCTION``, or a field of ``TransformerConfig`` that is not in ``EXEMPT``, can change what the same tensors
+compute, and a difference logs a warning. Any other argument may differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from unickpt.errors import MismatchError
 
 MODEL = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention", "num_query_groups",
-    "kv_channels", "position_embedding_type", "rotary_percent", "rotary_base", "rotary_interleaved", "add_position_embedding",
-    "max_position_embeddings", "untie_embeddings_and_output_weights", "normalization", "norm_epsilon", "swiglu",
-    "squared_relu", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "apply_layernorm_1p",
-    "apply_residual_connection_post_layernorm",
-    "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk",
+    "kv_channels", "rotary_interleaved", "add_position_embedding", "position_embedding_type", "max_position_embeddings",
+    "untie_embeddings_and_output_weights", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+    "apply_layernorm_1p",
+    "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
     "mtp_num_layers", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
     "v_head_dim",
-    "is_hybrid_model", "hybrid_override_pattern", "spec",
+    "is_hybrid_model", "hybrid_override_pattern",
 )  # fmt: skip
+
+# Of ``MODEL``, but only a table of positions depends on them: without one they are of ``FUNCTION``.
+POSITIONS = ("position_embedding_type", "max_position_embeddings")
+_WITH_TABLE = ("learned_absolute", "relative")
 
 PARALLEL = (
     "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -32,13 +36,14 @@ PARALLEL = (
 
 # Arguments that TransformerConfig lacks or has under another name.
 FUNCTION = (
-    "layernorm_epsilon", "layernorm_zero_centered_gamma", "quick_geglu", "openai_gelu", "use_rotary_position_embeddings",
-    "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor", "rope_type", "rotary_scaling_factor",
-    "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "mrope_section",
-    "yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale",
-    "yarn_mscale_all_dim", "yarn_correction_range_round_to_int", "relative_attention_num_buckets",
-    "relative_attention_max_distance", "enable_gpt_oss", "spec", "hybrid_attention_ratio", "hybrid_mlp_ratio",
-    "heterogeneous_layers_config_encoded_json",
+    "rotary_percent", "rotary_base", "norm_epsilon", "squared_relu", "apply_residual_connection_post_layernorm",
+    "moe_router_topk", "layernorm_epsilon", "layernorm_zero_centered_gamma", "quick_geglu", "openai_gelu",
+    "use_rotary_position_embeddings", "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor",
+    "rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "mrope_section", "yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings",
+    "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim", "yarn_correction_range_round_to_int",
+    "relative_attention_num_buckets", "relative_attention_max_distance", "enable_gpt_oss", "spec", "hybrid_attention_ratio",
+    "hybrid_mlp_ratio", "heterogeneous_layers_config_encoded_json",
 )  # fmt: skip
 
 # Fields of TransformerConfig that say how fast, in which precision or on which ranks the same function is computed, how a new
@@ -81,8 +86,14 @@ EXEMPT = frozenset({
 })  # fmt: skip
 
 
-def compare(stored: Mapping[str, Any], current: Mapping[str, Any], *, where: str) -> list[str]:
+def compare(stored: Mapping[str, Any], current: Mapping[str, Any], *, where: str, accepted: Collection[str] = ()) -> list[str]:
     """Compare the checkpoint's arguments with the job's.
+
+    Args:
+        stored: arguments of the checkpoint.
+        current: arguments of this job.
+        where: the checkpoint, for the error.
+        accepted: names of arguments that may differ.
 
     Returns:
         One line per argument of the parallel shape that differs. Such differences are allowed.
@@ -90,25 +101,38 @@ def compare(stored: Mapping[str, Any], current: Mapping[str, Any], *, where: str
     Raises:
         MismatchError: the checkpoint has another model. Lists every argument that differs.
     """
-    wrong = _differing(MODEL, stored, current)
+    names = [name for name in refused_arguments(stored, current) if name not in accepted]
+    wrong = _differing(names, stored, current)
     if wrong:
+        changed = " ".join(line.partition(":")[0] for line in wrong)
         raise MismatchError(
             f"{where} was written by another model ({len(wrong)} arguments differ): {'; '.join(wrong)}. "
-            "Nothing is loaded. --use-checkpoint-args takes them from the checkpoint."
+            "Nothing is loaded. --use-checkpoint-args takes them from the checkpoint. If the change is intended, "
+            f"--unickpt-accept-changed {changed} loads the tensors, if they have the same names and shapes."
         )
     return _differing(PARALLEL, stored, current)
 
 
-def function_changes(stored: Mapping[str, Any], current: Mapping[str, Any], config_fields: Iterable[str]) -> list[str]:
-    """Return one line per argument that differs and changes what the same tensors compute.
+def refused_arguments(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return the names of the arguments that must be equal."""
+    kinds = {arguments.get("position_embedding_type", _WITH_TABLE[0]) for arguments in (stored, current)}
+    return [name for name in MODEL if name not in POSITIONS or kinds.intersection(_WITH_TABLE)]
+
+
+def function_changes(
+    stored: Mapping[str, Any], current: Mapping[str, Any], config_fields: Iterable[str], *, accepted: Collection[str] = ()
+) -> list[str]:
+    """Return one line per argument that differs and can change what the same tensors compute.
 
     Args:
         stored: arguments of the checkpoint.
         current: arguments of this job.
         config_fields: names of the fields of ``TransformerConfig`` that are the model's own, not those of its base class.
+        accepted: names of arguments that may differ.
     """
     others = [name for name in config_fields if name not in EXEMPT]
-    names = [name for name in dict.fromkeys((*FUNCTION, *others)) if name not in MODEL]
+    refused = refused_arguments(stored, current)
+    names = [name for name in dict.fromkeys((*POSITIONS, *FUNCTION, *others)) if name not in {*refused, *accepted}]
     return _differing(names, stored, current)
 
 

@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megatron_unickpt.marks import BACKEND
@@ -21,6 +23,7 @@ from unickpt.storage.open import unusable_reason
 
 NATIVE_FORMAT = "torch_dist"
 ASKED_ASYNC = "unickpt_async_save"  # value of --async-save before Megatron checks the arguments
+RETAIN_INTERVAL = "unickpt_retain_interval"  # value of --save-retain-interval, by which unickpt removes checkpoints
 IN_MEMORY = "unickpt_in_memory"  # whether the arguments have --non-persistent-ckpt-type in_memory
 
 
@@ -37,7 +40,9 @@ def add_arguments(wrapped: Callable[..., Any], parser: argparse.ArgumentParser) 
 
 def save_options(arguments: argparse.Namespace) -> SaveOptions:
     """Return how the scripts save, by their arguments."""
-    return requests.save_options(from_flags(arguments), asynchronous=_wants_asynchronous(arguments))
+    found = requests.save_options(from_flags(arguments), asynchronous=_wants_asynchronous(arguments))
+    every = getattr(arguments, RETAIN_INTERVAL, None) or 0
+    return replace(found, retention=replace(found.retention, also_every=every)) if every else found
 
 
 def _wants_asynchronous(options: argparse.Namespace) -> bool:
@@ -54,6 +59,13 @@ def _wants_asynchronous(options: argparse.Namespace) -> bool:
 def set_asynchronous(options: argparse.Namespace) -> None:
     """Set Megatron's own flag, by which it finalizes a save. Called at a save, after Megatron has checked its arguments."""
     vars(options).update(asynchronous_arguments(options) if _wants_asynchronous(options) else {"async_save": False})
+
+
+def take_retention(options: argparse.Namespace) -> None:
+    """Take ``--save-retain-interval`` from Megatron, which then removes no checkpoint. Called at a save, after its checks."""
+    asked = getattr(options, "save_retain_interval", None)
+    if asked is not None:
+        vars(options).update({"save_retain_interval": None, RETAIN_INTERVAL: asked})
 
 
 def asynchronous_arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -85,6 +97,7 @@ def parse_arguments(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if wanted:
         _check_sharding(parsed)
         _check_places(parsed)
+        _check_accepted(parsed)
         parsed.ckpt_format = NATIVE_FORMAT
     return parsed
 
@@ -101,6 +114,24 @@ def _check_sharding(parsed: argparse.Namespace) -> None:
             "Use this format, and `unickpt convert` to read its checkpoints. Or train without Megatron FSDP: "
             "--use-distributed-optimizer shards the optimizer, and its checkpoints load under any layout."
         )
+
+
+def accepted_changes(arguments: argparse.Namespace) -> frozenset[str]:
+    """Return the arguments of the model that may differ from those of a checkpoint (``--unickpt-accept-changed``)."""
+    words = from_flags(arguments).accept_changed.replace("-", "_").split(",")
+    return frozenset(filter(None, (word.strip().strip("_") for word in words)))
+
+
+def _check_accepted(parsed: argparse.Namespace) -> None:
+    """Check that the arguments that may differ exist.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    for name in sorted(accepted_changes(parsed)):
+        if not hasattr(parsed, name):
+            near = difflib.get_close_matches(name, vars(parsed), n=1, cutoff=0.0)
+            raise ConfigError(f'--unickpt-accept-changed {name}: Megatron has no such argument; did you mean "{near[0]}"?')
 
 
 def _check_places(parsed: argparse.Namespace) -> None:

@@ -9,15 +9,24 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from unickpt.checkpoint_folder import complete_checkpoints, latest_tag, read_manifest
+from megatron_unickpt import marks, tracker
+from unickpt.checkpoint_folder import (
+    TRACKER,
+    complete_checkpoints,
+    iteration_name,
+    latest_tag,
+    read_manifest,
+    tracked_iteration,
+)
 from unickpt.errors import FormatError, StorageError, UnickptError
 from unickpt.format.layout import LATEST_FILE
-from unickpt.load.candidates import TRACKER, Candidates, iteration_name, loadable, tracked_iteration
+from unickpt.load.candidates import Candidates, loadable
 from unickpt.load.resume import Offer
 from unickpt.load.validation import is_checkpoint
 from unickpt.storage.open import open_storage
 
 _NOTHING = Offer()
+_SHOWN = 8  # names in a message
 
 
 class Choices:
@@ -55,13 +64,19 @@ class Choices:
         directory = self._folder / iteration_name(step)
         if is_checkpoint(directory):
             return Offer(str(directory), directory.name, step, explicit=True)
-        if directory.exists() or not self._folder.is_dir():
-            return _NOTHING
+        if is_checkpoint(self._folder) and step_of(self._folder) == step:
+            return Offer(str(self._folder), step=step, explicit=True)
+        if directory.is_dir() and not marks.is_unfinished(directory):
+            return _NOTHING  # in Megatron's format
+        if not self._folder.is_dir():
+            return Offer(missing=f"--ckpt-step {step}: {self._folder} does not exist.")
         tags = [name for found, name in complete_checkpoints(self._folder) if found == step]
         if len(tags) > 1:
             reason = f"{self._folder} has several checkpoints of step {step}: {', '.join(tags)}. Pass one of them to --load."
             return Offer(refused=reason)
-        return Offer(str(self._folder / tags[0]), tags[0], step, explicit=True) if tags else _NOTHING
+        if tags:
+            return Offer(str(self._folder / tags[0]), tags[0], step, explicit=True)
+        return Offer(missing=f"--ckpt-step {step}: {self._folder} has no checkpoint of this iteration. {_has(self._folder)}")
 
     def _megatrons(self) -> Offer:
         """Return the checkpoint of the tracker file, and on later calls the newest complete iteration before it."""
@@ -76,14 +91,15 @@ class Choices:
             if is_checkpoint(directory):
                 later = self._later(tracked)
                 return Offer(str(directory), directory.name, tracked, tuple(later))
-            if any(directory.glob("*")):
+            if any(directory.glob("*")) and not marks.is_unfinished(directory):
                 return _NOTHING
-            notes.append(f"{self._folder / TRACKER} names iteration {tracked}, which does not exist")
+            what = "is not complete" if directory.exists() else "does not exist"
+            notes.append(f"{self._folder / TRACKER} names iteration {tracked}, which {what}")
         if not self._tried and tracked is None and not notes:
             return _NOTHING  # "release"
         older = _iterations(self._folder, without={Path(tried).name for tried in self._tried})
         if not older:
-            return _NOTHING
+            return Offer(missing="; ".join(notes) + f". {_has(self._folder)}") if notes else _NOTHING
         if notes:  # Megatron reads the tracker file, and would exit
             with contextlib.suppress(StorageError):  # a full or read-only disk: Megatron reports it
                 open_storage(self._folder).write_atomic(TRACKER, str(older[0]).encode())
@@ -113,6 +129,12 @@ class Choices:
             refused=f"{directory}, which {self._folder / LATEST_FILE} names, is not a unickpt checkpoint. If it is one of "
             "DeepSpeed's own, convert it first (unickpt convert)."
         )
+
+
+def _has(folder: Path) -> str:
+    """Return a sentence about the checkpoints in a folder, of any format."""
+    names = sorted((path.name for path in folder.glob("iter_*") if tracker.is_complete(str(path))), reverse=True)
+    return f"It has {', '.join(names[:_SHOWN])}." if names else "It has no complete checkpoint."
 
 
 def step_of(directory: str | Path) -> int:

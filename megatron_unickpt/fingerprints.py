@@ -49,6 +49,8 @@ FINGERPRINTS: dict[str, frozenset[str]] = {
     }),
     "megatron-lm.get_rng_state": frozenset({"f41ffbddd97c", "aa541d0f0f77", "e1cd32088131", "f5774b3b3f96", "1bbe2c2b1ae4"}),
     "megatron-lm.get_checkpoint_name": frozenset({"a488b8c81c16", "b77ac63feecb"}),
+    "megatron-lm.get_checkpoint_tracker_filename": frozenset({"c55370c737d4"}),
+    "megatron-lm.cleanup_old_non_persistent_checkpoint": frozenset({"307a67fa1a44", "e70d67a994ff"}),
     "megatron-lm.find_checkpoint_rank_0": frozenset({"53359bb55966", "2a689eaddda5", "383bad8f0863"}),
     "megatron-lm._get_checkpoint_format": frozenset({
         "d5d7c63252f8", "40d0839ef8d5", "44f7bf3e8472", "d4ef6a593035", "33ff2588623a",

@@ -243,6 +243,15 @@ def _checkpointing(name: str, runtime: Runtime) -> Callable[..., Any]:
     return wrapper
 
 
+def _tracking(name: str, runtime: Runtime) -> Callable[..., Any]:
+    def wrapper(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+        from megatron_unickpt import tracker_hooks
+
+        return getattr(tracker_hooks, name)(runtime, wrapped, *args, **kwargs)
+
+    return wrapper
+
+
 def _script(module: str, attribute: str, wrapper: Callable[..., Any], parameters: tuple[str, ...], why: str) -> Hook:
     return declared(
         f"megatron-lm.{attribute}", f"megatron.training.{module}", attribute, wrapper, parameters=parameters, why=why,
@@ -270,6 +279,14 @@ SCRIPTS = [
     _script(
         "checkpointing", "get_checkpoint_name", _checkpointing("checkpoint_name", RUNTIME), ("return_base_dir",),
         "knows iter_... directories only; other frameworks' checkpoints have other names",
+    ),
+    _script(
+        "checkpointing", "get_checkpoint_tracker_filename", _tracking("tracker_file", RUNTIME), ("checkpoints_path",),
+        "writes the tracker file when it polls a save, and takes what it says then for the checkpoint before",
+    ),
+    _script(
+        "checkpointing", "cleanup_old_non_persistent_checkpoint", _tracking("remove_old_non_persistent", RUNTIME),
+        ("save_dir", "leave_ckpt_num"), "counts a checkpoint that is still being written, and removes the complete one",
     ),
     _script(
         "checkpointing", "find_checkpoint_rank_0", _checkpointing("first_file", RUNTIME), ("checkpoints_path", "iteration"),

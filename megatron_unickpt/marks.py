@@ -1,14 +1,17 @@
-"""Files by which Megatron finds a checkpoint: the format mark in its directory, and the tracker file of the scripts."""
+"""The file by which Megatron recognises the format of a checkpoint directory (``tracker`` has the one of the folder)."""
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import os
 from pathlib import Path
 
 from unickpt.errors import UnickptError
-from unickpt.load.candidates import TRACKER
+from unickpt.format.layout import DATA_FOLDER, LOCK_FILE, ROWS_FOLDER
+from unickpt.format.manifest import MANIFEST_FILE
 from unickpt.load.validation import is_checkpoint
-from unickpt.storage.base import read_text, split
+from unickpt.storage.base import read_text
 from unickpt.storage.open import open_storage
 
 BACKEND, VERSION = "unickpt", 1
@@ -31,6 +34,15 @@ def _marked(directory: str) -> bool:
     return isinstance(found, dict) and found.get("sharded_backend") == BACKEND
 
 
+def is_unfinished(directory: Path) -> bool:
+    """Return whether a directory without a manifest has only what a save of unickpt leaves if it does not end."""
+    own = (DATA_FOLDER, ROWS_FOLDER, CONFIG_FILE, LOCK_FILE, "index*.safetensors", f"{MANIFEST_FILE}*")
+    names = [entry.name for entry in os.scandir(directory)]
+    return all(any(fnmatch.fnmatch(name, pattern) for pattern in own) for name in names) and (
+        CONFIG_FILE not in names or _marked(str(directory))
+    )
+
+
 def mark(directory: str) -> None:
     """Write Megatron's mark, so that Megatron's tools recognise the format. A load uses only the manifest."""
     place = open_storage(directory)
@@ -43,13 +55,3 @@ def mark(directory: str) -> None:
         }
     )  # fmt: skip
     place.write_atomic(CONFIG_FILE, text.encode())
-
-
-def track(directory: str) -> None:
-    """Write the scripts' tracker file for a committed checkpoint; called on the coordinator.
-
-    Megatron writes it again when it finalizes the save. A job that is preempted before that keeps the checkpoint.
-    """
-    folder, name = split(directory)
-    if name.startswith("iter_") and name[5:].isdigit():
-        open_storage(folder).write_atomic(TRACKER, str(int(name[5:])).encode())

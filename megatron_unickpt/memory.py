@@ -15,8 +15,8 @@ from typing import Any
 from megatron_unickpt import non_persistent
 from megatron_unickpt.arguments import IN_MEMORY, save_options
 from megatron_unickpt.runtime import Runtime
+from unickpt.checkpoint_folder import tracked_iteration
 from unickpt.errors import CoordinationError, UnickptError
-from unickpt.load.candidates import tracked_iteration
 from unickpt.memory.offers import MemoryResume
 from unickpt.memory.tier import MemoryTier, Turn
 from unickpt.options import MemoryOptions, from_flags

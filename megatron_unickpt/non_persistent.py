@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_unickpt import local_layouts
 from megatron_unickpt.choices import Choices
+from unickpt.checkpoint_folder import tracked_iteration
 from unickpt.errors import UnickptError
-from unickpt.load.candidates import tracked_iteration
 from unickpt.load.resume import Offer
 
 SUBDIRECTORY = "non_persistent"  # _NON_PERSISTENT_CKPT_SUBDIR in Megatron's checkpointing.py
@@ -37,6 +37,12 @@ def folder_of(options: Any, load_dir: str) -> str | None:
     if kind_of(options) != GLOBAL:
         return None
     return getattr(options, "non_persistent_global_ckpt_dir", None) or os.path.join(load_dir, SUBDIRECTORY)
+
+
+def save_folder(options: Any, arguments: Mapping[str, Any]) -> str:
+    """Return the folder into which a ``save_checkpoint`` call saves, given its arguments."""
+    other = folder_of(options, str(options.save)) if arguments.get("non_persistent_ckpt") else None
+    return other or str(options.save)
 
 
 def newest_local(options: Any, context: Any) -> int:
@@ -94,7 +100,9 @@ class BothChoices:
         self._begun = True
         at = max(range(len(heads)), key=lambda each: (bool(heads[each].directory), heads[each].step, each))
         if not heads[at].directory or native >= heads[at].step + (at == 1):
-            return Offer()
+            lacks = [head.missing for head in heads if head.missing]
+            nothing = len(lacks) == len(heads) if self._step else native < 0
+            return Offer(missing=" ".join(lacks)) if nothing else Offer()
         self._heads[at] = None
         return heads[at]
 
@@ -102,7 +110,7 @@ class BothChoices:
         """Return the highest iteration of a tracker file whose checkpoint is not in unickpt's format; -1 if there is none."""
         found = -1
         for folder, head in zip(self._folders, self._heads, strict=True):
-            if head is not None and not head.directory and not self._step:
+            if head is not None and not head.directory and not head.missing and not self._step:
                 with contextlib.suppress(UnickptError, OSError):
                     found = max(found, tracked_iteration(folder) or -1)
         return found

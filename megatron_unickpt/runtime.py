@@ -14,6 +14,7 @@ from unickpt.round_folder import ends_of_job
 
 if TYPE_CHECKING:  # imported when they are used: hooks are also installed in jobs that never use unickpt
     from megatron_unickpt.foreign_state import Receiver
+    from megatron_unickpt.tracker import Diverted, Trackers
     from unickpt.load.checkpoint import Checkpoint
     from unickpt.load.report import LoadReport
     from unickpt.memory.tier import MemoryTier, Turn
@@ -44,6 +45,11 @@ class ScriptCall:
         complete: every parameter of the checkpoint must be loaded, for ``Purpose.LOAD``.
         memory: the checkpoint goes into memory, for ``Purpose.SAVE``.
         memory_folder: folder in which checkpoints in memory would be on disk, for ``Purpose.SAVE``.
+        order: of this save in the job, for ``Purpose.SAVE``.
+        replaces: the checkpoint takes the place of the one that the tracker file names, for ``Purpose.SAVE``.
+        hidden: folder whose tracker file Megatron's function takes for missing, because it names no checkpoint, for
+            ``Purpose.NATIVE``.
+        diverted: Megatron's function writes no tracker file, because unickpt does. For a save to disk.
     """
 
     purpose: Purpose
@@ -53,6 +59,10 @@ class ScriptCall:
     complete: bool = False
     memory: Turn | None = None
     memory_folder: str = ""
+    order: int = 0
+    replaces: bool = True
+    hidden: str = ""
+    diverted: Diverted | None = None
 
 
 class Runtime:
@@ -75,27 +85,73 @@ class Runtime:
         self.saves_begun = 0
         self.loads_begun = 0
         self.call: ScriptCall | None = None
-        self._meeting: tuple[Any, Rendezvous] | None = None
+        self._trackers: Trackers | None = None
+        self._meetings: dict[str, tuple[Any, Rendezvous]] = {}
+        self._group: Any = None
         self._saver: Saver | None = None
         self._memory: MemoryTier | None = None
         self._said: set[str] = set()
 
     def rendezvous(self) -> Rendezvous:
-        """Return the message exchange of the job's ranks. A new default process group gets a new one."""
+        """Return the message exchange of the ranks: of the job, or inside ``among`` of a group. A new store gets a new one."""
+        import torch.distributed as dist
+
+        world, name = dist.get_world_size(self._group), "" if self._group is None else f"/{self._group.group_name}"
+        store = dist.distributed_c10d._get_default_store() if world > 1 else None
+        found = self._meetings.get(name)
+        if found is None or found[0] is not store or found[1].world != world:
+            found = store, self._meeting(store, f"unickpt/megatron{name}")
+            self._meetings[name] = found
+            self._memory = None
+        return found[1]
+
+    def _meeting(self, store: Any, prefix: str) -> Rendezvous:
         import torch.distributed as dist
 
         from megatron_unickpt import internals
+        from unickpt.coordination.ends import Ends
 
-        world = dist.get_world_size()
-        store = dist.distributed_c10d._get_default_store() if world > 1 else None
-        if self._meeting is None or self._meeting[0] is not store or self._meeting[1].world != world:
-            timeout_s = internals.options().timeout_seconds if self.timeout_s is None else self.timeout_s
-            rank = dist.get_rank()
-            meet = Rendezvous(
-                store, rank=rank, world=world, prefix="unickpt/megatron", timeout_s=timeout_s, ended=ends_of_job(rank, world)
-            )
-            self._meeting, self._memory = (store, meet), None
-        return self._meeting[1]
+        rank, world = dist.get_rank(self._group), dist.get_world_size(self._group)
+        timeout_s = internals.options().timeout_seconds if self.timeout_s is None else self.timeout_s
+        members = dist.get_process_group_ranks(self._group) if self._group is not None else list(range(world))
+        of_round = ends_of_job(dist.get_rank(), dist.get_world_size())
+        of_group = Ends(store, rank=rank, prefix=prefix) if store is not None else frozenset
+
+        def ended() -> frozenset[int]:
+            return of_group() | frozenset(members.index(each) for each in of_round() if each in members)
+
+        return Rendezvous(store, rank=rank, world=world, prefix=prefix, timeout_s=timeout_s, ended=ended)
+
+    @contextmanager
+    def among(self, group: Any = None, timeout_s: float | None = None) -> Iterator[None]:
+        """Let saves and loads that begin inside this block be those of a process group, or have another time limit.
+
+        Args:
+            group: process group; None for all ranks of the job.
+            timeout_s: how long a rank waits for the others; None: as otherwise.
+
+        Raises:
+            ConfigError: this process is not a member of the group, or the time limit is not positive.
+        """
+        import torch.distributed as dist
+
+        from unickpt.errors import ConfigError
+
+        if group is not None and dist.get_rank(group) < 0:
+            raise ConfigError("this process is not a member of the process group that was passed as group")
+        if timeout_s is not None and not timeout_s > 0:
+            raise ConfigError(f"timeout_s={timeout_s!r}: expected a positive number of seconds")
+        before, self._group = self._group, group
+        meet = None
+        try:
+            meet = self.rendezvous()
+            limit = meet.timeout_s
+            meet.timeout_s = limit if timeout_s is None else timeout_s
+            yield
+        finally:
+            if meet is not None:
+                meet.timeout_s = limit
+            self._group = before
 
     def saver(self, options: SaveOptions | None = None) -> Saver:
         """Return the saver of this process, which keeps its staging memory between saves.
@@ -135,6 +191,15 @@ class Runtime:
         """
         if self._memory is not None:
             self._memory.saved_to_disk(folder, seconds)
+
+    @property
+    def trackers(self) -> Trackers:
+        """The tracker files of the scripts' save folders."""
+        from megatron_unickpt.tracker import Trackers
+
+        if self._trackers is None:
+            self._trackers = Trackers()
+        return self._trackers
 
     @contextmanager
     def during(self, call: ScriptCall) -> Iterator[None]:

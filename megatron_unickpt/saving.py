@@ -6,8 +6,10 @@ development branch). This module does not use Megatron's global arguments.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from megatron_unickpt import capture, internals, marks, optimizer_forms, sharded_tensors
 from megatron_unickpt.errors import MegatronSaveError, as_megatron_errors
-from megatron_unickpt.runtime import Purpose, Runtime
+from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from unickpt.convert.megatron.keys import CONTENT_METADATA
 from unickpt.coordination.rendezvous import Message
 from unickpt.diagnosis import session
@@ -25,6 +27,7 @@ from unickpt.logs import make_visible
 from unickpt.memory.tier import Turn
 from unickpt.save.requests import PendingSave, SaveRequest
 from unickpt.save.shards import Contribution
+from unickpt.save.upload import tags_of
 from unickpt.storage.base import absolute, split
 from unickpt.storage.open import open_storage
 
@@ -85,7 +88,7 @@ def save(
         contribute,
         save_dir=save_dir,
         tag=tag,
-        on_commit=_scripts_commit if by_scripts else marks.mark,
+        on_commit=marks.mark if call is None else partial(_scripts_commit, runtime, call),
         on_end=partial(_ended, runtime, (call.memory_folder if call is not None else "") or save_dir),
         framework_stands_in=by_scripts,
     )
@@ -132,14 +135,27 @@ def _begun(runtime: Runtime, request: SaveRequest, *, asynchronous: bool, turn: 
         return MegatronSave(runtime.saver().save(request, meet, asynchronous=asynchronous))
 
 
-def _scripts_commit(directory: str) -> None:
-    """Write the mark and the tracker file of a committed checkpoint of the training scripts, also to the upload URL."""
+def _scripts_commit(runtime: Runtime, call: ScriptCall, directory: str) -> None:
+    """Write the mark and the tracker file of a committed checkpoint of the training scripts, also to the upload URL.
+
+    A job that is preempted before its training loop polls the save therefore keeps the checkpoint.
+    """
     marks.mark(directory)
-    marks.track(directory)
+    runtime.trackers.name(directory, call.order, replaces=call.replaces)
+    if call.memory is not None:  # written at the end of the job; nothing else follows
+        remove_old(runtime, directory)
+
+
+def remove_old(runtime: Runtime, directory: str) -> None:
+    """Remove what a checkpoint on disk has replaced. Called on the coordinator after the tracker file has named it."""
+    folder, saver = split(directory)[0], runtime.saver()
+    runtime.trackers.remove_replaced(folder, saver.options.retention, busy=tags_of(saver.uploads, folder))
 
 
 def _ended(runtime: Runtime, memory_folder: str, save: PendingSave) -> None:
     runtime.last_save = result = save.result
+    if result is not None and result.committed and save.rank == 0:
+        _beside_training(partial(remove_old, runtime, save.directory), save)
     session.checkpoint_io(result.times if result is not None else ())
     if result is not None and result.complete:
         runtime.saved_to_disk(memory_folder, result.seconds)
@@ -150,6 +166,15 @@ def _ended(runtime: Runtime, memory_folder: str, save: PendingSave) -> None:
             "unickpt: saved %s: %s bytes in %.2f s; training paused for %.2f s",
             save.directory, f"{result.size_bytes:,}", result.seconds, result.stall_s,
         )  # fmt: skip
+
+
+def _beside_training(work: Callable[[], None], save: PendingSave) -> None:
+    """Do something in the thread of the save, or in one of its own if training waits for the save."""
+    if not save.background:
+        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down and starts no threads
+            threading.Thread(target=work, name="unickpt-retention").start()
+            return
+    work()
 
 
 class MegatronSave:

@@ -12,6 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,26 +32,33 @@ from megatron_unickpt import (
     metadata,
     non_persistent,
     saving,
+    schedule,
+    tracker_hooks,
 )
-from megatron_unickpt.arguments import NATIVE_FORMAT, asynchronous_arguments, save_options, set_asynchronous
+from megatron_unickpt.arguments import (
+    NATIVE_FORMAT,
+    accepted_changes,
+    asynchronous_arguments,
+    save_options,
+    set_asynchronous,
+    take_retention,
+)
 from megatron_unickpt.errors import MegatronCheckpointError, MegatronSaveError, as_megatron_errors
 from megatron_unickpt.foreign_state import Receiver
 from megatron_unickpt.lacking import ERROR
 from megatron_unickpt.marks import BACKEND
 from megatron_unickpt.optimizer import METADATA
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
+from megatron_unickpt.tracker import Diverted
 from unickpt.dialects.model_facts import Model
-from unickpt.errors import MismatchError, StorageError
-from unickpt.format.manifest import MANIFEST_FILE
+from unickpt.errors import MismatchError, NotACheckpointError, StorageError
 from unickpt.format.topology import describe
 from unickpt.load import rng
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.resume import AgreedFailureError, Offer, Together, resume
-from unickpt.memory.tier import Turn
 from unickpt.options import from_flags
 from unickpt.save import shutdown
-from unickpt.storage.base import split
-from unickpt.storage.open import open_storage
+from unickpt.storage.base import absolute, split
 
 logger = logging.getLogger("unickpt")
 
@@ -99,18 +107,21 @@ def save_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, *
     if not active():
         return wrapped(*args, **kwargs)
     options = _arguments()
-    if non_persistent.is_local_save(options, kwargs):
-        iteration = int(inspect.signature(wrapped).bind(*args, **kwargs).arguments["iteration"])
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    if non_persistent.is_local_save(options, given):
+        iteration = int(given["iteration"])
         non_persistent.note_local_layout(options, iteration, torch.distributed.get_rank(), internals.topology())
         return _native(runtime, wrapped, args, kwargs)
     set_asynchronous(options)
+    take_retention(options)
     runtime.saver(save_options(options))
-    turn = memory.turn_of(runtime, options, kwargs)
-    if turn is not None and _saved_in_memory(runtime, wrapped, options, turn, args, kwargs):
+    turn = memory.turn_of(runtime, options, given)
+    call = ScriptCall(Purpose.SAVE, order=runtime.trackers.begin(), replaces=not given.get("non_persistent_ckpt"))
+    if turn is not None and _saved_in_memory(runtime, wrapped, options, replace(call, memory=turn), args, kwargs):
         return None
     before, place = runtime.saves_begun, memory.folder_of(options, str(options.save))
     try:
-        with runtime.during(ScriptCall(Purpose.SAVE, memory_folder=place)):
+        with runtime.during(replace(call, memory_folder=place, diverted=Diverted())):
             return wrapped(*args, **kwargs)
     except MegatronSaveError as err:
         failed = err
@@ -126,15 +137,17 @@ def save_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, *
         return None
     if first:
         logger.warning("unickpt: %s Megatron saves this checkpoint in its own format instead (torch_dist).", failed)
-    with _changed(options, {BACKEND: False, "async_save": False}):
+    natively = replace(call, purpose=Purpose.NATIVE, diverted=Diverted())
+    with _changed(options, {BACKEND: False, "async_save": False}), runtime.during(natively):
         result = wrapped(*args, **kwargs)
-    if first and failed.directory:
-        open_storage(failed.directory).delete(MANIFEST_FILE)  # left by an earlier save of unickpt of this iteration
+    if first:
+        tracker_hooks.name_native(runtime, options, given, call)
+    torch.distributed.barrier()
     return result
 
 
 def _saved_in_memory(
-    runtime: Runtime, wrapped: Callable[..., Any], options: argparse.Namespace, turn: Turn, args: Any, kwargs: Any
+    runtime: Runtime, wrapped: Callable[..., Any], options: argparse.Namespace, call: ScriptCall, args: Any, kwargs: Any
 ) -> bool:
     """Save a checkpoint into memory. Returns whether it is on its way; the same on every rank.
 
@@ -143,14 +156,14 @@ def _saved_in_memory(
     """
     before = runtime.saves_begun
     try:
-        with _changed(options, asynchronous_arguments(options)), runtime.during(ScriptCall(Purpose.SAVE, memory=turn)):
+        with _changed(options, asynchronous_arguments(options)), runtime.during(call):
             wrapped(*args, **kwargs)
     except MegatronSaveError:
         return False
     except Exception as err:
         if runtime.saves_begun != before:
             raise
-        saving.refuse(runtime, err, turn=turn)
+        saving.refuse(runtime, err, turn=call.memory)
         return False
     return True
 
@@ -222,15 +235,45 @@ def load_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, *
         in_memory.loaded(offer, offer.step)
         return result
 
-    with as_megatron_errors():
+    with as_megatron_errors(), schedule.own_bounds(*_scheduled(bound) if active() else (None, None)):
         return resume(
             meet,
             offers.next,
             attempt,
-            lambda _: _native(runtime, wrapped, args, kwargs),
+            partial(_nothing, runtime, wrapped, bound, options, str(load_dir)),
             where=str(load_dir),
             fall_back=from_flags(options).fall_back,
         )
+
+
+def _scheduled(bound: inspect.BoundArguments) -> tuple[Any, Any]:
+    """Return the optimizer and its scheduler of a ``load_checkpoint`` call."""
+    return bound.arguments["optimizer"], bound.arguments["opt_param_scheduler"]
+
+
+def _nothing(
+    runtime: Runtime, wrapped: Callable[..., Any], bound: inspect.BoundArguments, options: argparse.Namespace, load_dir: str,
+    offer: Offer,
+) -> Any:  # fmt: skip
+    """Let Megatron load a checkpoint of its own, or start without one. All ranks call it.
+
+    Raises:
+        NotACheckpointError: what the user names is not there.
+    """
+    step = getattr(options, "ckpt_step", None)
+    local = non_persistent.newest_local(options, bound.arguments.get("checkpointing_context")) if offer.missing else -1
+    if not offer.missing or (local == step if step else local >= 0):
+        return _native(runtime, wrapped, bound.args, bound.kwargs)
+    ends = getattr(options, "exit_on_missing_checkpoint", False) and not getattr(options, "pretrained_checkpoint", None)
+    if step or ends:
+        raise NotACheckpointError(offer.missing)
+    if torch.distributed.get_rank() == 0:
+        logger.warning(
+            "unickpt: %s THE JOB STARTS WITHOUT A CHECKPOINT. --exit-on-missing-checkpoint ends it instead. If the checkpoint "
+            "should be there, look at --load and at the file system.", offer.missing,
+        )  # fmt: skip
+    with runtime.during(ScriptCall(Purpose.NATIVE, hidden=absolute(load_dir))):
+        return wrapped(*bound.args, **bound.kwargs)
 
 
 def _local_is_newer(options: argparse.Namespace, bound: inspect.BoundArguments, offer: Offer) -> bool:
@@ -291,13 +334,14 @@ def _universal(
     finetune = bool(getattr(options, "finetune", False))
     with_schedule = not (finetune or getattr(options, "no_load_optim", False))
     receiver = Receiver(options, bound.arguments["opt_param_scheduler"] if with_schedule else None)
+    accepted = accepted_changes(options)
 
     def opened() -> tuple[Checkpoint, Any]:
         checkpoint = source()
         foreign = foreign_state.is_foreign(checkpoint)
         stored = None if foreign else metadata.common_state_dict(checkpoint).get("args")
         if stored is not None and not finetune:
-            argument_changes.compare(vars(stored), vars(options), where=offer.directory)
+            argument_changes.compare(vars(stored), vars(options), where=offer.directory, accepted=accepted)
         if with_schedule and getattr(stored, "no_save_optim", False) and from_flags(options).missing_state == ERROR:
             raise MismatchError(
                 f"{offer.directory} was saved with --no-save-optim: it has no optimizer. Pass --no-load-optim or --finetune to "
@@ -319,7 +363,7 @@ def _universal(
     try:
         directory = offer.directory if offer.generation else str(checkpoint.storage)
         call = ScriptCall(Purpose.LOAD, checkpoint, receiver, directory, _takes_all(options, bound.arguments))
-        with _changed(options, changes), runtime.during(call):
+        with _changed(options, changes), runtime.during(call), schedule.own_bounds(*_scheduled(bound)):
             result = wrapped(*bound.args, **bound.kwargs)
             alone = finetune or getattr(options, "no_load_optim", False) or bound.arguments["optimizer"] is None
             if alone and not getattr(options, "load_main_params_from_ckpt", False):
@@ -388,11 +432,13 @@ def _warn_of_function_changes(stored: Any, options: argparse.Namespace, checkpoi
         settings = Model.from_json(checkpoint.manifest.writer.model).settings
         changes = argument_changes.setting_changes(settings, vars(options))
     else:
-        changes = argument_changes.function_changes(vars(stored), vars(options), internals.config_fields())
+        accepted, fields = accepted_changes(options), internals.config_fields()
+        changes = argument_changes.function_changes(vars(stored), vars(options), fields, accepted=accepted)
     if changes and torch.distributed.get_rank() == 0:
         logger.warning(
-            "unickpt: %s: %d arguments change what the loaded tensors compute: %s. The load continues. Use the checkpoint's "
-            "values unless the change is intended.", checkpoint.storage, len(changes), "; ".join(changes),
+            "unickpt: %s: %d arguments can change what the loaded tensors compute: %s. The load continues. Use the "
+            "checkpoint's values unless the change is intended (--unickpt-accept-changed).",
+            checkpoint.storage, len(changes), "; ".join(changes),
         )  # fmt: skip
 
 

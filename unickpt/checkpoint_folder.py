@@ -1,4 +1,4 @@
-"""Checkpoints of a save directory, from their manifests and the file ``latest``. No data is read."""
+"""Checkpoints of a save directory, from their manifests, the file ``latest`` and Megatron's tracker file. No data is read."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from unickpt.format.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest,
 from unickpt.storage.base import Storage
 from unickpt.storage.open import open_storage
 
+TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's scripts name it so (megatron/training/checkpointing.py)
 _MAX_LATEST_BYTES = 4096
 
 
@@ -87,3 +88,29 @@ def complete_checkpoints(folder: str | os.PathLike[str]) -> list[tuple[int, str]
         except UnickptError:
             continue
     return sorted(found, reverse=True)
+
+
+def iteration_name(iteration: int) -> str:
+    """Return the directory name that Megatron's scripts give an iteration."""
+    return f"iter_{iteration:07d}"
+
+
+def tracked_iteration(folder: str | os.PathLike[str]) -> int | None:
+    """Return the iteration in Megatron's tracker file. None if there is no tracker file, or if it names a release.
+
+    Raises:
+        FormatError: the file holds something else, for example because the job was killed while writing it.
+        StorageError: the file cannot be read.
+    """
+    place = open_storage(folder)
+    size = place.size_bytes(TRACKER)
+    if size is None:
+        return None
+    text = place.read(TRACKER, 0, min(size, _MAX_LATEST_BYTES)).decode("utf-8", "replace").strip()
+    if text.isdecimal() and text.isascii() and size <= _MAX_LATEST_BYTES:
+        return int(text)
+    if text == "release":
+        return None
+    raise FormatError(
+        f"{place.where(TRACKER)} holds {text[:40]!r} instead of an iteration (was the job killed while it was written?)"
+    )

@@ -47,6 +47,7 @@ class Option:
         flag: flag of Megatron's training scripts, or ''. The flag of a bool sets the opposite of its default.
         no_flag: replacement for a flag in Megatron's training scripts.
         no_key: replacement for a key in DeepSpeed's JSON; '' if the option has a key.
+        several: the value is a list with commas. The flag takes its words one by one.
     """
 
     key: str
@@ -60,6 +61,7 @@ class Option:
     flag: str
     no_flag: str
     no_key: str
+    several: bool
 
     @property
     def kind(self) -> type[Any]:
@@ -117,11 +119,12 @@ def _option(
     flag: str = "",
     no_flag: str = "",
     no_key: str = "",
+    several: bool = False,
 ) -> Any:
     """Return the dataclass field of an option. Without ``flag`` and ``no_flag`` the flag is derived from the field name."""
     declared = {
         "help": help, "unit": unit, "choices": choices, "least": least, "most": most, "flag": flag, "no_flag": no_flag,
-        "no_key": no_key,
+        "no_key": no_key, "several": several,
     }  # fmt: skip
     return field(default=default, metadata=declared)
 
@@ -251,6 +254,13 @@ class Options:
     load_dialect: str = _option(
         "",
         "dialect of a checkpoint of another framework whose metadata does not name its model family: family or dialect file",
+    )
+    accept_changed: str = _option(
+        "",
+        "arguments of the model that may differ from those of the checkpoint, although the load would be refused: tensors of "
+        "the same name and shape are loaded",
+        several=True,
+        no_key="tensors are compared, not arguments",
     )
     timeout_seconds: float = _option(1800.0, "time that a rank waits for other ranks before its save or load fails", unit="s")
     resume_from: str = _option(
@@ -478,6 +488,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             how = {"action": "store_false" if option.default else "store_true"}
         elif option.choices:
             how = {"choices": option.choices}
+        elif option.several:
+            how |= {"nargs": "+", "metavar": "NAME"}
         words = option.flag_text.replace("%", "%%")
         group.add_argument(option.flag, dest=option.attribute, default=option.default, help=words, **how)
 
@@ -503,7 +515,8 @@ def from_flags(arguments: Any, **native: Any) -> Options:
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for option in declared():
         if option.flag:
-            values[option.section][option.key] = getattr(arguments, option.attribute, option.default)
+            value = getattr(arguments, option.attribute, option.default)
+            values[option.section][option.key] = ",".join(value) if option.several and not isinstance(value, str) else value
     memory, timing = MemoryOptions(**values["memory"]), TimingOptions(**values["timing"])
     return Options(**{**values[""], **native}, memory=memory, timing=timing)
 

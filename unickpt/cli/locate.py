@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from unickpt.checkpoint_folder import latest_tag
+from unickpt.checkpoint_folder import iteration_name, latest_tag, tracked_iteration
 from unickpt.errors import NotACheckpointError
-from unickpt.load.candidates import iteration_name, tracked_iteration
 from unickpt.load.folders import TRAINER_STATE, is_unfinished, list_tags, trainer_folders
 from unickpt.load.validation import is_checkpoint
 from unickpt.storage.base import Storage, is_url

@@ -12,15 +12,13 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from unickpt.checkpoint_folder import latest_tag, read_manifest
-from unickpt.errors import FormatError, NewerFormatError, StorageError, UnickptError
+from unickpt.checkpoint_folder import iteration_name, latest_tag, read_manifest, tracked_iteration
+from unickpt.errors import NewerFormatError, StorageError, UnickptError
 from unickpt.format.manifest import MANIFEST_FILE
 from unickpt.load.failure import DAMAGE, failure_of
 from unickpt.storage.base import Storage, join
 from unickpt.storage.open import open_storage
 
-TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's scripts write it (megatron/training/checkpointing.py)
-_MAX_LATEST_BYTES = 4096
 _AGAIN = 20  # attempts to load a checkpoint that is saved again each time
 
 Identity = tuple[int, int] | None
@@ -37,32 +35,6 @@ class CandidateTag:
 
     tag: str | None
     notes: tuple[str, ...] = ()
-
-
-def iteration_name(iteration: int) -> str:
-    """Return the directory name that Megatron's scripts give an iteration."""
-    return f"iter_{iteration:07d}"
-
-
-def tracked_iteration(folder: str | os.PathLike[str]) -> int | None:
-    """Return the iteration in Megatron's tracker file. None if there is no tracker file, or if it names a release.
-
-    Raises:
-        FormatError: the file holds something else, for example because the job was killed while writing it.
-        StorageError: the file cannot be read.
-    """
-    place = open_storage(folder)
-    size = place.size_bytes(TRACKER)
-    if size is None:
-        return None
-    text = place.read(TRACKER, 0, min(size, _MAX_LATEST_BYTES)).decode("utf-8", "replace").strip()
-    if text.isdecimal() and text.isascii() and size <= _MAX_LATEST_BYTES:
-        return int(text)
-    if text == "release":
-        return None
-    raise FormatError(
-        f"{place.where(TRACKER)} holds {text[:40]!r} instead of an iteration (was the job killed while it was written?)"
-    )
 
 
 def loadable(folder: str | os.PathLike[str], *, without: Collection[str] = ()) -> list[tuple[int, str]]:

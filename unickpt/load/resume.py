@@ -53,6 +53,7 @@ class Offer:
         explicit: the user named this checkpoint, so no other one replaces it.
         native: the checkpoint has the framework's own format.
         present: complete checkpoints of the folder, newest first. Set only if there is nothing to load.
+        missing: what the folder or the user names but is not there. Set only if there is nothing to load.
         refused: why an existing checkpoint cannot be loaded.
         failure: why the coordinator cannot select a checkpoint.
         generation: number of a generation in the memory of the hosts; 0 for a checkpoint on disk.
@@ -66,6 +67,7 @@ class Offer:
     explicit: bool = False
     native: bool = False
     present: tuple[str, ...] = ()
+    missing: str = ""
     refused: str = ""
     failure: Failure | None = None
     generation: int = 0

@@ -40,11 +40,13 @@ class MemoryOffers:
             where = join(self._folder, generation.tag)
             return Offer(where, generation.tag, generation.step, generation=generation.number, checked=checked)
         self._next = None
-        if self._tried and not head.directory and not head.refused and self._native_step() >= 0:
+        if self._tried and not head.directory and not head.refused and not head.missing and self._native_step() >= 0:
             return Offer(self._folder, native=True, notes=head.notes)
         return head
 
     def _step_of(self, disk: Offer) -> int:
+        if disk.missing:
+            return -1
         return disk.step if disk.directory else self._native_step()
 
 

@@ -1,7 +1,7 @@
 """Removal of old checkpoints.
 
-Only files written by unickpt are removed, and only after a newer checkpoint was committed. The newest complete
-checkpoint and the one that ``latest`` names always stay.
+Only files written by unickpt are removed (``remove_whole`` removes the folder), and only after a newer checkpoint was
+committed. The newest complete checkpoint always stays, and so do those that ``latest`` and Megatron's tracker file name.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import logging
+import os
+import shutil
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from unickpt.checkpoint_folder import complete_checkpoints, latest_tag
+from unickpt.checkpoint_folder import complete_checkpoints, iteration_name, latest_tag, tracked_iteration
 from unickpt.errors import FormatError, UnickptError
 from unickpt.format.layout import DATA_FOLDER, LOCK_FILE, ROWS_FOLDER
 from unickpt.format.manifest import MANIFEST_FILE
@@ -34,10 +36,16 @@ class Retention:
     Attributes:
         keep_last: number of most recent checkpoints to keep; 0 keeps all.
         keep_every: also keep checkpoints whose step is a multiple of this; 0 for none.
+        also_every: a second ``keep_every``; 0 for none. Megatron's ``--save-retain-interval``.
     """
 
     keep_last: int = 0
     keep_every: int = 0
+    also_every: int = 0
+
+    def keeps(self, step: int) -> bool:
+        """Return whether a checkpoint stays because of its step."""
+        return any(every > 0 and step % every == 0 for every in (self.keep_every, self.also_every))
 
 
 def superseded(found: Sequence[tuple[int, str]], policy: Retention, *, protected: Collection[str] = ()) -> list[str]:
@@ -51,11 +59,7 @@ def superseded(found: Sequence[tuple[int, str]], policy: Retention, *, protected
     if policy.keep_last <= 0:
         return []
     newest_first = sorted(found, reverse=True)
-    return [
-        name
-        for step, name in newest_first[max(policy.keep_last, 1) :]
-        if name not in protected and not (policy.keep_every > 0 and step % policy.keep_every == 0)
-    ]
+    return [name for step, name in newest_first[max(policy.keep_last, 1) :] if name not in protected and not policy.keeps(step)]
 
 
 def apply(folder: str, policy: Retention, *, just_saved: str, busy: Collection[str] = ()) -> list[str]:
@@ -76,9 +80,7 @@ def apply(folder: str, policy: Retention, *, just_saved: str, busy: Collection[s
     if policy.keep_last <= 0:
         return []
     place = open_storage(folder)
-    protected = {just_saved, *busy}
-    with contextlib.suppress(FormatError):  # a damaged ``latest`` protects nothing
-        protected.add(latest_tag(folder) or just_saved)
+    protected = {just_saved, *busy, *named(folder)}
     old = superseded(complete_checkpoints(folder), policy, protected=protected)
     removed = [name for name in old if _remove_unless_in_use(folder, place.subfolder(name), name)]
     dead = [name for name in abandoned(place) if name not in protected]
@@ -88,16 +90,26 @@ def apply(folder: str, policy: Retention, *, just_saved: str, busy: Collection[s
     return [*removed, *cleaned]
 
 
+def named(folder: str) -> set[str]:
+    """Return the names of the checkpoints that ``latest`` and Megatron's tracker file name. A damaged file names none."""
+    found = set()
+    with contextlib.suppress(FormatError):
+        found.add(latest_tag(folder))
+    with contextlib.suppress(FormatError):
+        iteration = tracked_iteration(folder)
+        found.add(None if iteration is None else iteration_name(iteration))
+    return {name for name in found if name is not None}
+
+
 def _remove_unless_in_use(folder: str, checkpoint: Storage, name: str) -> bool:
-    """Remove a checkpoint unless another job saves into it or ``latest`` names it now. Return whether it was removed."""
+    """Remove a checkpoint unless another job saves into it or a file names it now. Return whether it was removed."""
     with contextlib.suppress(UnickptError):
         release = checkpoint.try_lock(LOCK_FILE)
         if release is None:
             return False
         try:
-            with contextlib.suppress(FormatError):
-                if latest_tag(folder) == name:
-                    return False
+            if name in named(folder):
+                return False
             remove(checkpoint)
             return True
         finally:
@@ -130,6 +142,32 @@ def remove(checkpoint: Storage) -> None:
             checkpoint.delete(name)
         for folder in (DATA_FOLDER, ROWS_FOLDER, ""):
             checkpoint.delete_if_empty(folder)  # stays if it has other files
+
+
+def remove_whole(folder: str, name: str) -> bool:
+    """Remove a local folder of a checkpoint with all that is in it, unless another job saves into it.
+
+    The manifest goes first, so that the rest is never taken for a checkpoint.
+
+    Returns:
+        Whether it was removed.
+
+    Raises:
+        OSError, StorageError: it could not be removed, or only in part.
+    """
+    checkpoint = open_storage(folder).subfolder(name)
+    release = checkpoint.try_lock(LOCK_FILE)
+    if release is None:
+        return False
+    try:
+        checkpoint.delete(MANIFEST_FILE)
+        if checkpoint.size_bytes(MANIFEST_FILE) is not None:
+            return False
+        shutil.rmtree(os.path.join(folder, name))
+    finally:
+        release()
+        checkpoint.delete_if_empty()
+    return True
 
 
 def _own_files(checkpoint: Storage) -> list[str]:

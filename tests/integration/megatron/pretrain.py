@@ -5,6 +5,8 @@ MEGATRON_LM=/path/to/Megatron-LM torchrun --nproc-per-node 4 -m tests.integratio
 With ``SCRIPT=pretrain_bert.py`` that script of the tree runs, with arguments of its own (``SCRIPTS``).
 With ``FOLDER_OF_RANK=PATH{}`` every rank works in a directory of its own, so that a relative path is another one on each.
 With ``BREAK_SAVE=FUNCTION`` (``module.function`` of ``megatron_unickpt``) that function raises on rank 1 while a job saves.
+With ``FALL_BACK_AT=N`` no rank can describe its state at iteration N, so that Megatron saves this checkpoint in its own format.
+With ``WAIT_AFTER_SAVES=N`` training pauses after each N-th save until all saves have ended, so that several end before a poll.
 With ``WITHOUT_UNICKPT=1`` an import of unickpt fails in the script, as if it were not installed; this harness is a part of it.
 With ``KILL_AFTER_SAVES=N`` the ranks kill themselves after N saves, when the copies of the last one in memory are complete.
 With ``RECORD_BATCHES=FILE`` the micro batches that a job of one rank trains on are written there when it ends.
@@ -84,6 +86,36 @@ def break_save(function: str) -> None:
     setattr(module, name, broken)
 
 
+def fall_back_at(iteration: int) -> None:
+    """Let the state of one iteration be one that unickpt does not support."""
+    from megatron_unickpt import capture
+    from unickpt.errors import UnsupportedLayoutError
+
+    original = capture.contribution
+
+    def refusing(state: Any, common: Any, **kwargs: Any) -> Any:
+        if common.get("iteration") == iteration:
+            raise UnsupportedLayoutError(f"iteration {iteration} is not supported")
+        return original(state, common, **kwargs)
+
+    capture.contribution = refusing
+
+
+def wait_after(saves: int) -> None:
+    """Pause after each n-th save of the scripts, as garbage collection or a slow rank does."""
+    from megatron.training import training
+
+    original, done = training.save_checkpoint_and_time, [0]
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        done[0] += 1
+        if done[0] % saves == 0:
+            shutdown.finish_all(ending=False)
+
+    training.save_checkpoint_and_time = counted
+
+
 def kill_after(saves: int) -> None:
     """End the ranks without any warning after a number of saves of the scripts."""
     from megatron.training import training
@@ -136,6 +168,10 @@ def main() -> None:
         os.chdir(os.environ["FOLDER_OF_RANK"].format(os.environ["RANK"]))
     if "BREAK_SAVE" in os.environ:
         break_save(os.environ["BREAK_SAVE"])
+    if "FALL_BACK_AT" in os.environ:
+        fall_back_at(int(os.environ["FALL_BACK_AT"]))
+    if "WAIT_AFTER_SAVES" in os.environ:
+        wait_after(int(os.environ["WAIT_AFTER_SAVES"]))
     if "KILL_AFTER_SAVES" in os.environ:
         kill_after(int(os.environ["KILL_AFTER_SAVES"]))
     if "RECORD_BATCHES" in os.environ:

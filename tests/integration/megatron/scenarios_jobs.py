@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import math
 import unittest
 import unittest.mock
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 import megatron_unickpt
 from megatron_unickpt.edge import RUNTIME
@@ -292,3 +294,31 @@ def optimizers_keep_megatrons_sharding_types_without_unickpts_metadata(folder: P
     again.optimizer.load_state_dict(loaded["optimizer"])
     again.step = 1
     assert again.train(2) == job.train(2)
+
+
+def _schedule(job: Job, highest: float, lowest: float, *, override: bool) -> OptimizerParamScheduler:
+    """Return a scheduler whose bounds are also in the groups, as the scripts make it."""
+    for group in job.optimizer.param_groups:
+        group |= {"max_lr": highest, "min_lr": lowest}
+    return OptimizerParamScheduler(
+        job.optimizer, 0.0, highest, lowest, 0, 100, "cosine", 0.1, 0.1, 100, "constant",
+        use_checkpoint_opt_param_scheduler=not override, override_opt_param_scheduler=override,
+    )  # fmt: skip
+
+
+@scenario(2)
+def a_schedule_that_overrides_has_the_bounds_of_the_job(folder: Path) -> None:
+    """``--override-opt_param-scheduler``: Megatron itself keeps the bounds of the checkpoint's groups."""
+    job = Job(Layout(tp=2))
+    scheduler = _schedule(job, 6e-4, 6e-4, override=False)
+    job.train(1)
+    scheduler.step(50)
+    megatron_unickpt.save(folder / "ck", job.chunks, job.optimizer, scheduler=scheduler)
+    for override, highest, lowest in ((False, 6e-4, 6e-4), (True, 2e-4, 2e-5)):
+        other = Job(Layout(dp=2), seed=7)
+        scheduler = _schedule(other, 2e-4, 2e-5, override=override)
+        megatron_unickpt.load(folder / "ck", other.chunks, other.optimizer, scheduler=scheduler)
+        assert scheduler.num_steps == 50
+        for group in other.optimizer.param_groups:
+            assert (group["max_lr"], group["min_lr"]) == (highest, lowest)
+            assert group["lr"] == lowest + 0.5 * (math.cos(math.pi * 0.5) + 1.0) * (highest - lowest)

@@ -268,3 +268,39 @@ def objects_of_other_positions_follow_one_rule_per_kind(folder: Path) -> None:
         other = {"a": halves("a", torch.zeros(4, 2)), "extra": ShardedObject(key, None, (1,), (0,), replica_id=rank)}
         with pytest.raises(CheckpointingException, match=told):
             dist_checkpointing.load(other, where)
+
+
+@scenario(2)
+def a_group_of_ranks_saves_and_loads_alone(folder: Path) -> None:
+    """Rank 0 holds the whole model. Rank 1 has no part in it, and no message is sent to it."""
+    job = Job(Layout(dp=2, optimizer="plain"), seed=1)
+    job.train(1)
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    if dist.get_rank() == 0:
+        megatron_unickpt.save(folder / "ck", job.chunks, job.optimizer, iteration=1, group=groups[0])
+    else:
+        with pytest.raises(ConfigError, match="not a member"):
+            megatron_unickpt.save(folder / "ck", job.chunks, job.optimizer, group=groups[0])
+    truth = consolidated(job, folder / "truth")
+    other = Job(Layout(dp=2, optimizer="plain"), seed=7)
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    assert megatron_unickpt.load(folder / "ck", other.chunks, other.optimizer, group=groups[dist.get_rank()])["iteration"] == 1
+    found = consolidated(other, folder / "found")
+    assert dist.get_rank() or not differences(truth, found)
+
+
+@scenario(2)
+def a_rank_that_does_not_call_is_named_after_the_time_limit(folder: Path) -> None:
+    """Without an effect on later saves of all ranks."""
+    job = Job(Layout(dp=2), seed=1)
+    job.train(1)
+    both = dist.new_group([0, 1])
+    if dist.get_rank() == 0:
+        for call in (megatron_unickpt.save, megatron_unickpt.load):
+            with pytest.raises(Exception, match=r"no message from rank 1"):
+                call(folder / "ck", job.chunks, job.optimizer, group=both, timeout_s=0.5)
+        with pytest.raises(ConfigError, match="positive"):
+            megatron_unickpt.save(folder / "ck", job.chunks, timeout_s=0.0)
+        assert RUNTIME.rendezvous().timeout_s == 1800.0
+    dist.barrier()
+    megatron_unickpt.save(folder / "ck", job.chunks, job.optimizer, timeout_s=60)

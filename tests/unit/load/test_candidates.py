@@ -12,10 +12,10 @@ import pytest
 
 from tests.support.rank_threads import alone
 from tests.support.saves import large, request, saved
-from unickpt.checkpoint_folder import complete_checkpoints, latest_tag
+from unickpt.checkpoint_folder import TRACKER, complete_checkpoints, latest_tag, tracked_iteration
 from unickpt.errors import FormatError, StorageError, UnickptError
 from unickpt.format.layout import LOCK_FILE
-from unickpt.load.candidates import TRACKER, Candidates, tracked_iteration
+from unickpt.load.candidates import Candidates
 from unickpt.save import retention
 from unickpt.save.requests import SaveOptions
 from unickpt.save.retention import Retention

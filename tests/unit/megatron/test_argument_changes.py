@@ -42,6 +42,45 @@ def test_how_it_is_computed_may_differ() -> None:
         compare({"num_layers": 4}, {"num_layers": 2}, where="here")
 
 
+ROPE = {"position_embedding_type": "rope"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "current"),
+    [
+        ({**ROPE, "max_position_embeddings": 4096}, {**ROPE, "max_position_embeddings": 131072}),
+        ({**ROPE, "rotary_base": 10000}, {**ROPE, "rotary_base": 500000}),
+        (ROPE, {"position_embedding_type": "yarn"}),
+        ({**ROPE, "rotary_percent": 0.5}, {**ROPE, "rotary_percent": 1.0}),
+        ({"norm_epsilon": 1e-5}, {"norm_epsilon": 1e-6}), ({"moe_router_topk": 2}, {"moe_router_topk": 1}),
+        ({"spec": ["a", "b"]}, {"spec": ["a", "c"]}), ({"squared_relu": False}, {"squared_relu": True}),
+    ],
+)  # fmt: skip
+def test_an_argument_that_changes_no_tensor_is_no_other_model(stored: dict[str, object], current: dict[str, object]) -> None:
+    assert compare(stored, current, where="here") == []
+    (line,) = function_changes(stored, current, FIELDS)
+    name = line.partition(":")[0]
+    assert stored[name] != current[name]
+    assert not function_changes(stored, current, FIELDS, accepted={name})
+
+
+def test_a_table_of_positions_has_the_shape_of_its_length() -> None:
+    table = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 4096}
+    for other in ({**table, "max_position_embeddings": 8192}, {**ROPE, "max_position_embeddings": 4096}):
+        for stored, current in ((table, other), (other, table)):
+            with pytest.raises(MismatchError, match="position"):
+                compare(stored, current, where="here")
+            assert compare(stored, current, where="here", accepted=set(table)) == []
+
+
+def test_a_refusal_names_the_flag_that_accepts_it() -> None:
+    stored, current = {"mtp_num_layers": 1, "num_experts": 8}, {"mtp_num_layers": None, "num_experts": 4}
+    with pytest.raises(MismatchError, match="--unickpt-accept-changed num_experts mtp_num_layers loads the tensors"):
+        compare(stored, current, where="here")
+    with pytest.raises(MismatchError, match=r"\(1 arguments differ\): num_experts"):
+        compare(stored, current, where="here", accepted={"mtp_num_layers"})
+
+
 def test_the_tables_do_not_contradict_each_other() -> None:
     assert not EXEMPT & set(MODEL)
     assert not EXEMPT & set(FUNCTION)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_unickpt.choices import Choices
 from tests.support.saves import saved
-from unickpt.load.candidates import TRACKER
+from unickpt.checkpoint_folder import TRACKER
 from unickpt.load.resume import Offer
 
 
@@ -102,3 +102,34 @@ def test_in_a_folder_of_both_frameworks_the_tracker_file_has_precedence(
     assert "names global_step3, of step 3, which is later" in choice.notes[0]
     (megatrons / "latest").write_text("x")
     assert Choices(str(megatrons), None).next().notes == ()
+
+
+def test_a_tracker_that_names_nothing_in_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / TRACKER).write_text("2")
+    (tmp_path / "iter_0000001/data").mkdir(parents=True)
+    choice = Choices(str(tmp_path), None).next()
+    assert not choice.directory
+    assert "names iteration 2, which does not exist. It has no complete checkpoint." in choice.missing
+    (tmp_path / TRACKER).write_text("1")
+    assert "names iteration 1, which is not complete" in Choices(str(tmp_path), None).next().missing
+    (tmp_path / TRACKER).write_text("x")
+    assert "holds 'x' instead of an iteration" in Choices(str(tmp_path), None).next().missing
+
+
+def test_a_tracked_checkpoint_without_a_manifest_is_damage(megatrons: Path) -> None:
+    """As one that was removed in part. One of Megatron's own formats is loaded by Megatron."""
+    (megatrons / "iter_0000002/manifest.json").unlink()
+    choice = Choices(str(megatrons), None).next()
+    assert choice.name == "iter_0000003"
+    assert "which is not complete" in choice.notes[0]
+
+
+def test_a_step_that_is_not_there_is_no_other_checkpoint(megatrons: Path) -> None:
+    choice = Choices(str(megatrons), 9).next()
+    assert not choice.directory
+    assert "--ckpt-step 9" in choice.missing
+    assert "It has iter_0000003, iter_0000002, iter_0000001." in choice.missing
+    (megatrons / "iter_0000009/data").mkdir(parents=True)
+    assert "--ckpt-step 9" in Choices(str(megatrons), 9).next().missing, "a save that was interrupted"
+    assert "does not exist" in Choices(str(megatrons / "nowhere"), 9).next().missing
+    assert Choices(str(megatrons / "iter_0000003"), 3).next().explicit, "the folder itself"

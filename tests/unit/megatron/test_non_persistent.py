@@ -9,7 +9,7 @@ import pytest
 
 from megatron_unickpt.non_persistent import SUBDIRECTORY, choices_of
 from tests.support.saves import saved
-from unickpt.load.candidates import TRACKER, iteration_name
+from unickpt.checkpoint_folder import TRACKER, iteration_name
 
 
 def made(folder: Path, *iterations: int, native: int | None = None) -> Path:
@@ -83,3 +83,16 @@ def test_megatron_loads_its_own_format_if_it_is_newer(tmp_path: Path) -> None:
     assert order(run, options()) == []
     (run / SUBDIRECTORY / TRACKER).write_text("3")
     assert order(run, options())[0] == "b/iter_0000006"
+
+
+def test_a_step_or_a_tracked_checkpoint_that_neither_folder_has(run: Path) -> None:
+    choice = choices_of(options(), str(run), 9)()
+    assert not choice.directory
+    assert choice.missing.count("--ckpt-step 9") == 2
+    assert choices_of(options(), str(run), 3)().step == 3
+    empty = run.parent / "empty"
+    empty.mkdir()
+    (empty / TRACKER).write_text("7")
+    assert "names iteration 7" in choices_of(options(), str(empty), None)().missing
+    made(empty / SUBDIRECTORY, 2)
+    assert choices_of(options(), str(empty), None)().step == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 from tests.support.rank_threads import on_all_ranks
 from tests.support.saves import assert_holds, part
+from unickpt.coordination.ends import Ends
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import CoordinationError
 from unickpt.round_folder import RINGS, RINGS_JOB, ends_of_job, folder_of_round, note_ended, read_ended, remove_note
@@ -129,3 +132,32 @@ def test_ranks_that_torch_numbers_otherwise_are_never_given_up(folder: Path, mon
     assert ends_of_job(1, 2)() == ends_of_job(0, 3)() == frozenset()
     monkeypatch.delenv(RINGS)
     assert ends_of_job(0, 2)() == frozenset()
+
+
+RANK = """
+import sys, torch.distributed as dist
+from unickpt.coordination.ends import Ends
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
+ends = Ends(store, rank=1, prefix="job")
+print(sorted(ends()), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("how", ["in order", "killed"])
+def test_the_end_of_a_rank_ends_the_wait_for_it(how: str) -> None:
+    """Without an agent of steering: through the store, and by the processes of this host."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = subprocess.Popen([sys.executable, "-c", RANK, str(store.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdin is not None
+    assert other.stdout is not None
+    assert other.stdout.readline() == b"[]\n"
+    ends = Ends(store, rank=0, prefix="job")
+    assert ends() == frozenset()
+    meet = Rendezvous(store, rank=0, world=2, prefix="save", timeout_s=600.0, ended=ends)
+    if how == "killed":
+        other.kill()
+    other.stdin.close()
+    with pytest.raises(CoordinationError, match="the process of rank 1 has ended without a message"):
+        meet.gather("written", {})
+    other.wait()

@@ -11,8 +11,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from unickpt.checkpoint_folder import TRACKER
 from unickpt.errors import MismatchError
-from unickpt.load.candidates import TRACKER
 
 RELEASE = "release"  # a checkpoint of step 0, from which a job starts at iteration 0
 
