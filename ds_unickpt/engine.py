@@ -14,6 +14,7 @@ from ds_unickpt.compression import CompressedEngine, begin
 from ds_unickpt.config import read_options, unused_options
 from ds_unickpt.runtime import EngineRuntime
 from unickpt.coordination.failure import FailureKind, sentence
+from unickpt.coordination.owners import Owners, as_json
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.diagnosis import session
 from unickpt.errors import ConfigError, CoordinationError, SaveFailedError
@@ -27,7 +28,7 @@ from unickpt.save.opening import differences
 from unickpt.save.requests import PendingSave, SaveRequest, SaveResult, save_options
 from unickpt.save.saver import Saver
 from unickpt.save.shards import Contribution
-from unickpt.storage.base import is_url, split
+from unickpt.storage.base import absolute, is_url, split
 from unickpt.storage.open import unusable_reason
 
 logger = logging.getLogger("unickpt")
@@ -75,10 +76,16 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         memory: checkpoints in the memory of the hosts.
         trainer: the call of Trainer that is being made, if it decides by itself where the checkpoint goes.
         choosing: choice of a compression by the job itself; None if the options name it.
+        owners, owner: models of this process, and the model of this engine among them.
     """
 
-    def __init__(self, native: Any, options: Options, meet: Rendezvous, memory: MemoryTier | None = None) -> None:
+    def __init__(
+        self, native: Any, options: Options, meet: Rendezvous, memory: MemoryTier | None = None,
+        owners: Owners | None = None, label: str = "",
+    ) -> None:  # fmt: skip
         self.native, self.options, self.meet = native, options, meet
+        self.owners = owners or Owners()
+        self.owner = self.owners.add(label, options.name)
         self.name = "unickpt"
         self.last_save: SaveResult | None = None
         self.last_report: LoadReport | None = None
@@ -175,7 +182,10 @@ def adopt(runtime: EngineRuntime, engine: Any) -> None:
     if runtime.reads_batch and steered.keeps_batch(options):
         _compare_batches(engine, meet)
     memory, runtime.memory = runtime.memory, None
-    engine.checkpoint_engine = UnickptCheckpointEngine(engine.checkpoint_engine, options, meet, memory)
+    runtime.owners = runtime.owners or Owners()
+    engine.checkpoint_engine = UnickptCheckpointEngine(
+        engine.checkpoint_engine, options, meet, memory, runtime.owners, f"an engine of {type(engine.module).__name__}"
+    )
     engine.checkpoint_engine.compressed, engine.checkpoint_engine.choosing = compressed, choosing
 
 
@@ -346,6 +356,20 @@ def _save(
         return err
 
 
+def _memory_of_another(ours: UnickptCheckpointEngine, save_dir: str) -> bool:
+    """Whether the memory tier of a folder has the checkpoints of another model, whose place new ones would take.
+
+    The answer of rank 0 counts.
+    """
+    another = not ours.owners.memory_of(absolute(save_dir), ours.owner)
+    if another:
+        ours.warn_once(
+            f"checkpoints of this engine go to disk: those of {save_dir} in memory are of another model of this job. Give each "
+            "model a folder of its own"
+        )
+    return another
+
+
 def request_of(
     ours: UnickptCheckpointEngine, engine: Any, save_dir: str, tag: str,
     *,
@@ -370,7 +394,8 @@ def request_of(
         choice = {} if ours.choosing is None else ours.choosing.shared_objects(ours.meet.rank)
         own = {**made.rank_objects, **(rank_objects or {})}
         shared = {**made.shared_objects, **residuals, **optimizer_residuals.captured(engine), **choice}
-        return replace(made, rank_objects=own, shared_objects=shared)
+        writer = replace(made.writer, origin=dict(as_json(ours.owners.origin(ours.owner))))
+        return replace(made, rank_objects=own, shared_objects=shared, writer=writer)
 
     return SaveRequest(
         contribute,
@@ -381,6 +406,7 @@ def request_of(
         early=state.read,
         forget=state.forget,
         must_match={"exclude_frozen_parameters": bool(exclude_frozen)},
+        claim=ours.owners.claim(ours.owner),
         on_commit=hints.leave_readme,
         on_end=lambda save: _ended(ours, save, tier or split(save.directory)[0]),
     )
@@ -389,7 +415,7 @@ def request_of(
 def _save_in_memory(ours: UnickptCheckpointEngine, request: SaveRequest) -> PendingSave | None:
     """Begin a save into the memory of the hosts. Returns None if the checkpoint has to go to disk."""
     try:
-        save = ours.memory.save(request, ours.meet)
+        save = ours.memory.save(request, ours.meet, never=_memory_of_another(ours, request.save_dir))
     except CoordinationError as err:
         logger.error("unickpt: %s is not saved in memory: %s", request.directory, err)
         return None
@@ -400,6 +426,8 @@ def _advice(result: SaveResult) -> str:
     """Return what helps against a save that failed, and that DeepSpeed cannot make either."""
     if result.has(FailureKind.ARGUMENTS):
         return _SAME_VALUES
+    if result.has(FailureKind.OTHER_MODEL):
+        return "DeepSpeed's own save would replace it, so it was not tried."
     if result.has(FailureKind.OUTSIDE):
         return "DeepSpeed's own save would write there, so it was not tried."
     if result.has(FailureKind.UNRESUMABLE):

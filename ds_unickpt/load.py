@@ -17,9 +17,10 @@ from ds_unickpt.optimizer_residuals import RestoredOptimizerResiduals
 from ds_unickpt.restore_objects import LoadArguments
 from unickpt.checkpoint_folder import complete_checkpoints, latest_tag, plain_tag, read_manifest
 from unickpt.coordination.host_peers import HostMemory
+from unickpt.coordination.owners import Origin
 from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.diagnosis import session
-from unickpt.errors import ConfigError, FormatError, NotACheckpointError, UnickptError, UnsafePathError
+from unickpt.errors import ConfigError, FormatError, MismatchError, NotACheckpointError, UnickptError, UnsafePathError
 from unickpt.format.manifest import MANIFEST_FILE
 from unickpt.garbage import collection_paused
 from unickpt.load.candidates import Candidates
@@ -266,6 +267,7 @@ def _load(
 ) -> tuple[restore.EngineRestore, dict[str, Any]]:  # fmt: skip
     begin = time.monotonic()
     together = Together(ours.meet, directory)
+    whole = wanted.optimizer and internals.base_optimizer(engine) is not None
 
     def own() -> dialects.Shapes:
         require_supported(engine, for_load=directory)
@@ -277,7 +279,10 @@ def _load(
 
     def opened() -> restore.EngineRestore:
         require_supported(engine, for_load=directory)
-        checkpoint = dialects.as_named_here(source(), engine, ours.options.load_dialect, wanted_names)
+        stored = source()
+        if whole and ours.meet.rank == 0:
+            _check_owner(ours, stored, directory)
+        checkpoint = dialects.as_named_here(stored, engine, ours.options.load_dialect, wanted_names)
         loading = restore.EngineRestore(engine, checkpoint, ours.options, wanted)
         if not loading.placed.partial:
             loading.settle(loading.matching.unclaimed)
@@ -311,6 +316,8 @@ def _load(
         client_state = together.step("set", set_all)
     if client_state is None:
         client_state = together.step("finish", loading.finish)
+    if whole:
+        ours.owners.adopt(ours.owner, Origin.of(loading.checkpoint.manifest))
     report = loading.report
     residuals.apply(report)
     errors.apply(report)
@@ -322,6 +329,13 @@ def _load(
         for line in report.lines():
             logger.info("unickpt: %s", line)
     return loading, client_state
+
+
+def _check_owner(ours: UnickptCheckpointEngine, checkpoint: Checkpoint, directory: str) -> None:
+    """Raise MismatchError if the checkpoint is one of another model of this job."""
+    refused = ours.owners.load_refusal(ours.owner, checkpoint.manifest)
+    if refused:
+        raise MismatchError(f"{directory}: {refused}")
 
 
 def _unclaimed(meet: Rendezvous, loading: restore.EngineRestore) -> list[str]:

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:  # imported when it is used: hooks are also installed in jobs without the ``unickpt`` key
     from ds_unickpt.automatic import Automatic
     from ds_unickpt.compression import CompressedEngine
+    from unickpt.coordination.owners import Owners
     from unickpt.coordination.rendezvous import Rendezvous
     from unickpt.memory.tier import MemoryTier
 
@@ -25,6 +26,7 @@ class EngineRuntime:
         memory: memory tier of the next engine, in which Trainer has looked for a checkpoint; None: it makes its own.
         compressed: compression of the gradients that an engine, or its ZeRO optimizer, reduces.
         choosing: engines whose job chooses a compression by itself.
+        owners: models of the engines that use unickpt; None before the first one.
         script_found: folder that ``get_last_checkpoint`` last returned to a script; None before.
     """
 
@@ -36,6 +38,7 @@ class EngineRuntime:
         self.memory: MemoryTier | None = None
         self.compressed: WeakKeyDictionary[Any, CompressedEngine] = WeakKeyDictionary()
         self.choosing: WeakKeyDictionary[Any, Automatic] = WeakKeyDictionary()
+        self.owners: Owners | None = None
         self.script_found: str | None = None
 
     def engine_rendezvous(self, engine: Any, *, timeout_s: float) -> Rendezvous:

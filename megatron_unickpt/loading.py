@@ -15,7 +15,12 @@ from typing import Any
 
 from megatron.core.dist_checkpointing import validation
 from megatron.core.dist_checkpointing.dict_utils import merge
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    apply_factory_merges,
+)
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
@@ -35,6 +40,7 @@ from megatron_unickpt.hyperparameters import OptimizerPart
 from megatron_unickpt.lacking import Fit, Lack
 from megatron_unickpt.runtime import Runtime
 from unickpt.coordination.host_peers import HostPeers
+from unickpt.coordination.owners import Origin
 from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.diagnosis import session
 from unickpt.dialects.translated_checkpoint import TranslatedCheckpoint
@@ -112,9 +118,15 @@ def load(
         read_once_per_host = options.read_once_per_host
     shutdown.finish_all(ending=False)
     together = begin_together(runtime, checkpoint_dir)
+    whole = any(isinstance(leaf, OptimizerPart) for leaf in map(_held, sharded_tensors.walk(sharded_state_dict)))
+    owner = runtime.owner(sharded_state_dict) if whole else None
 
     def opened() -> tuple[Checkpoint, _Request]:
         checkpoint = runtime.opened(checkpoint_dir) if source is None else source()
+        if owner is not None and together.meet.rank == 0:
+            refused = runtime.owners.load_refusal(owner, checkpoint.manifest)
+            if refused:
+                raise MismatchError(f"{checkpoint_dir}: {refused}")
         state = adapt(checkpoint, sharded_state_dict) if adapt else sharded_state_dict
         return checkpoint, _Request.of(optimizer_forms.to_load(state, checkpoint))
 
@@ -150,6 +162,8 @@ def load(
         together.read(filling.read, opener)
         together.step("finish", partial(_finish, filling, request, state))
         _account(filling.work, wanted, with_others, time.monotonic() - begin, handling, with_optimizer=bool(request.parts))
+        if owner is not None:
+            runtime.owners.adopt(owner, Origin.of(checkpoint.manifest))
         runtime.last_report = filling.work.report
         session.checkpoint_io(filling.work.report.io_times(checkpoint.manifest.step or 0))
     merge(state, request.local)
@@ -157,6 +171,10 @@ def load(
     if validation.StrictHandling.requires_returning_mismatch_keys(handling):
         return state, missing, unexpected
     return state
+
+
+def _held(leaf: Any) -> Any:
+    return leaf.obj if isinstance(leaf, LocalNonpersistentObject) else leaf
 
 
 def begin_together(runtime: Runtime, checkpoint_dir: str | Path) -> Together:

@@ -15,6 +15,7 @@ from unickpt.round_folder import ends_of_job
 if TYPE_CHECKING:  # imported when they are used: hooks are also installed in jobs that never use unickpt
     from megatron_unickpt.foreign_state import Receiver
     from megatron_unickpt.tracker import Diverted, Trackers
+    from unickpt.coordination.owners import Owner, Owners
     from unickpt.load.checkpoint import Checkpoint
     from unickpt.load.report import LoadReport
     from unickpt.memory.tier import MemoryTier, Turn
@@ -91,6 +92,35 @@ class Runtime:
         self._saver: Saver | None = None
         self._memory: MemoryTier | None = None
         self._said: set[str] = set()
+        self._owners: Owners | None = None
+        self._owned: Any = None  # owner of each first parameter
+
+    @property
+    def owners(self) -> Owners:
+        """Models of this process that were saved or loaded."""
+        from torch.utils.weak import WeakIdKeyDictionary
+
+        from unickpt.coordination.owners import Owners
+
+        if self._owners is None:
+            self._owners, self._owned = Owners(), WeakIdKeyDictionary()
+        return self._owners
+
+    def owner(self, state: Any) -> Owner | None:
+        """Return the model of a sharded state dict, known by its first parameter; None without parameters."""
+        import torch
+
+        from megatron_unickpt import sharded_tensors
+
+        leaves = (leaf for leaf in sharded_tensors.walk(state) if isinstance(getattr(leaf, "data", None), torch.nn.Parameter))
+        first = min(leaves, key=lambda leaf: str(leaf.key), default=None)
+        if first is None:
+            return None
+        owners, held = self.owners, first.data
+        if held not in self._owned:
+            self._owned[held] = owners.add(f"a model with {first.key}")
+        found: Owner = self._owned[held]
+        return found
 
     def rendezvous(self) -> Rendezvous:
         """Return the message exchange of the ranks: of the job, or inside ``among`` of a group. A new store gets a new one."""

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megatron_unickpt import capture, internals, marks, optimizer_forms, sharded
 from megatron_unickpt.errors import MegatronSaveError, as_megatron_errors
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from unickpt.convert.megatron.keys import CONTENT_METADATA
+from unickpt.coordination.owners import as_json
 from unickpt.coordination.rendezvous import Message
 from unickpt.diagnosis import session
 from unickpt.logs import make_visible
@@ -71,6 +73,7 @@ def save(
     directory = absolute(str(checkpoint_dir))
     save_dir, tag = split(directory)
     compared: list[Any] = []
+    owner = runtime.owner(sharded_state_dict)
     call = runtime.call if runtime.purpose is Purpose.SAVE else None
     by_scripts = call is not None  # they can save in Megatron's own format instead
     if call is not None and tag.startswith("iter_"):
@@ -82,12 +85,15 @@ def save(
         if content_metadata is not None:
             common[CONTENT_METADATA] = {k: v for k, v in content_metadata.items() if k != "dp_cp_group"}
         compared.append(preprocess_common(common) if preprocess_common is not None else common)
-        return capture.contribution(state, common, share=share)
+        made = capture.contribution(state, common, share=share)
+        origin = {} if owner is None else dict(as_json(runtime.owners.origin(owner)))
+        return replace(made, writer=replace(made.writer, origin=origin))
 
     request = SaveRequest(
         contribute,
         save_dir=save_dir,
         tag=tag,
+        claim=None if owner is None else runtime.owners.claim(owner),
         on_commit=marks.mark if call is None else partial(_scripts_commit, runtime, call),
         on_end=partial(_ended, runtime, (call.memory_folder if call is not None else "") or save_dir),
         framework_stands_in=by_scripts,

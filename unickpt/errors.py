@@ -91,5 +91,9 @@ class UncertainCommitError(StorageError):
     """The storage failed while the manifest was written. It is unknown whether the checkpoint exists."""
 
 
+class OtherModelError(UnickptError):
+    """A save would replace the checkpoint of another model."""
+
+
 class SaveFailedError(UnickptError):
     """A checkpoint was not saved. Earlier checkpoints are intact."""

@@ -221,6 +221,11 @@ class Options:
     allow_pickle: bool = _option(
         False, "unpickle opaque objects on load, which runs code from the checkpoint; for trusted checkpoints only"
     )
+    name: str = _option(
+        "",
+        "name of the model, if a job has several, such as `actor`: no save or resume takes the checkpoint of another name",
+        no_flag="a job of the scripts has one model",
+    )
     fall_back: bool = _option(True, "if the latest checkpoint is damaged and no other is named, load the newest intact one")
     missing_state: str = _option(
         "error",

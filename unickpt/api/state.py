@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
+from unickpt.coordination.owners import Owner, Owners
 from unickpt.errors import ConfigError
 from unickpt.format.boxes import Box
 from unickpt.format.dtypes import name_of
@@ -146,3 +148,26 @@ def fingerprint_of_replicated(state: Mapping[Key, Value]) -> str:
         (key_of(key), tuple(value.shape), str(value.dtype)) for key, value in state.items() if isinstance(value, torch.Tensor)
     )
     return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+
+
+class Models:
+    """The models of the state dicts of a process. A model is known by the memory of its first tensor.
+
+    A state dict of copies is a model of its own, which ends with the copies.
+    """
+
+    def __init__(self) -> None:
+        self.owners = Owners()
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def of(self, state: Mapping[Key, Value]) -> Owner | None:
+        """Return the owner of a state dict; None if it has no tensors, or keys or values that the save refuses."""
+        try:
+            tensors = {key_of(key): value.data if isinstance(value, LocalShard) else value for key, value in state.items()}
+            place = tensors[min(tensors)].untyped_storage()
+        except Exception:
+            return None
+        if place not in self._known:
+            self._known[place] = self.owners.add(f"a state dict of {len(state):,} tensors")
+        found: Owner = self._known[place]
+        return found

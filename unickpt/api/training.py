@@ -14,8 +14,9 @@ import torch.distributed as dist
 from unickpt import __version__
 from unickpt.api.group import rendezvous_of
 from unickpt.api.requests import Wanted
-from unickpt.api.state import Key, Value, fingerprint_of_replicated, shards_to_save
+from unickpt.api.state import Key, Models, Value, fingerprint_of_replicated, shards_to_save
 from unickpt.checkpoint_folder import complete_checkpoints
+from unickpt.coordination.owners import Origin, Owner, as_json
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import ConfigError, NotACheckpointError, SaveFailedError
 from unickpt.format.manifest import Writer
@@ -32,6 +33,7 @@ from unickpt.save.shards import Contribution
 from unickpt.storage.base import absolute, join, split
 
 _SHOWN = 8  # names in a message
+_MODELS = Models()  # of the state dicts of this process; a function has no other place for them
 
 
 def save_checkpoint(
@@ -83,7 +85,8 @@ def save_checkpoint(
     Raises:
         ConfigError: ``options`` asks for an asynchronous save, or this process is not in the group.
         SaveFailedError: no checkpoint was written. It is raised on every rank and names rank and cause. Earlier
-            checkpoints, also in the same directory, are intact.
+            checkpoints, also in the same directory, are intact. A directory with the checkpoint of another model, which this
+            process still holds or another job has just written, is such a cause.
         CoordinationError: a rank did not make the call within ``timeout_s``.
     """
     options = options or SaveOptions()
@@ -99,22 +102,32 @@ def save_checkpoint(
 
     def contribute(_: Message) -> Contribution:
         shards, tensors = shards_to_save(state, rank=meet.rank, world=meet.world)
+        writer = _writer(meet, owner)
         return Contribution(
-            shards, step, _writer(meet), tensors=tensors, objects=dict(objects or {}), rank_objects=dict(rank_objects or {})
+            shards,
+            step,
+            writer,
+            tensors=tensors,
+            objects=dict(objects or {}),
+            rank_objects=dict(rank_objects or {}),
         )
 
     save_dir, tag = split(absolute(os.fspath(directory)))
+    owner = _MODELS.of(state)
     request = SaveRequest(
-        contribute, save_dir, tag, save_latest=save_latest, must_match=must_match, framework_stands_in=False, failed=failed
-    )
+        contribute, save_dir, tag, save_latest=save_latest, must_match=must_match, framework_stands_in=False, failed=failed,
+        claim=None if owner is None else _MODELS.owners.claim(owner, any_structure=True),
+    )  # fmt: skip
     pending = Saver(options).save(request, meet, asynchronous=False)
     if pending.result is None or not pending.result.complete:
         raise SaveFailedError(f"{pending.directory}: {pending.cause()}. Earlier checkpoints are intact.")
     return pending.result
 
 
-def _writer(meet: Rendezvous) -> Writer:
-    return Writer("torch", torch.__version__, __version__, torch.__version__, "torch", {"world_size": meet.world})
+def _writer(meet: Rendezvous, owner: Owner | None) -> Writer:
+    origin = {} if owner is None else dict(as_json(_MODELS.owners.origin(owner)))
+    topology = {"world_size": meet.world}
+    return Writer("torch", torch.__version__, __version__, torch.__version__, "torch", topology, origin=origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +248,9 @@ def _load(
     together.read(read, opener)
     decoded = together.step("finish", lambda: wanted.finish(allow_pickle=allow_pickle))
     wanted.account(report, decoded, meet)
+    owner = _MODELS.of(state)
+    if owner is not None:
+        _MODELS.owners.adopt(owner, Origin.of(checkpoint.manifest))
     report.skipped, report.notes = list(skipped), list(checkpoint.manifest.notes)
     report.seconds = time.monotonic() - begin
     return Loaded(checkpoint, decoded.value, report)

@@ -29,6 +29,7 @@ class FailureKind(enum.Enum):
     HOST_PEER = "host_peer"  #: another rank of this host failed first
     MEMORY = "memory"  #: the rank has too little memory; another attempt may succeed
     OUTSIDE = "outside"  #: the tag leaves the save directory
+    OTHER_MODEL = "other_model"  #: the directory holds the checkpoint of another model
     ARGUMENTS = "arguments"  #: ranks were called with different arguments
     INTERRUPTED = "interrupted"  #: SIGTERM or Ctrl-C
     UNEXPECTED = "unexpected"  #: any other exception

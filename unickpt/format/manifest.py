@@ -37,6 +37,7 @@ class Writer:
         dialect: dialect of the parameter names and layouts, e.g. ``huggingface``.
         topology: parallel degrees and modes, e.g. ``{"world_size": 4, "zero_stage": 2}``.
         model: facts about the model beyond its tensors, see ``unickpt.dialects.model_facts``; may be empty.
+        origin: which model the state is of, see ``unickpt.coordination.owners``; may be empty.
     """
 
     framework: str
@@ -46,6 +47,7 @@ class Writer:
     dialect: str
     topology: dict[str, JSONValue]
     model: dict[str, JSONValue] = field(default_factory=dict)
+    origin: dict[str, JSONValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,9 +320,9 @@ class _ManifestParser:
         )
 
     def _writer(self, body: dict[str, Any]) -> Writer:
-        text = {key: self._get(body, key, str) for key in Writer.__slots__ if key not in ("topology", "model")}
-        model = self._get(body, "model", dict) if "model" in body else {}
-        return Writer(**text, topology=self._get(body, "topology", dict), model=model)
+        text = {key: self._get(body, key, str) for key in Writer.__slots__ if key not in ("topology", "model", "origin")}
+        model, origin = (self._get(body, key, dict) if key in body else {} for key in ("model", "origin"))
+        return Writer(**text, topology=self._get(body, "topology", dict), model=model, origin=origin)
 
     def _file(self, body: Any) -> FileRecord:
         record = FileRecord(

@@ -52,6 +52,7 @@ _ERRORS: Mapping[FailureKind, type[UnickptError]] = {
     FailureKind.MEMORY: CoordinationError,
     FailureKind.ARGUMENTS: CoordinationError,
     FailureKind.OUTSIDE: CoordinationError,
+    FailureKind.OTHER_MODEL: MismatchError,
     FailureKind.INTERRUPTED: CoordinationError,
     FailureKind.UNEXPECTED: CoordinationError,
 }

@@ -120,7 +120,12 @@ class MemoryTier:
         return self.options.to_disk_every > 0
 
     def save(
-        self, request: SaveRequest, meet: Rendezvous, on_end: Callable[[PendingSave], None] | None = None
+        self,
+        request: SaveRequest,
+        meet: Rendezvous,
+        on_end: Callable[[PendingSave], None] | None = None,
+        *,
+        never: bool = False,
     ) -> PendingSave | None:
         """Save into memory if it is the turn of the memory.
 
@@ -128,6 +133,7 @@ class MemoryTier:
             request: what the framework saves. Its ``on_end`` belongs to a save to disk and is not called.
             meet: message exchange of all ranks.
             on_end: called with the save into memory when it has ended.
+            never: this checkpoint has to go to disk. That of rank 0 counts.
 
         Returns:
             The save, pending or failed; None if this checkpoint has to go to disk. After a failure it goes to disk, too.
@@ -135,7 +141,7 @@ class MemoryTier:
         Raises:
             CoordinationError: a rank did not arrive in time.
         """
-        turn = self.turn(request.save_dir, meet)
+        turn = self.turn(request.save_dir, meet, never=never)
         return None if turn is None else turn.save(request, on_end)
 
     def turn(self, save_dir: str, meet: Rendezvous, *, always: bool = False, never: bool = False) -> Turn | None:

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from unickpt.errors import StorageError, UncertainCommitError, UnickptError
+from unickpt.coordination.owners import Claim
+from unickpt.errors import OtherModelError, StorageError, UncertainCommitError, UnickptError
 from unickpt.format import index_codec, rank_rows
 from unickpt.format import manifest as manifest_module
 from unickpt.format.checksums import digest
-from unickpt.format.index import check_coverage
+from unickpt.format.index import Index, check_coverage
 from unickpt.format.layout import DATA_FOLDER, ROWS_FOLDER, RankFiles, index_name
 from unickpt.format.manifest import MANIFEST_FILE, FileRecord, Manifest
 from unickpt.save.shards import Prepared
@@ -31,17 +32,45 @@ _READERS = 8
 _SLOW_SECONDS = 0.002  # a file that takes longer to read is on storage with latency
 
 
-def next_generation(storage: Storage) -> int:
-    """Return the generation of a new save under this tag. Its files do not overwrite those of an existing checkpoint."""
+def next_generation(storage: Storage, claim: Claim | None = None) -> int:
+    """Return the generation of a new save under this tag. Its files do not overwrite those of an existing checkpoint.
+
+    Raises:
+        OtherModelError: it is the checkpoint of another model.
+    """
     generation = 0
     try:
-        size = storage.size_bytes(MANIFEST_FILE)
-        if size is not None:
-            old = storage.read(MANIFEST_FILE, 0, size)
-            generation = manifest_module.from_bytes(old, where=storage.where(MANIFEST_FILE)).generation + 1
+        old = _existing(storage)
+        generation = 0 if old is None else old.generation + 1
     except (UnickptError, OSError):
-        generation = time.time_ns()  # the manifest is unreadable: use a number that is certainly new
+        return time.time_ns()  # the manifest is unreadable: use a number that is certainly new
+    refused = "" if old is None or claim is None else claim.refusal(old)
+    if refused:
+        raise OtherModelError(f"in {storage} {refused}")
     return generation
+
+
+def _existing(storage: Storage) -> Manifest | None:
+    size = storage.size_bytes(MANIFEST_FILE)
+    if size is None:
+        return None
+    return manifest_module.from_bytes(storage.read(MANIFEST_FILE, 0, size), where=storage.where(MANIFEST_FILE))
+
+
+def _check_structure(storage: Storage, claim: Claim, structure: str) -> None:
+    """Raise OtherModelError if a checkpoint of another model lies under this tag."""
+    old = None
+    with contextlib.suppress(UnickptError, OSError):
+        old = _existing(storage)
+    refused = "" if old is None else claim.structure_refusal(old, structure)
+    if refused:
+        raise OtherModelError(f"in {storage} {refused}")
+
+
+def _structure(index: Index) -> str:
+    """Return a digest of names and shapes of the parameters."""
+    found = sorted((info.name, info.shape) for info in index.tensors if info.kind == "parameter")
+    return digest(repr(found).encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +87,13 @@ class Committed:
 
 
 def commit(
-    storage: Storage, files: list[FileRecord], part: Prepared, generation: int, *, proceed: Callable[[], None] | None = None
+    storage: Storage,
+    files: list[FileRecord],
+    part: Prepared,
+    generation: int,
+    *,
+    proceed: Callable[[], None] | None = None,
+    claim: Claim | None = None,
 ) -> Committed:
     """Merge the rows of all ranks, check that the tensors are complete, and write index and manifest.
 
@@ -68,20 +103,27 @@ def commit(
         part: part of the coordinator.
         generation: generation of this save.
         proceed: called directly before the manifest is written; raises to prevent the commit.
+        claim: of the model to the directory.
 
     Raises:
+        OtherModelError: the directory has the checkpoint of another model. Nothing is committed.
         CoverageError: the fragments have holes or overlap. Nothing is committed.
         StorageError: the coordinator cannot see the file of a rank, or the storage fails. Nothing is committed.
         UncertainCommitError: the storage failed, and it is unknown whether the manifest was written.
     """
     merged = rank_rows.merge(read_rows(storage, files, generation))
     check_coverage(merged)
+    writer = part.writer
+    if claim is not None:
+        structure = _structure(merged)
+        _check_structure(storage, claim, structure)
+        writer = replace(writer, origin={**writer.origin, "structure": structure})
     table = index_codec.to_bytes(merged)
     record = index_record(table, generation)
     manifest = Manifest(
         step=part.step,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        writer=part.writer,
+        writer=writer,
         files=(*files, record),
         index=record.path,
         optimizer=part.optimizer,

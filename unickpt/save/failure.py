@@ -13,6 +13,7 @@ from unickpt.errors import (
     CoordinationError,
     CorruptCheckpointError,
     FormatError,
+    OtherModelError,
     StorageError,
     UnickptError,
     UnsafePathError,
@@ -22,9 +23,9 @@ from unickpt.errors import (
 #: A second universal save fails in the same way, so the framework saves in its own format.
 FRAMEWORK_SAVES = frozenset({FailureKind.UNSUPPORTED, FailureKind.UNEXPECTED})
 #: A save of the framework would return as if all were well, and its files could not be resumed: they would lie under another
-#: folder or tag on each rank, lie outside of the save directory, or hold the state of another rank. So nothing is saved,
-#: whatever failed on other ranks.
-NOTHING_SAVES = frozenset({FailureKind.ARGUMENTS, FailureKind.OUTSIDE, FailureKind.UNRESUMABLE})
+#: folder or tag on each rank, lie outside of the save directory, replace the checkpoint of another model, or hold
+#: the state of another rank. So nothing is saved, whatever failed on other ranks.
+NOTHING_SAVES = frozenset({FailureKind.ARGUMENTS, FailureKind.OUTSIDE, FailureKind.OTHER_MODEL, FailureKind.UNRESUMABLE})
 
 _NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch, c10/core/impl/alloc_cpu.cpp: a plain RuntimeError
 _NO_DEVICE_MEMORY: type[Exception] = torch.cuda.OutOfMemoryError  # torch.OutOfMemoryError since torch 2.5
@@ -40,7 +41,7 @@ def save_failure(error: BaseException, rank: int, *, describing: bool = False) -
     """
     kind = _kind(error, describing=describing)
     text = f"{type(error).__name__}: {error}"
-    if kind in (FailureKind.UNSUPPORTED, FailureKind.UNRESUMABLE, FailureKind.OUTSIDE):
+    if kind in (FailureKind.UNSUPPORTED, FailureKind.UNRESUMABLE, FailureKind.OUTSIDE, FailureKind.OTHER_MODEL):
         text = str(error)
     elif kind is FailureKind.INTERRUPTED:
         text = type(error).__name__
@@ -53,6 +54,8 @@ def save_failure(error: BaseException, rank: int, *, describing: bool = False) -
 def _kind(error: BaseException, *, describing: bool) -> FailureKind:
     if isinstance(error, UnsupportedLayoutError):
         return FailureKind.UNSUPPORTED if error.resumable else FailureKind.UNRESUMABLE
+    if isinstance(error, OtherModelError):
+        return FailureKind.OTHER_MODEL
     if isinstance(error, UnsafePathError):
         return FailureKind.OUTSIDE
     if isinstance(error, CoordinationError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from unickpt.checkpoint_folder import plain_tag
 from unickpt.coordination.failure import Failure, FailureKind, sentence
+from unickpt.coordination.owners import Claim
 from unickpt.coordination.pending import Pending
 from unickpt.coordination.rendezvous import Message
 from unickpt.errors import CoordinationError, UnsafePathError
@@ -160,6 +161,7 @@ class SaveRequest:
             the message. If it raises, ``contribute`` raises the same.
         forget: releases what the three functions above keep for each other. It is called when the call of the save ends.
         must_match: further arguments of the call by name, which must be equal on all ranks.
+        claim: of the model to the directory. The save of another model is not replaced.
         framework_stands_in: the caller can save the same state in another way. After a save that failed for an
             unexpected reason, such requests are refused without another attempt.
         failed: exception that this rank raised before it knew the other fields. The rank still takes part, so that
@@ -177,6 +179,7 @@ class SaveRequest:
     early: Callable[[], None] | None = None
     forget: Callable[[], None] | None = None
     must_match: Message = field(default_factory=dict)
+    claim: Claim | None = None
     framework_stands_in: bool = True
     failed: BaseException | None = None
     on_commit: Callable[[str], None] | None = None

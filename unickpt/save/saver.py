@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 
 from unickpt.coordination.failure import Failure, FailureKind
+from unickpt.coordination.owners import Claim
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import CoordinationError
 from unickpt.format.layout import RankFiles
@@ -212,7 +213,7 @@ class Saver:
                 part = self._parts.describe(request, opening, meet, interrupts)
                 part.stage_ns = time.monotonic_ns() - described_ns
                 self._pending.append(save)  # from now on, SIGTERM waits for it
-                generation, failures = self._agreed(part, storage, meet)
+                generation, failures = self._agreed(part, storage, meet, request.claim)
             if failures:
                 self._ended(save, part, failures, request, meet, begin)
                 return save
@@ -252,7 +253,9 @@ class Saver:
         skip = busy and self.options.on_busy == "skip"
         return opening_of(request, skip=skip, background=wanted and not self._recovering, known_defect=self.known_defect)
 
-    def _agreed(self, part: SavePart, storage: Storage, meet: Rendezvous) -> tuple[int, list[Failure]]:
+    def _agreed(
+        self, part: SavePart, storage: Storage, meet: Rendezvous, claim: Claim | None
+    ) -> tuple[int, list[Failure]]:  # fmt: skip
         """Return the generation of the new save, and the failures that prevent it. All ranks get the same values.
 
         Raises:
@@ -270,7 +273,7 @@ class Saver:
             if not verdict["failures"]:
                 try:
                     refused = self._locks.acquire(storage)
-                    verdict["generation"] = commit_module.next_generation(storage)
+                    verdict["generation"] = commit_module.next_generation(storage, claim)
                 except Exception as err:  # the other ranks wait for the verdict
                     refused = save_failure(err, meet.rank)
                 verdict["failures"] = [refused.to_json()] if refused is not None else []

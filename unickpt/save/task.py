@@ -259,7 +259,12 @@ class SaveTask:
                 part.excluded = tuple(dict.fromkeys((*part.excluded, *excluded)))
             part.notes = agreement.notes_of(messages)
             made = commit_module.commit(
-                self.storage, files, part, self.names.generation, proceed=lambda: self._step("_publishing")
+                self.storage,
+                files,
+                part,
+                self.names.generation,
+                proceed=lambda: self._step("_publishing"),
+                claim=self.request.claim,
             )
         except CoordinationError:
             raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -12,13 +14,16 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+from ds_unickpt import edge
 from tests.integration.deepspeed.jobs import build, train
 from tests.integration.deepspeed.logs import Log
 from tests.integration.deepspeed.model import Model
 from tests.integration.deepspeed.resumes import here
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences
+from unickpt.coordination.owners import Owners
 from unickpt.errors import MismatchError, UnickptError
+from unickpt.save import shutdown
 
 
 class Flavoured(Model):
@@ -124,6 +129,92 @@ def no_tag_leaves_the_save_directory(folder: Path) -> None:
             engine.load_checkpoint(str(inside))
         dist.barrier()
     assert engine.load_checkpoint(str(inside), tag="part/good/")[0] == f"{inside}/part/good/manifest.json"
+
+
+def _model(seed: int, place: Path | None = None, **more: Any) -> Any:
+    """Return an engine, trained for two steps unless it is to load from a place. All have names and shapes in common."""
+    engine = build(here(1), seed=seed, unickpt={"enabled": True, **more})
+    if place is None:
+        train(engine, 2)
+    return engine
+
+
+@scenario(2)
+def the_checkpoint_of_another_engine_is_not_replaced(folder: Path) -> None:
+    """An actor and a critic with the same names and shapes, and the same folder and default tag."""
+    for behind in (False, True):
+        place = folder / str(behind)
+        actor, critic = _model(1, async_save=behind), _model(2, async_save=behind)
+        assert actor.save_checkpoint(str(place), client_state={"who": "actor"}) is True
+        truth = consolidated(actor, ("exp_avg", "exp_avg_sq"))
+        with Log() as log:
+            assert critic.save_checkpoint(str(place), client_state={"who": "critic"}) is False
+        shutdown.finish_all(ending=False)
+        dist.barrier()
+        if dist.get_rank() == 0 and not behind:
+            (told,) = [line for line in log.lines if "another model" in line]
+            numbers = list(map(int, re.findall(r"an engine of Model, number (\d+) of the \d+ of its process", told)))
+            assert numbers == [numbers[0], numbers[0] + 1], told
+            assert "a tag of its own" in told
+        assert critic.save_checkpoint(str(place), tag="critic") is True, "another tag"
+        assert actor.save_checkpoint(str(place), client_state={"who": "actor"}) is True, "the same engine again"
+        shutdown.finish_all(ending=False)
+        assert actor.load_checkpoint(str(place), tag="global_step2")[1]["who"] == "actor"
+        assert actor.save_checkpoint(str(place), client_state={"who": "actor"}) is True, "the same engine after a rollback"
+        shutdown.finish_all(ending=False)
+        fresh = build(here(2), seed=3)
+        assert fresh.load_checkpoint(str(place), tag="global_step2")[1]["who"] == "actor"
+        assert differences(truth, consolidated(fresh, ("exp_avg", "exp_avg_sq")), ignore=("groups",)) == []
+        assert fresh.save_checkpoint(str(place), tag="global_step2") is True, "an engine that continues the checkpoint"
+        del actor, critic, fresh
+        gc.collect()
+
+
+@scenario(2)
+def engines_of_one_job_resume_their_own_checkpoints_only(folder: Path) -> None:
+    """Each registry of engines stands for a process: the owners of its checkpoints are unknown to the others."""
+    first, named, owners = folder / "first", folder / "named", edge.RUNTIME.owners
+
+    def process() -> None:
+        gc.collect()
+        edge.RUNTIME.owners = Owners()
+
+    process()
+    pair = [_model(seed) for seed in (1, 2)]
+    assert pair[0].save_checkpoint(str(first)) is True
+    pair = [_model(seed, name=name) for seed, name in ((1, "actor"), (2, "critic"))]
+    assert [engine.save_checkpoint(str(named)) for engine in pair] == [True, False]
+    for order in ((0, 1), (1, 0)):
+        process()
+        pair = [_model(seed, first) for seed in (3, 4)]
+        for at in order:
+            if at == 0:
+                assert pair[0].load_checkpoint(str(first))[0] is not None
+            else:
+                with pytest.raises(MismatchError, match=r"the state of another model: saved by .* number 1 of the 2"):
+                    pair[1].load_checkpoint(str(first))
+        assert pair[1].load_checkpoint(str(first), load_module_only=True)[0] is not None
+    process()
+    alone = _model(5)
+    assert alone.save_checkpoint(str(first)) is True, "a new process saves the tag again"
+    process()
+    other = _model(6)
+    other.checkpoint_engine.owner.since -= 60
+    assert other.save_checkpoint(str(first)) is False, "another process that runs at the same time"
+    process()
+    wider = build(here(1), seed=1, model=torch.nn.Linear(3, 3))
+    assert wider.save_checkpoint(str(first), tag="global_step2") is False, "another model"
+    process()
+    pair = [_model(seed, first) for seed in (3, 4)]
+    assert pair[1].load_checkpoint(str(first))[0] is not None, "the job had one engine"
+    with pytest.raises(MismatchError, match="Another model of this process has loaded it before"):
+        pair[0].load_checkpoint(str(first))
+    process()
+    pair = [_model(seed, named, name=name) for seed, name in ((1, "actor"), (2, "critic"))]
+    with pytest.raises(MismatchError, match="named 'actor'"):
+        pair[1].load_checkpoint(str(named))
+    assert pair[0].load_checkpoint(str(named))[0] is not None
+    edge.RUNTIME.owners = owners
 
 
 def _assert_not_saved(engine: Any, folder: Path, place: Path, tag: str) -> None:

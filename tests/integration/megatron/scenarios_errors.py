@@ -144,3 +144,19 @@ def nothing_is_saved_if_ranks_pass_different_directories(folder: Path) -> None:
     assert not caught.value.framework_saves
     dist.barrier()
     assert not list(folder.glob("of-rank*/*"))
+
+
+@scenario(2)
+def the_checkpoint_of_another_model_is_not_replaced(folder: Path) -> None:
+    actor, critic = Job(Layout(tp=2), seed=1), Job(Layout(tp=2), seed=2)
+    megatron_unickpt.save(folder / "ck", actor.chunks, actor.optimizer, extra={"who": "actor"})
+    for asynchronous in (False, True):
+        with pytest.raises(MegatronSaveError, match=r"another model.*a tag of its own") as caught:
+            megatron_unickpt.save(folder / "ck", critic.chunks, critic.optimizer, asynchronous=asynchronous)
+        assert not caught.value.framework_saves
+    assert megatron_unickpt.load(folder / "ck", actor.chunks, actor.optimizer)["extra"] == {"who": "actor"}
+    megatron_unickpt.save(folder / "ck", actor.chunks, actor.optimizer, extra={"who": "actor again"})
+    megatron_unickpt.save(folder / "other", critic.chunks, critic.optimizer)
+    with pytest.raises(CheckpointingException, match="the state of another model"):
+        megatron_unickpt.load(folder / "ck", critic.chunks, critic.optimizer)
+    assert megatron_unickpt.load(folder / "ck", critic.chunks)["extra"] == {"who": "actor again"}, "its weights"

@@ -15,6 +15,7 @@ import torch
 import unickpt
 from tests.support.opened_files import opened_files
 from tests.support.repository import REPO
+from unickpt.errors import SaveFailedError
 from unickpt.testing import handmade
 from unickpt.testing.launch import environment, torchrun
 
@@ -142,3 +143,16 @@ def test_a_save_that_fails_raises_and_leaves_earlier_checkpoints(tmp_path: Path)
 def test_a_shard_must_lie_within_its_tensor(start: tuple[int, ...], shape: tuple[int, ...], words: str) -> None:
     with pytest.raises(unickpt.ConfigError, match=words):
         unickpt.LocalShard(torch.zeros(4, 4), start, shape)
+
+
+def test_the_checkpoint_of_another_model_that_this_process_holds_is_not_replaced(tmp_path: Path) -> None:
+    actor, critic = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    unickpt.save_checkpoint(actor.state_dict(), tmp_path / "last")
+    with pytest.raises(SaveFailedError, match="another model"):
+        unickpt.save_checkpoint(critic.state_dict(), tmp_path / "last")
+    unickpt.save_checkpoint(critic.state_dict(), tmp_path / "critic")
+    unickpt.save_checkpoint(actor.state_dict(), tmp_path / "last")
+    for step in range(2):  # copies that the process does not keep
+        unickpt.save_checkpoint({"a": torch.ones(2 + step)}, tmp_path / "copies", step=step)
+    unickpt.load_checkpoint(tmp_path / "last", critic.state_dict())
+    unickpt.save_checkpoint(critic.state_dict(), tmp_path / "last")
