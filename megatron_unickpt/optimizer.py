@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -133,13 +133,31 @@ class _Uncopied(TorchFunctionMode):
 
 
 def _parts(parameter: torch.nn.Parameter, known: Mapping[int, ShardedTensor | ShardedTensorFactory]) -> list[ShardedTensor]:
-    """Return the global tensors that a parameter is part of: one, or those that its factory builds."""
+    """Return the global tensors that a parameter is part of: one, those that its factory builds, or its parts."""
     item = known.get(id(parameter))
-    if item is None:
+    items = _within(parameter, known.values()) if item is None else [item]
+    if not items:
         raise UnsupportedLayoutError(
             f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model's sharded_state_dict "
             "(call it with keep_vars=True)"
         )
+    return [part for item in items for part in _built(item, parameter)]
+
+
+def _within(
+    parameter: torch.nn.Parameter, known: Iterable[ShardedTensor | ShardedTensorFactory]
+) -> list[ShardedTensor | ShardedTensorFactory]:
+    """Return the items whose data are together the whole parameter; none if there are no such items.
+
+    TransformerEngine's grouped linear can have the weights of all experts of a rank in one parameter (single_grouped_weight).
+    Its sharded state dict has a view for each expert (``_sharded_state_dict_grouped``).
+    """
+    begin, size = parameter.data_ptr(), parameter.numel() * parameter.element_size()
+    found = [item for item in known if begin <= item.data.data_ptr() < begin + size]
+    return found if sum(item.data.numel() for item in found) == parameter.numel() else []
+
+
+def _built(item: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Parameter) -> list[ShardedTensor]:
     if isinstance(item, ShardedTensor):
         return [item]
     with _Uncopied():

@@ -11,10 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer import FP32Optimizer
 
 import megatron_unickpt
 from megatron_unickpt.remainders import divided
+from megatron_unickpt.testing.cpu import FusedAdam
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
 from tests.integration.megatron.scenarios import scenario
@@ -114,3 +118,47 @@ def states_that_are_not_elementwise_load_where_the_parameter_is_divided_alike(fo
         cut = Job(Layout(tp=2, optimizer=kind))
         with pytest.raises(CheckpointingException, match="of another shape"):
             megatron_unickpt.load(folder / kind / "a", cut.chunks, cut.optimizer)
+
+
+class _Experts(torch.nn.Module):
+    """The weights of four experts, in one parameter as in TransformerEngine's grouped linear, or in one for each expert."""
+
+    def __init__(self, *, grouped: bool, seed: int) -> None:
+        super().__init__()
+        whole = torch.rand(4, 6, 8, generator=torch.Generator().manual_seed(seed))
+        parts = [whole] if grouped else list(whole)
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(part.clone()) for part in parts)
+
+    def sharded_state_dict(self, **_: Any) -> dict[str, Any]:
+        each = list(self.weights[0].unbind()) if len(self.weights) == 1 else list(self.weights)
+        key, rank = "mlp.experts.linear_fc2.weight", dist.get_rank()
+        return {
+            f"weight{at}": ShardedTensor.from_rank_offsets(key, data, (0, at, 4), replica_id=(0, 0, rank), prepend_axis_num=1)
+            for at, data in enumerate(each)
+        }
+
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        """Do nothing: the tensors are filled in place."""
+
+
+@scenario(2)
+def experts_in_one_parameter_load_the_state_of_single_ones(folder: Path) -> None:
+    for grouped in (True, False):
+        jobs = []
+        for at, form in enumerate((grouped, not grouped)):
+            experts = _Experts(grouped=form, seed=at)
+            inner = FusedAdam(list(experts.parameters()))
+            jobs.append((experts, FP32Optimizer(inner, OptimizerConfig(optimizer="adam", lr=1e-3), None)))
+        (source, trained), (target, optimizer) = jobs
+        for number, weight in enumerate(source.weights):
+            weight.grad = torch.full_like(weight, 0.1 * (number + 1)) * weight.detach()
+        trained.optimizer.step()
+        place = folder / f"grouped {grouped}"
+        megatron_unickpt.save(place / "a", source, trained)
+        megatron_unickpt.load(place / "a", target, optimizer)
+        megatron_unickpt.save(place / "b", target, optimizer)
+        expected, found = _stored(place / "a"), _stored(place / "b")
+        assert {key.partition("/")[0] for key in expected} == {"weight", "master", "exp_avg", "exp_avg_sq"}
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(value, found[key]) for key, value in expected.items())
+        assert _steps(place / "a") == _steps(place / "b")
