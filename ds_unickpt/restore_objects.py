@@ -254,7 +254,7 @@ class RestoredObjects:
                 self._reseeded(world, now, "this rank is new, and is seeded from rank 0")
 
     def _reseeded(self, before: int, now: int, how: str) -> None:
-        self._object("rng", "re-seeded", rng.change(f"{before} ranks", str(now), how))
+        self._object("rng", "re-seeded", rng.change(rng.counted(before), str(now), how))
 
     def _generators(self) -> Generators:
         """Return whose generators this rank takes."""

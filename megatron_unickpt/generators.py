@@ -25,6 +25,7 @@ from unickpt.load import rng
 
 _KEY = re.compile(r"(?:^|[._])rng(?:[._]|$)")  # rng_state of Megatron's scripts and verl, unickpt_rng
 _MODEL_PARALLEL, _EXPERT_PARALLEL = "model-parallel-rng", "expert-parallel-rng"  # tracker names, tensor_parallel/random.py
+_DATA = "data parallel"
 _DIMENSIONS = ("pipeline", "tensor", "expert", "expert_tensor")  # of a layout, on which the seeds of trackers depend
 _PYTHON_WORDS, _CPU_BYTES, _CUDA_BYTES = 625, torch.Generator().get_state().numel(), 16
 
@@ -102,7 +103,7 @@ def _of_more_ranks(item: ShardedObject, value: list[Any], stored: Stored, place:
     base = rng.seed_from(stored.first)
     new = [_states(own, _Seeds(base, place, at)) for at, own in enumerate(item.data[before:], before)]
     how = f"{rng.kept(before, now)}, the others are seeded with {base} (from those of rank 0) and their position"
-    return Found([*value, *new], reason=rng.change(f"{before} data parallel ranks", str(now), how), outcome="re-seeded")
+    return Found([*value, *new], reason=rng.change(rng.counted(before, _DATA), str(now), how), outcome="re-seeded")
 
 
 def _of_other_data_ranks(item: ShardedObject, stored: Stored, layout: Mapping[str, Any], place: Mapping[str, int]) -> Found:
@@ -117,7 +118,7 @@ def _of_other_data_ranks(item: ShardedObject, stored: Stored, layout: Mapping[st
     names = [replace(item, global_shape=(*shape[:2], before), global_offset=(*here, at)).unique_key for at in (data, 0, 1)]
     if not all(name in stored.names for name in names[1 : 1 + min(before, 2)]):
         return _seeded(item, stored, layout, place)
-    ranks = f"{before} data parallel ranks"
+    ranks = rng.counted(before, _DATA)
     if data < before and names[0] in stored.names:
         return Found(
             stored.read(names[0]), reason=rng.change(ranks, str(shape[2]), rng.kept(before, shape[2])), outcome="re-seeded"

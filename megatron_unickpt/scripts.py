@@ -456,7 +456,7 @@ def _data_ranks_changed(options: argparse.Namespace, source: Checkpoint) -> str:
     how = rng.kept(before, now)
     if now > before and not getattr(options, "data_parallel_random_init", False):  # with it, the object's entry says how
         how = f"{how}, and data parallel rank n has those of n modulo {before}"
-    return rng.change(f"{before} data parallel ranks", str(now), how)
+    return rng.change(rng.counted(before, "data parallel"), str(now), how)
 
 
 def _reseed(options: argparse.Namespace, iteration: int, source: Checkpoint) -> str:

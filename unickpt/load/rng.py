@@ -110,11 +110,15 @@ def change(before: str, now: str, how: str) -> str:
     return f"{before} became {now}: {how}"
 
 
-def kept(before: int, now: int, what: str = "ranks") -> str:
-    """Return which ranks keep their generators, for ``change``."""
+def kept(before: int, now: int) -> str:
+    """Return which ranks keep their generators if their number changes, for ``change``."""
     both = min(before, now)
-    single = what.removesuffix("s")
-    return f"{single} 0 keeps its generators" if both == 1 else f"{what} 0 to {both - 1} keep their generators"
+    return "rank 0 keeps its generators" if both == 1 else f"ranks 0 to {both - 1} keep their generators"
+
+
+def counted(ranks: int, what: str = "") -> str:
+    """Return a number of ranks as text, for ``change``. ``what``: of which parallel dimension."""
+    return f"{ranks} {what}{' ' if what else ''}rank{'' if ranks == 1 else 's'}"
 
 
 def restore(state: State) -> list[str]:

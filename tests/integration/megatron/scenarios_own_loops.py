@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,7 +65,13 @@ def _loaded(layout: Layout, where: str, form: Form, *, is_loading: bool = True, 
 def _live(job: Job) -> list[tuple[Any, ...]]:
     """Return a copy of masters, states and steps that the optimizer holds on this rank."""
     return [
-        (held.lo, held.hi, held.main.clone(), {key: value.clone() for key, value in held.states.items()}, dict(held.scalars))
+        (
+            held.lo,
+            held.hi,
+            held.main.clone(),
+            {key: value.clone() for key, value in held.states.items()},
+            copy.deepcopy(held.scalars),
+        )
         for leaf in optimizer_internals.leaves(job.optimizer, allocate=False)
         for held in leaf.held
     ]
@@ -261,9 +269,6 @@ def new_data_parallel_ranks_get_generators_of_their_own(folder: Path) -> None:
 
 @scenario(2)
 def a_copy_of_an_optimizers_state_dict_is_a_plain_dict(_: Path) -> None:
-    import copy
-    import pickle
-
     job = Job(Layout(tp=2))
     job.train(1)
     state = _described(job, GATHERED)["optimizer"]
