@@ -16,7 +16,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_unickpt import capture, internals, sharded_tensors
+from megatron_unickpt import capture, internals, optimizer_forms, sharded_tensors
 from megatron_unickpt import optimizer_internals as optimizers
 
 logger = logging.getLogger("unickpt")
@@ -24,7 +24,7 @@ logger = logging.getLogger("unickpt")
 
 def parameters_alone(state: Any) -> list[torch.nn.Parameter]:
     """Return the live parameters in a sharded state dict that has no state of an optimizer. A load fills them in place."""
-    if capture.optimizer_parts(state):
+    if capture.optimizer_parts(state) or optimizer_forms.has_megatrons(state):
         return []
     leaves = [leaf for leaf in sharded_tensors.walk(state) if isinstance(leaf, (ShardedTensor, ShardedTensorFactory))]
     return [leaf.data for leaf in leaves if isinstance(leaf.data, torch.nn.Parameter)]

@@ -21,7 +21,7 @@ from megatron_unickpt.hyperparameters import OptimizerPart
 from megatron_unickpt.optimizer import PART, MegatronsForm
 from megatron_unickpt.sharded_tensors import StateTensor
 from unickpt.convert.megatron import common_state
-from unickpt.convert.megatron.keys import is_expert
+from unickpt.convert.megatron.keys import WEIGHT, is_expert, tensor_of
 from unickpt.format.manifest import OptimizerRecord, ParameterGroup
 from unickpt.format.topology import describe
 from unickpt.load.checkpoint import Checkpoint
@@ -100,6 +100,17 @@ def to_load(tree: Any, checkpoint: Checkpoint) -> Any:
         return found if found[PART].obj.allocated else _by_parameter(found, is_loading=True)
 
     return _optimizers_mapped(tree, described)
+
+
+def has_megatrons(tree: Any) -> bool:
+    """Whether a sharded state dict has an optimizer in one of Megatron's forms."""
+    if isinstance(tree, MegatronsForm):
+        return True
+    if isinstance(tree, dict):
+        return any(map(has_megatrons, tree.values()))
+    if isinstance(tree, list):
+        return any(map(has_megatrons, tree))
+    return isinstance(tree, ShardedTensor) and (is_bucket(tree.key) or tensor_of(tree.key)[1] != WEIGHT)
 
 
 def _is_megatrons(found: dict[str, Any]) -> bool:
