@@ -15,11 +15,15 @@ from typing import Any
 import pytest
 
 from tests.integration.hf.jobs import assert_same_state, recorded, run, shipped
-from tests.integration.hf.test_trainer import COMMON, SAVED
 from unickpt.cli.main import main
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(900)]
 
+SAVED = 3
+COMMON = (
+    "--use_cpu", "--max_steps", "4", "--save_steps", str(SAVED), "--logging_steps", "1", "--learning_rate", "5e-3",
+    "--warmup_steps", "2", "--report_to", "none", "--disable_tqdm", "True",
+)  # fmt: skip
 COMMAND = re.compile(r"^ {4}(unickpt convert .*)$", re.MULTILINE)
 
 
