@@ -10,6 +10,7 @@ from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
 from unickpt.diagnosis.agent import launch
 from unickpt.diagnosis.agent.loop import watch
+from unickpt.errors import ConfigError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Watch until all ranks have ended, and print problems to standard error."""
     del out
+    if not args.directory.is_dir():
+        raise ConfigError(f"{args.directory}: no such directory; name the folder with the ring files of this host")
     given = sys.stdin.readline(launch.LONGEST_ADDRESS) if args.report_to == "-" else args.report_to or ""
     address = given.strip().rstrip("/")
     watch(

@@ -6,6 +6,9 @@ indexes are read, data files are not.
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +20,9 @@ from unickpt.storage.base import Storage, is_url
 from unickpt.storage.open import open_storage
 
 _SHOWN = 8  # names in a message
+_NUMBER = re.compile(r"\d+")
+TRANSFORMERS = "transformers"  # the kind of a folder with weights, which no job resumes from
+_FSTAB = Path("/etc/fstab")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,7 @@ def locate(directory: str) -> Location:
     if is_checkpoint(directory):
         return Location(place.where(), None)
     latest = latest_tag(directory)
-    if latest is not None and (is_checkpoint(place.where(latest)) or not _foreign(directory)):
+    if latest is not None and (is_checkpoint(place.where(latest)) or not foreign(directory)):
         return Location(place.where(latest), place.where())
     iteration = tracked_iteration(directory)
     if iteration is not None and is_checkpoint(place.where(iteration_name(iteration))):
@@ -79,15 +85,57 @@ def foreign_beside(directory: str) -> dict[str, str]:
 
     DeepSpeed writes its own checkpoint where unickpt cannot describe the state of a job.
     """
-    from unickpt.convert.detect import TRANSFORMERS, kind_of
+    from unickpt.convert.detect import kind_of
 
     if is_url(directory):
         return {}
     kinds = {name: kind_of(Path(directory, name)) for name in open_storage(directory).folders()}
-    return {name: kind for name, kind in kinds.items() if kind not in ("", TRANSFORMERS.name)}
+    return {name: kind for name, kind in kinds.items() if kind not in ("", TRANSFORMERS)}
 
 
-def _foreign(directory: str) -> str:
+def advice_for(directory: str, others: dict[str, str]) -> str:
+    """Return the command that makes a unickpt checkpoint of the newest of the checkpoints in ``foreign_beside``."""
+    newest = max(others, key=lambda name: ([int(number) for number in _NUMBER.findall(name)], name))
+    return f"'unickpt convert {shlex.quote(str(Path(directory, newest)))} DIR' makes one of it"
+
+
+def named(others: dict[str, str]) -> str:
+    """Return the text that names checkpoints of other programs."""
+    more = f" and {len(others) - _SHOWN:,} others" if len(others) > _SHOWN else ""
+    return ", ".join(f"{name} ({kind})" for name, kind in list(others.items())[-_SHOWN:]) + more
+
+
+def lost(directory: str, *, table: Path = _FSTAB) -> str:
+    """Return why an empty or missing directory may be lost storage, so that it does not mean a first start; '' if it does.
+
+    Args:
+        directory: a path.
+        table: the system's table of file systems.
+    """
+    path = Path(os.path.abspath(directory))
+    if path.is_symlink() and not path.exists():
+        return f"is a link to {os.readlink(path)}, which does not exist; is its storage mounted?"
+    for each in (path, *path.parents):
+        if each.is_file():
+            return f"{each} is a file; name a directory"
+    if not path.parent.is_dir():
+        return f"the folder above, {path.parent}, does not exist; is its storage mounted? Create it before the first start"
+    points = [point for point in _mount_points(table) if point == path or point in path.parents]
+    unmounted = next((point for point in points if not os.path.ismount(point)), None)
+    return "" if unmounted is None else f"{unmounted} is not mounted, although {table} has it"
+
+
+def _mount_points(table: Path) -> list[Path]:
+    """Return the directories where the system mounts storage when it starts."""
+    try:
+        fields = [line.split() for line in table.read_text(errors="replace").splitlines()]
+    except OSError:
+        return []
+    named = [each for each in fields if len(each) > 3 and each[1].startswith("/") and "noauto" not in each[3].split(",")]
+    return [Path(each[1].replace("\\040", " ")) for each in named if not each[0].startswith("#")]
+
+
+def foreign(directory: str) -> str:
     """Return the kind of another program's checkpoint; '' if there is none, or for a URL."""
     from unickpt.convert.detect import kind_of  # imports the readers of all formats, which most commands do not need
 
@@ -100,14 +148,17 @@ def is_file(directory: str) -> bool:
 
 
 def _what_it_is(place: Storage, directory: str) -> str:
-    kind = _foreign(directory)
+    kind = foreign(directory)
     if kind:
-        return f"is a checkpoint of {kind}, not of unickpt; 'unickpt convert {directory} DIR' makes one of it"
+        return f"is a checkpoint of {kind}, not of unickpt; 'unickpt convert {shlex.quote(directory)} DIR' makes one of it"
     if is_file(directory):
         return "is a file; name the directory of a checkpoint"
     if not place.folders() and not place.names():
         there = not is_url(directory) and Path(directory).is_dir()
         return "the directory is empty" if there else "there is no such directory" + (", or nothing in it" * is_url(directory))
+    others = foreign_beside(directory)
+    if others:
+        return f"has checkpoints of other programs, none of unickpt: {named(others)}; {advice_for(directory, others)}"
     if is_unfinished(place):
         return "no manifest.json: the save or the conversion that wrote it did not finish; use an earlier one, or convert again"
     return "neither a checkpoint (it has no manifest.json) nor a directory of checkpoints (no 'latest', none inside)"

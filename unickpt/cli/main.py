@@ -111,14 +111,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = args.run(args, out)
         sys.stdout.flush()
         return code
-    except UnickptError as err:
+    except BrokenPipeError:  # `unickpt inspect ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return SOUND
+    except (UnickptError, OSError) as err:
         if getattr(args, "json", False):
             out.json({"error": {"type": type(err).__name__, "message": str(err)}})
         print(f"unickpt: {one_line(str(err), sys.stderr)}", file=sys.stderr)
         return UNUSABLE
-    except BrokenPipeError:  # `unickpt inspect ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return SOUND
     except KeyboardInterrupt:
         print(f"unickpt: interrupted: {advice}", file=sys.stderr)
         return INTERRUPTED
@@ -157,6 +157,9 @@ def _parse(arguments: list[str], called: str | None) -> argparse.Namespace:
             module = import_module(command.module)
             module.configure(subparser)
             subparser.set_defaults(run=module.run)
+    empty = [at for at, word in enumerate(arguments) if not word and not arguments[at - 1].startswith("-")]
+    if empty:  # an unset variable in a script, which a path would read as the current directory
+        parser.error(f"argument {empty[0]} is empty")
     return parser.parse_args(arguments)
 
 

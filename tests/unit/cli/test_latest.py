@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.hostile.source_folders import deepspeed, transformers
 from tests.support.cli import trainer_run
+from unickpt.cli.locate import lost
 from unickpt.errors import StorageError
 from unickpt.storage.posix import PosixStorage
 from unickpt.testing import handmade
@@ -80,3 +82,61 @@ def test_latest_distinguishes_a_first_start_from_a_failure(
     code, out, err = run("latest", tmp_path / "out")
     assert (code, out) == (2, "")
     assert "stale file handle" in err
+
+
+def test_a_lost_storage_is_no_first_start(tmp_path: Path, run: Any) -> None:
+    """A script that starts from the beginning on code 3 would train again."""
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for directory, reason in (
+        (
+            tmp_path / "mnt" / "runs" / "a",
+            f"the folder above, {tmp_path / 'mnt' / 'runs'}, does not exist; is its storage mounted?",
+        ),
+        (tmp_path / "file" / "a", f"{tmp_path / 'file'} is a file"),
+        (tmp_path / "link", f"is a link to {tmp_path / 'gone'}, which does not exist"),
+    ):
+        code, out, err = run("latest", directory)
+        assert (code, out) == (2, "")
+        assert err.count("\n") == 1
+        assert reason in err
+    with pytest.raises(SystemExit) as caught:  # an unset variable
+        run("latest", "")
+    assert caught.value.code == 2
+
+
+def test_a_mount_point_without_its_storage_is_lost(tmp_path: Path) -> None:
+    table = tmp_path / "fstab"
+    point = tmp_path / "mnt with space"
+    (point / "runs").mkdir(parents=True)
+    options = f"# comment\nserver:/a {str(point).replace(' ', chr(92) + '040')} nfs"
+    table.write_text(f"{options} defaults 0 0\nproc /proc proc defaults 0 0\n")
+    for directory in (point, point / "runs", point / "runs" / "a"):
+        assert lost(str(directory), table=table) == f"{point} is not mounted, although {table} has it"
+    assert lost("/proc/runs", table=table) == ""  # it is mounted
+    assert lost(str(tmp_path / "a"), table=table) == ""
+    table.write_text(f"{options} defaults,noauto 0 0\n")
+    assert lost(str(point), table=table) == ""
+    assert lost(str(point), table=tmp_path / "missing") == ""
+
+
+@pytest.mark.parametrize("command", ["latest", "inspect", "verify"])
+def test_checkpoints_of_other_programs_are_one_line_that_names_the_command(command: str, tmp_path: Path, run: Any) -> None:
+    for step in (5, 10):
+        place = tmp_path / "out" / f"checkpoint-{step}"
+        deepspeed(place / f"global_step{step}")
+        (place / "latest").write_text(f"global_step{step}")
+    newest = tmp_path / "out" / "checkpoint-10"
+    for directory, source in (
+        (tmp_path / "out", newest),
+        (newest, newest),
+        (newest / "global_step10", newest / "global_step10"),
+    ):
+        code, out, err = run(command, directory)
+        assert (code, out) == (1 if command == "latest" else 2, "")
+        assert err.count("\n") == 1
+        assert f"'unickpt convert {source} DIR' makes one of it" in err
+
+
+def test_a_model_is_no_checkpoint_to_resume_from(tmp_path: Path, run: Any) -> None:
+    assert run("latest", transformers(tmp_path / "model"))[0] == 3

@@ -71,6 +71,13 @@ def test_a_storage_error_is_one_line(checkpoint: Path, run: Any, monkeypatch: py
     assert "stale file handle" in err
 
 
+@pytest.mark.parametrize("command", ["diagnose", "report", "metrics", "whatif", "latest", "agent"])
+def test_an_error_of_the_system_is_one_line(command: str, run: Any) -> None:
+    code, out, err = run(command, "x" * 5000)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+
+
 def test_every_command_is_a_module_that_can_be_configured(capsys: pytest.CaptureFixture[str]) -> None:
     for command in main_module.COMMANDS:
         with pytest.raises(SystemExit) as caught:
