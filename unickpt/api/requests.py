@@ -97,7 +97,26 @@ class Wanted:
             copy.target.copy_(copy.source)
         return self.checkpoint.objects(allow_pickle=allow_pickle)
 
-    def account(self, report: LoadReport, decoded: Decoded, meet: Rendezvous) -> None:
+    def refuse_left_out(self, used: int) -> None:
+        """Check that every parameter of the checkpoint is requested.
+
+        Raises:
+            MismatchError: names those that no rank requested.
+        """
+        left = self.left_out(used)
+        if left:
+            raise MismatchError(
+                f"{self.checkpoint.storage} has {len(left)} parameters that no rank requested: {_some(left)}. Their values "
+                "would be lost. strict=False loads the others. Nothing is loaded"
+            )
+
+    def left_out(self, used: int) -> list[str]:
+        """Return the names of the parameters that no rank requested; none if no rank requested a parameter at all."""
+        tensors = list(enumerate(self.checkpoint.index.tensors))
+        loaded = {info.name for at, info in tensors if info.state in (WEIGHT, MASTER) and used >> at & 1}
+        return sorted({info.name for _, info in tensors if info.kind == "parameter"} - loaded) if loaded else []
+
+    def account(self, report: LoadReport, decoded: Decoded, used: int) -> None:
         """Add an entry for every tensor and object of the checkpoint to the report.
 
         Tensors that no rank requested are listed on every rank; tensors that only other ranks requested are not listed.
@@ -109,7 +128,6 @@ class Wanted:
                 report.add(name, state, "cast", f"{info.dtype} to {str(dtype).removeprefix('torch.')}")
             else:
                 report.add(name, state, "restored")
-        used = self._used_by_any(meet)
         for position, info in enumerate(self.checkpoint.index.tensors):
             if info.kind != "object" and not used >> position & 1:
                 report.add(info.name, info.state, "left out", "no rank requested it")
@@ -118,7 +136,7 @@ class Wanted:
         for path in decoded.left_out:
             report.add(path, "object", "left out", "stored as a pickle; allow_pickle loads it")
 
-    def _used_by_any(self, meet: Rendezvous) -> int:
+    def used_by_any(self, meet: Rendezvous) -> int:
         """Return a bit mask over ``index.tensors`` of those that any rank requested."""
         mask = 0
         for _, info, _ in self.served:
@@ -127,6 +145,10 @@ class Wanted:
         for message in gathered or ():
             mask |= int(message["tensors"], 16)
         return int(meet.broadcast("used", {"tensors": f"{mask:x}"} if gathered is not None else None)["tensors"], 16)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _source(checkpoint: Checkpoint, name: str, state: str) -> TensorInfo | None:

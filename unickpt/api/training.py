@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ from unickpt.save.requests import SaveOptions, SaveRequest, SaveResult
 from unickpt.save.saver import Saver
 from unickpt.save.shards import Contribution
 from unickpt.storage.base import absolute, join, split
+
+logger = logging.getLogger("unickpt")
 
 _SHOWN = 8  # names in a message
 _MODELS = Models()  # of the state dicts of this process; a function has no other place for them
@@ -156,6 +159,7 @@ def load_checkpoint(
     state: Mapping[Key, Value],
     *,
     fall_back: bool = True,
+    strict: bool = False,
     verify: str = "always",
     allow_pickle: bool = False,
     group: dist.ProcessGroup | None = None,
@@ -181,6 +185,7 @@ def load_checkpoint(
             in for each other if the checkpoint has only one of them.
         fall_back: load the newest complete older checkpoint of a save directory if a checkpoint is damaged. All ranks load the
             same one.
+        strict: raise an error if the checkpoint has parameters that no rank requests. False: one warning names them.
         verify: checksums to check. ``always``: of every fragment that is read. ``sampled``: of a sample of the fragments
             that are needed in part, and of all others. ``off``: only manifest, index and headers.
         allow_pickle: unpickle values that are stored as pickles. This can run code: only for checkpoints that you trust.
@@ -192,7 +197,8 @@ def load_checkpoint(
 
     Raises:
         NotACheckpointError: the directory holds no checkpoint, or no ``latest`` file names one.
-        MismatchError: the checkpoint lacks a tensor of ``state``, or the shapes differ. Raised before data is read.
+        MismatchError: the checkpoint lacks a tensor of ``state``, or the shapes differ, or with ``strict`` no rank requests a
+            parameter. Raised before data is read.
         CorruptCheckpointError, FormatError: the checkpoint is damaged and no other one can be used. The contents of the
             tensors of ``state`` are then undefined.
         ConfigError: a key or value of ``state`` has the wrong type, or this process is not in the group.
@@ -205,7 +211,7 @@ def load_checkpoint(
     candidates = Candidates(folder)
 
     def attempt(offer: Offer, skipped: tuple[str, ...]) -> Loaded:
-        return _load(meet, offer.directory, state, skipped, verify=verify, allow_pickle=allow_pickle)
+        return _load(meet, offer.directory, state, skipped, strict=strict, verify=verify, allow_pickle=allow_pickle)
 
     def nothing(offer: Offer) -> Loaded:
         present = ", ".join(offer.present[:_SHOWN])
@@ -230,8 +236,9 @@ def _offer(candidates: Candidates, folder: str) -> Offer:
 
 
 def _load(
-    meet: Rendezvous, directory: str, state: Mapping[Key, Value], skipped: tuple[str, ...], *, verify: str, allow_pickle: bool
-) -> Loaded:
+    meet: Rendezvous, directory: str, state: Mapping[Key, Value], skipped: tuple[str, ...], *, strict: bool, verify: str,
+    allow_pickle: bool,
+) -> Loaded:  # fmt: skip
     begin = time.monotonic()
     together = Together(meet, directory)
     wanted = together.step("open", lambda: Wanted.of(Checkpoint.open(directory), state))
@@ -239,6 +246,9 @@ def _load(
     planned, opener = together.plan(
         lambda: checkpoint.plan(wanted.requests), identity=lambda: checkpoint.identity, share=meet.world > 1
     )
+    used = wanted.used_by_any(meet)
+    if strict:
+        together.step("complete", lambda: wanted.refuse_left_out(used))
     report = LoadReport(source=directory, target=f"a state dict on {meet.world} {'rank' if meet.world == 1 else 'ranks'}")
 
     def read(host_peers: Any) -> None:
@@ -247,7 +257,12 @@ def _load(
 
     together.read(read, opener)
     decoded = together.step("finish", lambda: wanted.finish(allow_pickle=allow_pickle))
-    wanted.account(report, decoded, meet)
+    wanted.account(report, decoded, used)
+    left = wanted.left_out(used)
+    if left and meet.rank == 0:
+        logger.warning(
+            "unickpt: %s: no rank requested %d of its parameters: %s", directory, len(left), ", ".join(left[:_SHOWN])
+        )
     owner = _MODELS.of(state)
     if owner is not None:
         _MODELS.owners.adopt(owner, Origin.of(checkpoint.manifest))

@@ -15,7 +15,7 @@ import torch
 import unickpt
 from tests.support.opened_files import opened_files
 from tests.support.repository import REPO
-from unickpt.errors import SaveFailedError
+from unickpt.errors import MismatchError, SaveFailedError
 from unickpt.testing import handmade
 from unickpt.testing.launch import environment, torchrun
 
@@ -120,6 +120,22 @@ def test_mismatches_are_reported_before_anything_is_read(tmp_path: Path) -> None
         unickpt.load_checkpoint(tmp_path, {"layer.weight": torch.zeros(4, 8)})
     with pytest.raises(unickpt.NotACheckpointError, match="no 'latest' file"):
         unickpt.load_checkpoint(tmp_path / "nowhere", found)
+
+
+def test_parameters_that_are_not_requested_are_a_warning_or_with_strict_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    unickpt.save_checkpoint({**STATE, "adapter.weight": torch.ones(2)}, tmp_path / "a", step=1)
+    state = blank()
+    with pytest.raises(MismatchError, match=r"1 parameters that no rank requested: adapter.weight.*strict=False"):
+        unickpt.load_checkpoint(tmp_path, state, strict=True)
+    assert not any(value.any() for value in state.values())
+    unickpt.load_checkpoint(tmp_path, state)
+    assert "no rank requested 1 of its parameters: adapter.weight" in caplog.text
+    assert torch.equal(state["layer.weight"], STATE["layer.weight"])
+    caplog.clear()
+    unickpt.load_checkpoint(tmp_path, {("layer.weight", "exp_avg"): torch.zeros(8, 4)}, strict=True)
+    assert not caplog.records
 
 
 def test_a_save_that_fails_raises_and_leaves_earlier_checkpoints(tmp_path: Path) -> None:
