@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_unickpt import batches, internals, megatron_deepspeed, owned_states, partitions, tensor_parallel, vocabulary
+from ds_unickpt import batches, curriculum, internals, megatron_deepspeed, owned_states, partitions, tensor_parallel, vocabulary
 from ds_unickpt.captured_tensors import CapturedTensors, add_buffers, add_optimized, add_others, stored_buffers
 from ds_unickpt.fallbacks import require_supported
 from ds_unickpt.huggingface import model_of
@@ -306,6 +306,8 @@ def _objects(engine: Any, names: ModuleNames, client_state: Mapping[str, Any]) -
     if engine.pipeline_parallelism:
         found[MICRO_BATCHES] = internals.micro_batches(engine)
     found |= {key: None if value is None else value.state_dict() for key, value in internals.extra_states(engine).items()}
+    if found[internals.SAMPLER] is not None:
+        found[internals.SAMPLER] = curriculum.captured(internals.extra_states(engine)[internals.SAMPLER])
     return found
 
 

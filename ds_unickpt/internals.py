@@ -316,14 +316,28 @@ def lr_scheduler(engine: Any) -> Any | None:
     return engine.lr_scheduler
 
 
+SAMPLER = "data_sampler"
+
+
 def extra_states(engine: Any) -> dict[str, Any | None]:
     """Return the stateful helpers that DeepSpeed itself saves, by name. The value is None for one that the job does not use."""
     loader = engine.training_dataloader
     curriculum = loader is not None and engine.curriculum_learning_enabled()
     return {
-        "data_sampler": loader.data_sampler if curriculum else None,
+        SAMPLER: loader.data_sampler if curriculum else None,
         "random_ltd": engine.random_ltd_scheduler if engine.random_ltd_enabled() else None,
     }
+
+
+def restart_curriculum(engine: Any) -> None:
+    """Let the schedule of sequence lengths (``curriculum_learning`` of the JSON) follow the step again.
+
+    It depends on the step alone, but never goes back from the highest difficulty.
+    """
+    schedule = getattr(engine, "curriculum_scheduler_legacy", None)
+    if schedule is not None and "min_difficulty" in getattr(schedule, "state", {}):
+        schedule.state["current_difficulty"] = schedule.state["min_difficulty"]
+        schedule.update_difficulty(int(engine.global_steps) + 1)
 
 
 def non_persistent_names(children: Submodules) -> set[str]:

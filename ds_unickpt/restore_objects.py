@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_unickpt import batches, internals, partitions
+from ds_unickpt import batches, curriculum, internals, partitions
 from ds_unickpt.batches import Batch
 from ds_unickpt.capture import EXTRA_STATE, MICRO_BATCHES
 from ds_unickpt.dialects import SCHEDULE
@@ -25,6 +26,8 @@ from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.lr_progress import Progress
 from unickpt.load.report import Entry, LoadReport
 from unickpt.options import Options
+
+logger = logging.getLogger("unickpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,11 @@ class RestoredObjects:
         self._set_loss_scaler(saved.get("loss_scaler"))
         self._set_stateful("grad_scaler", saved.get("grad_scaler"), internals.grad_scaler(self.engine))
         for name, target in internals.extra_states(self.engine).items():
-            self._set_stateful(name, saved.get(name), target)
+            if name == internals.SAMPLER and target is not None and saved.get(name) is not None:
+                self._set_sampler(target, saved[name])
+            else:
+                self._set_stateful(name, saved.get(name), target)
+        internals.restart_curriculum(self.engine)
         self._set_extra_state({**(saved.get(EXTRA_STATE) or {}), **self._of_stages})
         if saved.get(MICRO_BATCHES) is not None and internals.micro_batches(self.engine) is not None:
             internals.set_micro_batches(self.engine, saved[MICRO_BATCHES])
@@ -196,6 +203,13 @@ class RestoredObjects:
         else:
             target.load_state_dict(saved)
             self._object(name, "restored")
+
+    def _set_sampler(self, sampler: Any, saved: dict[str, Any]) -> None:
+        """Restore DeepSpeed's curriculum sampler."""
+        problem = curriculum.restore(sampler, saved)
+        if problem and int(self.engine.global_rank) == 0:
+            logger.warning("unickpt: %s: the curriculum sampler is not restored: %s", self.checkpoint.storage, problem)
+        self._object(internals.SAMPLER, "left out" if problem else "restored", problem)
 
     def _set_extra_state(self, saved: dict[str, Any]) -> None:
         modules = dict(self.names.modules)

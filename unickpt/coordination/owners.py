@@ -58,7 +58,7 @@ class Owner:
         label, name: as in ``Origin``.
         lineage: identity under which it is saved.
         known: identities of the checkpoints that it has saved or loaded.
-        loaded: when it loaded a checkpoint of an identity, in seconds on the monotonic clock.
+        loaded: when it first loaded a checkpoint of an identity that is not its own, in seconds on the monotonic clock.
         made_s, since: when it was made, on the monotonic clock and since the epoch.
     """
 
@@ -113,8 +113,9 @@ class Owners:
         """Note that a model has loaded its whole state from a checkpoint, and continues it."""
         if origin.lineage:
             owner.lineage = origin.lineage
+            if origin.lineage not in owner.known:  # a rollback to its own checkpoint does not make it another model's
+                owner.loaded[origin.lineage] = time.monotonic()
             owner.known.add(origin.lineage)
-            owner.loaded[origin.lineage] = time.monotonic()
 
     def memory_of(self, folder: str, owner: Owner) -> bool:
         """Claim the memory tier of a folder for a model.

@@ -26,7 +26,14 @@ from unickpt.testing.launch import leave
 REGISTRY: dict[str, dict[str, tuple[tuple[int, ...], Scenario]]] = {}
 PACKAGE = "tests.integration.deepspeed"
 GROUPS = {  # each runs in one torchrun
-    "state": ("scenarios_optimizers", "scenarios_offload", "scenarios_owned_states", "scenarios_parameters", "scenarios_calls"),
+    "state": (
+        "scenarios_optimizers",
+        "scenarios_offload",
+        "scenarios_owned_states",
+        "scenarios_parameters",
+        "scenarios_calls",
+        "scenarios_curriculum",
+    ),
     "promises": ("scenarios_promises", "scenarios_starting", "scenarios_batch", "scenarios_precision"),
     "errors": ("scenarios_damage", "scenarios_one_rank", "scenarios_mismatches", "scenarios_failed_saves"),
     "unsupported": ("scenarios_unsupported",),
