@@ -297,9 +297,7 @@ def _objects(engine: Any, names: ModuleNames, client_state: Mapping[str, Any]) -
         "ds_config": dict(internals.config_of(engine)),
         batches.BATCH: batches.of_engine(engine).to_json(),
         "lr_scheduler": _named_state(scheduler),
-        "loss_scaler": None
-        if scaler is None
-        else {k: getattr(scaler, k) for k in internals.SCALER_FIELDS if hasattr(scaler, k)},
+        "loss_scaler": None if scaler is None else internals.scaler_values(scaler),
         "grad_scaler": None if grad_scaler is None else grad_scaler.state_dict(),
         EXTRA_STATE: _extra_states(names),
     }

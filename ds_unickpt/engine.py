@@ -10,6 +10,7 @@ from typing import Any
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from ds_unickpt import automatic, batches, callers, capture, hints, internals, optimizer_residuals, steered
+from ds_unickpt.beginning import Beginning
 from ds_unickpt.compression import CompressedEngine, begin
 from ds_unickpt.config import read_options, unused_options
 from ds_unickpt.runtime import EngineRuntime
@@ -77,6 +78,7 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         trainer: the call of Trainer that is being made, if it decides by itself where the checkpoint goes.
         choosing: choice of a compression by the job itself; None if the options name it.
         owners, owner: models of this process, and the model of this engine among them.
+        beginning: small parts of the first state of the engine.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.memory = tier_of(options) if memory is None else memory
         self.trainer: TrainerSave | None = None
         self.choosing: automatic.Automatic | None = None
+        self.beginning = Beginning()
         self._compressed: CompressedEngine | None = None
         self.unsupported = ""
         self.warned: set[str] = set()
@@ -187,6 +190,7 @@ def adopt(runtime: EngineRuntime, engine: Any) -> None:
         engine.checkpoint_engine, options, meet, memory, runtime.owners, f"an engine of {type(engine.module).__name__}"
     )
     engine.checkpoint_engine.compressed, engine.checkpoint_engine.choosing = compressed, choosing
+    engine.checkpoint_engine.beginning = Beginning.of(engine)
 
 
 def tier_of(options: Options) -> MemoryTier:

@@ -307,6 +307,11 @@ SCALER_FIELDS = (
 )  # fmt: skip
 
 
+def scaler_values(scaler: Any) -> dict[str, Any]:
+    """Return the fields of a loss scale."""
+    return {name: getattr(scaler, name) for name in SCALER_FIELDS if hasattr(scaler, name)}
+
+
 def grad_scaler(engine: Any) -> Any | None:
     """Return torch's GradScaler, which the engine uses for fp16 with ``torch_autocast``, or None."""
     return getattr(engine, "torch_autocast_z0_gradscaler", None) or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
@@ -314,6 +319,12 @@ def grad_scaler(engine: Any) -> Any | None:
 
 def lr_scheduler(engine: Any) -> Any | None:
     return engine.lr_scheduler
+
+
+def renew_last_lr(scheduler: Any) -> None:
+    """Set what ``get_last_lr`` of a scheduler of DeepSpeed returns. Its ``load_state_dict`` leaves the value of before."""
+    if type(scheduler).__module__.startswith("deepspeed.") and getattr(scheduler, "_last_lr", None) is not None:
+        scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
 
 
 SAMPLER = "data_sampler"

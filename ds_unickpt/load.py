@@ -283,7 +283,7 @@ def _load(
         if whole and ours.meet.rank == 0:
             _check_owner(ours, stored, directory)
         checkpoint = dialects.as_named_here(stored, engine, ours.options.load_dialect, wanted_names)
-        loading = restore.EngineRestore(engine, checkpoint, ours.options, wanted)
+        loading = restore.EngineRestore(engine, checkpoint, ours.options, wanted, ours.beginning)
         if not loading.placed.partial:
             loading.settle(loading.matching.unclaimed)
         internals.before_restore(engine)
@@ -328,6 +328,8 @@ def _load(
     if ours.meet.rank == 0:
         for line in report.lines():
             logger.info("unickpt: %s", line)
+    if loading.placed.first and loading.fresh_line:
+        logger.warning("unickpt: %s: %s", loading.checkpoint.storage, loading.fresh_line)
     return loading, client_state
 
 

@@ -9,7 +9,8 @@ import torch
 
 from ds_unickpt.internals import plain
 from ds_unickpt.names import ModuleNames, copied_from, of_all_ranks, original_of, spelled_plainly, without_rank
-from ds_unickpt.restore_optimizer import IN_A_MEAN, some
+from ds_unickpt.restore_optimizer import IN_A_MEAN
+from ds_unickpt.saved_optimizer import some
 from ds_unickpt.vocabulary import PaddedRows
 from unickpt.dialects.registry import is_unread
 from unickpt.errors import MismatchError

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ds_unickpt.fallbacks import ODD_SETTINGS
+from ds_unickpt.first_step import STEP
 from ds_unickpt.names import ModuleNames
 from ds_unickpt.partitions import Partition, states_of
 from unickpt.format import objects
@@ -25,7 +26,6 @@ from unickpt.format.manifest import OptimizerRecord, ParameterGroup
 NOT_HYPERPARAMETERS = frozenset(
     {"params", "foreach", "fused", "capturable", "differentiable", "name", "moe", "_ds_source_param_group_id"}
 )
-STEP = "step"
 
 Kinds = dict[str, tuple[str, tuple[int, ...], str]]  # see ``ParameterGroup.tensors``
 

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from ds_unickpt import internals, partition_updates
+from ds_unickpt.first_step import STEP
 from ds_unickpt.names import ModuleNames
-from ds_unickpt.optimizer_record import STEP, place_of
+from ds_unickpt.optimizer_record import place_of
 from ds_unickpt.partitions import Partition, partitions
 from unickpt.compression.carried import OF_OPTIMIZERS as STORED
 from unickpt.compression.carried import Residuals, Tensors, resized

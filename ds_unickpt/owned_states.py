@@ -13,7 +13,6 @@ A block of such an optimizer may contain padding, so the padding of the owner's 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ds_unickpt.first_step import first_states
 from ds_unickpt.internals import BF16, FP16_FUSED, ZERO_1_2, ZERO_3, layer_of
 from ds_unickpt.names import ModuleNames
 from ds_unickpt.optimizer_record import classify, place_of
@@ -155,8 +155,14 @@ class OwnedStates:
         self._flat = checkpoint.manifest.writer.topology.get("optimizer_wrapper") in _FLAT
         self._stored = {key for key in checkpoint.shared_names() if key.startswith(STATES)}
 
-    def read(self, part: Partition, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def read(self, part: Partition, optimizer: torch.optim.Optimizer, *, others: bool, fresh: bool) -> dict[str, Any] | None:
         """Return the states and the padding of a partition, for ``restore``; empty if the checkpoint has none for it.
+
+        Args:
+            part: the partition.
+            optimizer: the optimizer that steps on it.
+            others: the checkpoint has other states of the partition. If not, it had none when it was saved.
+            fresh: return None if the checkpoint lacks states that the optimizer needs.
 
         Raises:
             MismatchError: the checkpoint has such states of an owner with other boundaries, lacks them although the optimizer
@@ -165,8 +171,10 @@ class OwnedStates:
         key = _key(_owner(part, self.name, self.division))
         if f"{STATES}{key}" not in self._stored:
             self._refuse_others(part)
-            self._refuse_none(part, optimizer)
-            return {}
+            lacking = self._lacking(part, optimizer) if others else frozenset()
+            if lacking and not fresh:
+                self._refuse(part, optimizer, lacking)
+            return None if lacking else {}
         found = self.checkpoint.shared_object(f"{STATES}{key}", allow_pickle=self.allow_pickle)
         if found.left_out:
             raise MismatchError(
@@ -199,17 +207,19 @@ class OwnedStates:
                         f"{end}{_compared(divided, self.division.of(part))}. {_ADVICE}"
                     )
 
-    def _refuse_none(self, part: Partition, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if the optimizer keeps states for this partition that the checkpoint lacks."""
+    def _lacking(self, part: Partition, optimizer: torch.optim.Optimizer) -> frozenset[str]:
+        """Return the states that the optimizer keeps for this partition, none of which the checkpoint has."""
         own = classify([part], optimizer).owned
         if not own and self._flat and part.replicated and part.master.dim() > 1:
             own = _owned_by_a_matrix(optimizer, part)
-        if own:
-            raise MismatchError(
-                f"{self.checkpoint.storage} lacks the state {', '.join(sorted(own))}, which {type(optimizer).__name__} keeps "
-                f"for {self._first(part)} in this job. The state is not of the parameter's shape and cannot be made from other "
-                f"states. {_ADVICE}"
-            )
+        return own
+
+    def _refuse(self, part: Partition, optimizer: torch.optim.Optimizer, own: frozenset[str]) -> None:
+        raise MismatchError(
+            f"{self.checkpoint.storage} lacks the state {', '.join(sorted(own))}, which {type(optimizer).__name__} keeps "
+            f"for {self._first(part)} in this job. The state is not of the parameter's shape and cannot be made from other "
+            f"states. {_ADVICE}"
+        )
 
 
 def _compared(before: Sequence[Any], now: Sequence[Any]) -> str:
@@ -221,25 +231,16 @@ def _compared(before: Sequence[Any], now: Sequence[Any]) -> str:
 
 
 def _owned_by_a_matrix(optimizer: torch.optim.Optimizer, part: Partition) -> frozenset[str]:
-    """Return the owned states that an optimizer creates for a matrix, from one step of a copy of it on a small matrix.
+    """Return the owned states that an optimizer creates for a matrix.
 
     ZeRO's flat partitions have one dimension, and some optimizers keep other states for matrices (Adafactor). The empty set
-    for classes that are known not to, and if the step fails.
+    for classes that are known not to, and if it is unknown.
     """
     kind = type(optimizer)
     if kind.__module__.startswith(("torch.optim", "deepspeed.", "apex.")) and kind.__name__ != "Adafactor":
         return frozenset()
-    matrix = torch.nn.Parameter(torch.zeros(5, 3, dtype=part.master.dtype, device=part.master.device))
-    matrix.grad = torch.zeros_like(matrix)
-    trial = object.__new__(kind)
-    trial.__dict__.update(optimizer.__dict__)
-    trial.state, trial.param_groups = defaultdict(dict), [{**part.group, "params": [matrix]}]
-    try:
-        kind.step(trial)
-    except Exception:  # an optimizer of the user, which may need more than its class and its settings
-        return frozenset()
-    alone = Partition(matrix, None, (), (matrix,), trial.param_groups[0], replicated=True)
-    return classify([alone], trial).owned
+    found = first_states(optimizer, part.group, torch.empty(1, 1, dtype=part.master.dtype, device=part.master.device))
+    return frozenset() if found is None else found.owned
 
 
 def _on(value: Any, device: torch.device) -> Any:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_unickpt import persistent_parameters, swap_files
+from ds_unickpt.first_step import copy_of
 from ds_unickpt.internals import BF16, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, wrapper_of
 from ds_unickpt.partitions import MOMENTUM, OFFLOADED, Partition, partitions
 from unickpt.coordination.host_peers import HostPeers
 from unickpt.load import shared_gather
 
 
-def new_state(engine: Any, partition: Partition, key: str, dtype: torch.dtype) -> torch.Tensor:
-    """Add an elementwise state of zeros that the optimizer lacks, and return its tensor.
+def empty_state(engine: Any, partition: Partition, key: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of zeros for an elementwise state. ``add_state`` adds it.
 
     Args:
         engine: the DeepSpeedEngine.
@@ -31,14 +33,73 @@ def new_state(engine: Any, partition: Partition, key: str, dtype: torch.dtype) -
         dtype = optimizer.communication_data_type if kind == ZERO_3 else partition.master.dtype
     shape = partition.shape(key)
     if shape == tuple(partition.master.shape):
-        tensor = torch.zeros_like(partition.master, dtype=dtype, requires_grad=False)
-    else:
-        tensor = torch.zeros(shape, dtype=dtype, device=partition.master.device)
-    state = (partition.stepped_by or base).state
+        return torch.zeros_like(partition.master, dtype=dtype, requires_grad=False)
+    return torch.zeros(shape, dtype=dtype, device=partition.master.device)
+
+
+def add_state(engine: Any, partition: Partition, key: str, tensor: torch.Tensor) -> None:
+    """Add an elementwise state that the optimizer lacks."""
+    state = _states(engine, partition)
     state[partition.master][key] = tensor
-    if kind == ZERO_3 and key in ("exp_avg", "exp_avg_sq") and "optim_states" in _offloaded(optimizer):
+    if wrapper_of(engine) == ZERO_3 and key in ("exp_avg", "exp_avg_sq") and "optim_states" in _offloaded(engine.optimizer):
         state[partition.master][key + OFFLOADED] = tensor  # ``reload_states`` expects it there
-    return tensor
+
+
+def keep_states(engine: Any, partition: Partition, keys: Collection[str]) -> None:
+    """Remove the states with other keys. An optimizer without any creates them in its next step.
+
+    States on NVMe stay: their files belong to a sub-group as a whole.
+    """
+    states, master = _states(engine, partition), partition.master
+    held = states.get(master, {})
+    for key in [key for key in held if key not in keys and key.removesuffix(OFFLOADED) not in keys]:
+        if partition.swapped is None or key not in partition.swapped.tensors:
+            del held[key]
+    if not held:
+        states.pop(master, None)
+    buffers = getattr(engine.optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})
+    if MOMENTUM not in keys:
+        for momentum in (buffers[s] for s in buffers if getattr(buffers[s], "ds_id", None) == getattr(master, "ds_id", -1)):
+            momentum.zero_()
+
+
+def _states(engine: Any, partition: Partition) -> Any:
+    """Return the states of the optimizer that steps on a partition, by master."""
+    optimizer = engine.optimizer
+    base = optimizer if wrapper_of(engine) == "plain" else optimizer.optimizer
+    return (partition.stepped_by or base).state
+
+
+def forget_powers(optimizer: torch.optim.Optimizer) -> None:
+    """Let DeepSpeed's C++ Adam begin anew.
+
+    It multiplies the powers of the betas from step to step, and computes them from ``step`` after a jump. So its next step
+    would depend on the steps that it made before a load, in the last bit.
+    """
+    if not hasattr(optimizer, "ds_opt_adam"):
+        return
+    tensor = torch.zeros(1)
+    tensor.grad = torch.zeros(1)
+    state = {"step": -1, "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)}
+    for group in optimizer.param_groups[:1]:
+        with copy_of(optimizer, group, tensor, state, inert=False) as copy:
+            inspect.unwrap(type(optimizer).step)(copy)
+
+
+def forget_gradients(engine: Any) -> None:
+    """Drop gradients of other weights that an unfinished accumulation holds. The next micro-batch is the first of a step."""
+    optimizer = engine.optimizer
+    engine.zero_grad()
+    if hasattr(optimizer, "zero_grad"):
+        optimizer.zero_grad()
+    if wrapper_of(engine) == ZERO_1_2:
+        optimizer.micro_step_id = -1  # ``INITIAL_MICRO_STEP_ID`` of runtime/zero/stage_1_and_2.py
+        for gradients in (optimizer.averaged_gradients, getattr(optimizer, "all_grad_tensors", {})):
+            gradients.update(dict.fromkeys(gradients))
+    for name, value in (("_epilogue_ran_this_backward", False), ("_offload_accumulated_param_ids", set())):
+        if hasattr(optimizer, name):
+            setattr(optimizer, name, value)
+    engine.micro_steps = 0
 
 
 def _offloaded(optimizer: Any) -> set[str]:

@@ -18,6 +18,7 @@ import torch
 
 from ds_unickpt import internals, partition_updates, partitions, swap_files, tensor_parallel, vocabulary
 from ds_unickpt.batches import Batch
+from ds_unickpt.beginning import Beginning
 from ds_unickpt.capture import SCALARS, topology
 from ds_unickpt.derived_weights import DerivedWeights
 from ds_unickpt.matching import Matching, OwnTensor
@@ -74,7 +75,9 @@ class _Override:
 class EngineRestore:
     """One load into one engine. ``report`` is complete after ``finish``."""
 
-    def __init__(self, engine: Any, checkpoint: Checkpoint, options: Options, wanted: LoadArguments) -> None:
+    def __init__(
+        self, engine: Any, checkpoint: Checkpoint, options: Options, wanted: LoadArguments, beginning: Beginning
+    ) -> None:  # fmt: skip
         self.engine, self.checkpoint, self.options, self.wanted = engine, checkpoint, options, wanted
         self.slices = tensor_parallel.slices(engine)
         values = tensor_parallel.rank_values(engine, self.slices)
@@ -104,9 +107,10 @@ class EngineRestore:
         self._custom_source: dict[str, torch.Tensor] = {}
         self._offload_again: Callable[[], None] = _nothing
         self._optimizer = RestoredOptimizer(
-            engine, self.parts, self.names, self.slices, self._reads, self.report, allow_pickle=options.allow_pickle
-        )
-        self._objects = RestoredObjects(engine, checkpoint, options, self.names, wanted, self.report)
+            engine, self.parts, self.names, self.slices, self._reads, self.report, allow_pickle=options.allow_pickle,
+            fresh=options.missing_state == "fresh", beginning=beginning,
+        )  # fmt: skip
+        self._objects = RestoredObjects(engine, checkpoint, options, self.names, wanted, self.report, beginning)
 
     # ---------------------------------------------------------------- names and shapes
 
@@ -259,6 +263,9 @@ class EngineRestore:
 
         Under ZeRO-1 and 2 the ranks exchange the weights: through the memory of the host, or else by DeepSpeed's collective.
         """
+        partition_updates.forget_gradients(self.engine)
+        if self.wanted.optimizer:
+            self._optimizer.place()
         self._offload_again = partition_updates.reload_states(self.engine)
         if self.wanted.custom_load_fn is not None:
             self._custom_load(self.wanted.custom_load_fn)
@@ -286,6 +293,11 @@ class EngineRestore:
         client_state = self._objects.apply()
         self._require_all()
         return client_state
+
+    @property
+    def fresh_line(self) -> str:
+        """Which optimizer states of this rank start fresh, for the log; '' if the checkpoint lacks none."""
+        return self._optimizer.fresh_line()
 
     def saved_batch(self) -> Batch | None:
         """Return the batch size of the job that saved the checkpoint; None if unknown."""

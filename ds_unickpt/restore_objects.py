@@ -13,6 +13,7 @@ from typing import Any
 
 from ds_unickpt import batches, curriculum, internals, partitions
 from ds_unickpt.batches import Batch
+from ds_unickpt.beginning import Beginning
 from ds_unickpt.capture import EXTRA_STATE, MICRO_BATCHES
 from ds_unickpt.dialects import SCHEDULE
 from ds_unickpt.internals import plain
@@ -60,8 +61,10 @@ class RestoredObjects:
         names: ModuleNames,
         wanted: LoadArguments,
         report: LoadReport,
+        beginning: Beginning,
     ) -> None:
-        self.names = names
+        """``beginning``: of the engine. What the checkpoint lacks starts anew."""
+        self.names, self.beginning = names, beginning
         self.engine, self.checkpoint, self.options, self.wanted, self.report = engine, checkpoint, options, wanted, report
         self._saved: dict[str, Any] = {}
         self._of_stages: dict[str, Any] = {}
@@ -117,9 +120,10 @@ class RestoredObjects:
                 self._set_stateful(name, saved.get(name), target)
         internals.restart_curriculum(self.engine)
         self._set_extra_state({**(saved.get(EXTRA_STATE) or {}), **self._of_stages})
-        if saved.get(MICRO_BATCHES) is not None and internals.micro_batches(self.engine) is not None:
-            internals.set_micro_batches(self.engine, saved[MICRO_BATCHES])
-            self._object(MICRO_BATCHES, "restored")
+        if internals.micro_batches(self.engine) is not None:
+            internals.set_micro_batches(self.engine, saved.get(MICRO_BATCHES) or 0)
+            if saved.get(MICRO_BATCHES) is not None:
+                self._object(MICRO_BATCHES, "restored")
         self._set_rng()
         self._object("client_state", "restored")
         return self._client_state(saved)
@@ -127,10 +131,11 @@ class RestoredObjects:
     def _object(self, name: str, outcome: Any, reason: str = "") -> None:
         self.report.add(name, "object", outcome, reason)
 
-    def _none_saved(self, name: str, target: Any) -> None:
-        """Report that the checkpoint has no such state, if this job has the object."""
+    def _none_saved(self, name: str, target: Any, reason: str = "none was saved") -> None:
+        """Start an object anew, if this job has it, because the checkpoint has no state for it."""
         if target is not None:
-            self._object(name, "left out", "none was saved")
+            anew = self.beginning.reset(name, target)
+            self._object(name, "left out", f"{reason}: it starts anew" if anew else reason)
 
     def _client_state(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return the client state, this rank's own if it stored one, with the values that DeepSpeed adds to it."""
@@ -159,10 +164,12 @@ class RestoredObjects:
             self._object("lr_scheduler", "left out", "this job has none")
         elif not _same_scheduler(saved, target):
             named = saved["class"] or f"one that counts {', '.join(map(str, saved['state']))}"
-            self._object("lr_scheduler", "left out", f"saved from {named}, this job has {type(target).__name__}")
+            self._none_saved("lr_scheduler", target, f"saved from {named}, this job has {type(target).__name__}")
         else:
             target.load_state_dict(saved["state"])
             self._object("lr_scheduler", "restored")
+        if self.wanted.scheduler and target is not None:
+            internals.renew_last_lr(target)
 
     def _move_scheduler(self, target: Any, progress: Progress) -> None:
         """Move this job's scheduler to the progress of another framework's schedule.
@@ -174,8 +181,7 @@ class RestoredObjects:
         before = dataclasses.replace(progress, steps=progress.steps - 1)
         state = lr_progress.state_at(meaning, target.state_dict(), before)
         if state is None:
-            reason = f"{kind} cannot be moved to step {progress.steps}: it starts from its first step"
-            self._object("lr_scheduler", "left out", reason)
+            self._none_saved("lr_scheduler", target, f"{kind} cannot be moved to step {progress.steps}")
             return
         target.load_state_dict(state)
         target.step()
@@ -183,12 +189,12 @@ class RestoredObjects:
 
     def _set_loss_scaler(self, saved: dict[str, Any] | None) -> None:
         target = internals.loss_scaler(self.engine)
-        if saved is None:
-            self._none_saved("loss_scaler", target)
-        elif target is None:
+        if saved is not None and target is None:
             self._object("loss_scaler", "left out", "this job does not scale its loss (not fp16)")
-        elif not self.wanted.optimizer:
+        elif target is not None and not self.wanted.optimizer:
             self._object("loss_scaler", "left out", "not requested (load_optimizer_states)")
+        elif saved is None:
+            self._none_saved("loss_scaler", target)
         else:
             for key, value in saved.items():
                 if hasattr(target, key):

@@ -1,0 +1,142 @@
+"""The states that an optimizer creates by itself, and their first values.
+
+A checkpoint may lack states that the optimizer of this job needs. The class of an optimizer does not tell which states these
+are. Its step does: a copy of the optimizer makes one step on a small tensor of zeros with a gradient of zeros.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+STEP = "step"
+_KNOWN = ("torch", "deepspeed", "apex", "transformers", "bitsandbytes")  # their step calls no collective and has no side effect
+_LENGTHS = (5, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStates:
+    """The states of one parameter before its first step.
+
+    Attributes:
+        tensors: dtype and value of all elements, by the key of an elementwise state.
+        scalars: value by key.
+        owned: keys of the other states.
+        constructed: the constructor of the optimizer creates them, and its step does not.
+    """
+
+    tensors: Mapping[str, tuple[torch.dtype, float]] = field(default_factory=dict)
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    owned: frozenset[str] = frozenset()
+    constructed: bool = False
+
+
+class _Recorded(dict[str, Any]):
+    """The state of one parameter, which keeps the first value of each key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, Any] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.first.setdefault(key, value.detach().clone() if isinstance(value, torch.Tensor) else value)
+        super().__setitem__(key, value)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *others: Any, **more: Any) -> None:
+        for key, value in dict(*others, **more).items():
+            self[key] = value
+
+
+class _Inert:
+    """Takes the place of the C++ optimizer of DeepSpeed, which counts the steps of all parameters."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_args, **_more: None
+
+
+def known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of a copy of this optimizer has no effect on anything else."""
+    step = inspect.unwrap(type(optimizer).step)
+    nested = any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
+    one_bit = type(optimizer).__module__.startswith("deepspeed.runtime.fp16.onebit.")
+    return step.__module__.partition(".")[0] in _KNOWN and not nested and not one_bit
+
+
+def first_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], master: torch.Tensor) -> FirstStates | None:
+    """Return the states that an optimizer creates for a tensor; None if its step does not tell.
+
+    Args:
+        optimizer: the optimizer. It does not change.
+        group: settings of the parameter group.
+        master: tensor that the optimizer steps on, for its dimensions, dtype and device.
+    """
+    shape = (*_LENGTHS, *(2,) * master.dim())[: master.dim()]
+    matrix = torch.nn.Parameter(torch.zeros(shape, dtype=master.dtype, device=master.device))
+    matrix.grad = torch.zeros_like(matrix)
+    settings = {**optimizer.param_groups[0], **group}
+    if isinstance(optimizer, torch.optim.Adagrad):
+        initial = settings.get("initial_accumulator_value", 0.0)
+        made = torch.optim.Adagrad([matrix], initial_accumulator_value=initial)
+        return _classified(made.state[matrix], matrix, constructed=True)
+    state = _Recorded()
+    try:
+        with copy_of(optimizer, settings, matrix, state, inert=True) as copy:
+            inspect.unwrap(type(optimizer).step)(copy)
+    except Exception:  # an optimizer may need more than its class and its settings
+        return None
+    return _classified(state.first, matrix, constructed=False)
+
+
+@contextmanager
+def copy_of(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor, state: dict[str, Any], *, inert: bool
+) -> Iterator[Any]:
+    """Yield a copy of an optimizer that has one tensor. Gradients are off.
+
+    Args:
+        optimizer: the optimizer.
+        group: settings of the only parameter group.
+        tensor: the only tensor, with a gradient.
+        state: its state.
+        inert: without the C++ optimizer of DeepSpeed.
+    """
+    copy: Any = object.__new__(type(optimizer))
+    copy.__dict__.update(vars(optimizer))
+    if inert:
+        copy.__dict__.update({key: _Inert() for key in vars(optimizer) if key.startswith("ds_opt_")})
+    copy.state, copy.param_groups = defaultdict(_Recorded, {tensor: state}), [{**group, "params": [tensor]}]
+    try:
+        with torch.no_grad():
+            yield copy
+    finally:
+        vars(copy).clear()  # DeepSpeed's ``__del__`` destroys the C++ optimizer, which is also that of the original
+
+
+def _classified(state: Mapping[str, Any], matrix: torch.Tensor, *, constructed: bool) -> FirstStates:
+    tensors: dict[str, tuple[torch.dtype, float]] = {}
+    scalars: dict[str, Any] = {}
+    owned = set()
+    for key, value in state.items():
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            (scalars.update({key: value}) if isinstance(value, (bool, int, float)) else owned.add(key))
+        elif value.shape == matrix.shape and (matrix.dim() or key != STEP):
+            distinct = value.float().unique()
+            (tensors.update({key: (value.dtype, float(distinct[0]))}) if len(distinct) == 1 else owned.add(key))
+        elif value.numel() == 1:
+            scalars[key] = value
+        else:
+            owned.add(key)
+    return FirstStates(tensors, scalars, frozenset(owned), constructed)
