@@ -220,6 +220,18 @@ def ours_of(engine: Any) -> UnickptCheckpointEngine | None:
     return found if isinstance(found, UnickptCheckpointEngine) else None
 
 
+def ours_for(engine: Any) -> UnickptCheckpointEngine | None:
+    """Return our checkpoint engine at a save or a load, which all ranks call; None without the ``unickpt`` key.
+
+    DeepSpeed creates an engine without optimizer under ZeRO-3 without a checkpoint engine. It gets one here.
+    """
+    if getattr(engine, "checkpoint_engine", None) is None:
+        options = read_options(internals.config_of(engine))
+        if options is not None and options.enabled:
+            internals.make_checkpoint_engine(engine)
+    return ours_of(engine)
+
+
 def save_checkpoint(
     native: Callable[..., Any],
     engine: Any,
@@ -240,7 +252,7 @@ def save_checkpoint(
         SaveFailedError: no checkpoint was written, and Trainer or Lightning would now delete the last complete one.
     """
     client_state = {} if client_state is None else client_state
-    ours = ours_of(engine)
+    ours = ours_for(engine)
     arguments: dict[str, Any] = {
         "tag": tag,
         "client_state": client_state,

@@ -142,13 +142,6 @@ def _unknown_wrapper(engine: Any) -> str:
     return "" if kind in (*WRAPPERS, _SUPER_OFFLOAD) else f"optimizer wrapper {kind}"
 
 
-def _no_optimizer(engine: Any) -> str:
-    kind = wrapper_of(engine)
-    if kind == "none" and engine.zero_optimization():
-        return "an engine without optimizer under ZeRO"
-    return "an engine without optimizer under bf16" if kind == BF16 and not engine.optimizer.using_real_optimizer else ""
-
-
 AUTOTP_COMBINED = Fallback(
     "AutoTP in a pipeline, or with sequence parallelism",
     "DeepSpeed 0.19.8 itself cannot train it: the tensor-parallel ranks are also the data-parallel or sequence-parallel ranks, "
@@ -245,9 +238,6 @@ UNKNOWN_WRAPPER = Fallback(
     "the layout of its buffers is unknown",
     _unknown_wrapper,
 )
-NO_OPTIMIZER = Fallback(
-    "an engine without optimizer under ZeRO or `BF16_Optimizer`", "DeepSpeed has no masters to restore", _no_optimizer
-)
 UNKNOWN_BUFFERS = Fallback(
     "buffers of an optimizer wrapper that do not have the known layout, as in a new DeepSpeed release",
     "a wrong description would be a wrong checkpoint",
@@ -258,7 +248,7 @@ FALLBACKS = (
     AUTOTP_COMBINED, AUTOTP_EXPERTS, TENSOR_PARALLEL, TENSORS_ON_A_MESH, TENSORS_AND_SEQUENCES, MPU_CONTRADICTS,
     TENSOR_LAYOUT, MPU_LAYOUT,
     EXPERTS_ON_A_MESH, NESTED_EXPERTS, AUTO_EXPERTS, EXPERT_PARAMETERS, NODE_LOCAL, QUANTIZED, ZENFLOW,
-    SUPER_OFFLOAD, UNKNOWN_WRAPPER, NO_OPTIMIZER, UNKNOWN_BUFFERS, ODD_SETTINGS,
+    SUPER_OFFLOAD, UNKNOWN_WRAPPER, UNKNOWN_BUFFERS, ODD_SETTINGS,
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from ds_unickpt import persistent_parameters
 
 ZERO_1_2 = "DeepSpeedZeroOptimizer"
 ZERO_3 = "DeepSpeedZeroOptimizer_Stage3"
+ZERO_3_WEIGHTS = "DeepSpeedZeRoOffload"  # partitions the weights of an engine without optimizer
 BF16 = "BF16_Optimizer"
 FP16_FUSED = "FP16_Optimizer"
 FP16_UNFUSED = "FP16_UnfusedOptimizer"
@@ -43,7 +44,9 @@ def is_zero3(parameter: torch.nn.Parameter) -> bool:
 def wrapper_of(engine: Any) -> str:
     """Return the class name of DeepSpeed's optimizer wrapper, ``plain`` without a wrapper, or ``none`` without optimizer."""
     optimizer = engine.optimizer
-    if optimizer is None or type(optimizer).__name__ in ("DummyOptim", "DeepSpeedZeRoOffload"):
+    if optimizer is None or type(optimizer).__name__ in ("DummyOptim", ZERO_3_WEIGHTS):
+        return "none"
+    if type(optimizer).__name__ == BF16 and not getattr(optimizer, "using_real_optimizer", True):
         return "none"
     if isinstance(optimizer, torch.optim.Optimizer):
         return "plain"
@@ -277,6 +280,8 @@ def before_restore(engine: Any) -> None:
     prologue = getattr(engine.optimizer, "checkpoint_event_prologue", None)
     if prologue is not None:
         prologue()
+    elif type(engine.optimizer).__name__ == ZERO_3_WEIGHTS:
+        engine.optimizer.partition_all_parameters()  # the next forward pass gathers them again
 
 
 def gather_persistent(engine: Any) -> None:
@@ -285,11 +290,17 @@ def gather_persistent(engine: Any) -> None:
     DeepSpeed's own ``save_checkpoint`` ends the same way (``checkpoint_event_epilogue``), also after
     ``empty_partition_cache``. Offloaded states stay offloaded.
     """
-    persistent = getattr(engine.optimizer, "persistent_parameters", [])
+    persistent = getattr(engine.optimizer, "persistent_parameters", []) if wrapper_of(engine) == ZERO_3 else []
     released = any(p.ds_status.name == "NOT_AVAILABLE" for p in persistent)
     if released and not getattr(engine.optimizer, "offloaded_states", None):
         persistent_parameters.gather(persistent)
         persistent[0].all_gather(persistent)
+
+
+def make_checkpoint_engine(engine: Any) -> None:
+    """Let DeepSpeed make its checkpoint engine, which it does not for an engine without optimizer under ZeRO-3."""
+    if engine.checkpoint_engine is None and type(engine.optimizer).__name__ == ZERO_3_WEIGHTS:
+        engine._configure_checkpointing()
 
 
 def loss_scaler(engine: Any) -> Any | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_unickpt import batches, dialects, hints, internals, other_layouts, restore, trainer_folders, trainer_resume
 from ds_unickpt.compression import RestoredResiduals
-from ds_unickpt.engine import UnickptCheckpointEngine, ours_of
+from ds_unickpt.engine import UnickptCheckpointEngine, ours_for
 from ds_unickpt.fallbacks import require_supported
 from ds_unickpt.optimizer_residuals import RestoredOptimizerResiduals
 from ds_unickpt.restore_objects import LoadArguments
@@ -62,7 +62,7 @@ def load_checkpoint(
     Raises:
         UnickptError: the checkpoint is damaged or does not fit, or a rank failed. All ranks raise.
     """
-    ours = ours_of(engine)
+    ours = ours_for(engine)
     wanted = LoadArguments(
         strict=load_module_strict,
         optimizer=load_optimizer_states and not load_module_only,

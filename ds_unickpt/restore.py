@@ -247,14 +247,18 @@ class EngineRestore:
         if source is None:
             raise MismatchError(f"{self.checkpoint.storage}: {name} has neither a weight nor a master")
         position, info = source
+        weight = self.checkpoint.info(self._stored[name], "weight")
+        derived = info.state == "master" and weight is not None and weight.dtype == dtype  # the weight is its cast
         if name in self.matching.means:
             self.report.add(name, "weight", "cast", self.matching.mean_of(name))
-        elif info.dtype == dtype:
+        elif info.dtype == dtype or derived:
             self.report.add(name, "weight", "restored")
         else:
             self.report.add(name, "weight", "cast", f"{info.dtype} {info.state} to {dtype} weight")
         if held is not None:
             self._reads.fill(position, part, held.lo, held.hi, held.data)
+        if derived and weight is not None and name not in self.matching.means and self._has_fragments(weight):
+            self._request_override(weight, self.names.parameters[name])
 
     # ---------------------------------------------------------------- into the engine
 

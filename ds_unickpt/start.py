@@ -68,13 +68,13 @@ def resume_or_start(
         UnickptError: the folder has checkpoints, but none of them can be loaded, or the newest one does not fit. Training
             from the beginning would replace them. Raised on every rank.
     """
-    from ds_unickpt.engine import ours_of
+    from ds_unickpt.engine import ours_for
     from ds_unickpt.load import unnamed
     from unickpt.errors import ConfigError, CorruptCheckpointError
     from unickpt.storage.base import is_url
     from unickpt.storage.open import open_storage
 
-    ours = ours_of(engine)
+    ours = ours_for(engine)
     folder = str(folder or (ours.options.resume_from if ours is not None else ""))
     if not folder:
         raise ConfigError('resume_or_start needs a folder: pass one, or set "resume_from" in "unickpt" of the DeepSpeed JSON')
