@@ -60,6 +60,7 @@ class StatesOfPart:
         fresh_scalars: scalars that the checkpoint lacks.
         lacking: missing states by the name of a parameter.
         nothing: the checkpoint has no state of the partition. The optimizer begins anew.
+        kept: number of parameters of which the checkpoint has states.
     """
 
     given: frozenset[str] = frozenset()
@@ -69,6 +70,7 @@ class StatesOfPart:
     fresh_scalars: frozenset[str] = frozenset()
     lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     nothing: bool = False
+    kept: int = 0
 
     @property
     def tensors(self) -> list[str]:
@@ -109,7 +111,8 @@ def plan(
     fresh_scalars = needed_scalars - frozenset(scalars)
     for parameter in parameters if fresh_scalars else ():
         lacking[parameter.name] = (*lacking.get(parameter.name, ()), *sorted(fresh_scalars))
-    return StatesOfPart(given, frozenset(scalars), first, needed - given, fresh_scalars, lacking)
+    kept = sum(bool(parameter.held) for parameter in parameters)
+    return StatesOfPart(given, frozenset(scalars), first, needed - given, fresh_scalars, lacking, kept=kept)
 
 
 def begin_anew(parameters: Sequence[StatesOfParameter], first: FirstStates | None) -> StatesOfPart:

@@ -252,11 +252,10 @@ class RestoredOptimizer:
         lacking = [states.lacking for states in self._plans if states.lacking]
         if not lacking:
             return ""
-        kept = sum(len(part.parameters) for part, each in zip(self.parts, self._plans, strict=True) if not each.nothing)
-        kept -= sum(keys == (ALL,) for each in lacking for keys in each.values())
-        kept -= sum(not set(s.given) - set(keys) for s in self._plans if not s.nothing for keys in s.lacking.values())
-        step = " (they share the step of the parameters beside them in a partition of ZeRO)" if kept else ""
-        return f"the optimizer keeps states of {max(kept, 0)} parameters; fresh are {described(lacking)}{step}"
+        kept = sum(states.kept for states in self._plans)
+        shared = any(states.lacking and not states.nothing for states in self._plans)
+        step = " (those in a partition of ZeRO share the step of the others in it)" if shared else ""
+        return f"the optimizer keeps states of {kept} parameters; fresh are {described(lacking)}{step}"
 
     def _account(
         self, name: str, state: str, source: tuple[int, TensorInfo] | None, dtype: str, begin: float

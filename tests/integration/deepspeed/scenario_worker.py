@@ -33,6 +33,7 @@ GROUPS = {  # each runs in one torchrun
         "scenarios_parameters",
         "scenarios_calls",
         "scenarios_curriculum",
+        "scenarios_partial_loads",
     ),
     "promises": ("scenarios_promises", "scenarios_starting", "scenarios_batch", "scenarios_precision"),
     "errors": ("scenarios_damage", "scenarios_one_rank", "scenarios_mismatches", "scenarios_failed_saves"),
