@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 STEP = "step"
-_KNOWN = ("torch", "deepspeed", "apex", "transformers", "bitsandbytes")  # their step calls no collective and has no side effect
+_KNOWN = ("torch.", "deepspeed.", "apex.", "transformers.", "bitsandbytes.")  # modules whose steps have no other effect
+_NOT = ("deepspeed.runtime.fp16.onebit.", "deepspeed.runtime.zero.muon.", "apex.contrib.")  # these call collectives
 _LENGTHS = (5, 3)
 
 
@@ -67,10 +68,9 @@ class _Inert:
 
 def known(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step of a copy of this optimizer has no effect on anything else."""
-    step = inspect.unwrap(type(optimizer).step)
+    module = inspect.unwrap(type(optimizer).step).__module__
     nested = any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
-    one_bit = type(optimizer).__module__.startswith("deepspeed.runtime.fp16.onebit.")
-    return step.__module__.partition(".")[0] in _KNOWN and not nested and not one_bit
+    return module.startswith(_KNOWN) and not module.startswith(_NOT) and not nested
 
 
 def first_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], master: torch.Tensor) -> FirstStates | None:
@@ -133,8 +133,8 @@ def _classified(state: Mapping[str, Any], matrix: torch.Tensor, *, constructed: 
         if not isinstance(value, torch.Tensor):
             (scalars.update({key: value}) if isinstance(value, (bool, int, float)) else owned.add(key))
         elif value.shape == matrix.shape and (matrix.dim() or key != STEP):
-            distinct = value.float().unique()
-            (tensors.update({key: (value.dtype, float(distinct[0]))}) if len(distinct) == 1 else owned.add(key))
+            least, most = float(value.min()), float(value.max())
+            (tensors.update({key: (value.dtype, least)}) if least == most else owned.add(key))
         elif value.numel() == 1:
             scalars[key] = value
         else:

@@ -107,6 +107,7 @@ class _OneBit:
         world = int(self.base.size)
         steps = [int(self.state(part).get(STEP, 0)) for part in self.parts]
         if not steps or not max(steps):
+            self._begin_anew()
             return
         if self.numbered:
             self._restore_numbered(found)
@@ -146,6 +147,21 @@ class _OneBit:
         if len(padding):
             base.dummy_exp_avg[0].data = flat[at:]
 
+    def _begin_anew(self) -> None:
+        """Forget the stage and the errors of an optimizer whose states the load has removed."""
+        base = self.base
+        for name in ("worker_errors", "server_errors", "corrected_tensor_sizes", "server_chunk_sizes", "exp_avg_flat"):
+            getattr(base, name, []).clear()
+        getattr(base, "dummy_exp_avg", {}).clear()
+        for name in ("initialize", "adam_freeze_key", "lamb_freeze_key", "freeze_key", "reinitial_error_buffer"):
+            if hasattr(base, name):
+                setattr(base, name, False)
+        setattr(base.deepspeed, self._switch, True)
+
+    @property
+    def _switch(self) -> str:
+        return "pipeline_enable_backward_allreduce" if self.base.using_pipeline else "enable_backward_allreduce"
+
     def _set_stage(self, step: int) -> None:
         """Continue with or without compression. The conditions are those at the end of the optimizer's own ``step``."""
         base = self.base
@@ -157,8 +173,7 @@ class _OneBit:
         else:
             whole_gradients = step < base.freeze_step
             setattr(base, "lamb_freeze_key" if self.numbered else "adam_freeze_key", not whole_gradients)
-        switch = "pipeline_enable_backward_allreduce" if base.using_pipeline else "enable_backward_allreduce"
-        setattr(base.deepspeed, switch, whole_gradients)
+        setattr(base.deepspeed, self._switch, whole_gradients)
 
 
 def _one_bit(engine: Any, parts: Sequence[Partition], name: Naming) -> _OneBit | None:

@@ -99,7 +99,7 @@ def forget_gradients(engine: Any) -> None:
     for name, value in (("_epilogue_ran_this_backward", False), ("_offload_accumulated_param_ids", set())):
         if hasattr(optimizer, name):
             setattr(optimizer, name, value)
-    engine.micro_steps = 0
+    engine.micro_steps = engine._unmanaged_backward_count = 0
 
 
 def _offloaded(optimizer: Any) -> set[str]:

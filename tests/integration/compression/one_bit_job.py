@@ -5,8 +5,9 @@ gives DeepSpeed the same operator for the CPU, from numpy, and gives ``all_gathe
 does not check. Everything else is DeepSpeed's: optimizer, error feedback, exchange, engine.
 
 The task has ``optimizer`` and ``dtype``, ``steps`` (until the save, and after it), ``folder``, ``name``, ``save`` and
-``unickpt``. With ``save`` the job trains, saves and goes on. Otherwise it begins with another seed, loads and goes on. Each
-rank writes its losses, and its states after the load or save and at the end, to ``folder/NAME-RANK.pt``.
+``unickpt``. With ``save`` the job trains, saves and goes on. Otherwise it begins with another seed, makes ``lived``
+steps, loads and goes on. Each rank writes its losses, and its states after the load or save and at the end, to
+``folder/NAME-RANK.pt``.
 
 The optimizer ``LoCo`` is Adam under ZeRO-3 with the setting of LoCo-ZeRO++. DeepSpeed reduces with LoCo on CUDA alone, so this
 job makes the error buffers itself and reduces without LoCo.
@@ -135,6 +136,7 @@ def main() -> None:
             make_buffers(engine)
         engine.save_checkpoint(f"{task['folder']}/checkpoint", tag="saved")
     else:
+        train(engine, task.get("lived", 0))
         path, _ = engine.load_checkpoint(f"{task['folder']}/checkpoint", tag="saved")
         assert path is not None
         last = getattr(engine.checkpoint_engine, "last_report", None)

@@ -46,6 +46,17 @@ def test_a_resumed_job_is_equal(optimizer: str, dtype: str, steps: int, tmp_path
         assert not different(before["states"], after["states"])
 
 
+@pytest.mark.parametrize("steps", [0, 6])
+@pytest.mark.parametrize("optimizer", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+def test_a_job_that_has_trained_and_goes_back_is_equal(optimizer: str, steps: int, tmp_path: Path) -> None:
+    task: dict[str, Any] = {"optimizer": optimizer, "dtype": "fp32", "steps": [steps, 6], "lived": 8}
+    saved = run(tmp_path, 2, "saved", save=True, **task)
+    resumed = run(tmp_path, 2, "resumed", **task)
+    for before, after in zip(saved, resumed, strict=True):
+        assert after["losses"] == before["losses"], after["report"]
+        assert not different(before["states"], after["states"])
+
+
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("optimizer", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
 def test_another_number_of_ranks_owes_as_much(optimizer: str, world: int, tmp_path: Path) -> None:

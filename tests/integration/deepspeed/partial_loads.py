@@ -16,10 +16,11 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule
 
 from tests.integration.deepspeed import parallel_jobs, pipeline_jobs
 from tests.integration.deepspeed.jobs import build, config, train
-from tests.integration.deepspeed.model import Model
+from tests.integration.deepspeed.model import WIDTH, Block, Model
 from tests.integration.deepspeed.pipeline_names import PipelineLayout
 from tests.integration.deepspeed.resumes import here
 from tests.integration.deepspeed.truth import optimizer_of
@@ -207,24 +208,41 @@ def rolled_back(folder: Path, wrapper: str, source: str) -> list[str]:
 def _without_optimizer(pipeline: bool, seed: int) -> Any:
     cfg = config(here(0), **({"train_micro_batch_size_per_gpu": parallel_jobs.MICRO} if pipeline else {}))
     del cfg["optimizer"], cfg["scheduler"]
-    if not pipeline:
-        torch.manual_seed(seed)
-        return deepspeed.initialize(model=Model(), config=cfg)[0]
-    return _pipeline(0)(seed)
+    parallel_jobs.forget_groups()
+    torch.manual_seed(seed)
+    model: Any = Model()
+    if pipeline:
+        model = PipelineModule(pipeline_jobs.specs(), num_stages=here(0).world, loss_fn=parallel_jobs.loss_of)
+    return deepspeed.initialize(model=model, config=cfg)[0]
+
+
+class _FrozenBlock(Block):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.requires_grad_(False)
+
+
+def _with_frozen(pipeline: bool, seed: int) -> Any:
+    if pipeline:
+        layers = pipeline_jobs.specs()
+        layers[2] = LayerSpec(_FrozenBlock, WIDTH)
+        return _pipeline(0)(seed, layers=layers)
+    torch.manual_seed(seed)
+    model = Model()
+    model.embed.weight.requires_grad_(False)
+    return _plain(0)(seed, model=model)
 
 
 def _partial_source(folder: Path, wrapper: str, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
     """Save the checkpoint for a kind of ``KINDS``. Returns its folder and its weights."""
     pipeline = "pipeline" in wrapper
     make = _pipeline(0) if pipeline else _plain(0)
-    if kind == "weights only" and not pipeline:
+    if kind == "weights only":
         engine = _without_optimizer(pipeline, 41)
     elif kind == "another optimizer":
         engine = make(41, optimizer={"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}, **NO_WARMUP)
-    elif kind == "part of the parameters" and not pipeline:
-        model = Model()
-        model.embed.weight.requires_grad_(False)
-        engine = make(41, model=model)
+    elif kind == "part of the parameters":
+        engine = _with_frozen(pipeline, 41)
     else:
         engine = make(41)
     if engine.optimizer is not None:
@@ -237,8 +255,7 @@ def partly_loaded(folder: Path, wrapper: str, kind: str) -> list[str]:
     """Return the problems of loads of one kind into an engine of one wrapper, which first is new and then has trained."""
     place, expected = _partial_source(folder, wrapper, kind)
     engine, problems = WRAPPERS[wrapper](42, **NO_WARMUP), []
-    pipeline = "pipeline" in wrapper
-    refused = (kind in ("weights only", "part of the parameters") and not pipeline) or kind == "another optimizer"
+    refused = kind in ("weights only", "part of the parameters", "another optimizer")
     load = {"module only": {"load_module_only": True}, "no optimizer": {"load_optimizer_states": False}}.get(kind, {})
     for age in ("new", "trained"):
         if refused:

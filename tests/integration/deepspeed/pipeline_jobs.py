@@ -58,7 +58,8 @@ class Scale(nn.Module):
         return x * self.gain * self.scale.mean().to(x.dtype)
 
 
-def _specs() -> list[Any]:
+def specs() -> list[Any]:
+    """Return the layers of the pipeline."""
     return [
         TiedLayerSpec("embed", Embedding),
         LayerSpec(Scale),
@@ -110,7 +111,7 @@ def build(layout: PipelineLayout, *, seed: int, layers: list[Any] | None = None,
     model: Any = Plain(seed)
     if layout.stages:
         model = PipelineModule(
-            layers or _specs(), num_stages=layout.stages, loss_fn=loss_of, partition_method=layout.partition,
+            layers or specs(), num_stages=layout.stages, loss_fn=loss_of, partition_method=layout.partition,
             seed_layers=True, base_seed=seed, seed_fn=seed_layer,
         )  # fmt: skip
     return engine_of(model, cfg)
