@@ -31,10 +31,9 @@ class Beginning:
     @classmethod
     def of(cls, engine: Any) -> Beginning:
         """Return the state of a new engine."""
-        base, found = internals.base_optimizer(engine), {}
-        for name, target in (
-            ("lr_scheduler", internals.lr_scheduler(engine)), ("grad_scaler", internals.grad_scaler(engine)),
-        ):  # fmt: skip
+        base, found = internals.base_optimizer(engine), dict[str, tuple[type[Any], Any]]()
+        objects: dict[str, Any] = {"lr_scheduler": internals.lr_scheduler(engine), "grad_scaler": internals.grad_scaler(engine)}
+        for name, target in objects.items():
             with contextlib.suppress(Exception):  # a class of the user, which may not be copied
                 found[name] = (type(target), copy.deepcopy(target.state_dict()))
         scaler = internals.loss_scaler(engine)
@@ -58,9 +57,9 @@ class Beginning:
 
     def reset(self, name: str, target: Any) -> bool:
         """Set an object to its first state. Returns False if that is unknown."""
-        kind, state = self.objects.get(name, (None, None))
-        if kind is not type(target):
+        if name not in self.objects or self.objects[name][0] is not type(target):
             return False
+        state = self.objects[name][1]
         if name == "loss_scaler":
             for key, value in state.items():
                 setattr(target, key, value)

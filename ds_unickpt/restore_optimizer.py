@@ -74,9 +74,9 @@ class RestoredOptimizer:
         if self.saved.record is None and not self.fresh:
             raise MismatchError(f"{self.checkpoint.storage} holds no optimizer, this job has {own}. {_HINT}.")
         if self.saved.record is not None and not self.saved.related and not self.fresh:
-            states = sorted(self.saved.states)
+            held = ", ".join(sorted(self.saved.states)) or "none"
             raise MismatchError(
-                f"{self.checkpoint.storage} was trained with {self.saved.record.name} (states {', '.join(states) or 'none'}), "
+                f"{self.checkpoint.storage} was trained with {self.saved.record.name} (states {held}), "
                 f"this job uses {own}. The states cannot be converted. {_HINT}."
             )
         division = Division(self.names, self.slices, tensor_parallel.rank(self.engine), tensor_parallel.degree(self.engine))
@@ -325,10 +325,10 @@ class RestoredOptimizer:
                 scalars = [own.partitions[number]]
             if not states.nothing:
                 self._set_scalars(part, scalars, states)
-        for part, states in zip(self.parts, self._owned, strict=True):
-            if states:
-                owned_states.restore(part, self.base, states)
-            for key in states.get("states", ()):
+        for part, owned in zip(self.parts, self._owned, strict=True):
+            if owned:
+                owned_states.restore(part, self.base, owned)
+            for key in owned.get("states", ()):
                 self.report.add(self._label(part), key, "restored")
 
     @cached_property
