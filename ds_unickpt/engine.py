@@ -268,6 +268,7 @@ def save_checkpoint(
         raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     place = f"{save_dir}/{name}"
+    _warn_of_open_window(ours, engine, place)
     if not ours.unsupported:
         outcome = _save(ours, engine, str(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
         internals.gather_persistent(engine)
@@ -294,6 +295,18 @@ def save_checkpoint(
     if ours.unsupported:
         ours.warn_once(f"not supported yet: {ours.unsupported}. {_INSTEAD}")
     return native(save_dir, **arguments)
+
+
+def _warn_of_open_window(ours: UnickptCheckpointEngine, engine: Any, place: str) -> None:
+    """Warn of the micro batches that a resume loses. No checkpoint of DeepSpeed or unickpt has accumulated gradients."""
+    trained, count = internals.open_window(engine)
+    if trained and ours.meet.rank == 0:
+        logger.warning(
+            "unickpt: %s is saved within an accumulation window: the gradients of %d of %d micro batches since the last "
+            "optimizer step are not stored. A resume begins the window anew, so it has to train these %d again. Save after the "
+            "optimizer step, when engine.is_gradient_accumulation_boundary() was true for the last micro batch.",
+            place, trained, count, trained,
+        )  # fmt: skip
 
 
 def _same_everywhere(ours: UnickptCheckpointEngine, engine: Any, save_dir: str, name: str) -> bool:

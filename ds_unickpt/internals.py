@@ -266,6 +266,17 @@ def is_expert(parameter: torch.nn.Parameter) -> bool:
     return getattr(parameter, "allreduce", True) is False
 
 
+def open_window(engine: Any) -> tuple[int, int]:
+    """Return how many micro batches were trained since the last optimizer step, and how many make a step.
+
+    (0, 1) in a pipeline, which always completes a step, and if the loop itself says where a step ends.
+    """
+    if engine.pipeline_parallelism or getattr(engine, "_is_gradient_accumulation_boundary", None) is not None:
+        return 0, 1
+    count = int(engine.gradient_accumulation_steps())
+    return int(engine.micro_steps) % count, count
+
+
 def validate_tag(engine: Any, tag: str) -> None:
     """Compare the tags of all ranks as DeepSpeed's own save does. A collective.
 

@@ -131,6 +131,18 @@ def no_tag_leaves_the_save_directory(folder: Path) -> None:
     assert engine.load_checkpoint(str(inside), tag="part/good/")[0] == f"{inside}/part/good/manifest.json"
 
 
+@scenario(2)
+def a_save_within_an_accumulation_window_says_how_many_micro_batches_are_lost(folder: Path) -> None:
+    engine = build(here(1), seed=1, gradient_accumulation_steps=3)
+    for micro_batches in (1, 2, 3):
+        train(engine, 1)
+        with Log() as log:
+            assert engine.save_checkpoint(str(folder), tag=f"after{micro_batches}") is True
+        told = [line for line in log.lines if "accumulation window" in line]
+        assert len(told) == (dist.get_rank() == 0 and micro_batches < 3), log.lines
+        assert all(f"{micro_batches} of 3 micro batches" in line for line in told), told
+
+
 def _model(seed: int, place: Path | None = None, **more: Any) -> Any:
     """Return an engine, trained for two steps unless it is to load from a place. All have names and shapes in common."""
     engine = build(here(1), seed=seed, unickpt={"enabled": True, **more})
