@@ -44,6 +44,8 @@ def arm() -> None:
         if asked():
             watch(DEEPSPEED)
             watch(MEGATRON)
+            if os.environ.get("UNICKPT_AGENT"):  # a worker of ``torchrun --rdzv-backend unickpt`` ends with its agent
+                _install("unickpt.launcher_watch:end_with_launcher")
     except Exception as err:
         _complain(err)
 

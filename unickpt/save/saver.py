@@ -23,6 +23,7 @@ from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import CoordinationError
 from unickpt.format.layout import RankFiles
 from unickpt.garbage import collection_paused
+from unickpt.launcher_watch import end_with_launcher
 from unickpt.round_folder import note_saver
 from unickpt.save import commit as commit_module
 from unickpt.save import shutdown
@@ -83,6 +84,7 @@ class Saver:
         self._locks = DirectoryLocks()  # used on the coordinator
         shutdown.guard(self)
         note_saver()
+        end_with_launcher()
 
     @property
     def pending(self) -> list[PendingSave]:

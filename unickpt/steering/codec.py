@@ -344,6 +344,16 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def split_endpoint(endpoint: str) -> tuple[str, int | None]:
+    """Return host and port of ``--rdzv-endpoint``; None if it has no port. An IPv6 address with a port needs brackets."""
+    text = endpoint.strip()
+    host, colon, port = text.rpartition(":")
+    bare = ":" in host and not host.endswith("]")
+    if not colon or bare or text.endswith("]") or not port.isdigit():
+        return (text if bare or not colon or text.endswith("]") else host).strip("[]"), None
+    return host.strip("[]"), int(port)
+
+
 def join_address(host: str, port: int) -> str:
     """Return ``host:port``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

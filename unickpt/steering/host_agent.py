@@ -24,6 +24,7 @@ from unickpt.diagnosis.agent.launch import run_isolated
 from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY, fresh_folder, remove_old
 from unickpt.logs import printable
 from unickpt.round_folder import RINGS, RINGS_JOB, read_commits, remove_note
+from unickpt.steering.addresses import LOOPBACKS, is_loopback, listening_socket, loopback_of
 from unickpt.steering.codec import SteeringError, join_address
 from unickpt.steering.reports import HubReport, report_from_json
 from unickpt.steering.watcher import Assignment, end_line
@@ -47,12 +48,14 @@ class HostAgent:
         own_host: returns the name or address of this machine for other hosts.
         alone: whether the job has no other machine.
         take: takes a report.
+        record: record of the workers, which the process ends if this one ends without them; None for none.
     """
 
     def __init__(
         self, run_id: str, key: bytes, own_name: Callable[[], str], own_host: Callable[[], str], alone: bool,
-        take: Callable[[HubReport], None],
+        take: Callable[[HubReport], None], record: Path | None = None,
     ) -> None:  # fmt: skip
+        self._record = record
         self._run_id, self._own_name, self._own_host, self._take = run_id, own_name, own_host, take
         self._key = hmac.new(key, b"snapshots of hosts", hashlib.sha256).hexdigest()
         self._lock = threading.Lock()
@@ -65,7 +68,8 @@ class HostAgent:
         self._closed = False
         self._refused = 0
         try:
-            self._listener = socket.create_server(("127.0.0.1" if alone else "", 0), backlog=128)
+            own = self._own_host()
+            self._listener = listening_socket((loopback_of(own) if is_loopback(own) else LOOPBACKS[0]) if alone else "", 0)
             remove_old(SHARED_MEMORY, older_than_s=_KEPT_S)
             with self._lock:
                 self._start()
@@ -134,9 +138,10 @@ class HostAgent:
         """Start the agent. The caller holds the lock."""
         assert self._listener is not None
         self._starts.append(time.monotonic())
+        workers = [] if self._record is None else ["--workers", str(self._record)]
         self._process = run_isolated(
-            ["--listen", str(self._listener.fileno())], pass_fds=(self._listener.fileno(),), metrics=True, module=MODULE,
-            stdout=subprocess.PIPE,
+            ["--listen", str(self._listener.fileno()), *workers], pass_fds=(self._listener.fileno(),), metrics=True,
+            module=MODULE, stdout=subprocess.PIPE,
         )  # fmt: skip
         threading.Thread(target=self._read, args=(self._process,), name="unickpt-steering-reports", daemon=True).start()
 

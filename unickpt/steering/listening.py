@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unickpt.logs import printable
+from unickpt.steering.addresses import listening_socket
 from unickpt.steering.codec import SteeringError, accept, event_from_json
 from unickpt.steering.link_speed import LIMIT_S, Transfers
 from unickpt.steering.membership import Event, Joined
@@ -46,7 +47,7 @@ class Listener:
     def open(self, host: str, port: int) -> socket.socket | None:
         """Listen at an address; return None if that is impossible."""
         try:
-            listener = socket.create_server((host, port), backlog=128)
+            listener = listening_socket(host, port)
         except OSError:
             return None
         self._sockets.append(listener)

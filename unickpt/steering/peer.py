@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from unickpt.logs import printable
-from unickpt.steering.addresses import is_local, is_loopback, way_to
+from unickpt.steering.addresses import LOOPBACKS, any_address, await_name, is_local, is_loopback, loopback_of, way_to
 from unickpt.steering.answers import POLL_S, Answers
 from unickpt.steering.chronicle import Chronicle
 from unickpt.steering.codec import (
@@ -61,12 +61,14 @@ class Peer:
         local_address: name or address of this host for the others; '' to use the one that leads to the endpoint.
         decisions: the policy, used while this agent leads; None: verdicts lead to no orders.
         chronicle: keeps the history; None for none.
+        name_s: longest time to wait until the name of the endpoint resolves.
     """
 
     def __init__(
         self, name: str, endpoint: str, limits: Limits, key: bytes, local_address: str = "",
-        decisions: Decisions | None = None, chronicle: Chronicle | None = None,
+        decisions: Decisions | None = None, chronicle: Chronicle | None = None, name_s: float = 0.0,
     ) -> None:  # fmt: skip
+        self._name_s = name_s
         self.name, self.incarnation = name, secrets.token_hex(8)
         self._endpoint, self._limits, self._key = endpoint, limits, key
         self._local_address = local_address
@@ -83,6 +85,7 @@ class Peer:
         self._members = file_of(key, name, endpoint)
         self._remembered: frozenset[str] = frozenset()
         self.address = ""
+        self.loopbacks: list[str] = []  # at which this agent can reach itself, the first one that answers
         self.workers = 0  # of this host, for the table of hosts
 
     # ------------------------------------------------------------ what the handler uses
@@ -91,17 +94,22 @@ class Peer:
         """Open the listener and start the threads.
 
         Raises:
-            OSError: no port can be opened.
+            OSError: no port can be opened, or the name of the endpoint does not resolve in time.
         """
         host, port = split_address(self._endpoint)
-        own = self._local_address or way_to(host, port)
-        loopback = own if own.startswith("127.") else "127.0.0.1"  # such as 127.0.0.2
-        wide = loopback if is_loopback(host) and is_loopback(own) else ""
+        await_name(host, lambda: bool(recall(self._members)), self._name_s)
+        own = self._local_address or way_to(host, port) or self._way_to_members() or any_address()
+        wide = loopback_of(own) if is_loopback(host) and is_loopback(own) else ""
         listener = self._listener.open(wide, 0 if is_local(host) else port) or self._listener.open(wide, 0)
         if listener is None:
-            raise OSError("no port can be opened")
+            raise OSError(f"no port can be opened at {wide or 'any address of this host'}")
         self.address = join_address(own, listener.getsockname()[1])
+        self.loopbacks = [join_address(each, listener.getsockname()[1]) for each in ([wide] if wide else [*LOOPBACKS, own])]
         threading.Thread(target=self._live, name="unickpt-steering", daemon=True).start()
+
+    def _way_to_members(self) -> str:
+        """Return the address of this host that leads to the others of the last round; '' if none is known."""
+        return next((own for each in recall(self._members) if (own := way_to(*split_address(each)))), "")
 
     def read(self) -> Membership | None:
         """Return the copy of the state; None before the first contact."""
@@ -261,7 +269,7 @@ class Peer:
         """Listen at the endpoint, if it is on this machine and free."""
         host, port = split_address(self._endpoint)
         if not self._holds_endpoint and is_local(host):
-            self._holds_endpoint = self._listener.open("127.0.0.1" if is_loopback(host) else "", port) is not None
+            self._holds_endpoint = self._listener.open(loopback_of(host) if is_loopback(host) else "", port) is not None
         return self._holds_endpoint
 
     def _serve_endpoint(self) -> None:

@@ -34,13 +34,15 @@ from torch.distributed.elastic.rendezvous import (
 
 from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY
 from unickpt.errors import ConfigError
+from unickpt.left_workers import AGENT, WorkerRecord, end_all, left_behind
+from unickpt.left_workers import Left as LeftWorker
 from unickpt.logs import make_visible, printable
 from unickpt.options import SteeringOptions, from_rendezvous
 from unickpt.round_folder import RINGS
 from unickpt.steering.addresses import is_loopback
 from unickpt.steering.admission import waits_for
 from unickpt.steering.asking import Contact, publish
-from unickpt.steering.codec import join_address, secret_key, split_address
+from unickpt.steering.codec import join_address, secret_key, split_address, split_endpoint
 from unickpt.steering.decisions import Decisions
 from unickpt.steering.host_agent import HostAgent
 from unickpt.steering.limits import Limits
@@ -91,26 +93,29 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     """
     make_visible()
     options = from_rendezvous(params.config)
-    host, _, port = params.endpoint.strip().rpartition(":") if ":" in params.endpoint else (params.endpoint.strip(), "", "")
     single = params.max_nodes == 1
-    endpoint = join_address((host or "localhost").strip("[]"), int(port) if port.isdigit() else 0 if single else PORT)
+    host, given = split_endpoint(params.endpoint)
+    endpoint = join_address(host or "localhost", (0 if single else PORT) if given is None else given)
     if split_address(endpoint)[1] == 0 and not single:
         raise ConfigError(f"--rdzv-endpoint {params.endpoint}: {params.max_nodes} hosts need a fixed port")
     key = secret_key(params.run_id, options.secret_file)
     name, observers = options.host or socket.gethostname(), Observers(options, params.run_id)
-    peer = Peer(
-        name, endpoint, limits_of(params, options), key, params.local_addr or "", Decisions(options), observers.chronicle
-    )  # fmt: skip
+    timeout_s = float(params.get("timeout", TIMEOUT_S))
+    local = (params.local_addr or "").strip("[]")
+    peer = Peer(name, endpoint, limits_of(params, options), key, local, Decisions(options), observers.chronicle, timeout_s)
     observers.leads = lambda: peer.leads
     try:
         peer.start()
     except OSError as err:
         raise RendezvousConnectionError(f"unickpt: {err}") from err
     alone = single or is_loopback(split_address(peer.address)[0])
-    agent = HostAgent(params.run_id, key, lambda: peer.name, lambda: split_address(peer.address)[0], alone, peer.found)
-    check = SelfCheck(key, lambda: peer.address, peer.read, peer.keep)
-    timeout_s, contact = float(params.get("timeout", TIMEOUT_S)), _publish(peer, key)
-    return SteeringHandler(peer, agent, check, params.run_id, timeout_s, contact, observers)
+    record = WorkerRecord(key.hex())
+    agent = HostAgent(
+        params.run_id, key, lambda: peer.name, lambda: split_address(peer.address)[0], alone, peer.found, record.path
+    )  # fmt: skip
+    check = SelfCheck(key, lambda: peer.loopbacks, peer.read, peer.keep)
+    contact = _publish(peer, key)
+    return SteeringHandler(peer, agent, check, params.run_id, timeout_s, record, contact, observers)
 
 
 def _publish(peer: Peer, key: bytes) -> Path | None:
@@ -156,16 +161,17 @@ class SteeringHandler(RendezvousHandler):
         self_check: measurements of this host.
         run_id: ``--rdzv-id``.
         timeout_s: seconds after which ``next_rendezvous`` gives up if no round runs.
+        record: record of the workers of this agent.
         contact: folder for this user's command line, removed at the end.
         observers: what is told of events; closed at the end.
     """
 
     def __init__(
-        self, peer: Peer, agent: HostAgent, self_check: SelfCheck, run_id: str, timeout_s: float, contact: Path | None = None,
-        observers: Observers | None = None,
+        self, peer: Peer, agent: HostAgent, self_check: SelfCheck, run_id: str, timeout_s: float, record: WorkerRecord,
+        contact: Path | None = None, observers: Observers | None = None,
     ) -> None:  # fmt: skip
         self._peer, self._agent, self._run_id, self._timeout_s = peer, agent, run_id, timeout_s
-        self._contact, self._observers = contact, observers
+        self._contact, self._observers, self._record = contact, observers, record
         self._self_check = self_check
         self._epoch = (0, 0)  # of the last round that this agent took part in
         self._stores: dict[tuple[int, int], TCPStore] = {}
@@ -244,6 +250,7 @@ class SteeringHandler(RendezvousHandler):
         self._agent.close()
         if self._contact is not None:
             shutil.rmtree(self._contact, ignore_errors=True)
+        self._record.end()
         self._peer.close(Left(self._peer.name, self._peer.incarnation, event.finished, event.failed))
         if self._observers is not None:
             self._observers.close()
@@ -261,6 +268,7 @@ class SteeringHandler(RendezvousHandler):
         """
         self._end_watch()
         self._agent.end(last_look=True)
+        self._end_left_workers()
         began_s = notice_s = time.monotonic()
         logged = ""
         self._say()
@@ -282,6 +290,22 @@ class SteeringHandler(RendezvousHandler):
                 notice_s, logged = now_s, waits
                 logger.info("unickpt: steering: waiting: %s", printable(waits))
             state = self._peer.wait(state, 0.5)
+
+    def _end_left_workers(self) -> None:
+        """End what an earlier agent of this job has left on this host: it would save beside the next round, and holds GPUs."""
+        left = left_behind(self._record.job)
+        if left:
+            logger.warning(
+                "unickpt: steering: ending workers that an agent of this job has left on this host at its end: %s. No round "
+                "begins here before they have ended", _names(left),
+            )  # fmt: skip
+        stuck = end_all(left)
+        if stuck:
+            logger.error(
+                "unickpt: steering: these workers do not end: %s. They may be in uninterruptible sleep and hold a GPU: "
+                "look at them before you trust this host. Their saves are refused as soon as the next round has begun",
+                _names(stuck),
+            )  # fmt: skip
 
     def _say(self, *news: Event) -> None:
         self._peer.say(Arrived(self._peer.name, self._peer.incarnation, self._epoch), *news)
@@ -345,7 +369,7 @@ class SteeringHandler(RendezvousHandler):
         store.set_timeout(timedelta(seconds=STORE_S))
         host, port = split_address(round_.master)
         size = len(round_.members)
-        os.environ[ROUND] = _text(round_.epoch)
+        os.environ[ROUND], os.environ[AGENT] = _text(round_.epoch), str(self._record.agent)
         self._agent.begin(round_.epoch, round_.hub, is_hub=rank == 0)
         self._watch(round_.epoch)
         names = ", ".join(f"{place} {name}" for place, (name, _) in enumerate(round_.members))
@@ -361,10 +385,8 @@ class SteeringHandler(RendezvousHandler):
         return RendezvousInfo(guarded, rank, size, RendezvousStoreInfo(host, port))  # type: ignore[arg-type]
 
     def _watch(self, epoch: tuple[int, int]) -> None:
-        """Watch the workers of a round that torchrun is about to start, if they have a folder."""
+        """Watch the workers of a round that torchrun is about to start."""
         folder = os.environ.get(RINGS, "")
-        if not folder:
-            return
 
         def ended() -> frozenset[int]:
             state = self._peer.read()
@@ -373,8 +395,13 @@ class SteeringHandler(RendezvousHandler):
         def tell(ranks: tuple[int, ...]) -> None:
             self._peer.keep(WorkersEnded(self._peer.name, self._peer.incarnation, epoch, ranks))
 
-        variables = (f"{RUN_ID}={self._run_id}".encode(), f"{ROUND}={_text(epoch)}".encode())
-        self._workers = EndedWorkers(variables, Path(folder), ended, tell)
+        variables = [f"{name}={value}".encode() for name, value in self._variables(epoch)]
+        self._record.begin(variables)
+        self._workers = EndedWorkers(variables, Path(folder) if folder else None, ended, tell, self._record.note)
+
+    def _variables(self, epoch: tuple[int, int]) -> tuple[tuple[str, str], ...]:
+        """Return variables that the workers of a round have, and no other processes but those that they start."""
+        return (RUN_ID, self._run_id), (ROUND, _text(epoch)), (AGENT, str(self._record.agent))
 
     def _end_watch(self) -> None:
         if self._workers is not None:
@@ -410,6 +437,10 @@ class SteeringHandler(RendezvousHandler):
         missing = [host.name for host in state.hosts.values() if host.arrived_s is None]
         there = f"{len(state.hosts)} hosts of {state.limits.min_nodes} to {state.limits.max_nodes} are there"
         return there + (f", not ready: {', '.join(sorted(missing))}" if missing else "")
+
+
+def _names(workers: list[LeftWorker]) -> str:
+    return ", ".join(f"rank {each.rank} (process {each.process.pid}, of agent {each.agent.pid})" for each in workers)
 
 
 def _text(epoch: tuple[int, int]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from unickpt.diagnosis.agent.launch import run_isolated
 from unickpt.logs import printable
-from unickpt.steering.codec import SteeringError, join_address, split_address
+from unickpt.steering.codec import SteeringError
 from unickpt.steering.link_speed import measure
 from unickpt.steering.membership import Host, Measured, Membership, Phase, natural
 from unickpt.steering.scores import Score, best, failure, score_from
@@ -33,15 +33,16 @@ class SelfCheck:
 
     Args:
         key: key of the job.
-        address: returns the address of this agent.
+        addresses: returns addresses at which this agent can reach itself. The first one that answers is measured.
         read: returns the state of the job.
         done: takes the result.
     """
 
     def __init__(
-        self, key: bytes, address: Callable[[], str], read: Callable[[], Membership | None], done: Callable[[Measured], None]
-    ) -> None:
-        self._key, self._address, self._read, self._done = key, address, read, done
+        self, key: bytes, addresses: Callable[[], list[str]], read: Callable[[], Membership | None],
+        done: Callable[[Measured], None],
+    ) -> None:  # fmt: skip
+        self._key, self._addresses, self._read, self._done = key, addresses, read, done
         self._begun: set[int] = set()
 
     def follow(self, state: Membership, name: str, incarnation: str) -> None:
@@ -89,9 +90,7 @@ class SelfCheck:
         return bool(failure(score, others, state.limits.check_share if state is not None else 0.0))
 
     def _with_links(self, score: Score, name: str, attempt: int) -> Score:
-        host = "127.0.0.1"
-        _, port = split_address(self._address())
-        loopback, wrong = self._speed([join_address(host, port)])
+        loopback, wrong = self._speed(self._addresses())
         if wrong:
             score = score._replace(wrong=score.wrong or f"loop-back: {wrong}")
         speed, wrong = self._speed([partner.address for partner in self._partners(name, attempt)])

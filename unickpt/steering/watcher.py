@@ -32,6 +32,7 @@ from unickpt.diagnosis.recording.ring_folder import SessionNote, read_folder, re
 from unickpt.diagnosis.reports.verdict_text import render
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
 from unickpt.errors import UnickptError
+from unickpt.left_workers import end_all, left_in
 from unickpt.limited_http import RateLimitedLog
 from unickpt.logs import printable
 from unickpt.steering.gains import Gains, Predict
@@ -42,6 +43,7 @@ LONGEST_LINE = 65_536
 SLOW, GAP_S = (Syndrome.COMMUNICATION_SLOW, Syndrome.NON_COMMUNICATION_SLOW), 30.0
 AWAITS_S = 0.2  # interval of looks for a round's first ring
 LAST_S = 0.7  # between the last looks at a round whose workers have failed
+AGENT_ENDS_S = 60.0  # that a handler needs to end after it has closed its end
 LINGERS_S = 30.0  # that the agent goes on without its handler while ranks live
 _ALL_LOOKS = 10
 
@@ -203,16 +205,18 @@ class Watcher:
     Args:
         listener: socket on which it collects snapshots of other hosts.
         predict: what the job would gain without slow ranks.
+        record: record of the handler's workers; None for none.
     """
 
-    def __init__(self, listener: socket, predict: Predict | None = None) -> None:
-        self._predict = predict
+    def __init__(self, listener: socket, predict: Predict | None = None, record: Path | None = None) -> None:
+        self._predict, self._record = predict, record
         self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._hub: tuple[Collector, str] = (Collector(), "")
         self._round: RoundWatch | None = None
         self._assignment: Assignment | None = None
         self._handler_ended_s = 0.0
         self._metrics_port = 0
+        self._ending = threading.Thread(target=self._end_left_workers, daemon=True)
         self._failures = RateLimitedLog(tell, f"{PREFIX}looks at the rings that failed; the agent goes on")
         serve(lambda: self._hub, listener, tell=lambda text: tell(f"{PREFIX}{text}"))
         threading.Thread(target=self._read, daemon=True).start()
@@ -235,11 +239,25 @@ class Watcher:
             if self._handler_ended_s:
                 late = time.monotonic() - self._handler_ended_s > LINGERS_S
                 if late or self._round is None or self._round.over:
-                    return
+                    return self._ending.join()
             if self._round is not None and wait_s >= EVERY_S:
                 self._round.sleep(wait_s)
             else:
                 self._take_lines(wait_s)
+
+    def _end_left_workers(self) -> None:
+        """Thread: the handler has closed its end. If it was killed, its workers live on."""
+        if self._record is None:
+            return
+        end_s = time.monotonic() + AGENT_ENDS_S
+        while self._record.exists() and time.monotonic() < end_s:
+            left = left_in(self._record)
+            if left:
+                ranks = ", ".join(str(each.rank) for each in left)
+                tell(f"{PREFIX}torchrun's agent on this host has ended without its workers; ending ranks {ranks}")
+                end_all(left)
+                return
+            time.sleep(0.1)
 
     def _take_lines(self, wait_s: float) -> None:
         """Process the lines of the handler. Wait for the first one."""
@@ -248,6 +266,7 @@ class Watcher:
             while True:
                 if said is None:
                     self._handler_ended_s = time.monotonic()
+                    self._ending.start()
                 elif "assignment" in said:
                     self._begin(Assignment(**{**said["assignment"], "epoch": tuple(said["assignment"]["epoch"])}))
                 else:
@@ -317,9 +336,10 @@ def main() -> None:
     """Watch until the handler has ended."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--listen", type=int, required=True)
+    parser.add_argument("--workers", type=Path)
     args = parser.parse_args()
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
-        Watcher(socket(fileno=args.listen), _predicted).run()
+        Watcher(socket(fileno=args.listen), _predicted, args.workers).run()
     os._exit(0)  # a thread reads standard input
 
 

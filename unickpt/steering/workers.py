@@ -6,12 +6,16 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+from unickpt.left_workers import rank_in
+from unickpt.process_identity import environment_of
 from unickpt.round_folder import note_ended
 
 LOOK_S = 0.2  # interval of looks for workers that have ended
+FIRST_LOOK_S, FIRST_S = 0.02, 10.0  # interval of looks for workers that have begun, and for how long
 
 
 def kill_stopped_workers() -> list[int]:
@@ -52,16 +56,18 @@ class EndedWorkers:
 
     Args:
         variables: of the environment of the round's workers.
-        folder: folder of the round on this host.
+        folder: folder of the round on this host; None without one.
         ended: returns the ranks of the round that are known to have ended on any host.
         tell: called with the ranks of this host that have ended, when there are more.
+        begun: called with the ranks of this host by process number, when there are more.
     """
 
     def __init__(
-        self, variables: Collection[bytes], folder: Path, ended: Callable[[], frozenset[int]],
-        tell: Callable[[tuple[int, ...]], None],
+        self, variables: Collection[bytes], folder: Path | None, ended: Callable[[], frozenset[int]],
+        tell: Callable[[tuple[int, ...]], None], begun: Callable[[Mapping[int, int]], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self._variables, self._folder, self._ended, self._tell = frozenset(variables), folder, ended, tell
+        self._begun = begun
         self._ranks: dict[int, int] = {}  # of the workers that have been seen alive, by process number
         self._noted: frozenset[int] = frozenset()
         self._told: frozenset[int] = frozenset()
@@ -75,14 +81,16 @@ class EndedWorkers:
             if self._closed.is_set():
                 return
             alive = {pid for pid in _children() if _lives(pid)}
-            self._ranks |= {
-                pid: rank for pid in alive - self._ranks.keys() if (rank := _rank_of(pid, self._variables)) is not None
-            }
+            fresh = {pid: rank for pid in alive - self._ranks.keys() if (rank := _rank_of(pid, self._variables)) is not None}
+            if fresh:
+                self._ranks |= fresh
+                self._begun(self._ranks)
             here = frozenset(rank for pid, rank in self._ranks.items() if pid not in alive)
             ended = self._ended() | here
             if ended != self._noted:
                 self._noted = ended
-                note_ended(self._folder, ended)
+                if self._folder is not None:
+                    note_ended(self._folder, ended)
             if here != self._told:
                 self._told = here
                 self._tell(tuple(sorted(here)))
@@ -93,18 +101,16 @@ class EndedWorkers:
             self._closed.set()
 
     def _run(self) -> None:
-        while not self._closed.wait(LOOK_S):
+        began_s = time.monotonic()
+        while not self._closed.wait(FIRST_LOOK_S if time.monotonic() - began_s < FIRST_S else LOOK_S):
             with contextlib.suppress(Exception):
                 self.look()
 
 
 def _rank_of(pid: int, wanted: frozenset[bytes]) -> int | None:
     """Return the rank of a worker whose environment has all of these variables; None for other processes."""
-    with contextlib.suppress(OSError, ValueError):
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if wanted.issubset(variables):
-            return next((int(each[5:]) for each in variables if each.startswith(b"RANK=")), None)
-    return None
+    variables = environment_of(pid)
+    return rank_in(variables) if wanted <= variables else None
 
 
 def _lives(pid: int) -> bool:

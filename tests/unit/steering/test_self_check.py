@@ -227,7 +227,7 @@ def test_a_measurement_that_is_not_good_enough_is_repeated_and_the_best_counts(m
     def checked(attempt: int, *outputs: str) -> Score:
         done: list[Measured] = []
         given[:] = outputs
-        SelfCheck(KEY, lambda: "127.0.0.1:1", lambda: back(job()), done.append)._run("h2", "1", attempt)
+        SelfCheck(KEY, lambda: ["127.0.0.1:1"], lambda: back(job()), done.append)._run("h2", "1", attempt)
         return done[0].score
 
     monkeypatch.setattr(self_check, "run_isolated", runs)
@@ -252,7 +252,7 @@ def test_gpus_are_compared_with_those_of_the_host_and_only_when_no_workers_run(m
 
     monkeypatch.setattr(self_check, "run_isolated", runs)
     monkeypatch.setattr(self_check, "REPEATS", 1)
-    check = SelfCheck(KEY, lambda: "127.0.0.1:1", job, lambda _: None)
+    check = SelfCheck(KEY, lambda: ["127.0.0.1:1"], job, lambda _: None)
     for attempt in (0, 3):
         check._run("h2", "1", attempt)
     assert given == [[], ["--devices"]]
@@ -281,7 +281,7 @@ def test_an_agent_measures_itself_its_loop_back_and_a_link_when_the_job_starts(p
     b = peers.start("b")
     until(lambda: hosts(b) == {"a", "b"})
     for peer in (a, b):
-        check = SelfCheck(KEY, lambda peer=peer: peer.address, peer.read, peer.keep)  # type: ignore[misc]
+        check = SelfCheck(KEY, lambda peer=peer: peer.loopbacks, peer.read, peer.keep)  # type: ignore[misc]
         state: Any = peer.read()
         for _ in range(3):
             check.follow(state, peer.name, peer.incarnation)
