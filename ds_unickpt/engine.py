@@ -431,6 +431,7 @@ def request_of(
         save_dir=save_dir,
         tag=tag,
         save_latest=save_latest,
+        one_writer=save_latest,
         announce=state.announcement,
         early=state.read,
         forget=state.forget,

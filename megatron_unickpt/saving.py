@@ -94,6 +94,7 @@ def save(
         save_dir=save_dir,
         tag=tag,
         claim=None if owner is None else runtime.owners.claim(owner),
+        one_writer=by_scripts,
         on_commit=marks.mark if call is None else partial(_scripts_commit, runtime, call),
         on_end=partial(_ended, runtime, (call.memory_folder if call is not None else "") or save_dir),
         framework_stands_in=by_scripts,

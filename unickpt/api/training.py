@@ -77,7 +77,8 @@ def save_checkpoint(
             dataclasses ([types](format.md#8-objects)). The objects of rank 0 are saved. A value of another type is stored as a
             pickle, with a warning. A load leaves its entry out, unless ``allow_pickle`` is set.
         rank_objects: non-tensor state of this rank, such as random generators.
-        save_latest: write the tag to ``<save_dir>/latest``.
+        save_latest: write the tag to ``<save_dir>/latest``. Under torchrun, ``save_dir`` then belongs to one copy of a job:
+            if the job is started again while this one still runs, saves of this one are refused.
         options: retention, bandwidth limit and upload. ``asynchronous`` is not supported here.
         group: process group. None: the default group, or this process alone if ``torch.distributed`` is not initialised.
         timeout_s: seconds to wait for the other ranks.
@@ -118,7 +119,8 @@ def save_checkpoint(
     save_dir, tag = split(absolute(os.fspath(directory)))
     owner = _MODELS.of(state)
     request = SaveRequest(
-        contribute, save_dir, tag, save_latest=save_latest, must_match=must_match, framework_stands_in=False, failed=failed,
+        contribute, save_dir, tag, save_latest=save_latest, one_writer=save_latest, must_match=must_match,
+        framework_stands_in=False, failed=failed,
         claim=None if owner is None else _MODELS.owners.claim(owner, any_structure=True),
     )  # fmt: skip
     pending = Saver(options).save(request, meet, asynchronous=False)

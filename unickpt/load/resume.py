@@ -18,6 +18,7 @@ from unickpt.coordination.failure import Failure, FailureKind
 from unickpt.coordination.host_peers import HostMemory, HostPeers
 from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.errors import CorruptCheckpointError, HostPeerFailedError, MismatchError, UnickptError
+from unickpt.fence import take_on_resume
 from unickpt.load.checkpoint import Planned
 from unickpt.load.failure import error_of, failure_of, is_damage
 
@@ -218,6 +219,8 @@ def resume(
     """
     skipped: list[str] = []
     tried = False
+    if meet.rank == 0:
+        take_on_resume(where)
     while True:
         found = Offer.from_message(meet.broadcast("offer", _offered(offer, where).to_message() if meet.rank == 0 else None))
         if found.failure is not None:

@@ -347,7 +347,7 @@ class MemorySaver(Saver):
         request, task = newest.request, newest.task
         upload = UploadRequest(
             task.storage, request.save_dir, request.tag, record, request.save_latest, task.meet.separate("flush"),
-            request.on_commit,
+            request.on_commit, request.one_writer,
         )  # fmt: skip
         self.upload(upload)
 

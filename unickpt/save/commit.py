@@ -24,7 +24,7 @@ from unickpt.format.index import Index, check_coverage
 from unickpt.format.layout import DATA_FOLDER, ROWS_FOLDER, RankFiles, index_name
 from unickpt.format.manifest import MANIFEST_FILE, FileRecord, Manifest
 from unickpt.save.shards import Prepared
-from unickpt.storage.base import Storage
+from unickpt.storage.base import Storage, is_url
 
 logger = logging.getLogger("unickpt")
 
@@ -34,6 +34,9 @@ _SLOW_SECONDS = 0.002  # a file that takes longer to read is on storage with lat
 
 def next_generation(storage: Storage, claim: Claim | None = None) -> int:
     """Return the generation of a new save under this tag. Its files do not overwrite those of an existing checkpoint.
+
+    An object store has no locks, so another copy of the job may be writing files under this tag: they are not overwritten
+    either.
 
     Raises:
         OtherModelError: it is the checkpoint of another model.
@@ -47,6 +50,10 @@ def next_generation(storage: Storage, claim: Claim | None = None) -> int:
     refused = "" if old is None or claim is None else claim.refusal(old)
     if refused:
         raise OtherModelError(f"in {storage} {refused}")
+    if is_url(storage.where()):
+        with contextlib.suppress(UnickptError):
+            if {RankFiles(0, generation).data, RankFiles(1, generation).data} & set(storage.names(DATA_FOLDER)):
+                return time.time_ns()
     return generation
 
 

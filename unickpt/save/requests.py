@@ -160,6 +160,7 @@ class SaveRequest:
         early: begins ``contribute`` with what does not depend on that message. The other ranks call it before they wait for
             the message. If it raises, ``contribute`` raises the same.
         forget: releases what the three functions above keep for each other. It is called when the call of the save ends.
+        one_writer: the checkpoints of ``save_dir`` are those of one training, so that only one copy of the job may write there.
         must_match: further arguments of the call by name, which must be equal on all ranks.
         claim: of the model to the directory. The save of another model is not replaced.
         framework_stands_in: the caller can save the same state in another way. After a save that failed for an
@@ -178,6 +179,7 @@ class SaveRequest:
     announce: Callable[[], Message] | None = None
     early: Callable[[], None] | None = None
     forget: Callable[[], None] | None = None
+    one_writer: bool = False
     must_match: Message = field(default_factory=dict)
     claim: Claim | None = None
     framework_stands_in: bool = True

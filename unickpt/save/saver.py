@@ -18,9 +18,9 @@ from collections.abc import Callable
 from functools import partial
 
 from unickpt.coordination.failure import Failure, FailureKind
-from unickpt.coordination.owners import Claim
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import CoordinationError
+from unickpt.fence import guarded, writing_copy
 from unickpt.format.layout import RankFiles
 from unickpt.garbage import collection_paused
 from unickpt.launcher_watch import end_with_launcher
@@ -215,7 +215,7 @@ class Saver:
                 part = self._parts.describe(request, opening, meet, interrupts)
                 part.stage_ns = time.monotonic_ns() - described_ns
                 self._pending.append(save)  # from now on, SIGTERM waits for it
-                generation, failures = self._agreed(part, storage, meet, request.claim)
+                generation, failures = self._agreed(request, part, storage, meet)
             if failures:
                 self._ended(save, part, failures, request, meet, begin)
                 return save
@@ -255,9 +255,7 @@ class Saver:
         skip = busy and self.options.on_busy == "skip"
         return opening_of(request, skip=skip, background=wanted and not self._recovering, known_defect=self.known_defect)
 
-    def _agreed(
-        self, part: SavePart, storage: Storage, meet: Rendezvous, claim: Claim | None
-    ) -> tuple[int, list[Failure]]:  # fmt: skip
+    def _agreed(self, request: SaveRequest, part: SavePart, storage: Storage, meet: Rendezvous) -> tuple[int, list[Failure]]:
         """Return the generation of the new save, and the failures that prevent it. All ranks get the same values.
 
         Raises:
@@ -274,8 +272,9 @@ class Saver:
             verdict = {"failures": [m["failure"] for m in messages if m["failure"] is not None], "generation": 0}
             if not verdict["failures"]:
                 try:
-                    refused = self._locks.acquire(storage)
-                    verdict["generation"] = commit_module.next_generation(storage, claim)
+                    with guarded(request.save_dir, writing_copy(request.one_writer, meet.world)):
+                        refused = self._locks.acquire(storage)
+                    verdict["generation"] = commit_module.next_generation(storage, request.claim)
                 except Exception as err:  # the other ranks wait for the verdict
                     refused = save_failure(err, meet.rank)
                 verdict["failures"] = [refused.to_json()] if refused is not None else []

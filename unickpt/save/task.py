@@ -16,6 +16,7 @@ from typing import Protocol
 from unickpt.coordination.failure import Failure
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import CoordinationError, UncertainCommitError, UnickptError
+from unickpt.fence import guarded, writing_copy
 from unickpt.format import manifest as manifest_module
 from unickpt.format.layout import LATEST_FILE, RankFiles
 from unickpt.format.manifest import FileRecord
@@ -258,30 +259,40 @@ class SaveTask:
                 part.aliases = {**aliases, **part.aliases}
                 part.excluded = tuple(dict.fromkeys((*part.excluded, *excluded)))
             part.notes = agreement.notes_of(messages)
-            made = commit_module.commit(
-                self.storage,
-                files,
-                part,
-                self.names.generation,
-                proceed=lambda: self._step("_publishing"),
-                claim=self.request.claim,
-            )
+            self._publish(files, part, verdict)
         except CoordinationError:
             raise
         except Exception as err:
             verdict["uncertain"] = isinstance(err, UncertainCommitError)
             failures.append(save_failure(err, 0).to_json())
             return verdict
-        verdict["committed"], verdict["size_bytes"] = True, made.size_bytes
-        self.owner.log_notes(self.save.directory, part.notes)
-        if not made.durable:
-            verdict["shortfall"] = f"{self.save.directory} is committed, but may not survive a crash of the machine"
-        if self.request.save_latest:
-            try:
-                self.owner.open(self.request.save_dir).write_atomic(LATEST_FILE, self.request.tag.encode())
-            except Exception as err:  # the checkpoint is committed, and all ranks wait for the verdict
-                verdict["shortfall"] = f"{self.save.directory} is committed, but 'latest' could not be updated: {err}"
         return verdict
+
+    def _publish(self, files: list[FileRecord], part: Prepared, verdict: Message) -> None:
+        """Commit, and write ``latest``, as the only copy of the job that writes there.
+
+        Raises:
+            FencedError: a copy of the job that was started later writes there.
+            UnickptError: as ``commit``.
+        """
+        with contextlib.ExitStack() as guard:
+
+            def proceed() -> None:
+                guard.enter_context(guarded(self.request.save_dir, writing_copy(self.request.one_writer, self.meet.world)))
+                self._step("_publishing")
+
+            made = commit_module.commit(
+                self.storage, files, part, self.names.generation, proceed=proceed, claim=self.request.claim
+            )
+            verdict["committed"], verdict["size_bytes"] = True, made.size_bytes
+            self.owner.log_notes(self.save.directory, part.notes)
+            if not made.durable:
+                verdict["shortfall"] = f"{self.save.directory} is committed, but may not survive a crash of the machine"
+            if self.request.save_latest:
+                try:
+                    self.owner.open(self.request.save_dir).write_atomic(LATEST_FILE, self.request.tag.encode())
+                except Exception as err:  # the checkpoint is committed, and all ranks wait for the verdict
+                    verdict["shortfall"] = f"{self.save.directory} is committed, but 'latest' could not be updated: {err}"
 
     def _upload(self) -> None:
         """Start the upload of the committed checkpoint, if configured."""
@@ -290,7 +301,9 @@ class SaveTask:
             return
         assert self.record is not None  # set before every commit
         request, meet = self.request, self.meet.separate("upload")
-        upload = UploadRequest(self.storage, target, request.tag, self.record, request.save_latest, meet, request.on_commit)
+        upload = UploadRequest(
+            self.storage, target, request.tag, self.record, request.save_latest, meet, request.on_commit, request.one_writer
+        )
         try:
             self.save.upload = self.owner.upload(upload)
         except Exception:  # the checkpoint is committed

@@ -21,6 +21,7 @@ from unickpt.coordination.failure import Failure, sentence
 from unickpt.coordination.pending import Pending
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import CoordinationError, CorruptCheckpointError, StorageError, UncertainCommitError
+from unickpt.fence import guarded, writing_copy
 from unickpt.format import manifest
 from unickpt.format.checksums import RunningDigest
 from unickpt.format.layout import LATEST_FILE, RankFiles
@@ -85,6 +86,7 @@ class UploadRequest:
         save_latest: update ``<target>/latest``.
         meet: rendezvous of the ranks for this upload only.
         on_commit: called on the coordinator with the location of the committed copy.
+        one_writer: as in ``SaveRequest``.
     """
 
     source: Storage
@@ -94,6 +96,7 @@ class UploadRequest:
     save_latest: bool
     meet: Rendezvous
     on_commit: Callable[[str], None] | None = None
+    one_writer: bool = False
 
 
 class Uploader:
@@ -250,17 +253,20 @@ class _Upload:
         verdict: Message = {"committed": False, "uncertain": False, "failures": failures, "size_bytes": 0}
         if failures:
             return verdict
-        try:
-            verdict["size_bytes"] = self._publish(generation)
-            verdict["committed"] = True
-        except Exception as err:
-            verdict["uncertain"] = isinstance(err, UncertainCommitError)
-            failures.append(save_failure(err, 0).to_json())
-            return verdict
-        self._follow()
+        request = self.request
+        with contextlib.ExitStack() as guard:
+            own = writing_copy(request.one_writer, request.meet.world)
+            try:
+                verdict["size_bytes"] = self._publish(generation, lambda: guard.enter_context(guarded(request.target, own)))
+                verdict["committed"] = True
+            except Exception as err:
+                verdict["uncertain"] = isinstance(err, UncertainCommitError)
+                failures.append(save_failure(err, 0).to_json())
+                return verdict
+            self._follow()
         return verdict
 
-    def _publish(self, generation: int) -> int:
+    def _publish(self, generation: int, proceed: Callable[[], None]) -> int:
         """Write index and manifest of the copy. Return the size of all files except the manifest."""
         if self._manifest is None or self._index is None:
             raise StorageError("" if self._cannot_open is None else self._cannot_open.text)
@@ -271,7 +277,7 @@ class _Upload:
         for record, size in zip(data, self._target.sizes_bytes([record.path for record in data]), strict=True):
             if size != record.size_bytes:
                 raise StorageError(f"{self._target.where(record.path)}: found {size} bytes, expected {record.size_bytes}")
-        commit.publish(self._target, copied, index)
+        commit.publish(self._target, copied, index, proceed=proceed)
         return sum(record.size_bytes for record in copied.files)
 
     def _follow(self) -> None:

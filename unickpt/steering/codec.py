@@ -95,7 +95,8 @@ def state_as_json(state: Membership, now_s: float) -> dict[str, Any]:
     round_ = state.round
     return {
         "limits": {**limits, "sizes": sorted(state.limits.sizes), "order": list(state.limits.order)},
-        "leader": state.leader, "term": state.term, "version": state.version, "phase": state.phase.value,
+        "leader": state.leader, "instance": state.instance, "term": state.term, "version": state.version,
+        "phase": state.phase.value,
         "hosts": [
             [host.name, host.incarnation, host.address, ago(host.arrived_s), host.workers] for host in state.hosts.values()
         ],
@@ -147,7 +148,8 @@ def _state(value: Any, now_s: float) -> Membership:
     ]
     return Membership(
         limits=Limits(**{**value["limits"], "sizes": sizes, "order": order}), leader=str(value["leader"]),
-        term=int(value["term"]), version=int(value["version"]), phase=Phase(value["phase"]),
+        instance=str(value["instance"])[:_NAME], term=int(value["term"]), version=int(value["version"]),
+        phase=Phase(value["phase"]),
         hosts={host.name: host for host in hosts}, heard={host.name: now_s for host in hosts},
         parked={
             str(name): Parking(str(reason), now_s - float(ago), NEVER_S if left is None else now_s + float(left))

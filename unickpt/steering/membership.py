@@ -149,6 +149,7 @@ class Membership:
     Attributes:
         limits: rules of the job.
         leader: name of the host whose agent applies the events.
+        instance: random text of the first leader. Rounds of one instance have an order.
         term: number of leaders so far.
         version: increases with every change except ``heard``.
         phase: phase of the job.
@@ -182,6 +183,7 @@ class Membership:
 
     limits: Limits
     leader: str
+    instance: str = ""
     term: int = 1
     version: int = 0
     phase: Phase = Phase.GATHERING

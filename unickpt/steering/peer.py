@@ -229,7 +229,7 @@ class Peer:
             return
         self.address = join_address(self._local_address or host, split_address(self.address)[1])
         logger.info("unickpt: steering: this agent leads, at %s", self._endpoint)
-        self._lead(Membership(self._limits, self._identity, gathering_s=time.monotonic()))
+        self._lead(Membership(self._limits, self._identity, secrets.token_hex(8), gathering_s=time.monotonic()))
 
     def _remember(self) -> None:
         """Keep the addresses of the other hosts of the job, if they have changed."""

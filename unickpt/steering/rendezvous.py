@@ -34,7 +34,8 @@ from torch.distributed.elastic.rendezvous import (
 
 from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY
 from unickpt.errors import ConfigError
-from unickpt.left_workers import AGENT, WorkerRecord, end_all, left_behind
+from unickpt.fence import FENCE, ROUND
+from unickpt.left_workers import AGENT, WorkerRecord, digest_of, end_all, left_behind
 from unickpt.left_workers import Left as LeftWorker
 from unickpt.logs import make_visible, printable
 from unickpt.options import SteeringOptions, from_rendezvous
@@ -71,7 +72,6 @@ from unickpt.steering.workers import EndedWorkers, kill_stopped_workers, kill_wo
 logger = logging.getLogger("unickpt")
 
 BACKEND = "unickpt"
-ROUND = "UNICKPT_ROUND"  # in the environment of the workers: term and number of the round
 PORT = 29400  # torch's default
 TIMEOUT_S = 600.0  # torch's default time limit of a rendezvous
 RUN_ID = "TORCHELASTIC_RUN_ID"  # torchrun sets it in the environment of the workers
@@ -332,7 +332,7 @@ class SteeringHandler(RendezvousHandler):
         if store is None:
             self._say()  # the round has begun without this process: ask for the next one
             return None
-        return self._begin(rank, round_, store, state.limits)
+        return self._begin(rank, round_, store, state)
 
     def _connect(self, rank: int, round_: Round) -> None:
         name, incarnation, epoch = self._peer.name, self._peer.incarnation, round_.epoch
@@ -359,7 +359,7 @@ class SteeringHandler(RendezvousHandler):
             logger.warning("unickpt: steering: no connection to the store of round %s: %s", _text(epoch), err)
             time.sleep(0.5)
 
-    def _begin(self, rank: int, round_: Round, store: TCPStore, limits: Limits) -> RendezvousInfo:
+    def _begin(self, rank: int, round_: Round, store: TCPStore, state: Membership) -> RendezvousInfo:
         self._epoch = round_.epoch
         self._peer.say()
         for old in [epoch for epoch in self._stores if epoch != round_.epoch]:
@@ -370,11 +370,12 @@ class SteeringHandler(RendezvousHandler):
         host, port = split_address(round_.master)
         size = len(round_.members)
         os.environ[ROUND], os.environ[AGENT] = _text(round_.epoch), str(self._record.agent)
+        os.environ[FENCE] = f"{digest_of(self._record.job)}/{state.instance}"
         self._agent.begin(round_.epoch, round_.hub, is_hub=rank == 0)
         self._watch(round_.epoch)
         names = ", ".join(f"{place} {name}" for place, (name, _) in enumerate(round_.members))
         logger.info("unickpt: steering: round %s: rank %d of %d (%s)", _text(round_.epoch), rank, size, printable(names))
-        differs = limits.out_of_order([name for name, _ in round_.members])
+        differs = state.limits.out_of_order([name for name, _ in round_.members])
         if differs:
             logger.warning(
                 "unickpt: steering: round %s differs from --rdzv-conf order=: %s. Hosts that are not in the order fill gaps. "

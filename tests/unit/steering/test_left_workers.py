@@ -1,0 +1,150 @@
+"""Workers end with their agent, or are ended by the next one: by their identity, once, and nothing else ends with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.repository import REPO
+from tests.unit.steering.peers import until
+from unickpt import left_workers
+from unickpt.left_workers import WorkerRecord, end_all, left_behind
+from unickpt.process_identity import ProcessIdentity
+from unickpt.testing.launch import environment
+
+AGENT = """
+import os, subprocess, sys, time
+from pathlib import Path
+from unickpt.left_workers import AGENT, WorkerRecord
+folder, noted, program = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+record = WorkerRecord("job", folder / "records")
+own = {"TORCHELASTIC_RUN_ID": "id", AGENT: str(record.agent), "MASTER_PORT": "1", "FOLDER": str(folder)}
+record.begin([f"{name}={value}".encode() for name, value in own.items() if name != "FOLDER"])
+started = {}
+for rank in (0, 1):
+    env = {**os.environ, **own, "RANK": str(rank)}
+    started[subprocess.Popen([sys.executable, "-c", program], env=env, start_new_session=True).pid] = rank
+record.note(dict(list(started.items())[:noted]))
+(folder / "part").write_text(" ".join(map(str, started)))
+(folder / "part").rename(folder / "pids")
+time.sleep(600)
+"""
+SLEEPS = "import time; time.sleep(600)"
+COUNTS = """
+import os, signal, time
+file = os.environ["FOLDER"] + "/terms" + os.environ["RANK"]
+signal.signal(signal.SIGTERM, lambda *_: open(file, "a").write("x"))
+open(os.environ["FOLDER"] + "/ready" + os.environ["RANK"], "w").close()
+while True: time.sleep(600)
+"""
+HELPED = "import subprocess, time; subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)"
+WATCHES = """
+import os, time
+from unickpt import launcher_watch
+launcher_watch.end_with_launcher()
+open(os.environ["FOLDER"] + "/ready" + os.environ["RANK"], "w").close()
+time.sleep(600)
+"""
+Begin = Callable[..., tuple[subprocess.Popen[bytes], list[int]]]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Start an agent with two workers, and return both when the workers run."""
+    agents: list[subprocess.Popen[bytes]] = []
+
+    def start(program: str, noted: int = 2) -> tuple[subprocess.Popen[bytes], list[int]]:
+        variables = environment(REPO)
+        agents.append(subprocess.Popen([sys.executable, "-c", AGENT, str(tmp_path), str(noted), program], env=variables))
+        assert until(lambda: (tmp_path / "pids").exists(), 60)
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        if "ready" in program:
+            assert until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)), 60)
+        return agents[-1], pids
+
+    yield start
+    pids = (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []
+    for pid in [int(each) for each in pids] + [agent.pid for agent in agents]:
+        if ProcessIdentity.of(pid) is not None:
+            os.kill(pid, signal.SIGKILL)
+    for agent in agents:
+        agent.wait()
+
+
+def kill(agent: subprocess.Popen[bytes]) -> None:
+    """Kill an agent alone. It stays a zombie, as below a supervisor that is busy."""
+    agent.kill()
+    os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.mark.parametrize("noted", [2, 1, 0])
+def test_what_a_dead_agent_has_left_is_ended_and_nothing_of_a_living_one(tmp_path: Path, begin: Begin, noted: int) -> None:
+    agent, pids = begin(HELPED, noted)
+    folder = tmp_path / "records"
+    assert until(lambda: len(children(pids[0])) == len(children(pids[1])) == 1)
+    helpers = [pid for worker in pids for pid in children(worker)]
+    assert left_behind("job", folder) == []
+    kill(agent)
+    assert left_behind("another job", folder) == []
+    found = left_behind("job", folder)
+    assert sorted((left.rank, left.process.pid) for left in found) == list(enumerate(pids))
+    assert end_all(found) == []
+    assert not any(ProcessIdentity.of(pid) for pid in pids)
+    assert all(ProcessIdentity.of(pid) for pid in helpers), "a worker's own helper in a session of its own lives on"
+    assert left_behind("job", folder) == []
+    assert list(folder.iterdir()) == []
+    for pid in helpers:
+        os.kill(pid, signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_worker_gets_one_sigterm_from_whoever_ends_it_and_then_sigkill(
+    tmp_path: Path, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, pids = begin(COUNTS)
+    kill(agent)
+    monkeypatch.setattr(left_workers, "TERM_S", 0.5)
+    found = left_behind("job", tmp_path / "records")
+    os.kill(pids[1], signal.SIGSTOP)
+    until(lambda: left_workers.stopped(found[1].process))
+    for left in found[:1]:
+        assert left_workers.first_to_end(left.record, left.process)  # another party sends it
+        os.kill(left.process.pid, signal.SIGTERM)
+    assert end_all(found) == []
+    assert not any(ProcessIdentity.of(pid) for pid in pids)
+    assert (tmp_path / "terms0").read_text() == "x"
+    assert not (tmp_path / "terms1").exists(), "a stopped process cannot react to SIGTERM"
+
+
+def test_a_worker_watches_its_agent(begin: Begin, tmp_path: Path) -> None:
+    agent, pids = begin(WATCHES)
+    time.sleep(0.3)
+    assert all(ProcessIdentity.of(pid) for pid in pids)
+    kill(agent)
+    assert until(lambda: not any(ProcessIdentity.of(pid) for pid in pids))
+
+
+def test_a_reused_number_is_another_process(tmp_path: Path) -> None:
+    me = ProcessIdentity.of(os.getpid())
+    assert me is not None
+    assert me.lives
+    assert ProcessIdentity.parse(str(me)) == me
+    for other in (replace(me, start=me.start - 1), replace(me, boot="another"), replace(me, namespace="1")):
+        assert not other.lives
+    assert not me.wait(0.0)
+    assert replace(me, start=me.start - 1).wait(5.0)
+    record = WorkerRecord("job", tmp_path)
+    record.begin([])
+    record.note({os.getpid(): 0})
+    assert left_behind("job", tmp_path) == [], "its agent lives"
