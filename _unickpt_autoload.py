@@ -46,6 +46,7 @@ def arm() -> None:
             watch(MEGATRON)
             if os.environ.get("UNICKPT_AGENT"):  # a worker of ``torchrun --rdzv-backend unickpt`` ends with its agent
                 _install("unickpt.launcher_watch:end_with_launcher")
+                _install("unickpt.first_failure:note_last_exception")
     except Exception as err:
         _complain(err)
 

@@ -7,8 +7,10 @@ agent writes there which ranks of the job have ended, so that the other ranks do
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Collection
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from unickpt.private_files import read_text, replacing
@@ -16,6 +18,22 @@ from unickpt.private_files import read_text, replacing
 RINGS, RINGS_JOB = "UNICKPT_RINGS", "UNICKPT_RINGS_JOB"  # environment of the workers
 COMMITS, _LONGEST = "commits", 32
 ENDED, _LONGEST_ENDED = "ended", 1 << 20
+FAILED, _LONGEST_FAILED = "failed", 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The exception that has ended a worker.
+
+    Attributes:
+        signature: type and place. Equal for the same fault of the program.
+        text: type, message and place, for people.
+        excused: the worker had made a step before, or another process is the cause.
+    """
+
+    signature: str
+    text: str
+    excused: bool
 
 
 def folder_of_round() -> Path | None:
@@ -58,6 +76,19 @@ def read_ended(folder: Path) -> frozenset[int]:
     return frozenset(int(word) for word in words if word.isascii() and word.isdigit())
 
 
+def note_failure(folder: Path, rank: int, failed: Failed) -> None:
+    """Note the exception that ends a worker. Never raises."""
+    _replace(folder / f"{FAILED}{rank}", json.dumps(astuple(failed)))
+
+
+def read_failure(folder: Path, rank: int) -> Failed | None:
+    """Return the exception that has ended a worker of this host; None if it has noted none."""
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        signature, text, excused = json.loads(read_text(folder / f"{FAILED}{rank}", _LONGEST_FAILED))
+        return Failed(str(signature), str(text), bool(excused))
+    return None
+
+
 def ends_of_job(rank: int, world: int) -> Callable[[], frozenset[int]]:
     """Return a function that gives the ranks of this round that have ended, and never raises.
 
@@ -74,9 +105,9 @@ def ends_of_job(rank: int, world: int) -> Callable[[], frozenset[int]]:
 
 def remove_note(folder: Path) -> None:
     """Remove what the workers and the agent have noted. Never raises."""
-    for name in (COMMITS, ENDED):
-        with contextlib.suppress(OSError):
-            (folder / name).unlink()
+    with contextlib.suppress(OSError):
+        for path in [folder / COMMITS, folder / ENDED, *folder.glob(f"{FAILED}*")]:
+            path.unlink(missing_ok=True)
 
 
 def _write(folder: Path, count: int) -> None:

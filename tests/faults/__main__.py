@@ -22,7 +22,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # children are forked
 
 import torch
 
-from tests.faults import damaging, deepspeed_kills, jobs, killing, memory, refusing, stalling
+from tests.faults import damaging, deepspeed_kills, jobs, killing, launchers, memory, refusing, stalling
 from tests.faults.tally import Tally
 from tests.support.document import put, section
 
@@ -30,6 +30,9 @@ Fault = Callable[[Path, int, int], list[Tally]]
 FAULTS: dict[str, tuple[Fault, int]] = {  # and how often where --count does not say
     "kill": (killing.at_random, 200),
     "kill-deepspeed": (deepspeed_kills.at_random, 6),
+    "kill-agent": (launchers.agents, 20),
+    "kill-launcher": (launchers.launchers, 20),
+    "kill-launcher-only": (launchers.outlived, 20),
     "kill-calls": (killing.at_every_call, 1000),
     "errors": (refusing.errors, 1000),
     "gone": (refusing.gone, 1000),
@@ -48,7 +51,7 @@ FAULTS: dict[str, tuple[Fault, int]] = {  # and how often where --count does not
     "truncation": (damaging.ends, 1000),
     "zeros": (damaging.pages, 500),
 }
-APART = ("kill-deepspeed",)  # takes minutes and needs DeepSpeed, so it is not among all
+APART = ("kill-deepspeed", "kill-agent", "kill-launcher", "kill-launcher-only")  # take minutes, so they are not among all
 HEAD = """# Faults
 
 Each row injects one kind of fault many times, into real processes and files, with the `Saver` that both adapters use. After
@@ -64,8 +67,8 @@ The last three columns must be 0:
 The tables of `tests.hostile.fuzz` give random hostile input to the readers. *Broken* counts every result other than an
 accepted file or an error of unickpt within the limits of time and memory. It must be 0 as well.
 
-`python -m tests.faults all` runs all faults except `kill-deepspeed`, which takes minutes. The command above a table runs its
-rows alone.
+`python -m tests.faults all` runs all faults except `kill-deepspeed` and those of launchers, which take minutes. The command
+above a table runs its rows alone.
 """
 
 

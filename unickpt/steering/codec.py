@@ -33,8 +33,8 @@ _EVENTS: Mapping[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         membership.Joined, membership.Heard, membership.Arrived, membership.Opened, membership.Ready, membership.Committed,
-        membership.WorkersEnded, membership.Measured, membership.Left, membership.Park, membership.Admit, membership.Restart,
-        membership.Close,
+        membership.WorkersEnded, membership.CannotStart, membership.Measured, membership.Left, membership.Park,
+        membership.Admit, membership.Restart, membership.Close,
     )
 }  # fmt: skip
 
@@ -108,7 +108,8 @@ def state_as_json(state: Membership, now_s: float) -> dict[str, Any]:
         "orders": [
             [each.number, each.identifier, each.epoch, each.ranks, each.text, each.action, each.cause] for each in state.orders
         ],
-        "furthest": state.furthest, "reached": state.reached, "fruitless": state.fruitless, "pause": state.pause_s,
+        "furthest": state.furthest, "reached": state.reached, "fruitless": state.fruitless,
+        "stillborn": dict(state.stillborn), "pause": state.pause_s,
         "commits": [state.commits, ago(state.committed_s)], "suspects": dict(state.suspects), "checks": state.checks,
         "scores": dict(state.scores),
         "round": round_ and {
@@ -166,6 +167,7 @@ def _state(value: Any, now_s: float) -> Membership:
             for number, name, epoch, ranks, text, action, cause in value["orders"]
         ),
         furthest=int(value["furthest"]), reached=int(value["reached"]), fruitless=int(value["fruitless"]),
+        stillborn={str(fault): (int(count), int(last)) for fault, (count, last) in value["stillborn"].items()},
         pause_s=float(value["pause"]), commits=int(value["commits"][0]), committed_s=at(value["commits"][1]),
         suspects={str(name): int(check) for name, check in value["suspects"].items()}, checks=int(value["checks"]),
         scores={str(name): score_from(score) for name, score in value["scores"].items()},

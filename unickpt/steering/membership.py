@@ -164,6 +164,7 @@ class Membership:
         furthest: step that the job had reached in all rounds before this one; -1 before the first.
         reached: step that it has reached in this round, as far as known.
         fruitless: rounds in a row that have ended without progress. See ``fruitful``.
+        stillborn: faults of the program before a first step: in how many rounds in a row, and the number of the last one.
         pause_s: longest time that ranks have waited for one another and then gone on.
         commits: checkpoints that the round has committed, as far as known; -1 while the job has not said that it saves.
         committed_s: time at which the newest of them was known; None before.
@@ -197,6 +198,7 @@ class Membership:
     furthest: int = -1
     reached: int = 0
     fruitless: int = 0
+    stillborn: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     pause_s: float = 0.0
     commits: int = -1
     committed_s: float | None = None
@@ -283,6 +285,22 @@ class WorkersEnded:
     incarnation: str
     epoch: tuple[int, int]
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CannotStart:
+    """A worker of a round has ended by a fault of the program before its first step.
+
+    Attributes:
+        signature: the same for the same fault.
+        text: rank and error.
+    """
+
+    name: str
+    incarnation: str
+    epoch: tuple[int, int]
+    signature: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,8 +409,8 @@ class TookOver:
 
 
 Event = (
-    Joined | Heard | Arrived | Opened | Ready | Committed | WorkersEnded | Measured | Left | Lost | Park | Admit | Restart
-    | Close | Ordered | Reached | Tick | Paused | TookOver
+    Joined | Heard | Arrived | Opened | Ready | Committed | WorkersEnded | CannotStart | Measured | Left | Lost | Park | Admit
+    | Restart | Close | Ordered | Reached | Tick | Paused | TookOver
 )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ from unickpt.left_workers import AGENT, WorkerRecord, digest_of, end_all, left_b
 from unickpt.left_workers import Left as LeftWorker
 from unickpt.logs import make_visible, printable
 from unickpt.options import SteeringOptions, from_rendezvous
-from unickpt.round_folder import RINGS
+from unickpt.round_folder import RINGS, Failed
 from unickpt.steering.addresses import is_loopback
 from unickpt.steering.admission import waits_for
 from unickpt.steering.asking import Contact, publish
@@ -49,6 +49,7 @@ from unickpt.steering.host_agent import HostAgent
 from unickpt.steering.limits import Limits
 from unickpt.steering.membership import (
     Arrived,
+    CannotStart,
     Committed,
     Event,
     Left,
@@ -178,6 +179,7 @@ class SteeringHandler(RendezvousHandler):
         self._reserved: dict[tuple[int, int], socket.socket] = {}
         self._stopping = (0, 0)  # round whose end was seen
         self._workers: EndedWorkers | None = None  # of this round
+        self._failure: tuple[CannotStart, ...] = ()  # of the workers of the last round
         self._commits = ((0, 0), 0)  # round, and its commits that the leader knows of
         atexit.register(self._leave, Left(peer.name, peer.incarnation))
 
@@ -266,6 +268,8 @@ class SteeringHandler(RendezvousHandler):
             RendezvousTimeoutError: no round has begun in time.
             SystemExit: the program has finished while this host was out, or a spare.
         """
+        failed = self._workers.failure() if self._workers is not None and self._stopping != self._epoch else None
+        self._failure = () if failed is None else (self._cannot_start(failed),)
         self._end_watch()
         self._agent.end(last_look=True)
         self._end_left_workers()
@@ -308,7 +312,10 @@ class SteeringHandler(RendezvousHandler):
             )  # fmt: skip
 
     def _say(self, *news: Event) -> None:
-        self._peer.say(Arrived(self._peer.name, self._peer.incarnation, self._epoch), *news)
+        self._peer.say(*self._failure, Arrived(self._peer.name, self._peer.incarnation, self._epoch), *news)
+
+    def _cannot_start(self, failed: Failed) -> CannotStart:
+        return CannotStart(self._peer.name, self._peer.incarnation, self._epoch, failed.signature[:200], failed.text[:600])
 
     def _check_closed(self, state: Membership) -> None:
         if not state.closed:

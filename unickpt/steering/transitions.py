@@ -11,6 +11,7 @@ from unickpt.steering.membership import (
     NEVER_S,
     Admit,
     Arrived,
+    CannotStart,
     Close,
     Committed,
     Ending,
@@ -48,6 +49,7 @@ from unickpt.steering.scores import described, failure
 FOUNDING_S = 1.0  # before the first round of several hosts, a leader of the same job that has moved can object to a new one
 CHECK_S = 10.0  # that a round waits for the self-check of a host of the last one, rather than grow soon
 ORDERS = 16  # that the state remembers
+STILLBORN, FAULTS = 3, 16  # rounds in a row with one fault before a first step that end the job; faults that are remembered
 _Value = TypeVar("_Value")
 
 
@@ -107,6 +109,8 @@ def _applied(state: Membership, event: Event, now_s: float) -> Membership:
     if isinstance(event, WorkersEnded):
         of_round = state.round is not None and state.round.epoch == event.epoch
         return replace(state, ended=state.ended.union(event.ranks)) if of_round else state
+    if isinstance(event, CannotStart):
+        return _cannot_start(state, event)
     if isinstance(event, Measured):
         return _measured(state, event, now_s)
     if isinstance(event, Left):
@@ -150,6 +154,28 @@ def _hopeless(state: Membership, name: str) -> str:
         f"{state.fruitless} rounds in a row have failed without progress: the workers of {name} have ended again, and the job "
         f"has not passed step {step}. See the error of the workers, and 'retries' in the options of steering"
     )
+
+
+def _cannot_start(state: Membership, event: CannotStart) -> Membership:
+    """Count a fault of the program before its first step. A restart does not help against the same one again and again."""
+    round_, retries = state.round, state.limits.retries
+    made = state.reached > 0 or state.commits > 0
+    if round_ is None or round_.epoch != event.epoch or made or state.closed or retries is None:
+        return state
+    count, last = state.stillborn.get(event.signature, (0, 0))
+    number = round_.epoch[1]
+    if last == number:
+        return state
+    count = count + 1 if last == number - 1 else 1
+    recent = {fault: seen for fault, seen in state.stillborn.items() if seen[1] >= number - 1}
+    stillborn = dict([*recent.items(), (event.signature, (count, number))][-FAULTS:])
+    state = replace(state, stillborn=stillborn)
+    if count < min(STILLBORN, retries + 1):
+        return state
+    return replace(state, closed=(
+        f"the program cannot start: {count} rounds in a row have ended with the same error before a first step, on "
+        f"{event.name}: {event.text}. Its whole error is in the log of {event.name}. Mend the program, and start the job again"
+    ))  # fmt: skip
 
 
 def _joined(state: Membership, event: Joined, now_s: float) -> Membership:

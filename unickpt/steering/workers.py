@@ -8,14 +8,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from unickpt.diagnosis.host.process_exits import ExitWatcher
 from unickpt.left_workers import rank_in
 from unickpt.process_identity import environment_of
-from unickpt.round_folder import note_ended
+from unickpt.round_folder import Failed, note_ended, read_failure
 
 LOOK_S = 0.2  # interval of looks for workers that have ended
 FIRST_LOOK_S, FIRST_S = 0.02, 10.0  # interval of looks for workers that have begun, and for how long
+SHORT_S = 30.0  # a worker that ends by itself in this time, without saying why, has not made a step
 
 
 def kill_stopped_workers() -> list[int]:
@@ -68,6 +71,8 @@ class EndedWorkers:
     ) -> None:  # fmt: skip
         self._variables, self._folder, self._ended, self._tell = frozenset(variables), folder, ended, tell
         self._begun = begun
+        self._exits = ExitWatcher()
+        self._began_ns = time.monotonic_ns()
         self._ranks: dict[int, int] = {}  # of the workers that have been seen alive, by process number
         self._noted: frozenset[int] = frozenset()
         self._told: frozenset[int] = frozenset()
@@ -84,6 +89,7 @@ class EndedWorkers:
             fresh = {pid: rank for pid in alive - self._ranks.keys() if (rank := _rank_of(pid, self._variables)) is not None}
             if fresh:
                 self._ranks |= fresh
+                self._exits.watch(fresh)
                 self._begun(self._ranks)
             here = frozenset(rank for pid, rank in self._ranks.items() if pid not in alive)
             ended = self._ended() | here
@@ -100,11 +106,37 @@ class EndedWorkers:
         with self._lock:
             self._closed.set()
 
+    def failure(self) -> Failed | None:
+        """Return why the first worker that has failed on this host ended, if it has ended before its first step.
+
+        Workers that were ended by a signal, or with success, or that say that another process is the cause, do not count.
+        """
+        ends = sorted(
+            (self._exits.known[pid].at_ns, rank, pid) for pid, rank in self._ranks.items() if pid in self._exits.known
+        )
+        for at_ns, rank, pid in ends:
+            status = self._exits.known[pid].status
+            if status is None or status.signal or status.sound:
+                continue
+            noted = None if self._folder is None else read_failure(self._folder, rank)
+            if noted is not None:
+                found = noted
+            elif at_ns - self._began_ns < SHORT_S * 1e9:
+                text = f"ended with exit code {status.code} within {(at_ns - self._began_ns) / 1e9:.0f} s of its start"
+                found = Failed(f"exit code {status.code}", text, False)
+            else:
+                continue
+            if not found.excused:
+                return replace(found, text=f"rank {rank}: {found.text}")
+        return None
+
     def _run(self) -> None:
         began_s = time.monotonic()
-        while not self._closed.wait(FIRST_LOOK_S if time.monotonic() - began_s < FIRST_S else LOOK_S):
+        while not self._closed.is_set():
+            self._exits.sleep(FIRST_LOOK_S if time.monotonic() - began_s < FIRST_S else LOOK_S)
             with contextlib.suppress(Exception):
                 self.look()
+        self._exits.close()
 
 
 def _rank_of(pid: int, wanted: frozenset[bytes]) -> int | None:

@@ -1,0 +1,64 @@
+"""Why a worker has ended before its first step: the agent of its host ends the job if that happens again and again.
+
+A program that cannot start, for instance because a module is missing, is started again on all hosts as often as torchrun
+allows. An exception with the same type and place in each round, before any optimizer has made a step, does not go away by a
+restart.
+This module is used in a worker of ``torchrun --rdzv-backend unickpt``. It writes what the worker's last exception was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from unickpt.round_folder import Failed, folder_of_round, note_failure
+
+_stepped: dict[str, bool] = {}  # whether an optimizer of this process has made a step
+
+
+def note_last_exception() -> None:
+    """Note the exception that ends this process, in the folder of the round. Never raises.
+
+    It is called at the end of torch's import, so it uses only what torch has imported already.
+    """
+    with contextlib.suppress(Exception):
+        folder, rank = folder_of_round(), os.environ.get("RANK", "")
+        if folder is None or not rank.isdigit():
+            return
+        sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(_made_a_step)
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            before(kind, error, trace)
+            with contextlib.suppress(Exception):
+                note_failure(folder, int(rank), failed(error, trace, bool(_stepped)))
+
+        sys.excepthook = hook
+
+
+def forget_steps() -> None:
+    """Forget the steps so far: a framework makes one without gradients to create the states of the optimizer."""
+    _stepped.clear()
+
+
+def _made_a_step(*_: Any) -> None:
+    _stepped["made"] = True
+
+
+def failed(error: BaseException, trace: TracebackType | None, stepped: bool) -> Failed:
+    """Return what the agent must know about an exception."""
+    frames = traceback.extract_tb(trace)
+    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    kind = type(error).__name__
+    return Failed(f"{kind} {place}", f"{kind}: {error} ({place})"[:500], stepped or _is_of_others(error))
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Whether the end of another process has caused it: that is no fault of this one."""
+    names = {each.__name__ for each in type(error).__mro__}
+    return bool(names & {"DistError", "ConnectionError", "KeyboardInterrupt", "CoordinationError"})
