@@ -13,48 +13,18 @@ All times are seconds on the leader's monotonic clock.
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from unickpt.steering.kinds import Ending as Ending
+from unickpt.steering.kinds import Phase as Phase
+from unickpt.steering.kinds import Standing as Standing
 from unickpt.steering.limits import Limits
 from unickpt.steering.scores import Score
 
 NEVER_S = float("inf")
 PERSON = "PERSON"  # cause of an order that a person has given
-
-
-class Phase(enum.Enum):
-    """Phase of the job."""
-
-    GATHERING = "gathering"  # hosts arrive; no workers run, or those of the last round are being stopped
-    OPENING = "opening"  # members are chosen and connect to the stores of the round
-    RUNNING = "running"  # workers run
-
-
-class Ending(enum.Enum):
-    """Why a round has ended."""
-
-    NONE = ""
-    WORKERS = "workers failed"
-    PARKED = "host parked"
-    RESTART = "restart by order"
-    GONE = "host lost"
-    JOINED = "hosts joined"
-    LATE = "host did not connect"
-    LEADER = "leader lost"
-
-
-class Standing(enum.Enum):
-    """What a host does."""
-
-    RUNNING = "running"
-    STOPPING = "stopping"  # the agent has not arrived yet: it stops the workers of the last round
-    ARRIVED = "arrived"
-    SPARE = "spare"
-    PARKED = "parked"
-    GONE = "gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +284,15 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """An agent is told to end, and its workers have time to save. The others stop theirs, so that they can save together."""
+
+    name: str
+    incarnation: str
+    signal: str
+
+
+@dataclass(frozen=True, slots=True)
 class Left:
     """An agent ends. ``finished``: its workers ended with success. ``failed``: it has no restarts left."""
 
@@ -409,8 +388,8 @@ class TookOver:
 
 
 Event = (
-    Joined | Heard | Arrived | Opened | Ready | Committed | WorkersEnded | CannotStart | Measured | Left | Lost | Park | Admit
-    | Restart | Close | Ordered | Reached | Tick | Paused | TookOver
+    Joined | Heard | Arrived | Opened | Ready | Committed | WorkersEnded | CannotStart | Measured | Leaving | Left | Lost
+    | Park | Admit | Restart | Close | Ordered | Reached | Tick | Paused | TookOver
 )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ from unickpt.steering.admission import waits_for
 from unickpt.steering.asking import Contact, publish
 from unickpt.steering.codec import join_address, secret_key, split_address, split_endpoint
 from unickpt.steering.decisions import Decisions
+from unickpt.steering.end_signal import EndSignal
 from unickpt.steering.host_agent import HostAgent
 from unickpt.steering.limits import Limits
 from unickpt.steering.membership import (
@@ -52,6 +53,7 @@ from unickpt.steering.membership import (
     CannotStart,
     Committed,
     Event,
+    Leaving,
     Left,
     Membership,
     Opened,
@@ -181,6 +183,8 @@ class SteeringHandler(RendezvousHandler):
         self._workers: EndedWorkers | None = None  # of this round
         self._failure: tuple[CannotStart, ...] = ()  # of the workers of the last round
         self._commits = ((0, 0), 0)  # round, and its commits that the leader knows of
+        self._ends = ""  # signal that tells this agent to end
+        self._signal = EndSignal(self._told_to_end)
         atexit.register(self._leave, Left(peer.name, peer.incarnation))
 
     def get_backend(self) -> str:
@@ -246,8 +250,18 @@ class SteeringHandler(RendezvousHandler):
         failed = "" if finished else f"{type(error).__name__}"
         return self._leave(Left(self._peer.name, self._peer.incarnation, finished, failed))
 
+    def _told_to_end(self, name: str) -> None:
+        """torchrun gives the workers of this host time to end. They may save, for which all ranks are needed."""
+        self._ends = name
+        logger.info(
+            "unickpt: steering: this agent is told to end (%s). The workers of all hosts are asked to end now, so that they "
+            "can save together, and no round begins before this host has left", name,
+        )  # fmt: skip
+        self._peer.say(Leaving(self._peer.name, self._peer.incarnation, name))
+
     def _leave(self, event: Left) -> bool:
         atexit.unregister(self._leave)
+        self._signal.close()
         self._end_watch()
         self._agent.close()
         if self._contact is not None:
@@ -312,6 +326,8 @@ class SteeringHandler(RendezvousHandler):
             )  # fmt: skip
 
     def _say(self, *news: Event) -> None:
+        if self._ends:
+            return
         self._peer.say(*self._failure, Arrived(self._peer.name, self._peer.incarnation, self._epoch), *news)
 
     def _cannot_start(self, failed: Failed) -> CannotStart:

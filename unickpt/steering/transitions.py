@@ -19,6 +19,7 @@ from unickpt.steering.membership import (
     GivenOrder,
     Host,
     Joined,
+    Leaving,
     Left,
     Lost,
     Measured,
@@ -113,6 +114,8 @@ def _applied(state: Membership, event: Event, now_s: float) -> Membership:
         return _cannot_start(state, event)
     if isinstance(event, Measured):
         return _measured(state, event, now_s)
+    if isinstance(event, Leaving):
+        return _leaving(state, event, now_s)
     if isinstance(event, Left):
         return _left(state, event)
     if isinstance(event, Lost):
@@ -272,6 +275,15 @@ def _measured(state: Membership, event: Measured, now_s: float) -> Membership:
     measured = described(score) or "nothing could be measured"
     state = _ordered(state, Ordered(f"self-check {suspected}", f"admit {name}, which {result}: {measured}"))
     return state if why else replace(state, scores={**state.scores, name: score})
+
+
+def _leaving(state: Membership, event: Leaving, now_s: float) -> Membership:
+    """End the round. The next one waits until this host has left: it has not arrived, and does not ask for a round again."""
+    member = rank_in_round(state, event.name, event.incarnation) >= 0
+    hosts = {**state.hosts, event.name: replace(state.hosts[event.name], arrived_s=None)}
+    if not member or state.closed:
+        return replace(state, hosts=hosts)
+    return _gather(replace(state, hosts=hosts), Ending.LEAVING, f"{event.name} is told to end ({event.signal})", now_s)
 
 
 def _left(state: Membership, event: Left) -> Membership:
