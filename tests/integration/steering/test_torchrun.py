@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from importlib.metadata import entry_points
@@ -108,11 +110,25 @@ def test_a_healthy_run_goes_on_while_the_leader_is_silent(job: Agents) -> None:
 
 
 @pytest.mark.parametrize("job", [("2",)], ids=["2"], indirect=True)
-def test_a_program_that_always_fails_ends_on_all_hosts(job: Agents) -> None:
+def test_a_program_that_cannot_start_ends_on_all_hosts_with_its_error(job: Agents) -> None:
+    """Not after the 20 restarts that it may have. The hosts have IPv6 addresses."""
+    job.endpoint = f"[::1]:{job.port}" if has_ipv6() else job.endpoint
     (job.folder / "saved").write_text("no number")
     for name in ("n1", "n2"):
-        job.start(name, "--max-restarts", "0")
+        job.start(name)
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and any(agent.poll() is None for agent in job.running.values()):
         time.sleep(0.1)
     assert [agent.poll() for agent in job.running.values()] == [1, 1], job.text()
+    assert "3 rounds in a row have ended with the same error before a first step" in job.text()
+    assert job.text().count("ValueError: invalid literal for int() with base 10: 'no number' (worker.py:") >= 2
+    assert "round 1.3" in job.text()
+    assert "round 1.4" not in job.text()
+
+
+def has_ipv6() -> bool:
+    """Return whether this machine has the loop-back address of IPv6."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        return True
+    return False

@@ -27,9 +27,9 @@ class Job:
         self.decisions, self.key = decisions, key
         self.peers: list[Peer] = []
 
-    def start(self, name: str, chronicle: Chronicle | None = None) -> Peer:
+    def start(self, name: str, chronicle: Chronicle | None = None, local: str = "") -> Peer:
         decisions = self.decisions() if self.decisions is not None else None
-        peer = Peer(name, self.endpoint, self.limits, self.key, decisions=decisions, chronicle=chronicle)
+        peer = Peer(name, self.endpoint, self.limits, self.key, local, decisions, chronicle)
         peer.start()
         self.peers.append(peer)
         return peer
