@@ -41,11 +41,6 @@ def note_last_exception() -> None:
         sys.excepthook = hook
 
 
-def forget_steps() -> None:
-    """Forget the steps so far: a framework makes one without gradients to create the states of the optimizer."""
-    _stepped.clear()
-
-
 def _made_a_step(*_: Any) -> None:
     _stepped["made"] = True
 

@@ -132,16 +132,23 @@ def _kills(job: Job, tally: Tally, count: int, chance: random.Random) -> None:
     for name in job.names:
         job.start(name, **job.variables)
     job.until(lambda: len(job.lines("committed")) >= 2)
-    period_s = 2.0
+    period_s = start_s = 2.0
     for number in range(count):
         since, before = time.monotonic(), len(job.lines("resumed"))
         time.sleep(chance.uniform(0.0, period_s))
-        places["training" if job.lines()[-1]["what"] == "committed" else "start or resume"] += 1
+        places["training"] += 1
         victim = chance.choice(job.names)
         old = job.workers()
         job.kill(victim)
         job.start(victim, **job.variables)
+        if number % 4 == 1 and not job.variables:  # once more, before the job has resumed
+            time.sleep(chance.uniform(0.0, start_s))
+            places["start or resume" if len(job.lines("resumed")) == before else "training"] += 1
+            victim = chance.choice(job.names)
+            job.kill(victim)
+            job.start(victim, **job.variables)
         job.until(lambda: len(job.lines("resumed")) > before)  # noqa: B023
+        start_s = min(time.monotonic() - since, 20.0)
         fresh = job.lines("resumed")[before]
         if number % 2 == 0:  # otherwise the next kill may come before the first save
             job.until(lambda: any(line["copy"] == fresh["copy"] for line in job.lines("committed")))  # noqa: B023

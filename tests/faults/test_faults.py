@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,23 @@ def test_a_fault(tallies: dict[str, list[dict[str, Any]]], name: str) -> None:
         assert tally["deaths"] == []
         assert tally["lost"] == []
         assert tally["count"] or "not done" in tally["notes"][0]
+
+
+def test_a_launcher_that_is_killed_alone_leaves_one_copy(tmp_path: Path) -> None:
+    """Both at once: most of the time is spent in imports."""
+    names = ("kill-agent", "kill-launcher")
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.faults", name, "--count=1", "--seed=7", f"--json={tmp_path / name}"], cwd=REPO,
+            env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for name in names
+    ]  # fmt: skip
+    for name, job in zip(names, jobs, strict=True):
+        said = job.communicate(timeout=600)[1]
+        assert (job.returncode, said) == (0, ""), said
+        (tally,) = json.loads((tmp_path / name).read_text())[name]
+        assert tally["count"] == 1
 
 
 def test_counts_of_several_runs_are_added() -> None:
