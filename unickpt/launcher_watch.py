@@ -75,7 +75,7 @@ def launcher_of_this() -> Launcher | None:
         if parent == 0:
             return None
         environment = environment_of(parent)
-        if not environment:
+        if not environment and parent != 1:
             return None  # of another user
         if not own <= environment:
             break
@@ -87,7 +87,7 @@ def launcher_of_this() -> Launcher | None:
             return None
         return Launcher(given if given.lives else None, record=_record_of(given))
     found = ProcessIdentity.of(parent)
-    if found is None or not _has_torch(parent):  # the reaper of orphans: torchrun's workers lead their sessions
+    if found is None or not environment or not _has_torch(parent):  # the reaper of orphans; workers of torchrun lead sessions
         return Launcher(None) if variables is _TORCHRUN and os.getsid(child) == child else None
     return Launcher(found, direct=child == os.getpid() and _started_by_main_thread(parent, child))
 

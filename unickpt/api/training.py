@@ -21,6 +21,7 @@ from unickpt.coordination.owners import Origin, Owner, as_json
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import ConfigError, NotACheckpointError, SaveFailedError
 from unickpt.format.manifest import Writer
+from unickpt.launcher_watch import end_with_launcher
 from unickpt.load.candidates import Candidates
 from unickpt.load.checkpoint import Checkpoint
 from unickpt.load.folders import newest
@@ -207,6 +208,7 @@ def load_checkpoint(
         CoordinationError: a rank did not make the call within ``timeout_s``.
         StorageError: the storage cannot be read. This is never a reason to fall back.
     """
+    end_with_launcher()
     shutdown.finish_all(ending=False)
     folder = absolute(os.fspath(directory))
     meet = rendezvous_of(group, timeout_s=timeout_s)

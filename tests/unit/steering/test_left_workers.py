@@ -148,3 +148,23 @@ def test_a_reused_number_is_another_process(tmp_path: Path) -> None:
     record.begin([])
     record.note({os.getpid(): 0})
     assert left_behind("job", tmp_path) == [], "its agent lives"
+
+
+LATE = """
+import os, time
+from unickpt import launcher_watch
+ready = os.environ["FOLDER"] + "/go"
+open(os.environ["FOLDER"] + "/ready" + os.environ["RANK"], "w").close()
+while not os.path.exists(ready): time.sleep(0.02)
+launcher_watch.end_with_launcher()
+time.sleep(600)
+"""
+
+
+def test_a_worker_that_loads_this_after_the_end_of_its_launcher_ends_too(begin: Begin, tmp_path: Path) -> None:
+    """Without steering, a worker watches from its first engine or save on."""
+    agent, pids = begin(LATE.replace("import os, time", 'import os, time; del os.environ["UNICKPT_AGENT"]'))
+    kill(agent)
+    assert all(ProcessIdentity.of(pid) for pid in pids)
+    (tmp_path / "go").touch()
+    assert until(lambda: not any(ProcessIdentity.of(pid) for pid in pids))
