@@ -220,8 +220,6 @@ class SaveTask:
         conclusion = None
         if messages is not None:
             conclusion = self._conclude(messages)
-            if conclusion["committed"] and self.request.on_commit is not None:
-                _notify(self.request.on_commit, self.save.directory)
             if conclusion["committed"]:  # before any rank returns, and may copy the folder: the lock file goes
                 self.owner.unlock(self.save.directory)
         verdict = self.meet.broadcast("verdict", conclusion, notice=False)
@@ -293,6 +291,8 @@ class SaveTask:
                     self.owner.open(self.request.save_dir).write_atomic(LATEST_FILE, self.request.tag.encode())
                 except Exception as err:  # the checkpoint is committed, and all ranks wait for the verdict
                     verdict["shortfall"] = f"{self.save.directory} is committed, but 'latest' could not be updated: {err}"
+            if self.request.on_commit is not None:  # it may write a file like ``latest``
+                _notify(self.request.on_commit, self.save.directory)
 
     def _upload(self) -> None:
         """Start the upload of the committed checkpoint, if configured."""
