@@ -27,6 +27,9 @@ FINGERPRINTS: dict[str, frozenset[str]] = {
     "deepspeed.timing.backward": frozenset({
         "f81f0c6487bc", "513d3d49cb4c", "1d69674aa46c", "d82d9fcf82a2", "9ba876a409ce", "c1015e381591",
     }),
+    "deepspeed.timing.start": frozenset({
+        "7337411330e6", "ad3438a4ff65", "3fe871fa8e34", "b0e1ba1f5e5e", "9ed854f785a5", "e87717ab6854",
+    }),
     "deepspeed.timing.step": frozenset({
         "bb22172bbc43", "e8b6b72d325f", "eade1e974521", "d58a7731de8f", "9cb826cb3673", "468476ce9cfe",
     }),

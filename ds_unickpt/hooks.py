@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ds_unickpt import batch_hooks, compression_hooks, hints, trainer_hooks
+from ds_unickpt import batch_hooks, compression_hooks, hints, timing_start, trainer_hooks
 from ds_unickpt.declaration import declared
 from ds_unickpt.edge import RUNTIME
 from ds_unickpt.runtime import EngineRuntime
@@ -71,7 +71,7 @@ HOOKS = [
 ]
 
 OPTIONAL = compression_hooks.HOOKS  # installed only if an option asks for them
-DECLARED = [*HOOKS, batch_hooks.HOOK, *OPTIONAL, *hints.HOOKS, *trainer_hooks.HOOKS, trainer_hooks.MEMORY]
+DECLARED = [*HOOKS, batch_hooks.HOOK, timing_start.HOOK, *OPTIONAL, *hints.HOOKS, *trainer_hooks.HOOKS, trainer_hooks.MEMORY]
 
 
 def install() -> bool:
@@ -82,7 +82,7 @@ def install() -> bool:
     """
     installed = hooks.install(HOOKS, framework="DeepSpeed", version=version())
     if installed:
-        hooks.install([batch_hooks.HOOK], framework="DeepSpeed", version=version())
+        hooks.install([batch_hooks.HOOK, timing_start.HOOK], framework="DeepSpeed", version=version())
         hints.install_fp32()
         hints.explain_uncaught(sys.orig_argv)
         watch(
@@ -94,4 +94,4 @@ def install() -> bool:
 def uninstall() -> None:
     """Restore the functions of DeepSpeed and transformers."""
     trainer_hooks.uninstall()
-    hooks.uninstall([*HOOKS, batch_hooks.HOOK, *compression_hooks.HOOKS, *hints.HOOKS])
+    hooks.uninstall([*HOOKS, batch_hooks.HOOK, timing_start.HOOK, *compression_hooks.HOOKS, *hints.HOOKS])

@@ -7,6 +7,7 @@ with mode 0700, or its owner and mode are checked before use. Readers accept onl
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -18,6 +19,32 @@ _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking, because opening a FIFO waits for a writer
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the room on the file system of a folder, or of the nearest one above it that exists."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    about = os.statvfs(folder)
+    return about.f_bavail * about.f_frsize
+
+
+def more_room(folder: Path) -> str:
+    """Return what to do if a folder has too little room, for a message."""
+    if folder.is_relative_to("/dev/shm"):
+        return (
+            "Enlarge /dev/shm (docker run --shm-size=1g; in Kubernetes a volume emptyDir with medium: Memory at /dev/shm; else "
+            "mount -o remount,size=1g /dev/shm)"
+        )
+    return f"Free memory or disk space at {folder}"
+
+
+def no_room(path: Path, size_bytes: int, err: OSError) -> str:
+    """Return what a message says about a file that could not get its memory."""
+    why = f"cannot take {size_bytes:,} bytes of memory ({err.strerror or err})"
+    if err.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return f"{path}: {why}"
+    return f"{path}: {why}; {path.parent} has {free_bytes(path.parent):,} bytes free. {more_room(path.parent)}"
 
 
 def make_folder(path: Path) -> None:

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
 from unickpt.diagnosis.agent.launch import ADDRESS, read_address
+from unickpt.diagnosis.agent.loop import VERDICTS
 from unickpt.diagnosis.agent.server import fetch
 from unickpt.diagnosis.detectors.examine import examine
+from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.host.exit_file import read_exits
 from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY, has_living, own_jobs, read_folder
+from unickpt.diagnosis.reports.host_folders import placed
+from unickpt.diagnosis.reports.verdict_line import clock_time
 from unickpt.diagnosis.reports.verdict_text import render_all
+from unickpt.diagnosis.reports.wait_text import render_waits
 from unickpt.diagnosis.snapshot.clocks import on_one_clock
 from unickpt.diagnosis.snapshot.snapshot import Snapshot, take_snapshot
 from unickpt.errors import FormatError, NotACheckpointError
+from unickpt.private_files import read_text
 
 JSON_SCHEMA = 2
+_MOST_BYTES, _MOST_BEFORE = 4 << 20, 16  # of verdicts.jsonl; earlier verdicts that are shown
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -75,24 +85,47 @@ def _own_folder() -> str:
     )
 
 
+def _told_before(folders: Sequence[Path], verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """Return what the agent has written to the log, without what is still so, the newest last."""
+    now = {(verdict.syndrome.value, verdict.ranks) for verdict in verdicts}
+    found: list[dict[str, Any]] = []
+    for folder in folders:
+        for line in read_text(folder / VERDICTS, _MOST_BYTES).splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+                entry = json.loads(line)
+                if (str(entry["syndrome"]), tuple(entry["ranks"])) not in now:
+                    found.append({name: entry[name] for name in ("at_ns", "line", "sentence", "next_text")})
+    return sorted(found, key=lambda entry: int(entry["at_ns"]))[-_MOST_BEFORE:]
+
+
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read and print; 0 if nothing is wrong, 1 if something is."""
-    snapshot = seen_from(args.places or [_own_folder()])
+    places = args.places or [_own_folder()]
+    snapshot = seen_from(places)
     found = examine(snapshot, after_s=args.after)
-    texts = render_all(found.verdicts, snapshot)
+    folders = [Path(place) for place in places if Path(place).is_dir()]
+    verdicts, snapshot = placed(found.verdicts, snapshot, folders)
+    texts = render_all(verdicts, snapshot)
+    before = _told_before(folders, verdicts)
     if args.json:
-        verdicts = [
-            {**verdict.as_json(), "line": text.line, "sentence": text.sentence}
-            for verdict, text in zip(found.verdicts, texts, strict=True)
-        ]
-        document = {"schema": JSON_SCHEMA, "ranks": len(snapshot.ranks), "deadline_s": found.deadline_s, "verdicts": verdicts}
-        out.json({**document, "problems": snapshot.problems})
+        as_json = [{**verdict.as_json(), **text.as_json()} for verdict, text in zip(verdicts, texts, strict=True)]
+        document = {"schema": JSON_SCHEMA, "ranks": len(snapshot.ranks), "deadline_s": found.deadline_s, "verdicts": as_json}
+        out.json({**document, "told_before": before, "problems": snapshot.problems})
     else:
         for problem in snapshot.problems:
             out.line(problem, style="yellow")
         for text in texts:
             out.line(text.line)
             out.line(text.sentence, style="red")
+            if text.next:
+                out.line(f"next: {text.next}", style="bold")
         if not texts:
             out.line(f"{len(snapshot.ranks)} ranks: no rank waits longer than {found.deadline_s:g} s, and no rank is slow.")
+            for line in render_waits(snapshot):
+                out.line(line)
+        for entry in before:
+            out.line(f"told at {clock_time(int(entry['at_ns']))}: {entry['line']}")
+            out.line(str(entry["sentence"]), style="yellow")
+            if entry["next_text"]:
+                out.line(f"next: {entry['next_text']}")
     return DAMAGED if found.verdicts else SOUND

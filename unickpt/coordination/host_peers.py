@@ -25,7 +25,7 @@ from unickpt.coordination.failure import Failure, FailureKind
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import HostPeerFailedError, StorageError
 from unickpt.format.boxes import Ints
-from unickpt.private_files import check_folder, create, make_folder, own_folders
+from unickpt.private_files import check_folder, create, make_folder, no_room, own_folders
 
 logger = logging.getLogger("unickpt")
 T = TypeVar("T")
@@ -310,6 +310,9 @@ def _prepare(folder: Path, world: int, rows: Ints | None, wanted_bytes: int) -> 
         with create(folder / _SEGMENT) as segment:
             size = max(min(_RANK_BYTES, wanted_bytes), _LEAST_RANK_BYTES)
             os.posix_fallocate(segment.fileno(), 0, size)  # writing to a hole raises SIGBUS if /dev/shm is full
+    except OSError as err:
+        _remove(folder)
+        return no_room(folder / _SEGMENT, max(min(_RANK_BYTES, wanted_bytes), _LEAST_RANK_BYTES), err)
     except Exception as err:  # the other ranks wait for this one's message
         _remove(folder)
         return f"{folder}: {err}"

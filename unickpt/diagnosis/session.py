@@ -10,6 +10,8 @@ import contextlib
 import logging
 import os
 import re
+import subprocess
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from unickpt.diagnosis.agent import launch
 from unickpt.diagnosis.host import stack_dumps
 from unickpt.diagnosis.recording.device_events import CudaEvents, EventSource
+from unickpt.diagnosis.recording.launched import arrives_first, this_host, write_launch
 from unickpt.diagnosis.recording.layer_times import LayerTimes, TimedLayer
 from unickpt.diagnosis.recording.phases import PhaseHooks
 from unickpt.diagnosis.recording.process_group_hooks import ProcessGroupHooks
@@ -31,12 +34,15 @@ from unickpt.diagnosis.recording.ring_folder import (
     SessionNote,
     remove_old,
     shared_folder,
+    start_of_workers,
     write_note,
 )
+from unickpt.diagnosis.recording.ring_room import RoomRequest, TimingOffError, agreed_records
 from unickpt.io_times import IoTime
 from unickpt.layer_costs.measured import SUFFIX as LAYERS
 from unickpt.memory_status import MemoryStatus, write_status
 from unickpt.options import TimingOptions
+from unickpt.private_files import make_named_folder
 from unickpt.round_folder import folder_of_round
 
 logger = logging.getLogger("unickpt")
@@ -53,6 +59,7 @@ class Session:
         options: options of the user.
         labels: returns the framework's process groups by kind.
         events: events that time calls on a device; None: those of CUDA if ``options.device`` asks for them.
+        number: number of this session in its process.
 
     Attributes:
         folder: folder of the job's rings on this host.
@@ -64,19 +71,27 @@ class Session:
         OSError: the ring cannot be created.
     """
 
-    def __init__(self, options: TimingOptions, labels: Labels, events: EventSource | None = None) -> None:
+    def __init__(
+        self, options: TimingOptions, labels: Labels, events: EventSource | None = None, *, number: int = 0
+    ) -> None:  # fmt: skip
         self._labels = labels
         events = events if events is not None or not options.device else _device_events()
         rank, world = dist.get_rank(), dist.get_world_size()
         job = job_name()
-        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        began_ns, (first_rank, ranks) = time.time_ns(), this_host()
+        # the first rank to arrive, which need not be the first of the host: that one may hang before
+        first = arrives_first(_store(), first_rank, f"{start_of_workers()}.{number}")
         if first:
             remove_old(SHARED_MEMORY, older_than_s=_KEPT_S)
         named = Path(options.folder).absolute() if options.folder else None  # absolute: the agent has another working directory
         given = folder_of_round()  # its agent has been there before this process
         self.folder = _folder(given, named, job)
+        if first and ranks:
+            make_named_folder(self.folder)
+            write_launch(self.folder, first_rank, ranks, began_ns)
         here = Identity.here(rank, world, job)
-        ring = RingWriter(self.folder / f"{rank:05d}{SUFFIX}", here, capacity=options.records)
+        asks = RoomRequest(self.folder, options.records, max(ranks, 1), f"{start_of_workers()}.{number}/{first_rank}")
+        ring = RingWriter(self.folder / f"{rank:05d}{SUFFIX}", here, capacity=agreed_records(asks, _store(), logger.warning))
         about = {"rank": rank, "world": world, "host": here.host}
         every, path = options.layers_every, self.folder / f"{rank:05d}{LAYERS}"
         self.layers = LayerTimes(path, every, about) if every else None
@@ -86,16 +101,16 @@ class Session:
         self._hooks.install()
         self.phases.install()
         self._stacks = stack_dumps.listen(stack_dumps.path_of(self.folder, rank))
-        self._agent = (
-            launch.start(
-                self.folder, rank, _store(), metrics_port=options.metrics_port, metrics_address=options.metrics_address
-            )
-            if options.watch and first and given is None
-            else None
-        )
+        self._agent = self._start_agent(options, first_rank if first_rank >= 0 else rank) if first and given is None else None
         if given is not None and first:
             note = SessionNote(str(self.folder), options.watch, options.metrics_port, options.metrics_address)
             write_note(given, note)
+
+    def _start_agent(self, options: TimingOptions, first_rank: int) -> subprocess.Popen[bytes] | None:
+        if not options.watch:
+            return None
+        port, address = options.metrics_port, options.metrics_address
+        return launch.start(self.folder, first_rank, _store(), metrics_port=port, metrics_address=address)
 
     def _describe(self, group: Any) -> dict[str, Any]:
         named = [label for label, groups in self._labels().items() if any(group is known for known in groups)]
@@ -113,7 +128,8 @@ class Session:
     def close(self) -> None:
         """Stop. The ring remains."""
         self.remove_hooks()
-        self._recorder.close()
+        raised = self._stacks is not None and stack_dumps.note_exception(self._stacks)
+        self._recorder.close(raised=raised)
         if self._stacks is not None:
             stack_dumps.ignore()
             self._stacks.close()
@@ -132,6 +148,7 @@ class ProcessTiming:
     def __init__(self) -> None:
         self._session: Session | None = None
         self._of_parent: Session | None = None
+        self._begun = 0
 
     def start(self, options: TimingOptions, labels: Labels, events: EventSource | None = None) -> Session | None:
         """Begin to time unless timing is off or has begun. Never raises.
@@ -146,8 +163,12 @@ class ProcessTiming:
         """
         if not options.enabled or self._session is not None:
             return self._session
+        self._begun += 1
         try:
-            self._session = Session(options, labels, events)
+            self._session = Session(options, labels, events, number=self._begun)
+        except TimingOffError as err:  # another rank of this host has said it
+            logger.info("unickpt: collectives are not timed: %s", err)
+            return None
         except Exception as err:
             logger.warning("unickpt: collectives are not timed, training is not affected (%s: %s)", type(err).__name__, err)
             return None

@@ -27,7 +27,7 @@ from unickpt.limited_http import ConnectionLimits, LimitedHandler, LimitedServer
 from unickpt.memory.generations import number_of
 from unickpt.memory.host_folder import HostFolder
 from unickpt.memory.keeper_client import CopyOrder, CopyState, KeeperClient, WantedFile
-from unickpt.private_files import open_regular
+from unickpt.private_files import no_room, open_regular
 
 _LIMITS = ConnectionLimits(connections=512, whole_s=3600.0)
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
@@ -134,7 +134,7 @@ def _copy(client: KeeperClient, order: CopyOrder, file: WantedFile, spare: Path,
                         time.sleep(max(due - time.monotonic(), 0.0))
     except OSError as err:
         spare.unlink(missing_ok=True)
-        raise StorageError(f"{spare}: cannot hold {file.size_bytes:,} bytes ({err.strerror or err})") from err
+        raise StorageError(no_room(spare, file.size_bytes, err)) from err
     if file.checksum and whole.value() != file.checksum:
         spare.unlink(missing_ok=True)
         raise StorageError(

@@ -20,6 +20,7 @@ from unickpt.errors import StorageError
 from unickpt.format.layout import fragment_key
 from unickpt.format.safetensors_header import MAX_HEADER_BYTES, build_header
 from unickpt.memory.host_folder import HostFolder
+from unickpt.private_files import no_room
 from unickpt.save.shards import Shard
 from unickpt.save.staging import StagingBuffer
 from unickpt.storage.base import Sink
@@ -63,7 +64,7 @@ class MappedFile:
                 path.unlink(missing_ok=True)
                 raise
         except OSError as err:
-            raise StorageError(f"{path}: cannot take {size_bytes:,} bytes of memory ({err.strerror or err})") from err
+            raise StorageError(no_room(path, size_bytes, err)) from err
         self.tensor = torch.frombuffer(region, dtype=torch.uint8)
 
     def extend(self) -> None:
@@ -195,7 +196,7 @@ class MappedSlots:
             try:
                 found.extend()
             except OSError as err:
-                raise StorageError(f"{spare}: cannot take {size_bytes:,} bytes of memory ({err.strerror or err})") from err
+                raise StorageError(no_room(spare, size_bytes, err)) from err
         self._current = found
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from unickpt.diagnosis.detectors.device_waits import infer_device_waits
 from unickpt.diagnosis.detectors.hangs import hangs
 from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.recording.records import Op, Phase
-from unickpt.diagnosis.recording.ring import RingReader
+from unickpt.diagnosis.recording.ring import RingContents, RingReader
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.reports.verdict_line import parse_line
 from unickpt.diagnosis.snapshot.progress import PROGRESS
@@ -27,6 +28,7 @@ from unickpt.diagnosis.snapshot.snapshot import GroupInfo
 from unickpt.testing import launch
 from unickpt.testing.launch import environment, fork_ranks
 
+HOST = socket.gethostname()
 WORLD, AT = 4, 12  # ranks, and the step in which something is done to one of them
 
 
@@ -37,12 +39,18 @@ def diagnosed(folder: Path) -> dict[str, Any]:
     return found
 
 
-def until_found(folder: Path, process: subprocess.Popen[str], limit_s: float = 120) -> dict[str, Any]:
+def until_found(folder: Path, process: subprocess.Popen[str]) -> dict[str, Any]:
     """Return the first verdict after all ranks have reached the step with the fault. Before it, a busy machine may stall."""
+    return until_verdict(folder, process, lambda rings: len(rings) == WORLD and all(ring.step >= AT for ring in rings))
+
+
+def until_verdict(
+    folder: Path, process: subprocess.Popen[str], is_ready: Callable[[list[RingContents]], bool], limit_s: float = 120
+) -> dict[str, Any]:
+    """Return the first verdict after the rings are as wanted."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
-        rings = [RingReader(path).read() for path in folder.glob("*.ring")]
-        if len(rings) == WORLD and all(ring.step >= AT for ring in rings):
+        if is_ready([RingReader(path).read() for path in folder.glob("*.ring")]):
             found = diagnosed(folder)
             if found["verdicts"]:
                 return found
@@ -50,12 +58,12 @@ def until_found(folder: Path, process: subprocess.Popen[str], limit_s: float = 1
     raise AssertionError(f"no verdict; the job has ended with {process.poll()}")
 
 
-def until_told(folder: Path, limit_s: float = 60) -> str:
+def until_told(folder: Path, wanted: str = "unickpt: rank", limit_s: float = 60) -> str:
     """Return the training log after the agent has reported a verdict."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         text = (folder / "output").read_text()
-        if "unickpt: rank" in text:
+        if wanted in text:
             return text
         time.sleep(0.2)
     raise AssertionError("nothing was told")
@@ -102,11 +110,65 @@ def test_the_rank_that_others_wait_for_is_named(job: Callable[..., Any], stage: 
         assert (line.op, line.seq, line.state) == (verdict["op"], verdict["seq"], state)
 
 
-@pytest.mark.parametrize(("fault", "syndrome"), [("skip", "deadlock between groups"), ("reshape", "mismatched collectives")])
-def test_a_rank_that_is_out_of_step_is_named(job: Callable[..., Any], fault: str, syndrome: str) -> None:
+WORKER = "diagnosis/training_worker.py"
+
+
+def line_of(text: str) -> str:
+    """Return the place of a line of the worker, as verdicts name it."""
+    lines = (REPO / "tests" / "integration" / WORKER).read_text().splitlines()
+    return f"{WORKER}:{next(at for at, line in enumerate(lines, 1) if text in line)}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "syndrome", "op", "at", "hint"),
+    [
+        ("skip", "deadlock between groups", "all_reduce", "engine.backward(engine(", "OffTrack"),
+        ("reshape", "mismatched collectives", "all_reduce", "", "OffTrack"),
+        ("barrier", "mismatched collectives", "barrier", "", "OneCallMore"),
+    ],
+)
+def test_a_rank_that_is_out_of_step_is_named_with_its_line(
+    job: Callable[..., Any], fault: str, syndrome: str, op: str, at: str, hint: str
+) -> None:
     folder, process = job(1, fault, 2, AT)
     verdict, *_ = until_found(folder, process)["verdicts"]
-    assert (verdict["syndrome"], verdict["ranks"]) == (syndrome, [2])
+    assert (verdict["syndrome"], verdict["ranks"], verdict["op"]) == (syndrome, [2], op)
+    line = parse_line(verdict["line"])
+    if fault == "barrier":  # the second of its two barriers: the others have made the first one
+        assert verdict["next"]["others"] == [0, 1, 3]
+        assert "once more than ranks 0, 1, 3, which have ended" in verdict["next_text"]
+    else:
+        assert line.at == line_of(at) or verdict["gone_on"] == [2]  # gloo lets a rank with another shape through
+        assert line.waits_at == line_of("dist.all_reduce(torch.ones(7))")
+    assert verdict["next"]["kind"] == hint
+    where = f" at {line.at}" if line.at and not verdict["gone_on"] else ""
+    assert f"rank 2 calls {verdict['next']['call']['op']}{where}" in verdict["next_text"]
+    assert verdict["next_text"] in until_told(folder, "unickpt: next: ")
+
+
+def test_two_ranks_that_send_first_are_named_with_their_lines(job: Callable[..., Any]) -> None:
+    folder, process = job(1, "send", 2, AT)
+    verdict, *_ = until_found(folder, process)["verdicts"]
+    assert (verdict["syndrome"], verdict["ranks"], verdict["op"]) == ("deadlock between groups", [1, 2], "send")
+    assert verdict["next"]["kind"] == "SameSideFirst"
+    assert f"both ranks 1 and 2 send first at {line_of('dist.send(')}" in verdict["next_text"]
+
+
+@pytest.mark.parametrize(("fault", "op"), [("absent", None), ("no-group", "new_group")])
+def test_a_rank_that_hangs_at_the_start_is_named(job: Callable[..., Any], fault: str, op: str | None) -> None:
+    """Before it records anything, and on its way to the creation of a group. The first rank of the host, which used to start
+    the agent, is the one that hangs."""
+    folder, process = job(1, fault, 0, AT)
+    if fault == "absent":
+        verdict, *_ = until_verdict(folder, process, lambda rings: len(rings) == WORLD - 1)["verdicts"]
+        assert verdict["evidence"][0] == {"kind": "NotBegun", "rank": 0, "pid": verdict["evidence"][0]["pid"], "host": HOST}
+        assert "rank 0 has not come to the call that begins timing" in verdict["next_text"]
+        assert list(folder.glob("started-*"))
+    else:
+        verdict, *_ = until_found(folder, process)["verdicts"]
+        assert (verdict["op"], parse_line(verdict["line"]).at) == (op, line_of("time.sleep(3600)  # the others"))
+        assert parse_line(verdict["line"]).waits_at == line_of("dist.new_group()")
+    assert (verdict["syndrome"], verdict["ranks"]) == ("non-communication hang", [0])
 
 
 @pytest.mark.parametrize(("fault", "rank", "flights"), [("loop@device", 1, "0"), ("stop@device", 3, "2000")])

@@ -51,7 +51,23 @@ def no_save() -> None:
     """The other ranks save a checkpoint here."""
 
 
+def send_first() -> None:
+    """Two ranks send to each other before they receive."""
+
+
+def barrier() -> None:
+    """This rank makes a barrier after training that the others do not make."""
+
+
+def no_group() -> None:
+    time.sleep(3600)  # the others create a process group
+
+
 FAULTS = {
+    "absent": None,
+    "barrier": barrier,
+    "send": send_first,
+    "no-group": no_group,
     "no-save": no_save,
     "stop": stop,
     "kill": kill,
@@ -70,6 +86,8 @@ def main() -> None:
         recorder.HOST_BACKENDS = ("none",)
     rings, stage, fault, culprit, at = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
     deepspeed.init_distributed("gloo", verbose=False)
+    if fault == "absent" and dist.get_rank() == culprit:
+        time.sleep(3600)
     torch.manual_seed(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
     config: dict[str, Any] = {
@@ -80,19 +98,25 @@ def main() -> None:
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     rank = dist.get_rank()
-    for step in range(at + 1 if fault == "none" else 1 << 30):
+    for step in range(at + 1 if fault in ("none", "barrier") else 1 << 30):
         if fault == "no-save" and step == at:
             if rank != culprit:
                 engine.save_checkpoint(f"{rings}/checkpoints")
+        elif fault == "send" and step == at and rank in (culprit, culprit - 1):
+            dist.send(torch.ones(300_000), 2 * culprit - 1 - rank)
+        elif fault == "no-group" and step == at and rank != culprit:
+            dist.new_group()
         elif fault in ("skip", "reshape") and step == at:  # all but one make the same call here
             if rank != culprit:
                 dist.all_reduce(torch.ones(7))
             else:
                 FAULTS[fault]()
-        elif rank == culprit and step == at and fault != "none":
+        elif rank == culprit and step == at and fault not in ("none", "barrier", "absent", "send"):
             FAULTS[fault]()
         engine.backward(engine(torch.ones(2, 32)).mean())
         engine.step()
+    if fault == "barrier" and rank == culprit:
+        dist.barrier()
     dist.barrier()
     session.stop()  # what an ordinary end of the process does
     leave()

@@ -39,7 +39,7 @@ def start(
 
     Args:
         folder: absolute path of the folder with the rings.
-        rank: rank of this process. On rank 0's host the agent listens for the others.
+        rank: first rank of this host. On rank 0's host the agent listens for the others.
         store: torch's store of the job.
         metrics_port: port for Prometheus on rank 0's host; 0 for none.
         metrics_address: address to bind this port to.

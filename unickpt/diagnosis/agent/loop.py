@@ -20,8 +20,9 @@ from unickpt.diagnosis.agent import server
 from unickpt.diagnosis.agent.cpu_starvation import CpuWaitSampler
 from unickpt.diagnosis.agent.layer_prior import LayerPrior
 from unickpt.diagnosis.agent.server import AgentReply, Collector
-from unickpt.diagnosis.detectors.examine import Examination, examine, with_process
+from unickpt.diagnosis.detectors.examine import Examination, examine
 from unickpt.diagnosis.detectors.hangs import LONGEST_S
+from unickpt.diagnosis.detectors.places import with_places
 from unickpt.diagnosis.detectors.tcp_links import LinkHistory
 from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.host import stack_dumps
@@ -36,6 +37,7 @@ from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
 from unickpt.diagnosis.reports.verdict_text import VerdictText, render, render_all
 from unickpt.diagnosis.snapshot.clocks import on_one_clock
 from unickpt.diagnosis.snapshot.snapshot import NEWEST_STEPS, RankSnapshot, Snapshot, take_snapshot
+from unickpt.diagnosis.snapshot.stacks import can_answer, stacks_of
 from unickpt.diagnosis.snapshot.steps import STEP
 from unickpt.diagnosis.snapshot.tcp_windows import TcpSampler
 from unickpt.errors import FormatError, UnickptError
@@ -243,7 +245,7 @@ class Agent:
             self._collector.publish(snapshot, found, read_status(self._folder))
         if self._ask(server.answer(found, render_all(found.verdicts, snapshot), own).ask, own):
             snapshot = self._with_stacks(snapshot)
-            found = dataclasses.replace(found, verdicts=[with_process(verdict, snapshot) for verdict in found.verdicts])
+            found = dataclasses.replace(found, verdicts=[with_places(verdict, snapshot) for verdict in found.verdicts])
         newest = int(snapshot.steps["number"].max(initial=0))
         lasting = [verdict for verdict in found.verdicts if self._lasts(verdict, newest)]
         for verdict in lasting:
@@ -287,20 +289,23 @@ class Agent:
 
     def _ask(self, ranks: list[int], own: Snapshot) -> bool:
         """Ask ranks of this host for their stacks; return whether any was asked."""
-        asked = False
         self._stacks = {rank: found for rank, found in self._stacks.items() if rank in ranks}
         self._moves = {rank: found for rank, found in self._moves.items() if rank in ranks}
+        wanted: dict[int, int] = {}
         for rank in ranks:
             one = own.ranks.get(rank)
-            if one is None or one.state in (State.DEAD, State.STOPPED, State.UNKNOWN) or one.closed:
+            if one is None:
                 continue
             eager = self._movement and len(self._moves.get(rank, ())) < _EAGER_LOOKS
             if eager or rank not in self._stacks or time.monotonic() - self._stacks[rank][1] > _STACK_S:
-                self._stacks[rank] = (stack_dumps.ask(one.pid, stack_dumps.path_of(self._folder, rank)), time.monotonic())
-                asked = True
-            if self._movement:
-                self._sample(rank, one.pid)
-        return asked
+                wanted[rank] = one.pid
+        if wanted:
+            found = stacks_of(self._folder, own, wanted)
+            self._stacks |= {rank: (stack, time.monotonic()) for rank, stack in found.items()}
+        for rank in ranks if self._movement else ():
+            if rank in own.ranks and can_answer(own.ranks[rank]):
+                self._sample(rank, own.ranks[rank].pid)
+        return bool(wanted)
 
     def _sample(self, rank: int, pid: int) -> None:
         """Look at the movement of a rank. What it writes because it is asked for its stack does not count."""
@@ -330,6 +335,8 @@ class Agent:
         self._last_told[key] = now
         self.tell(text.line)
         self.tell(f"{PREFIX}{text.sentence}")
+        if text.next:
+            self.tell(f"{PREFIX}next: {text.next}")
         return True
 
     def tell(self, line: str) -> None:
@@ -345,8 +352,7 @@ class Agent:
 
     def _note(self, verdict: Verdict, text: VerdictText, found: Examination, snapshot: Snapshot) -> None:
         entry = {
-            **verdict.as_json(), "line": text.line, "sentence": text.sentence, "at_ns": snapshot.now_ns,
-            "deadline_s": found.deadline_s,
+            **verdict.as_json(), **text.as_json(), "at_ns": snapshot.now_ns, "deadline_s": found.deadline_s,
         }  # fmt: skip
         with contextlib.suppress(OSError):
             append(self._folder / VERDICTS, f"{json.dumps(entry)}\n".encode())

@@ -35,6 +35,7 @@ from unickpt.memory_status import MemoryStatus
 LARGEST = 64 << 20  # bytes of a snapshot
 _DIGITS = 12  # of a length that is looked at
 _COUNT_DIGITS = 24
+_ASKED = 64  # ranks at fault of one verdict whose stacks are asked for
 _ANSWER, _LINES = 1 << 20, 64  # bytes, and lines, of an answer to an agent
 _TIMEOUT_S, _SEND_S, _FETCH_S = 5.0, 10.0, 60.0  # of one read, and of whole exchanges
 _SCHEMES: dict[str, type[http.client.HTTPConnection]] = {
@@ -162,7 +163,7 @@ class Collector:
             return {
                 "deadline_s": self._found.deadline_s,
                 "verdicts": [
-                    {**verdict.as_json(), "line": text.line, "sentence": text.sentence}
+                    {**verdict.as_json(), **text.as_json()}
                     for verdict, text in zip(self._found.verdicts, self._texts, strict=True)
                 ],
             }
@@ -182,7 +183,8 @@ def answer(found: Examination, texts: Sequence[VerdictText], snapshot: Snapshot)
         for rank in verdict.ranks
         if rank in snapshot.ranks
     ]
-    return AgentReply(sorted({rank for rank, _ in about}), list(dict.fromkeys(notice for _, notice in about)))
+    asked = {rank for verdict in found.verdicts for rank in (*verdict.ranks[:_ASKED], *verdict.waiting)}
+    return AgentReply(sorted(asked.intersection(snapshot.ranks)), list(dict.fromkeys(notice for _, notice in about)))
 
 
 def serve(
@@ -227,7 +229,7 @@ def serve(
             return self.reply(
                 200,
                 json.dumps(
-                    {"ask": said.ask, "notices": [[n.key, n.text.line, n.text.sentence] for n in said.notices]}
+                    {"ask": said.ask, "notices": [[n.key, n.text.line, n.text.sentence, n.text.next] for n in said.notices]}
                 ).encode(),
             )
 
@@ -282,17 +284,15 @@ def send(address: str, agent: str, snapshot: Snapshot, key: bytes = b"") -> Agen
     reply = _asked(f"{address}/snapshot", body, head, most_bytes=_ANSWER, within_s=_SEND_S)
     try:
         said = json.loads(reply)
-        notices = [
-            Notice(str(key), VerdictText(str(parse_line(str(line))), str(text))) for key, line, text in said["notices"][:_LINES]
-        ]
+        notices = [_notice(*fields) for fields in said["notices"][:_LINES]]
         return AgentReply([int(rank) for rank in said["ask"]], notices)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as err:
         raise FormatError(f"{_without_secret(address)}: not the answer of an agent ({err})") from err
 
 
-def _notice(key: Any, line: Any, sentence: Any) -> Notice:
+def _notice(key: Any, line: Any, sentence: Any, then: Any) -> Notice:
     """Check a notice from the network: its line must be the line of a verdict."""
-    return Notice(str(key), VerdictText(str(parse_line(str(line))), str(sentence)))
+    return Notice(str(key), VerdictText(str(parse_line(str(line))), str(sentence), str(then)))
 
 
 def fetch(address: str) -> Snapshot:

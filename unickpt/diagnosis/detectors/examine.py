@@ -8,14 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from unickpt.diagnosis.detectors.device_waits import infer_device_waits
+from unickpt.diagnosis.detectors.ended import calls_of_ended
 from unickpt.diagnosis.detectors.hangs import deadline_s, hangs
 from unickpt.diagnosis.detectors.mismatches import mismatches
+from unickpt.diagnosis.detectors.next_steps import hint_of
+from unickpt.diagnosis.detectors.places import SLOW, gone_on, waiting_ranks, with_places
 from unickpt.diagnosis.detectors.slowness import slowness
 from unickpt.diagnosis.detectors.tcp_links import LinkHistory, Links, links_of, stuck_links
 from unickpt.diagnosis.detectors.verdicts import (
     Cause,
     DownMember,
     Exited,
+    NotBegun,
     SilentLinks,
     Syndrome,
     Verdict,
@@ -60,15 +64,14 @@ def examine(snapshot: Snapshot, *, after_s: float | None = None, usual: LinkHist
     links = links_of(snapshot.windows)
     slow = slowness(snapshot, links, usual)  # in a hanging job, too: the history of the links goes on
     verdicts = _hangs(snapshot, links, limit_s, patient=after_s is None) or slow
-    return Examination([with_process(_with_cause(verdict, snapshot), snapshot) for verdict in verdicts], limit_s)
+    return Examination([_complete(verdict, snapshot) for verdict in verdicts], limit_s)
 
 
-def with_process(verdict: Verdict, snapshot: Snapshot) -> Verdict:
-    """Return the verdict with the state and the innermost frame of the first rank, if the fault is in its process."""
-    one = snapshot.ranks.get(verdict.ranks[0]) if verdict.ranks else None
-    if one is None or verdict.syndrome not in (Syndrome.NON_COMMUNICATION_HANG, Syndrome.NON_COMMUNICATION_SLOW):
-        return verdict
-    return dataclasses.replace(verdict, state=one.state, at=one.stack[0] if one.stack else None)
+def _complete(verdict: Verdict, snapshot: Snapshot) -> Verdict:
+    verdict = _with_cause(verdict, snapshot)
+    waiting = waiting_ranks(verdict, snapshot) if verdict.syndrome not in SLOW else ()
+    hint, passed = hint_of(verdict, snapshot), gone_on(verdict, snapshot)
+    return with_places(dataclasses.replace(verdict, waiting=waiting, next=hint, gone_on=passed), snapshot)
 
 
 def _hangs(snapshot: Snapshot, links: Links, limit_s: float, *, patient: bool) -> list[Verdict]:
@@ -77,11 +80,17 @@ def _hangs(snapshot: Snapshot, links: Links, limit_s: float, *, patient: bool) -
     on_device = {number for number, group in groups.items() if group.on_device}
     rows = infer_device_waits(snapshot.rows, on_device, members, all_stand=_all_stand(snapshot, STANDING * limit_s))
     died = _died_first(snapshot)
-    found = _died_of_a_mismatch(rows, died, groups) or [
-        verdict
-        for verdict in (hangs(rows, members, groups, before_ns=snapshot.now_ns, gone=died) if died else [])
-        if verdict.syndrome is Syndrome.NON_COMMUNICATION_HANG and died.issuperset(verdict.ranks)
-    ]  # no deadline is needed for dead ranks
+    lost = all(snapshot.ranks[rank].failed for rank in died)  # no rank ended but those whose calls failed
+    found = calls_of_ended(rows, members, groups, snapshot) if lost else []
+    found = (
+        found
+        or _died_of_a_mismatch(rows, died, groups)
+        or [
+            verdict
+            for verdict in (hangs(rows, members, groups, before_ns=snapshot.now_ns, gone=died) if died else [])
+            if verdict.syndrome is Syndrome.NON_COMMUNICATION_HANG and died.issuperset(verdict.ranks)
+        ]
+    )  # no deadline is needed for dead ranks
     found = found or _crashed(snapshot, died)
     if not found:
         before_ns = snapshot.now_ns - int(limit_s * 1e9)
@@ -89,10 +98,18 @@ def _hangs(snapshot: Snapshot, links: Links, limit_s: float, *, patient: bool) -
         all_gone = len(gone) == len(snapshot.ranks)  # the job has ended
         gone = frozenset() if all_gone else gone
         found = hangs(rows, members, groups, before_ns=before_ns, gone=gone, passed=_passed(rows, snapshot.calls))
+        found = [_with_absent(verdict, snapshot) for verdict in found]
     found = [_by_state(verdict, snapshot) for verdict in found]
     # a rank of which nothing is known may be in any call
-    found = [verdict for verdict in found if all(rank in snapshot.ranks for rank in verdict.ranks)]
+    known = {*snapshot.ranks, *snapshot.absent}
+    found = [verdict for verdict in found if known.issuperset(verdict.ranks)]
     return [_with_link(verdict, links) for verdict in found if not (patient and _may_take_long(verdict, snapshot))]
+
+
+def _with_absent(verdict: Verdict, snapshot: Snapshot) -> Verdict:
+    """Say of ranks at fault that were started and record nothing that it is so."""
+    absent = [NotBegun(rank, one.pid, one.host) for rank in verdict.ranks if (one := snapshot.absent.get(rank)) is not None]
+    return dataclasses.replace(verdict, evidence=(*absent, *verdict.evidence)) if absent else verdict
 
 
 def _died_of_a_mismatch(rows: ProgressTable, died: frozenset[int], groups: Groups) -> list[Verdict]:
@@ -208,13 +225,13 @@ def _with_cause(verdict: Verdict, snapshot: Snapshot) -> Verdict:
         return verdict
     if verdict.syndrome in (Syndrome.COMMUNICATION_HANG, Syndrome.COMMUNICATION_SLOW):
         return dataclasses.replace(verdict, cause=Cause.COMMUNICATION)
-    phases = {rank: one.phase for rank, one in snapshot.ranks.items()}
+    phases = {rank: one.phase for rank, one in snapshot.ranks.items()} | dict.fromkeys(snapshot.absent, int(Phase.UNKNOWN))
     waiting = set(snapshot.rows["rank"][snapshot.rows["blocked"] > 0].tolist()) - set(verdict.ranks)
     if any(phases[rank] == Phase.CHECKPOINT for rank in verdict.ranks) or (
         waiting and all(phases[rank] == Phase.CHECKPOINT for rank in waiting)
     ):
         return dataclasses.replace(verdict, cause=Cause.CHECKPOINT)
-    if verdict.syndrome in (Syndrome.MISMATCH, Syndrome.DEADLOCK):
+    if verdict.syndrome in (Syndrome.MISMATCH, Syndrome.DEADLOCK) or snapshot.absent.keys() & set(verdict.ranks):
         return verdict
     data = any(phases[rank] == Phase.DATA for rank in verdict.ranks)
     return dataclasses.replace(verdict, cause=Cause.DATA if data else Cause.COMPUTE)
@@ -223,6 +240,8 @@ def _with_cause(verdict: Verdict, snapshot: Snapshot) -> Verdict:
 def _may_take_long(verdict: Verdict, snapshot: Snapshot) -> bool:
     """Return whether all ranks at fault save or evaluate, and have not done so for too long."""
     if verdict.syndrome is not Syndrome.NON_COMMUNICATION_HANG or snapshot.now_ns - verdict.since_ns > WRITING_S * 1e9:
+        return False
+    if snapshot.absent.keys() & set(verdict.ranks):
         return False
     ranks = [snapshot.ranks[rank] for rank in verdict.ranks]
     return all(

@@ -170,7 +170,9 @@ def _deadlocks(calls: list[PendingCall], groups: Groups, rows: ProgressTable) ->
     ]
     since = max(calls[each].since_ns for at, _, opposed in sides for each in (at, *opposed))
     victims = len(waits_in) - len(odd)
-    return [Verdict(Syndrome.DEADLOCK, tuple(sorted(odd)), since, victims=victims, evidence=tuple(evidence[:4]))]
+    ops = {op for item in evidence for op in (item.call.op, item.opposite.op if item.opposite else item.call.op)}
+    (op,) = ops if len(ops) == 1 else (None,)
+    return [Verdict(Syndrome.DEADLOCK, tuple(sorted(odd)), since, op=op, victims=victims, evidence=tuple(evidence[:4]))]
 
 
 def _not_like_others(

@@ -190,10 +190,180 @@ class SilentLinks:
     links: tuple[tuple[int, int], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class NotBegun:
+    """The launcher has started ``rank``, and it has not begun to record.
+
+    Attributes:
+        rank: global rank.
+        pid: process number; 0 if unknown.
+        host: host name.
+    """
+
+    rank: int
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallAlone:
+    """``waiters`` wait in ``call`` for ranks that have ended in order, and never make it.
+
+    Attributes:
+        call: the call.
+        waiters: ranks in it.
+        ended: ranks that have ended.
+    """
+
+    call: CallRef
+    waiters: tuple[int, ...]
+    ended: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RotatingPauses:
+    """Garbage collections at different steps on different ranks: every step waits for somebody.
+
+    Attributes:
+        lost_ns: mean time per step that collections at the same step would save.
+        step_ns: mean duration of a step.
+        steps: number of steps compared.
+        collecting: number of these steps in which some rank collects.
+    """
+
+    lost_ns: float
+    step_ns: float
+    steps: int
+    collecting: int
+
+
+@dataclass(frozen=True, slots=True)
+class LongStepsNowAndThen:
+    """A rank is late in some steps, and the others are not.
+
+    Attributes:
+        excess_ns: median excess of its own time in these steps.
+        lost_ns: mean loss per step.
+        step_ns: median duration of a step.
+        slow: number of these steps.
+        steps: number of steps compared.
+        every: distance between two of them in steps; 0 if it varies.
+    """
+
+    excess_ns: float
+    lost_ns: float
+    step_ns: float
+    slow: int
+    steps: int
+    every: int
+
+
 Evidence = (
     NotEntered | Unfinished | CircularWait | CallVariant | LongSteps | SlowLayers | SlowTransfers | CpuStarvation | Exited
-    | DownMember | SilentLinks
+    | DownMember | SilentLinks | NotBegun | CallAlone | RotatingPauses | LongStepsNowAndThen
 )  # fmt: skip
+
+
+# ---------------------------------------------------------------- what to look at
+
+
+@dataclass(frozen=True, slots=True)
+class OffTrack:
+    """``ranks`` make ``call`` where ``others`` make ``usual``.
+
+    Attributes:
+        ranks: ranks that have left the common order.
+        call: their call.
+        others: ranks in the other call.
+        usual: the other call.
+        left_out: number of calls that ``ranks`` have left out, by the order in earlier steps; 0 if unknown.
+        as_before: whether earlier steps have ``usual`` at this place.
+    """
+
+    ranks: tuple[int, ...]
+    call: CallRef
+    others: tuple[int, ...]
+    usual: CallRef
+    left_out: int = 0
+    as_before: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SameSideFirst:
+    """``ranks`` wait for each other in calls of the same direction: all send first, or all receive first."""
+
+    ranks: tuple[int, ...]
+    op: Op
+
+
+@dataclass(frozen=True, slots=True)
+class OneCallMore:
+    """``ranks`` make a call that ``others``, which have ended, never make."""
+
+    ranks: tuple[int, ...]
+    call: CallRef
+    others: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndedEarly:
+    """``ranks`` have ended in order, and ``others`` go on."""
+
+    ranks: tuple[int, ...]
+    call: CallRef
+    others: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LooksAtProcess:
+    """The process of ``rank`` has the answer: it is stopped, was killed, waits for data, or has not begun.
+
+    Attributes:
+        rank: global rank.
+        pid: process number; 0 if unknown.
+        host: host name.
+        matter: what the matter is.
+    """
+
+    rank: int
+    pid: int
+    host: str
+    matter: Matter
+
+
+class Matter(enum.Enum):
+    """What the matter is with a process."""
+
+    STOPPED = "stopped"
+    KILLED = "killed"
+    NO_DATA = "no data"
+    NOT_BEGUN = "not begun"
+    STARVED = "no processor"
+
+
+@dataclass(frozen=True, slots=True)
+class CollectTogether:
+    """Garbage collections cost time because they are not at the same step on all ranks, or because there are many."""
+
+    ranks: tuple[int, ...]
+
+
+Hint = OffTrack | SameSideFirst | OneCallMore | EndedEarly | LooksAtProcess | CollectTogether
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where ranks are.
+
+    Attributes:
+        at: innermost frame of the user's own code, otherwise the innermost frame.
+        ranks: ranks whose main thread is there.
+        waiting: whether they only wait for the ranks at fault.
+    """
+
+    at: Frame
+    ranks: tuple[int, ...]
+    waiting: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +384,11 @@ class Verdict:
         cause: activity of the ranks at fault; None if unknown.
         evidence: observations, the most telling one first.
         state: process state of the first rank at fault, where the fault is in the process.
-        at: innermost Python frame of that rank's main thread; None if unknown.
+        at: where that rank's main thread is: the innermost frame of the user's own code; None if unknown.
+        waiting: some of the ranks that wait.
+        places: where the ranks at fault and some of the waiting ones are.
+        next: what to look at, where that is known.
+        gone_on: ranks at fault that have got through the call in question: they are elsewhere now.
     """
 
     syndrome: Syndrome
@@ -231,6 +405,16 @@ class Verdict:
     evidence: tuple[Evidence, ...] = ()
     state: State | None = None
     at: Frame | None = None
+    waiting: tuple[int, ...] = ()
+    places: tuple[Place, ...] = ()
+    next: Hint | None = None
+    gone_on: tuple[int, ...] = ()
+
+    @property
+    def waits_at(self) -> Frame | None:
+        """Where most of the waiting ranks are; None if unknown."""
+        found = [place for place in self.places if place.waiting]
+        return max(found, key=lambda place: len(place.ranks)).at if found else None
 
     @property
     def key(self) -> str:
@@ -242,6 +426,7 @@ class Verdict:
         """The verdict as JSON types; an item of ``evidence`` has its class name as ``kind``."""
         found: dict[str, Any] = _plain(self)
         found["evidence"] = [{"kind": type(each).__name__, **_plain(each)} for each in self.evidence]
+        found["next"] = {"kind": type(self.next).__name__, **_plain(self.next)} if self.next is not None else None
         return found
 
 

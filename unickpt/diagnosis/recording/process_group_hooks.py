@@ -34,6 +34,7 @@ logger = logging.getLogger("unickpt")
 
 _ProcessGroup: Any = dist.ProcessGroup
 _Work: Any = dist.Work
+_c10d: Any = dist.distributed_c10d
 
 # op, dtype, elements in, elements out, flags, rank in the group, tag, hash of the shape
 CallFields = tuple[int, int, int, int, int, int, int, int]
@@ -86,6 +87,7 @@ class ProcessGroupHooks:
         self._replace(_ProcessGroup, "_end_coalescing", self._ends_coalescing(_ProcessGroup._end_coalescing))
         self._replace(_Work, "wait", wait_method(state, _Work.wait, self._waits(_Work.wait)))
         self._replace(DistributedDataParallel, "__init__", self._reduces(DistributedDataParallel.__init__))
+        self._replace(_c10d, "_new_process_group_helper", self._creates(_c10d._new_process_group_helper))
         self._native.watch_functional()
         wait_tensor = self._native.waiting(_functional_collectives.wait_tensor)
         self._replace(_functional_collectives, "wait_tensor", wait_tensor)
@@ -133,6 +135,25 @@ class ProcessGroupHooks:
             elif number and coalesced is not None:
                 coalesced.append(number)
             return work
+
+        return replaced
+
+    def _creates(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Record the creation of process groups of this rank. With gloo their members connect to each other there."""
+        hooks = self
+
+        def replaced(size: Any, rank: Any, ranks: Any, *args: Any, **kwargs: Any) -> Any:
+            recorder, number = hooks.recorder, 0
+            try:
+                if recorder is not None and ranks and dist.get_rank() in ranks:
+                    number = recorder.new_group(ranks)
+            except Exception as err:
+                if recorder is not None and recorder.error(err):
+                    hooks.uninstall()
+            made = original(size, rank, ranks, *args, **kwargs)
+            if recorder is not None and number:
+                recorder.end(number)
+            return made
 
         return replaced
 

@@ -20,7 +20,7 @@ from unickpt.diagnosis.recording.device_timer import DeviceCall, DeviceTimer
 from unickpt.diagnosis.recording.fast_path import state_of
 from unickpt.diagnosis.recording.rank_ranges import progressions
 from unickpt.diagnosis.recording.records import DTYPES, END_OFFSET, RECORD, Flag, Op, Phase
-from unickpt.diagnosis.recording.ring import CLOSED, RingWriter
+from unickpt.diagnosis.recording.ring import CLOSED, RAISED, RingWriter
 from unickpt.format.dtypes import torch_dtype
 from unickpt.io_times import IoTime
 
@@ -32,6 +32,7 @@ TICK_S = 0.01
 STANDS_NS = 2_000_000_000  # without a new record: then the progress on the device is read
 _REMEMBERED = 4096  # calls of a communicator that may be in flight on a device
 _MAX_COMMUNICATORS = 1 << 16
+_MAX_CREATED = 512  # communicators in the table up to which the creation of groups is recorded
 _MAX_ERRORS = 3
 DTYPE_CODES = {torch_dtype(name): at for at, name in enumerate(DTYPES, start=1)}
 _BYTES = DTYPES.index("U8") + 1
@@ -183,6 +184,29 @@ class CallRecorder:
             return 0 if not communicator.timed or self._device is None else self._device.begin(number) or 0
         return number
 
+    def new_group(self, ranks: Sequence[int]) -> int:
+        """Record that this rank begins to create a process group with some ranks. Return the call; 0 if it is not recorded.
+
+        Groups with the same ranks are created one after the other, so they are one communicator.
+        """
+        key = f"new group {progressions(ranks)}"
+        with self._lock:
+            found = self._communicators.get(key)
+            if found is None:
+                if len(self._communicators) >= _MAX_CREATED:  # leave room in the table for groups that communicate
+                    return 0
+                number = len(self._communicators)
+                line = {"label": "new", "backend": "", "name": key, "ranks": progressions(ranks), "on_device": False}
+                if not self.ring.list_communicator(line):
+                    return 0
+                found = self._communicators[key] = Communicator(number, self, ranks)
+        number, now = self.state.next(), _now()
+        self.ring.put(
+            number, now, 0, now, 0, next(found.sequence), 0, 0, found.number, int(Op.NEW_GROUP), 0, 0, self.state.phase, 0, -1,
+            0, self.state.step, 0,
+        )  # fmt: skip
+        return number
+
     def together(self, calls: list[Handle]) -> Handle | tuple[int, ...]:
         """Return calls that were issued as one."""
         device = tuple(call for call in calls if isinstance(call, DeviceCall))
@@ -289,14 +313,17 @@ class CallRecorder:
             )  # fmt: skip
         return self._errors >= _MAX_ERRORS
 
-    def close(self) -> None:
-        """End recording in order."""
+    def close(self, *, raised: bool = False) -> None:
+        """End recording. ``raised``: an exception ends the process."""
         self._over.set()
         self._thread.join(1.0)
         self._sweep()
         if self._device is not None:
             self._device.close()
-        self.ring.state(heartbeat_ns=_now(), step=self.state.step, newest=self.state.last, phase=self.state.phase, state=CLOSED)
+        self.ring.state(
+            heartbeat_ns=_now(), step=self.state.step, newest=self.state.last, phase=self.state.phase,
+            state=RAISED if raised else CLOSED,
+        )  # fmt: skip
 
     def publish(self) -> None:
         """Write heartbeat, step and phase to the ring."""

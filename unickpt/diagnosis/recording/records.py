@@ -15,7 +15,7 @@ Records = npt.NDArray[Any]  # of dtype ``RECORD``
 
 
 class Op(enum.IntEnum):
-    """Operation: a collective up to ``BARRIER``, a call up to ``RECEIVE``, an event without communicator from ``STEP`` on."""
+    """Operation: a collective up to ``NEW_GROUP``, a call up to ``RECEIVE``, an event without communicator from ``STEP`` on."""
 
     ALL_REDUCE = 1
     BROADCAST = 2
@@ -26,6 +26,7 @@ class Op(enum.IntEnum):
     GATHER = 7
     SCATTER = 8
     BARRIER = 9
+    NEW_GROUP = 10  # creation of a process group, which its members wait for
     SEND = 16
     RECEIVE = 17
     STEP = 32

@@ -40,7 +40,7 @@ from unickpt.diagnosis.recording.records import (
     Records,
 )
 from unickpt.errors import ConfigError, FormatError
-from unickpt.private_files import make_named_folder, open_regular, replacing
+from unickpt.private_files import free_bytes, make_named_folder, more_room, open_regular, replacing
 
 _MOST_PIDS = 1 << 31
 MAGIC = b"UNICKRNG"
@@ -57,7 +57,7 @@ _LOOKED_AT = 1 << 16  # slots read at a time, to bound memory
 _KNOWN_OPS = np.isin(np.arange(256), [int(op) for op in Op])
 _WORD, _SIGNED, _SHORT = struct.Struct("<Q"), struct.Struct("<q"), struct.Struct("<H")
 
-RUNNING, CLOSED = 1, 2
+RUNNING, CLOSED, RAISED = 1, 2, 3  # RAISED: an exception ends the process
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,11 @@ def boot_id() -> str:
         return ""
 
 
+def ring_bytes(capacity: int) -> int:
+    """Return the size of a ring in bytes."""
+    return HEADER_BYTES + TABLE_BYTES + capacity * RECORD.itemsize
+
+
 class RingWriter:
     """Writer of one rank's ring. After construction it neither allocates memory nor calls the system.
 
@@ -124,11 +129,19 @@ class RingWriter:
         self.path, self.identity, self.capacity = path, identity, capacity
         if not 0 < capacity <= MOST_RECORDS:
             raise ConfigError(f"a ring of {capacity} records: 1 to {MOST_RECORDS} are possible")
-        size = HEADER_BYTES + TABLE_BYTES + capacity * RECORD.itemsize
+        size = ring_bytes(capacity)
         make_named_folder(path.parent)
         self._table_bytes = 0
         with replacing(path) as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # fail now if the file system is full, not by SIGBUS later
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)  # fail now if the file system is full, not by SIGBUS later
+            except OSError as err:
+                raise OSError(
+                    err.errno,
+                    f"{err.strerror}: the ring of rank {identity.rank} needs {size:,} bytes in {path.parent}, which has "
+                    f"{free_bytes(path.parent):,} free. {more_room(path.parent)}, or set the option timing.records or "
+                    "timing.folder",
+                ) from err
             self.map = mmap.mmap(file.fileno(), size)
             who = identity
             _FIXED.pack_into(
@@ -204,7 +217,8 @@ class RingContents:
         step: training step.
         phase: training phase.
         heartbeat_ns: last update of the header, on the monotonic clock.
-        closed: whether the process ended in order.
+        closed: whether the process has ended recording: in order, or because of an exception.
+        raised: whether it was an exception.
     """
 
     identity: Identity
@@ -214,6 +228,7 @@ class RingContents:
     phase: int
     heartbeat_ns: int
     closed: bool
+    raised: bool = False
 
 
 class RingReader:
@@ -257,7 +272,9 @@ class RingReader:
         found = found[np.argsort(found["begun"])]
         if last is not None:
             found = found[len(found) - min(last, len(found)) :]
-        return RingContents(self.identity, communicators, found, step, phase, heartbeat, state == CLOSED)
+        return RingContents(
+            self.identity, communicators, found, step, phase, heartbeat, state in (CLOSED, RAISED), state == RAISED
+        )
 
     def _around(self, newest: int, last: int) -> Records:
         """Return the records from ``last`` before ``newest`` to those that may have been written since."""

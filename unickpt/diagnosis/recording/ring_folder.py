@@ -10,12 +10,13 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from unickpt.diagnosis.host.process_state import State, state_of
+from unickpt.diagnosis.recording.launched import AbsentRank, LaunchNote, absent_ranks, read_launches
 from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingContents, RingReader
 from unickpt.errors import CoordinationError, FormatError, NotACheckpointError
 from unickpt.private_files import make_folder, own_folders, read_text, replacing
@@ -37,6 +38,7 @@ class HostRings:
         now_ns: time of reading, on the wall clock.
         offsets_ns: wall clock minus monotonic clock of each rank. It is the same for all ranks of a host within one boot, so
             that setting the wall clock moves all of them together and no call looks older.
+        absent: ranks that were started on a host of the folder and have no ring.
     """
 
     ranks: Mapping[int, RingContents]
@@ -44,6 +46,7 @@ class HostRings:
     unreadable: tuple[str, ...]
     now_ns: int
     offsets_ns: Mapping[int, int]
+    absent: Mapping[int, AbsentRank] = field(default_factory=dict)
 
 
 def start_of_workers() -> str:
@@ -82,8 +85,19 @@ def read_folder(folder: Path, *, last: int | None = None) -> HostRings:
     if ranks:  # a job of the same name before this one may have had more ranks
         world = max(ranks.values(), key=lambda ring: ring.identity.wall_ns).identity.world
         ranks = {rank: ring for rank, ring in ranks.items() if rank < world}
+    launches = read_launches(folder)
+    ranks = {rank: ring for rank, ring in ranks.items() if not _of_earlier_start(ring.identity, launches)}
     states = {rank: _state(ring.identity) for rank, ring in ranks.items()}
-    return HostRings(ranks, states, tuple(unreadable), time.time_ns(), _offsets_ns(ranks))
+    absent = absent_ranks(launches, ranks) if ranks else {}
+    return HostRings(ranks, states, tuple(unreadable), time.time_ns(), _offsets_ns(ranks), absent)
+
+
+def _of_earlier_start(who: Identity, launches: Sequence[LaunchNote]) -> bool:
+    """Return whether a ring is older than the newest start of its rank in this folder."""
+    return any(
+        who.host == note.host and note.first <= who.rank < note.first + note.count and who.wall_ns < note.wall_ns
+        for note in launches
+    )
 
 
 def _offsets_ns(ranks: Mapping[int, RingContents]) -> dict[int, int]:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unickpt.diagnosis.detectors.examine import examine
+from unickpt.diagnosis.detectors.places import MOST, with_places
 from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
 from unickpt.diagnosis.reports.verdict_text import VerdictText, render
 from unickpt.diagnosis.snapshot.clocks import clock_offsets, on_one_clock
-from unickpt.diagnosis.snapshot.snapshot import take_snapshot
+from unickpt.diagnosis.snapshot.snapshot import Snapshot, take_snapshot
+from unickpt.diagnosis.snapshot.stacks import with_stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +25,26 @@ class Hosts:
         clock_offsets_ns: by host, offset of its wall clock behind the clock of the first folder, in ns. Estimated from common
             calls.
         clock_error_ns: largest known error of these offsets; 0 for one folder.
+        folders: the folders.
     """
 
     jobs: list[HostRings]
     clock_offsets_ns: dict[str, int]
     clock_error_ns: int = 0
+    folders: Sequence[Path] = ()
 
     def judged(self, *, after_s: float | None) -> list[tuple[Verdict, VerdictText]]:
         """Return the verdicts on the job with their texts; ``after_s`` is the number of seconds that a call may take."""
         snapshot = on_one_clock([take_snapshot(job) for job in self.jobs])
-        found = examine(snapshot, after_s=after_s)
-        return [(verdict, render(verdict, snapshot)) for verdict in found.verdicts]
+        verdicts, snapshot = placed(examine(snapshot, after_s=after_s).verdicts, snapshot, self.folders)
+        return [(verdict, render(verdict, snapshot)) for verdict in verdicts]
+
+
+def placed(verdicts: Sequence[Verdict], snapshot: Snapshot, folders: Sequence[Path]) -> tuple[list[Verdict], Snapshot]:
+    """Return the verdicts with the places of their ranks, and the snapshot with their stacks, as the folders show them."""
+    wanted = {rank for verdict in verdicts for rank in (*verdict.ranks[:MOST], *verdict.waiting)}
+    snapshot = with_stacks(snapshot, folders, wanted)
+    return [with_places(verdict, snapshot) for verdict in verdicts], snapshot
 
 
 def read_hosts(folders: Sequence[Path]) -> Hosts:
@@ -48,4 +59,4 @@ def read_hosts(folders: Sequence[Path]) -> Hosts:
     for job, offset in zip(jobs, offsets, strict=False):
         for ring in job.ranks.values():
             found.setdefault(ring.identity.host, offset.ns)
-    return Hosts(jobs, found, max((offset.error_ns or 0 for offset in offsets), default=0))
+    return Hosts(jobs, found, max((offset.error_ns or 0 for offset in offsets), default=0), folders)

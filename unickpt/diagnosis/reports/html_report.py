@@ -109,6 +109,7 @@ def contents(
                 "ranks": _shortened(verdict.ranks),
                 "line": text.line,
                 "sentence": text.sentence,
+                "next": text.next,
             }
             for verdict, text in verdicts[:MOST_VERDICTS]
         ],

@@ -125,7 +125,7 @@ def _of_groups(job: JobRecords) -> Iterator[Measurement]:
             at = (OP_NAMES[op], job.groups[number].label)
             calls[at] += len(here)
             given[at] += int(sizes[keys == key].sum())
-            if op <= Op.BARRIER:
+            if op <= Op.NEW_GROUP:
                 begun[number] = max(begun.get(number, 0), int(rank.records["seq"][here].max()))
     totals: dict[str, int] = defaultdict(int)
     for number, count in begun.items():

@@ -119,6 +119,7 @@ function verdicts() {
     const line = add(box, "div", "verdict");
     add(line, "b", "", verdict.syndrome[0].toUpperCase() + verdict.syndrome.slice(1) + (verdict.ranks ? ", rank " + verdict.ranks : ""));
     add(line, "div", "", verdict.sentence);
+    if (verdict.next) add(line, "div", "", "Next: " + verdict.next);
     add(line, "div", "line", verdict.line);
   }
   const more = data.verdicts_in_all - data.verdicts.length;

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome, Verdict
+from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.recording.rank_ranges import axis_of, checked_progressions, expanded, progressions
 from unickpt.errors import FormatError
 
@@ -101,7 +102,8 @@ class VerdictLine:
         blocked: number of ranks that wait.
         since: local time of the first sign, ``HH:MM:SS``.
         state: state of the first rank's process.
-        at: innermost Python frame of its main thread, ``file:line``.
+        at: where its main thread is in the user's own code, ``file:line``.
+        waits_at: the same of most of the ranks that wait.
         cause: activity of the ranks at fault, where the syndrome does not imply it.
     """
 
@@ -116,12 +118,13 @@ class VerdictLine:
     since: str = ""
     state: str = ""
     at: str = ""
+    waits_at: str = ""
     cause: str = ""
 
     @classmethod
     def of(cls, verdict: Verdict) -> VerdictLine:
         """Render a verdict."""
-        group, at = verdict.group, verdict.at
+        group = verdict.group
         implied = verdict.cause is Cause.COMMUNICATION or (
             verdict.cause is Cause.COMPUTE and verdict.syndrome is Syndrome.NON_COMMUNICATION_HANG
         )
@@ -136,7 +139,8 @@ class VerdictLine:
             verdict.victims,
             clock_time(verdict.since_ns) if verdict.since_ns else "",
             verdict.state.value if verdict.state is not None else "",
-            f"{at.file[-MOST_CHARACTERS:]}:{at.line}" if at is not None else "",
+            _place(verdict.at),
+            _place(verdict.waits_at),
             verdict.cause.value if verdict.cause is not None and not implied else "",
         )
 
@@ -151,6 +155,7 @@ class VerdictLine:
             "since": self.since,
             "state": self.state,
             "at": self.at,
+            "waits_at": self.waits_at,
             "cause": self.cause,
         }
         pairs = [f"{key}={_quoted(value)}" for key, value in values.items() if value]
@@ -195,7 +200,7 @@ def parse_line(text: str) -> VerdictLine:
             group,
             RankList.parse(members) if members else RankList(),
             int(values.get("blocked", "0")),
-            *(values.get(key, "") for key in ("since", "state", "at", "cause")),
+            *(values.get(key, "") for key in ("since", "state", "at", "waits_at", "cause")),
         )
     except ValueError as err:
         raise FormatError(f"damaged line of a verdict ({err}): {text[:MOST_CHARACTERS]!r}") from err
@@ -207,6 +212,10 @@ def clock_time(ns: int) -> str:
         return datetime.datetime.fromtimestamp(ns / 1e9).strftime("%H:%M:%S")
     except (ValueError, OverflowError, OSError):  # rings are not trusted
         return "unknown"
+
+
+def _place(frame: Frame | None) -> str:
+    return f"{frame.file[-MOST_CHARACTERS:]}:{frame.line}" if frame is not None else ""
 
 
 def _quoted(value: str) -> str:

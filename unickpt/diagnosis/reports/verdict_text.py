@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from unickpt.diagnosis.detectors.slowness import starved_ranks
 from unickpt.diagnosis.detectors.verdicts import (
     Baseline,
-    CallRef,
+    CallAlone,
     CallVariant,
     Cause,
     CircularWait,
@@ -22,7 +22,10 @@ from unickpt.diagnosis.detectors.verdicts import (
     Evidence,
     Exited,
     LongSteps,
+    LongStepsNowAndThen,
+    NotBegun,
     NotEntered,
+    RotatingPauses,
     SilentLinks,
     SlowLayers,
     SlowTransfers,
@@ -33,10 +36,10 @@ from unickpt.diagnosis.detectors.verdicts import (
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.records import DTYPES, Phase
+from unickpt.diagnosis.reports.next_text import next_text
 from unickpt.diagnosis.reports.verdict_line import VerdictLine, clock_time
-from unickpt.diagnosis.snapshot.snapshot import GroupInfo, Snapshot
-
-MOST_NAMED = 8  # ranks in a list
+from unickpt.diagnosis.reports.wording import MOST_NAMED, call_text, counted, has_or_have, is_or_are
+from unickpt.diagnosis.snapshot.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +49,21 @@ class VerdictText:
     Attributes:
         line: machine-readable line (``verdict_line``).
         sentence: sentence for a person, without a final full stop.
+        next: sentence on what to look at; '' if that is not known.
     """
 
     line: str
     sentence: str
+    next: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        """The texts as members of a verdict in JSON."""
+        return {"line": self.line, "sentence": self.sentence, "next_text": self.next}
 
 
 def render(verdict: Verdict, snapshot: Snapshot) -> VerdictText:
     """Render one verdict on a snapshot."""
-    return VerdictText(str(VerdictLine.of(verdict)), _sentence(verdict, snapshot))
+    return VerdictText(str(VerdictLine.of(verdict)), _sentence(verdict, snapshot), next_text(verdict))
 
 
 def render_all(verdicts: Sequence[Verdict], snapshot: Snapshot) -> list[VerdictText]:
@@ -63,6 +72,19 @@ def render_all(verdicts: Sequence[Verdict], snapshot: Snapshot) -> list[VerdictT
 
 
 def _sentence(verdict: Verdict, snapshot: Snapshot) -> str:
+    return "; ".join([_found(verdict, snapshot), *_places(verdict)])
+
+
+def _places(verdict: Verdict) -> list[str]:
+    """Say where the ranks are. Of one process the whole stack is said elsewhere."""
+    whole = verdict.syndrome in (Syndrome.NON_COMMUNICATION_HANG, Syndrome.NON_COMMUNICATION_SLOW)
+    shown = [place for place in verdict.places if place.waiting or not whole or verdict.ranks[0] not in place.ranks]
+    return [
+        f"{counted(each.ranks)} {is_or_are(each.ranks)} at {each.at.file}:{each.at.line} ({each.at.function})" for each in shown
+    ]
+
+
+def _found(verdict: Verdict, snapshot: Snapshot) -> str:
     facts = _evidence(verdict)
     first = facts[0] if facts else verdict.syndrome.value
     if verdict.syndrome is Syndrome.COMMUNICATION_SLOW:
@@ -100,12 +122,12 @@ def _evidence(verdict: Verdict) -> list[str]:
 def _clause(item: Evidence, verdict: Verdict) -> str:
     match item:
         case NotEntered(rank, call, waiting):
-            return f"rank {rank} has not entered {_call(call)}; {waiting} {'waits' if waiting == 1 else 'wait'} there"
+            return f"rank {rank} has not entered {call_text(call)}; {waiting} {'waits' if waiting == 1 else 'wait'} there"
         case Unfinished(call, waiters):
-            return f"all members have entered {_call(call)}, and it does not end on {counted(waiters)}"
+            return f"all members have entered {call_text(call)}, and it does not end on {counted(waiters)}"
         case CircularWait(call, waiters, awaited, opposite):
-            back = f"; the other way round: {_call(opposite)}" if opposite is not None else ""
-            return f"{counted(waiters, 'wait')} in {_call(call)} for {counted(awaited)}{back}"
+            back = f"; the other way round: {call_text(opposite)}" if opposite is not None else ""
+            return f"{counted(waiters, 'wait')} in {call_text(call)} for {counted(awaited)}{back}"
         case LongSteps(excess_ns, step_ns, peers, steps, share):
             return (
                 f"rank {verdict.ranks[0]} takes {excess_ns / 1e6:.1f} ms longer than the {peers} that make the same calls, in "
@@ -132,6 +154,22 @@ def _clause(item: Evidence, verdict: Verdict) -> str:
         case SilentLinks(links):
             named = ", ".join(f"from rank {there} to rank {here}" for here, there in links[:4])
             return f"no acknowledgement arrives {named}" + (f" and on {len(links) - 4} more links" if len(links) > 4 else "")
+        case NotBegun(rank, pid, host):
+            return f"rank {rank} has not begun to record (process {pid or 'unknown'} on {host})"
+        case CallAlone(call, waiters, ended):
+            return f"{counted(waiters, 'wait')} in {call_text(call)} for {counted(ended)}, which {has_or_have(ended)} ended"
+        case RotatingPauses(lost_ns, step_ns, steps, collecting):
+            return (
+                f"{counted(verdict.ranks, 'collect')} garbage at different steps, in {collecting} of {steps} steps: every rank "
+                f"waits for each of them, which costs {lost_ns / 1e6:.1f} ms of each step of {step_ns / 1e6:.0f} ms"
+            )
+        case LongStepsNowAndThen(excess_ns, lost_ns, step_ns, slow, steps, every):
+            often = f"every {every} steps" if every else "now and then"
+            return (
+                f"rank {verdict.ranks[0]} takes {excess_ns / 1e6:.0f} ms longer than the others {often}, in {slow} of {steps} "
+                f"steps; that costs {lost_ns / 1e6:.1f} ms of each step of {step_ns / 1e6:.0f} ms on average; cause: "
+                f"{_cause(verdict)}"
+            )
         case _:
             return ""
 
@@ -144,30 +182,6 @@ def _variant(item: CallVariant) -> str:
     dtype = DTYPES[item.dtype - 1] if 0 < item.dtype <= len(DTYPES) else "no type"
     elements = f"{item.elements:,} elements, " if item.elements else ""
     return f"{item.op.name.lower()} ({elements}{dtype}, shape #{item.shape:08x}) on {counted(item.ranks)}"
-
-
-def _call(call: CallRef) -> str:
-    what = f"{call.op.name.lower()} #{call.seq} of {group_text(call.group)}"
-    return what if call.pair is None else f"{what} from rank {call.pair[0]} to rank {call.pair[1]}"
-
-
-def group_text(group: GroupInfo) -> str:
-    """Name of a group in a sentence."""
-    label = group.label or repr(group.name)
-    if not group.count:
-        return f"the {label} group"
-    if group.count > 2:
-        first, step, count = group.ranks[-1]
-        return f"the {label} group of ranks {group.ranks[0][0]} to {first + step * (count - 1)}"
-    return f"the {label} group of {counted(group.members().tolist())}"
-
-
-def counted(ranks: Sequence[int], verb: str = "") -> str:
-    """Ranks, with a verb: 'rank 3 waits', 'ranks 4, 5 wait'."""
-    one = len(ranks) == 1
-    named = ", ".join(map(str, sorted(ranks)[:MOST_NAMED]))
-    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
-    return f"rank{'s' * (not one)} {named}{more}" + (f" {verb}{'s' * one}" if verb else "")
 
 
 # ---------------------------------------------------------------- processes
@@ -188,7 +202,9 @@ def _process(rank: int, snapshot: Snapshot) -> str:
     """Describe what the process of a rank does."""
     one = snapshot.ranks.get(rank)
     if one is None:
-        return f"nothing is known of rank {rank}"
+        absent = snapshot.absent.get(rank)
+        known = f"process {absent.pid} on {absent.host} is {absent.state.value}" if absent is not None and absent.pid else ""
+        return known or f"nothing is known of rank {rank}"
     place = " ".join(f"{axis} {at}" for axis, at in one.coordinates)
     where = f" ({place})" if place else ""
     condition = _condition(one.state, one.exit)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import DEEPEST, Frame
+from unickpt.diagnosis.recording.launched import AbsentRank
 from unickpt.diagnosis.recording.rank_ranges import AXES, MOST_RANKS, checked_progressions
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.snapshot.progress import PROGRESS
@@ -29,7 +30,7 @@ from unickpt.diagnosis.snapshot.steps import STEP
 from unickpt.diagnosis.snapshot.tcp_windows import WINDOW
 from unickpt.errors import FormatError
 
-VERSION = 9
+VERSION = 10
 _LONGEST = 4096  # characters of a text
 _LATEST_NS = 1 << 62
 _LONGEST_S = 1e9
@@ -57,16 +58,18 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
                 r.heard_ns,
                 list(r.coordinates),
                 [int(r.last.op), r.last.seq, r.last.label, r.last.end_ns] if r.last is not None else None,
-                [[frame.function, frame.file, frame.line] for frame in r.stack],
+                [[frame.function, frame.file, frame.line, frame.own] for frame in r.stack],
                 [r.exit.signal, r.exit.code] if r.exit is not None else None,
                 r.cpu_wait,
                 r.still_s,
                 r.same_place_s,
                 r.failed,
                 [r.layers.took_s, r.layers.expected_s, r.layers.error, r.layers.steps] if r.layers is not None else None,
+                r.raised,
             ]
             for rank, r in snapshot.ranks.items()
         },
+        "absent": {str(rank): [one.pid, one.host, one.state.value] for rank, one in snapshot.absent.items()},
         "tables": {name: len(table) for name, table in tables.items()},
     }
     text = json.dumps(head).encode()
@@ -94,6 +97,7 @@ def decode_snapshot(data: bytes) -> Snapshot:
         found = Snapshot(
             _time(head["now_ns"]), ranks, limit_members(groups), **tables, longest_wait_ns=_time(head["longest_wait_ns"]),
             problems=problems,
+            absent={_number(int(rank), MOST_RANKS): _absent(*fields) for rank, fields in head["absent"].items()},
         )  # fmt: skip
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, struct.error) as err:
         raise FormatError(f"not the bytes of a snapshot: {type(err).__name__}: {err}") from err
@@ -135,17 +139,22 @@ def _duration(value: Any) -> float:
 def _rank(
     pid: Any, host: Any, state: Any, closed: Any, step: Any, phase: Any, heard_ns: Any, coordinates: Any, last: Any, stack: Any,
     status: Any, cpu_wait: Any, still_s: Any, same_place_s: Any, failed: Any, layers: Any,
+    raised: Any,
 ) -> RankSnapshot:  # fmt: skip
     if len(coordinates) > len(AXES) or len(stack) > DEEPEST:
         raise ValueError("more coordinates or frames than a rank has")
     return RankSnapshot(
         _number(pid, 1 << 31), _text(host), State(state), bool(closed), _time(step), _number(phase, 1 << 32), _time(heard_ns),
         tuple((_text(axis), _number(at, MOST_RANKS)) for axis, at in coordinates), _last(*last) if last is not None else None,
-        tuple(Frame(_text(name), _text(file), _number(line, 1 << 31)) for name, file, line in stack),
+        tuple(Frame(_text(name), _text(file), _number(line, 1 << 31), bool(own)) for name, file, line, own in stack),
         ExitStatus(*(_number(each, 256) for each in status)) if status is not None else None, float(cpu_wait),
         _duration(still_s), _duration(same_place_s), bool(failed),
-        _layers(*layers) if layers is not None else None,
+        _layers(*layers) if layers is not None else None, bool(raised),
     )  # fmt: skip
+
+
+def _absent(pid: Any, host: Any, state: Any) -> AbsentRank:
+    return AbsentRank(_number(pid, 1 << 31), _text(host), State(state))
 
 
 def _layers(took_s: Any, expected_s: Any, error: Any, steps: Any) -> LayerSample:

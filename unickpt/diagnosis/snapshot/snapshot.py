@@ -16,6 +16,7 @@ import numpy.typing as npt
 from unickpt.diagnosis.host.process_exits import ExitStatus, ProcessExit
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
+from unickpt.diagnosis.recording.launched import AbsentRank
 from unickpt.diagnosis.recording.rank_ranges import (
     MOST_MEMBERS,
     Progressions,
@@ -121,7 +122,7 @@ class RankSnapshot:
         pid: process number.
         host: host name.
         state: state of the process.
-        closed: whether the process ended in order.
+        closed: whether the process has ended recording: in order, or because of an exception.
         step: training step.
         phase: training phase, a value of ``Phase``.
         heard_ns: time of the last sign of life, to 10 ms; time of the end, if it was observed.
@@ -134,6 +135,7 @@ class RankSnapshot:
         same_place_s: seconds in which its main thread was in the same functions.
         failed: whether its newest call raised, for example because the connection to another rank was lost.
         layers: times of its layers; None if they are not sampled, or unknown from earlier jobs.
+        raised: whether an exception ends the process.
     """
 
     pid: int
@@ -152,6 +154,12 @@ class RankSnapshot:
     same_place_s: float = 0.0
     failed: bool = False
     layers: LayerSample | None = None
+    raised: bool = False
+
+    @property
+    def ended_in_order(self) -> bool:
+        """Whether the rank makes no further call, without a fault that is known."""
+        return self.closed and not self.raised and not self.failed and (self.exit is None or self.exit.sound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +176,7 @@ class Snapshot:
         windows: recent traffic of the TCP connections; empty after a single look.
         longest_wait_ns: longest wait of these ranks in a call after the first steps.
         problems: files that could not be read, with the reason.
+        absent: ranks that were started and have not begun to record.
     """
 
     now_ns: int
@@ -179,6 +188,7 @@ class Snapshot:
     windows: Windows = field(default_factory=lambda: np.zeros(0, WINDOW))
     longest_wait_ns: int = 0
     problems: Sequence[str] = field(default_factory=tuple)
+    absent: Mapping[int, AbsentRank] = field(default_factory=dict)
 
 
 def take_snapshot(
@@ -210,6 +220,7 @@ def take_snapshot(
         job.now_ns, ranks, limit_members(groups), np.concatenate(rows), np.concatenate(steps), np.concatenate(calls),
         longest_wait_ns=longest,
         problems=job.unreadable,
+        absent=job.absent,
     )  # fmt: skip
 
 
@@ -269,6 +280,7 @@ def _rank(
         who.pid, who.host, state, ring.closed, ring.step, ring.phase, heard_ns + job.offsets_ns[rank],
         tuple(coordinates(rank, ((group.label, group.ranks) for group in table)).items()),
         last, stack, status, failed=bool(len(made)) and bool(made["flags"][np.argmax(made["call_ns"])] & int(Flag.FAILED)),
+        raised=ring.raised,
     )  # fmt: skip
 
 
@@ -298,6 +310,7 @@ def merge_snapshots(snapshots: Sequence[Snapshot], offsets_ns: Sequence[int], no
         np.concatenate([np.zeros(0, WINDOW), *(snapshot.windows for snapshot in snapshots)]),
         max([snapshot.longest_wait_ns for snapshot in snapshots], default=0),
         [text for snapshot in snapshots for text in snapshot.problems],
+        {rank: one for snapshot in snapshots for rank, one in snapshot.absent.items() if rank not in ranks},
     )  # fmt: skip
 
 

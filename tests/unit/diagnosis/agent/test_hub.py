@@ -172,7 +172,7 @@ def test_an_answer_names_only_existing_ranks(tmp_path: Path) -> None:
     snapshot = take_snapshot(read_folder(tmp_path))
     found = examine(snapshot, after_s=5)
     texts = render_all(found.verdicts, snapshot)
-    assert server.answer(found, texts, snapshot).ask == [2]
+    assert server.answer(found, texts, snapshot).ask == [0, 1, 2, 3]  # who waits is asked where it waits
     others = dataclasses.replace(snapshot, ranks={rank: one for rank, one in snapshot.ranks.items() if rank != 2})
     assert server.answer(found, texts, others) == server.AgentReply()
 

@@ -1,0 +1,120 @@
+"""What to look at, where the records show it: a hint for a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unickpt.diagnosis.detectors.call_order import CallOrder
+from unickpt.diagnosis.detectors.verdicts import (
+    CallRef,
+    CallVariant,
+    Cause,
+    CircularWait,
+    CollectTogether,
+    CpuStarvation,
+    DownMember,
+    Exited,
+    Hint,
+    LooksAtProcess,
+    Matter,
+    NotBegun,
+    OffTrack,
+    SameSideFirst,
+    Syndrome,
+    Verdict,
+)
+from unickpt.diagnosis.host.process_exits import ExitStatus
+from unickpt.diagnosis.host.process_state import State
+from unickpt.diagnosis.snapshot.snapshot import Snapshot
+
+_KILLED = "SIGKILL"
+
+
+def hint_of(verdict: Verdict, snapshot: Snapshot) -> Hint | None:
+    """Return the hint of a verdict; None if the records do not show what to look at."""
+    if verdict.next is not None:
+        return verdict.next
+    match verdict.syndrome:
+        case Syndrome.MISMATCH:
+            return _of_mismatch(verdict, snapshot)
+        case Syndrome.DEADLOCK:
+            return _of_deadlock(verdict, snapshot)
+        case Syndrome.NON_COMMUNICATION_HANG:
+            return _of_process(verdict, snapshot)
+        case Syndrome.NON_COMMUNICATION_SLOW:
+            return _of_slow(verdict, snapshot)
+    return None
+
+
+def _of_mismatch(verdict: Verdict, snapshot: Snapshot) -> Hint | None:
+    variants = [item for item in verdict.evidence if isinstance(item, CallVariant)]
+    if len(variants) < 2 or verdict.group is None:
+        return None
+    sides = [(item.ranks, CallRef(item.op, verdict.seq, verdict.group)) for item in variants[:2]]
+    return _off_track(sides, verdict.ranks, snapshot)
+
+
+def _of_deadlock(verdict: Verdict, snapshot: Snapshot) -> Hint | None:
+    item = next((item for item in verdict.evidence if isinstance(item, CircularWait)), None)
+    if item is None or item.opposite is None:
+        return None
+    here, there = item.call, item.opposite
+    if here.pair is not None and there.pair is not None:
+        ranks = tuple(sorted({*item.waiters, *item.awaited}))
+        return SameSideFirst(ranks, here.op) if here.op is there.op else None
+    if here.pair is not None or there.pair is not None:
+        return None
+    return _off_track([(item.awaited, there), (item.waiters, here)], verdict.ranks, snapshot)
+
+
+def _off_track(
+    sides: Sequence[tuple[tuple[int, ...], CallRef]], at_fault: tuple[int, ...], snapshot: Snapshot
+) -> OffTrack | None:  # fmt: skip
+    """Return which side has left the common order of the calls. Without earlier steps like this one, the side at fault."""
+    order = CallOrder(snapshot.calls)
+    names = {group.name: number for number, group in enumerate(snapshot.groups)}
+    placed = [(ranks, call, (names.get(call.group.name, -1), call.seq)) for ranks, call in sides if ranks]
+    if len(placed) < 2:
+        return None
+    found = []
+    for (ranks, call, own), (others, usual, other) in (placed, placed[::-1]):
+        as_before, left_out = order.left_out(ranks[0], own, others[0], other)
+        found.append(OffTrack(ranks, call, others, usual, left_out, as_before))
+    sure = [hint for hint in found if hint.as_before]
+    if len(sure) == 1:
+        return sure[0]
+    blamed = [hint for hint in found if set(hint.ranks) <= set(at_fault) and not set(hint.others) <= set(at_fault)]
+    return blamed[0] if blamed else None
+
+
+def _of_process(verdict: Verdict, snapshot: Snapshot) -> Hint | None:
+    for item in verdict.evidence:
+        if isinstance(item, NotBegun):
+            return LooksAtProcess(item.rank, item.pid, item.host, Matter.NOT_BEGUN)
+        if isinstance(item, Exited | DownMember) and _was_killed(item.status):
+            return _at(item.rank, snapshot, Matter.KILLED)
+    one = snapshot.ranks.get(verdict.ranks[0]) if verdict.ranks else None
+    if one is None:
+        return None
+    if one.state is State.STOPPED:
+        return _at(verdict.ranks[0], snapshot, Matter.STOPPED)
+    if one.state is State.DEAD and _was_killed(one.exit):
+        return _at(verdict.ranks[0], snapshot, Matter.KILLED)
+    return _at(verdict.ranks[0], snapshot, Matter.NO_DATA) if verdict.cause is Cause.DATA else None
+
+
+def _was_killed(status: ExitStatus | None) -> bool:
+    return status is not None and status.signal_name == _KILLED
+
+
+def _of_slow(verdict: Verdict, snapshot: Snapshot) -> Hint | None:
+    if any(isinstance(item, CpuStarvation) for item in verdict.evidence):
+        return _at(verdict.ranks[0], snapshot, Matter.STARVED)
+    if verdict.cause is Cause.GARBAGE:
+        return CollectTogether(verdict.ranks)
+    return _at(verdict.ranks[0], snapshot, Matter.NO_DATA) if verdict.cause is Cause.DATA else None
+
+
+def _at(rank: int, snapshot: Snapshot, matter: Matter) -> LooksAtProcess:
+    one = snapshot.ranks[rank]
+    return LooksAtProcess(rank, one.pid, one.host, matter)

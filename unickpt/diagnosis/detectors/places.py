@@ -1,0 +1,90 @@
+"""Where the ranks of a verdict are: at fault, and waiting."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from unickpt.diagnosis.detectors.verdicts import (
+    CallAlone,
+    CallVariant,
+    CircularWait,
+    Place,
+    Syndrome,
+    Unfinished,
+    Verdict,
+)
+from unickpt.diagnosis.host.stack_dumps import Frame, place_of
+from unickpt.diagnosis.recording.records import Op
+from unickpt.diagnosis.snapshot.snapshot import Snapshot
+
+SLOW = (Syndrome.COMMUNICATION_SLOW, Syndrome.NON_COMMUNICATION_SLOW)
+OF_A_CALL, MOST = 4, 16  # ranks that are asked where they wait: of one call, and in all
+
+
+def waiting_ranks(verdict: Verdict, snapshot: Snapshot) -> tuple[int, ...]:
+    """Return some of the ranks in the calls of a verdict, without those at fault."""
+    sets = [_of(ranks, verdict) for ranks in _named(verdict)] or [_of(_entered(verdict, snapshot), verdict)]
+    return tuple(sorted({rank for ranks in sets for rank in ranks[:OF_A_CALL]})[:MOST])
+
+
+def _of(ranks: Iterable[int], verdict: Verdict) -> list[int]:
+    return sorted(set(ranks) - set(verdict.ranks))
+
+
+def _named(verdict: Verdict) -> Iterator[tuple[int, ...]]:
+    for item in verdict.evidence:
+        match item:
+            case CircularWait(_, waiters, awaited, _):
+                yield from (waiters, awaited)
+            case CallVariant(ranks=ranks) | Unfinished(waiters=ranks) | CallAlone(waiters=ranks):
+                yield ranks
+
+
+def _entered(verdict: Verdict, snapshot: Snapshot) -> list[int]:
+    """Return the ranks that have entered the call of a verdict and nothing after it."""
+    if verdict.group is None:
+        return []
+    rows = snapshot.rows
+    comm = next((number for number, group in enumerate(snapshot.groups) if group.name == verdict.group.name), -1)
+    here = (rows["comm"] == comm) & (rows["entered"] == np.uint64(verdict.seq))
+    if verdict.op in (Op.SEND, Op.RECEIVE) and verdict.link is not None:
+        here &= (rows["source"] == verdict.link[0]) & (rows["destination"] == verdict.link[1])
+    else:
+        here &= rows["source"] < 0
+    found: list[int] = rows["rank"][here].tolist()
+    return found
+
+
+def gone_on(verdict: Verdict, snapshot: Snapshot) -> tuple[int, ...]:
+    """Return the ranks at fault that have got through a mismatched call, as happens when only shapes differ."""
+    if verdict.syndrome is not Syndrome.MISMATCH or verdict.group is None:
+        return ()
+    rows = snapshot.rows
+    comm = next((number for number, group in enumerate(snapshot.groups) if group.name == verdict.group.name), -1)
+    over = (rows["comm"] == comm) & (rows["source"] < 0) & (rows["ended"] >= np.uint64(verdict.seq))
+    return tuple(sorted(set(rows["rank"][over].tolist()) & set(verdict.ranks)))
+
+
+def with_places(verdict: Verdict, snapshot: Snapshot) -> Verdict:
+    """Return the verdict with all known places, and the state of the first rank at fault if the fault is in its process."""
+    places = (*_places(verdict.ranks, snapshot, waiting=False), *_places(verdict.waiting, snapshot, waiting=True))
+    first = snapshot.ranks.get(verdict.ranks[0]) if verdict.ranks else None
+    at = place_of(first.stack) if first is not None else None
+    absent = snapshot.absent.get(verdict.ranks[0]) if verdict.ranks else None
+    state = first.state if first is not None else absent.state if absent is not None else None
+    in_process = verdict.syndrome in (Syndrome.NON_COMMUNICATION_HANG, Syndrome.NON_COMMUNICATION_SLOW)
+    return dataclasses.replace(verdict, state=state if in_process else None, at=at, places=places)
+
+
+def _places(ranks: tuple[int, ...], snapshot: Snapshot, *, waiting: bool) -> list[Place]:
+    found: dict[Frame, list[int]] = defaultdict(list)
+    for rank in ranks[:MOST]:
+        one = snapshot.ranks.get(rank)
+        frame = place_of(one.stack) if one is not None else None
+        if frame is not None:
+            found[frame].append(rank)
+    return [Place(frame, tuple(ranks), waiting) for frame, ranks in found.items()]
