@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from unickpt.api.growth import GrownModel, grow_checkpoint, upcycle_checkpoint
     from unickpt.api.planning import plan_bits
     from unickpt.api.state import LocalShard
+    from unickpt.api.timing import time_collectives
     from unickpt.api.training import Loaded, latest_checkpoint, load_checkpoint, save_checkpoint
     from unickpt.convert.pipeline import Converted
     from unickpt.data.global_order import DataPosition, GlobalOrderSampler
@@ -53,6 +54,7 @@ _MODULES = {
     "unickpt.api.growth": ("GrownModel", "grow_checkpoint", "upcycle_checkpoint"),
     "unickpt.api.planning": ("plan_bits",),
     "unickpt.api.state": ("LocalShard",),
+    "unickpt.api.timing": ("time_collectives",),
     "unickpt.api.training": ("Loaded", "latest_checkpoint", "load_checkpoint", "save_checkpoint"),
     "unickpt.convert.pipeline": ("Converted",),
     "unickpt.data.global_order": ("DataPosition", "GlobalOrderSampler"),
@@ -113,6 +115,7 @@ __all__ = [
     "measure_rounding",
     "plan_bits",
     "save_checkpoint",
+    "time_collectives",
     "upcycle_checkpoint",
     "verify_checkpoint",
 ]

@@ -23,7 +23,7 @@ from unickpt.diagnosis.reports.verdict_line import clock_time
 from unickpt.diagnosis.reports.verdict_text import render_all
 from unickpt.diagnosis.reports.wait_text import render_waits
 from unickpt.diagnosis.snapshot.clocks import on_one_clock
-from unickpt.diagnosis.snapshot.snapshot import Snapshot, take_snapshot
+from unickpt.diagnosis.snapshot.snapshot import KEPT_STEPS, Snapshot, take_snapshot
 from unickpt.errors import FormatError, NotACheckpointError
 from unickpt.private_files import read_text
 
@@ -58,7 +58,7 @@ def _seen_from(place: str) -> Snapshot:
     if "://" not in place and Path(place).name == ADDRESS and Path(place).is_file():
         place = read_address(Path(place).parent)
     if "://" not in place:
-        return take_snapshot(read_folder(Path(place)), exits=read_exits(Path(place)))
+        return take_snapshot(read_folder(Path(place)), exits=read_exits(Path(place)), newest_steps=KEPT_STEPS)
     try:
         return fetch(place)
     except OSError as err:

@@ -36,7 +36,7 @@ from unickpt.diagnosis.recording.ring import boot_id
 from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
 from unickpt.diagnosis.reports.verdict_text import VerdictText, render, render_all
 from unickpt.diagnosis.snapshot.clocks import on_one_clock
-from unickpt.diagnosis.snapshot.snapshot import NEWEST_STEPS, RankSnapshot, Snapshot, take_snapshot
+from unickpt.diagnosis.snapshot.snapshot import RankSnapshot, Snapshot, kept_steps, take_snapshot
 from unickpt.diagnosis.snapshot.stacks import can_answer, stacks_of
 from unickpt.diagnosis.snapshot.steps import STEP
 from unickpt.diagnosis.snapshot.tcp_windows import TcpSampler
@@ -396,7 +396,7 @@ class StepHistory:
             last = np.r_[(every["rank"][1:] != every["rank"][:-1]) | (every["number"][1:] != every["number"][:-1]), True]
             every = every[last]
             end = np.searchsorted(every["rank"], every["rank"], side="right")
-            every = every[end - np.arange(len(every)) <= NEWEST_STEPS]
+            every = every[end - np.arange(len(every)) <= kept_steps(len(pids))]
         self._steps = every
         if snapshot.longest_wait_ns <= self.deadline_s * 1e9:
             self._longest_ns = max(self._longest_ns, snapshot.longest_wait_ns)

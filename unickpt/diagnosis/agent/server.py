@@ -290,7 +290,7 @@ def send(address: str, agent: str, snapshot: Snapshot, key: bytes = b"") -> Agen
         raise FormatError(f"{_without_secret(address)}: not the answer of an agent ({err})") from err
 
 
-def _notice(key: Any, line: Any, sentence: Any, then: Any) -> Notice:
+def _notice(key: Any, line: Any, sentence: Any, then: Any = "") -> Notice:
     """Check a notice from the network: its line must be the line of a verdict."""
     return Notice(str(key), VerdictText(str(parse_line(str(line))), str(sentence), str(then)))
 

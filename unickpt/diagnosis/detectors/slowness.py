@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from unickpt.diagnosis.detectors.losses import losses
 from unickpt.diagnosis.detectors.p2p_links import slow_links, transfers_of
 from unickpt.diagnosis.detectors.slow_layers import slow_layers
 from unickpt.diagnosis.detectors.stragglers import stragglers
@@ -28,7 +29,7 @@ def slowness(snapshot: Snapshot, links: Links, usual: LinkHistory | None) -> lis
     short_of_cpu = _short_of_cpu(snapshot, starved)
     # without traffic from a late rank, acknowledgements are delayed, too
     late = bool(short_of_cpu or stragglers(snapshot.steps, last=LATE_OF, fewest=LATE))
-    slow_ranks = stragglers(snapshot.steps) or short_of_cpu or slow_layers(snapshot)
+    slow_ranks = stragglers(snapshot.steps) or short_of_cpu or slow_layers(snapshot) or losses(snapshot.steps)
     slow: list[Verdict] = []
     if usual is not None and late:
         usual.forget()

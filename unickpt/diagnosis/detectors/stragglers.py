@@ -165,7 +165,7 @@ def _slow(peers: _Compared, always: float, judged: int) -> list[tuple[float, Ver
     for at in np.flatnonzero(peers.judged & (peers.middle > limits) & (above >= MOST)).tolist():
         often = (peers.excess > peers.middle[at] / 2).sum(axis=1)  # how often each rank takes about as long as this one
         others_share = (often.sum() - often[at]) / (peers.known.sum() - peers.known[at])
-        if judged * _at_least(int(often[at]), int(peers.known[at]), float(others_share)) > FALSE_ALARMS:
+        if judged * at_least(int(often[at]), int(peers.known[at]), float(others_share)) > FALSE_ALARMS:
             continue
         own = peers.steps[peers.row == at]
         more, rank, others = float(peers.middle[at]), int(peers.ranks[at]), len(peers.ranks) - 1
@@ -180,6 +180,6 @@ def _slow(peers: _Compared, always: float, judged: int) -> list[tuple[float, Ver
     return found
 
 
-def _at_least(count: int, of: int, share: float) -> float:
+def at_least(count: int, of: int, share: float) -> float:
     """Return the probability of at least ``count`` hits in ``of`` independent trials with probability ``share``."""
     return sum(math.comb(of, hit) * share**hit * (1 - share) ** (of - hit) for hit in range(count, of + 1))

@@ -12,7 +12,7 @@ from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
 from unickpt.diagnosis.reports.verdict_text import VerdictText, render
 from unickpt.diagnosis.snapshot.clocks import clock_offsets, on_one_clock
-from unickpt.diagnosis.snapshot.snapshot import Snapshot, take_snapshot
+from unickpt.diagnosis.snapshot.snapshot import KEPT_STEPS, Snapshot, take_snapshot
 from unickpt.diagnosis.snapshot.stacks import with_stacks
 
 
@@ -35,7 +35,7 @@ class Hosts:
 
     def judged(self, *, after_s: float | None) -> list[tuple[Verdict, VerdictText]]:
         """Return the verdicts on the job with their texts; ``after_s`` is the number of seconds that a call may take."""
-        snapshot = on_one_clock([take_snapshot(job) for job in self.jobs])
+        snapshot = on_one_clock([take_snapshot(job, newest_steps=KEPT_STEPS) for job in self.jobs])
         verdicts, snapshot = placed(examine(snapshot, after_s=after_s).verdicts, snapshot, self.folders)
         return [(verdict, render(verdict, snapshot)) for verdict in verdicts]
 

@@ -52,6 +52,12 @@ Calls = npt.NDArray[Any]  # of dtype ``CALL``
 _LABEL, _NAME = 128, 256  # characters of a label and a name
 WARM_UP = 5  # steps that allocate and compile
 NEWEST_CALLS, NEWEST_STEPS = 256, 32  # of a rank
+KEPT_STEPS, _KEPT_ROWS = 64, 1 << 18  # steps of a rank, and of all ranks, that are kept over several looks
+
+
+def kept_steps(ranks: int) -> int:
+    """Return how many steps of each rank are kept over several looks."""
+    return max(NEWEST_STEPS, min(KEPT_STEPS, _KEPT_ROWS // max(ranks, 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +198,11 @@ class Snapshot:
 
 
 def take_snapshot(
-    job: HostRings, stacks: Mapping[int, tuple[Frame, ...]] | None = None, exits: Mapping[int, ProcessExit] | None = None
+    job: HostRings,
+    stacks: Mapping[int, tuple[Frame, ...]] | None = None,
+    exits: Mapping[int, ProcessExit] | None = None,
+    *,
+    newest_steps: int = NEWEST_STEPS,
 ) -> Snapshot:
     """Take a snapshot of one host.
 
@@ -200,6 +210,7 @@ def take_snapshot(
         job: contents of its rings.
         stacks: stack of each rank that was asked for it.
         exits: end of each watched process that has ended.
+        newest_steps: steps of each rank.
     """
     known: dict[str, int] = {}
     groups: list[GroupInfo] = []
@@ -212,7 +223,7 @@ def take_snapshot(
         offset = job.offsets_ns[rank]
         made = ring.records[(ring.records["op"] <= Op.RECEIVE) & (ring.records["comm"] < len(table))]
         rows.append(rank_progress(rank, made, numbers, offset_ns=offset))
-        steps.append(steps_of(rank, ring.records, offset_ns=offset)[-NEWEST_STEPS:])
+        steps.append(steps_of(rank, ring.records, offset_ns=offset)[-newest_steps:])
         calls.append(_calls(rank, made[-NEWEST_CALLS:], numbers, offset))
         longest = max(longest, _longest_wait_ns(made))
         ranks[rank] = _rank(rank, ring, table, made, job, (stacks or {}).get(rank, ()), exits or {})

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unickpt.diagnosis.recording.records import Flag, Op, Records
+from unickpt.diagnosis.recording.records import Flag, Op, Phase, Records
 
 # One row per rank and step.
 STEP = np.dtype(
@@ -25,9 +25,11 @@ STEP = np.dtype(
         ("own_ns", "f8"),  # time without a wait in a call
         ("data_ns", "f8"),  # of that, waits for data
         ("garbage_ns", "f8"),  # of that, garbage collections
+        ("long", "u1"),  # whether the rank saved, loaded or evaluated
         ("calls", "u8"),  # equal for ranks that made the same calls
     ]
 )
+_LONG = [int(Phase.CHECKPOINT), int(Phase.EVALUATION)]
 Steps = npt.NDArray[Any]  # of dtype ``STEP``
 Ints = npt.NDArray[np.int64]
 
@@ -62,6 +64,8 @@ def steps_of(rank: int, records: Records, *, offset_ns: int = 0) -> Steps:
     for name, op in (("data_ns", Op.DATA), ("garbage_ns", Op.GARBAGE)):
         part = records[records["op"] == op]
         out[name] = sums(part, part["end_ns"] - part["call_ns"])
+    aside = records[np.isin(records["phase"], _LONG)]
+    out["long"] = sums(aside, np.ones(len(aside), np.int64)) > 0
     kinds = calls["op"].astype(np.uint64) << np.uint64(56) ^ calls["elements_in"]
     out["calls"] = sums(calls, _mixed(kinds))  # a sum does not depend on the order
     return out

@@ -174,7 +174,7 @@ def test_an_answer_names_only_existing_ranks(tmp_path: Path) -> None:
     texts = render_all(found.verdicts, snapshot)
     assert server.answer(found, texts, snapshot).ask == [0, 1, 2, 3]  # who waits is asked where it waits
     others = dataclasses.replace(snapshot, ranks={rank: one for rank, one in snapshot.ranks.items() if rank != 2})
-    assert server.answer(found, texts, others) == server.AgentReply()
+    assert server.answer(found, texts, others) == server.AgentReply([0, 1, 3])
 
 
 def test_prometheus_is_answered_where_it_is_wanted(capfd: pytest.CaptureFixture[str]) -> None:

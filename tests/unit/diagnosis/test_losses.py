@@ -1,0 +1,70 @@
+"""Time that is lost in some steps only, and the order of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unickpt.diagnosis.detectors.call_order import usual_after
+from unickpt.diagnosis.detectors.losses import losses
+from unickpt.diagnosis.detectors.verdicts import Cause, LongStepsNowAndThen, RotatingPauses
+from unickpt.diagnosis.snapshot.steps import STEP
+
+MS = 1e6
+Extra = Callable[[int, int], float]  # nanoseconds of a rank in a step
+
+
+def nothing(_rank: int, _step: int) -> float:
+    return 0.0
+
+
+def steps(
+    ranks: int, count: int, extra: Extra = nothing, garbage: Extra = nothing, noise_ns: float = 2 * MS, seed: int = 1
+) -> Any:
+    """Steps of 80 ms in which each rank waits for the last one."""
+    chance, out, now = np.random.default_rng(seed), np.zeros((count, ranks), STEP), 0.0
+    for step in range(count):
+        pauses = [garbage(rank, step) for rank in range(ranks)]
+        own = [80 * MS + abs(chance.normal(0, noise_ns)) + extra(rank, step) + pauses[rank] for rank in range(ranks)]
+        out["rank"][step], out["number"][step], out["garbage_ns"][step] = np.arange(ranks), step + 6, pauses
+        out["own_ns"][step], out["begin_ns"][step], out["end_ns"][step] = own, now, now + max(own)
+        now += max(own)
+    return out.ravel()
+
+
+def test_a_rank_that_is_late_in_every_seventh_step_is_named() -> None:
+    (verdict,) = losses(steps(4, 56, lambda rank, step: 250 * MS * (rank == 2 and step % 7 == 0)))
+    assert (verdict.ranks, verdict.cause) == ((2,), Cause.COMPUTE)
+    (item,) = verdict.evidence
+    assert isinstance(item, LongStepsNowAndThen)
+    assert (item.slow, item.steps, item.every) == (8, 56, 7)
+
+
+def test_steps_with_a_save_are_not_judged() -> None:
+    found = steps(4, 56, lambda rank, step: 250 * MS * (rank == 0 and step % 7 == 0))
+    found["long"] = (found["number"] - 6) % 7 == 0
+    assert losses(found) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_that_are_late_by_chance_are_not_named(ranks: int) -> None:
+    assert not any(losses(steps(ranks, 64, noise_ns=60 * MS, seed=seed)) for seed in range(50))
+
+
+def test_collections_in_turn_have_a_price_and_no_rank_is_slow() -> None:
+    (verdict,) = losses(steps(4, 64, garbage=lambda rank, step: 50 * MS * (step % 8 == 2 * rank)))
+    assert (verdict.ranks, verdict.cause) == ((0, 1, 2, 3), Cause.GARBAGE)
+    (item,) = verdict.evidence
+    assert isinstance(item, RotatingPauses)
+    assert (item.steps, item.collecting) == (64, 32)
+    assert losses(steps(4, 64, garbage=lambda _, step: 50 * MS * (step % 8 == 0))) == []  # at the same step
+
+
+def test_what_usually_comes_next_is_read_from_earlier_steps() -> None:
+    one, two, three = (1,), (2,), (3,)
+    step = [one, two, two, three]
+    assert usual_after([*step, *step, one, two])[:3] == [two, three, one]
+    assert usual_after([one, two]) == []

@@ -1,0 +1,38 @@
+"""Timing and diagnosis of a job without DeepSpeed and Megatron."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from unickpt.options import TimingOptions
+
+
+def time_collectives(options: TimingOptions | None = None) -> bool:
+    """Time the collectives of this process, and start the agent of the host, in a loop of plain torch.
+
+    Call it on every rank once ``torch.distributed`` is initialized, before the model is wrapped. Each step of the optimizer
+    that steps first counts as a training step. DeepSpeed and Megatron have options for timing, which also record their phases.
+
+    Args:
+        options: options of timing; default: enabled, all others as in the reference.
+
+    Returns:
+        Whether collectives are timed. Training continues in any case.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from unickpt.diagnosis import session
+
+    if session.start(options or TimingOptions(enabled=True), dict) is None:
+        return False
+    numbers, first = itertools.count(1), list[Any]()
+
+    def stepped(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if not first:
+            first.append(optimizer)
+        if optimizer is first[0]:
+            session.stepped(next(numbers))
+
+    register_optimizer_step_post_hook(stepped)
+    return True
