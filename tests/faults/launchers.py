@@ -65,6 +65,11 @@ class Job:
             return [line for line in found if what in ("", line["what"])]
         return []
 
+    def resumed_since(self, at_ns: int) -> dict[str, Any] | None:
+        """Return the first resume of a start whose workers have begun after a time."""
+        fresh = {line["copy"] for line in self.lines("begins") if line["at_ns"] > at_ns}
+        return next((line for line in self.lines("resumed") if line["copy"] in fresh), None)
+
     def workers(self) -> list[int]:
         """Return the workers that live."""
         with contextlib.suppress(OSError):
@@ -140,16 +145,18 @@ def _kills(job: Job, tally: Tally, count: int, chance: random.Random) -> None:
         victim = chance.choice(job.names)
         old = job.workers()
         job.kill(victim)
+        killed_ns = time.time_ns()
         job.start(victim, **job.variables)
         if number % 4 == 1 and not job.variables:  # once more, before the job has resumed
             time.sleep(chance.uniform(0.0, start_s))
             places["start or resume" if len(job.lines("resumed")) == before else "training"] += 1
             victim = chance.choice(job.names)
             job.kill(victim)
+            killed_ns = time.time_ns()
             job.start(victim, **job.variables)
-        job.until(lambda: len(job.lines("resumed")) > before)  # noqa: B023
+        job.until(lambda: job.resumed_since(killed_ns))  # noqa: B023
         start_s = min(time.monotonic() - since, 20.0)
-        fresh = job.lines("resumed")[before]
+        fresh = job.resumed_since(killed_ns) or {}
         if number % 2 == 0:  # otherwise the next kill may come before the first save
             job.until(lambda: any(line["copy"] == fresh["copy"] for line in job.lines("committed")))  # noqa: B023
         if not job.variables and set(old) & set(job.workers()):
