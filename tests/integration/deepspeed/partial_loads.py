@@ -276,7 +276,9 @@ def _next_steps(engine: Any, expected: dict[str, torch.Tensor]) -> list[str]:
     """Make a step that changes nothing, and one that trains. Returns the problems."""
     loaded = weights(engine)
     wrong = [
-        f"{name} is not loaded" for name in expected if not torch.equal(expected[name].to(loaded[name].dtype), loaded[name])
+        f"{name} is not loaded"
+        for name in sorted(expected.keys() & loaded.keys())
+        if not torch.equal(expected[name].to(loaded[name].dtype), loaded[name])
     ]
     groups = [group for each in (optimizer_of(engine), getattr(engine.optimizer, "backup_optimizer", None)) if each is not None
               for group in each.param_groups]  # fmt: skip
