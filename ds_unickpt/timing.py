@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ds_unickpt import internals
 from ds_unickpt.declaration import declared
 from ds_unickpt.edge import RUNTIME
@@ -19,7 +21,10 @@ from unickpt.options import TimingOptions
 
 def _in(phase: Phase) -> Callable[..., Any]:
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-        with session.in_phase(Phase.EVALUATION if phase is Phase.FORWARD and not instance.training else phase):
+        if phase is Phase.FORWARD and not (instance.training and torch.is_grad_enabled()):
+            session.evaluates()
+            return wrapped(*args, **kwargs)
+        with session.in_phase(phase):
             return wrapped(*args, **kwargs)
 
     return wrapper
@@ -62,5 +67,6 @@ def begin(engine: Any, options: TimingOptions) -> None:
     """Start timing the collectives of this process. Never raises."""
     if session.start(options, lambda: internals.process_groups(engine)) is None:
         return
+    session.watch_evaluation(engine.module)
     session.time_layers(engine.module, lambda: layers_of(engine.module))
     hooks.install(timing_hooks(), framework="DeepSpeed", version=version())

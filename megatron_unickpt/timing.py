@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megatron_unickpt.declaration import declared
 from megatron_unickpt.internals import iterations_done, process_groups
 from megatron_unickpt.timed_layers import layers_of
@@ -55,7 +57,11 @@ def _in(phase: Phase) -> Callable[..., Any]:
 def _forward(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrap ``forward_step``, whose third argument is a chunk of the model."""
     chunk = kwargs.get("model", args[2] if len(args) > 2 else None)
+    session.watch_evaluation(chunk)
     session.time_layers(chunk, lambda: layers_of(chunk))
+    if not torch.is_grad_enabled():
+        session.evaluates()
+        return wrapped(*args, **kwargs)
     return _in(Phase.FORWARD)(wrapped, instance, args, kwargs)
 
 

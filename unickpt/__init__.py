@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from unickpt.api.conversion import Export, convert_checkpoint, export_checkpoint
     from unickpt.api.growth import GrownModel, grow_checkpoint, upcycle_checkpoint
+    from unickpt.api.phases import phase
     from unickpt.api.planning import plan_bits
     from unickpt.api.state import LocalShard
     from unickpt.api.timing import time_collectives
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "unickpt.api.conversion": ("Export", "convert_checkpoint", "export_checkpoint"),
     "unickpt.api.growth": ("GrownModel", "grow_checkpoint", "upcycle_checkpoint"),
+    "unickpt.api.phases": ("phase",),
     "unickpt.api.planning": ("plan_bits",),
     "unickpt.api.state": ("LocalShard",),
     "unickpt.api.timing": ("time_collectives",),
@@ -113,6 +115,7 @@ __all__ = [
     "latest_checkpoint",
     "load_checkpoint",
     "measure_rounding",
+    "phase",
     "plan_bits",
     "save_checkpoint",
     "time_collectives",

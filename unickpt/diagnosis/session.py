@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ import torch.distributed as dist
 
 from unickpt.diagnosis.agent import launch
 from unickpt.diagnosis.host import stack_dumps
+from unickpt.diagnosis.recording import evaluation
 from unickpt.diagnosis.recording.device_events import CudaEvents, EventSource
 from unickpt.diagnosis.recording.launched import arrives_first, this_host, write_launch
 from unickpt.diagnosis.recording.layer_times import LayerTimes, TimedLayer
-from unickpt.diagnosis.recording.phases import PhaseHooks
+from unickpt.diagnosis.recording.phases import PhaseHooks, outside
 from unickpt.diagnosis.recording.process_group_hooks import ProcessGroupHooks
 from unickpt.diagnosis.recording.recorder import CallRecorder
 from unickpt.diagnosis.recording.records import Phase
@@ -65,6 +67,7 @@ class Session:
         folder: folder of the job's rings on this host.
         phases: recorder of steps and phases, for the adapter.
         layers: times of layers, for the adapter; None if they are not measured.
+        watched: hooks that see evaluations, by model.
 
     Raises:
         CoordinationError: the ranks cannot agree on a folder.
@@ -97,6 +100,7 @@ class Session:
         self.layers = LayerTimes(path, every, about) if every else None
         self._recorder = CallRecorder(ring, self._describe, events)
         self.phases = PhaseHooks(self._recorder)
+        self.watched: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._hooks = ProcessGroupHooks(self._recorder)
         self._hooks.install()
         self.phases.install()
@@ -138,6 +142,9 @@ class Session:
         """Remove all hooks from torch and from the layers."""
         if self.layers is not None:
             self.layers.stop()
+        for handles in self.watched.values():
+            for handle in handles:
+                handle.remove()
         self.phases.uninstall()
         self._hooks.uninstall()
 
@@ -230,11 +237,25 @@ class ProcessTiming:
         if phases is None:
             yield
             return
-        before = phases.phase(phase)
+        before = outside(phases.phase(phase), phase)
         try:
             yield
         finally:
             phases.phase(Phase(before))
+
+    def evaluates(self) -> None:
+        """Record that this rank evaluates until it trains again."""
+        if self._session is not None:
+            self._session.phases.evaluates()
+
+    def watch_evaluation(self, model: Any) -> None:
+        """Record when a model runs in evaluation mode or without gradients. May be called again for a model. Never raises."""
+        if self._session is None or model in self._session.watched:
+            return
+        try:
+            self._session.watched[model] = evaluation.watch(model, self._session.phases.evaluates)
+        except Exception as err:
+            logger.warning("unickpt: evaluations are not seen, training is not affected (%s: %s)", type(err).__name__, err)
 
     def _forget(self) -> None:
         """Remove all hooks in a forked child: the ring belongs to the parent."""
@@ -248,6 +269,7 @@ class ProcessTiming:
 _process = ProcessTiming()  # the hooks of torch and of the frameworks exist once per process, and so does their owner
 start, stop, stepped, in_phase, folder = _process.start, _process.stop, _process.stepped, _process.in_phase, _process.folder
 checkpoint_io, memory_status, time_layers = _process.checkpoint_io, _process.memory_status, _process.time_layers
+watch_evaluation, evaluates = _process.watch_evaluation, _process.evaluates
 
 
 def _folder(given: Path | None, named: Path | None, job: str) -> Path:

@@ -16,7 +16,13 @@ from unickpt.diagnosis.recording.records import Op, Phase
 
 SHORTEST_NS = 500_000  # shortest pause or wait that is recorded
 
+_TRAINING = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 _now = time.monotonic_ns
+
+
+def outside(before: int, phase: Phase) -> int:
+    """Return the phase after one that began in ``before``. Training ends an evaluation."""
+    return int(Phase.UNKNOWN) if before == Phase.EVALUATION and phase in _TRAINING else before
 
 
 class PhaseHooks:
@@ -84,6 +90,11 @@ class PhaseHooks:
         self._recorder.publish()
         return before
 
+    def evaluates(self) -> None:
+        """Enter the phase of evaluation, unless the rank is in another one. It lasts until training goes on."""
+        if self._recorder.state.phase == Phase.UNKNOWN:
+            self.phase(Phase.EVALUATION)
+
     def _collects(self, phase: str, _info: dict[str, int]) -> None:
         if phase == "start":
             self._collecting_since = _now()
@@ -94,7 +105,7 @@ class PhaseHooks:
                 self._recorder.moment(Op.GARBAGE, begin, end)
 
     def _optimizer_begins(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._before.append(self.phase(Phase.OPTIMIZER))
+        self._before.append(outside(self.phase(Phase.OPTIMIZER), Phase.OPTIMIZER))
 
     def _optimizer_ends(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._before:
