@@ -210,10 +210,15 @@ class Job:
 
         return output, functools.partial(loss)
 
-    def train(self, steps: int) -> list[float]:
-        """Train, and return the mean loss of the global batch of every step, on every rank."""
+    def train(self, steps: int, before_step: Callable[[int], None] | None = None) -> list[float]:
+        """Train, and return the mean loss of the global batch of every step, on every rank.
+
+        ``before_step`` is called with the number of the step.
+        """
         losses = []
         for _ in range(steps):
+            if before_step is not None:
+                before_step(self.step)
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()

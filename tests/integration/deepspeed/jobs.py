@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.utils import groups
 
 from tests.integration.deepspeed.model import Model, batch
+from tests.support.rounding import move_weights
 
 BATCH = 12
 
@@ -96,11 +97,18 @@ def build(
     return engine
 
 
-def train(engine: Any, steps: int) -> list[float]:
-    """Train further, and return the global losses. The data depend only on the global step."""
+def train(engine: Any, steps: int, *, moved: int | None = None) -> list[float]:
+    """Train further, and return the global losses. The data depend only on the global step.
+
+    With a seed ``moved``, the weights move by one unit in the last place before each step (``tests/support/rounding.py``).
+    """
     rank, world, tensors = dist.get_rank(), dist.get_world_size(), max(int(engine.autotp_size()), 1)
     losses = []
-    for _ in range(steps):
+    for step in range(steps):
+        if moved is not None:
+            move_weights(
+                (p.ds_tensor if hasattr(p, "ds_tensor") else p for p in engine.module.parameters()), 100 * moved + step
+            )
         loss = engine(*batch(engine.global_steps, BATCH, rank // tensors, world // tensors))
         engine.backward(loss)
         engine.step()

@@ -186,9 +186,12 @@ def load(folder: Path, name: str, target: str, **_options: str) -> None:
     where, client = engine.load_checkpoint(str(folder / name), tag="converted")
     truth = torch.load(folder / f"{name}.truth", weights_only=False)
     problems = differences(truth, consolidated(engine, STATES), ignore=("weight/",) if precision == "fp32" else ())
-    losses = train(engine, 3)
+    losses, moved = train(engine, 3), []
+    for seed in range(2):
+        engine.load_checkpoint(str(folder / name), tag="converted")
+        moved.append(train(engine, 3, moved=seed))
     if dist.get_rank() == 0:
-        found = {"where": where, "note": client["note"], "problems": problems, "losses": losses}
+        found = {"where": where, "note": client["note"], "problems": problems, "losses": losses, "moved": moved}
         (folder / f"{name}.loaded").write_text(json.dumps(found))
 
 

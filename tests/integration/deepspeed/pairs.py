@@ -15,6 +15,7 @@ from tests.integration.deepspeed.megatron_names import MegatronLayout
 from tests.integration.deepspeed.pipeline_names import PipelineLayout
 from tests.integration.deepspeed.tensor_expert_names import TensorExpertLayout
 from tests.integration.deepspeed.tensor_names import TensorLayout
+from tests.support.rounding import limit_of
 from unickpt.testing.launch import fork_ranks
 
 AnyLayout = (
@@ -22,8 +23,6 @@ AnyLayout = (
 )
 Pairs = Sequence[tuple[AnyLayout, AnyLayout]]
 STEPS_BEFORE = 3
-NOISE_FACTOR = 2.0  # see ``test_matrix.py``
-FP32_ULP = 4.8e-7  # 2**-21, of a loss between 4 and 8
 
 
 def run(
@@ -79,7 +78,7 @@ def strayed(pairs: Pairs, folder: Path) -> dict[tuple[str, str], tuple[float, fl
         after = found[source.name, target.name]["losses"]
         difference = max(abs(x - y) for x, y in zip(after, _losses(folder, source.name)[STEPS_BEFORE:], strict=True))
         exact = source == target and source.precision == "fp32"  # in bf16, engines that a process had before have an effect
-        limit = 0.0 if exact else NOISE_FACTOR * noise[source.precision, target.precision] + FP32_ULP
+        limit = 0.0 if exact else limit_of(noise[source.precision, target.precision], max(after))
         if difference > limit:
             out[source.name, target.name] = (difference, limit)
     return out

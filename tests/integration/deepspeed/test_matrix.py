@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.integration.deepspeed.jobs import STEPS_BEFORE, Layout, layouts
+from tests.support.rounding import limit_of
 from unickpt.testing.launch import fork_ranks
 
 FULL = os.environ.get("UNICKPT_FULL_MATRIX") == "1"
@@ -25,8 +26,6 @@ pytestmark = [pytest.mark.timeout(3 * 3600)] if FULL else []
 WORLDS = (1, 2, 3, 4)
 # Rounding differs from layout to layout. Two uninterrupted runs show by how much; a resumed run
 # follows the one and then the other, so it may stray a little further than they are apart.
-NOISE_FACTOR = 2.0
-FP32_ULP = 4.8e-7  # 2**-21, of a loss between 4 and 8
 
 
 def pairs() -> list[tuple[Layout, Layout]]:
@@ -117,7 +116,8 @@ def test_losses_continue_as_in_an_uninterrupted_run(folder: Path, world: int) ->
         # The first loss depends on the loaded weights alone. Weights are rounded if the dtype changes, and only then.
         first = equal_weights[pair] if pair[0] == pair[1] else anywhere[pair]
         limits = [
-            0.0 if source == target else NOISE_FACTOR * each + FP32_ULP for each in (first, anywhere[pair], anywhere[pair])
+            0.0 if source == target else limit_of(each, max(losses(folder, source)))
+            for each in (first, anywhere[pair], anywhere[pair])
         ]
         if any(difference > limit for difference, limit in zip(differences, limits, strict=True)):
             strayed[f"{source} -> {target}"] = (differences, limits)

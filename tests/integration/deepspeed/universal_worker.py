@@ -87,7 +87,12 @@ def load(folder: Path) -> None:
         _load_untrained(engine, exported)
         problems += differences(*comparable(truth, consolidated(engine, STATES), source, layout))
         losses = train(engine, STEPS_AFTER)
-        results.append({"source": source.name, "target": layout.name, "problems": problems, "left": left, "losses": losses})
+        engine.load_checkpoint(str(exported))
+        _load_untrained(engine, exported)
+        moved = train(engine, STEPS_AFTER, moved=1)
+        results.append({
+            "source": source.name, "target": layout.name, "problems": problems, "left": left, "losses": losses, "moved": moved,
+        })  # fmt: skip
         engine.destroy()
     if dist.get_rank() == 0:
         (folder / f"loaded-w{dist.get_world_size()}.json").write_text(json.dumps(results))

@@ -28,6 +28,7 @@ from unickpt.testing.launch import leave
 
 from megatron_unickpt.testing.layouts import Layout, worlds
 from megatron_unickpt.testing.truth import consolidated, differences, in_a_group
+from tests.integration.megatron.moved import moved_losses
 from tests.support.turns import in_turn
 
 Pairs = list[tuple[Layout, Layout]]
@@ -44,9 +45,10 @@ def save_one(folder: Path, layout: Layout) -> None:
     truth = consolidated(job, folder / "scratch")
     groups = job.hyperparameters()
     after = job.train(STEPS_AFTER)
+    moved = moved_losses(job, folder / layout.name, len(before), STEPS_AFTER)
     if dist.get_rank() == 0:
         torch.save(truth, folder / f"{layout.name}.truth")
-        (folder / f"{layout.name}.json").write_text(json.dumps({"losses": before + after, "groups": groups}))
+        (folder / f"{layout.name}.json").write_text(json.dumps({"losses": before + after, "groups": groups, "moved": moved}))
 
 
 def load_one(folder: Path, source: Layout, target: Layout, seed: int) -> dict[str, Any] | None:
