@@ -1,8 +1,8 @@
 """How far rounding alone sets the losses of one training apart: measured by the test that compares them, never a constant.
 
-Another layout adds the same numbers in another order, and another processor has other kernels. To first order a computation that
-rounds otherwise is the exact computation on inputs that differ in the last place (Higham, Accuracy and Stability of Numerical
-Algorithms, section 1.5). So a test trains again from the same state and moves every weight by one unit in the last place before
+Another layout adds the same numbers in another order, and another processor has other kernels. To first order a computation
+that rounds otherwise is the exact computation on inputs that differ in the last place (Higham, Accuracy and Stability of
+Numerical Algorithms, section 1.5). So a test trains again from the same state and moves every weight in the last place before
 each step, or it trains without interruption under a second layout. The losses of both show what rounding does here.
 A sum of some hundred terms in float32 is off by some units, so float32 moves by more than one.
 """

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.integration.hf.jobs import ResumedRun, assert_same_state, recorded, run, shipped
+from tests.support.rounding import assert_continues, in_steps
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(400)]
 
@@ -29,7 +30,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> ResumedRun:
     run("train_accelerate", 2, source, accelerate_json("hf_zero2_auto"), *COMMON, launcher=True)
     resume = ("--resume", str(source / f"step-{SAVED}"))
     run("train_accelerate", 1, target, accelerate_json("hf_zero3_auto"), *COMMON, *resume, launcher=True)
-    return ResumedRun(source, target, SAVED)
+    unsaved = ("--max_steps", str(STEPS), "--save_steps", "99")
+    run("train_accelerate", 1, work / "zero2x1", accelerate_json("hf_zero2_auto"), *unsaved, launcher=True)
+    return ResumedRun(source, target, SAVED, work / "zero2x1")
 
 
 def test_weights_and_moments_are_equal_bit_for_bit_after_load_state(runs: ResumedRun) -> None:
@@ -40,12 +43,13 @@ def test_weights_and_moments_are_equal_bit_for_bit_after_load_state(runs: Resume
 
 
 def test_losses_equal_those_of_an_uninterrupted_run(runs: ResumedRun) -> None:
-    """In fp32 they differ by two units in the last place, because of another order of addition."""
     _, uninterrupted = recorded(runs.uninterrupted, "end")
     _, resumed = recorded(runs.resumed, "end")
     assert resumed["lr"] == uninterrupted["lr"]
     expected = {step: loss for step, loss in uninterrupted["losses"].items() if int(step) > SAVED}
-    assert resumed["losses"] == pytest.approx(expected, abs=1e-5, rel=0)
+    _, elsewhere = recorded(runs.elsewhere, "end")
+    assert resumed["losses"].keys() == expected.keys()
+    assert_continues(*(in_steps(each, sorted(expected)) for each in (resumed["losses"], expected, elsewhere["losses"])))
 
 
 def test_accelerates_folder_holds_a_universal_checkpoint(runs: ResumedRun) -> None:

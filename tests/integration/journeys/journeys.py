@@ -11,6 +11,7 @@ import torch
 
 from tests.integration.journeys.families import huggingface_model, rows
 from tests.integration.journeys.station import SEED
+from tests.support.rounding import limit_of
 from unickpt.testing.launch import fork_ranks
 from unickpt.cli.main import main
 from unickpt.load.checkpoint import Checkpoint
@@ -49,11 +50,20 @@ def exported(checkpoint: Path, folder: Path, like: Path, *, dtype: torch.dtype =
     return _logits(AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype))
 
 
+def rounding_of_logits(family: str) -> float:
+    """Return how far rounding sets the logits of the initial model apart, as ``apart`` does.
+
+    Float64 shows by how much float32 is off.
+    """
+    model = huggingface_model(family, seed=SEED)
+    return limit_of(apart(_logits(model), _logits(model.double())), 1.0)
+
+
 def _logits(model: Any) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
-        found: torch.Tensor = model(rows(0)[:, :-1]).logits.float()
-    return found
+        found: torch.Tensor = model(rows(0)[:, :-1]).logits
+    return found if found.dtype == torch.float64 else found.float()
 
 
 def apart(one: Any, other: Any) -> float:
@@ -75,11 +85,11 @@ def travelled(folder: Path, family: str, precision: str, stations: list[Station]
     return found
 
 
-def uninterrupted(folder: Path, family: str, precision: str, steps: int, begin: Path) -> list[float]:
+def uninterrupted(folder: Path, family: str, precision: str, steps: int, begin: Path, *, ranks: int = 2) -> list[float]:
     """Return the losses of one DeepSpeed job with all steps."""
     folder.mkdir(parents=True)
     arguments = ("deepspeed", "zero1", family, precision, str(begin), str(folder), str(steps), "0")
-    fork_ranks(2, "tests.integration.journeys.station", *arguments)
+    fork_ranks(ranks, "tests.integration.journeys.station", *arguments)
     losses: list[float] = json.loads((folder / "station.json").read_text())["losses"]
     return losses
 
