@@ -5,7 +5,7 @@ precision_job JSON
 The JSON has ``kind`` (``deepspeed`` or ``megatron``), ``rings``, ``steps``, ``layers`` (seconds that each layer sleeps forward,
 twice as long backward), ``slow`` (ranks whose layers sleep ``SLOW`` times as long, and half of that in bf16), ``layout`` of
 Megatron, and ``plan``, a file of ``unickpt plan precision`` or ''. With ``save``, the job saves there at the end. With
-``load``, it resumes from there. The last rank prints its losses and its step times.
+``load``, it resumes from there. The last rank prints its losses, its step times, and what its layers were to sleep in a step.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Net(torch.nn.Module):
         return (x - target).square().mean()
 
 
-def deepspeed_job(asked: dict[str, Any], slow: bool) -> tuple[Step, Callable[[], None]]:
-    """Return a step, and a save at the end."""
+def deepspeed_job(asked: dict[str, Any], slow: bool) -> tuple[Step, Callable[[], None], SleepingLayers]:
+    """Return a step, a save at the end, and the layers."""
     import deepspeed
 
     torch.manual_seed(1)
     net = Net(len(asked["layers"]))
-    _sleep(list(net.layers), asked["layers"], slow)
+    sleeping = _sleeping(list(net.layers), asked["layers"], slow)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -69,11 +69,11 @@ def deepspeed_job(asked: dict[str, Any], slow: bool) -> tuple[Step, Callable[[],
     def save() -> None:
         assert engine.save_checkpoint(asked["save"])
 
-    return step, save
+    return step, save, sleeping
 
 
-def megatron_job(asked: dict[str, Any], slow: bool) -> tuple[Step, Callable[[], None]]:
-    """Return a step, and a save at the end."""
+def megatron_job(asked: dict[str, Any], slow: bool) -> tuple[Step, Callable[[], None], SleepingLayers]:
+    """Return a step, a save at the end, and the layers."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     import megatron_unickpt
@@ -85,17 +85,18 @@ def megatron_job(asked: dict[str, Any], slow: bool) -> tuple[Step, Callable[[], 
     job = jobs.Job(Layout.parse(asked["layout"]), width=WIDTH)
     megatron_unickpt.time_collectives(TimingOptions(enabled=True, watch=False, folder=asked["rings"], layers_every=EVERY))
     layers = [each for chunk in job.chunks for each in chunk.modules() if isinstance(each, TransformerLayer)]
-    _sleep(layers, [asked["layers"][each.layer_number - 1] for each in layers], slow)
+    sleeping = _sleeping(layers, [asked["layers"][each.layer_number - 1] for each in layers], slow)
     if asked["plan"]:
         megatron_unickpt.apply_precision(job.chunks, asked["plan"])
     if asked["load"]:
         megatron_unickpt.load(asked["load"], job.chunks, job.optimizer)
-    return lambda: job.train(1)[0], lambda: megatron_unickpt.save(asked["save"], job.chunks, job.optimizer)
+    return lambda: job.train(1)[0], lambda: megatron_unickpt.save(asked["save"], job.chunks, job.optimizer), sleeping
 
 
-def _sleep(layers: list[torch.nn.Module], seconds: list[float], slow: bool) -> None:
+def _sleeping(layers: list[torch.nn.Module], seconds: list[float], slow: bool) -> SleepingLayers:
     sleeping = SleepingLayers(layers, [each * (SLOW if slow else 1.0) for each in seconds])
     sleeping.low = 1 / SPEEDUP
+    return sleeping
 
 
 def before_forks(arguments: list[str]) -> None:
@@ -119,7 +120,7 @@ def main() -> None:
     else:
         dist.init_process_group("gloo")
     made = deepspeed_job if asked["kind"] == "deepspeed" else megatron_job
-    step, save = made(asked, dist.get_rank() in asked["slow"])
+    step, save, sleeping = made(asked, dist.get_rank() in asked["slow"])
     gc.collect()
     gc.freeze()
     losses, took = [], []
@@ -130,7 +131,7 @@ def main() -> None:
     if asked["save"]:
         save()
     if dist.get_rank() == dist.get_world_size() - 1:
-        print_result("RUN", json.dumps({"losses": losses, "steps_s": took}))
+        print_result("RUN", json.dumps({"losses": losses, "steps_s": took, "asked_s": sleeping.asked_s / asked["steps"]}))
     dist.barrier()
     session.stop()
     leave()

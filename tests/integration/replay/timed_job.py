@@ -28,22 +28,23 @@ class SleepingLayers:
     Attributes:
         factor: multiplies it.
         low: multiplies it for a layer whose output is in bf16.
+        asked_s: sum of what the layers were to sleep, which does not depend on the machine.
     """
 
     def __init__(self, layers: Iterable[torch.nn.Module], seconds: float | Sequence[float]) -> None:
-        self.factor = self.low = 1.0
+        self.factor, self.low, self.asked_s = 1.0, 1.0, 0.0
         sleeping = self
 
         class Sleep(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, x: torch.Tensor, own_s: float) -> torch.Tensor:
                 ctx.own_s = own_s
-                time.sleep(own_s * sleeping.factor)
+                sleeping.sleep(own_s)
                 return x.view_as(x)
 
             @staticmethod
             def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-                time.sleep(2 * ctx.own_s * sleeping.factor)
+                sleeping.sleep(2 * ctx.own_s)
                 return grad, None
 
         def after(own_s: float) -> Callable[[Any, Any, Any], Any]:
@@ -56,6 +57,10 @@ class SleepingLayers:
 
         for at, layer in enumerate(layers):
             layer.register_forward_hook(after(seconds if isinstance(seconds, float) else seconds[at]))
+
+    def sleep(self, seconds: float) -> None:
+        self.asked_s += seconds * self.factor
+        time.sleep(seconds * self.factor)
 
 
 def deepspeed_job(layout: str, rings: str, seconds: float, **timing: Any) -> tuple[Callable[[], Any], SleepingLayers]:
