@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 Key = TypeVar("Key")
-FACTOR = 4.0  # few runs are a small sample of what rounding does,
+FACTOR = 8.0  # few runs are a small sample of what rounding does,
 UNITS = 8  # and they may agree by chance
 FP32_UNIT = 2.0**-23  # relative
 MOVED = {torch.float32: 16, torch.float64: 16}  # units in the last place; others: one, because their sums are in float32

@@ -100,15 +100,12 @@ def build(
 def train(engine: Any, steps: int, *, moved: int | None = None) -> list[float]:
     """Train further, and return the global losses. The data depend only on the global step.
 
-    With a seed ``moved``, the weights move by one unit in the last place before each step (``tests/support/rounding.py``).
+    With a seed ``moved``, the weights move in the last place before each step (``tests/support/rounding.py``).
     """
     rank, world, tensors = dist.get_rank(), dist.get_world_size(), max(int(engine.autotp_size()), 1)
     losses = []
     for step in range(steps):
-        if moved is not None:
-            move_weights(
-                (p.ds_tensor if hasattr(p, "ds_tensor") else p for p in engine.module.parameters()), 100 * moved + step
-            )
+        move(engine, moved, step)
         loss = engine(*batch(engine.global_steps, BATCH, rank // tensors, world // tensors))
         engine.backward(loss)
         engine.step()
@@ -118,6 +115,13 @@ def train(engine: Any, steps: int, *, moved: int | None = None) -> list[float]:
         dist.all_reduce(total)
         losses.append(total.item() / world)
     return losses
+
+
+def move(engine: Any, seed: int | None, step: int) -> None:
+    """Move the weights of an engine in the last place, unless there is no seed. Ranks with copies of a weight move it alike."""
+    if seed is not None:
+        held = (p.ds_tensor if hasattr(p, "ds_tensor") else p for p in engine.module.parameters())
+        move_weights(held, 100 * seed + step)
 
 
 def in_a_group(work: Callable[[], None]) -> None:

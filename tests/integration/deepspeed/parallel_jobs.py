@@ -12,7 +12,7 @@ import torch.nn.functional as functional
 from deepspeed import comm as dist
 from deepspeed.utils import groups
 
-from tests.integration.deepspeed.jobs import BATCH
+from tests.integration.deepspeed.jobs import BATCH, move
 from tests.integration.deepspeed.model import VOCABULARY, batch
 from tests.integration.deepspeed.truth import Truth
 
@@ -57,10 +57,14 @@ def _micro_batches(step: int, rank: int, world: int) -> Iterator[tuple[torch.Ten
     yield from zip(tokens.split(MICRO), targets.split(MICRO), strict=True)
 
 
-def train(engine: Any, steps: int) -> list[float]:
-    """Train a pipeline or a plain module further, and return the global losses. The data depend only on the global step."""
+def train(engine: Any, steps: int, *, moved: int | None = None) -> list[float]:
+    """Train a pipeline or a plain module further, and return the global losses. The data depend only on the global step.
+
+    With a seed ``moved``, the weights move in the last place before each step (``tests/support/rounding.py``).
+    """
     losses, data = [], engine.seq_data_parallel_group
-    for _ in range(steps):
+    for step in range(steps):
+        move(engine, moved, step)
         own = _micro_batches(engine.global_steps, dist.get_rank(group=data), dist.get_world_size(group=data))
         if engine.pipeline_parallelism:
             losses.append(float(engine.train_batch(own)))

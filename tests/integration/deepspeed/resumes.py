@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import pytest
 import torch
 from deepspeed import comm as dist
 
 from tests.integration.deepspeed.jobs import Layout, build, scramble, train
 from tests.integration.deepspeed.model import Model
 from tests.integration.deepspeed.truth import consolidated, differences
+from tests.support.rounding import assert_continues
 
 ADAM = ("exp_avg", "exp_avg_sq")
 
@@ -33,10 +33,25 @@ def assert_resumes(
     assert path is not None
     problems = differences(truth, consolidated(target, states), ignore=ignore)
     assert problems == [], problems
-    a, b = train(source, 2), train(target, 2)
-    assert a == pytest.approx(b, abs=2e-6), (a, b)
+    assert_trains_on(target, train(source, 2), folder, **load)
     found: dict[str, Any] = client_state
     return found
+
+
+def assert_trains_on(engine: Any, expected: list[float], folder: Path, *, training: Any = train, **load: Any) -> None:
+    """Train an engine that has loaded a checkpoint, and compare its losses with the expected ones within rounding.
+
+    What rounding does is measured: the engine loads the checkpoint again, and trains with weights that move in the last place.
+
+    Args:
+        engine: it continues in an undefined state.
+        expected: losses of the next steps in another layout.
+        folder, load: arguments of ``load_checkpoint``.
+        training: as ``jobs.train``.
+    """
+    found = training(engine, len(expected))
+    engine.load_checkpoint(str(folder), **load)
+    assert_continues(found, expected, found, training(engine, len(expected), moved=1))
 
 
 def assert_weights_equal(a: Any, b: Any) -> None:

@@ -11,10 +11,10 @@ import torch
 from deepspeed import comm as dist
 
 import ds_unickpt
-from tests.integration.deepspeed.jobs import BATCH, build
+from tests.integration.deepspeed.jobs import BATCH, build, move
 from tests.integration.deepspeed.logs import Log
 from tests.integration.deepspeed.model import batch
-from tests.integration.deepspeed.resumes import ADAM, here
+from tests.integration.deepspeed.resumes import ADAM, assert_trains_on, here
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences
 from unickpt.errors import ConfigError
@@ -45,11 +45,12 @@ def sizes(engine: Any) -> tuple[int, int, int]:
     return engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
 
 
-def train(engine: Any, steps: int) -> list[float]:
+def train(engine: Any, steps: int, *, moved: int | None = None) -> list[float]:
     """Train on the micro batches that the engine's own sizes give this rank, and return the losses of the global batches."""
     rank, world, (_, micro, accumulation) = dist.get_rank(), dist.get_world_size(), sizes(engine)
     losses = []
-    for _ in range(steps):
+    for step in range(steps):
+        move(engine, moved, step)
         tokens, targets = batch(engine.global_steps, BATCH, 0, 1)
         total = torch.zeros(1)
         for at in range(accumulation):
@@ -86,7 +87,7 @@ def every_spelling_keeps_the_global_batch_of_the_checkpoint(folder: Path) -> Non
         logged = [line for line in log.lines if "resumed at" in line]
         line = "resumed at step 2 after 24 samples: world 1 -> 2, global batch 12, micro batch 3, accumulation 4 -> 2"
         assert logged == ([f"unickpt: {line}"] if dist.get_rank() == 0 else []), log.lines
-    assert train(engine, 2) == pytest.approx(expected, abs=2e-6)
+    assert_trains_on(engine, expected, before / "out", training=train)
 
 
 @scenario(2)

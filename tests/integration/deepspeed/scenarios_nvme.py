@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import pytest
 import torch
 import torch.nn.functional as functional
 from deepspeed import comm as dist
@@ -16,7 +15,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from tests.integration.deepspeed.jobs import build, config, scramble, train
 from tests.integration.deepspeed.model import VOCABULARY
-from tests.integration.deepspeed.resumes import ADAM, here
+from tests.integration.deepspeed.resumes import ADAM, assert_trains_on, here
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences
 
@@ -65,23 +64,23 @@ def _there_and_back(folder: Path, precision: str, **zero: Any) -> None:
     assert source.save_checkpoint(str(folder / "a")) is True
     assert source.checkpoint_engine.last_save.committed, source.checkpoint_engine.last_save
     truth = consolidated(source, ADAM)
-    losses, allowed = train(source, 2), 1e-4 if precision == "fp32" else 5e-3  # DeepSpeedCPUAdam rounds otherwise after a load
+    losses = train(source, 2)
     target = _engine(folder, 2, precision, stage=2, offload_optimizer={"device": "cpu"})
     scramble(target)
     target.load_checkpoint(str(folder / "a"))
     assert differences(truth, consolidated(target, ADAM), ignore=("groups",)) == []
     assert target.save_checkpoint(str(folder / "b")) is True
     # only the weights: with swapped states, DeepSpeed 0.19.8 itself has other gradients than without
-    assert train(target, 1) == pytest.approx(losses[:1], abs=2e-6 if precision == "fp32" else 2e-3)
+    assert_trains_on(target, losses[:1], folder / "a")
     for seed, place, trained in ((3, "a", 0), (4, "a", 1), (5, "b", 0)):
         again = _engine(folder, seed, precision, **zero)
         train(again, trained)
         again.load_checkpoint(str(folder / place))
         assert differences(truth, consolidated(again, ADAM), ignore=("groups",)) == [], (seed, place)
         assert again.save_checkpoint(str(folder / f"again{seed}")) is True
-        further = train(again, 2)
-        assert further[0] == losses[0], (seed, place, further, losses)
-        assert further[1] == pytest.approx(losses[1], abs=allowed), (seed, place, further, losses)
+        assert train(again, 1) == losses[:1], (seed, place)
+        again.load_checkpoint(str(folder / place))
+        assert_trains_on(again, losses, folder / place)  # DeepSpeedCPUAdam rounds otherwise after a load
 
 
 def _swapped(folder: Path, kind: str) -> list[str]:

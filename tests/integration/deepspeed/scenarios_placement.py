@@ -10,7 +10,6 @@ import unittest
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
@@ -18,6 +17,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 from tests.integration.deepspeed.jobs import BATCH, Layout, build, scramble, train
 from tests.integration.deepspeed.logs import Log
 from tests.integration.deepspeed.model import Model, batch
+from tests.integration.deepspeed.resumes import assert_trains_on
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences, optimizer_of
 from unickpt.load.checkpoint import Checkpoint
@@ -211,7 +211,7 @@ def a_load_while_states_are_offloaded(folder: Path) -> None:
                 assert differences({k: truth[k] for k in found}, found, ignore=("groups",)) == [], (stage, include, trained)
                 target.save_checkpoint(str(folder / "again"), tag="again")
                 assert lost(truth, stored(folder / "again" / "again")) == [], (stage, include, trained)
-                assert train(target, 1) == pytest.approx(train(_fresh(folder, stage), 1), abs=2e-6)
+                assert train(target, 1) == train(_fresh(folder, stage), 1), (stage, include, trained)
 
 
 def _fresh(folder: Path, stage: int) -> Any:
@@ -304,7 +304,10 @@ def muon_between_all_stages(folder: Path) -> None:
             again = momenta(folder / f"{a}{b}" / "global_step3")
             assert again.keys() == saved[a][0].keys()
             assert [k for k in again if not torch.equal(again[k], saved[a][0][k])] == [], (a, b)
-            assert train(target, 2) == pytest.approx(saved[a][2], abs=2e-3 if a != b else 0)
+            if a == b:
+                assert train(target, 2) == saved[a][2]
+            else:
+                assert_trains_on(target, saved[a][2], folder / str(a))
     _muon_of_another_world(folder, {stage: losses for stage, (_, _, losses) in saved.items()})
 
 
@@ -323,7 +326,7 @@ def _muon_of_another_world(folder: Path, losses: dict[int, list[float]]) -> None
             first, again = momenta(other / str(a) / "global_step3"), momenta(folder / f"w{a}{b}" / "global_step3")
             assert first.keys() == again.keys()
             assert [k for k in first if not torch.equal(first[k], again[k])] == [], (a, b)
-            assert train(target, 2) == pytest.approx(expected, abs=2e-3)
+            assert_trains_on(target, expected, other / str(a))
 
 
 @scenario(2)
@@ -346,4 +349,5 @@ def muon_momenta_in_all_layouts(folder: Path) -> None:
         first, again = (momenta(p / "global_step2") for p in (place, place / "again"))
         assert first.keys() == again.keys(), (a, b, sorted(first.keys() ^ again.keys()))
         assert [k for k in first if not torch.equal(first[k].to(again[k].dtype), again[k])] == [], (a, b)
-        assert train(target, 2) == pytest.approx(train(source, 2), abs=0 if a == b else 0.2)  # they clip at different points
+        if a == b:  # the others clip at different points
+            assert train(target, 2) == train(source, 2)

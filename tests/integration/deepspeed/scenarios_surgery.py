@@ -6,13 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from deepspeed import comm as dist
 
 from tests.integration.deepspeed import model as model_module
 from tests.integration.deepspeed.jobs import Layout, build, scramble, train
 from tests.integration.deepspeed.model import Model
+from tests.integration.deepspeed.resumes import assert_trains_on
 from tests.integration.deepspeed.scenario_worker import scenario
 from unickpt.cli.main import main
 from unickpt.load.checkpoint import Checkpoint
@@ -59,7 +59,7 @@ def a_renamed_checkpoint_continues_like_the_original(folder: Path) -> None:
     arguments = ["--rename", "blocks.{i}.*=layers.{i}.*"]
     assert main(["edit", str(folder / "a"), str(folder / "b" / TAG), *arguments]) == 0
     target = _loaded(folder / "b", 1, _Renamed())
-    assert train(source, 2) == pytest.approx(train(target, 2), abs=1e-6)
+    assert_trains_on(target, train(source, 2), folder / "b", tag=TAG)
 
 
 @scenario(1)
