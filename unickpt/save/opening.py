@@ -142,8 +142,14 @@ def refusal(here: Message, there: Message, rank: int) -> Failure | None:
 
 def _difference(here: Message, there: Message, rank: int) -> Failure | None:
     """Return which arguments of a rank differ from those of the coordinator, or None."""
-    differing = [name for name in there if here.get(name) != there[name]]
+    names = [name for name in there if name != "resolved" and not (name == "save_dir" and _is_same_folder(here, there))]
+    differing = [name for name in names if here.get(name) != there[name]]
     if not differing:
         return None
     found = "; ".join(f"{name} is {here.get(name)!r} on this rank and {there[name]!r} on rank 0" for name in differing)
     return Failure(FailureKind.ARGUMENTS, rank, text=found)
+
+
+def _is_same_folder(here: Message, there: Message) -> bool:
+    """Whether two ranks name one folder: by the same path, which hosts may link to different mounts, or by two links to it."""
+    return here.get("save_dir") == there["save_dir"] or here.get("resolved") == there["resolved"]

@@ -201,8 +201,8 @@ class SaveRequest:
 
     @property
     def arguments(self) -> Message:
-        """The arguments that must be equal on all ranks."""
-        return {"save_dir": resolved(self.save_dir), "tag": self.tag, **self.must_match}
+        """The arguments that must be equal on all ranks. ``resolved`` is another name of ``save_dir``, which may differ."""
+        return {"save_dir": self.save_dir, "resolved": resolved(self.save_dir), "tag": self.tag, **self.must_match}
 
 
 class PendingSave(Pending[SaveResult]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from unickpt.errors import FormatError
 from unickpt.format.manifest import OptimizerRecord, ParameterGroup, merge_optimizers, optimizer_from_json
 from unickpt.save.agreement import message_of, notes_of
 from unickpt.save.fingerprints import fingerprints
+from unickpt.save.opening import refusal
+from unickpt.save.requests import SaveRequest
+from unickpt.save.shards import Contribution
 
 
 def test_fingerprints_are_equal_only_for_equal_bits() -> None:
@@ -52,6 +56,28 @@ def test_differences_are_named_once_with_all_their_ranks() -> None:
     assert buffers == f"differs between rank 1, 2 and rank 0: buffer mean, buffer count. {follows}"
     assert scalars == "differs between rank 3 and rank 0: scalars. Kept per rank."
     assert notes_of([message_of((), None)] * 3) == ()
+
+
+def test_ranks_name_one_folder_by_one_path_or_by_links_to_one_place(tmp_path: Path) -> None:
+    """The path may be linked to other mounts of one file system on other hosts."""
+
+    def arguments(path: str, resolved: str, tag: str = "step1") -> dict[str, str]:
+        return {"save_dir": path, "resolved": resolved, "tag": tag}
+
+    assert refusal(arguments("/ck", "/mnt/a/ck"), arguments("/ck", "/mnt/b/ck"), 1) is None
+    assert refusal(arguments("/one", "/mnt/a/ck"), arguments("/two", "/mnt/a/ck"), 1) is None
+    failure = refusal(arguments("/one", "/mnt/a/one"), arguments("/two", "/mnt/a/two", "step2"), 1)
+    assert failure is not None
+    assert failure.text == (
+        "save_dir is '/one' on this rank and '/two' on rank 0; tag is 'step1' on this rank and 'step2' on rank 0"
+    )
+    (tmp_path / "link").symlink_to(tmp_path)
+    made = SaveRequest(_nothing, str(tmp_path / "link"), "step1").arguments
+    assert (made["save_dir"], made["resolved"]) == (str(tmp_path / "link"), str(tmp_path.resolve()))
+
+
+def _nothing(_: object) -> Contribution:
+    raise AssertionError("nothing is saved")
 
 
 def test_names_of_compiled_modules_are_plain_unless_that_is_another_ones_name() -> None:
