@@ -334,10 +334,13 @@ def _load(
 
 
 def _check_owner(ours: UnickptCheckpointEngine, checkpoint: Checkpoint, directory: str) -> None:
-    """Raise MismatchError if the checkpoint is one of another model of this job."""
+    """Raise MismatchError if the checkpoint is one of another model of this job, and warn if it may be one."""
     refused = ours.owners.load_refusal(ours.owner, checkpoint.manifest)
     if refused:
         raise MismatchError(f"{directory}: {refused}")
+    notice = ours.owners.load_notice(ours.owner, checkpoint.manifest)
+    if notice:
+        logger.warning("unickpt: %s: %s", directory, notice)
 
 
 def _unclaimed(meet: Rendezvous, loading: restore.EngineRestore) -> list[str]:

@@ -127,6 +127,9 @@ def load(
             refused = runtime.owners.load_refusal(owner, checkpoint.manifest)
             if refused:
                 raise MismatchError(f"{checkpoint_dir}: {refused}")
+            notice = runtime.owners.load_notice(owner, checkpoint.manifest)
+            if notice:
+                logger.warning("unickpt: %s: %s", checkpoint_dir, notice)
         state = adapt(checkpoint, sharded_state_dict) if adapt else sharded_state_dict
         return checkpoint, _Request.of(optimizer_forms.to_load(state, checkpoint))
 

@@ -61,7 +61,8 @@ def assert_continues(found: Sequence[float], expected: Sequence[float], *runs: S
     Args:
         found: the losses in question.
         expected: losses of the same steps without interruption.
-        runs: what ``rounding_limit`` measures: without others, ``expected`` is one of them.
+        runs: what ``rounding_limit`` measures. Beside one other run, ``expected`` is the second. ``found`` is never one of
+            them, because a wrong one would explain itself.
     """
     limit = rounding_limit(*(runs if len(runs) > 1 else (expected, *runs)))
     apart = [abs(a - b) for a, b in zip(found, expected, strict=True)]

@@ -138,9 +138,6 @@ class Owners:
             return ""
         if stored.name and own.name:
             return "" if stored.name == own.name else _not_mine(stored, own)
-        other = self._holder(stored.lineage, owner)
-        if other is not None and owner.made_s < other.loaded.get(stored.lineage, 0.0):
-            return f"{_not_mine(stored, own)} Another model of this process has loaded it before: {self.origin(other)}."
         if stored.lineage in self._lineages or stored.count < 2 or own.name:
             return ""
         if (stored.count, stored.number) == (own.count, own.number) or stored.count != own.count:
@@ -148,6 +145,21 @@ class Owners:
         gc.collect()  # a model of which only garbage is left does not count
         own = self.origin(owner)
         return _not_mine(stored, own) if stored.count == own.count and stored.number != own.number else ""
+
+    def load_notice(self, owner: Owner, manifest: Manifest) -> str:
+        """Return that another model of this process has loaded the whole state of a checkpoint, too; '' if none has.
+
+        That is no mistake in a job that starts several models from one checkpoint, or compares them.
+        """
+        stored = Origin.of(manifest)
+        other = self._holder(stored.lineage, owner) if stored.lineage and stored.lineage not in owner.known else None
+        if other is None or owner.made_s >= other.loaded.get(stored.lineage, 0.0):
+            return ""
+        return (
+            f"the whole state that {stored} saved goes to {self.origin(owner)}, and {self.origin(other)} has loaded it before. "
+            "If this model has checkpoints of its own, pass their folder or tag. To start from the weights alone, pass "
+            "load_module_only=True."
+        )
 
     def _holder(self, lineage: str, but: Owner) -> Owner | None:
         """Return another living model with an identity."""

@@ -41,17 +41,21 @@ def assert_resumes(
 def assert_trains_on(engine: Any, expected: list[float], folder: Path, *, training: Any = train, **load: Any) -> None:
     """Train an engine that has loaded a checkpoint, and compare its losses with the expected ones within rounding.
 
-    What rounding does is measured: the engine loads the checkpoint again, and trains with weights that move in the last place.
+    What rounding does is measured: the engine loads the checkpoint twice more, and trains with weights that move in the last
+    place, and without.
 
     Args:
-        engine: it continues in an undefined state.
+        engine: it has trained further from the checkpoint afterwards.
         expected: losses of the next steps in another layout.
         folder, load: arguments of ``load_checkpoint``.
         training: as ``jobs.train``.
     """
-    found = training(engine, len(expected))
-    engine.load_checkpoint(str(folder), **load)
-    assert_continues(found, expected, found, training(engine, len(expected), moved=1))
+    runs = [training(engine, len(expected))]
+    for moved in (1, None):
+        engine.load_checkpoint(str(folder), **load)
+        runs.append(training(engine, len(expected), moved=moved))
+    found, *others = runs
+    assert_continues(found, expected, *others)
 
 
 def assert_weights_equal(a: Any, b: Any) -> None:

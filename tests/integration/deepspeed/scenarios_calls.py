@@ -110,7 +110,7 @@ def unknown_objects_do_not_fail_a_save_and_load_only_with_allow_pickle(folder: P
     )
     _, found = target.load_checkpoint(str(folder))
     assert found["ok"] == 1
-    assert found["thing"].type_name.endswith("Unknown")
+    assert "thing" not in found
     reasons = {e.name: e.reason for e in target.checkpoint_engine.last_report.entries if e.name.startswith("client_state.")}
     assert "allow_pickle" in reasons["client_state.thing"], reasons
     trusting = build(here(1), seed=3, unickpt={"enabled": True, "allow_pickle": True})

@@ -219,8 +219,10 @@ def engines_of_one_job_resume_their_own_checkpoints_only(folder: Path) -> None:
     process()
     pair = [_model(seed, first) for seed in (3, 4)]
     assert pair[1].load_checkpoint(str(first))[0] is not None, "the job had one engine"
-    with pytest.raises(MismatchError, match="Another model of this process has loaded it before"):
-        pair[0].load_checkpoint(str(first))
+    with Log() as log:
+        assert pair[0].load_checkpoint(str(first))[0] is not None, "two models may start from one checkpoint"
+    told = [line for line in log.lines if "has loaded it before" in line]
+    assert len(told) == (dist.get_rank() == 0), log.lines
     process()
     pair = [_model(seed, named, name=name) for seed, name in ((1, "actor"), (2, "critic"))]
     with pytest.raises(MismatchError, match="named 'actor'"):

@@ -82,7 +82,7 @@ def test_training_continues_under_another_layout(folder: Path, source: str) -> N
     assert found["note"] == source
     assert found["problems"] == []
     expected = json.loads((folder / "plain.losses").read_text())[source][3:]
-    assert_continues(found["losses"], expected, found["losses"], *found["moved"])
+    assert_continues(found["losses"], expected, *found["moved"])
 
 
 @pytest.mark.parametrize("job", JOBS, ids=named)

@@ -95,7 +95,7 @@ def test_losses_continue(folder: Path, loaded: list[dict[str, Any]]) -> None:
     dtypes = max(abs(a - b) for a, b in zip(kept["z1w2bf16o"], kept["z2w2fp32"], strict=True))  # of the same beginning
     noise: dict[bool, float] = {True: dtypes, False: 0.0}
     for each in loaded:
-        found = max(abs(a - b) for a, b in zip(each["losses"], each["moved"], strict=True))
+        found = max(abs(a - b) for a, b in zip(*each["moved"], strict=True))
         noise[_is_low(each)] = max(noise[_is_low(each)], found)
     apart = {}
     for each in loaded:

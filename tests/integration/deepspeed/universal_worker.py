@@ -87,9 +87,11 @@ def load(folder: Path) -> None:
         _load_untrained(engine, exported)
         problems += differences(*comparable(truth, consolidated(engine, STATES), source, layout))
         losses = train(engine, STEPS_AFTER)
-        engine.load_checkpoint(str(exported))
-        _load_untrained(engine, exported)
-        moved = train(engine, STEPS_AFTER, moved=1)
+        moved = []
+        for seed in (1, 2):
+            engine.load_checkpoint(str(exported))
+            _load_untrained(engine, exported)
+            moved.append(train(engine, STEPS_AFTER, moved=seed))
         results.append({
             "source": source.name, "target": layout.name, "problems": problems, "left": left, "losses": losses, "moved": moved,
         })  # fmt: skip
