@@ -120,7 +120,7 @@ class Matching:
             self.stored[tensor.name] = source
             return True
         what = f"{shape} in the checkpoint, {tensor.shape} in this job" if rows is None else rows.refused
-        self.shapes.append(f"{tensor.name}: {what}")
+        self.shapes.append(f"{tensor.name}: {what}{_remedy(self.known[source].kind, shape, tensor.shape)}")
         return False
 
     def other_padding(self, name: str) -> str:
@@ -224,8 +224,15 @@ class Matching:
         if self.missing or extra:
             hint += " load_module_strict=False allows differing names, except those of trained parameters; together with"
             hint += " load_optimizer_states=False it allows those, too. 'unickpt edit --rename' gives parameters other names."
-        if self.shapes:
-            hint += " 'unickpt edit --vocabulary' gives a checkpoint another number of tokens."
         raise MismatchError(
             f"{self.checkpoint.storage} does not fit this model: " + "; ".join(lines) + f".{hint} Nothing is loaded."
         )
+
+
+def _remedy(kind: str, stored: tuple[int, ...], own: tuple[int, ...]) -> str:
+    """Return what helps against another shape, as the end of its line: '' if only another model does."""
+    if kind == "buffer":
+        return " (a buffer, whose shape follows from the settings of the model: use those of the saved job)"
+    if len(stored) == len(own) > 0 and stored[1:] == own[1:]:
+        return " (if the rows are tokens, 'unickpt edit --vocabulary' gives the checkpoint another number of them)"
+    return ""

@@ -90,7 +90,9 @@ class RestoredOptimizer:
 
     def _planned(self, part: Partition, owned: OwnedStates) -> tuple[StatesOfPart, dict[str, Any]]:
         """Return the plan for a partition, and its owned states."""
-        parameters = [self._of_parameter(p) for p in part.parameters if 0 not in self.slices.of(p).shape]
+        described_parameters = [(p, self._of_parameter(p)) for p in part.parameters if 0 not in self.slices.of(p).shape]
+        # without ZeRO, DeepSpeed may give frozen parameters to the optimizer, which has no states for them
+        parameters = [found for p, found in described_parameters if p.requires_grad or found.held]
         first = self._first(part)
         if self.saved.record is None or not (self.saved.related or self.saved.usable):
             return begin_anew(parameters, first), {}

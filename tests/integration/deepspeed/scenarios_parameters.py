@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 
 from tests.integration.deepspeed.jobs import build, scramble, train
@@ -13,6 +14,7 @@ from tests.integration.deepspeed.model import Model
 from tests.integration.deepspeed.resumes import ADAM, assert_trains_on, assert_weights_equal, here
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences
+from unickpt.errors import MismatchError
 
 
 @scenario(2)
@@ -134,3 +136,37 @@ def frozen_parameters_can_be_excluded(folder: Path) -> None:
     entry = next(e for e in target.checkpoint_engine.last_report.entries if e.name == "positions.weight")
     assert entry.outcome == "left out", entry
     assert "exclude_frozen_parameters" in entry.reason
+
+
+@scenario(1)
+def a_frozen_parameter_in_the_optimizer_has_no_state_and_needs_none(folder: Path) -> None:
+    """Without ZeRO, DeepSpeed gives the optimizer whatever it is given, also frozen parameters."""
+
+    def engine(seed: int) -> Any:
+        return build(here(0), seed=seed, parameters=lambda model: list(model.parameters()))
+
+    source, target = engine(1), engine(2)
+    train(source, 2)
+    assert source.save_checkpoint(str(folder)) is True
+    train(target, 1)
+    scramble(target)
+    target.load_checkpoint(str(folder))
+    assert_weights_equal(source, target)
+    assert train(target, 2) == train(source, 2)
+
+
+@scenario(1)
+def another_shape_has_the_remedy_that_fits(folder: Path) -> None:
+    class Other(Model):
+        def __init__(self, rows: int) -> None:
+            super().__init__(tied=False)
+            self.head = torch.nn.Linear(15, rows, bias=False)
+            self.register_buffer("scale", torch.rand(3 + (rows != 31), 5))
+
+    build(here(1), seed=1, model=Other(31)).save_checkpoint(str(folder))
+    with pytest.raises(MismatchError) as raised:
+        build(here(1), seed=2, model=Other(40)).load_checkpoint(str(folder))
+    message = str(raised.value)
+    assert "head.weight: (31, 15) in the checkpoint, (40, 15) in this job (if the rows are tokens, 'unickpt edit" in message
+    assert "scale: (3, 5) in the checkpoint, (4, 5) in this job (a buffer, whose shape follows" in message
+    assert message.count("--vocabulary") == 1
