@@ -313,6 +313,7 @@ def _load(
             return None if loading.finishes_together else loading.finish()
 
         together.step("read", read)
+        loading.agree(ours.meet)
         client_state = together.step("set", set_all)
     if client_state is None:
         client_state = together.step("finish", loading.finish)

@@ -30,6 +30,7 @@ from ds_unickpt.restore_objects import LoadArguments, RestoredObjects
 from ds_unickpt.restore_optimizer import RestoredOptimizer
 from ds_unickpt.slices import Place, Slice, places
 from unickpt.coordination.host_peers import HostPeers
+from unickpt.coordination.rendezvous import Rendezvous
 from unickpt.dialects.translated_checkpoint import translated_from
 from unickpt.errors import MismatchError
 from unickpt.format.boxes import Box
@@ -259,6 +260,11 @@ class EngineRestore:
             self._reads.fill(position, part, held.lo, held.hi, held.data)
         if derived and weight is not None and name not in self.matching.means and self._has_fragments(weight):
             self._request_override(weight, self.names.parameters[name])
+
+    def agree(self, meet: Rendezvous) -> None:
+        """Take over what rank 0 has decided for all ranks after ``read``: whether the curriculum sampler can be restored."""
+        if not self.wanted.module_only and self.engine.curriculum_learning_enabled():
+            self._objects.sampler_refused = meet.broadcast("sampler", {"refused": self._objects.sampler_refused})["refused"]
 
     # ---------------------------------------------------------------- into the engine
 

@@ -63,13 +63,17 @@ class RestoredObjects:
         report: LoadReport,
         beginning: Beginning,
     ) -> None:
-        """``beginning``: of the engine. What the checkpoint lacks starts anew."""
+        """``beginning``: of the engine. What the checkpoint lacks starts anew.
+
+        ``sampler_refused``: why no rank sets the state of the curriculum sampler. Rank 0 finds it in ``read``.
+        """
         self.names, self.beginning = names, beginning
         self.engine, self.checkpoint, self.options, self.wanted, self.report = engine, checkpoint, options, wanted, report
         self._saved: dict[str, Any] = {}
         self._of_stages: dict[str, Any] = {}
         self._rank_objects: dict[int, dict[str, Any]] = {}
         self._notes: list[Entry] = []
+        self.sampler_refused = ""
 
     def read(self) -> None:
         """Read the state of the job, of this rank, and of the ranks whose generators it may use."""
@@ -84,6 +88,9 @@ class RestoredObjects:
         source = self._generators()
         for rank in {0, source.second, source.rank, int(self.engine.global_rank)}:
             self._rank_objects[rank] = self.checkpoint.rank_objects(rank, allow_pickle=self.options.allow_pickle).value
+        sampler, saved = internals.extra_states(self.engine)[internals.SAMPLER], self._saved.get(internals.SAMPLER)
+        if sampler is not None and saved is not None and int(self.engine.global_rank) == 0:
+            self.sampler_refused = curriculum.refusal(sampler, saved)
 
     def of_this_rank(self, key: str) -> Any:
         """Return an object that this rank of the saving job stored for itself, or None."""
@@ -114,8 +121,8 @@ class RestoredObjects:
         self._set_loss_scaler(saved.get("loss_scaler"))
         self._set_stateful("grad_scaler", saved.get("grad_scaler"), internals.grad_scaler(self.engine))
         for name, target in internals.extra_states(self.engine).items():
-            if name == internals.SAMPLER and target is not None and saved.get(name) is not None:
-                self._set_sampler(target, saved[name])
+            if name == internals.SAMPLER and target is not None:
+                self._set_sampler(target, saved.get(name))
             else:
                 self._set_stateful(name, saved.get(name), target)
         internals.restart_curriculum(self.engine)
@@ -210,9 +217,14 @@ class RestoredObjects:
             target.load_state_dict(saved)
             self._object(name, "restored")
 
-    def _set_sampler(self, sampler: Any, saved: dict[str, Any]) -> None:
-        """Restore DeepSpeed's curriculum sampler."""
-        problem = curriculum.restore(sampler, saved)
+    def _set_sampler(self, sampler: Any, saved: dict[str, Any] | None) -> None:
+        """Restore DeepSpeed's curriculum sampler, or let it start anew."""
+        refused = self.sampler_refused if saved is not None else "none was saved"
+        if saved is None or refused:
+            curriculum.begin(sampler)
+            problem = f"{refused}: it starts from its first sample"
+        else:
+            problem = curriculum.restore(sampler, saved)
         if problem and int(self.engine.global_rank) == 0:
             logger.warning("unickpt: %s: the curriculum sampler is not restored: %s", self.checkpoint.storage, problem)
         self._object(internals.SAMPLER, "left out" if problem else "restored", problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import MMapIndexedDatasetBuilder
 
+from ds_unickpt import curriculum
 from tests.integration.deepspeed.scenario_worker import scenario
 
 SAMPLES, WIDTH = 32, 8
@@ -87,3 +89,32 @@ def the_curriculum_sampler_continues_with_the_same_samples(folder: Path) -> None
         assert entries["data_sampler"] == "restored"
         assert _drawn(resumed, following, 12) == uninterrupted
         dist.barrier()
+
+
+@scenario(2)
+def all_ranks_leave_out_a_sampler_whose_clusters_are_gone(folder: Path) -> None:
+    most = curriculum._MOST_BYTES
+    if dist.get_rank() == 0:
+        _write_lengths(folder / "data")
+    dist.barrier()
+    engine, batches = _job(folder)
+    first = _drawn(engine, batches, 4)
+    curriculum._MOST_BYTES = 0  # the checkpoint has digests
+    assert engine.save_checkpoint(str(folder / "ck")) is True
+    curriculum._MOST_BYTES = most
+
+    def resumed(engine: Any, batches: Any, steps: int) -> tuple[str, list[list[int]]]:
+        engine.load_checkpoint(str(folder / "ck"))
+        entries = {entry.name: entry.outcome for entry in engine.checkpoint_engine.last_report.entries}
+        found = _drawn(engine, batches, steps)
+        dist.barrier()
+        return entries["data_sampler"], found
+
+    assert resumed(engine, batches, 0) == ("restored", [])
+    _drawn(engine, batches, 12)  # shuffles the clusters again
+    dist.barrier()
+    assert resumed(engine, batches, 4) == ("left out", first), "it begins as a new one, and makes the same clusters"
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "clusters")
+    dist.barrier()
+    assert resumed(*_job(folder), 4) == ("left out", first)
