@@ -44,6 +44,7 @@ def arm() -> None:
         if asked():
             watch(DEEPSPEED)
             watch(MEGATRON)
+            _note_worker()
             if os.environ.get("UNICKPT_AGENT"):  # a worker of ``torchrun --rdzv-backend unickpt`` ends with its agent
                 _install("unickpt.launcher_watch:end_with_launcher")
                 _install("unickpt.first_failure:note_last_exception")
@@ -54,6 +55,27 @@ def arm() -> None:
 def asked() -> bool:
     """Return whether ``UNICKPT_AUTOLOAD`` allows hooks without an import of an adapter."""
     return os.environ.get("UNICKPT_AUTOLOAD", "1").strip().lower() not in _OFF
+
+
+def _note_worker() -> None:
+    """Note in the environment which process is the worker: what it starts has the same variables (``launcher_watch``)."""
+    agent = os.environ.get("UNICKPT_AGENT", "")
+    if "TORCHELASTIC_RUN_ID" not in os.environ and "CROSS_RANK" not in os.environ:
+        return
+    if not os.environ.get("UNICKPT_WORKER", "").startswith(f"{agent}/"):
+        os.environ["UNICKPT_WORKER"] = f"{agent}/{os.getpid()}.{_launcher()}"
+
+
+def _launcher() -> int:
+    """Return the parent if it was not started as a worker itself, nor is the reaper of orphans; 0 if that is unknown."""
+    parent = os.getppid()
+    try:
+        with open(f"/proc/{parent}/environ", "rb") as file:
+            variables = file.read().split(b"\0")
+    except OSError:
+        return 0
+    started = any(each.startswith((b"TORCHELASTIC_RUN_ID=", b"CROSS_RANK=")) for each in variables)
+    return 0 if started or parent == 1 else parent
 
 
 def unwatch(modules: dict[str, str]) -> None:

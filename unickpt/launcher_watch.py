@@ -3,6 +3,7 @@
 Both start workers that live on when the launcher alone is killed, for instance by the kernel for lack of memory. The
 supervisor starts the launcher again, and two copies of the job save into one folder. So a worker gets SIGTERM when its launcher
 has ended, as if the launcher had sent it, and SIGKILL after ``left_workers.TERM_S``.
+What a worker has started, such as an upload or an evaluation, has the same environment and is left alone.
 
 The kernel can send the signal (``PR_SET_PDEATHSIG``), also to a process whose interpreter is blocked. It sends it at the end of
 the *thread* that has started the worker, so this is used only if that is the main thread of the launcher. Otherwise a thread
@@ -22,7 +23,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from unickpt.left_workers import AGENT, TERM_S, digest_of, first_to_end, records_folder
+from unickpt.left_workers import AGENT, TERM_S, WORKER, digest_of, first_to_end, left_in, records_folder, send
 from unickpt.process_identity import ProcessIdentity, environment_of
 
 logger = logging.getLogger("unickpt")
@@ -61,11 +62,13 @@ def end_with_launcher() -> None:
 
 
 def launcher_of_this() -> Launcher | None:
-    """Return the launcher of this worker. None: it has no known launcher, or was started in a session of its own by a worker.
+    """Return the launcher of this worker. None: it has no known launcher, or is not surely a worker.
 
-    The launcher is the first ancestor that was not started with this worker's own variables.
+    The launcher is the first ancestor that was not started with this worker's own variables. What a worker has started has
+    these variables too, and may outlive the job: it is no worker.
     """
-    if known_launcher() == "":
+    mark = _Mark.of_this()
+    if known_launcher() == "" or (mark is not None and mark.worker != os.getpid()):
         return None
     variables = _TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _DEEPSPEED
     own = {f"{name}={os.environ.get(name, '')}".encode() for name in variables}
@@ -79,17 +82,56 @@ def launcher_of_this() -> Launcher | None:
             return None  # of another user
         if not own <= environment:
             break
+        if _has_torch(parent):  # a worker has started this process; a script that only starts the worker has no torch
+            return None
         child, parent = parent, _parent_of(parent)
     if os.getsid(child) != os.getsid(0):
         return None
     if given is not None:
-        if not given.is_near or (given.lives and given.pid != parent):
-            return None
-        return Launcher(given if given.lives else None, record=_record_of(given))
-    found = ProcessIdentity.of(parent)
-    if found is None or not environment or not _has_torch(parent):  # the reaper of orphans; workers of torchrun lead sessions
-        return Launcher(None) if variables is _TORCHRUN and os.getsid(child) == child else None
-    return Launcher(found, direct=child == os.getpid() and _started_by_main_thread(parent, child))
+        return _agent(given, child, parent)
+    if environment and _has_torch(parent):
+        found = None if _of_worker(environment, variables) else ProcessIdentity.of(parent)
+        direct = child == os.getpid() and _started_by_main_thread(parent, child)
+        return None if found is None else Launcher(found, direct=direct)
+    # the reaper of orphans; workers of torchrun lead sessions
+    left = mark is not None and mark.launcher not in (0, os.getppid()) and variables is _TORCHRUN
+    return Launcher(None) if left and os.getsid(0) == os.getpid() else None
+
+
+def _agent(given: ProcessIdentity, child: int, parent: int) -> Launcher | None:
+    """Return the agent of ``--rdzv-backend unickpt`` if it has started ``child``. An agent that ends in order has no record."""
+    record = _record_of(given) if given.is_near else None
+    if given.lives:
+        return Launcher(given, record=record) if given.pid == parent else None
+    if record is None or child not in (left.process.pid for left in left_in(record)):
+        return None
+    return Launcher(None, record=record)
+
+
+def _of_worker(environment: frozenset[bytes], variables: tuple[str, ...]) -> bool:
+    """Return whether a process is itself a worker: what it starts with another rank is a program of its own."""
+    return any(each.startswith(f"{variables[0]}=".encode()) for each in environment)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What the first process of a worker that has loaded torch has noted in its environment (``_unickpt_autoload``).
+
+    Attributes:
+        worker: its number.
+        launcher: number of its parent then, if that was not started with the variables of a worker; 0 otherwise.
+    """
+
+    worker: int
+    launcher: int
+
+    @classmethod
+    def of_this(cls) -> _Mark | None:
+        """Return the mark that this process has made or inherited; None without one of its launcher."""
+        agent, _, numbers = os.environ.get(WORKER, "").rpartition("/")
+        worker, _, launcher = numbers.partition(".")
+        known = worker.isdigit() and launcher.isdigit() and agent == os.environ.get(AGENT, "")
+        return cls(int(worker), int(launcher)) if known else None
 
 
 def known_launcher() -> str:
@@ -112,6 +154,8 @@ def _wait(launcher: Launcher, asked: bool) -> None:
     """Thread: wait for the end of the launcher, then end this process. ``asked``: the kernel sends SIGTERM."""
     while launcher.process is not None and not launcher.process.wait(_LOOK_S):
         pass
+    if launcher.record is not None and not launcher.record.exists():
+        return  # it has ended in order
     me = ProcessIdentity.of(os.getpid())
     assert me is not None
     logger.error(
@@ -120,9 +164,9 @@ def _wait(launcher: Launcher, asked: bool) -> None:
         known_launcher(), me.pid, TERM_S,
     )  # fmt: skip
     if not asked and (launcher.record is None or first_to_end(launcher.record, me)):
-        os.kill(me.pid, signal.SIGTERM)
+        send(me, signal.SIGTERM)
     time.sleep(TERM_S)
-    os.kill(me.pid, signal.SIGKILL)
+    send(me, signal.SIGKILL)
 
 
 def _record_of(agent: ProcessIdentity) -> Path | None:

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unickpt.private_files import create, make_folder, read_text, replacing
-from unickpt.process_identity import ProcessIdentity, environment_of, stat_of
+from unickpt.process_identity import ProcessIdentity, boot_id, environment_of, stat_of
 
 AGENT = "UNICKPT_AGENT"  # in the environment of the workers: identity of their agent
+WORKER = "UNICKPT_WORKER"  # in the environment of a worker and of what it starts: which process is the worker
 SHARED_MEMORY = Path("/dev/shm")
 TERM_S = 30.0  # torchrun's own time between SIGTERM and SIGKILL
 KILL_S = 10.0  # a process in uninterruptible sleep does not even react to SIGKILL
@@ -177,15 +178,18 @@ def left_behind(job: str, folder: Path | None = None) -> list[Left]:
 
 
 def _agent_lives(record: Path) -> bool:
+    """Return whether the agent of a record lives, or may live: one in another namespace cannot be seen."""
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         agent = ProcessIdentity.parse(str(json.loads(read_text(record, _LONGEST))["agent"]))
-        return agent is None or not agent.is_near or agent.lives
+        return agent is None or agent.lives or (not agent.is_near and agent.boot == boot_id())
     return False
 
 
 def _remove_if_old(path: Path) -> None:
+    """Remove an old file of another job: a record whose agent has ended, or a mark without a record."""
+    record = path.with_name(path.name.partition(".")[0] or path.name)
     with contextlib.suppress(OSError):
-        if path.lstat().st_mtime < time.time() - _OLD_S:
+        if path.lstat().st_mtime < time.time() - _OLD_S and not (_agent_lives(path) if record == path else record.exists()):
             path.unlink()
 
 
@@ -197,9 +201,9 @@ def end_all(found: Collection[Left], sleep: Callable[[float], None] = time.sleep
     """
     for worker in found:
         if stopped(worker.process):  # it cannot react to SIGTERM
-            _send(worker.process, signal.SIGKILL)
+            send(worker.process, signal.SIGKILL)
         elif first_to_end(worker.record, worker.process):
-            _send(worker.process, signal.SIGTERM)
+            send(worker.process, signal.SIGTERM)
     began_s = time.monotonic()
     left = list(found)
     for limit_s, last in ((TERM_S, False), (TERM_S + KILL_S, True)):
@@ -207,7 +211,7 @@ def end_all(found: Collection[Left], sleep: Callable[[float], None] = time.sleep
             sleep(_POLL_S)
             left = [worker for worker in left if worker.process.lives]
         for worker in left if not last else []:
-            _send(worker.process, signal.SIGKILL)
+            send(worker.process, signal.SIGKILL)
     for record in {worker.record for worker in found} - {worker.record for worker in left}:
         remove_record(record)
     return left
@@ -229,7 +233,7 @@ def first_to_end(record: Path, process: ProcessIdentity) -> bool:
     return True
 
 
-def _send(process: ProcessIdentity, number: signal.Signals) -> None:
+def send(process: ProcessIdentity, number: signal.Signals) -> None:
     """Send a signal to a worker and its process group, as torchrun does."""
     with contextlib.suppress(OSError):
         if not process.lives:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
+_POLL_S = 0.2  # where the kernel cannot tell the end of a process
 _FIELD_START = 19  # of /proc/PID/stat, after the name: ticks since the boot
 
 
@@ -48,8 +50,8 @@ class ProcessIdentity:
         """Wait until it has ended, for at most so long. Return whether it has."""
         try:
             descriptor = os.pidfd_open(self.pid)
-        except (OSError, AttributeError):  # it has ended, or the kernel is older than Linux 5.3
-            return not self.lives
+        except (OSError, AttributeError):  # it has ended, the kernel is older than Linux 5.3, or a sandbox forbids the call
+            return self._polled(timeout_s)
         try:
             if not self.lives:  # looked at after the descriptor is open, so that it is of this process
                 return True
@@ -58,6 +60,15 @@ class ProcessIdentity:
             return bool(poll.poll(int(timeout_s * 1000)))
         finally:
             os.close(descriptor)
+
+    def _polled(self, timeout_s: float) -> bool:
+        end_s = time.monotonic() + timeout_s
+        while self.lives:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(left_s, _POLL_S))
+        return True
 
     def __str__(self) -> str:
         return f"{self.pid}.{self.start}.{self.boot}.{self.namespace}"

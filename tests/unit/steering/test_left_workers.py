@@ -91,6 +91,7 @@ def test_what_a_dead_agent_has_left_is_ended_and_nothing_of_a_living_one(tmp_pat
     folder = tmp_path / "records"
     assert until(lambda: len(children(pids[0])) == len(children(pids[1])) == 1)
     helpers = [pid for worker in pids for pid in children(worker)]
+    assert until(lambda: all(os.getsid(pid) == pid for pid in helpers))
     assert left_behind("job", folder) == []
     kill(agent)
     assert left_behind("another job", folder) == []
@@ -151,20 +152,115 @@ def test_a_reused_number_is_another_process(tmp_path: Path) -> None:
 
 
 LATE = """
-import os, time
+import os, subprocess, sys, time
+{before}
+import _unickpt_autoload
+_unickpt_autoload.watch = lambda _: None
+_unickpt_autoload._install = lambda _: None  # as if torch had been imported, without its time
+_unickpt_autoload.arm()
+{middle}
 from unickpt import launcher_watch
-ready = os.environ["FOLDER"] + "/go"
+go = os.environ["FOLDER"] + "/go"
 open(os.environ["FOLDER"] + "/ready" + os.environ["RANK"], "w").close()
-while not os.path.exists(ready): time.sleep(0.02)
+while not os.path.exists(go): time.sleep(0.02)
 launcher_watch.end_with_launcher()
+{after}
 time.sleep(600)
+"""
+UNSTEERED = 'os.environ.pop("UNICKPT_AGENT", None)'
+RECORDS = """
+from pathlib import Path
+from unickpt import launcher_watch as at
+at.records_folder = lambda: Path(os.environ["FOLDER"], "records")
 """
 
 
-def test_a_worker_that_loads_this_after_the_end_of_its_launcher_ends_too(begin: Begin, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steered", [False, True])
+def test_a_worker_that_loads_this_after_the_end_of_its_launcher_ends_too(begin: Begin, tmp_path: Path, steered: bool) -> None:
     """Without steering, a worker watches from its first engine or save on."""
-    agent, pids = begin(LATE.replace("import os, time", 'import os, time; del os.environ["UNICKPT_AGENT"]'))
+    agent, pids = begin(LATE.format(before="" if steered else UNSTEERED, middle=RECORDS, after=""))
     kill(agent)
     assert all(ProcessIdentity.of(pid) for pid in pids)
     (tmp_path / "go").touch()
     assert until(lambda: not any(ProcessIdentity.of(pid) for pid in pids))
+
+
+DETACHES = """
+if os.environ["RANK"] == "0" and "DETACHED" not in os.environ:
+    program = Path("/proc/self/cmdline").read_bytes().split(b"\\0")[2].decode()
+    variables = {**os.environ, "DETACHED": "1", "FOLDER": os.environ["FOLDER"] + "/detached"}
+    subprocess.Popen([sys.executable, "-c", program], env=variables, start_new_session=START)
+if "DETACHED" in os.environ:
+    open(os.environ["FOLDER"] + "/pid", "w").write(str(os.getpid()))
+"""
+SAYS = 'open(os.environ["FOLDER"] + "/looked", "w").close()'
+
+
+@pytest.mark.parametrize("own_session", [True, False])
+@pytest.mark.parametrize("before", ["", UNSTEERED], ids=["steered", "unsteered"])
+@pytest.mark.parametrize("in_order", [True, False], ids=["ended", "killed"])
+def test_what_a_worker_has_started_outlives_the_job(
+    begin: Begin, tmp_path: Path, own_session: bool, before: str, in_order: bool
+) -> None:
+    """For instance an evaluation or an upload, in a session of its own or not. It has the environment of the worker."""
+    folder = tmp_path / "detached"
+    (folder / "records").mkdir(parents=True)
+    middle = RECORDS.replace('os.environ["FOLDER"]', f'"{tmp_path}"') + DETACHES.replace("START", str(own_session))
+    agent, pids = begin(LATE.format(before=before, middle=middle, after=SAYS))
+    assert until(lambda: (folder / "ready0").exists(), 60)
+    helper = int((folder / "pid").read_text())
+    try:
+        for pid in pids if in_order else ():
+            os.kill(pid, signal.SIGKILL)
+        kill(agent)
+        for record in (tmp_path / "records").iterdir() if in_order else ():
+            record.unlink()
+        (folder / "go").touch()
+        assert until(lambda: (folder / "looked").exists(), 60)
+        time.sleep(0.3)
+        assert ProcessIdentity.of(helper) is not None
+    finally:
+        os.kill(helper, signal.SIGKILL)
+
+
+def test_what_a_worker_has_started_while_the_job_runs_outlives_its_orderly_end(begin: Begin, tmp_path: Path) -> None:
+    """An upload watches nothing, and a worker whose agent ends in order is left to it."""
+    agent, pids = begin(LATE.format(before="", middle=RECORDS, after=SAYS))
+    (tmp_path / "go").touch()
+    assert until(lambda: (tmp_path / "looked").exists())
+    for record in (tmp_path / "records").iterdir():
+        record.unlink()
+    kill(agent)
+    time.sleep(1.0)
+    assert all(ProcessIdentity.of(pid) for pid in pids)
+
+
+def test_a_wait_without_pidfd_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: int) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "pidfd_open", forbidden)
+    process = subprocess.Popen(["sleep", "600"])
+    lives = ProcessIdentity.of(process.pid)
+    assert lives is not None
+    slept: list[float] = []
+    monkeypatch.setattr("unickpt.process_identity.time.sleep", lambda s: (slept.append(s), process.kill(), process.wait()))
+    assert not lives.wait(0.0)
+    assert lives.wait(60.0)
+    assert len(slept) == 1
+
+
+def test_an_old_record_of_a_living_agent_of_another_job_stays(tmp_path: Path, begin: Begin) -> None:
+    agent, _ = begin(SLEEPS)
+    folder = tmp_path / "records"
+    (record,) = folder.iterdir()
+    (folder / f"{record.name}.term.1").touch()
+    (folder / f"{record.name[:-1]}.term.1").touch()
+    for path in folder.iterdir():
+        os.utime(path, (0, 0))
+    left_behind("another job", folder)
+    assert {path.name for path in folder.iterdir()} == {record.name, f"{record.name}.term.1"}
+    kill(agent)
+    left_behind("another job", folder)
+    left_behind("another job", folder)
+    assert not record.exists()
