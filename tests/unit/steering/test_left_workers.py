@@ -116,7 +116,7 @@ def test_a_worker_gets_one_sigterm_from_whoever_ends_it_and_then_sigkill(
     agent, pids = begin(COUNTS)
     kill(agent)
     monkeypatch.setattr(left_workers, "TERM_S", 0.5)
-    found = left_behind("job", tmp_path / "records")
+    found = sorted(left_behind("job", tmp_path / "records"), key=lambda left: left.rank)
     os.kill(pids[1], signal.SIGSTOP)
     until(lambda: left_workers.stopped(found[1].process))
     for left in found[:1]:
