@@ -3,7 +3,8 @@
 A launcher that is killed alone may leave its workers behind. When the job starts again, on this host or on another one, both
 copies would save into one folder. So the folder has a small file that says which copy writes. A copy takes the file over when
 it begins to save, and looks at it directly before each commit. A copy that was started earlier finds a later one, and does
-not commit. Under ``--rdzv-backend unickpt``, a round takes the folder of its job over when it resumes.
+not commit, unless the later one is known to have ended. Under ``--rdzv-backend unickpt``, a round takes the folder of its job
+over when it resumes.
 
 Rounds of one job have an order of their own. Other copies are compared by the time of their start. A wrong clock can give the
 folder to the wrong one of two copies that both live, and never takes it from the only one: a first save does not compare.
@@ -107,14 +108,15 @@ def writing_copy(one_writer: bool, world: int) -> Copy | None:
     return own if own is not None and (own.instance or os.environ.get("WORLD_SIZE", "") == str(world)) else None
 
 
-def verdict_on(found: Copy | None, own: Copy, *, owned: bool, found_lives: bool) -> Verdict:
+def verdict_on(found: Copy | None, own: Copy, *, owned: bool, lives: bool | None) -> Verdict:
     """Return what a copy does before a commit. Pure.
 
     Args:
         found: copy that the fence names.
         own: the copy that asks.
         owned: it has had this folder before.
-        found_lives: the coordinator of ``found`` is known to run.
+        lives: whether the coordinator of ``found`` runs; None if unknown, as on another host. A copy that has ended holds
+            nothing: it may have been another job, and a restart of it takes the folder again. A steered job has a next round.
     """
     if found is None:
         return Verdict.TAKE
@@ -125,7 +127,9 @@ def verdict_on(found: Copy | None, own: Copy, *, owned: bool, found_lives: bool)
     if found.process == own.process:
         return Verdict.OWN
     later = found.began_s > own.began_s
-    return Verdict.REFUSED if later and (owned or found_lives) else Verdict.TAKE
+    ended = lives is False and (not own.job or own.job != found.job)
+    refused = later and (lives or (owned and not ended))
+    return Verdict.REFUSED if refused else Verdict.TAKE
 
 
 def line_folder(save_dir: str) -> str:
@@ -150,11 +154,31 @@ def guarded(save_dir: str, own: Copy | None, owned: MutableSet[str] = _owned) ->
     if own is None:
         yield
         return
-    folder = line_folder(absolute(save_dir))
+    save_dir = absolute(save_dir)
+    folder = line_folder(save_dir)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(_taken(folder, own, owned))
+        except FencedError:
+            raise
+        except StorageError as err:
+            if folder == save_dir:
+                raise
+            if not any(line_folder(each) == folder for each in owned):
+                logger.warning(
+                    "unickpt: %s; each checkpoint there has the fence in its own folder, so two copies of this job that save "
+                    "other steps both write. Make %s writable", err, folder,
+                )  # fmt: skip
+            held.enter_context(_taken(save_dir, own, owned))
+        yield
+
+
+@contextlib.contextmanager
+def _taken(folder: str, own: Copy, owned: MutableSet[str]) -> Iterator[None]:
     place = open_storage(folder)
     with _locked(place):
         found = read_fence(place)
-        verdict = verdict_on(found, own, owned=folder in owned, found_lives=_lives(found))
+        verdict = verdict_on(found, own, owned=folder in owned, lives=_lives(found))
         if verdict is Verdict.REFUSED:
             raise FencedError(
                 f"{place.where(FENCE_FILE)} names a copy of this job that was started later ({found}). This one ({own}) must "
@@ -209,9 +233,10 @@ def _write(place: Storage, own: Copy) -> None:
     place.write_atomic(FENCE_FILE, json.dumps({"schema": _SCHEMA, **asdict(own)}, indent=1).encode())
 
 
-def _lives(found: Copy | None) -> bool:
+def _lives(found: Copy | None) -> bool | None:
+    """Return whether the coordinator of a copy runs; None if it cannot be seen from here."""
     process = None if found is None else ProcessIdentity.parse(found.process)
-    return process is not None and process.lives
+    return process.lives if process is not None and process.is_near else None
 
 
 @contextlib.contextmanager

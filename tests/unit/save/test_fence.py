@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from tests.faults import ranks
 from unickpt.coordination.failure import FailureKind
+from unickpt.errors import StorageError
 from unickpt.fence import (
     FENCE,
     FENCE_FILE,
@@ -27,6 +30,7 @@ from unickpt.fence import (
     take_on_resume,
     verdict_on,
 )
+from unickpt.process_identity import ProcessIdentity
 from unickpt.save.commit import next_generation
 from unickpt.save.requests import SaveOptions
 from unickpt.save.saver import Saver
@@ -47,23 +51,24 @@ def steered(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_the_copy_that_was_started_last_writes() -> None:
-    for owned, lives in itertools.product((True, False), repeat=2):
-        assert verdict_on(None, OLD, owned=owned, found_lives=lives) is Verdict.TAKE
-        assert verdict_on(OLD, OLD, owned=owned, found_lives=lives) is Verdict.OWN
-        assert verdict_on(OLD, NEW, owned=owned, found_lives=lives) is Verdict.TAKE
-        assert verdict_on(NEW, OLD, owned=owned, found_lives=lives) is (Verdict.REFUSED if owned or lives else Verdict.TAKE)
+    for owned, lives in itertools.product((True, False), (True, None, False)):
+        assert verdict_on(None, OLD, owned=owned, lives=lives) is Verdict.TAKE
+        assert verdict_on(OLD, OLD, owned=owned, lives=lives) is Verdict.OWN
+        assert verdict_on(OLD, NEW, owned=owned, lives=lives) is Verdict.TAKE
+        refused = lives or (owned and lives is None)  # one that has ended holds nothing
+        assert verdict_on(NEW, OLD, owned=owned, lives=lives) is (Verdict.REFUSED if refused else Verdict.TAKE)
 
 
 def test_rounds_of_a_job_are_ordered_without_a_clock() -> None:
     later = replace(FIRST, round=(2, 2), process="2.2.boot.ns", began_s=1.0)  # on a host whose clock is wrong
     other_host = replace(FIRST, process="9.9.other.ns", began_s=500.0)
-    for owned, lives in itertools.product((True, False), repeat=2):
-        assert verdict_on(FIRST, later, owned=owned, found_lives=lives) is Verdict.TAKE
-        assert verdict_on(later, FIRST, owned=owned, found_lives=lives) is Verdict.REFUSED
-        assert verdict_on(other_host, FIRST, owned=owned, found_lives=lives) is Verdict.OWN
+    for owned, lives in itertools.product((True, False), (True, None, False)):
+        assert verdict_on(FIRST, later, owned=owned, lives=lives) is Verdict.TAKE
+        assert verdict_on(later, FIRST, owned=owned, lives=lives) is Verdict.REFUSED
+        assert verdict_on(other_host, FIRST, owned=owned, lives=lives) is Verdict.OWN
     again = replace(FIRST, instance="another", process="3.3.boot.ns", began_s=300.0)  # all agents were started again
-    assert verdict_on(FIRST, again, owned=False, found_lives=False) is Verdict.TAKE
-    assert verdict_on(again, FIRST, owned=True, found_lives=False) is Verdict.REFUSED
+    assert verdict_on(FIRST, again, owned=False, lives=False) is Verdict.TAKE
+    assert verdict_on(again, FIRST, owned=True, lives=False) is Verdict.REFUSED, "it may be between two rounds"
 
 
 @pytest.mark.parametrize("place", ["folder", "memory"])
@@ -81,6 +86,38 @@ def test_an_older_copy_is_refused_in_a_folder_and_in_an_object_store(tmp_path: P
         assert read_fence(open_storage(where)) == NEW
     if place == "memory":
         fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
+
+
+def test_a_later_copy_that_has_ended_leaves_the_folder_to_the_one_that_trains(tmp_path: Path) -> None:
+    """A short job, such as an evaluation with a save, was started in the folder of a training."""
+    found, owned = ProcessIdentity.of(os.getpid()), set[str]()
+    assert found is not None
+    training = replace(OLD, process=f"{found.pid}.{found.start}.{found.boot}.other")
+    with guarded(str(tmp_path), training, owned):
+        pass
+    with subprocess.Popen(["sleep", "60"]) as process:
+        other = ProcessIdentity.of(process.pid)
+        with guarded(str(tmp_path), replace(NEW, process=str(other)), set()):
+            pass
+        with pytest.raises(FencedError), guarded(str(tmp_path), training, owned):
+            pass
+        process.kill()
+        process.wait()
+    with guarded(str(tmp_path), training, owned):
+        assert read_fence(open_storage(str(tmp_path))) == training
+
+
+def test_a_checkpoint_folder_in_a_folder_that_cannot_be_written_has_the_fence_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / FENCE_FILE).mkdir()  # no file can take its place, not even of root
+    owned = set[str]()
+    for step in (1, 2):
+        with guarded(str(tmp_path / f"checkpoint-{step}"), OLD, owned):
+            assert read_fence(open_storage(str(tmp_path / f"checkpoint-{step}"))) == OLD
+    assert len([line for line in caplog.messages if f"Make {tmp_path} writable" in line]) == 1
+    with pytest.raises(StorageError), guarded(str(tmp_path), OLD, owned):
+        raise AssertionError("the block must not run")
 
 
 def test_a_damaged_fence_stops_nobody(tmp_path: Path) -> None:
