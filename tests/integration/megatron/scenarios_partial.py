@@ -12,6 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
 import megatron_unickpt
+from megatron_unickpt import optimizer_internals
 from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
@@ -70,6 +71,37 @@ def weights_that_dist_checkpointing_loads_alone_survive_the_next_step(folder: Pa
     dist_checkpointing.load({"model": again.modules[0].sharded_state_dict()}, str(folder / "ck"))  # keeps the masters' bits
     again.step = 2
     assert again.train(2) == expected
+    _masters_of_copied_weights(folder)
+
+
+def _masters_of_copied_weights(folder: Path) -> None:
+    """A load fills copies of the weights of ``GroupedMLP``. The parameters have them only after ``load_state_dict``."""
+    layout = Layout(tp=2, moe=True, grouped=True)
+    source = Job(layout, tied=False)
+    source.train(1)
+    megatron_unickpt.save(folder / "grouped", source.chunks, source.optimizer)
+    expected = _masters(source)
+    assert any("experts.weight1" in name for name in expected)
+    for with_optimizer in (True, False):
+        job = Job(layout, seed=5, tied=False)
+        if with_optimizer:
+            megatron_unickpt.load(folder / "grouped", job.chunks, job.optimizer)
+            with torch.no_grad():
+                for parameter in job.modules[0].parameters():  # the caller's loop sets them again
+                    parameter.zero_()
+        job.modules[0].load_state_dict(
+            dist_checkpointing.load({"model": job.modules[0].sharded_state_dict()}, str(folder / "grouped"))["model"]
+        )
+        found = _masters(job)
+        wrong = [name for name, master in found.items() if not torch.equal(master.bfloat16(), expected[name].bfloat16())]
+        lost = [name for name, master in found.items() if with_optimizer and not torch.equal(master, expected[name])]
+        assert wrong + lost == [], with_optimizer
+
+
+def _masters(job: Job) -> dict[str, torch.Tensor]:
+    names = {id(parameter): name for name, parameter in job.modules[0].named_parameters()}
+    held = (held for leaf in optimizer_internals.leaves(job.optimizer, allocate=False) for held in leaf.held)
+    return {names[id(each.parameter)]: each.main.detach().clone().view(-1) for each in held}
 
 
 @scenario(2)
