@@ -43,6 +43,22 @@ def test_a_seed_depends_on_every_part_of_the_stored_generators() -> None:
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
+def test_a_seed_is_the_same_in_every_process() -> None:
+    """The text of a generator contains its address."""
+    kinds = (
+        lambda seed: torch.Generator().manual_seed(seed), np.random.RandomState, np.random.default_rng, random.Random,
+        np.random.PCG64, torch.tensor, lambda seed: np.array([seed, None], dtype=object), lambda seed: Holder(seed),
+    )  # fmt: skip
+    for kind in kinds:
+        first, same, other = (rng.seed_from({"a": kind(seed)}) for seed in (3, 3, 4))
+        assert first == same != other, kind
+
+
+class Holder:
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+
 def test_the_report_says_what_changed() -> None:
     assert rng.change(rng.counted(1, "data parallel"), "2", rng.kept(1, 2)) == (
         "1 data parallel rank became 2: rank 0 keeps its generators"
