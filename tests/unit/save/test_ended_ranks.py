@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from tests.support.rank_threads import on_all_ranks
 from tests.support.saves import assert_holds, part
+from unickpt.coordination import ends as ends_module
 from unickpt.coordination.ends import Ends
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import CoordinationError
@@ -136,6 +138,7 @@ def test_ranks_that_torch_numbers_otherwise_are_never_given_up(folder: Path, mon
 
 RANK = """
 import sys, torch.distributed as dist
+from unickpt.coordination import ends as ends_module
 from unickpt.coordination.ends import Ends
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
 ends = Ends(store, rank=1, prefix="job")
@@ -161,3 +164,51 @@ def test_the_end_of_a_rank_ends_the_wait_for_it(how: str) -> None:
     with pytest.raises(CoordinationError, match="the process of rank 1 has ended without a message"):
         meet.gather("written", {})
     other.wait()
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_a_rank_that_begins_again_has_not_ended(store: dist.TCPStore) -> None:
+    observer, first = Ends(store, rank=0, prefix="job"), Ends(store, rank=1, prefix="job")
+    first._write()
+    assert observer() == {1}
+    second = Ends(store, rank=1, prefix="job")
+    assert observer() == frozenset()
+    first._write()  # late
+    assert observer() == frozenset()
+    second._write()
+    assert observer() == {1}
+
+
+def test_a_rank_that_begins_again_on_another_host_has_not_ended(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    observer = Ends(store, rank=0, prefix="job")
+    with subprocess.Popen(
+        [sys.executable, "-c", RANK, str(store.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        other.kill()
+    assert observer() == {1}
+    monkeypatch.setattr(ends_module, "_host", lambda: "another")
+    Ends(store, rank=1, prefix="job")
+    assert observer() == frozenset()
+
+
+@pytest.mark.parametrize("lost", ["no name of the host", "no file descriptor"])
+def test_a_process_that_cannot_be_looked_up_has_not_ended(
+    lost: str, store: dist.TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts without a boot id would share one list of processes."""
+    if lost == "no name of the host":
+        monkeypatch.setattr(ends_module, "_host", lambda: "")
+    observer, other = Ends(store, rank=0, prefix="job"), Ends(store, rank=1, prefix="job")
+    assert other() == frozenset()
+    if lost == "no file descriptor":
+        assert observer() == frozenset()
+        (tmp_path / str(os.getpid())).mkdir()
+        (tmp_path / str(os.getpid()) / "stat").mkdir()  # reading it is an OSError
+    monkeypatch.setattr(ends_module, "_PROC", tmp_path)
+    assert observer() == frozenset()
