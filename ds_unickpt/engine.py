@@ -436,7 +436,7 @@ def request_of(
         early=state.read,
         forget=state.forget,
         must_match={"exclude_frozen_parameters": bool(exclude_frozen)},
-        claim=ours.owners.claim(ours.owner),
+        claim=ours.owners.claim(ours.owner, replaces=True),
         on_commit=hints.leave_readme,
         on_end=lambda save: _ended(ours, save, tier or split(save.directory)[0]),
     )

@@ -76,18 +76,27 @@ def complete_checkpoints(folder: str | os.PathLike[str]) -> list[tuple[int, str]
     """Return ``(step, name)`` of the checkpoints in a folder whose manifest is valid, newest first.
 
     Raises:
+        StorageError: as ``manifests_in``.
+    """
+    return [(manifest.step, name) for name, manifest in manifests_in(folder)]
+
+
+def manifests_in(folder: str | os.PathLike[str]) -> list[tuple[str, Manifest]]:
+    """Return names and manifests of the checkpoints in a folder whose manifest is valid, newest first.
+
+    Raises:
         StorageError: the folder cannot be listed, or a manifest cannot be read. That says nothing about the checkpoint.
     """
     place = open_storage(folder)
     found = []
     for name in place.folders():
         try:
-            found.append((read_manifest(place.subfolder(name)).step, name))
+            found.append((name, read_manifest(place.subfolder(name))))
         except StorageError:
             raise
         except UnickptError:
             continue
-    return sorted(found, reverse=True)
+    return sorted(found, key=lambda each: (each[1].step, each[0]), reverse=True)
 
 
 def iteration_name(iteration: int) -> str:

@@ -90,8 +90,8 @@ def save_checkpoint(
     Raises:
         ConfigError: ``options`` asks for an asynchronous save, or this process is not in the group.
         SaveFailedError: no checkpoint was written. It is raised on every rank and names rank and cause. Earlier
-            checkpoints, also in the same directory, are intact. A directory with the checkpoint of another model, which this
-            process still holds or another job has just written, is such a cause.
+            checkpoints, also in the same directory, are intact. A directory with the checkpoint of another model, with tensors
+            of other names or shapes, which this process still holds or another job has just written, is such a cause.
         CoordinationError: a rank did not make the call within ``timeout_s``.
     """
     options = options or SaveOptions()

@@ -44,6 +44,17 @@ class Origin:
         stored, empty = manifest.writer.origin, cls()
         return cls(**{key: stored[key] for key, value in asdict(empty).items() if type(stored.get(key)) is type(value)})
 
+    def continues(self, older: Origin) -> bool:
+        """Whether a checkpoint takes the place of an older one in the same folder, as far as their origins tell.
+
+        That of another model of a job with several models does not.
+        """
+        if older.lineage in ("", self.lineage):
+            return True
+        if older.name and self.name:
+            return older.name == self.name
+        return max(older.count, self.count) < 2
+
     def __str__(self) -> str:
         named = f" named {self.name!r}" if self.name else ""
         place = f", number {self.number} of the {self.count} of its process" if self.count > 1 else ""
@@ -60,6 +71,7 @@ class Owner:
         known: identities of the checkpoints that it has saved or loaded.
         loaded: when it first loaded a checkpoint of an identity that is not its own, in seconds on the monotonic clock.
         made_s, since: when it was made, on the monotonic clock and since the epoch.
+        used_s: when it last saved a checkpoint or continued one, on the monotonic clock; 0 before.
     """
 
     label: str
@@ -69,6 +81,7 @@ class Owner:
     loaded: dict[str, float] = field(default_factory=dict)
     made_s: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.time)
+    used_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.known.add(self.lineage)
@@ -100,17 +113,21 @@ class Owners:
         number = next((at for at, each in enumerate(living, 1) if each is owner), 0)
         return Origin(owner.lineage, owner.name, owner.label, number, len(living))
 
-    def claim(self, owner: Owner, *, any_structure: bool = False) -> Claim:
-        """Return the claim of a model to the directories that it saves into.
+    def claim(self, owner: Owner, *, replaces: bool = False, any_structure: bool = False) -> Claim:
+        """Return the claim of a model to the directories that it saves into. It saves now.
 
         Args:
             owner: the model.
-            any_structure: names and shapes of its tensors may change from save to save.
+            replaces: the model was known when it was made, and not at its first save. So models of this process that were not
+                used since then are discarded ones, which a framework may keep alive.
+            any_structure: as in ``Claim``.
         """
-        return Claim(self, owner, any_structure)
+        owner.used_s = time.monotonic()
+        return Claim(self, owner, owner.made_s if replaces else 0.0, any_structure)
 
     def adopt(self, owner: Owner, origin: Origin) -> None:
         """Note that a model has loaded its whole state from a checkpoint, and continues it."""
+        owner.used_s = time.monotonic()
         if origin.lineage:
             owner.lineage = origin.lineage
             if origin.lineage not in owner.known:  # a rollback to its own checkpoint does not make it another model's
@@ -152,7 +169,7 @@ class Owners:
         That is no mistake in a job that starts several models from one checkpoint, or compares them.
         """
         stored = Origin.of(manifest)
-        other = self._holder(stored.lineage, owner) if stored.lineage and stored.lineage not in owner.known else None
+        other = self.holder(stored.lineage, owner) if stored.lineage and stored.lineage not in owner.known else None
         if other is None or owner.made_s >= other.loaded.get(stored.lineage, 0.0):
             return ""
         return (
@@ -161,15 +178,17 @@ class Owners:
             "load_module_only=True."
         )
 
-    def _holder(self, lineage: str, but: Owner) -> Owner | None:
-        """Return another living model with an identity."""
+    def holder(self, lineage: str, but: Owner, used_after_s: float = 0.0) -> Owner | None:
+        """Return another living model with an identity that has saved or loaded since a time of the monotonic clock."""
         for _ in range(2):
-            found = next((each for each in self.living() if lineage in each.known and each is not but), None)
-            if found is None:
+            if self._first(lineage, but, used_after_s) is None:
                 return None
-            del found
             gc.collect()  # a discarded model may be garbage that the collector has not found yet
-        return next((each for each in self.living() if lineage in each.known and each is not but), None)
+        return self._first(lineage, but, used_after_s)
+
+    def _first(self, lineage: str, but: Owner, used_after_s: float) -> Owner | None:
+        living = (each for each in self.living() if lineage in each.known and each is not but)
+        return next((each for each in living if each.used_s >= used_after_s), None)
 
 
 def _not_mine(stored: Origin, own: Origin) -> str:
@@ -181,22 +200,34 @@ def _not_mine(stored: Origin, own: Origin) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The claim of a model to the directory that it saves into. A save asks on the coordinator."""
+    """The claim of a model to the directory that it saves into. A save asks on the coordinator.
+
+    Attributes:
+        used_after_s: other models of this process count if they were used since then, on the monotonic clock.
+        any_structure: names and shapes of the model's tensors may change from save to save, and the user names the directory of
+            every save. So only a model of other names or shapes is not replaced.
+    """
 
     owners: Owners
     owner: Owner
+    used_after_s: float = 0.0
     any_structure: bool = False
 
     def refusal(self, manifest: Manifest) -> str:
-        """Return why a save must not replace a checkpoint; '' if it may."""
+        """Return why a save must not replace a checkpoint, before the parameters of the save are known; '' if it may."""
+        return "" if self.any_structure or not self._is_of_another(manifest) else self._text(Origin.of(manifest), manifest)
+
+    def notice(self, manifest: Manifest) -> str:
+        """Return that a save replaces a checkpoint of another model that may still be needed; '' if it does not."""
         stored = Origin.of(manifest)
-        if not stored.lineage or stored.lineage in self.owner.known:
+        if not stored.lineage or stored.lineage in self.owner.known or (stored.name and stored.name == self.owner.name):
             return ""
-        if stored.name and self.owner.name:
-            return "" if stored.name == self.owner.name else self._text(stored, manifest)
-        if self.owners._holder(stored.lineage, self.owner) is not None:
-            return self._text(stored, manifest)
-        return self._text(stored, manifest) if _time_of(manifest) > self.owner.since else ""
+        if self.owners.holder(stored.lineage, self.owner) is None:
+            return ""
+        return (
+            f"the checkpoint that {stored} saved at {manifest.created} is replaced by one of "
+            f"{self.owners.origin(self.owner)}. If both models are in use, save each into a folder of its own."
+        )
 
     def structure_refusal(self, manifest: Manifest, structure: str) -> str:
         """Return why a save must not replace a checkpoint of these parameters; '' if it may.
@@ -205,10 +236,23 @@ class Claim:
         """
         stored = Origin.of(manifest)
         named = bool(stored.name) and stored.name == self.owner.name
-        same = self.any_structure or named or stored.structure in ("", structure)
+        same = named or not stored.structure or not structure or stored.structure == structure
         if not stored.lineage or stored.lineage in self.owner.known or same:
             return ""
+        if self.any_structure and not self._is_of_another(manifest):
+            return ""
         return f"{self._text(stored, manifest)} Their parameters have different names or shapes."
+
+    def _is_of_another(self, manifest: Manifest) -> bool:
+        """Whether a checkpoint is of another model that is in use, here or in another process, as far as origins tell."""
+        stored = Origin.of(manifest)
+        if not stored.lineage or stored.lineage in self.owner.known:
+            return False
+        if stored.name and self.owner.name:
+            return stored.name != self.owner.name
+        if self.owners.holder(stored.lineage, self.owner, self.used_after_s) is not None:
+            return True
+        return _time_of(manifest) > self.owner.since
 
     def _text(self, stored: Origin, manifest: Manifest) -> str:
         return (

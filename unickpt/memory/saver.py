@@ -139,7 +139,7 @@ class MemorySaver(Saver):
         inner = SaveRequest(
             contribute, self.hosts.folder.url, folder_of(number), announce=request.announce, early=request.early,
             forget=request.forget,
-            must_match={**request.must_match, "stands_for": request.directory}, framework_stands_in=False,
+            must_match={**request.must_match, "stands_for": request.place}, claim=request.claim, framework_stands_in=False,
             failed=request.failed, on_end=request.on_end,
         )  # fmt: skip
         save = self.save(inner, meet.separate("generation"), asynchronous=True)
@@ -347,7 +347,7 @@ class MemorySaver(Saver):
         request, task = newest.request, newest.task
         upload = UploadRequest(
             task.storage, request.save_dir, request.tag, record, request.save_latest, task.meet.separate("flush"),
-            request.on_commit, request.one_writer,
+            request.on_commit, request.one_writer, request.claim,
         )  # fmt: skip
         self.upload(upload)
 

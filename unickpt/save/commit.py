@@ -47,9 +47,12 @@ def next_generation(storage: Storage, claim: Claim | None = None) -> int:
         generation = 0 if old is None else old.generation + 1
     except (UnickptError, OSError):
         return time.time_ns()  # the manifest is unreadable: use a number that is certainly new
-    refused = "" if old is None or claim is None else claim.refusal(old)
-    if refused:
-        raise OtherModelError(f"in {storage} {refused}")
+    if old is not None and claim is not None:
+        refused = claim.refusal(old)
+        if refused:
+            raise OtherModelError(f"in {storage} {refused}")
+        if notice := claim.notice(old):
+            logger.warning("unickpt: in %s %s", storage, notice)
     if is_url(storage.where()):
         with contextlib.suppress(UnickptError):
             if {RankFiles(0, generation).data, RankFiles(1, generation).data} & set(storage.names(DATA_FOLDER)):
@@ -64,8 +67,14 @@ def _existing(storage: Storage) -> Manifest | None:
     return manifest_module.from_bytes(storage.read(MANIFEST_FILE, 0, size), where=storage.where(MANIFEST_FILE))
 
 
-def _check_structure(storage: Storage, claim: Claim, structure: str) -> None:
-    """Raise OtherModelError if a checkpoint of another model lies under this tag."""
+def check_structure(storage: Storage, claim: Claim, structure: str) -> None:
+    """Raise OtherModelError if a checkpoint of another model lies under this tag.
+
+    Args:
+        storage: directory of the checkpoint.
+        claim: of the model to the directory.
+        structure: of the model, as in ``Origin``.
+    """
     old = None
     with contextlib.suppress(UnickptError, OSError):
         old = _existing(storage)
@@ -74,8 +83,10 @@ def _check_structure(storage: Storage, claim: Claim, structure: str) -> None:
         raise OtherModelError(f"in {storage} {refused}")
 
 
-def _structure(index: Index) -> str:
-    """Return a digest of names and shapes of the parameters."""
+def _structure(index: Index, excluded: Sequence[str]) -> str:
+    """Return a digest of names and shapes of the parameters; '' if some are left out: the rest does not tell the model."""
+    if excluded:
+        return ""
     found = sorted((info.name, info.shape) for info in index.tensors if info.kind == "parameter")
     return digest(repr(found).encode())
 
@@ -122,8 +133,8 @@ def commit(
     check_coverage(merged)
     writer = part.writer
     if claim is not None:
-        structure = _structure(merged)
-        _check_structure(storage, claim, structure)
+        structure = _structure(merged, part.excluded)
+        check_structure(storage, claim, structure)
         writer = replace(writer, origin={**writer.origin, "structure": structure})
     table = index_codec.to_bytes(merged)
     record = index_record(table, generation)

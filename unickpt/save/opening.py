@@ -99,7 +99,7 @@ def exchange(request: SaveRequest, meet: Rendezvous, make: Callable[[], Opening]
         if not reason:
             return meet, opening
         following = meet.following()
-        if opening.arguments == request.arguments or following is meet:
+        if following is meet or _difference(request.arguments, opening.arguments, meet.rank) is None:
             raise CoordinationError(f"rank {meet.rank} arrived after the coordinator abandoned this save: {reason}")
         meet = following
 
@@ -142,14 +142,25 @@ def refusal(here: Message, there: Message, rank: int) -> Failure | None:
 
 def _difference(here: Message, there: Message, rank: int) -> Failure | None:
     """Return which arguments of a rank differ from those of the coordinator, or None."""
-    names = [name for name in there if name != "resolved" and not (name == "save_dir" and _is_same_folder(here, there))]
-    differing = [name for name in names if here.get(name) != there[name]]
+    differing = _differing(here, there)
     if not differing:
         return None
-    found = "; ".join(f"{name} is {here.get(name)!r} on this rank and {there[name]!r} on rank 0" for name in differing)
+    found = "; ".join(f"{name} is {own!r} on this rank and {other!r} on rank 0" for name, own, other in differing)
     return Failure(FailureKind.ARGUMENTS, rank, text=found)
+
+
+def _differing(here: Message, there: Message) -> list[tuple[str, Any, Any]]:
+    """Return name and both values of the arguments that differ. A place may be an argument itself (``SaveRequest.place``)."""
+    found: list[tuple[str, Any, Any]] = []
+    for name, other in there.items():
+        own = here.get(name)
+        if isinstance(own, dict) and isinstance(other, dict):
+            found += [(f"{name}.{inner}", mine, its) for inner, mine, its in _differing(own, other)]
+        elif own != other and name != "resolved" and not (name == "save_dir" and _is_same_folder(here, there)):
+            found.append((name, own, other))
+    return found
 
 
 def _is_same_folder(here: Message, there: Message) -> bool:
     """Whether two ranks name one folder: by the same path, which hosts may link to different mounts, or by two links to it."""
-    return here.get("save_dir") == there["save_dir"] or here.get("resolved") == there["resolved"]
+    return any(name in there and here.get(name) == there[name] for name in ("save_dir", "resolved"))

@@ -200,9 +200,14 @@ class SaveRequest:
         return absolute(join(self.save_dir, self.tag))
 
     @property
+    def place(self) -> Message:
+        """The directory for other ranks. Of ``save_dir`` and its other name ``resolved``, one may differ between ranks."""
+        return {"save_dir": self.save_dir, "resolved": resolved(self.save_dir), "tag": self.tag}
+
+    @property
     def arguments(self) -> Message:
-        """The arguments that must be equal on all ranks. ``resolved`` is another name of ``save_dir``, which may differ."""
-        return {"save_dir": self.save_dir, "resolved": resolved(self.save_dir), "tag": self.tag, **self.must_match}
+        """The arguments that must be equal on all ranks, but for what may differ in a ``place``."""
+        return {**self.place, **self.must_match}
 
 
 class PendingSave(Pending[SaveResult]):

@@ -15,7 +15,8 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from unickpt.checkpoint_folder import complete_checkpoints, iteration_name, latest_tag, tracked_iteration
+from unickpt.checkpoint_folder import iteration_name, latest_tag, manifests_in, tracked_iteration
+from unickpt.coordination.owners import Origin
 from unickpt.errors import FormatError, UnickptError
 from unickpt.format.layout import DATA_FOLDER, LOCK_FILE, ROWS_FOLDER
 from unickpt.format.manifest import MANIFEST_FILE
@@ -65,6 +66,8 @@ def superseded(found: Sequence[tuple[int, str]], policy: Retention, *, protected
 def apply(folder: str, policy: Retention, *, just_saved: str, busy: Collection[str] = ()) -> list[str]:
     """Remove superseded checkpoints and the remains of dead saves. The coordinator calls this after a commit.
 
+    The policy counts the checkpoints of the model that was just saved, so models with tags of their own can share a folder.
+
     Args:
         folder: save directory.
         policy: retention policy.
@@ -81,13 +84,20 @@ def apply(folder: str, policy: Retention, *, just_saved: str, busy: Collection[s
         return []
     place = open_storage(folder)
     protected = {just_saved, *busy, *named(folder)}
-    old = superseded(complete_checkpoints(folder), policy, protected=protected)
+    old = superseded(_of_one_model(folder, just_saved), policy, protected=protected)
     removed = [name for name in old if _remove_unless_in_use(folder, place.subfolder(name), name)]
     dead = [name for name in abandoned(place) if name not in protected]
     cleaned = [name for name in dead if _remove_unless_in_use(folder, place.subfolder(name), name)]
     if removed or cleaned:
         logger.info("unickpt: removed %s from %s", ", ".join([*removed, *(f"{n} (abandoned)" for n in cleaned)]), folder)
     return [*removed, *cleaned]
+
+
+def _of_one_model(folder: str, just_saved: str) -> list[tuple[int, str]]:
+    """Return ``(step, name)`` of the complete checkpoints of the model that was just saved. Other models have their own."""
+    found = [(name, manifest.step, Origin.of(manifest)) for name, manifest in manifests_in(folder)]
+    own = next((origin for name, _, origin in found if name == just_saved), Origin())
+    return [(step, name) for name, step, origin in found if own.continues(origin)]
 
 
 def named(folder: str) -> set[str]:

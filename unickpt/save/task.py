@@ -302,8 +302,9 @@ class SaveTask:
         assert self.record is not None  # set before every commit
         request, meet = self.request, self.meet.separate("upload")
         upload = UploadRequest(
-            self.storage, target, request.tag, self.record, request.save_latest, meet, request.on_commit, request.one_writer
-        )
+            self.storage, target, request.tag, self.record, request.save_latest, meet, request.on_commit, request.one_writer,
+            request.claim,
+        )  # fmt: skip
         try:
             self.save.upload = self.owner.upload(upload)
         except Exception:  # the checkpoint is committed

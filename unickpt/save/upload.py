@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from unickpt.coordination.failure import Failure, sentence
+from unickpt.coordination.owners import Claim, Origin
 from unickpt.coordination.pending import Pending
 from unickpt.coordination.rendezvous import Message, Rendezvous
 from unickpt.errors import CoordinationError, CorruptCheckpointError, StorageError, UncertainCommitError
@@ -86,7 +87,7 @@ class UploadRequest:
         save_latest: update ``<target>/latest``.
         meet: rendezvous of the ranks for this upload only.
         on_commit: called on the coordinator with the location of the committed copy.
-        one_writer: as in ``SaveRequest``.
+        one_writer, claim: as in ``SaveRequest``.
     """
 
     source: Storage
@@ -97,6 +98,7 @@ class UploadRequest:
     meet: Rendezvous
     on_commit: Callable[[str], None] | None = None
     one_writer: bool = False
+    claim: Claim | None = None
 
 
 class Uploader:
@@ -206,6 +208,8 @@ class _Upload:
         opening = meet.broadcast("upload", self._opening() if meet.rank == 0 else None, notice=False)
         if opening["superseded"]:
             return UploadResult(committed=False, superseded=True)
+        if opening["refused"] is not None:
+            return UploadResult(committed=False, failures=(Failure.from_json(opening["refused"]),))
         generation = opening["generation"]
         name = RankFiles(meet.rank, generation).data
         failure = self._send(name)
@@ -222,7 +226,14 @@ class _Upload:
         )
 
     def _opening(self) -> Message:
-        return {"superseded": self._newer(), "generation": commit.next_generation(self._target)}
+        """Return what the coordinator announces. The other ranks wait for it, so it may be a refusal."""
+        opening: Message = {"superseded": self._newer(), "generation": 0, "refused": None}
+        if not opening["superseded"]:
+            try:
+                opening["generation"] = commit.next_generation(self._target, self.request.claim)
+            except Exception as err:
+                opening["refused"] = save_failure(err, 0).to_json()
+        return opening
 
     def _send(self, name: str) -> Failure | None:
         """UploadRequest the data file of this rank. Return the failure, or None."""
@@ -277,6 +288,8 @@ class _Upload:
         for record, size in zip(data, self._target.sizes_bytes([record.path for record in data]), strict=True):
             if size != record.size_bytes:
                 raise StorageError(f"{self._target.where(record.path)}: found {size} bytes, expected {record.size_bytes}")
+        if self.request.claim is not None:
+            commit.check_structure(self._target, self.request.claim, Origin.of(copied).structure)
         commit.publish(self._target, copied, index, proceed=proceed)
         return sum(record.size_bytes for record in copied.files)
 

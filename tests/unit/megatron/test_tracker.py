@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from megatron_unickpt.tracker import Trackers, is_complete, iteration_of, remove_old_non_persistent
+from megatron_unickpt import tracker_hooks
+from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
+from megatron_unickpt.tracker import Diverted, Trackers, is_complete, iteration_of, remove_old_non_persistent
 from tests.support.rank_threads import alone
 from tests.support.saves import large, request
 from unickpt.checkpoint_folder import TRACKER, iteration_name
@@ -154,6 +158,26 @@ def test_of_non_persistent_checkpoints_the_newest_complete_one_stays(tmp_path: P
     assert stays(tmp_path) == {2, 3}
     assert (tmp_path / "other").is_dir()
     remove_old_non_persistent(str(tmp_path / "missing"), 1, busy=())
+
+
+@pytest.mark.parametrize("call", [{"diverted": Diverted()}, {"memory": object()}], ids=["disk", "memory"])
+def test_a_save_into_memory_leaves_the_newest_complete_checkpoint_too(tmp_path: Path, call: dict[str, Any]) -> None:
+    """Megatron's function would take the folder of a save that was killed for the newest one."""
+    trackers, runtime = Trackers(), Runtime()
+    for iteration in (1, 2):
+        commit(tmp_path, trackers, trackers.begin(), iteration, Retention())
+    (tmp_path / iteration_name(3) / "data").mkdir(parents=True)
+
+    def megatrons(save_dir: str, leave_ckpt_num: int = 1, do_async: bool = False) -> None:
+        raise AssertionError
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with runtime.during(ScriptCall(Purpose.SAVE, **call)):
+            tracker_hooks.remove_old_non_persistent(runtime, megatrons, str(tmp_path), leave_ckpt_num=1)
+    finally:
+        dist.destroy_process_group()
+    assert stays(tmp_path) == {2}
 
 
 def test_names() -> None:
