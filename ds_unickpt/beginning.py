@@ -30,16 +30,19 @@ class Beginning:
 
     @classmethod
     def of(cls, engine: Any) -> Beginning:
-        """Return the state of a new engine."""
-        base, found = internals.base_optimizer(engine), dict[str, tuple[type[Any], Any]]()
-        objects: dict[str, Any] = {"lr_scheduler": internals.lr_scheduler(engine), "grad_scaler": internals.grad_scaler(engine)}
-        for name, target in objects.items():
-            with contextlib.suppress(Exception):  # a class of the user, which may not be copied
-                found[name] = (type(target), copy.deepcopy(target.state_dict()))
-        scaler = internals.loss_scaler(engine)
-        if scaler is not None:
-            found["loss_scaler"] = (type(scaler), internals.scaler_values(scaler))
-        groups = [] if base is None else [_settings(group) for group in base.param_groups]
+        """Return the state of a new engine, without what cannot be copied. Never raises: training does not depend on it."""
+        found = dict[str, tuple[type[Any], Any]]()
+        with contextlib.suppress(Exception):
+            for name, target in _stateful(engine).items():
+                with contextlib.suppress(Exception):  # a class of the user
+                    found[name] = (type(target), copy.deepcopy(target.state_dict()))
+            scaler = internals.loss_scaler(engine)
+            if scaler is not None:
+                found["loss_scaler"] = (type(scaler), internals.scaler_values(scaler))
+        groups: list[dict[str, Any]] = []
+        with contextlib.suppress(Exception):
+            base = internals.base_optimizer(engine)
+            groups = [] if base is None else [_settings(group) for group in base.param_groups]
         return cls(groups, found)
 
     def reset_group(self, number: int, group: MutableMapping[str, Any]) -> None:
@@ -68,5 +71,17 @@ class Beginning:
         return True
 
 
+def _stateful(engine: Any) -> dict[str, Any]:
+    objects = {"lr_scheduler": internals.lr_scheduler(engine), "grad_scaler": internals.grad_scaler(engine)}
+    others = {name: target for name, target in internals.extra_states(engine).items() if name != internals.SAMPLER}
+    return {name: target for name, target in {**objects, **others}.items() if target is not None}
+
+
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return copy.deepcopy({key: value for key, value in group.items() if key not in NOT_HYPERPARAMETERS})
+    """Return copies of the settings of a group. It may also hold objects that have none, such as a process group or a lock."""
+    found = dict[str, Any]()
+    for key, value in group.items():
+        if key not in NOT_HYPERPARAMETERS:
+            with contextlib.suppress(Exception):
+                found[key] = copy.deepcopy(value)
+    return found

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,22 @@ def an_optimizer_with_odd_settings_is_saved_by_deepspeed_itself(folder: Path) ->
     assert not (folder / "global_step1" / "manifest.json").exists()
     if dist.get_rank() == 0:
         assert any("hyperparameters hold values that are not plain" in line for line in log.lines), log.lines
+
+
+@scenario(2)
+def settings_without_a_copy_do_not_end_the_start_of_an_engine(folder: Path) -> None:
+    place, source = str(folder), build(here(1), seed=1)
+    source.save_checkpoint(place)
+    model, lock = Model(), threading.Lock()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": parameters, "held": lock, "tried": [0]}], lr=1e-3)
+    engine = build(here(1), seed=2, model=model, client_optimizer=optimizer, scheduler={})
+    group = engine.optimizer.optimizer.param_groups[0]
+    group["tried"].append(1)
+    beginning = engine.checkpoint_engine.beginning
+    beginning.reset_group(0, group)
+    assert (group["held"], group["tried"]) == (lock, [0]), "what has a copy begins anew"
+    engine.load_checkpoint(place)
 
 
 @scenario(2)
