@@ -178,6 +178,11 @@ def the_checkpoint_of_another_engine_is_not_replaced(folder: Path) -> None:
         assert fresh.load_checkpoint(str(place), tag="global_step2")[1]["who"] == "actor"
         assert differences(truth, consolidated(fresh, ("exp_avg", "exp_avg_sq")), ignore=("groups",)) == []
         assert fresh.save_checkpoint(str(place), tag="global_step2") is True, "an engine that continues the checkpoint"
+        if not behind:
+            later = _model(4)
+            assert later.save_checkpoint(str(place), tag="critic") is True, "made after the last use of the others"
+            assert critic.save_checkpoint(str(place), tag="critic") is False, "the later one is in use"
+            del later
         del actor, critic, fresh
         gc.collect()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import subprocess
@@ -15,7 +16,9 @@ import torch
 import unickpt
 from tests.support.opened_files import opened_files
 from tests.support.repository import REPO
+from unickpt.checkpoint_folder import read_manifest
 from unickpt.errors import MismatchError, SaveFailedError
+from unickpt.storage.open import open_storage
 from unickpt.testing import handmade
 from unickpt.testing.launch import environment, torchrun
 
@@ -161,8 +164,20 @@ def test_a_shard_must_lie_within_its_tensor(start: tuple[int, ...], shape: tuple
         unickpt.LocalShard(torch.zeros(4, 4), start, shape)
 
 
+def test_a_copy_takes_the_place_of_an_older_copy_that_is_still_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = torch.nn.Linear(2, 2).state_dict()
+    best = None
+    for step in range(3):
+        new = copy.deepcopy(state)
+        unickpt.save_checkpoint(new, tmp_path / "best", step=step)
+        best = new
+    assert best is not None
+    assert read_manifest(open_storage(str(tmp_path / "best"))).step == 2
+    assert len([text for text in caplog.messages if "is replaced by one of" in text]) == 2
+
+
 def test_the_checkpoint_of_another_model_that_this_process_holds_is_not_replaced(tmp_path: Path) -> None:
-    actor, critic = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    actor, critic, student = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1), torch.nn.Linear(2, 2)
     unickpt.save_checkpoint(actor.state_dict(), tmp_path / "last")
     with pytest.raises(SaveFailedError, match="another model"):
         unickpt.save_checkpoint(critic.state_dict(), tmp_path / "last")
@@ -170,5 +185,5 @@ def test_the_checkpoint_of_another_model_that_this_process_holds_is_not_replaced
     unickpt.save_checkpoint(actor.state_dict(), tmp_path / "last")
     for step in range(2):  # copies that the process does not keep
         unickpt.save_checkpoint({"a": torch.ones(2 + step)}, tmp_path / "copies", step=step)
-    unickpt.load_checkpoint(tmp_path / "last", critic.state_dict())
-    unickpt.save_checkpoint(critic.state_dict(), tmp_path / "last")
+    unickpt.load_checkpoint(tmp_path / "last", student.state_dict())
+    unickpt.save_checkpoint(student.state_dict(), tmp_path / "last")

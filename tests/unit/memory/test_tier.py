@@ -44,6 +44,20 @@ def test_two_generations_stay_and_every_file_has_a_copy(job: Callable[..., Job])
         assert all("manifest.json" in files for files in running.inventory(host).files.values())
 
 
+def test_ranks_may_know_the_folder_by_links_to_one_place(job: Callable[..., Job], tmp_path: Path) -> None:
+    running = job()
+    (tmp_path / "link").symlink_to(tmp_path)
+
+    def one(tier: MemoryTier, meet: Rendezvous) -> Any:
+        folder = tmp_path / "link" if meet.rank == len(HOSTS) - 1 else tmp_path
+        save = tier.save(request(str(folder / "checkpoints"), 1, meet.rank, len(HOSTS)), meet)
+        assert save is not None
+        assert save.wait(30)
+        return save.committed, save.cause()
+
+    assert {committed for committed, _ in running.everywhere(one)} == {True}
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_lost_host_costs_nothing_and_the_number_of_ranks_may_change(

@@ -11,11 +11,13 @@ import torch
 
 from ds_unickpt.internals import plain
 from ds_unickpt.names import spelled_plainly
-from unickpt.errors import FormatError
+from tests.support.rank_threads import on_all_ranks
+from unickpt.coordination.rendezvous import Rendezvous
+from unickpt.errors import CoordinationError, FormatError
 from unickpt.format.manifest import OptimizerRecord, ParameterGroup, merge_optimizers, optimizer_from_json
 from unickpt.save.agreement import message_of, notes_of
 from unickpt.save.fingerprints import fingerprints
-from unickpt.save.opening import refusal
+from unickpt.save.opening import exchange, opening_of, refusal
 from unickpt.save.requests import SaveRequest
 from unickpt.save.shards import Contribution
 
@@ -71,9 +73,34 @@ def test_ranks_name_one_folder_by_one_path_or_by_links_to_one_place(tmp_path: Pa
     assert failure.text == (
         "save_dir is '/one' on this rank and '/two' on rank 0; tag is 'step1' on this rank and 'step2' on rank 0"
     )
+    here, there = ({"stands_for": arguments(f"/{name}", f"/mnt/{name}")} for name in ("one", "two"))  # a save in memory
+    nested = refusal(here, there, 1)
+    assert nested is not None
+    assert nested.text == "stands_for.save_dir is '/one' on this rank and '/two' on rank 0"
+    here["stands_for"]["resolved"] = "/mnt/two"
+    assert refusal(here, there, 1) is None
     (tmp_path / "link").symlink_to(tmp_path)
     made = SaveRequest(_nothing, str(tmp_path / "link"), "step1").arguments
     assert (made["save_dir"], made["resolved"]) == (str(tmp_path / "link"), str(tmp_path.resolve()))
+
+
+def test_a_late_rank_that_knows_the_folder_by_a_link_joins_no_other_save(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+
+    def call(meet: Rendezvous) -> None:
+        save = meet.separate("save")
+        wanted = SaveRequest(_nothing, str(tmp_path / "link" if meet.rank else tmp_path), "step1")
+        if meet.rank:
+            meet.broadcast("abandoned", None)
+            exchange(wanted, save, lambda: pytest.fail("rank 0 announces"))
+        else:
+            save.broadcast("save", opening_of(wanted, skip=False, background=False, known_defect=None).to_json())
+            save.abandon("rank 1 is late")
+            meet.broadcast("abandoned", {})
+
+    _, error = on_all_ranks(call, world=2, timeout_s=3)
+    assert isinstance(error, CoordinationError)
+    assert "rank 1 arrived after the coordinator abandoned this save: rank 1 is late" in str(error)
 
 
 def _nothing(_: object) -> Contribution:
