@@ -89,7 +89,7 @@ class RestoredObjects:
         for rank in {0, source.second, source.rank, int(self.engine.global_rank)}:
             self._rank_objects[rank] = self.checkpoint.rank_objects(rank, allow_pickle=self.options.allow_pickle).value
         sampler, saved = internals.extra_states(self.engine)[internals.SAMPLER], self._saved.get(internals.SAMPLER)
-        if sampler is not None and saved is not None and int(self.engine.global_rank) == 0:
+        if sampler is not None and saved is not None and int(self.engine.global_rank) == 0 and not self.wanted.module_only:
             self.sampler_refused = curriculum.refusal(sampler, saved)
 
     def of_this_rank(self, key: str) -> Any:
