@@ -73,7 +73,7 @@ def _load(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: A
         strict=given["strict"],
         fit=Fit.EQUAL if runtime.call is not None and runtime.call.complete else Fit.REQUESTED,
     )
-    masters.follow_weights(alone, unless_equal=True)
+    masters.follow_loaded(alone, loaded[0] if isinstance(loaded, tuple) else loaded)
     return loaded
 
 

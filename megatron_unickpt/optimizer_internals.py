@@ -7,7 +7,7 @@ Follows megatron-core 0.12 to 0.19 and the development branch: ``optimizer/optim
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ SWITCHES = frozenset(
         *keys.GROUP_IDENTITY, *cpu_offload.PLACEMENT,
     }
 )  # fmt: skip
+_MASTER = "master_param"  # of the states of FusedAdam
 _TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -100,12 +101,14 @@ def _wrappers(optimizer: Any, layer_wise: Any = None) -> Iterator[tuple[Any, Any
         yield optimizer, layer_wise
 
 
-def leaves(optimizer: Any, *, allocate: bool) -> list[Leaf]:
+def leaves(optimizer: Any, *, allocate: bool, masters_of: Collection[int] | None = None) -> list[Leaf]:
     """Return what an optimizer holds on this rank, by model parameter.
 
     Args:
         optimizer: any of Megatron's wrappers, chained or not.
         allocate: create the states that a new optimizer lacks, as Megatron does before it loads.
+        masters_of: ids of parameters, whose masters alone are returned. A precision-aware optimizer has copies of its states
+            made for every other request.
     """
     found: list[Leaf] = []
     layered: dict[int, tuple[Any, list[Leaf]]] = {}
@@ -118,9 +121,9 @@ def leaves(optimizer: Any, *, allocate: bool) -> list[Leaf]:
             _allocate(wrapper)
         leaf = Leaf(wrapper, inner, copies=cpu_offload.copies(inner))
         if isinstance(wrapper, DistributedOptimizer):
-            _fill_distributed(leaf)
+            _fill_distributed(leaf, masters_of)
         else:
-            _fill_plain(leaf, sharded=layer_wise is not None)
+            _fill_plain(leaf, masters_of, sharded=layer_wise is not None)
         found.append(leaf)
         members.append(leaf)
     for layer_wise, members in layered.values():
@@ -220,7 +223,7 @@ def _layerwise_lists(optimizer: Any) -> list[torch.nn.Parameter] | None:
     return [p for some in lists for p in some] if lists else None
 
 
-def _fill_distributed(leaf: Leaf) -> None:
+def _fill_distributed(leaf: Leaf, masters_of: Collection[int] | None) -> None:
     """Yield the parameter ranges of a ``DistributedOptimizer``: this rank's range of every bucket (``gbuf_ranges``)."""
     optimizer = leaf.optimizer
     leaf.instance = int(getattr(optimizer, "distributed_optimizer_instance_id", 0))
@@ -233,16 +236,17 @@ def _fill_distributed(leaf: Leaf) -> None:
     for models, shards in ((optimizer.model_float16_groups, mains), (optimizer.model_fp32_groups, optimizer.shard_fp32_groups)):
         for group, parameters, held in zip(groups, models, shards, strict=True):
             for parameter, shard in zip(parameters, held, strict=True):
+                if masters_of is not None and id(parameter) not in masters_of:
+                    continue
                 part = ranges[id(parameter)]
-                leaf.held.append(
-                    Held(parameter, part.start, part.end, *_states_of(leaf, shard), group=group, instance=leaf.instance)
-                )
+                found = _states_of(leaf, shard, master_alone=masters_of is not None)
+                leaf.held.append(Held(parameter, part.start, part.end, *found, group=group, instance=leaf.instance))
     here = {id(h.parameter) for h in leaf.held}
     for buffer in optimizer.buffers:
         leaf.elsewhere += [p for p in buffer.params if id(p) not in here]
 
 
-def _fill_plain(leaf: Leaf, *, sharded: bool) -> None:
+def _fill_plain(leaf: Leaf, masters_of: Collection[int] | None, *, sharded: bool) -> None:
     """Yield the whole local parameters of ``Float16OptimizerWithFloat16Params`` and ``FP32Optimizer``."""
     optimizer = leaf.optimizer
     model_of: dict[int, torch.nn.Parameter] = {}
@@ -252,8 +256,11 @@ def _fill_plain(leaf: Leaf, *, sharded: bool) -> None:
     for group in leaf.inner.param_groups:
         for stepped in group["params"]:
             parameter = model_of.get(id(stepped), stepped)
+            if masters_of is not None and id(parameter) not in masters_of:
+                continue
             instance = 0 if sharded else None
-            leaf.held.append(Held(parameter, 0, parameter.numel(), *_states_of(leaf, stepped), group=group, instance=instance))
+            found = _states_of(leaf, stepped, master_alone=masters_of is not None)
+            leaf.held.append(Held(parameter, 0, parameter.numel(), *found, group=group, instance=instance))
 
 
 def _precision_aware(optimizer: Any) -> bool:
@@ -266,9 +273,9 @@ def _precision_aware(optimizer: Any) -> bool:
 
 
 def _states_of(
-    leaf: Leaf, stepped: torch.Tensor
+    leaf: Leaf, stepped: torch.Tensor, *, master_alone: bool = False
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, Any], dict[str, torch.Tensor]]:
-    """Return main, states, scalars and others of a parameter (see ``Held``)."""
+    """Return main, states, scalars and others of a parameter (see ``Held``); of ``master_alone`` the main only."""
     copy = leaf.copies.get(id(stepped))
     state = leaf.inner.state.get(stepped, {}) if copy is None else copy.state
     main = stepped if copy is None else copy.stepped
@@ -277,6 +284,8 @@ def _states_of(
     others: dict[str, torch.Tensor] = {}
     scalars: dict[str, Any] = {}
     for key, value in _one_by_one(state):
+        if master_alone and key != _MASTER:
+            continue
         if not isinstance(value, torch.Tensor):
             if isinstance(value, (int, float, bool)):
                 scalars[key] = value
@@ -288,8 +297,8 @@ def _states_of(
             scalars[key] = value
         elif value.numel():
             others[key] = value
-    if "master_param" in tensors:
-        main = tensors.pop("master_param")
+    if _MASTER in tensors:
+        main = tensors.pop(_MASTER)
     if main.dtype == torch.int16:
         main = remainders.joined(stepped, main)
     return main, tensors, scalars, others
@@ -319,9 +328,9 @@ def write_back(leaf: Leaf, held: Held) -> None:
     for stepped in held.group["params"]:
         if stepped.data_ptr() == held.parameter.view(-1)[held.lo :].data_ptr():
             kept = leaf.inner.state.get(stepped, {})
-            values = {"master_param": held.main, **held.states}
-            if "master_param" in kept and kept["master_param"].dtype == torch.int16:
-                weights, values["master_param"] = remainders.divided(held.main)
+            values = {_MASTER: held.main, **held.states}
+            if _MASTER in kept and kept[_MASTER].dtype == torch.int16:
+                weights, values[_MASTER] = remainders.divided(held.main)
                 stepped.data.copy_(weights)
             for key, value in values.items():
                 if key in kept:

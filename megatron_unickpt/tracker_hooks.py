@@ -58,7 +58,8 @@ def tracker_file(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kw
 
 def remove_old_non_persistent(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap ``cleanup_old_non_persistent_checkpoint``: a checkpoint that is still being written does not count."""
-    if runtime.call is None or runtime.call.diverted is None:
+    call = runtime.call
+    if call is None or (call.diverted is None and call.memory is None):
         return wrapped(*args, **kwargs)
     if torch.distributed.get_rank() == 0:
         bound = inspect.signature(wrapped).bind(*args, **kwargs)

@@ -15,6 +15,7 @@ from typing import Any
 
 _SAY_S = 2.0  # limit for the last message of a process, whose store may be gone
 _PROC = Path("/proc")
+_BEGUN, _ENDED = "begun", "ended"
 
 
 class Ends:
@@ -27,27 +28,42 @@ class Ends:
     """
 
     def __init__(self, store: Any, *, rank: int, prefix: str) -> None:
-        self._store, self._rank, self._process = store, rank, os.getpid()
-        self._ended, self._here = f"{prefix}/ended", f"{prefix}/processes/{_host()}"
-        self._beside: dict[int, tuple[int, str]] = {}  # rank -> process, of this host
+        self._store, self._rank, self._process, self._start = store, rank, os.getpid(), 1
+        host = _host()
+        self._turns, self._here = f"{prefix}/turns", f"{prefix}/processes/{host}" if host else ""
+        self._beside: dict[int, tuple[int, int, str]] = {}  # rank -> start, process and its begin, of this host
         with contextlib.suppress(Exception):
-            store.append(self._here, f"{rank} {self._process} {_begin_of(self._process)}\n")
+            self._start = int(store.add(f"{prefix}/starts/{rank}", 1))
+            if self._start > 1:  # the process before has ended, and this one has not
+                self._append(self._turns, _BEGUN)
+            if self._here and (begin := _begin_of(self._process)):
+                self._append(self._here, f"{self._process} {begin}")
             atexit.register(self._say)  # after the saves of this process: they are waited for before
 
     def __call__(self) -> frozenset[int]:
         """Return the ranks that have ended, as far as this process knows."""
         with contextlib.suppress(Exception):
-            return frozenset((*self._said(), *self._killed()))
+            latest, ended = dict[int, int](), set[tuple[int, int]]()
+            for rank, start, what in self._lines(self._turns):
+                if what == _ENDED:
+                    ended.add((int(rank), int(start)))
+                else:
+                    latest[int(rank)] = max(latest.get(int(rank), 1), int(start))
+            return frozenset(rank for rank, start in (*ended, *self._killed()) if start >= latest.get(rank, 1))
         return frozenset()
 
-    def _said(self) -> list[int]:
-        return [int(word) for word in self._read(self._ended).split()]
+    def _killed(self) -> list[tuple[int, int]]:
+        for rank, start, process, begin in self._lines(self._here) if self._here else ():
+            self._beside[int(rank)] = int(start), int(process), begin
+        return [
+            (rank, start) for rank, (start, process, begin) in self._beside.items() if _begin_of(process) not in (begin, None)
+        ]
 
-    def _killed(self) -> list[int]:
-        for line in self._read(self._here).splitlines():
-            rank, process, begin = line.split(" ")
-            self._beside[int(rank)] = int(process), begin
-        return [rank for rank, (process, begin) in self._beside.items() if begin and _begin_of(process) != begin]
+    def _lines(self, key: str) -> list[list[str]]:
+        return [line.split(" ") for line in self._read(key).splitlines()]
+
+    def _append(self, key: str, text: str) -> None:
+        self._store.append(key, f"{self._rank} {self._start} {text}\n")
 
     def _read(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
@@ -62,19 +78,23 @@ class Ends:
 
     def _write(self) -> None:
         with contextlib.suppress(Exception):
-            self._store.append(self._ended, f"{self._rank} ")
+            self._append(self._turns, _ENDED)
 
 
 def _host() -> str:
-    """Return what all processes that see each other's numbers have in common."""
+    """Return what all processes that see each other's numbers have in common; '' if it is not known."""
     with contextlib.suppress(OSError):
-        return f"{(_PROC / 'sys/kernel/random/boot_id').read_text().strip()}-{os.readlink(_PROC / 'self/ns/pid')}"
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}-{os.readlink(_PROC / 'self/ns/pid')}" if boot else ""
     return ""
 
 
-def _begin_of(process: int) -> str:
-    """Return when a process began, in ticks; '' if it does not run, or its number cannot be looked up."""
-    with contextlib.suppress(OSError, IndexError):
+def _begin_of(process: int) -> str | None:
+    """Return when a process began, in ticks; '' if it does not run, None if this cannot be found out now."""
+    try:
         fields = (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
-    return ""
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    except (OSError, IndexError, ValueError):  # no free file descriptor, or no permission
+        return None

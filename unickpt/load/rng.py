@@ -78,7 +78,11 @@ def cuda_of_seed(seed: int) -> torch.Tensor:
 
 
 def seed_from(stored: Any) -> int:
-    """Return a seed below 2**31 that depends on every bit of stored generators, in whatever form they are."""
+    """Return a seed below 2**31 that depends on every bit of stored generators, in whatever form they are.
+
+    It is the same in every process: of an object of an unknown class only the attributes count, because its text may contain
+    its address.
+    """
     digest = hashlib.sha256()
 
     def add(value: Any) -> None:
@@ -90,11 +94,24 @@ def seed_from(stored: Any) -> int:
             for each in value:
                 add(each)
         elif isinstance(value, torch.Tensor):
-            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         elif isinstance(value, np.ndarray):
-            digest.update(value.tobytes())
-        else:
+            add(value.tolist()) if value.dtype.hasobject else digest.update(value.tobytes())
+        elif isinstance(value, torch.Generator):
+            add(value.get_state())
+        elif isinstance(value, np.random.Generator):
+            add(value.bit_generator.state)
+        elif isinstance(value, np.random.BitGenerator):
+            add(value.state)
+        elif isinstance(value, np.random.RandomState):
+            add(value.get_state(legacy=False))
+        elif isinstance(value, random.Random):
+            add(value.getstate())
+        elif value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
             digest.update(repr(value).encode())
+        else:
+            digest.update(type(value).__qualname__.encode())
+            add(getattr(value, "__dict__", {}))
 
     add(stored)
     return int.from_bytes(digest.digest()[:4], "little") >> 1
