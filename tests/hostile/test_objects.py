@@ -35,6 +35,9 @@ HOSTILE_OBJECTS: list[Any] = [
 OBJECT_REASONS = {
     '{"$unknown": 1}': "unknown tag",
     '{"$tuple": 1, "x": 2}': "is not one tag",
+    '{"$dict": 5}': "are not pairs",
+    '{"$dict": [1]}': "are not pairs",
+    '{"$dict": [[1, 2, 3]]}': "are not pairs",
     '{"$tensor": "nowhere"}': "is not stored",
     '{"$tensor": [1]}': "is not stored",
     '{"$tensor": "objects/rank00000"}': "is not stored",

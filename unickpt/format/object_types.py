@@ -81,7 +81,7 @@ def _fraction(parts: Any) -> fractions.Fraction:
 
 def _integer(value: Any) -> int:
     if type(value) is not int:
-        raise TypeError(f"{value!r} is not an integer")
+        raise TypeError(f"{type(value).__name__} is not an integer")  # the text of a hostile value may have any length
     return value
 
 
@@ -121,6 +121,17 @@ def _timedelta(parts: Any) -> datetime.timedelta:
 # ---------------------------------------------------------------- containers
 
 
+def _list(value: Any) -> list[Any]:
+    """Return a list. A ``range`` of a few bytes would do as well, and has any length."""
+    if type(value) is not list:
+        raise TypeError(f"{type(value).__name__} is not a list")
+    return value
+
+
+def _listed(make: Callable[[list[Any]], Any]) -> Callable[[Any], Any]:
+    return lambda value: make(_list(value))
+
+
 def _items(value: Mapping[Any, Any]) -> list[list[Any]]:
     return [list(pair) for pair in value.items()]
 
@@ -132,16 +143,18 @@ def _counter(pairs: Any) -> collections.Counter[Any]:
 
 
 def _deque(parts: Any) -> collections.deque[Any]:
-    limit, items = parts
-    return collections.deque(items, maxlen=_optional(limit))
+    limit, items = _list(parts)
+    return collections.deque(_list(items), maxlen=_optional(limit))
 
 
 def _factory(name: Any) -> Any:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"{type(name).__name__} is not the name of a factory")
     return None if name is None else _FACTORIES[name]
 
 
 def _defaultdict(parts: Any) -> collections.defaultdict[Any, Any]:
-    name, pairs = parts
+    name, pairs = _list(parts)
     return collections.defaultdict(_factory(name), {key: item for key, item in pairs})
 
 
@@ -300,15 +313,25 @@ def is_named_tuple(kind: type) -> bool:
 def is_plain_dataclass(kind: type) -> bool:
     """Whether the state of an object is the values of its fields: a dataclass without methods for pickle or a finalizer.
 
-    ``dataclasses`` itself adds methods for pickle to a frozen class with slots.
+    ``dataclasses`` itself adds methods for pickle to a frozen class with slots. A class that derives from one of another
+    language, such as ``dict``, has contents there. One that derives from a class with slots may have values in these.
     """
-    own = _methods(kind)
-    slots = "__slots__" in own
-    return dataclasses.is_dataclass(kind) and not own & (_SPECIAL if slots else _SPECIAL | _OF_PICKLE)
+    bases = [base for base in kind.__mro__ if base is not object]
+    if not dataclasses.is_dataclass(kind) or _methods(kind) & _SPECIAL:
+        return False
+    fields = {each.name for each in dataclasses.fields(kind)}
+    return all(
+        base.__flags__ & _HEAP_TYPE
+        and not isinstance(vars(base).get("__new__"), types.BuiltinFunctionType)
+        and not any(type(each) is types.MemberDescriptorType and name not in fields for name, each in vars(base).items())
+        and all(vars(base)[name].__module__ == "dataclasses" for name in _OF_PICKLE & set(vars(base)))
+        for base in bases
+    )
 
 
 _SPECIAL = frozenset({"__reduce__", "__reduce_ex__", "__del__"})
 _OF_PICKLE = frozenset({"__getstate__", "__setstate__"})
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of every class statement
 
 
 def _methods(kind: type) -> set[str]:
@@ -374,7 +397,7 @@ def _size(extents: Any) -> torch.Size:
 def _text(make: Callable[[str], Any]) -> Callable[[Any], Any]:
     def build(text: Any) -> Any:
         if not isinstance(text, str):
-            raise TypeError(f"{text!r} is not text")
+            raise TypeError(f"{type(text).__name__} is not text")
         return make(text)
 
     return build
@@ -394,9 +417,9 @@ def _ordered(pairs: Any) -> collections.OrderedDict[Any, Any]:
 
 _UPDATE: Any = dict.update
 ROWS: Mapping[type, Row] = {
-    tuple: Row("$tuple", list, tuple),
-    set: Row("$set", list, set),
-    frozenset: Row("$frozenset", list, frozenset),
+    tuple: Row("$tuple", list, _listed(tuple)),
+    set: Row("$set", list, _listed(set)),
+    frozenset: Row("$frozenset", list, _listed(frozenset)),
     collections.OrderedDict: Row(
         "$ordered", _items, _ordered, lambda _: collections.OrderedDict(), lambda to, other: to.update(other)
     ),
@@ -419,7 +442,7 @@ ROWS: Mapping[type, Row] = {
     decimal.Decimal: Row("$decimal", _decimal_parts, _decimal),
     fractions.Fraction: Row("$fraction", lambda v: [v.numerator, v.denominator], _fraction),
     range: Row("$range", lambda v: [v.start, v.stop, v.step], lambda parts: range(*map(_integer, parts))),
-    slice: Row("$slice", lambda v: [v.start, v.stop, v.step], lambda parts: slice(*parts)),
+    slice: Row("$slice", lambda v: [v.start, v.stop, v.step], _listed(lambda parts: slice(*parts))),
     type(Ellipsis): Row("$ellipsis", lambda _: None, lambda _: Ellipsis),
     uuid.UUID: Row("$uuid", lambda v: v.hex, _text(uuid.UUID)),
     pathlib.PosixPath: Row("$path", str, _text(pathlib.Path)),
@@ -453,4 +476,7 @@ LEAF = Row("$requires_grad", lambda v: v.detach(), lambda tensor: tensor.require
 VIEWED = Row("$viewed", _viewed_parts, _viewed)
 RAW = Row("$raw_array", _raw_parts, _raw)
 RAW_SCALAR = Row("$raw_scalar", _raw_parts, lambda parts: _raw(parts)[()])
+OPEN = frozenset(row.tag for kind, row in ROWS.items() if row.empty is not None or kind in (tuple, set, frozenset, slice)) | {
+    DICT.tag
+}  # rows whose parts are any values
 BUILT: Mapping[str, Row] = {row.tag: row for row in (*ROWS.values(), DICT, PARAMETER, LEAF, VIEWED, RAW, RAW_SCALAR)}

@@ -9,9 +9,12 @@ takes their place. A value of an unknown type becomes an opaque blob. It never f
 from __future__ import annotations
 
 import base64
+import contextlib
+import importlib
 import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,7 @@ import torch
 from unickpt.errors import FormatError
 from unickpt.format import object_types
 from unickpt.format.object_encoder import MAX_DEPTH, Encoded, encode
-from unickpt.format.object_types import BUILT, DICT, LIST, MAX_DIGITS, ROWS, NotHereError, Row
+from unickpt.format.object_types import BUILT, DICT, LIST, MAX_DIGITS, OPEN, ROWS, NotHereError, Row
 
 __all__ = ["JOB_PREFIX", "TAGS", "Decoded", "Encoded", "Opaque", "decode", "encode", "rank_prefix"]
 
@@ -88,6 +91,8 @@ _EMPTY: Mapping[str, Row] = {row.tag: row for row in (*ROWS.values(), DICT) if r
 _PAIRS = ("$dict", "$ordered", "$counter")
 _CONTENTS: Mapping[str, type] = {"$enum": str, "$namedtuple": list, "$dataclass": dict}
 _MISSING = object()
+_SHARED = frozenset({*_EMPTY, "", "$set", "$bytearray", "$ndarray", "$raw_array", "$dataclass", "$opaque", "$lost"})
+_MAX_HASHED = 1_000_000  # values within dataclasses that are keys or members of sets: references multiply them
 
 
 class _Decoder:
@@ -100,6 +105,8 @@ class _Decoder:
         self._path: list[str] = []
         self._objects: dict[int, Any] = {}  # those with several references, by number
         self._read: dict[str, torch.Tensor] = {}
+        self._closed = 0  # rows around the value whose parts have no references and ranges: these are larger than their text
+        self._hashed = 0
 
     def _where(self) -> str:
         return "".join(self._path)[-200:].lstrip(".") or "(root)"
@@ -145,7 +152,24 @@ class _Decoder:
                 found.append(self._member(f"[{at}]", pair))
             except _LeftOutError:
                 continue
+        self._check_hashed(key for key, _ in found)
         return found
+
+    def _check_hashed(self, values: Iterable[Any]) -> None:
+        """Refuse keys, or members of a set, whose hash would take forever: dataclasses that refer to each other many times."""
+        waiting = [(value, False) for value in values] if self._objects else []
+        while waiting:
+            value, counted = waiting.pop()
+            inside: Iterable[Any] = ()
+            if isinstance(value, (tuple, frozenset)):
+                inside = value
+            elif is_dataclass(value):
+                inside, counted = object_types.dataclass_members(value).values(), True
+            before = len(waiting)
+            waiting += ((each, counted) for each in inside)
+            self._hashed += counted * (len(waiting) - before)
+            if self._hashed > _MAX_HASHED:
+                raise FormatError(f"{self._where()}: more than {_MAX_HASHED:,} values in keys")
 
     def _tagged(self, tag: str, body: Any) -> Any:
         if tag == "$opaque":
@@ -161,12 +185,22 @@ class _Decoder:
         row = BUILT.get(tag)
         if row is None and tag not in ("$int", "$float", "$numpy", "$ndarray"):
             raise FormatError(f"{self._where()}: unknown tag {tag!r}; written by a newer release?")
+        if self._closed and tag == "$range":
+            raise FormatError(f"{self._where()}: unexpected {tag}")
+        inner: Any
         if tag in _PAIRS:
-            inner: Any = self._pairs(body)
+            inner = self._pairs(body)
         elif tag == "$defaultdict" and isinstance(body, list) and len(body) == 2:
             inner = [body[0], self._pairs(body[1])]
         else:
-            inner = self._member("", body)
+            closes = tag not in OPEN
+            self._closed += closes
+            try:
+                inner = self._member("", body)
+            finally:
+                self._closed -= closes
+        if tag in ("$set", "$frozenset") and isinstance(inner, list):
+            self._check_hashed(inner)
         try:
             return _NUMBERS[tag](inner) if row is None else row.build(inner)
         except NotHereError as err:
@@ -189,6 +223,8 @@ class _Decoder:
     def _shared(self, tag: str, body: Any) -> Any:
         """Decode an object with several references, or return it again."""
         number = body if tag == "$same" else body[0] if isinstance(body, list) and len(body) == 2 else None
+        if self._closed and tag == "$same":
+            raise FormatError(f"{self._where()}: unexpected {tag}")
         if type(number) is not int or (tag == "$same") != (number in self._objects):
             raise FormatError(f"{self._where()}: malformed reference {str(body)[:80]!r}")
         if tag == "$same":
@@ -196,6 +232,8 @@ class _Decoder:
                 raise _LeftOutError("reference")
             return self._objects[number]
         row, parts = _emptied(body[1])
+        if _tag_of(body[1]) not in _SHARED:
+            raise FormatError(f"{self._where()}: {_tag_of(body[1])} has no identity, so nothing refers to it")
         self._objects[number] = _MISSING
         try:
             if row is None or row.empty is None or row.fill is None:
@@ -211,7 +249,10 @@ class _Decoder:
         return found
 
     def _of_class(self, tag: str, body: Any) -> Any:
-        """Return a value of a class that is already imported. Nothing is imported, and no method of the class runs."""
+        """Return a value of a class that is already imported. Nothing is imported, and no method of the class runs.
+
+        With ``allow_pickle`` the module is imported, as for a pickle.
+        """
         if not (isinstance(body, list) and len(body) == 3 and all(isinstance(part, str) for part in body[:2])):
             raise FormatError(f"{self._where()}: malformed {tag[1:]} {str(body)[:80]!r}")
         module, path, content = body
@@ -219,6 +260,9 @@ class _Decoder:
         fits: bool = isinstance(inner, _CONTENTS[tag])
         if not fits:
             raise FormatError(f"{self._where()}: malformed {tag[1:]} {str(body)[:80]!r}")
+        if self._allow_pickle and module not in sys.modules:
+            with contextlib.suppress(Exception):  # a module that is not here, or whose own code fails
+                importlib.import_module(module)
         try:
             kind = object_types.class_of(module, path)
             if tag == "$enum":
@@ -226,7 +270,7 @@ class _Decoder:
             if tag == "$namedtuple":
                 return object_types.made_named_tuple(kind, inner)
             return object_types.made_dataclass(kind, inner)
-        except NotHereError as err:
+        except (NotHereError, TypeError) as err:  # TypeError: an abstract class
             raise self._left_out(f"{module}.{path}", str(err)) from None
 
     def _whole(self, content: Any) -> Any:
@@ -254,8 +298,13 @@ def _emptied(body: Any) -> tuple[Row | None, Any]:
         return LIST, body
     if not isinstance(body, dict):
         return None, body
-    tag = next((key for key in body if key.startswith("$")), "")
+    tag = _tag_of(body)
     return (_EMPTY.get(tag), body[tag]) if tag else (DICT, body)
+
+
+def _tag_of(body: Any) -> str:
+    """Return the tag of an encoded object; '' for a list or a plain dictionary, and for a plain value, which has none."""
+    return next((key for key in body if key.startswith("$")), "") if isinstance(body, dict) else ""
 
 
 def _numpy_array(body: Any) -> np.ndarray[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import argparse
 import array
 import collections
@@ -10,6 +11,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import functools
 import json
 import os
 import pathlib
@@ -21,6 +23,7 @@ import types
 import typing
 import uuid
 import zoneinfo
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,6 +44,30 @@ VALUES = st.recursive(
     ),
     max_leaves=20,
 )
+
+
+HUGE = {"$range": [0, 10**11, 1]}
+
+
+def _chain(levels: int, wrap: Callable[[Any], Any]) -> Any:
+    """Return an encoded value that refers to the next one many times, and so on."""
+    made: Any = 0
+    for number in range(levels):
+        shared = {"$shared": [number, made]}
+        same = {"$same": number}
+        made = json.loads(json.dumps(wrap(same)))
+        made = _first(made, same, shared)
+    return made
+
+
+def _first(value: Any, old: Any, new: Any) -> Any:
+    """Return a JSON value with the first one of another in place of it."""
+    text, at = json.dumps(value), json.dumps(old)
+    return json.loads(text.replace(at, json.dumps(new), 1))
+
+
+def _frozen(**members: Any) -> Any:
+    return {"$dataclass": [__name__, "_Pairs", members]}
 
 
 def round_trip(value: Any, **options: Any) -> objects.Decoded:
@@ -144,6 +171,19 @@ def test_objects_that_cannot_be_pickled_do_not_fail_a_save() -> None:
         ({"$raw_array": ["|O", [1], 1]}, "cannot hold"),
         ({"$bit_generator": {"bit_generator": "SystemRandom", "state": {}}}, "cannot hold"),
         ({"$random_state": {"bit_generator": "MT19937", "state": {"key": 1, "pos": 10**9}}}, "cannot hold"),
+        ({"$tuple": HUGE}, "cannot hold"),
+        ({"$set": HUGE}, "cannot hold"),
+        ({"$frozenset": HUGE}, "cannot hold"),
+        ({"$deque": [1, HUGE]}, "cannot hold"),
+        ({"$slice": HUGE}, "cannot hold"),
+        ({"$size": HUGE}, "unexpected \\$range"),
+        ({"$array": ["q", HUGE]}, "unexpected \\$range"),
+        ({"$random": {"$tuple": [2, HUGE, None]}}, "unexpected \\$range"),
+        ({"$raw_array": ["<f8", HUGE, 0]}, "unexpected \\$range"),
+        ({"$fraction": [_chain(9, lambda inner: [inner] * 10), 1]}, "unexpected \\$same"),
+        ({"$set": [_chain(9, lambda inner: {"$tuple": [inner] * 10})]}, "\\$tuple has no identity"),
+        ({"$set": [_chain(9, lambda inner: _frozen(first=inner, second={"$tuple": [inner] * 10}))]}, "values in keys"),
+        ({"$dict": [[_chain(9, lambda inner: _frozen(first=inner, second={"$tuple": [inner] * 10})), 1]]}, "values in keys"),
         ({"$same": 0}, "malformed reference"),
         ({"$same": []}, "malformed reference"),
         ({"$shared": [0]}, "malformed reference"),
@@ -322,3 +362,91 @@ def test_no_code_of_a_class_runs_and_none_is_imported() -> None:
     value = {"k": {"$dataclass": ["nowhere_to_be_found", "A", {}]}}
     assert objects.decode(value, tensors={}, where="x").value == {}
     assert "nowhere_to_be_found" not in sys.modules
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pairs:
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass
+class _Settings(dict):  # type: ignore[type-arg]
+    lr: float = 0.1
+
+
+@dataclasses.dataclass(init=False)
+class _Call(functools.partial):  # type: ignore[type-arg]
+    lr: float = 0.1
+
+
+class _Slotted:
+    __slots__ = ("inside",)
+
+
+@dataclasses.dataclass
+class _OfSlotted(_Slotted):
+    lr: float = 0.1
+
+
+@dataclasses.dataclass
+class _Abstract(abc.ABC):  # noqa: B024 - it is not abstract
+    lr: float = 0.1
+
+
+@dataclasses.dataclass
+class _WithState(_Abstract, typing.Generic[typing.TypeVar("T")]):  # type: ignore[misc]
+    def __getstate__(self) -> Any:
+        return {"lr": 2 * self.lr}
+
+
+def _slotted() -> _OfSlotted:
+    made = _OfSlotted()
+    made.inside = 5
+    return made
+
+
+@pytest.mark.parametrize(
+    "value", [_Settings({"a": 1}), _Call(max, 1), _slotted(), _WithState()], ids=lambda v: type(v).__name__
+)
+def test_a_dataclass_with_contents_beside_its_fields_is_opaque(value: Any) -> None:
+    if isinstance(value, dict):
+        value["a"] = 1
+    refused = round_trip({"k": value, "other": 1})
+    assert refused.value == {"other": 1}
+    assert "a pickle" in refused.left_out[0]
+    found = round_trip({"k": value}, allow_pickle=True).value["k"]
+    assert type(found) is type(value)
+    if isinstance(value, dict):
+        assert dict(found) == {"a": 1}
+    if isinstance(value, _OfSlotted):
+        assert found.inside == 5
+    if isinstance(value, _WithState):
+        assert found.lr == 0.2
+
+
+def test_a_dataclass_that_became_abstract_is_left_out() -> None:
+    encoded = objects.encode({"k": _Abstract(0.2), "other": 1}, prefix="p").value
+    assert objects.decode(encoded, tensors={}, where="x").value == {"k": _Abstract(0.2), "other": 1}
+    encoded["k"]["$dataclass"][1] = "_NowAbstract"
+    found = objects.decode(encoded, tensors={}, where="x")
+    assert found.value == {"other": 1}
+    assert "abstract" in found.left_out[0]
+
+
+@dataclasses.dataclass
+class _NowAbstract(abc.ABC):
+    @abc.abstractmethod
+    def step(self) -> None: ...
+
+
+def test_allow_pickle_imports_the_module_of_a_class(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int = 1\n"
+    (tmp_path / "only_with_allow_pickle.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    encoded = {"k": {"$dataclass": ["only_with_allow_pickle", "A", {"x": 7}]}}
+    assert objects.decode(encoded, tensors={}, where="x").value == {}
+    assert "only_with_allow_pickle" not in sys.modules
+    assert objects.decode(encoded, tensors={}, where="x", allow_pickle=True).value["k"].x == 7
+    absent = {"k": {"$dataclass": ["nowhere_to_be_found", "A", {}]}}
+    assert objects.decode(absent, tensors={}, where="x", allow_pickle=True).left_out
