@@ -228,14 +228,14 @@ def load_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, *
         nonlocal tried
         first, tried = not tried, True
         if offer.native or (first and _local_is_newer(options, bound, offer)):
-            return _native(runtime, wrapped, args, kwargs)
+            return _megatrons(runtime, wrapped, bound, _NATIVE)
         if offer.checked:
             Together(meet, offer.directory).step("check", partial(in_memory.check, offer))
         result = _universal(runtime, wrapped, bound, options, offer, skipped, partial(in_memory.open, offer))
         in_memory.loaded(offer, offer.step)
         return result
 
-    with as_megatron_errors(), schedule.own_bounds(*_scheduled(bound) if active() else (None, None)):
+    with as_megatron_errors():
         return resume(
             meet,
             offers.next,
@@ -251,6 +251,12 @@ def _scheduled(bound: inspect.BoundArguments) -> tuple[Any, Any]:
     return bound.arguments["optimizer"], bound.arguments["opt_param_scheduler"]
 
 
+def _megatrons(runtime: Runtime, wrapped: Callable[..., Any], bound: inspect.BoundArguments, call: ScriptCall) -> Any:
+    """Let Megatron load. A job that saves with unickpt keeps its own bounds of the schedule if it overrides them."""
+    with runtime.during(call), schedule.own_bounds(*_scheduled(bound) if active() else (None, None)):
+        return wrapped(*bound.args, **bound.kwargs)
+
+
 def _nothing(
     runtime: Runtime, wrapped: Callable[..., Any], bound: inspect.BoundArguments, options: argparse.Namespace, load_dir: str,
     offer: Offer,
@@ -263,7 +269,7 @@ def _nothing(
     step = getattr(options, "ckpt_step", None)
     local = non_persistent.newest_local(options, bound.arguments.get("checkpointing_context")) if offer.missing else -1
     if not offer.missing or (local == step if step else local >= 0):
-        return _native(runtime, wrapped, bound.args, bound.kwargs)
+        return _megatrons(runtime, wrapped, bound, _NATIVE)
     ends = getattr(options, "exit_on_missing_checkpoint", False) and not getattr(options, "pretrained_checkpoint", None)
     if step or ends:
         raise NotACheckpointError(offer.missing)
@@ -272,8 +278,7 @@ def _nothing(
             "unickpt: %s THE JOB STARTS WITHOUT A CHECKPOINT. --exit-on-missing-checkpoint ends it instead. If the checkpoint "
             "should be there, look at --load and at the file system.", offer.missing,
         )  # fmt: skip
-    with runtime.during(ScriptCall(Purpose.NATIVE, hidden=absolute(load_dir))):
-        return wrapped(*bound.args, **bound.kwargs)
+    return _megatrons(runtime, wrapped, bound, ScriptCall(Purpose.NATIVE, hidden=absolute(load_dir)))
 
 
 def _local_is_newer(options: argparse.Namespace, bound: inspect.BoundArguments, offer: Offer) -> bool:
@@ -331,8 +336,7 @@ def _universal(
     Raises:
         AgreedFailureError: the load failed, on all ranks.
     """
-    finetune = bool(getattr(options, "finetune", False))
-    with_schedule = not (finetune or getattr(options, "no_load_optim", False))
+    finetune, with_schedule = bool(getattr(options, "finetune", False)), not _weights_alone(options)
     receiver = Receiver(options, bound.arguments["opt_param_scheduler"] if with_schedule else None)
     accepted = accepted_changes(options)
 
@@ -342,11 +346,8 @@ def _universal(
         stored = None if foreign else metadata.common_state_dict(checkpoint).get("args")
         if stored is not None and not finetune:
             argument_changes.compare(vars(stored), vars(options), where=offer.directory, accepted=accepted)
-        if with_schedule and getattr(stored, "no_save_optim", False) and from_flags(options).missing_state == ERROR:
-            raise MismatchError(
-                f"{offer.directory} was saved with --no-save-optim: it has no optimizer. Pass --no-load-optim or --finetune to "
-                "load the weights alone, or --unickpt-missing-state fresh. Nothing is loaded."
-            )
+        if refused := _optimizer_refusal(options, stored, bound.arguments["optimizer"]):
+            raise MismatchError(f"{offer.directory} {refused}")
         return checkpoint, stored
 
     checkpoint, stored = Together(runtime.rendezvous(), offer.directory).step("compare", opened)
@@ -365,7 +366,7 @@ def _universal(
         call = ScriptCall(Purpose.LOAD, checkpoint, receiver, directory, _takes_all(options, bound.arguments))
         with _changed(options, changes), runtime.during(call), schedule.own_bounds(*_scheduled(bound)):
             result = wrapped(*bound.args, **bound.kwargs)
-            alone = finetune or getattr(options, "no_load_optim", False) or bound.arguments["optimizer"] is None
+            alone = _weights_alone(options) or bound.arguments["optimizer"] is None
             if alone and not getattr(options, "load_main_params_from_ckpt", False):
                 masters.follow_weights(p for chunk in _listed(bound.arguments["ddp_model"]) for p in chunk.parameters())
     except MegatronCheckpointError as err:
@@ -385,6 +386,21 @@ def _universal(
     if report is not None:
         report.skipped = list(skipped)
     return result
+
+
+def _weights_alone(options: argparse.Namespace) -> bool:
+    return bool(getattr(options, "finetune", False) or getattr(options, "no_load_optim", False))
+
+
+def _optimizer_refusal(options: argparse.Namespace, stored: Any, optimizer: Any) -> str:
+    """Return why a checkpoint without an optimizer is refused; '' if it has one, or if the job loads none."""
+    lacks = bool(getattr(stored, "no_save_optim", False))
+    if not lacks or _weights_alone(options) or optimizer is None or from_flags(options).missing_state != ERROR:
+        return ""
+    return (
+        "was saved with --no-save-optim: it has no optimizer. Pass --no-load-optim or --finetune to load the weights alone, or "
+        "--unickpt-missing-state fresh. Nothing is loaded."
+    )
 
 
 def _takes_all(options: argparse.Namespace, arguments: Mapping[str, Any]) -> bool:
