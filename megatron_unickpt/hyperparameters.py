@@ -28,7 +28,8 @@ class OptimizerPart:
         record: hyperparameters and step by parameter name; set by a load.
         grad_scaler: state of the loss scaler; set by a load, or to be saved.
         loaded: whether a load has filled the tensors.
-        began: names of parameters that were frozen when the checkpoint was saved; their state begins at zero.
+        began: names of parameters without state when the checkpoint was saved (frozen, or without a gradient before); their
+            state begins at zero.
         model: the model's sharded tensors and factories by the id of their parameter.
         allocated: whether states that did not exist were allocated, to be filled.
     """

@@ -331,8 +331,15 @@ class Restore:
     def _object_names(self) -> frozenset[str]:
         return frozenset(self.checkpoint.shared_names())
 
+    @cached_property
+    def _by_key(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name in sorted(self._object_names):
+            found.setdefault(name.rpartition("/")[0], []).append(name)
+        return found
+
     def _names_of(self, key: str) -> tuple[str, ...]:
-        return tuple(sorted(name for name in self._object_names if name.startswith(f"{key}/")))
+        return tuple(self._by_key.get(key, ()))
 
     def _generators(self, item: ShardedObject) -> Any:
         left_out: list[str] = []
@@ -369,11 +376,11 @@ class Restore:
 
     def optimizers(self, parts: Iterable[OptimizerPart]) -> None:
         """Pass the hyperparameters of the checkpoint to the optimizers that were filled."""
-        frozen = frozenset(name for name, _ in self.fresh.get(Lack.FROZEN, ()))
+        began = frozenset(name for lack in (Lack.FROZEN, Lack.NO_STATE) for name, _ in self.fresh.get(lack, ()))
         for part in parts:
             part.record = self.record
             part.grad_scaler = self.checkpoint.objects(allow_pickle=self.allow_pickle).value.get("grad_scaler")
-            part.began = frozen
+            part.began = began
             part.loaded = True
             if part.record is None:
                 self.report.add("optimizer", OBJECT, "left out", "the checkpoint has no hyperparameters")

@@ -12,7 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
 import megatron_unickpt
-from megatron_unickpt import optimizer_internals
+from megatron_unickpt import cpu_offload, optimizer_internals
 from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
@@ -102,6 +102,29 @@ def _masters(job: Job) -> dict[str, torch.Tensor]:
     names = {id(parameter): name for name, parameter in job.modules[0].named_parameters()}
     held = (held for leaf in optimizer_internals.leaves(job.optimizer, allocate=False) for held in leaf.held)
     return {names[id(each.parameter)]: each.main.detach().clone().view(-1) for each in held}
+
+
+@scenario(2)
+def a_parameter_that_had_no_gradient_begins_to_count_at_zero(folder: Path) -> None:
+    """Its optimizer counts the steps of each parameter, and has no state for this one."""
+    layout = Layout(tp=2, optimizer="fp32offload")
+    source = Job(layout)
+    source.train(2)
+    leaf = optimizer_internals.leaves(source.optimizer, allocate=False)[0]
+    copies = [each for each in leaf.copies.values() if cpu_offload.steps_per_parameter(each.optimizer)]
+    new = next(held for held in leaf.held for copy in copies if copy.stepped is held.main)
+    for copy in copies:
+        if copy.stepped is new.main:
+            del copy.optimizer.state[copy.stepped]
+    megatron_unickpt.save(folder / "ck", source.chunks, source.optimizer)
+    name = next(n for n, parameter in source.modules[0].named_parameters() if parameter is new.parameter)
+    target = Job(layout, seed=3)
+    target.train(1)
+    megatron_unickpt.load(folder / "ck", target.chunks, target.optimizer)
+    names = {id(parameter): n for n, parameter in target.modules[0].named_parameters()}
+    held = [held for leaf in optimizer_internals.leaves(target.optimizer, allocate=False) for held in leaf.held]
+    steps = {names[id(each.parameter)]: float(each.scalars["step"]) for each in held}
+    assert steps == {each: 0.0 if each == name else 2.0 for each in steps}
 
 
 @scenario(2)
