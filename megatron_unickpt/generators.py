@@ -83,6 +83,8 @@ def found_for(item: ShardedObject, stored: Stored, layout: Mapping[str, Any], pl
         layout: parallel degrees of this job.
         place: this rank's position in the dimensions of ``layout``.
     """
+    if item.global_shape == (1,) and item.unique_key in stored.names:  # one for the whole job, such as a sampler's
+        return Found(stored.read(item.unique_key))
     if any(key in stored.layout and int(stored.layout[key]) != int(layout.get(key, 1)) for key in _DIMENSIONS):
         return _seeded(item, stored, layout, place)
     if item.unique_key in stored.names:

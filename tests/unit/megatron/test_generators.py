@@ -63,6 +63,14 @@ def test_another_layout_seeds_also_positions_of_the_same_number() -> None:
     assert not torch.equal(found.value["torch_rng_state"], state(1)["torch_rng_state"])
 
 
+def test_the_generators_of_a_whole_job_do_not_depend_on_the_layout() -> None:
+    item = ShardedObject("sampler.rng_state", state(9), (1,), (0,))
+    source = Stored((item.unique_key,), {item.unique_key: state(1)}.__getitem__, {"tensor": 2})
+    found = found_for(item, source, {"tensor": 1}, PLACE)
+    assert found.outcome == "restored"
+    assert torch.equal(found.value["torch_rng_state"], state(1)["torch_rng_state"])
+
+
 def test_a_form_that_is_not_known_is_refused() -> None:
     found = found_for(request(0, 1, own="opaque"), stored(["a", "b"], {"tensor": 2}), {"tensor": 1}, PLACE)
     assert found.refused
