@@ -100,7 +100,7 @@ class Choices:
         older = _iterations(self._folder, without={Path(tried).name for tried in self._tried})
         if not older:
             return Offer(missing="; ".join(notes) + f". {_has(self._folder)}") if notes else _NOTHING
-        if notes:  # Megatron reads the tracker file, and would exit
+        if notes and tracked is None:  # Megatron exits if it cannot parse the file; another number is not used
             with contextlib.suppress(StorageError):  # a full or read-only disk: Megatron reports it
                 open_storage(self._folder).write_atomic(TRACKER, str(older[0]).encode())
         return Offer(str(self._folder / iteration_name(older[0])), iteration_name(older[0]), older[0], tuple(notes))
