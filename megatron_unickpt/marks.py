@@ -8,14 +8,13 @@ import os
 from pathlib import Path
 
 from unickpt.errors import UnickptError
-from unickpt.format.layout import DATA_FOLDER, LOCK_FILE, ROWS_FOLDER
+from unickpt.format.layout import DATA_FOLDER, LOCK_FILE, MARK_FILE, ROWS_FOLDER
 from unickpt.format.manifest import MANIFEST_FILE
 from unickpt.load.validation import is_checkpoint
 from unickpt.storage.base import read_text
 from unickpt.storage.open import open_storage
 
 BACKEND, VERSION = "unickpt", 1
-CONFIG_FILE = "metadata.json"  # Megatron's mark of a distributed checkpoint
 
 
 def recognises(checkpoint_dir: str | Path | None) -> bool:
@@ -28,7 +27,7 @@ def recognises(checkpoint_dir: str | Path | None) -> bool:
 
 def _marked(directory: str) -> bool:
     try:
-        found = json.loads(read_text(open_storage(directory), CONFIG_FILE) or "null")
+        found = json.loads(read_text(open_storage(directory), MARK_FILE) or "null")
     except (UnickptError, OSError, ValueError):
         return False
     return isinstance(found, dict) and found.get("sharded_backend") == BACKEND
@@ -36,17 +35,17 @@ def _marked(directory: str) -> bool:
 
 def is_unfinished(directory: Path) -> bool:
     """Return whether a directory without a manifest has only what a save of unickpt leaves if it does not end."""
-    own = (DATA_FOLDER, ROWS_FOLDER, CONFIG_FILE, LOCK_FILE, "index*.safetensors", f"{MANIFEST_FILE}*")
+    own = (DATA_FOLDER, ROWS_FOLDER, MARK_FILE, LOCK_FILE, "index*.safetensors", f"{MANIFEST_FILE}*")
     names = [entry.name for entry in os.scandir(directory)]
     return all(any(fnmatch.fnmatch(name, pattern) for pattern in own) for name in names) and (
-        CONFIG_FILE not in names or _marked(str(directory))
+        MARK_FILE not in names or _marked(str(directory))
     )
 
 
 def mark(directory: str) -> None:
     """Write Megatron's mark, so that Megatron's tools recognise the format. A load uses only the manifest."""
     place = open_storage(directory)
-    if place.size_bytes(CONFIG_FILE) is not None:
+    if place.size_bytes(MARK_FILE) is not None:
         return
     text = json.dumps(
         {
@@ -54,4 +53,4 @@ def mark(directory: str) -> None:
             "common_backend": BACKEND, "common_backend_version": VERSION,
         }
     )  # fmt: skip
-    place.write_atomic(CONFIG_FILE, text.encode())
+    place.write_atomic(MARK_FILE, text.encode())

@@ -14,8 +14,10 @@ import threading
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from megatron_unickpt import marks
 from unickpt.checkpoint_folder import TRACKER, complete_checkpoints, iteration_name, tracked_iteration
 from unickpt.errors import StorageError, UnickptError
+from unickpt.format.layout import MARK_FILE
 from unickpt.format.manifest import MANIFEST_FILE
 from unickpt.save import retention
 from unickpt.save.retention import Retention
@@ -26,7 +28,7 @@ logger = logging.getLogger("unickpt")
 
 RELEASE = "release"  # the name of a checkpoint without an iteration, and what the tracker file says then
 _PREFIX = "iter_"
-_NATIVE_MARKS = ("metadata.json", ".metadata")  # Megatron writes one of them when a checkpoint of its own is complete
+_NATIVE_MARKS = (MARK_FILE, ".metadata")  # Megatron writes one of them when a checkpoint of its own is complete
 
 
 class Diverted:
@@ -167,7 +169,11 @@ def remove_old_non_persistent(folder: str, leave: int, *, busy: Collection[str])
 
 def is_complete(directory: str) -> bool:
     """Return whether a directory holds a checkpoint of unickpt, or one that Megatron has finished."""
-    return any((Path(directory) / name).is_file() for name in (MANIFEST_FILE, *_NATIVE_MARKS))
+    place = Path(directory)
+    if (place / MANIFEST_FILE).is_file():
+        return True
+    native = any((place / name).is_file() for name in _NATIVE_MARKS)
+    return native and not marks.recognises(place)  # the mark of unickpt stays if the removal of a checkpoint is interrupted
 
 
 def iteration_of(name: str) -> int | None:

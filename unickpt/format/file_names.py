@@ -7,3 +7,4 @@ DATA_FOLDER = "data"
 ROWS_FOLDER = "rows"
 LATEST_FILE = "latest"  # in the save directory
 LOCK_FILE = "saving.lock"  # the coordinator locks it during a save
+MARK_FILE = "metadata.json"  # by which Megatron recognises a distributed checkpoint; beside the manifest

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unickpt.format.boxes import Box
-from unickpt.format.file_names import DATA_FOLDER, LATEST_FILE, LOCK_FILE, MANIFEST_FILE, ROWS_FOLDER
+from unickpt.format.file_names import DATA_FOLDER, LATEST_FILE, LOCK_FILE, MANIFEST_FILE, MARK_FILE, ROWS_FOLDER
 from unickpt.format.index import TensorInfo
 
 SHARED_PREFIX = "objects/shared/"  # objects that every rank may read by name
 SHARED_TENSORS_PREFIX = "objects/shared-tensors/"
 
 __all__ = [
-    "DATA_FOLDER", "LATEST_FILE", "LOCK_FILE", "MANIFEST_FILE", "ROWS_FOLDER", "SHARED_PREFIX", "SHARED_TENSORS_PREFIX",
-    "RankFiles", "fragment_key", "index_name",
+    "DATA_FOLDER", "LATEST_FILE", "LOCK_FILE", "MANIFEST_FILE", "MARK_FILE", "ROWS_FOLDER", "SHARED_PREFIX",
+    "SHARED_TENSORS_PREFIX", "RankFiles", "fragment_key", "index_name",
 ]  # fmt: skip
 
 

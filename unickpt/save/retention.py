@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from unickpt.checkpoint_folder import iteration_name, latest_tag, manifests_in, tracked_iteration
 from unickpt.coordination.owners import Origin
 from unickpt.errors import FormatError, UnickptError
-from unickpt.format.layout import DATA_FOLDER, LOCK_FILE, ROWS_FOLDER
+from unickpt.format.layout import DATA_FOLDER, LOCK_FILE, MARK_FILE, ROWS_FOLDER
 from unickpt.format.manifest import MANIFEST_FILE
 from unickpt.storage.base import Storage
 from unickpt.storage.open import open_storage
 
 logger = logging.getLogger("unickpt")
 
-MARK_FILE = "metadata.json"  # marker file of the Megatron adapter, beside the manifest
 README_FILE = "README-unickpt.txt"  # written by the DeepSpeed adapter
 ABANDONED_S = 3600.0  # a save without a write for this time is considered dead
 

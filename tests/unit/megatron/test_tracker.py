@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_unickpt import tracker_hooks
+from megatron_unickpt import marks, tracker_hooks
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from megatron_unickpt.tracker import Diverted, Trackers, is_complete, iteration_of, remove_old_non_persistent
 from tests.support.rank_threads import alone
@@ -178,6 +178,15 @@ def test_a_save_into_memory_leaves_the_newest_complete_checkpoint_too(tmp_path: 
     finally:
         dist.destroy_process_group()
     assert stays(tmp_path) == {2}
+
+
+def test_the_remains_of_a_removed_checkpoint_are_no_checkpoint(tmp_path: Path) -> None:
+    place = tmp_path / iteration_name(3)
+    place.mkdir()
+    marks.mark(str(place))
+    assert not is_complete(str(place))
+    natively(tmp_path, 4)
+    assert is_complete(str(tmp_path / iteration_name(4)))
 
 
 def test_names() -> None:
