@@ -139,7 +139,7 @@ def _parts(parameter: torch.nn.Parameter, known: Mapping[int, ShardedTensor | Sh
     if not items:
         raise UnsupportedLayoutError(
             f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model's sharded_state_dict "
-            "(call it with keep_vars=True)"
+            "(call it with keep_vars=True, and pass all of it to optimizer.sharded_state_dict)"
         )
     return [part for item in items for part in _built(item, parameter)]
 
@@ -164,7 +164,11 @@ def _built(item: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Param
         parts = [part for part in sharded_tensors.walk(item.build()) if isinstance(part, ShardedTensor)]
     storage = parameter.untyped_storage().data_ptr()
     if any(part.data is None or part.data.untyped_storage().data_ptr() != storage for part in parts):
-        raise UnsupportedLayoutError(f"{item.key}: its factory copies the parameter instead of viewing it")
+        raise UnsupportedLayoutError(
+            f"{item.key}: its factory copies the parameter instead of viewing it, so the elements of a range "
+            "of the parameter are not known. Let the factory return views (contiguous() is allowed), or save with a strategy "
+            "of Megatron (torch_dist)"
+        )
     return parts
 
 
