@@ -324,7 +324,7 @@ def is_plain_dataclass(kind: type) -> bool:
         base.__flags__ & _HEAP_TYPE
         and not isinstance(vars(base).get("__new__"), types.BuiltinFunctionType)
         and not any(type(each) is types.MemberDescriptorType and name not in fields for name, each in vars(base).items())
-        and all(vars(base)[name].__module__ == "dataclasses" for name in _OF_PICKLE & set(vars(base)))
+        and all(getattr(vars(base)[name], "__module__", "") == "dataclasses" for name in _OF_PICKLE & set(vars(base)))
         for base in bases
     )
 

@@ -400,6 +400,12 @@ class _WithState(_Abstract, typing.Generic[typing.TypeVar("T")]):  # type: ignor
         return {"lr": 2 * self.lr}
 
 
+@dataclasses.dataclass
+class _NoState:
+    lr: float = 0.1
+    __setstate__ = None
+
+
 def _slotted() -> _OfSlotted:
     made = _OfSlotted()
     made.inside = 5
@@ -423,6 +429,10 @@ def test_a_dataclass_with_contents_beside_its_fields_is_opaque(value: Any) -> No
         assert found.inside == 5
     if isinstance(value, _WithState):
         assert found.lr == 0.2
+
+
+def test_a_dataclass_that_pickle_cannot_restore_does_not_fail_a_save() -> None:
+    assert len(objects.encode({"k": _NoState()}, prefix="p").opaque) == 1
 
 
 def test_a_dataclass_that_became_abstract_is_left_out() -> None:
