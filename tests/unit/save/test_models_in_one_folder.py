@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.memory_jobs import HOSTS, Job
+from tests.support.memory_jobs import request as memory_request
 from tests.support.rank_threads import alone, on_all_ranks
 from tests.support.saves import large, request
 from unickpt.checkpoint_folder import read_manifest
 from unickpt.coordination.owners import Claim, Origin, Owner, Owners, as_json
 from unickpt.coordination.rendezvous import Rendezvous
+from unickpt.memory.tier import MemoryTier
 from unickpt.save.requests import PendingSave, SaveOptions
 from unickpt.save.retention import Retention
 from unickpt.save.saver import Saver
@@ -129,6 +132,34 @@ def test_an_upload_does_not_replace_the_checkpoint_of_another_model(tmp_path: Pa
         assert not result.committed
         assert "another model" in result.failures[0].text
     assert model_of(uploaded / "last") == critic.owner.lineage
+
+
+def test_what_goes_from_memory_to_disk_does_not_replace_the_checkpoint_of_another_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    owners = Owners()
+    actor, critic = Model(owners), Model(owners)
+    running = Job(tmp_path)
+    place = Path(running.checkpoints)
+    assert critic.save(place, "step1").committed
+
+    def save_and_end(tier: MemoryTier, meet: Rendezvous) -> bool:
+        wanted = replace(memory_request(str(place), 1, meet.rank, len(HOSTS)), claim=actor.claim)
+        save = tier.save(wanted, meet)
+        assert save is not None
+        assert save.wait(30)
+        assert save.committed, save.cause()
+        saver = next(iter(tier._folders.values())).saver
+        assert saver is not None
+        saver.closing(signalled=True)
+        return saver.leave(30)
+
+    try:
+        assert all(running.everywhere(save_and_end))
+    finally:
+        running.end()
+    assert model_of(place / "step1") == critic.owner.lineage
+    assert "another model" in next(text for text in caplog.messages if "NOT uploaded" in text)
 
 
 def test_owner_is_used_by_saves_and_loads() -> None:
