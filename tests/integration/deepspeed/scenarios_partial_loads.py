@@ -29,10 +29,8 @@ from unickpt.errors import MismatchError
 def an_engine_that_has_trained_equals_a_new_one_after_a_load(folder: Path) -> None:
     found = {}
     for wrapper, source in (
-        ("ZeRO-2", "before the first step"), ("ZeRO-3", "before the first step"),
-        ("FP16_UnfusedOptimizer", "of another layout"),
-        ("ZeRO-2 offload", "in mid-run"), ("ZeRO-2 fp16", "of another layout before the first step"),
-        ("BF16_Optimizer", "before the first step"), ("ZeRO-0", "of another layout before the first step"),
+        ("ZeRO-3", "before the first step"), ("FP16_UnfusedOptimizer", "of another layout"), ("ZeRO-2 offload", "in mid-run"),
+        ("ZeRO-2 fp16", "of another layout before the first step"), ("BF16_Optimizer", "before the first step"),
     ):  # fmt: skip
         found[wrapper, source] = rolled_back(folder / wrapper, wrapper, source)
     assert not any(found.values()), found
@@ -52,7 +50,7 @@ def the_step_after_a_partial_load_begins_from_what_was_loaded(folder: Path) -> N
 @scenario(2)
 def a_load_within_an_accumulation_drops_its_gradients(folder: Path) -> None:
     more = {"train_micro_batch_size_per_gpu": BATCH // 4, "scheduler": {}}
-    for stage, precision in ((0, "fp32"), (1, "bf16o"), (2, "fp32"), (3, "fp32")):
+    for stage, precision in ((1, "bf16o"), (2, "fp32"), (3, "fp32")):
         engines = [build(here(stage, precision), seed=seed, **more) for seed in (1, 2)]
         place = str(folder / f"{stage}{precision}")
         for engine in engines:
@@ -84,7 +82,7 @@ def _with_frozen(stage: int, seed: int, *frozen: str, precision: str = "bf16") -
 
 @scenario(2)
 def parameters_that_a_later_phase_trains_start_fresh(folder: Path) -> None:
-    for stage, target in ((2, 0), (0, 2), (1, 3), (3, 1)):
+    for stage, target in ((2, 0), (1, 3)):
         place = str(folder / f"{stage}{target}")
         source = _with_frozen(stage, 1, "blocks.0.mlp", "embed")
         train(source, 3)
