@@ -18,6 +18,9 @@ from typing import Any
 
 from unickpt.round_folder import Failed, folder_of_round, note_failure
 
+_CALLERS = ("autograd/graph.py", "_ops.py", "nn/parallel/distributed.py")  # of the reducer of DDP and functional collectives
+_MOST = 16  # causes of an exception
+
 _stepped: dict[str, bool] = {}  # whether an optimizer of this process has made a step
 
 
@@ -54,6 +57,33 @@ def failed(error: BaseException, trace: TracebackType | None, stepped: bool) -> 
 
 
 def _is_of_others(error: BaseException) -> bool:
-    """Whether the end of another process has caused it: that is no fault of this one."""
+    """Whether the end of another process has caused it, or may have: that is no fault of this one."""
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None and len(causes) < _MOST:
+        causes.append(cause)
+    return any(_typed(each) or _of_gloo(each) for each in causes)
+
+
+def _typed(error: BaseException) -> bool:
     names = {each.__name__ for each in type(error).__mro__}
     return bool(names & {"DistError", "ConnectionError", "KeyboardInterrupt", "CoordinationError"})
+
+
+def _of_gloo(error: BaseException) -> bool:
+    """Whether gloo may have raised it because a peer has ended: gloo has no type of its own.
+
+    It raises where torch calls it. Below an operator or a backward pass that is a collective only if the job has no other backend.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    torch = Path(str(getattr(sys.modules.get("torch"), "__file__", None) or "/none/torch/__init__.py")).parent
+    if type(error) is not RuntimeError or not frames or torch not in Path(frames[-1].filename).parents:
+        return False
+    place = Path(frames[-1].filename).relative_to(torch)
+    return place.parts[0] == "distributed" or (str(place) in _CALLERS and _only_gloo())
+
+
+def _only_gloo() -> bool:
+    distributed: Any = sys.modules.get("torch.distributed")
+    with contextlib.suppress(Exception):
+        return bool(distributed.is_initialized() and distributed.get_world_size() > 1 and distributed.get_backend() == "gloo")
+    return False
