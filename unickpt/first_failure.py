@@ -72,7 +72,8 @@ def _typed(error: BaseException) -> bool:
 def _of_gloo(error: BaseException) -> bool:
     """Whether gloo may have raised it because a peer has ended: gloo has no type of its own.
 
-    It raises where torch calls it. Below an operator or a backward pass that is a collective only if the job has no other backend.
+    It raises where torch calls it. Below an operator or a backward pass, that is a collective only if the job has no other
+    backend.
     """
     frames = traceback.extract_tb(error.__traceback__)
     torch = Path(str(getattr(sys.modules.get("torch"), "__file__", None) or "/none/torch/__init__.py")).parent

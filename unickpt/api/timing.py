@@ -12,7 +12,8 @@ def time_collectives(options: TimingOptions | None = None) -> bool:
     """Time the collectives of this process, and start the agent of the host, in a loop of plain torch.
 
     Call it on every rank once ``torch.distributed`` is initialized, before the model is wrapped. Each step of the optimizer
-    that steps first counts as a training step. DeepSpeed and Megatron have options for timing, which also record their phases.
+    that steps first counts as a training step. A second call changes nothing. DeepSpeed and Megatron have options for timing,
+    which also record their phases.
 
     Args:
         options: options of timing; default: enabled, all others as in the reference.
@@ -32,6 +33,8 @@ def time_collectives(options: TimingOptions | None = None) -> bool:
 
     from unickpt.diagnosis import session
 
+    if session.folder() is not None:  # this function, or a framework's adapter, counts the steps already
+        return True
     if session.start(options or TimingOptions(enabled=True), dict) is None:
         return False
     numbers, first = itertools.count(1), list[Any]()

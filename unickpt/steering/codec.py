@@ -28,6 +28,7 @@ _CHUNK = 1 << 20  # bytes of a measurement that are sent at once
 _CHALLENGE = 32  # hexadecimal digits
 _NAME = 256  # characters
 _MOST = 1 << 20  # workers of a host
+_BUILDS = "All hosts of a job need the same version of unickpt"
 
 _EVENTS: Mapping[str, type[Any]] = {
     kind.__name__: kind
@@ -60,9 +61,15 @@ def event_from_json(value: Any) -> Event:
     """
     try:
         kind = _EVENTS[value["event"]]
-        return kind(**{field.name: _checked(str(field.type), value[field.name]) for field in dataclasses.fields(kind)})  # type: ignore[no-any-return]
+        known = [field for field in dataclasses.fields(kind) if field.name in value or not _has_default(field)]
+        return kind(**{field.name: _checked(str(field.type), value[field.name]) for field in known})  # type: ignore[no-any-return]
     except (KeyError, TypeError, ValueError) as err:
-        raise SteeringError(f"not an event: {type(err).__name__}: {err}") from None
+        raise SteeringError(f"not an event: {type(err).__name__}: {err}. {_BUILDS}") from None
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    """Return whether another build may leave a field out."""
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
 def _checked(kind: str, value: Any) -> Any:
@@ -131,7 +138,7 @@ def state_from_json(value: Any, now_s: float) -> Membership:
     try:
         return _state(value, now_s)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as err:
-        raise SteeringError(f"not a state: {type(err).__name__}: {err}") from None
+        raise SteeringError(f"not a state: {type(err).__name__}: {err}. {_BUILDS}") from None
 
 
 def _state(value: Any, now_s: float) -> Membership:
@@ -142,10 +149,10 @@ def _state(value: Any, now_s: float) -> Membership:
         return tuple((str(name), str(incarnation)) for name, incarnation in items)
 
     round_, sizes = value["round"], frozenset(int(size) for size in value["limits"]["sizes"])
-    order = tuple(str(name) for name in value["limits"]["order"])
+    order = tuple(str(name) for name in value["limits"].get("order", ()))
     hosts = [
-        Host(str(name), str(incarnation), str(address), at(ago), int(workers))
-        for name, incarnation, address, ago, workers in value["hosts"]
+        Host(str(name), str(incarnation), str(address), at(ago), int(workers[0]) if workers else 0)
+        for name, incarnation, address, ago, *workers in value["hosts"]
     ]
     return Membership(
         limits=Limits(**{**value["limits"], "sizes": sizes, "order": order}), leader=str(value["leader"]),
@@ -167,16 +174,16 @@ def _state(value: Any, now_s: float) -> Membership:
             for number, name, epoch, ranks, text, action, cause in value["orders"]
         ),
         furthest=int(value["furthest"]), reached=int(value["reached"]), fruitless=int(value["fruitless"]),
-        stillborn={str(fault): (int(count), int(last)) for fault, (count, last) in value["stillborn"].items()},
+        stillborn={str(fault): (int(count), int(last)) for fault, (count, last) in value.get("stillborn", {}).items()},
         pause_s=float(value["pause"]), commits=int(value["commits"][0]), committed_s=at(value["commits"][1]),
         suspects={str(name): int(check) for name, check in value["suspects"].items()}, checks=int(value["checks"]),
-        scores={str(name): score_from(score) for name, score in value["scores"].items()},
+        scores={str(name): score_from(score) for name, score in value.get("scores", {}).items()},
         round=None if round_ is None else Round(
             epoch=(int(round_["epoch"][0]), int(round_["epoch"][1])), members=pairs(round_["members"]),
             since_s=now_s - float(round_["ago"]), store=str(round_["store"]), master=str(round_["master"]),
-            ready=frozenset(str(name) for name in round_["ready"]), hub=str(round_["hub"]),
+            ready=frozenset(str(name) for name in round_["ready"]), hub=str(round_.get("hub", "")),
         ),
-        ended=frozenset(int(rank) for rank in value["ended"]),
+        ended=frozenset(int(rank) for rank in value.get("ended", ())),
         electorate=pairs(value["electorate"]), gathering_s=now_s - float(value["gathering"]), enough_s=at(value["enough"]),
         reason=str(value["reason"]), ending=Ending(value["ending"]), closed=str(value["closed"]),
         finished=bool(value["finished"]),

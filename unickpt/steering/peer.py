@@ -387,8 +387,8 @@ class Peer:
             with contextlib.suppress(OSError, EOFError, SteeringError):
                 answer = self._probe.ask(host.address, {"kind": "claim", "term": term, "address": self.address})
                 if answer.get("granted") is True:
-                    granted.add(host.name)
                     copy = state_from_json(answer["state"], time.monotonic()) if answer.get("state") else newest
+                    granted.add(host.name)  # one whose copy cannot be read does not count
                     newest = max(newest, copy, key=lambda each: (each.term, each.version))
         if not may_lead(newest, frozenset(granted), ended) or term != self._copy.promised:
             if time.monotonic() - self._warned_s > WARN_S:

@@ -10,7 +10,16 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from unickpt.diagnosis.detectors.verdicts import Cause, DownMember, Exited, LongSteps, Syndrome, Verdict
+from unickpt.diagnosis.detectors.verdicts import (
+    Cause,
+    DownMember,
+    Exited,
+    LongSteps,
+    LongStepsNowAndThen,
+    RotatingPauses,
+    Syndrome,
+    Verdict,
+)
 from unickpt.diagnosis.host.process_state import State
 from unickpt.options import SteeringOptions
 from unickpt.steering.membership import Membership, Phase
@@ -58,7 +67,8 @@ class Finding:
         age_s: seconds for which it has been so.
         still_s: seconds in which nothing has moved in the processes of the ranks at fault (``movement.still_s``); 0 if unknown.
         same_place_s: seconds in which their main threads were in the same functions (``movement.same_place_s``); 0 if unknown.
-        at_work: whether the ranks save a checkpoint, or wait for data, which may take any time.
+        at_work: whether the ranks save a checkpoint, or wait for data, which may take any time; or collect garbage, or are late
+            in some steps only, which is the program's and no host's.
         gain: fraction of a step's time that the job would gain without the hosts, 0 to 1.
         blamed: of a link, the end that a pairwise check has blamed; '' if it has not been checked.
         ranks: ranks at fault.
@@ -118,8 +128,13 @@ def finding_of(
     return Finding(
         fault=_fault(verdict), hosts=found, age_s=max(0.0, (now_ns - verdict.since_ns) / 1e9), still_s=still,
         same_place_s=same_place, ranks=verdict.ranks if verdict.link is None else (),
-        at_work=verdict.cause in (Cause.CHECKPOINT, Cause.DATA), gain=min(gain, 1.0), blamed=blamed, text=text,
+        at_work=_at_work(verdict), gain=min(gain, 1.0), blamed=blamed, text=text,
     )  # fmt: skip
+
+
+def _at_work(verdict: Verdict) -> bool:
+    of_program = any(isinstance(item, (LongStepsNowAndThen, RotatingPauses)) for item in verdict.evidence)
+    return of_program or verdict.cause in (Cause.CHECKPOINT, Cause.DATA, Cause.GARBAGE)
 
 
 def _fault(verdict: Verdict) -> Fault:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import torch
 from torch import nn
 
@@ -47,6 +50,33 @@ def test_only_runs_outside_of_training_count() -> None:
     seen.clear()
     model(x)
     assert not seen
+
+
+class Whole(nn.Module):
+    """A model of which no part holds most parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+def test_a_watched_model_can_be_pickled_copied_and_compiled() -> None:
+    seen: list[int] = []
+    model, x = Whole(), torch.ones(1, 2)
+    watch(model, lambda: seen.append(1))
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"unickpt" not in file.getvalue()
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    assert torch.equal(read.eval()(x), model(x))
+    assert seen == []
+    torch.compile(model, backend="eager", fullgraph=True)(x)
+    copy.deepcopy(model).eval()(x)
+    assert seen == [1], "a copy, such as an average of the weights, is evaluated as the model is"
 
 
 def test_training_ends_an_evaluation() -> None:

@@ -63,6 +63,30 @@ def test_collections_in_turn_have_a_price_and_no_rank_is_slow() -> None:
     assert losses(steps(4, 64, garbage=lambda _, step: 50 * MS * (step % 8 == 0))) == []  # at the same step
 
 
+def test_collections_that_a_device_hides_cost_nothing() -> None:
+    found = steps(8, 64, garbage=lambda rank, step: 12 * MS * (step % 8 == rank))
+    hidden = np.sort(found, order=["number", "rank"])
+    hidden["own_ns"], hidden["end_ns"] = 80 * MS, hidden["begin_ns"] + 80 * MS
+    assert losses(found)
+    assert losses(hidden) == []
+
+
+def test_collections_in_a_save_or_an_evaluation_cost_nothing() -> None:
+    found = steps(4, 64, garbage=lambda rank, step: 50 * MS * (step % 8 == 2 * rank))
+    found["long"] = (found["number"] - 6) % 8 % 2 == 0
+    assert losses(found) == []
+
+
+@pytest.mark.parametrize(("column", "cause"), [("data_ns", Cause.DATA), ("garbage_ns", Cause.GARBAGE)])
+def test_the_cause_of_late_steps_explains_most_of_them(column: str, cause: Cause) -> None:
+    found = steps(4, 56, lambda rank, step: 250 * MS * (rank == 2 and step % 7 == 0))
+    late = (found["rank"] == 2) & ((found["number"] - 6) % 7 == 0)
+    found[column][late] = 200 * MS
+    assert [verdict.cause for verdict in losses(found)] == [cause]
+    found[column] = 200 * MS  # always: not the cause of late steps
+    assert [verdict.cause for verdict in losses(found)] == [Cause.COMPUTE]
+
+
 def test_what_usually_comes_next_is_read_from_earlier_steps() -> None:
     one, two, three = (1,), (2,), (3,)
     step = [one, two, two, three]

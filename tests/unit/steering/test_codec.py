@@ -71,6 +71,21 @@ def some_state() -> Membership:
     return state
 
 
+def test_fields_that_an_earlier_build_does_not_send_have_defaults_and_others_say_why() -> None:
+    sent = json.loads(json.dumps(state_as_json(some_state(), 103.0)))
+    for name in ("stillborn", "scores", "ended"):
+        del sent[name]
+    del sent["limits"]["order"], sent["round"]["hub"]
+    sent["hosts"] = [host[:4] for host in sent["hosts"]]
+    found = state_from_json(sent, 103.0)
+    assert found.round is not None
+    assert (found.stillborn, found.limits.order, found.round.hub, found.ended) == ({}, (), "", frozenset())
+    del sent["electorate"]
+    with pytest.raises(SteeringError, match=r"'electorate'.*same version"):
+        state_from_json(sent, 103.0)
+    assert event_from_json({"event": "Joined", "name": "a", "incarnation": "1", "address": "a:1"}) == Joined("a", "1", "a:1")
+
+
 @pytest.mark.parametrize("event", EVENTS, ids=str)
 def test_events_arrive_as_they_were_sent(event: Event) -> None:
     assert event_from_json(json.loads(json.dumps(event_as_json(event)))) == event

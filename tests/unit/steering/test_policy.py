@@ -18,7 +18,18 @@ import pytest
 from tests.support.repository import REPO
 from tests.unit.steering.made import running as job
 from unickpt.diagnosis.detectors.hangs import BEFORE_S
-from unickpt.diagnosis.detectors.verdicts import CallRef, Cause, DownMember, Exited, LongSteps, NotEntered, Syndrome, Verdict
+from unickpt.diagnosis.detectors.verdicts import (
+    CallRef,
+    Cause,
+    DownMember,
+    Exited,
+    LongSteps,
+    LongStepsNowAndThen,
+    NotEntered,
+    RotatingPauses,
+    Syndrome,
+    Verdict,
+)
 from unickpt.diagnosis.host.movement import ProcessSample, Traffic, same_place_s, sample, still_s
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
@@ -123,6 +134,27 @@ def test_the_rows_are_all_tested_and_documented() -> None:
 )
 def test_telling_is_not_acting(finding: Finding) -> None:
     assert the_order(finding) is None
+
+
+@pytest.mark.parametrize(
+    ("cause", "evidence"),
+    [
+        (Cause.GARBAGE, LongSteps(60e6, 100e6, 2, 8, 1.0)),
+        (Cause.GARBAGE, RotatingPauses(60e6, 100e6, 64, 32)),
+        (Cause.COMPUTE, LongStepsNowAndThen(600e6, 60e6, 100e6, 8, 64, 8)),
+    ],
+)
+def test_what_the_program_loses_takes_no_host_out(cause: Cause, evidence: Any) -> None:
+    verdict = Verdict(
+        Syndrome.NON_COMMUNICATION_SLOW, (1,), 0, cause=Cause.COMPUTE, evidence=(LongSteps(60e6, 100e6, 2, 8, 1.0),)
+    )
+    hosts, now_ns = {0: "a", 1: "b", 2: "c"}, int(1e15)
+    slow = [
+        finding_of(each, hosts, now_ns, predicted=0.9)
+        for each in (verdict, replace(verdict, cause=cause, evidence=(evidence,)))
+    ]
+    assert [finding.fault for finding in slow] == [Fault.SLOW] * 2
+    assert [the_order(finding, options=EVICT) is not None for finding in slow] == [True, False]
 
 
 def test_the_deadline_of_a_hang_grows_with_the_pauses_of_the_job() -> None:

@@ -33,7 +33,7 @@ from unickpt.diagnosis.snapshot.snapshot import Calls, Snapshot
 
 STANDING = 3.0  # deadlines without any call after which the network is at fault
 _LONG = (Phase.CHECKPOINT, Phase.EVALUATION, Phase.DATA)
-WRITING_S = 600.0  # that others may wait for a rank that saves or evaluates
+WRITING_S = 600.0  # that others may wait for a rank that saves or evaluates, or loads weights before its first call
 
 TOGETHER_NS = int(TOGETHER_S * 1e9)
 AT_ONCE_NS = 5_000_000  # between ends of processes that are independent of each other
@@ -60,6 +60,8 @@ def examine(snapshot: Snapshot, *, after_s: float | None = None, usual: LinkHist
         after_s: seconds that a call may take; default: derived from the job's own calls and steps.
         usual: past of the job's links, if the caller has watched the job from its beginning.
     """
+    if len(snapshot.steps):  # others have made steps with them, so these ranks are not timed
+        snapshot = dataclasses.replace(snapshot, absent={})
     limit_s = deadline_s(snapshot.steps, [snapshot.longest_wait_ns] * len(snapshot.ranks)) if after_s is None else after_s
     links = links_of(snapshot.windows)
     slow = slowness(snapshot, links, usual)  # in a hanging job, too: the history of the links goes on
@@ -238,12 +240,12 @@ def _with_cause(verdict: Verdict, snapshot: Snapshot) -> Verdict:
 
 
 def _may_take_long(verdict: Verdict, snapshot: Snapshot) -> bool:
-    """Return whether all ranks at fault save or evaluate, and have not done so for too long."""
+    """Return whether all ranks at fault save, evaluate or have not begun, and live, and have not done so for too long."""
     if verdict.syndrome is not Syndrome.NON_COMMUNICATION_HANG or snapshot.now_ns - verdict.since_ns > WRITING_S * 1e9:
         return False
-    if snapshot.absent.keys() & set(verdict.ranks):
+    down = (State.DEAD, State.STOPPED)
+    absent = [one for rank in verdict.ranks if (one := snapshot.absent.get(rank)) is not None]
+    if any(not one.pid or one.state in down for one in absent):
         return False
-    ranks = [snapshot.ranks[rank] for rank in verdict.ranks]
-    return all(
-        rank.phase in (Phase.CHECKPOINT, Phase.EVALUATION) and rank.state not in (State.DEAD, State.STOPPED) for rank in ranks
-    )
+    ranks = [snapshot.ranks[rank] for rank in verdict.ranks if rank not in snapshot.absent]
+    return all(rank.phase in (Phase.CHECKPOINT, Phase.EVALUATION) and rank.state not in down for rank in ranks)

@@ -38,7 +38,7 @@ def losses(steps: Steps) -> list[Verdict]:
     return _now_and_then(ranks, table) or _in_turn(ranks, table)
 
 
-_COLUMNS = ("begin_ns", "end_ns", "own_ns", "garbage_ns", "long")
+_COLUMNS = ("begin_ns", "end_ns", "own_ns", "garbage_ns", "data_ns", "long")
 
 
 def _tables(steps: Steps) -> tuple[npt.NDArray[np.int32], Floats]:
@@ -55,7 +55,7 @@ def _tables(steps: Steps) -> tuple[npt.NDArray[np.int32], Floats]:
 
 
 def _now_and_then(ranks: npt.NDArray[np.int32], table: Floats) -> list[Verdict]:
-    begin, end, own, garbage, long = table
+    begin, end, own, garbage, data, long = table
     length = np.median(end - begin, axis=0)
     usual = float(np.median(length))
     more = own - row_medians(own)[:, None]  # than the rank itself usually takes: stages of a pipeline differ
@@ -72,21 +72,34 @@ def _now_and_then(ranks: npt.NDArray[np.int32], table: Floats) -> list[Verdict]:
     where = np.flatnonzero(late[at])
     distances = np.bincount(np.diff(where))
     every = int(distances.argmax()) if distances.max() * 2 >= slow else 0
-    collects = float(garbage[at][late[at]].sum()) > lost / 2
+    cause = next(
+        (cause for cause, column in ((Cause.DATA, data), (Cause.GARBAGE, garbage)) if _explains(column[at], late[at], lost)),
+        Cause.COMPUTE,
+    )
     evidence = LongStepsNowAndThen(
         float(np.median(excess[at][late[at]])), lost / late.shape[1], usual, slow, late.shape[1], every
     )
     return [
         Verdict(
             Syndrome.NON_COMMUNICATION_SLOW, (int(ranks[at]),), int(begin[at, where[0]]), victims=len(ranks) - 1,
-            confidence=slow / total, cause=Cause.GARBAGE if collects else Cause.COMPUTE, evidence=(evidence,),
+            confidence=slow / total, cause=cause, evidence=(evidence,),
         )
     ]  # fmt: skip
 
 
+def _explains(times: Floats, late: npt.NDArray[np.bool_], lost: float) -> bool:
+    """Return whether a part of a rank's own times, beyond the usual, is more than half of what late steps have cost."""
+    return float((times - np.median(times))[late].sum()) > lost / 2
+
+
 def _in_turn(ranks: npt.NDArray[np.int32], table: Floats) -> list[Verdict]:
-    """Collections at the same steps would cost those of the rank with the longest ones; the rest is lost."""
-    begin, end, _, garbage, _ = table
+    """Collections at the same steps would cost those of the rank with the longest ones; the rest is lost.
+
+    A collection costs what the rank's own time exceeds the usual: a device that has work to do hides it.
+    """
+    begin, end, own, garbage, _, long = table
+    more = np.maximum(own - row_medians(own)[:, None], 0.0)
+    garbage = np.where(long.any(axis=0), 0.0, np.minimum(garbage, more))
     lost = float(garbage.max(axis=0).sum() - garbage.sum(axis=1).max())
     length = np.median(end - begin, axis=0)
     often = (garbage > 0).sum(axis=1) >= COLLECTIONS

@@ -29,7 +29,10 @@ def slowness(snapshot: Snapshot, links: Links, usual: LinkHistory | None) -> lis
     short_of_cpu = _short_of_cpu(snapshot, starved)
     # without traffic from a late rank, acknowledgements are delayed, too
     late = bool(short_of_cpu or stragglers(snapshot.steps, last=LATE_OF, fewest=LATE))
-    slow_ranks = stragglers(snapshot.steps) or short_of_cpu or slow_layers(snapshot) or losses(snapshot.steps)
+    slow_ranks = stragglers(snapshot.steps) or short_of_cpu or slow_layers(snapshot)
+    lost = [] if slow_ranks else losses(snapshot.steps)
+    in_turn = [each for each in lost if each.cause is Cause.GARBAGE and len(each.ranks) > 1]  # says nothing about links
+    slow_ranks = slow_ranks or [each for each in lost if each not in in_turn]
     slow: list[Verdict] = []
     if usual is not None and late:
         usual.forget()
@@ -40,7 +43,7 @@ def slowness(snapshot: Snapshot, links: Links, usual: LinkHistory | None) -> lis
     kernel = len(snapshot.windows) > 0  # its counters are better evidence than transfers
     if not verdicts and not late and not kernel and _in_motion(snapshot):
         verdicts = slow_links(transfers_of(snapshot.calls))
-    return verdicts
+    return [*verdicts, *in_turn]
 
 
 def _in_motion(snapshot: Snapshot) -> bool:

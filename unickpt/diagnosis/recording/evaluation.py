@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from unickpt.module_hooks import ModuleHook
+
 
 def watch(model: torch.nn.Module, evaluates: Callable[[], None]) -> list[Any]:
     """Call a function before each forward computation of a model that is not part of training. Return the handles of the hooks.
@@ -26,7 +28,7 @@ def watch(model: torch.nn.Module, evaluates: Callable[[], None]) -> list[Any]:
         if not module.training or not (torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0):
             evaluates()
 
-    return [module.register_forward_pre_hook(begins) for module in _wrappers(model)]
+    return [module.register_forward_pre_hook(ModuleHook(begins)) for module in _wrappers(model)]
 
 
 def _wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from unickpt.module_hooks import ModuleHook
 from unickpt.private_files import replacing
 
 SCHEMA = 1
@@ -164,8 +165,8 @@ class LayerTimes:
                 times.forward.append(took)
             self._watch_backward(module, times, _tensors((args, kwargs)), _tensors(output))
 
-        self._handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(ends, with_kwargs=True, always_call=True))
+        self._handles.append(module.register_forward_pre_hook(ModuleHook(begins), with_kwargs=True))
+        self._handles.append(module.register_forward_hook(ModuleHook(ends), with_kwargs=True, always_call=True))
 
     def _watch_backward(
         self, module: torch.nn.Module, times: _Times, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]

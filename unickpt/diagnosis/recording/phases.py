@@ -16,6 +16,7 @@ from unickpt.diagnosis.recording.records import Op, Phase
 
 SHORTEST_NS = 500_000  # shortest pause or wait that is recorded
 
+_ASIDE = (Phase.CHECKPOINT, Phase.EVALUATION)
 _TRAINING = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 _now = time.monotonic_ns
 
@@ -36,6 +37,7 @@ class PhaseHooks:
         self._recorder = recorder
         self._collecting_since = 0
         self._step_since = 0
+        self._aside = 0  # phase of the current step in which other ranks may wait long
         self._before: list[int] = []  # phases around the current optimizer steps, innermost last
         self._handles: list[Any] = []
         self._next: Callable[..., Any] | None = None
@@ -79,14 +81,17 @@ class PhaseHooks:
         """Record the end of training step ``number``."""
         now = _now()
         if self._step_since:
-            self._recorder.moment(Op.STEP, self._step_since, now)
+            self._recorder.moment(Op.STEP, self._step_since, now, self._aside or None)
         self._step_since = now
+        self._aside = self._recorder.state.phase if self._recorder.state.phase in _ASIDE else 0
         self._recorder.state.step = number
         self._recorder.publish()
 
     def phase(self, phase: Phase) -> int:
         """Enter a phase and return the one before."""
         before, self._recorder.state.phase = self._recorder.state.phase, int(phase)
+        if phase in _ASIDE:
+            self._aside = int(phase)
         self._recorder.publish()
         return before
 

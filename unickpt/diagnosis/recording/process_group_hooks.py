@@ -150,10 +150,15 @@ class ProcessGroupHooks:
             except Exception as err:
                 if recorder is not None and recorder.error(err):
                     hooks.uninstall()
-            made = original(size, rank, ranks, *args, **kwargs)
-            if recorder is not None and number:
-                recorder.end(number)
-            return made
+            try:
+                return original(size, rank, ranks, *args, **kwargs)
+            except BaseException:
+                if recorder is not None and number:
+                    recorder.failed(number)
+                raise
+            finally:
+                if recorder is not None and number:
+                    recorder.end(number)
 
         return replaced
 

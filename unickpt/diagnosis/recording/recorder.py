@@ -275,12 +275,11 @@ class CallRecorder:
             if number > self.state.last - self._capacity:
                 self.ring.flag(number, int(Flag.FAILED))
 
-    def moment(self, op: Op, begin_ns: int, end_ns: int) -> None:
-        """Record an event that is over: a step, a pause, a wait for data."""
+    def moment(self, op: Op, begin_ns: int, end_ns: int, phase: int | None = None) -> None:
+        """Record an event that is over: a step, a pause, a wait for data. ``phase``: default: the current one."""
+        now = self.state.phase if phase is None else phase
         number = self.state.next()
-        self.ring.put(
-            number, begin_ns, 0, begin_ns, end_ns, 0, 0, 0, 0, int(op), 0, 0, self.state.phase, 0, -1, 0, self.state.step, 0
-        )
+        self.ring.put(number, begin_ns, 0, begin_ns, end_ns, 0, 0, 0, 0, int(op), 0, 0, now, 0, -1, 0, self.state.step, 0)
         if op is Op.STEP and self._device is not None:
             self._device.step(number)
 

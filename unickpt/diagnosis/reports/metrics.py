@@ -62,7 +62,7 @@ HELP = {
     "unickpt_recorded_calls": "Calls in the rings, counted for each rank, by operation and group.",
     "unickpt_recorded_bytes": "Bytes that ranks gave to the calls in the rings, by operation and group.",
     "unickpt_link_seconds_per_byte": "Time that something was under way from a rank to another, for each byte of it.",
-    "unickpt_verdicts": "Verdicts by syndrome and rank at fault.",
+    "unickpt_verdicts": "Verdicts by syndrome, rank at fault, cause, and kind of what to look at next.",
     **memory_tier.HELP,
 }
 _OF_STEPS = {
@@ -138,13 +138,16 @@ def _of_groups(job: JobRecords) -> Iterator[Measurement]:
 
 
 def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Measurement]:
-    """Return the number of verdicts by syndrome and rank."""
-    counts: dict[tuple[str, str], int] = defaultdict(int)
+    """Return the number of verdicts by syndrome, rank, cause and kind of what to look at next."""
+    counts: dict[tuple[str, str, str, str], int] = defaultdict(int)
     for verdict in verdicts:
+        cause = verdict.cause.value if verdict.cause else ""
+        following = type(verdict.next).__name__ if verdict.next is not None else ""
         for rank in verdict.ranks:
-            counts[verdict.syndrome.value, str(rank)] += 1
-    for (syndrome, rank_label), count in counts.items():
-        yield Measurement("unickpt_verdicts", {"syndrome": syndrome, "rank": rank_label}, float(count))
+            counts[verdict.syndrome.value, str(rank), cause, following] += 1
+    for (syndrome, rank_label, cause, following), count in counts.items():
+        labels = {"syndrome": syndrome, "rank": rank_label, "cause": cause, "next": following}
+        yield Measurement("unickpt_verdicts", labels, float(count))
 
 
 def of_memory(status: MemoryStatus | None) -> list[Measurement]:

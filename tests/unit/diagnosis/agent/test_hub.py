@@ -139,7 +139,7 @@ def test_prometheus_is_answered(tmp_path: Path) -> None:
         for path in ("metrics", "secret/metrics"):
             text = urllib.request.urlopen(f"{base}/{path}").read().decode()
             assert 'unickpt_rank_step{rank="1"} 20.0' in text
-            assert 'unickpt_verdicts{rank="2",syndrome="non-communication hang"} 1.0' in text
+            assert 'unickpt_verdicts{cause="compute",next="",rank="2",syndrome="non-communication hang"} 1.0' in text
             assert 'unickpt_collectives_total{group="data parallel"} 3.0' in text
         with pytest.raises(urllib.error.HTTPError):
             urllib.request.urlopen(f"{base}/verdicts")
