@@ -148,7 +148,7 @@ def test_what_the_program_loses_takes_no_host_out(cause: Cause, evidence: Any) -
     verdict = Verdict(
         Syndrome.NON_COMMUNICATION_SLOW, (1,), 0, cause=Cause.COMPUTE, evidence=(LongSteps(60e6, 100e6, 2, 8, 1.0),)
     )
-    hosts, now_ns = {0: "a", 1: "b", 2: "c"}, int(1e15)
+    hosts, now_ns = {0: "h0", 1: "h1", 2: "h2"}, int(1e15)
     slow = [
         finding_of(each, hosts, now_ns, predicted=0.9)
         for each in (verdict, replace(verdict, cause=cause, evidence=(evidence,)))
