@@ -1,0 +1,51 @@
+"""A loop of plain torch with ``time_collectives``: what its ring says of steps, evaluations and groups that are not made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.repository import REPO
+from unickpt.diagnosis.recording.records import Flag, Op
+from unickpt.diagnosis.recording.ring_folder import read_folder
+from unickpt.diagnosis.snapshot.steps import steps_of
+from unickpt.testing.launch import environment
+
+PROGRAM = """
+import sys
+import torch, torch.distributed as dist
+import unickpt
+from unickpt.options import TimingOptions
+folder = sys.argv[1]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+for _ in range(2):
+    assert unickpt.time_collectives(TimingOptions(enabled=True, watch=False, folder=folder + "/rings"))
+try:
+    dist.new_group([0], backend="nonsense")
+except Exception:
+    pass
+else:
+    raise AssertionError
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(8):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    if step == 3:
+        with unickpt.phase("evaluate"), torch.no_grad():
+            model(torch.ones(1, 2))
+"""
+
+
+def test_steps_count_once_and_one_with_an_evaluation_is_not_judged(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    subprocess.run(command, env=environment(REPO), check=True, timeout=120)
+    (folder,) = {path.parent for path in (tmp_path / "rings").rglob("*.ring")}
+    records = read_folder(folder).ranks[0].records
+    steps = steps_of(0, records)
+    assert steps["number"].tolist() == list(range(1, 8))
+    assert steps["number"][steps["long"] > 0].tolist() == [4]
+    (made,) = records[(records["op"] == Op.NEW_GROUP)]
+    assert made["end_ns"] > 0
+    assert made["flags"] & int(Flag.FAILED)
