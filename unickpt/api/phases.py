@@ -20,8 +20,15 @@ def phase(name: str) -> Iterator[None]:
         name: ``evaluate`` (metrics, generation, everything that only some ranks do), ``checkpoint`` (the program writes files
             of its own) or ``data``.
 
+    Returns:
+        A context manager.
+
     Raises:
         ConfigError: another name.
+
+    Example:
+        >>> with unickpt.phase("evaluate"):
+        ...     score = metric.compute()  # on rank 0 alone
     """
     from unickpt.diagnosis import session
     from unickpt.diagnosis.recording.records import Phase

@@ -23,6 +23,7 @@ from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences
 from unickpt.coordination.owners import Owners
 from unickpt.errors import MismatchError, UnickptError
+from unickpt.fence import FENCE_FILE
 from unickpt.save import shutdown
 
 
@@ -116,8 +117,8 @@ def no_tag_leaves_the_save_directory(folder: Path) -> None:
     one = "../outside" if dist.get_rank() else "inside"
     assert engine.save_checkpoint(str(inside), tag=one) is False
     dist.barrier()
-    assert sorted(path.name for path in folder.iterdir()) == ["elsewhere", "inside", "latest"]
-    assert sorted(path.name for path in inside.iterdir()) == ["latest", "part"]
+    assert sorted(path.name for path in folder.iterdir()) == ["elsewhere", "inside", "latest", FENCE_FILE]
+    assert sorted(path.name for path in inside.iterdir()) == ["latest", "part", FENCE_FILE]
     for tag in ("../elsewhere", str(folder / "elsewhere")):
         with pytest.raises(MismatchError, match="leads out of"):
             engine.load_checkpoint(str(inside), tag=tag)

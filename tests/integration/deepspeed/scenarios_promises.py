@@ -27,6 +27,7 @@ from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences
 from unickpt.coordination import host_peers
 from unickpt.errors import CorruptCheckpointError
+from unickpt.fence import FENCE_FILE
 from unickpt.load import shared_gather
 from unickpt.load.checkpoint import Checkpoint
 
@@ -242,6 +243,7 @@ def every_file_is_json_or_safetensors(folder: Path) -> None:
     files = [p for p in folder.rglob("*") if p.is_file()]
     assert sorted(p.name for p in files) == [
         "README-unickpt.txt", "index.safetensors", "latest", "manifest.json", "rank00000.safetensors", "rank00001.safetensors",
+        FENCE_FILE,
     ]  # fmt: skip
     tensors: dict[str, torch.Tensor] = {}
     for path in files:

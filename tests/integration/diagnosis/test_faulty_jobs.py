@@ -183,6 +183,7 @@ def test_ends_of_calls_need_not_be_known(
     assert (verdict["syndrome"], verdict["ranks"]) == ("non-communication hang", [rank])
     rings = read_folder(folder).ranks
     calls = [ring.records[ring.records["op"] <= Op.RECEIVE] for number, ring in rings.items() if number != rank]
+    calls = [each[each["op"] != Op.NEW_GROUP] for each in calls]  # the creation of a group ends on the host
     waits = [int((each["wait_ns"] > 0).sum()) for each in calls]  # a rank may not have asked its recorder yet
     assert max(waits) == int(flights != "0")
     assert flights != "0" or not any((each["end_ns"] > 0).any() for each in calls)

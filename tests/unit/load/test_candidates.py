@@ -118,7 +118,7 @@ def test_a_save_into_a_directory_of_another_running_save_is_an_error(tmp_path: P
     save = Saver(SaveOptions(asynchronous=True)).save(request(tmp_path, "a", large(1), on_end=ended.append), alone())
     assert save.done
     assert not save.committed
-    assert "another process is saving into this directory" in save.cause()
+    assert "is saving into this directory" in save.cause()
     assert ended == [save]
     release()
     assert Saver(SaveOptions(asynchronous=False)).save(request(tmp_path, "a", large(1)), alone()).committed

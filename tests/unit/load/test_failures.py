@@ -84,7 +84,7 @@ def test_a_failure_travels_as_a_value() -> None:
     found = failure_of(error, rank=1, where="/disk/a")
     assert found == Failure(FailureKind.DAMAGED, 1, "w", "data/rank00000", "NewerFormatError: MismatchError: StorageError")
     assert Failure.from_json(json.loads(json.dumps(found.to_json()))) == found
-    offer = Offer("/disk/a", "a", 3, ("note",), True, False, ("b",), "", found)
+    offer = Offer("/disk/a", "a", 3, ("note",), True, False, ("b",), "", "", found)
     assert Offer.from_message(json.loads(json.dumps(offer.to_message()))) == offer
 
 
