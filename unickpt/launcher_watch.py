@@ -30,7 +30,6 @@ logger = logging.getLogger("unickpt")
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _TORCHRUN, _DEEPSPEED = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK"), ("CROSS_RANK", "MASTER_PORT", "RANK")
-_LOOK_S = 1.0
 _MOST = 16  # generations of processes between a worker and its launcher
 _watching = 0  # process that watches; a forked child does not
 
@@ -152,8 +151,8 @@ def _watch(launcher: Launcher) -> None:
 
 def _wait(launcher: Launcher, asked: bool) -> None:
     """Thread: wait for the end of the launcher, then end this process. ``asked``: the kernel sends SIGTERM."""
-    while launcher.process is not None and not launcher.process.wait(_LOOK_S):
-        pass
+    if launcher.process is not None:
+        launcher.process.wait()
     if launcher.record is not None and not launcher.record.exists():
         return  # it has ended in order
     me = ProcessIdentity.of(os.getpid())

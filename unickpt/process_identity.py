@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _POLL_S = 0.2  # where the kernel cannot tell the end of a process
+_LOOK_S = 900.0  # between looks whether a process is still the same one: longer than a hang is waited for
 _FIELD_START = 19  # of /proc/PID/stat, after the name: ticks since the boot
 
 
@@ -46,8 +48,12 @@ class ProcessIdentity:
         """Whether it runs on this host. A zombie does not."""
         return self.is_near and ProcessIdentity.of(self.pid) == self
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it has ended, for at most so long. Return whether it has."""
+    def wait(self, timeout_s: float = math.inf) -> bool:
+        """Wait until it has ended, for at most so long. Return whether it has.
+
+        Waiting reads and writes nothing: what a process reads counts as movement (``diagnosis/host/movement.py``), and a rank
+        that hangs must not seem to move.
+        """
         try:
             descriptor = os.pidfd_open(self.pid)
         except (OSError, AttributeError):  # it has ended, the kernel is older than Linux 5.3, or a sandbox forbids the call
@@ -57,17 +63,24 @@ class ProcessIdentity:
                 return True
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
-            return bool(poll.poll(int(timeout_s * 1000)))
+            return bool(poll.poll(None if math.isinf(timeout_s) else int(timeout_s * 1000)))
         finally:
             os.close(descriptor)
 
     def _polled(self, timeout_s: float) -> bool:
-        end_s = time.monotonic() + timeout_s
-        while self.lives:
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                return False
-            time.sleep(min(left_s, _POLL_S))
+        """Ask for a process of this number, and seldom whether it is the same one."""
+        begun_s = looked_s = time.monotonic()
+        if not self.lives:
+            return True
+        while _is_there(self.pid):
+            now_s = time.monotonic()
+            if now_s - begun_s >= timeout_s:
+                return not self.lives
+            if now_s - looked_s >= _LOOK_S:
+                looked_s = now_s
+                if not self.lives:
+                    return True
+            time.sleep(min(begun_s + timeout_s - now_s, _POLL_S))
         return True
 
     def __str__(self) -> str:
@@ -81,6 +94,17 @@ class ProcessIdentity:
             if pid.isdigit() and start.isdigit():
                 return cls(int(pid), int(start), boot, namespace)
         return None
+
+
+def _is_there(pid: int) -> bool:
+    """Return whether there is a process of this number, perhaps a zombie, or another one than before."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def stat_of(pid: int) -> tuple[str, int] | None:
