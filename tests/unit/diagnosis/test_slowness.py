@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -282,8 +283,7 @@ def test_few_transfers_give_no_verdict_on_a_link() -> None:
     assert slow_links(every[:0]) == []
 
 
-@pytest.mark.parametrize(("step", "count"), [(3, 0), (12, 0), (13, 1)])
-def test_the_first_steps_give_no_verdict_on_links(step: int, count: int) -> None:
+def with_a_slow_link(step: int) -> Snapshot:
     """Point-to-point calls of four ranks, ten on each link; one link takes five times as long."""
     pairs = [(a, b) for a in range(4) for b in range(4) if a != b for _ in range(10)]
     calls = np.zeros(2 * len(pairs), CALL)
@@ -295,5 +295,19 @@ def test_the_first_steps_give_no_verdict_on_links(step: int, count: int) -> None
     took = np.where((calls["source"] == 0) & (calls["destination"] == 2), 5_000_000, 1_000_000)
     calls["end_ns"] = np.where(calls["op"] == int(Op.RECEIVE), calls["call_ns"] + took, 0)
     ranks = {at: RankSnapshot(9, "a", State.RUNNING, False, step, 0) for at in range(4)}
-    view = Snapshot(10_000_000, ranks, [GroupInfo("g", "", ((0, 1, 4),))], np.zeros(0, PROGRESS), np.zeros(0, STEP), calls)
-    assert [verdict.link for verdict in examine(view).verdicts] == [(0, 2)] * count
+    return Snapshot(10_000_000, ranks, [GroupInfo("g", "", ((0, 1, 4),))], np.zeros(0, PROGRESS), np.zeros(0, STEP), calls)
+
+
+@pytest.mark.parametrize(("step", "count"), [(3, 0), (12, 0), (13, 1)])
+def test_the_first_steps_give_no_verdict_on_links(step: int, count: int) -> None:
+    assert [verdict.link for verdict in examine(with_a_slow_link(step)).verdicts] == [(0, 2)] * count
+
+
+def test_collections_in_turn_do_not_hide_a_slow_link() -> None:
+    view = with_a_slow_link(40)
+    pauses = job(lambda rank, step: 80.0 + 50.0 * (step % 4 == rank), moments=_collections)
+    assert [verdict.cause for verdict in examine(replace(view, steps=pauses)).verdicts] == [Cause.COMMUNICATION, Cause.GARBAGE]
+
+
+def _collections(rank: int) -> list[tuple[Op, int, float]]:
+    return [(Op.GARBAGE, step, 50.0) for step in range(STEPS) if step % 4 == rank]
