@@ -468,6 +468,9 @@ def adapt_megatron() -> None:
     - ``WrappedTorchNorm`` refuses sequence parallelism: allowed, its parameters tagged as FusedLayerNorm's are;
     - ``DotProductAttention`` refuses context parallelism: keys and values are gathered over the group.
     """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:  # imported before this module: it no longer looks at the environment
+        dynamo.config.disable = True
     with contextlib.suppress(ImportError):
         from megatron.legacy import fused_kernels
 
