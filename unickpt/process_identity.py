@@ -69,17 +69,16 @@ class ProcessIdentity:
 
     def _polled(self, timeout_s: float) -> bool:
         """Ask for a process of this number, and seldom whether it is the same one."""
-        begun_s = looked_s = time.monotonic()
-        if not self.lives:
-            return True
+        begun_s, looked_s = time.monotonic(), -math.inf
         while _is_there(self.pid):
             now_s = time.monotonic()
-            if now_s - begun_s >= timeout_s:
-                return not self.lives
-            if now_s - looked_s >= _LOOK_S:
+            over = now_s - begun_s >= timeout_s
+            if over or now_s - looked_s >= _LOOK_S:
                 looked_s = now_s
                 if not self.lives:
                     return True
+            if over:
+                return False
             time.sleep(min(begun_s + timeout_s - now_s, _POLL_S))
         return True
 
