@@ -457,6 +457,15 @@ class _GatherKeys(torch.autograd.Function):
         return torch.cat([chunks[ctx.rank], chunks[2 * ctx.size - 1 - ctx.rank]], dim=0), None
 
 
+def compile_nothing() -> None:
+    """Switch torch's compiler off. A forked job has an environment of its own, which the compiler reads when it is imported."""
+    for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
+        os.environ[name] = "1"
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.config.disable = True
+
+
 def adapt_megatron() -> None:
     """Call once, when ``megatron`` can be imported. The only symbols of Megatron that are touched:
 
@@ -468,9 +477,7 @@ def adapt_megatron() -> None:
     - ``WrappedTorchNorm`` refuses sequence parallelism: allowed, its parameters tagged as FusedLayerNorm's are;
     - ``DotProductAttention`` refuses context parallelism: keys and values are gathered over the group.
     """
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None:  # imported before this module: it no longer looks at the environment
-        dynamo.config.disable = True
+    compile_nothing()
     with contextlib.suppress(ImportError):
         from megatron.legacy import fused_kernels
 

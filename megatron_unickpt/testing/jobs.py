@@ -64,6 +64,7 @@ class Job:
         self.vocabulary, self.length, self.batch, self.predictions = vocabulary, length, batch, predictions
         self.micro_batch = micro_batch
         leave_groups()
+        cpu.compile_nothing()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
