@@ -6,7 +6,7 @@ also check the description of the format.
 
 from __future__ import annotations
 
-import functools
+import ipaddress
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -41,7 +41,7 @@ EMPTY = TensorInfo("empty.weight", "weight", "F32", (0, 4), "parameter")
 OBJECTS = {
     "client_state": {"hello": (1, 2), "scale": float("inf"), 7: "seven"},
     "history": torch.arange(5, dtype=torch.float64),
-    "unknown": functools.partial(int),
+    "unknown": ipaddress.IPv4Address("127.0.0.1"),
 }
 
 
