@@ -19,6 +19,7 @@ from unickpt.steering.history import merged
 from unickpt.steering.timeline import job_times
 
 SHORT = "stopped_seconds=5,hang_seconds=5,still_seconds=2,loop_seconds=3,out_seconds=600,retries=1,check_share=0.02"
+LOST = 50  # steps, 2.5 s: agents see the first and the last of them a second late
 
 
 @pytest.fixture
@@ -39,8 +40,8 @@ def started(job: Agents) -> list[Start]:
 
 
 def fault(job: Agents, rank: int, kind: str) -> None:
-    """Make a fault 15 steps after the next checkpoint: a round after it has enough steps for a deadline of its own."""
-    (job.folder / "fault.new").write_text(f"{rank} {kind} {job.step() + SAVE + 15}")
+    """Make a fault ``LOST`` steps after the next checkpoint: a round after it has enough steps for a deadline of its own."""
+    (job.folder / "fault.new").write_text(f"{rank} {kind} {job.step() + SAVE + LOST}")
     (job.folder / "fault.new").rename(job.folder / "fault")
 
 
@@ -90,7 +91,7 @@ def check_history(job: Agents, capsys: pytest.CaptureFixture[str]) -> None:
     stopped, _, looped = times.downtimes[1:4]
     assert min(stopped.stalled_s, looped.stalled_s) >= 3.5, "the deadlines are 5 s, and the last step is seen a little late"
     assert all(each.starting_s > 0.3 and each.regrouping_s < 60 for each in times.downtimes[:4]), times.downtimes
-    assert looped.repeating_s > 0, "15 steps since the checkpoint are made again"
+    assert looped.repeating_s > 0, f"{LOST} steps since the checkpoint are made again"
     assert times.training_s + sum(each.seconds for each in times.downtimes) == pytest.approx(times.wall_s, abs=0.5)
     assert main(["report", str(job.folder / "history"), "-o", str(job.folder / "report.html")]) == 0
     assert "x STOPPED_OUT" in capsys.readouterr().out

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from unickpt.diagnosis import session
 from unickpt.options import TimingOptions
 
-SAVE = 20  # steps
+SAVE = 60  # steps, 3 s: agents see a step within a second
 
 
 def spin() -> None:
