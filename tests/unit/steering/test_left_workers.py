@@ -193,7 +193,7 @@ if os.environ["RANK"] == "0" and "DETACHED" not in os.environ:
 if "DETACHED" in os.environ:
     open(os.environ["FOLDER"] + "/pid", "w").write(str(os.getpid()))
 """
-SAYS = 'open(os.environ["FOLDER"] + "/looked", "w").close()'
+SAYS = 'open(os.environ["FOLDER"] + "/looked" + os.environ["RANK"], "w").close()'
 
 
 @pytest.mark.parametrize("own_session", [True, False])
@@ -216,7 +216,7 @@ def test_what_a_worker_has_started_outlives_the_job(
         for record in (tmp_path / "records").iterdir() if in_order else ():
             record.unlink()
         (folder / "go").touch()
-        assert until(lambda: (folder / "looked").exists(), 60)
+        assert until(lambda: (folder / "looked0").exists(), 60)
         time.sleep(0.3)
         assert ProcessIdentity.of(helper) is not None
     finally:
@@ -227,7 +227,7 @@ def test_what_a_worker_has_started_while_the_job_runs_outlives_its_orderly_end(b
     """An upload watches nothing, and a worker whose agent ends in order is left to it."""
     agent, pids = begin(LATE.format(before="", middle=RECORDS, after=SAYS))
     (tmp_path / "go").touch()
-    assert until(lambda: (tmp_path / "looked").exists())
+    assert until(lambda: all((tmp_path / f"looked{rank}").exists() for rank in (0, 1)), 60)
     for record in (tmp_path / "records").iterdir():
         record.unlink()
     kill(agent)
