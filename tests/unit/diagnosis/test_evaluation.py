@@ -81,5 +81,6 @@ def test_a_watched_model_can_be_pickled_copied_and_compiled() -> None:
 
 def test_training_ends_an_evaluation() -> None:
     assert outside(Phase.EVALUATION, Phase.FORWARD) == Phase.UNKNOWN
+    assert outside(Phase.CHECKPOINT, Phase.FORWARD) == Phase.UNKNOWN, "as in a program that writes files of its own"
     assert outside(Phase.EVALUATION, Phase.DATA) == Phase.EVALUATION
     assert outside(Phase.FORWARD, Phase.OPTIMIZER) == Phase.FORWARD

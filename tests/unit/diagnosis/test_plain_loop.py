@@ -1,4 +1,4 @@
-"""A loop of plain torch with ``time_collectives``: what its ring says of steps, evaluations and groups that are not made."""
+"""A loop of plain torch with ``time_collectives``: its ring, of steps, evaluations, files and groups that are not made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unickpt.diagnosis.snapshot.steps import steps_of
 from unickpt.testing.launch import environment
 
 PROGRAM = """
-import sys
+import pickle, sys, threading
 import torch, torch.distributed as dist
 import unickpt
 from unickpt.options import TimingOptions
@@ -35,17 +35,24 @@ for step in range(8):
     if step == 3:
         with unickpt.phase("evaluate"), torch.no_grad():
             model(torch.ones(1, 2))
+    if step == 5:
+        torch.save(model.state_dict(), folder + "/weights.pt")
+    if step == 1:
+        thread = threading.Thread(target=torch.save, args=(model.state_dict(), folder + "/copy.pt"))
+        thread.start()
+        thread.join()
+assert pickle.loads(pickle.dumps(torch.save)) is torch.save
 """
 
 
-def test_steps_count_once_and_one_with_an_evaluation_is_not_judged(tmp_path: Path) -> None:
+def test_steps_count_once_and_those_with_an_evaluation_or_a_file_are_not_judged(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     subprocess.run(command, env=environment(REPO), check=True, timeout=120)
     (folder,) = {path.parent for path in (tmp_path / "rings").rglob("*.ring")}
     records = read_folder(folder).ranks[0].records
     steps = steps_of(0, records)
     assert steps["number"].tolist() == list(range(1, 8))
-    assert steps["number"][steps["long"] > 0].tolist() == [4]
+    assert steps["number"][steps["long"] > 0].tolist() == [4, 6]
     (made,) = records[(records["op"] == Op.NEW_GROUP)]
     assert made["end_ns"] > 0
     assert made["flags"] & int(Flag.FAILED)

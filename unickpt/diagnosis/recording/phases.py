@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +24,8 @@ _now = time.monotonic_ns
 
 
 def outside(before: int, phase: Phase) -> int:
-    """Return the phase after one that began in ``before``. Training ends an evaluation."""
-    return int(Phase.UNKNOWN) if before == Phase.EVALUATION and phase in _TRAINING else before
+    """Return the phase after one that began in ``before``. Training ends an evaluation, and writes of the program itself."""
+    return int(Phase.UNKNOWN) if before in _ASIDE and phase in _TRAINING else before
 
 
 class PhaseHooks:
@@ -41,6 +43,7 @@ class PhaseHooks:
         self._before: list[int] = []  # phases around the current optimizer steps, innermost last
         self._handles: list[Any] = []
         self._next: Callable[..., Any] | None = None
+        self._save: Callable[..., Any] | None = None
 
     def install(self) -> None:
         """Begin to record."""
@@ -65,6 +68,19 @@ class PhaseHooks:
                     recorder.moment(Op.DATA, begin, end)
 
         loader.__next__ = waits
+        self._see_writes()
+
+    def _see_writes(self) -> None:
+        """Notice that the program writes files of its own with ``torch.save``: between two files it does not train either."""
+        self._save = original = torch.save
+
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                self._begins(Phase.CHECKPOINT)
+            return original(*args, **kwargs)
+
+        torch.save = torch.serialization.save = save
 
     def uninstall(self) -> None:
         """Remove all hooks."""
@@ -76,6 +92,9 @@ class PhaseHooks:
             loader: Any = dataloader._BaseDataLoaderIter
             loader.__next__ = self._next
             self._next = None
+        if self._save is not None:
+            torch.save = torch.serialization.save = self._save
+            self._save = None
 
     def step(self, number: int) -> None:
         """Record the end of training step ``number``."""
@@ -97,8 +116,11 @@ class PhaseHooks:
 
     def evaluates(self) -> None:
         """Enter the phase of evaluation, unless the rank is in another one. It lasts until training goes on."""
+        self._begins(Phase.EVALUATION)
+
+    def _begins(self, phase: Phase) -> None:
         if self._recorder.state.phase == Phase.UNKNOWN:
-            self.phase(Phase.EVALUATION)
+            self.phase(phase)
 
     def _collects(self, phase: str, _info: dict[str, int]) -> None:
         if phase == "start":
