@@ -46,8 +46,8 @@ def arm() -> None:
             watch(MEGATRON)
             _note_worker()
             if os.environ.get("UNICKPT_AGENT"):  # a worker of ``torchrun --rdzv-backend unickpt`` ends with its agent
-                _install("unickpt.launcher_watch:end_with_launcher")
-                _install("unickpt.first_failure:note_last_exception")
+                _install("unickpt.base.launcher_watch:end_with_launcher")
+                _install("unickpt.base.first_failure:note_last_exception")
     except Exception as err:
         _complain(err)
 

@@ -1,6 +1,6 @@
 """Which files the distribution holds; pyproject.toml has the metadata.
 
-``configs/dialects`` is installed as the data of ``unickpt.dialects``, so one copy serves the source tree and the package.
+``configs/dialects`` is the data of ``unickpt.transform.dialects``, so one copy serves the source tree and the package.
 The extensions are optional: without a compiler the installation goes on, and Python, torch and the C library do the same.
 """
 
@@ -20,25 +20,25 @@ def extension(name: str, *arguments: str) -> Extension:
 
 
 setup(
-    packages=[*find_packages(include=["unickpt*", "ds_unickpt*", "megatron_unickpt*"]), "unickpt.dialects.data"],
+    packages=[*find_packages(include=["unickpt*", "ds_unickpt*", "megatron_unickpt*"]), "unickpt.transform.dialects.data"],
     py_modules=["_unickpt_autoload"],
     ext_modules=[
         extension("unickpt.diagnosis.recording._fast"),
-        extension("unickpt.format._casts", "-O3"),
-        extension("unickpt.load._checked_read", "-O3"),
+        extension("unickpt.checkpoint.format._casts", "-O3"),
+        extension("unickpt.checkpoint.load._checked_read", "-O3"),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},  # one wheel serves Python 3.10 and later
-    package_dir={"unickpt.dialects.data": "configs/dialects"},
+    package_dir={"unickpt.transform.dialects.data": "configs/dialects"},
     package_data={
         "unickpt": [
             "py.typed",
             "diagnosis/recording/_fast.pyi",
-            "format/_casts.pyi",
-            "load/_checked_read.pyi",
+            "checkpoint/format/_casts.pyi",
+            "checkpoint/load/_checked_read.pyi",
             "diagnosis/reports/*.html",
             "diagnosis/reports/*.js",
         ],
-        "unickpt.dialects.data": ["*.toml"],
+        "unickpt.transform.dialects.data": ["*.toml"],
         "ds_unickpt": ["py.typed"],
         "megatron_unickpt": ["py.typed"],
     },

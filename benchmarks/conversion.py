@@ -47,10 +47,10 @@ The goal is 1.2 times a copy. On a slow day of the disk, when the copy took 14.7
 stages with 350M take 1.7: the conversion alone takes as long as the copy, and the program takes 1.6 s before it, nearly all of
 it to import torch. That is the same for a model of any size, so 600M take less, and larger models less again.
 
-The direct writes decide. In `unickpt/convert/read_ahead.py`, a thread writes 16 MiB from one of two buffers, while the other
-buffer is filled. They are in huge pages, and so small that they stay in the cache of the processor: two threads reached
-2.9 GB/s from such buffers, 1.7 GB/s from ordinary pages, and 1.7 GB/s from 256 MiB of huge pages. Before, every batch had
-fresh memory, and was copied again for its alignment: 350M under ZeRO-3 took 2.6 copies.
+The direct writes decide. In `unickpt/transform/convert/read_ahead.py`, a thread writes 16 MiB from one of two buffers, while
+the other buffer is filled. They are in huge pages, and so small that they stay in the cache of the processor: two
+threads reached 2.9 GB/s from such buffers, 1.7 GB/s from ordinary pages, and 1.7 GB/s from 256 MiB of huge pages. Before, every
+batch had fresh memory, and was copied again for its alignment: 350M under ZeRO-3 took 2.6 copies.
 """
 
 COPY = "copy and sync"

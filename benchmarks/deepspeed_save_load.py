@@ -141,10 +141,10 @@ def reading_alone(directory: Path, rank: int, ranks: int, memory: Any) -> Callab
     """
     import torch
 
-    from unickpt.format.dtypes import torch_dtype
-    from unickpt.load.checkpoint import Checkpoint
-    from unickpt.load.fragments import Request
-    from unickpt.load.reader import execute
+    from unickpt.checkpoint.format.dtypes import torch_dtype
+    from unickpt.checkpoint.load.checkpoint import Checkpoint
+    from unickpt.checkpoint.load.fragments import Request
+    from unickpt.checkpoint.load.reader import execute
 
     checkpoint = Checkpoint.open(directory)
     index, sizes = checkpoint.index, checkpoint.index.size_bytes()

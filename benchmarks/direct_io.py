@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from benchmarks.measure import machine, publish
-from unickpt.save.staging import StagingBuffer
-from unickpt.storage.posix import PosixStorage
+from unickpt.checkpoint.save.staging import StagingBuffer
+from unickpt.checkpoint.storage.posix import PosixStorage
 
 
 def main() -> None:

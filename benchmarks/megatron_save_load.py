@@ -67,7 +67,7 @@ def worker(args: argparse.Namespace) -> None:
         FullyParallelSaveStrategyWrapper,
     )
 
-    from megatron_unickpt.optimizer import METADATA
+    from megatron_unickpt.held_state.optimizer import METADATA
     from megatron_unickpt.testing.layouts import Layout
     from megatron_unickpt.testing.truth import close
     from unickpt.testing.launch import leave

@@ -117,7 +117,7 @@ class MegatronMemory:
         import torch.distributed as dist
 
         from megatron_unickpt.testing.layouts import Layout
-        from unickpt.options import MemoryOptions
+        from unickpt.base.options.job import MemoryOptions
 
         if not dist.is_initialized():
             dist.init_process_group("gloo")

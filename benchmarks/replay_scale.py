@@ -12,10 +12,10 @@ import platform
 import resource
 import time
 
-from unickpt.replay import edits
-from unickpt.replay.graph import graph_of
-from unickpt.replay.schedule import columns, schedule_of, simulate, step_times
-from unickpt.replay.trace import window_of
+from unickpt.planning.replay import edits
+from unickpt.planning.replay.graph import graph_of
+from unickpt.planning.replay.schedule import columns, schedule_of, simulate, step_times
+from unickpt.planning.replay.trace import window_of
 from unickpt.testing.simulation.layout import ParallelLayout
 from unickpt.testing.simulation.traces import simulated_trace
 

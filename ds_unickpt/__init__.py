@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 
 from ds_unickpt.hooks import install, uninstall
+from ds_unickpt.measuring.timed_layers import stage_layers
 from ds_unickpt.start import StartingPoint, resume_or_start
-from ds_unickpt.timed_layers import stage_layers
 
 __all__ = ["StartingPoint", "install", "resume_or_start", "stage_layers", "uninstall"]
 

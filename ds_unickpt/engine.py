@@ -1,4 +1,4 @@
-"""The checkpoint engine of a job with the ``unickpt`` key, and ``save_checkpoint``. ``ds_unickpt.load`` loads."""
+"""The checkpoint engine of a job with the ``unickpt`` key, and ``save_checkpoint``. ``loading`` has the loads."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from ds_unickpt import automatic, batches, callers, capture, hints, internals, optimizer_residuals, steered
-from ds_unickpt.beginning import Beginning
-from ds_unickpt.compression import CompressedEngine, begin
-from ds_unickpt.config import read_options, unused_options
+from ds_unickpt.batch import batches, steered
+from ds_unickpt.batch.config import read_options, unused_options
+from ds_unickpt.compressing import automatic, optimizer_residuals
+from ds_unickpt.compressing.compression import CompressedEngine, begin
+from ds_unickpt.framework import internals
+from ds_unickpt.loading.beginning import Beginning
+from ds_unickpt.loops import callers
 from ds_unickpt.runtime import EngineRuntime
-from unickpt.coordination.failure import FailureKind, sentence
-from unickpt.coordination.owners import Owners, as_json
-from unickpt.coordination.rendezvous import Message, Rendezvous
+from ds_unickpt.saving import capture, hints
+from unickpt.base.errors import ConfigError, CoordinationError, SaveFailedError
+from unickpt.base.logs import make_visible
+from unickpt.base.options.job import Options
+from unickpt.checkpoint.coordination.failure import FailureKind, sentence
+from unickpt.checkpoint.coordination.owners import Owners, as_json
+from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.load.report import LoadReport
+from unickpt.checkpoint.memory.tier import MemoryTier
+from unickpt.checkpoint.save import shutdown
+from unickpt.checkpoint.save.failure import NOTHING_SAVES
+from unickpt.checkpoint.save.opening import differences
+from unickpt.checkpoint.save.requests import PendingSave, SaveRequest, SaveResult, save_options
+from unickpt.checkpoint.save.saver import Saver
+from unickpt.checkpoint.save.shards import Contribution
+from unickpt.checkpoint.storage.base import absolute, is_url, split
+from unickpt.checkpoint.storage.open import unusable_reason
 from unickpt.diagnosis import session
-from unickpt.errors import ConfigError, CoordinationError, SaveFailedError
-from unickpt.load.report import LoadReport
-from unickpt.logs import make_visible
-from unickpt.memory.tier import MemoryTier
-from unickpt.options import Options
-from unickpt.save import shutdown
-from unickpt.save.failure import NOTHING_SAVES
-from unickpt.save.opening import differences
-from unickpt.save.requests import PendingSave, SaveRequest, SaveResult, save_options
-from unickpt.save.saver import Saver
-from unickpt.save.shards import Contribution
-from unickpt.storage.base import absolute, is_url, split
-from unickpt.storage.open import unusable_reason
 
 logger = logging.getLogger("unickpt")
 
@@ -160,11 +164,11 @@ def adopt(runtime: EngineRuntime, engine: Any) -> None:
     if options.enabled or options.timing.enabled or options.compression.scheme != "none" or options.precision:
         make_visible()
     if options.timing.enabled:  # imported only then
-        from ds_unickpt import timing
+        from ds_unickpt.measuring import timing
 
         timing.begin(engine, options.timing)
     if options.precision:
-        from ds_unickpt import precision
+        from ds_unickpt.measuring import precision
 
         precision.begin(engine, options.precision)
     choosing = automatic.begin(runtime, engine, options)

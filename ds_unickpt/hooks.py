@@ -7,14 +7,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ds_unickpt import batch_hooks, compression_hooks, hints, timing_start, trainer_hooks
-from ds_unickpt.declaration import declared
+from ds_unickpt.batch import batch_hooks
+from ds_unickpt.compressing import compression_hooks
 from ds_unickpt.edge import RUNTIME
+from ds_unickpt.framework.declaration import declared
+from ds_unickpt.framework.versions import ENGINE, SOURCE, version
+from ds_unickpt.measuring import timing_start
 from ds_unickpt.runtime import EngineRuntime
-from ds_unickpt.versions import ENGINE, SOURCE, version
-from unickpt import hooks
-from unickpt.autoload import watch
-from unickpt.hooks import Hook
+from ds_unickpt.saving import hints
+from ds_unickpt.trainer import trainer_hooks
+from unickpt.base import hooks
+from unickpt.base.autoload import watch
+from unickpt.base.hooks import Hook
 
 UPSTREAM = f"{SOURCE}deepspeed/runtime/checkpoint_engine/utils.py"
 UNTIL = "DeepSpeed has a registry of checkpoint engines that receive the engine"
@@ -26,7 +30,7 @@ def _configure(runtime: EngineRuntime, wrapped: Callable[..., Any], instance: An
     result = wrapped(*args, **kwargs)
     adopt(runtime, instance)
     if ours_of(instance) is not None:  # not at the first load: a rank that cannot import then leaves the others waiting
-        import ds_unickpt.load  # noqa: F401
+        import ds_unickpt.loading.load_checkpoint  # noqa: F401
     return result
 
 
@@ -37,7 +41,7 @@ def _save(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) ->
 
 
 def _load(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    from ds_unickpt.load import load_checkpoint
+    from ds_unickpt.loading.load_checkpoint import load_checkpoint
 
     return load_checkpoint(wrapped, instance, *args, **kwargs)
 
@@ -86,7 +90,10 @@ def install() -> bool:
         hints.install_fp32()
         hints.explain_uncaught(sys.orig_argv)
         watch(
-            {hints.CONVERTER: "ds_unickpt.hints:install_converter", trainer_hooks.TRAINER: "ds_unickpt.trainer_hooks:install"}
+            {
+                hints.CONVERTER: "ds_unickpt.saving.hints:install_converter",
+                trainer_hooks.TRAINER: "ds_unickpt.trainer.trainer_hooks:install",
+            }
         )
     return installed
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:  # imported when it is used: hooks are also installed in jobs without the ``unickpt`` key
-    from ds_unickpt.automatic import Automatic
-    from ds_unickpt.compression import CompressedEngine
-    from unickpt.coordination.owners import Owners
-    from unickpt.coordination.rendezvous import Rendezvous
-    from unickpt.memory.tier import MemoryTier
+    from ds_unickpt.compressing.automatic import Automatic
+    from ds_unickpt.compressing.compression import CompressedEngine
+    from unickpt.checkpoint.coordination.owners import Owners
+    from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+    from unickpt.checkpoint.memory.tier import MemoryTier
 
 
 class EngineRuntime:
@@ -48,9 +48,9 @@ class EngineRuntime:
             engine: the DeepSpeedEngine.
             timeout_s: how long a rank waits for the others, in seconds.
         """
-        from ds_unickpt import internals
-        from unickpt.coordination.rendezvous import Rendezvous
-        from unickpt.round_folder import ends_of_job
+        from ds_unickpt.framework import internals
+        from unickpt.base.round_folder import ends_of_job
+        from unickpt.checkpoint.coordination.rendezvous import Rendezvous
 
         world, prefix = int(engine.world_size), f"unickpt/{self.engines}"
         self.engines += 1
@@ -63,8 +63,8 @@ class EngineRuntime:
         """Return the message exchange of one call of ``Trainer.train``. Without a process group the job has one rank."""
         import torch
 
-        from ds_unickpt import internals
-        from unickpt.coordination.rendezvous import Rendezvous
+        from ds_unickpt.framework import internals
+        from unickpt.checkpoint.coordination.rendezvous import Rendezvous
 
         initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if initialized else (0, 1)

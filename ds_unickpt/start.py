@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unickpt.data.resharding import ReshardableLoader
+    from unickpt.training.data.resharding import ReshardableLoader
 
 logger = logging.getLogger("unickpt")
 
@@ -69,10 +69,10 @@ def resume_or_start(
             from the beginning would replace them. Raised on every rank.
     """
     from ds_unickpt.engine import ours_for
-    from ds_unickpt.load import unnamed
-    from unickpt.errors import ConfigError, CorruptCheckpointError
-    from unickpt.storage.base import is_url
-    from unickpt.storage.open import open_storage
+    from ds_unickpt.loading.load_checkpoint import unnamed
+    from unickpt.base.errors import ConfigError, CorruptCheckpointError
+    from unickpt.checkpoint.storage.base import is_url
+    from unickpt.checkpoint.storage.open import open_storage
 
     ours = ours_for(engine)
     folder = str(folder or (ours.options.resume_from if ours is not None else ""))
@@ -87,7 +87,7 @@ def resume_or_start(
             raise CorruptCheckpointError(f"no complete checkpoint is left in {folder}: {'; '.join(reasons)}")
     if path is not None:
         if loader is not None:
-            from ds_unickpt import loader_state
+            from ds_unickpt.loading import loader_state
 
             loader_state.restore(engine, str(path), loader, client_state or {})
         return StartingPoint(str(path), int(engine.global_steps), int(engine.global_samples), dict(client_state or {}))

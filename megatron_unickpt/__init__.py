@@ -1,38 +1,44 @@
 """The Megatron adapter: ``--ckpt-format unickpt``, or a strategy for ``dist_checkpointing``.
 
-Importing this package prepares the hooks; ``unickpt.autoload`` does the same at ``import torch``. Each hook is installed when
-its Megatron module is imported. A job that does not select unickpt runs Megatron's own code, and can load unickpt checkpoints.
+Importing this package prepares the hooks; ``unickpt.base.autoload`` does the same at ``import torch``. Each hook is installed
+when its Megatron module is imported. A job that does not select unickpt runs Megatron's own code, and can load unickpt
+checkpoints.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from unickpt import autoload
+from unickpt.base import autoload
 
 if TYPE_CHECKING:
     from megatron_unickpt.api import load, resume_or_start, save
+    from megatron_unickpt.dist_checkpointing.strategies import UnickptLoadStrategy, UnickptSaveStrategy
     from megatron_unickpt.edge import RUNTIME
-    from megatron_unickpt.positions import PositionFree
-    from megatron_unickpt.precision import apply_precision
-    from megatron_unickpt.strategies import UnickptLoadStrategy, UnickptSaveStrategy
-    from megatron_unickpt.timing import begin as time_collectives
+    from megatron_unickpt.framework.errors import MegatronCheckpointError, MegatronSaveError
+    from megatron_unickpt.held_state.optimizer import METADATA
+    from megatron_unickpt.held_state.positions import PositionFree
+    from megatron_unickpt.measuring.precision import apply_precision
+    from megatron_unickpt.measuring.timing import begin as time_collectives
 
 __all__ = [
-    "RUNTIME", "PositionFree", "UnickptLoadStrategy", "UnickptSaveStrategy", "apply_precision", "load", "resume_or_start",
-    "save", "time_collectives",
+    "METADATA", "RUNTIME", "MegatronCheckpointError", "MegatronSaveError", "PositionFree", "UnickptLoadStrategy",
+    "UnickptSaveStrategy", "apply_precision", "load", "resume_or_start", "save", "time_collectives",
 ]  # fmt: skip
 
 _MODULES = {
-    "PositionFree": ("megatron_unickpt.positions", "PositionFree"),
+    "METADATA": ("megatron_unickpt.held_state.optimizer", "METADATA"),
+    "MegatronCheckpointError": ("megatron_unickpt.framework.errors", "MegatronCheckpointError"),
+    "MegatronSaveError": ("megatron_unickpt.framework.errors", "MegatronSaveError"),
+    "PositionFree": ("megatron_unickpt.held_state.positions", "PositionFree"),
     "RUNTIME": ("megatron_unickpt.edge", "RUNTIME"),
-    "apply_precision": ("megatron_unickpt.precision", "apply_precision"),
+    "apply_precision": ("megatron_unickpt.measuring.precision", "apply_precision"),
     "load": ("megatron_unickpt.api", "load"),
     "resume_or_start": ("megatron_unickpt.api", "resume_or_start"),
     "save": ("megatron_unickpt.api", "save"),
-    "time_collectives": ("megatron_unickpt.timing", "begin"),
-    "UnickptLoadStrategy": ("megatron_unickpt.strategies", "UnickptLoadStrategy"),
-    "UnickptSaveStrategy": ("megatron_unickpt.strategies", "UnickptSaveStrategy"),
+    "time_collectives": ("megatron_unickpt.measuring.timing", "begin"),
+    "UnickptLoadStrategy": ("megatron_unickpt.dist_checkpointing.strategies", "UnickptLoadStrategy"),
+    "UnickptSaveStrategy": ("megatron_unickpt.dist_checkpointing.strategies", "UnickptSaveStrategy"),
 }
 
 

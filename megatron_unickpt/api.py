@@ -15,23 +15,25 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import random as tracker_module
 
-from megatron_unickpt import internals, loading, masters, saving, schedule
-from megatron_unickpt.choices import step_of
-from megatron_unickpt.common_state import VOCABULARY
+from megatron_unickpt.dist_checkpointing import loading, masters, saving
+from megatron_unickpt.dist_checkpointing.lacking import Fit
 from megatron_unickpt.edge import RUNTIME
-from megatron_unickpt.errors import MegatronSaveError, as_agreed_failures, as_megatron_errors
-from megatron_unickpt.foreign_state import Receiver
-from megatron_unickpt.lacking import Fit
-from megatron_unickpt.optimizer import METADATA
-from unickpt.errors import ConfigError
-from unickpt.load import rng
-from unickpt.load.candidates import Candidates
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.resume import Offer, Together, resume
-from unickpt.memory.offers import MemoryResume
-from unickpt.options import MISSING, MemoryOptions
-from unickpt.save import shutdown
-from unickpt.storage.base import absolute, join, split
+from megatron_unickpt.framework import internals
+from megatron_unickpt.framework.errors import MegatronSaveError, as_agreed_failures, as_megatron_errors
+from megatron_unickpt.held_state.common_state import VOCABULARY
+from megatron_unickpt.held_state.foreign_state import Receiver
+from megatron_unickpt.held_state.optimizer import METADATA
+from megatron_unickpt.pretraining import schedule
+from megatron_unickpt.pretraining.choices import step_of
+from unickpt.base.errors import ConfigError
+from unickpt.base.options.job import MISSING, MemoryOptions
+from unickpt.checkpoint.load import rng
+from unickpt.checkpoint.load.candidates import Candidates
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.resume import Offer, Together, resume
+from unickpt.checkpoint.memory.offers import MemoryResume
+from unickpt.checkpoint.save import shutdown
+from unickpt.checkpoint.storage.base import absolute, join, split
 
 logger = logging.getLogger("unickpt")
 

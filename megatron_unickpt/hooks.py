@@ -1,8 +1,8 @@
 """Declarations of the hooks on Megatron. No other module of this package assigns to a Megatron module.
 
-Each group is installed after its module is imported (``unickpt.autoload.MEGATRON``). A hook calls unickpt if the arguments of
-the call select it, and Megatron's function otherwise. Wrappers are bound to ``edge.RUNTIME`` here, because Megatron's arguments
-cannot carry the runtime.
+Each group is installed after its module is imported (``unickpt.base.autoload.MEGATRON``). A hook calls unickpt if the arguments
+of the call select it, and Megatron's function otherwise. Wrappers are bound to ``edge.RUNTIME`` here, because Megatron's
+arguments cannot carry the runtime.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_unickpt import precision
-from megatron_unickpt.declaration import declared
 from megatron_unickpt.edge import RUNTIME
+from megatron_unickpt.framework.declaration import declared
+from megatron_unickpt.framework.versions import version
+from megatron_unickpt.measuring import precision
 from megatron_unickpt.runtime import Purpose, Runtime
-from megatron_unickpt.versions import version
-from unickpt import hooks
-from unickpt.hooks import Hook
+from unickpt.base import hooks
+from unickpt.base.hooks import Hook
 
 SERIALIZATION = "megatron.core.dist_checkpointing.serialization"
 ASYNC = "megatron.core.dist_checkpointing.strategies.async_utils"
@@ -37,7 +37,8 @@ def _arguments(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> dict[str,
 def _save(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
     given = _arguments(wrapped, args, kwargs)
     strategy = given["sharded_strategy"]
-    from megatron_unickpt import marks, saving, strategies
+    from megatron_unickpt.dist_checkpointing import saving, strategies
+    from megatron_unickpt.framework import marks
 
     inner = strategies.unwrap(strategy)
     if strategy == (marks.BACKEND, marks.VERSION) or runtime.purpose is Purpose.SAVE:
@@ -57,8 +58,8 @@ def _save(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: A
 
 
 def _load(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import loading, masters
-    from megatron_unickpt.lacking import Fit
+    from megatron_unickpt.dist_checkpointing import loading, masters
+    from megatron_unickpt.dist_checkpointing.lacking import Fit
 
     given = _arguments(wrapped, args, kwargs)
     if not runtime.recognises(given["checkpoint_dir"]):
@@ -79,7 +80,7 @@ def _load(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: A
 
 def _metadata(name: str, runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
     """Call a function of ``metadata`` for a unickpt checkpoint."""
-    from megatron_unickpt import metadata
+    from megatron_unickpt.dist_checkpointing import metadata
 
     given = _arguments(wrapped, args, kwargs)
     if not runtime.recognises(given["checkpoint_dir"]):
@@ -88,7 +89,8 @@ def _metadata(name: str, runtime: Runtime, wrapped: Callable[..., Any], _instanc
 
 
 def _remove_tensors(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import marks, metadata
+    from megatron_unickpt.dist_checkpointing import metadata
+    from megatron_unickpt.framework import marks
 
     given = _arguments(wrapped, args, kwargs)
     if not marks.recognises(given["checkpoint_dir"]):
@@ -97,7 +99,8 @@ def _remove_tensors(wrapped: Callable[..., Any], _instance: Any, args: Any, kwar
 
 
 def _default_save(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import marks, strategies
+    from megatron_unickpt.dist_checkpointing import strategies
+    from megatron_unickpt.framework import marks
 
     if _arguments(wrapped, args, kwargs)["backend"] == marks.BACKEND:
         return strategies.UnickptSaveStrategy(runtime=runtime)
@@ -105,7 +108,7 @@ def _default_save(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any,
 
 
 def _default_load(runtime: Runtime, wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import strategies
+    from megatron_unickpt.dist_checkpointing import strategies
 
     if runtime.recognises(_arguments(wrapped, args, kwargs)["checkpoint_dir"]):
         return strategies.UnickptLoadStrategy(runtime=runtime)
@@ -160,7 +163,7 @@ CORE = [
 
 
 def _schedule(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import async_queue
+    from megatron_unickpt.dist_checkpointing import async_queue
 
     return async_queue.schedule(wrapped, instance, *args, **kwargs)
 
@@ -179,13 +182,13 @@ ASYNCHRONOUS = [
 
 
 def _optimizer_state(runtime: Runtime, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import optimizer
+    from megatron_unickpt.held_state import optimizer
 
     return optimizer.hooked_state_dict(runtime, wrapped, instance, *args, **kwargs)
 
 
 def _optimizer_load(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt import optimizer
+    from megatron_unickpt.held_state import optimizer
 
     return optimizer.hooked_load(wrapped, *args, **kwargs)
 
@@ -227,7 +230,7 @@ LAYER_WISE_OPTIMIZER = _optimizer(
 
 def _parsing(name: str) -> Callable[..., Any]:
     def wrapper(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-        from megatron_unickpt import arguments
+        from megatron_unickpt.pretraining import arguments
 
         return getattr(arguments, name)(wrapped, *args, **kwargs)
 
@@ -236,7 +239,7 @@ def _parsing(name: str) -> Callable[..., Any]:
 
 def _checkpointing(name: str, runtime: Runtime) -> Callable[..., Any]:
     def wrapper(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-        from megatron_unickpt import scripts
+        from megatron_unickpt.pretraining import scripts
 
         return getattr(scripts, name)(runtime, wrapped, *args, **kwargs)
 
@@ -245,7 +248,7 @@ def _checkpointing(name: str, runtime: Runtime) -> Callable[..., Any]:
 
 def _tracking(name: str, runtime: Runtime) -> Callable[..., Any]:
     def wrapper(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-        from megatron_unickpt import tracker_hooks
+        from megatron_unickpt.pretraining import tracker_hooks
 
         return getattr(tracker_hooks, name)(runtime, wrapped, *args, **kwargs)
 
@@ -316,8 +319,8 @@ def _install(group: list[Hook]) -> bool:
     return hooks.install(group, framework="Megatron", version=version())
 
 
-# ``unickpt.autoload`` calls these after the import of a module. The hooks on ``dist_checkpointing.serialization`` are installed
-# before its package imports the functions by name.
+# ``unickpt.base.autoload`` calls these after the import of a module. The hooks on ``dist_checkpointing.serialization`` are
+# installed before its package imports the functions by name.
 install_core = partial(_install, CORE)
 install_async = partial(_install, ASYNCHRONOUS)
 install_optimizer = partial(_install, OPTIMIZER)

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unickpt.coordination.rendezvous import Rendezvous
-from unickpt.round_folder import ends_of_job
+from unickpt.base.round_folder import ends_of_job
+from unickpt.checkpoint.coordination.rendezvous import Rendezvous
 
 if TYPE_CHECKING:  # imported when they are used: hooks are also installed in jobs that never use unickpt
-    from megatron_unickpt.foreign_state import Receiver
-    from megatron_unickpt.tracker import Diverted, Trackers
-    from unickpt.coordination.owners import Owner, Owners
-    from unickpt.load.checkpoint import Checkpoint
-    from unickpt.load.report import LoadReport
-    from unickpt.memory.tier import MemoryTier, Turn
-    from unickpt.options import MemoryOptions
-    from unickpt.save.requests import SaveOptions, SaveResult
-    from unickpt.save.saver import Saver
+    from megatron_unickpt.held_state.foreign_state import Receiver
+    from megatron_unickpt.pretraining.tracker import Diverted, Trackers
+    from unickpt.base.options.job import MemoryOptions
+    from unickpt.checkpoint.coordination.owners import Owner, Owners
+    from unickpt.checkpoint.load.checkpoint import Checkpoint
+    from unickpt.checkpoint.load.report import LoadReport
+    from unickpt.checkpoint.memory.tier import MemoryTier, Turn
+    from unickpt.checkpoint.save.requests import SaveOptions, SaveResult
+    from unickpt.checkpoint.save.saver import Saver
 
 
 class Purpose(enum.Enum):
@@ -100,7 +100,7 @@ class Runtime:
         """Models of this process that were saved or loaded."""
         from torch.utils.weak import WeakIdKeyDictionary
 
-        from unickpt.coordination.owners import Owners
+        from unickpt.checkpoint.coordination.owners import Owners
 
         if self._owners is None:
             self._owners, self._owned = Owners(), WeakIdKeyDictionary()
@@ -110,7 +110,7 @@ class Runtime:
         """Return the model of a sharded state dict, known by its first parameter; None without parameters."""
         import torch
 
-        from megatron_unickpt import sharded_tensors
+        from megatron_unickpt.held_state import sharded_tensors
 
         leaves = (leaf for leaf in sharded_tensors.walk(state) if isinstance(getattr(leaf, "data", None), torch.nn.Parameter))
         first = min(leaves, key=lambda leaf: str(leaf.key), default=None)
@@ -138,8 +138,8 @@ class Runtime:
     def _meeting(self, store: Any, prefix: str) -> Rendezvous:
         import torch.distributed as dist
 
-        from megatron_unickpt import internals
-        from unickpt.coordination.ends import Ends
+        from megatron_unickpt.framework import internals
+        from unickpt.checkpoint.coordination.ends import Ends
 
         rank, world = dist.get_rank(self._group), dist.get_world_size(self._group)
         timeout_s = internals.options().timeout_seconds if self.timeout_s is None else self.timeout_s
@@ -165,7 +165,7 @@ class Runtime:
         """
         import torch.distributed as dist
 
-        from unickpt.errors import ConfigError
+        from unickpt.base.errors import ConfigError
 
         if group is not None and dist.get_rank(group) < 0:
             raise ConfigError("this process is not a member of the process group that was passed as group")
@@ -189,7 +189,7 @@ class Runtime:
         Args:
             options: None leaves them as they are. A change waits for pending saves, and makes a new saver.
         """
-        from unickpt.save.saver import Saver
+        from unickpt.checkpoint.save.saver import Saver
 
         if self._saver is None or (options is not None and options != self._saver.options):
             if self._saver is not None:
@@ -204,8 +204,8 @@ class Runtime:
             options: options of the tier.
             save_options: options of saves to disk.
         """
+        from unickpt.checkpoint.memory.tier import MemoryTier
         from unickpt.diagnosis import session
-        from unickpt.memory.tier import MemoryTier
 
         self.rendezvous()
         if self._memory is None or self._memory.options != options:
@@ -225,7 +225,7 @@ class Runtime:
     @property
     def trackers(self) -> Trackers:
         """The tracker files of the scripts' save folders."""
-        from megatron_unickpt.tracker import Trackers
+        from megatron_unickpt.pretraining.tracker import Trackers
 
         if self._trackers is None:
             self._trackers = Trackers()
@@ -266,7 +266,7 @@ class Runtime:
         Raises:
             UnickptError: see ``Checkpoint.open``.
         """
-        from unickpt.load.checkpoint import Checkpoint
+        from unickpt.checkpoint.load.checkpoint import Checkpoint
 
         if self.source is not None and self.source_directory == str(directory):
             return self.source
@@ -274,7 +274,7 @@ class Runtime:
 
     def recognises(self, directory: str | Path | None) -> bool:
         """Return whether a directory holds a unickpt checkpoint, or names the one that the scripts are loading."""
-        from megatron_unickpt import marks
+        from megatron_unickpt.framework import marks
 
         return (self.source is not None and self.source_directory == str(directory)) or marks.recognises(directory)
 

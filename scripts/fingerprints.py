@@ -23,7 +23,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from unickpt.hooks import Hook, fingerprint_of_source  # noqa: E402
+from unickpt.base.hooks import Hook, fingerprint_of_source  # noqa: E402
 
 ReadText = Callable[[str], str | None]  # path in the tree -> its text
 

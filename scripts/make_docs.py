@@ -1,7 +1,7 @@
 """Write the generated parts of the docs: ``python scripts/make_docs.py``. With ``--check``, only compare.
 
 The tables of ``docs/reference/options.md`` and ``docs/guides/steering.md``, and ``configs/unickpt.schema.json``, come from
-``unickpt/options.py``.
+``unickpt/base/options/job.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from unickpt.options import UNLIMITED, Option, declared, declared_for_steering, schema
+from unickpt.base.options.job import UNLIMITED, Option, declared, declared_for_steering, schema
 
 REPO = Path(__file__).resolve().parent.parent
 OPTIONS, SCHEMA = REPO / "docs" / "reference" / "options.md", REPO / "configs" / "unickpt.schema.json"

@@ -22,7 +22,7 @@ MODULE = "megatron/core/unickpt.py"
 SOURCE = '''"""unickpt in the source instead of at run time: does nothing if unickpt is not installed."""
 
 try:
-    from unickpt.hooks import in_source
+    from unickpt.base.hooks import in_source
 except ImportError:
     in_source = None
 

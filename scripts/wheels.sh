@@ -18,9 +18,9 @@ needed = {
     "unickpt/cli/main.py",
     "unickpt/diagnosis/reports/report.html",
     "unickpt/diagnosis/recording/_fast.abi3.so",
-    "unickpt/format/_casts.abi3.so",
-    "unickpt/load/_checked_read.abi3.so",
-    "unickpt/dialects/data/megatron-core.llama.toml",
+    "unickpt/checkpoint/format/_casts.abi3.so",
+    "unickpt/checkpoint/load/_checked_read.abi3.so",
+    "unickpt/transform/dialects/data/megatron-core.llama.toml",
     "ds_unickpt/engine.py",
     "megatron_unickpt/hooks.py",
 }

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from unickpt.api.state import LocalShard
     from unickpt.api.timing import time_collectives
     from unickpt.api.training import Loaded, latest_checkpoint, load_checkpoint, save_checkpoint
-    from unickpt.convert.pipeline import Converted
-    from unickpt.data.global_order import DataPosition, GlobalOrderSampler
-    from unickpt.data.resharding import ReshardableLoader, deal_samples
-    from unickpt.errors import (
+    from unickpt.base.errors import (
         ConfigError,
         CoordinationError,
         CorruptCheckpointError,
@@ -42,13 +39,16 @@ if TYPE_CHECKING:
         UnsafePathError,
         UnsupportedLayoutError,
     )
-    from unickpt.load.checkpoint import Checkpoint
-    from unickpt.load.report import LoadReport
-    from unickpt.load.verify import Verification, verify_checkpoint
-    from unickpt.quantise.divergence import measure_rounding
-    from unickpt.quantise.inputs import InputStatistics
-    from unickpt.save.requests import SaveOptions, SaveResult
-    from unickpt.save.retention import Retention
+    from unickpt.checkpoint.load.checkpoint import Checkpoint
+    from unickpt.checkpoint.load.report import LoadReport
+    from unickpt.checkpoint.load.verify import Verification, verify_checkpoint
+    from unickpt.checkpoint.save.requests import SaveOptions, SaveResult
+    from unickpt.checkpoint.save.retention import Retention
+    from unickpt.training.data.global_order import DataPosition, GlobalOrderSampler
+    from unickpt.training.data.resharding import ReshardableLoader, deal_samples
+    from unickpt.transform.convert.pipeline import Converted
+    from unickpt.transform.quantise.divergence import measure_rounding
+    from unickpt.transform.quantise.inputs import InputStatistics
 
 _MODULES = {
     "unickpt.api.conversion": ("Export", "convert_checkpoint", "export_checkpoint"),
@@ -58,21 +58,21 @@ _MODULES = {
     "unickpt.api.state": ("LocalShard",),
     "unickpt.api.timing": ("time_collectives",),
     "unickpt.api.training": ("Loaded", "latest_checkpoint", "load_checkpoint", "save_checkpoint"),
-    "unickpt.convert.pipeline": ("Converted",),
-    "unickpt.data.global_order": ("DataPosition", "GlobalOrderSampler"),
-    "unickpt.data.resharding": ("ReshardableLoader", "deal_samples"),
-    "unickpt.errors": (
+    "unickpt.transform.convert.pipeline": ("Converted",),
+    "unickpt.training.data.global_order": ("DataPosition", "GlobalOrderSampler"),
+    "unickpt.training.data.resharding": ("ReshardableLoader", "deal_samples"),
+    "unickpt.base.errors": (
         "ConfigError", "CoordinationError", "CorruptCheckpointError", "CoverageError", "FormatError", "LanguageError",
         "MismatchError", "HostPeerFailedError", "NewerFormatError", "NotACheckpointError", "SaveFailedError", "StorageError",
         "UncertainCommitError", "UnickptError", "UnsafePathError", "UnsupportedLayoutError",
     ),
-    "unickpt.load.checkpoint": ("Checkpoint",),
-    "unickpt.load.report": ("LoadReport",),
-    "unickpt.load.verify": ("Verification", "verify_checkpoint"),
-    "unickpt.quantise.divergence": ("measure_rounding",),
-    "unickpt.quantise.inputs": ("InputStatistics",),
-    "unickpt.save.requests": ("SaveOptions", "SaveResult"),
-    "unickpt.save.retention": ("Retention",),
+    "unickpt.checkpoint.load.checkpoint": ("Checkpoint",),
+    "unickpt.checkpoint.load.report": ("LoadReport",),
+    "unickpt.checkpoint.load.verify": ("Verification", "verify_checkpoint"),
+    "unickpt.transform.quantise.divergence": ("measure_rounding",),
+    "unickpt.transform.quantise.inputs": ("InputStatistics",),
+    "unickpt.checkpoint.save.requests": ("SaveOptions", "SaveResult"),
+    "unickpt.checkpoint.save.retention": ("Retention",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

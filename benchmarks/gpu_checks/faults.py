@@ -20,10 +20,10 @@ import torch.distributed as dist
 from benchmarks.gpu_checks.place import Place
 from benchmarks.gpu_checks.ranks import Ranks
 from benchmarks.gpu_checks.rows import NotHereError, Row, Rows
+from unickpt.base.options.job import TimingOptions
 from unickpt.diagnosis import session
 from unickpt.diagnosis.recording.records import Flag, Op
 from unickpt.diagnosis.recording.ring_folder import read_folder
-from unickpt.options import TimingOptions
 
 AT_STEP, STEP_S, LATE_S = 12, 0.02, 0.06
 BEGUN = "begun"  # file that the rank at fault makes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.gpu_checks.place import Place
 from benchmarks.gpu_checks.rows import Rows
-from unickpt.steering import self_measure
+from unickpt.steering.links import self_measure
 
 ROWS = ("the measurement of a sound host",)
 

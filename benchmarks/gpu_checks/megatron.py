@@ -105,8 +105,8 @@ def check_save(place: Place, path: Path, folder: Path) -> None:
 
 def check_load(place: Place, path: Path, folder: Path) -> None:
     """Load into a model of another seed, save again, and compare. All ranks call it."""
-    from unickpt.load.checkpoint import Checkpoint
-    from unickpt.load.diff import differences
+    from unickpt.checkpoint.load.checkpoint import Checkpoint
+    from unickpt.checkpoint.load.diff import differences
 
     begin(place)
     rows = Rows(path if dist.get_rank() == 0 else None, "megatron", place.name)

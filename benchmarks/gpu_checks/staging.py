@@ -16,16 +16,16 @@ import torch
 from benchmarks.gpu_checks.place import Place
 from benchmarks.gpu_checks.rows import NotHereError, Row, Rows
 from benchmarks.measure import Peak
-from unickpt.coordination.rendezvous import Rendezvous
-from unickpt.format.boxes import Box
-from unickpt.format.index import TensorInfo
-from unickpt.format.manifest import Writer
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.fragments import Request
-from unickpt.save.device_copy import DeviceCopies
-from unickpt.save.requests import PendingSave, SaveOptions, SaveRequest
-from unickpt.save.saver import Saver
-from unickpt.save.shards import Contribution, shards_of_flat_range
+from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.format.boxes import Box
+from unickpt.checkpoint.format.index import TensorInfo
+from unickpt.checkpoint.format.manifest import Writer
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.fragments import Request
+from unickpt.checkpoint.save.device_copy import DeviceCopies
+from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest
+from unickpt.checkpoint.save.saver import Saver
+from unickpt.checkpoint.save.shards import Contribution, shards_of_flat_range
 
 ROWS = (
     "copy to host memory", "training stands still", "host blocked", "no allocation after the first save",

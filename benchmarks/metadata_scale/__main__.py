@@ -21,16 +21,16 @@ from benchmarks.measure import machine
 from benchmarks.metadata_scale.layouts import Layout
 from benchmarks.metadata_scale.models import Model, llama_405b, moe_1t
 from benchmarks.metadata_scale.written_rows import rows_of_ranks, targets_of
-from unickpt.format import index_codec
-from unickpt.format import rank_rows as rows
-from unickpt.format.checksums import digest
-from unickpt.format.index import Index, check_complete, check_coverage
-from unickpt.format.layout import RankFiles
-from unickpt.format.manifest import FileRecord
-from unickpt.load.read_plan import plan_reads
-from unickpt.load.validation import check_places
-from unickpt.save.commit import read_rows
-from unickpt.storage.posix import PosixStorage
+from unickpt.checkpoint.format import index_codec
+from unickpt.checkpoint.format import rank_rows as rows
+from unickpt.checkpoint.format.checksums import digest
+from unickpt.checkpoint.format.index import Index, check_complete, check_coverage
+from unickpt.checkpoint.format.layout import RankFiles
+from unickpt.checkpoint.format.manifest import FileRecord
+from unickpt.checkpoint.load.read_plan import plan_reads
+from unickpt.checkpoint.load.validation import check_places
+from unickpt.checkpoint.save.commit import read_rows
+from unickpt.checkpoint.storage.posix import PosixStorage
 
 CASES = {"dense-1": (llama_405b, 1, 1), "dense-3": (llama_405b, 3, 1), "moe-1": (moe_1t, 1, 16), "moe-3": (moe_1t, 3, 16)}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.metadata_scale.models import Model, Parameter
-from unickpt.format.boxes import Box, Ints
+from unickpt.checkpoint.format.boxes import Box, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def flat_ranges(numels: Ints, parts: int, zero: int) -> tuple[Ints, Ints, Ints, 
 
 
 def split_flat_ranges(shape: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints, Ints]:
-    """Split many flat ranges into boxes at once, as ``unickpt.format.boxes.split_flat_range`` splits one.
+    """Split many flat ranges into boxes at once, as ``unickpt.checkpoint.format.boxes.split_flat_range`` splits one.
 
     Args:
         shape: int64 ``[n, ndim]``, shapes of the tensors; ``ndim`` >= 1.

@@ -9,10 +9,10 @@ import numpy as np
 
 from benchmarks.metadata_scale.layouts import Layout, Pieces, pieces_of_stage
 from benchmarks.metadata_scale.models import Model, Parameter
-from unickpt.format.boxes import Box, Ints
-from unickpt.format.index import Index, TensorInfo
-from unickpt.load.read_plan import Target
-from unickpt.save import shards
+from unickpt.checkpoint.format.boxes import Box, Ints
+from unickpt.checkpoint.format.index import Index, TensorInfo
+from unickpt.checkpoint.load.read_plan import Target
+from unickpt.checkpoint.save import shards
 
 STATES = ("master", "exp_avg", "exp_avg_sq")  # in the order in which a rank writes them
 
@@ -26,7 +26,7 @@ class RankRows:
     Attributes:
         tensors: tensors that all ranks of the stage list, sorted. Derived ones have no fragments.
         own: tensors that only this rank lists, sorted.
-        rows: int64 ``[n, 3 + 2 * ndim]``, argument of ``unickpt.format.rank_rows.pack``.
+        rows: int64 ``[n, 3 + 2 * ndim]``, argument of ``unickpt.checkpoint.format.rank_rows.pack``.
         header_bytes, size_bytes: sizes of the data file.
     """
 
@@ -63,7 +63,7 @@ def infos_of(parameter: Parameter) -> list[TensorInfo]:
 
 
 def _cut(pieces: Pieces, limit: int) -> Pieces:
-    """Cut boxes of more than ``limit`` elements along their first dimension longer than 1, as ``unickpt.format.boxes`` does."""
+    """Cut boxes of more than ``limit`` elements along their first dimension longer than 1, as ``format.boxes`` does."""
     numel = pieces.shape.prod(axis=1)
     every = np.arange(len(numel))
     dim = np.argmax(pieces.shape > 1, axis=1)

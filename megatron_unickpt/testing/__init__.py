@@ -4,7 +4,7 @@ Importing ``megatron_unickpt`` arms its hooks. A job that only needs this harnes
 ``UNICKPT_AUTOLOAD=0`` the import of the harness disarms them again.
 """
 
-from unickpt import autoload
+from unickpt.base import autoload
 
 if not autoload.asked():
     autoload.unwatch(autoload.MEGATRON)

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
-from megatron_unickpt import remainders
+from megatron_unickpt.framework import remainders
 
 _ADDRESSED = (
     "megatron",

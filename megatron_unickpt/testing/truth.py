@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from packaging.version import Version
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
-from megatron_unickpt.versions import version
+from megatron_unickpt.framework.versions import version
 
 Truth = dict[str, torch.Tensor]
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)$")

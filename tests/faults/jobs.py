@@ -11,9 +11,9 @@ from tests.faults import ranks
 from tests.faults.ranks import KEEP
 from tests.faults.state import JOBS, resume
 from tests.faults.tally import Tally, spread
-from unickpt.save.requests import SaveOptions
-from unickpt.save.retention import Retention
-from unickpt.save.saver import Saver
+from unickpt.checkpoint.save.requests import SaveOptions
+from unickpt.checkpoint.save.retention import Retention
+from unickpt.checkpoint.save.saver import Saver
 
 SAVES = 12  # of each job, in one race
 

@@ -17,10 +17,10 @@ from tests.faults.calls import CHANGING, Act, Call, watched
 from tests.faults.ranks import KEEP, Meeting
 from tests.faults.state import copied, resume
 from tests.faults.tally import Tally, spread
-from unickpt.coordination.rendezvous import Rendezvous
-from unickpt.errors import CoordinationError
-from unickpt.save.requests import PendingSave, SaveOptions
-from unickpt.save.saver import Saver
+from unickpt.base.errors import CoordinationError
+from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.save.requests import PendingSave, SaveOptions
+from unickpt.checkpoint.save.saver import Saver
 
 WORLD = 3
 _PLACE = 48

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import unickpt
-from unickpt import launcher_watch
+from unickpt.base import launcher_watch
 
 STAYS = "FAULT_STAYS"  # in the environment: the rank does not end with its launcher, as on a host that nobody reaches
 VALUES = 1 << 16

@@ -19,7 +19,7 @@ from typing import Any
 from tests.faults.launcher_worker import STAYS
 from tests.faults.tally import Tally, spread
 from tests.support.repository import REPO
-from unickpt.process_identity import ProcessIdentity
+from unickpt.base.process_identity import ProcessIdentity
 from unickpt.testing.launch import environment, free_port
 
 PATIENCE_S = 400.0  # imports on a busy machine

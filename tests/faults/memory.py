@@ -36,7 +36,7 @@ from tests.faults.memory_job import (
 )
 from tests.faults.state import JOBS
 from tests.faults.tally import Tally, spread
-from unickpt.options import UNLIMITED
+from unickpt.base.options.job import UNLIMITED
 
 LOST = ("", ", loss of one host", ", loss of one host, another number of ranks", ", a flipped bit", ", loss of two hosts")
 NONE, ONE, RESHAPED, BIT, TWO = LOST

@@ -22,17 +22,17 @@ from tests.faults.killing import WORLD, Board
 from tests.faults.ranks import KEEP, Meeting
 from tests.faults.state import JOBS, Resumed, judged, resume
 from tests.support.rank_threads import on_all_ranks
-from unickpt.checkpoint_folder import latest_tag, read_manifest
-from unickpt.coordination.rendezvous import Rendezvous
-from unickpt.errors import CoordinationError, UnickptError
-from unickpt.load.failure import DAMAGE, failure_of
-from unickpt.memory.generations import number_of
-from unickpt.memory.hosts import JobHosts
-from unickpt.memory.tier import MemoryTier, choose
-from unickpt.options import UNLIMITED, MemoryOptions
-from unickpt.save.requests import PendingSave, SaveOptions
-from unickpt.save.saver import Saver
-from unickpt.storage.open import open_storage
+from unickpt.base.errors import CoordinationError, UnickptError
+from unickpt.base.options.job import UNLIMITED, MemoryOptions
+from unickpt.checkpoint.checkpoint_folder import latest_tag, read_manifest
+from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.load.failure import DAMAGE, failure_of
+from unickpt.checkpoint.memory.generations import number_of
+from unickpt.checkpoint.memory.hosts import JobHosts
+from unickpt.checkpoint.memory.tier import MemoryTier, choose
+from unickpt.checkpoint.save.requests import PendingSave, SaveOptions
+from unickpt.checkpoint.save.saver import Saver
+from unickpt.checkpoint.storage.open import open_storage
 
 CONFIRMED, ON_DISK = (0, 1), (1, 1)  # places on the board: rank, column
 _POLL_S = 0.0003

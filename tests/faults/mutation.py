@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from unickpt.errors import UnickptError
-from unickpt.format import index_codec, manifest, objects
-from unickpt.format.index import check_coverage
-from unickpt.format.safetensors_header import parse_header
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.verify import verify_checkpoint
+from unickpt.base.errors import UnickptError
+from unickpt.checkpoint.format import index_codec, manifest, objects
+from unickpt.checkpoint.format.index import check_coverage
+from unickpt.checkpoint.format.safetensors_header import parse_header
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.verify import verify_checkpoint
 from unickpt.testing import handmade
 from unickpt.testing.handmade import IndexParts, digest, join_safetensors, replace_file, split_safetensors
 

@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from tests.faults.state import contribution
 from tests.support.rank_threads import on_all_ranks
-from unickpt.coordination.rendezvous import Rendezvous
-from unickpt.save.requests import SaveOptions, SaveRequest, SaveResult
-from unickpt.save.retention import Retention
-from unickpt.save.saver import Saver
+from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.save.requests import SaveOptions, SaveRequest, SaveResult
+from unickpt.checkpoint.save.retention import Retention
+from unickpt.checkpoint.save.saver import Saver
 
 ROWS = 300
 KEEP = Retention(keep_last=2)

@@ -19,10 +19,10 @@ from tests.faults.calls import CHANGING, Call, watched
 from tests.faults.ranks import KEEP
 from tests.faults.state import copied, resume
 from tests.faults.tally import Tally, spread
-from unickpt.save import shutdown
-from unickpt.save.requests import PendingSave, SaveOptions, SaveRequest
-from unickpt.save.saver import Saver
-from unickpt.save.shards import Contribution
+from unickpt.checkpoint.save import shutdown
+from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest
+from unickpt.checkpoint.save.saver import Saver
+from unickpt.checkpoint.save.shards import Contribution
 
 STALLS = ("pwrite", "fsync", "replace", "open", "close", "unlink")  # the calls that do not return
 

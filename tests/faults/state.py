@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from unickpt.errors import UnickptError
-from unickpt.format.index import TensorInfo
-from unickpt.format.manifest import Writer
-from unickpt.load.candidates import Candidates
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.failure import DAMAGE, failure_of
-from unickpt.save.shards import Contribution, Shard, shards_of_flat_range
+from unickpt.base.errors import UnickptError
+from unickpt.checkpoint.format.index import TensorInfo
+from unickpt.checkpoint.format.manifest import Writer
+from unickpt.checkpoint.load.candidates import Candidates
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.failure import DAMAGE, failure_of
+from unickpt.checkpoint.save.shards import Contribution, Shard, shards_of_flat_range
 
 JOBS = 1_000_000  # steps of job j begin at j * JOBS
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tests.faults.mutation import limited_memory, load_everything
+from unickpt.base.errors import UnickptError
+from unickpt.checkpoint.load.verify import verify_checkpoint
 from unickpt.cli.main import main
-from unickpt.errors import UnickptError
-from unickpt.load.verify import verify_checkpoint
 from unickpt.testing.handmade import IndexParts
 
 INDEX = "index.safetensors"

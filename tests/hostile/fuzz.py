@@ -35,7 +35,7 @@ import torch
 from tests.faults.mutation import ALLOWANCE_BYTES, Attacker, Target, kind_of, limited_memory
 from tests.hostile.pickle_grammar import PickleAttacker, Watch
 from tests.support.document import put, section
-from unickpt.errors import UnickptError
+from unickpt.base.errors import UnickptError
 from unickpt.testing import handmade
 
 LIMIT_S = 1.0  # of processor time for one input

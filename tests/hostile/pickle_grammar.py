@@ -24,11 +24,11 @@ import torch
 from tests.faults.mutation import Target, changed_bytes
 from tests.hostile import streams
 from tests.hostile.source_folders import dcp, deepspeed_state, everything, megatron_state
-from unickpt.convert.lazy_tensor import Files, Located
-from unickpt.convert.plain_values import NotPlainError, plain
-from unickpt.convert.safe_pickle import load, load_plain
-from unickpt.errors import UnickptError
-from unickpt.format.objects import encode
+from unickpt.base.errors import UnickptError
+from unickpt.checkpoint.format.objects import encode
+from unickpt.transform.convert.pickles.lazy_tensor import Files, Located
+from unickpt.transform.convert.pickles.plain_values import NotPlainError, plain
+from unickpt.transform.convert.pickles.safe_pickle import load, load_plain
 
 # Pickles may name the first half.
 NAMES = [

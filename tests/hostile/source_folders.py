@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import save_file
 
 from unickpt.cli.main import main
-from unickpt.convert.detect import open_source
-from unickpt.convert.lazy_tensor import Files
+from unickpt.transform.convert.detect import open_source
+from unickpt.transform.convert.pickles.lazy_tensor import Files
 
 
 def dcp(folder: Path) -> Path:

@@ -13,8 +13,8 @@ import pytest
 from tests.faults.mutation import Attacker, limited_memory, text_of
 from tests.hostile.attacks import refused
 from tests.hostile.pickle_grammar import PickleAttacker, Watch
-from unickpt.errors import UnickptError
-from unickpt.format import manifest
+from unickpt.base.errors import UnickptError
+from unickpt.checkpoint.format import manifest
 from unickpt.testing import handmade
 from unickpt.testing.handmade import IndexParts
 

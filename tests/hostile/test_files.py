@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.hostile.attacks import DATA, INDEX, Attack, Reasons, cases, reason, refused
-from unickpt.errors import NotACheckpointError, UnsafePathError
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.base.errors import NotACheckpointError, UnsafePathError
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 
 def _outside(directory: Path, name: str) -> None:

@@ -17,16 +17,16 @@ import pytest
 
 from tests.support.memory_jobs import Job, request
 from tests.support.rank_threads import alone
-from unickpt.errors import FormatError, StorageError
-from unickpt.format.checksums import digest
-from unickpt.limited_http import LimitedServer
-from unickpt.memory.contact import FILE, jobs
-from unickpt.memory.host_folder import HostFolder
-from unickpt.memory.keeper import copy_generation, serve
-from unickpt.memory.keeper_client import CopyOrder, KeeperClient, WantedFile
-from unickpt.memory.tier import MemoryTier
-from unickpt.options import MemoryOptions
-from unickpt.save.requests import SaveOptions
+from unickpt.base.errors import FormatError, StorageError
+from unickpt.base.limited_http import LimitedServer
+from unickpt.base.options.job import MemoryOptions
+from unickpt.checkpoint.format.checksums import digest
+from unickpt.checkpoint.memory.contact import FILE, jobs
+from unickpt.checkpoint.memory.host_folder import HostFolder
+from unickpt.checkpoint.memory.keeper import copy_generation, serve
+from unickpt.checkpoint.memory.keeper_client import CopyOrder, KeeperClient, WantedFile
+from unickpt.checkpoint.memory.tier import MemoryTier
+from unickpt.checkpoint.save.requests import SaveOptions
 
 TOKEN, SECRET, NAME = "0" * 32, "5ec7e7" * 5, "data/rank00000.safetensors"
 CONTENT = b"weights that nobody else may read" * 100

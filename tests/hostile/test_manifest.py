@@ -13,11 +13,11 @@ import pytest
 
 from tests.faults.mutation import load_everything
 from tests.hostile.attacks import DATA, INDEX, Attack, Reasons, cases, reason, refused
-from unickpt.errors import FormatError, UnickptError, UnsafePathError
-from unickpt.format import manifest
-from unickpt.format.checksums import RunningDigest, digest
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.verify import verify_checkpoint
+from unickpt.base.errors import FormatError, UnickptError, UnsafePathError
+from unickpt.checkpoint.format import manifest
+from unickpt.checkpoint.format.checksums import RunningDigest, digest
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.verify import verify_checkpoint
 from unickpt.testing import handmade
 from unickpt.testing.handmade import IndexParts, edit_manifest, join_safetensors, replace_file, split_safetensors
 

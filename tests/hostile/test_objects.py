@@ -12,8 +12,8 @@ import pytest
 
 from tests.hostile.attacks import cases, refused
 from tests.support.repository import REPO
-from unickpt.errors import FormatError
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.base.errors import FormatError
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.testing.handmade import edit_manifest
 from unickpt.testing.launch import environment
 
@@ -74,7 +74,7 @@ def test_no_pickle_of_a_checkpoint_is_ever_loaded(victim: Path, monkeypatch: pyt
 def test_no_name_of_a_dtype_makes_torch_import_its_parts() -> None:
     code = """
 import sys, torch
-from unickpt.format.objects import decode
+from unickpt.checkpoint.format.objects import decode
 for name in ("torch._dynamo", "torch.onnx", "torch._inductor"):
     sys.modules.pop(name, None)
     try:

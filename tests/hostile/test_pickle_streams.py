@@ -22,11 +22,11 @@ from tests.hostile.attacks import cases
 from tests.hostile.source_folders import converted
 from tests.hostile.streams import FLOATS, ORDERED, archive, many, mapping, number, storage, stream, tensor, text
 from tests.support.repository import REPO
-from unickpt.convert.lazy_tensor import Files, Located
-from unickpt.convert.plain_values import plain
-from unickpt.convert.safe_pickle import load, load_plain
-from unickpt.errors import FormatError
+from unickpt.base.errors import FormatError
 from unickpt.testing.launch import environment
+from unickpt.transform.convert.pickles.lazy_tensor import Files, Located
+from unickpt.transform.convert.pickles.plain_values import plain
+from unickpt.transform.convert.pickles.safe_pickle import load, load_plain
 
 SECRET = b"0123456789abcdef" * 2
 DEADLINE_S = 5.0  # a valid pickle of this size takes a millisecond

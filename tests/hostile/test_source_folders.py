@@ -28,12 +28,12 @@ from tests.hostile.source_folders import (
     megatron_state,
     transformers,
 )
+from unickpt.base.errors import FormatError, UnickptError
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
-from unickpt.convert.detect import open_source
-from unickpt.convert.lazy_tensor import Files
-from unickpt.convert.plain_values import plain
-from unickpt.errors import FormatError, UnickptError
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.transform.convert.detect import open_source
+from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pickles.plain_values import plain
 
 WRONG = [None, True, -1, 2**63, 0.5, "x", "../x", b"x", [], [[]], {}, {"": None}, (), {1: 2}, torch.ones(3), torch.float32]
 
@@ -255,8 +255,8 @@ def test_every_member_of_a_table_is_validated(tmp_path: Path) -> None:
 
 
 def test_a_false_array_is_refused() -> None:
-    from unickpt.convert.pickle_records import Record
-    from unickpt.convert.plain_values import NotPlainError
+    from unickpt.transform.convert.pickles.pickle_records import Record
+    from unickpt.transform.convert.pickles.plain_values import NotPlainError
 
     dtype = Record("numpy.dtype", ("f8", False, True))
     for state in ((1, (1 << 40,), dtype, False, b"\0" * 8), (1, "x", dtype, False, b""), (1, (-1, 0), dtype, False, b"")):

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from unickpt.checkpoint.format.boxes import Box
+from unickpt.checkpoint.format.index import TensorInfo
+from unickpt.checkpoint.save.shards import Shard
 from unickpt.cli.main import main
-from unickpt.format.boxes import Box
-from unickpt.format.index import TensorInfo
-from unickpt.save.shards import Shard
 from unickpt.testing import handmade
 
 REPOSITORY = Path(__file__).resolve().parents[2]

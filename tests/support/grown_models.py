@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from unickpt.dialects.model_facts import Model
-from unickpt.edit.table import Table, TableEntry
-from unickpt.format.boxes import Box
-from unickpt.format.dtypes import name_of
-from unickpt.format.index import TensorInfo
-from unickpt.format.manifest import Writer
-from unickpt.grow.step import Grow
+from unickpt.checkpoint.format.boxes import Box
+from unickpt.checkpoint.format.dtypes import name_of
+from unickpt.checkpoint.format.index import TensorInfo
+from unickpt.checkpoint.format.manifest import Writer
+from unickpt.transform.dialects.model_facts import Model
+from unickpt.transform.edit.table import Table, TableEntry
+from unickpt.transform.grow.step import Grow
 
 VOCABULARY, TOKENS = 97, (2, 12)
 BASE = {

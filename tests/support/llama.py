@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from unickpt.dialects.registry import dialect
-from unickpt.format.boxes import Box
-from unickpt.format.index import TensorInfo
-from unickpt.format.manifest import OptimizerRecord, ParameterGroup
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.save.commit import commit
-from unickpt.save.data_file import write_rank
-from unickpt.save.shards import Contribution, Shard, prepare, shards_of_flat_range
-from unickpt.storage.posix import PosixStorage
+from unickpt.checkpoint.format.boxes import Box
+from unickpt.checkpoint.format.index import TensorInfo
+from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.save.commit import commit
+from unickpt.checkpoint.save.data_file import write_rank
+from unickpt.checkpoint.save.shards import Contribution, Shard, prepare, shards_of_flat_range
+from unickpt.checkpoint.storage.posix import PosixStorage
 from unickpt.testing.handmade import WRITER
+from unickpt.transform.dialects.registry import dialect
 
 HIDDEN, FFN, VOCAB, LAYERS = 8, 12, 7, 2
 FACTS = {"heads": 4, "groups": 2, "head_dim": 2, "layers": LAYERS}

@@ -11,15 +11,15 @@ import torch
 
 from tests.support.rank_threads import on_all_ranks
 from tests.support.saves import INFO, WRITER, values
-from unickpt.coordination.rendezvous import Rendezvous
-from unickpt.errors import CorruptCheckpointError
-from unickpt.memory.generations import Inventory
-from unickpt.memory.hosts import JobHosts
-from unickpt.memory.tier import MemoryTier
-from unickpt.memory_status import MemoryStatus
-from unickpt.options import MemoryOptions
-from unickpt.save.requests import SaveOptions, SaveRequest
-from unickpt.save.shards import Contribution, shards_of_flat_range
+from unickpt.base.errors import CorruptCheckpointError
+from unickpt.base.memory_status import MemoryStatus
+from unickpt.base.options.job import MemoryOptions
+from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.memory.generations import Inventory
+from unickpt.checkpoint.memory.hosts import JobHosts
+from unickpt.checkpoint.memory.tier import MemoryTier
+from unickpt.checkpoint.save.requests import SaveOptions, SaveRequest
+from unickpt.checkpoint.save.shards import Contribution, shards_of_flat_range
 
 HOSTS = (0, 0, 1)  # of each rank
 

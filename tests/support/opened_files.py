@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unickpt.storage.posix import PosixStorage
+from unickpt.checkpoint.storage.posix import PosixStorage
 
 
 def opened_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:

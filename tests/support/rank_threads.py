@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unickpt.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.rendezvous import Rendezvous
 
 WORLD = 3
 

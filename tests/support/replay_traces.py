@@ -1,4 +1,4 @@
-"""Handmade traces for the tests of ``unickpt.replay``. All times are nanoseconds on one clock."""
+"""Handmade traces for the tests of ``unickpt.planning.replay``. All times are nanoseconds on one clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.support.report_records import MS, Row, call, group, moment, ring
 from unickpt.diagnosis.recording.records import Op
-from unickpt.replay.trace import CALL, MARK, PAUSE, Trace, TraceGroup
+from unickpt.planning.replay.trace import CALL, MARK, PAUSE, Trace, TraceGroup
 
 
 class Made(NamedTuple):

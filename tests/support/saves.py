@@ -12,13 +12,13 @@ import torch
 from tests.faults.calls import Call, watched
 from tests.faults.stalling import Stall
 from tests.support.rank_threads import WORLD, alone
-from unickpt.format.index import TensorInfo
-from unickpt.format.manifest import Writer
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.verify import verify_checkpoint
-from unickpt.save.requests import SaveOptions, SaveRequest
-from unickpt.save.saver import Saver
-from unickpt.save.shards import Contribution, Shard, shards_of_flat_range
+from unickpt.checkpoint.format.index import TensorInfo
+from unickpt.checkpoint.format.manifest import Writer
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.verify import verify_checkpoint
+from unickpt.checkpoint.save.requests import SaveOptions, SaveRequest
+from unickpt.checkpoint.save.saver import Saver
+from unickpt.checkpoint.save.shards import Contribution, Shard, shards_of_flat_range
 
 WRITER = Writer("test", "1", "0", torch.__version__, "none", {"world_size": WORLD})
 MIB = 1 << 20

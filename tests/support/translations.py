@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unickpt.dialects.translation import Translation
+from unickpt.transform.dialects.translation import Translation
 
 Array = npt.NDArray[Any]
 

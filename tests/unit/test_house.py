@@ -14,8 +14,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from tests.support.repository import REPO
-from unickpt import hooks
-from unickpt.hooks import accepts, fingerprint_of_source
+from unickpt.base import hooks
+from unickpt.base.hooks import accepts, fingerprint_of_source
 from unickpt.testing.launch import environment
 
 
@@ -159,7 +159,7 @@ g.version = "0.99.0"
 import ds_unickpt
 from deepspeed.runtime.engine import DeepSpeedEngine as E
 print(hasattr(E.__dict__["save_checkpoint"], "__wrapped__"))
-from unickpt import hooks
+from unickpt.base import hooks
 print({s.state for s in hooks.status()}, hooks.status()[0].reason)
 """
     assert python(code, UNICKPT_AUTOLOAD="0").splitlines()[-2:] == ["False", "{'refused'} tested with <0.20,>=0.17.0"]
@@ -170,7 +170,7 @@ def test_a_changed_source_is_refused() -> None:
 import inspect, deepspeed.runtime.engine as e
 def save_checkpoint(self, save_dir): return 1
 e.DeepSpeedEngine.save_checkpoint = save_checkpoint
-from unickpt import hooks
+from unickpt.base import hooks
 import ds_unickpt
 ds_unickpt.uninstall()
 e.DeepSpeedEngine.save_checkpoint = save_checkpoint

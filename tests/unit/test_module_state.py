@@ -97,8 +97,8 @@ def test_no_module_keeps_state(path: Path) -> None:
         "seen = {}\ndef f(x):\n    seen[x] = 1",
         "class Mode: ...\nmode = Mode()",
         "import itertools\ncalls = itertools.count()\ndef f():\n    return next(calls)",
-        "from megatron_unickpt import loading\ndef f():\n    loading.last = 1",
-        "import sys\ndef f():\n    return sys.modules.get('megatron_unickpt.scripts')",
+        "from megatron_unickpt.dist_checkpointing import loading\ndef f():\n    loading.last = 1",
+        "import sys\ndef f():\n    return sys.modules.get('megatron_unickpt.pretraining.scripts')",
     ],
 )
 def test_module_state_is_recognised(source: str) -> None:

@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from unickpt.convert.deepspeed import universal_writer
-from unickpt.convert.detect import open_source
-from unickpt.convert.huggingface import writer as huggingface_writer
-from unickpt.convert.huggingface.files import configuration
-from unickpt.convert.huggingface.vllm import export_vllm
-from unickpt.convert.lazy_tensor import Files
-from unickpt.convert.megatron import dist_writer
-from unickpt.convert.megatron.fsdp_writer import export_fsdp
-from unickpt.convert.pipeline import Converted, convert
-from unickpt.convert.torch_dcp import writer as dcp_writer
-from unickpt.errors import ConfigError, CorruptCheckpointError
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.verify import verify_files
-from unickpt.quantise.encoding import Cast
+from unickpt.base.errors import ConfigError, CorruptCheckpointError
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.verify import verify_files
+from unickpt.transform.convert.deepspeed import universal_writer
+from unickpt.transform.convert.detect import open_source
+from unickpt.transform.convert.huggingface import writer as huggingface_writer
+from unickpt.transform.convert.huggingface.files import configuration
+from unickpt.transform.convert.huggingface.vllm import export_vllm
+from unickpt.transform.convert.megatron import dist_writer
+from unickpt.transform.convert.megatron.fsdp_writer import export_fsdp
+from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pipeline import Converted, convert
+from unickpt.transform.convert.torch_dcp import writer as dcp_writer
+from unickpt.transform.quantise.encoding import Cast
 
 FORMATS = ("hf", "vllm", "deepspeed-universal", "dcp", "torch-dist", "fsdp-dtensor")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from unickpt.coordination.rendezvous import Rendezvous
-from unickpt.errors import ConfigError
-from unickpt.round_folder import ends_of_job
+from unickpt.base.errors import ConfigError
+from unickpt.base.round_folder import ends_of_job
+from unickpt.checkpoint.coordination.rendezvous import Rendezvous
 
 
 def rendezvous_of(group: dist.ProcessGroup | None, *, timeout_s: float) -> Rendezvous:

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unickpt.convert.huggingface.files import configuration
-from unickpt.convert.lazy_tensor import Files
-from unickpt.convert.pipeline import convert
-from unickpt.edit.table import Table, table_of
-from unickpt.edit.write import source_of
-from unickpt.errors import CorruptCheckpointError
-from unickpt.grow.folders import configuration_folder, is_model, open_source, write_configuration
-from unickpt.grow.step import Grow
-from unickpt.grow.upcycle import Upcycle
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.verify import verify_checkpoint
+from unickpt.base.errors import CorruptCheckpointError
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.verify import verify_checkpoint
+from unickpt.transform.convert.huggingface.files import configuration
+from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pipeline import convert
+from unickpt.transform.edit.table import Table, table_of
+from unickpt.transform.edit.write import source_of
+from unickpt.transform.grow.folders import configuration_folder, is_model, open_source, write_configuration
+from unickpt.transform.grow.step import Grow
+from unickpt.transform.grow.upcycle import Upcycle
 
 Folder = str | os.PathLike[str]
 

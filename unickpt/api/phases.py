@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from unickpt.errors import ConfigError
+from unickpt.base.errors import ConfigError
 
 _NAMES = ("evaluate", "checkpoint", "data")
 

@@ -11,26 +11,34 @@ from typing import Any
 
 import torch
 
-from unickpt.convert.huggingface.files import configuration
-from unickpt.convert.huggingface.vllm import compute_dtype
-from unickpt.convert.huggingface.writer import as_huggingface, weights
-from unickpt.convert.regular_files import read_json
-from unickpt.dialects.hf_layouts import in_files
-from unickpt.dialects.model_facts import Model
-from unickpt.errors import ConfigError, MismatchError
-from unickpt.format.dtypes import torch_dtype
-from unickpt.format.index import TensorInfo
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.plan.bits import BitPlan, Choices, LayerBits, Option
-from unickpt.plan.bits import plan_bits as best_bits
-from unickpt.plan.partition import Device, Unmet
-from unickpt.quantise.divergence import DIVERGENCE, errors_of
-from unickpt.quantise.encoding import Cast
-from unickpt.quantise.inputs import read_inputs
-from unickpt.quantise.measure import INDICATORS, SECOND_MOMENT, WEIGHT_ERROR, Measured, Measurement, has_moments, measure
-from unickpt.quantise.modules import layer_of, units_of
-from unickpt.quantise.recipe import PLAN_SCHEMA
-from unickpt.quantise.scheme import Scheme
+from unickpt.base.errors import ConfigError, MismatchError
+from unickpt.checkpoint.format.dtypes import torch_dtype
+from unickpt.checkpoint.format.index import TensorInfo
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.planning.plan.bits import BitPlan, Choices, LayerBits, Option
+from unickpt.planning.plan.bits import plan_bits as best_bits
+from unickpt.planning.plan.partition import Device, Unmet
+from unickpt.transform.convert.huggingface.files import configuration
+from unickpt.transform.convert.huggingface.vllm import compute_dtype
+from unickpt.transform.convert.huggingface.writer import as_huggingface, weights
+from unickpt.transform.convert.pickles.regular_files import read_json
+from unickpt.transform.dialects.hf_layouts import in_files
+from unickpt.transform.dialects.model_facts import Model
+from unickpt.transform.quantise.divergence import DIVERGENCE, errors_of
+from unickpt.transform.quantise.encoding import Cast
+from unickpt.transform.quantise.inputs import read_inputs
+from unickpt.transform.quantise.measure import (
+    INDICATORS,
+    SECOND_MOMENT,
+    WEIGHT_ERROR,
+    Measured,
+    Measurement,
+    has_moments,
+    measure,
+)
+from unickpt.transform.quantise.modules import layer_of, units_of
+from unickpt.transform.quantise.recipe import PLAN_SCHEMA
+from unickpt.transform.quantise.scheme import Scheme
 
 SCHEMES = ("4", "8", "16")
 

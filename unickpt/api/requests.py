@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import torch
 
 from unickpt.api.state import MASTER, WEIGHT, Key, LocalShard, Value, as_shard, key_of
-from unickpt.coordination.rendezvous import Rendezvous
-from unickpt.errors import MismatchError
-from unickpt.format.dtypes import torch_dtype
-from unickpt.format.index import TensorInfo
-from unickpt.format.objects import Decoded
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.fragments import Request
-from unickpt.load.report import LoadReport
+from unickpt.base.errors import MismatchError
+from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.format.dtypes import torch_dtype
+from unickpt.checkpoint.format.index import TensorInfo
+from unickpt.checkpoint.format.objects import Decoded
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.fragments import Request
+from unickpt.checkpoint.load.report import LoadReport
 
 _SHOWN = 8  # names in a message
 

@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from unickpt.coordination.owners import Owner, Owners
-from unickpt.errors import ConfigError
-from unickpt.format.boxes import Box
-from unickpt.format.dtypes import name_of
-from unickpt.format.index import TensorInfo
-from unickpt.load.read_plan import share_of_replicas
-from unickpt.save.shards import Shard, shards_of_flat_range
+from unickpt.base.errors import ConfigError
+from unickpt.checkpoint.coordination.owners import Owner, Owners
+from unickpt.checkpoint.format.boxes import Box
+from unickpt.checkpoint.format.dtypes import name_of
+from unickpt.checkpoint.format.index import TensorInfo
+from unickpt.checkpoint.load.read_plan import share_of_replicas
+from unickpt.checkpoint.save.shards import Shard, shards_of_flat_range
 
 WEIGHT, MASTER = "weight", "master"
 Key: TypeAlias = str | tuple[str, str]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from unickpt.options import TimingOptions
+from unickpt.base.options.job import TimingOptions
 
 
 def time_collectives(options: TimingOptions | None = None) -> bool:

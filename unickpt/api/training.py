@@ -16,23 +16,23 @@ from unickpt import __version__
 from unickpt.api.group import rendezvous_of
 from unickpt.api.requests import Wanted
 from unickpt.api.state import Key, Models, Value, fingerprint_of_replicated, shards_to_save
-from unickpt.checkpoint_folder import complete_checkpoints
-from unickpt.coordination.owners import Origin, Owner, as_json
-from unickpt.coordination.rendezvous import Message, Rendezvous
-from unickpt.errors import ConfigError, NotACheckpointError, SaveFailedError
-from unickpt.format.manifest import Writer
-from unickpt.launcher_watch import end_with_launcher
-from unickpt.load.candidates import Candidates
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.folders import newest
-from unickpt.load.report import LoadReport
-from unickpt.load.resume import Offer, Together, resume
-from unickpt.load.validation import is_checkpoint
-from unickpt.save import shutdown
-from unickpt.save.requests import SaveOptions, SaveRequest, SaveResult
-from unickpt.save.saver import Saver
-from unickpt.save.shards import Contribution
-from unickpt.storage.base import absolute, join, split
+from unickpt.base.errors import ConfigError, NotACheckpointError, SaveFailedError
+from unickpt.base.launcher_watch import end_with_launcher
+from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
+from unickpt.checkpoint.coordination.owners import Origin, Owner, as_json
+from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.format.manifest import Writer
+from unickpt.checkpoint.load.candidates import Candidates
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.folders import newest
+from unickpt.checkpoint.load.report import LoadReport
+from unickpt.checkpoint.load.resume import Offer, Together, resume
+from unickpt.checkpoint.load.validation import is_checkpoint
+from unickpt.checkpoint.save import shutdown
+from unickpt.checkpoint.save.requests import SaveOptions, SaveRequest, SaveResult
+from unickpt.checkpoint.save.saver import Saver
+from unickpt.checkpoint.save.shards import Contribution
+from unickpt.checkpoint.storage.base import absolute, join, split
 
 logger = logging.getLogger("unickpt")
 

@@ -6,11 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from unickpt.base.errors import ConfigError
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
 from unickpt.diagnosis.agent import launch
 from unickpt.diagnosis.agent.loop import watch
-from unickpt.errors import ConfigError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

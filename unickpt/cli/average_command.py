@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+from unickpt.base.errors import ConfigError, MismatchError
+from unickpt.checkpoint.load.folders import list_tags
+from unickpt.checkpoint.storage.base import join
 from unickpt.cli.edit_common import check_destination, configure_writing, opened, operate
 from unickpt.cli.output import Output
-from unickpt.edit.average import Average
-from unickpt.errors import ConfigError, MismatchError
-from unickpt.load.folders import list_tags
-from unickpt.storage.base import join
+from unickpt.transform.edit.average import Average
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -6,17 +6,17 @@ import argparse
 from contextlib import ExitStack
 from pathlib import Path
 
+from unickpt.base.errors import ConfigError, UnickptError
+from unickpt.checkpoint.load.validation import is_checkpoint
+from unickpt.checkpoint.storage.base import is_url
 from unickpt.cli.edit_common import check_destination
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.progress import progress_bar
-from unickpt.convert.detect import open_source
-from unickpt.convert.lazy_tensor import Files
-from unickpt.convert.pipeline import Source, convert
-from unickpt.convert.run_folder import RunFolder, copy_files, require_apart, run_folder
-from unickpt.errors import ConfigError, UnickptError
-from unickpt.load.validation import is_checkpoint
-from unickpt.storage.base import is_url
+from unickpt.transform.convert.detect import open_source
+from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pipeline import Source, convert
+from unickpt.transform.convert.run_folder import RunFolder, copy_files, require_apart, run_folder
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

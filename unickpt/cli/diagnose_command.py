@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unickpt.base.errors import FormatError, NotACheckpointError
+from unickpt.base.private_files import read_text
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
 from unickpt.diagnosis.agent.launch import ADDRESS, read_address
@@ -24,8 +26,6 @@ from unickpt.diagnosis.reports.verdict_text import render_all
 from unickpt.diagnosis.reports.wait_text import render_waits
 from unickpt.diagnosis.snapshot.clocks import on_one_clock
 from unickpt.diagnosis.snapshot.snapshot import KEPT_STEPS, Snapshot, take_snapshot
-from unickpt.errors import FormatError, NotACheckpointError
-from unickpt.private_files import read_text
 
 JSON_SCHEMA = 2
 _MOST_BYTES, _MOST_BEFORE = 4 << 20, 16  # of verdicts.jsonl; earlier verdicts that are shown

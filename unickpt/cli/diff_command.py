@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.diff import Difference, differences
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate_checkpoint
 from unickpt.cli.output import Output
-from unickpt.dialects.hf_layouts import in_memory
-from unickpt.dialects.translated_checkpoint import under_names_of
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.diff import Difference, differences
+from unickpt.transform.dialects.hf_layouts import in_memory
+from unickpt.transform.dialects.translated_checkpoint import under_names_of
 
 JSON_SCHEMA = 1
 

@@ -9,26 +9,26 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from unickpt.base.errors import ConfigError
 from unickpt.cli.edit_common import check_destination, configure_writing, opened, operate
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.grow_command import change, number
 from unickpt.cli.output import Output
-from unickpt.convert.huggingface.files import configuration
-from unickpt.edit.apply_dialect import Translate
-from unickpt.edit.cast import Cast
-from unickpt.edit.merge_lora import LoraConfig, MergeLora
-from unickpt.edit.patterns import Selection
-from unickpt.edit.rename import Rename, Renaming
-from unickpt.edit.residuals import ResizeResiduals
-from unickpt.edit.resize_vocab import Resize
-from unickpt.edit.round_weights import Round
-from unickpt.edit.select import Drop, Keep, NoOptimizer
-from unickpt.edit.table import Step
-from unickpt.edit.write import after
-from unickpt.errors import ConfigError
-from unickpt.grow.folders import configuration_folder, write_configuration
-from unickpt.grow.step import Grow
-from unickpt.grow.upcycle import Upcycle
+from unickpt.transform.convert.huggingface.files import configuration
+from unickpt.transform.edit.apply_dialect import Translate
+from unickpt.transform.edit.cast import Cast
+from unickpt.transform.edit.merge_lora import LoraConfig, MergeLora
+from unickpt.transform.edit.patterns import Selection
+from unickpt.transform.edit.rename import Rename, Renaming
+from unickpt.transform.edit.residuals import ResizeResiduals
+from unickpt.transform.edit.resize_vocab import Resize
+from unickpt.transform.edit.round_weights import Round
+from unickpt.transform.edit.select import Drop, Keep, NoOptimizer
+from unickpt.transform.edit.table import Step
+from unickpt.transform.edit.write import after
+from unickpt.transform.grow.folders import configuration_folder, write_configuration
+from unickpt.transform.grow.step import Grow
+from unickpt.transform.grow.upcycle import Upcycle
 
 
 class _Append(argparse.Action):

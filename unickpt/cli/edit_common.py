@@ -6,20 +6,20 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from unickpt.checkpoint_folder import read_manifest
+from unickpt.base.errors import ConfigError, MismatchError, UnickptError
+from unickpt.checkpoint.checkpoint_folder import read_manifest
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.validation import is_checkpoint
+from unickpt.checkpoint.load.verify import verify_files
+from unickpt.checkpoint.storage.base import is_url
+from unickpt.checkpoint.storage.open import open_storage
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import is_file, locate_checkpoint
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.progress import progress_bar
-from unickpt.convert.pipeline import convert
-from unickpt.edit.table import Table, table_of
-from unickpt.edit.write import source_of
-from unickpt.errors import ConfigError, MismatchError, UnickptError
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.validation import is_checkpoint
-from unickpt.load.verify import verify_files
-from unickpt.storage.base import is_url
-from unickpt.storage.open import open_storage
+from unickpt.transform.convert.pipeline import convert
+from unickpt.transform.edit.table import Table, table_of
+from unickpt.transform.edit.write import source_of
 
 
 def configure_writing(parser: argparse.ArgumentParser) -> None:

@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unickpt.base.errors import ConfigError, FormatError, UnickptError
+from unickpt.checkpoint.format.dtypes import torch_dtype
+from unickpt.checkpoint.format.manifest import MANIFEST_FILE
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.verify import verify_files
+from unickpt.checkpoint.storage.base import is_url
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate_checkpoint
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.progress import progress_bar
-from unickpt.convert.deepspeed import universal_writer
-from unickpt.convert.huggingface.files import CONFIG, configuration
-from unickpt.convert.huggingface.vllm import export_vllm
-from unickpt.convert.huggingface.writer import as_huggingface, check_no_model, export
-from unickpt.convert.megatron import dist_writer
-from unickpt.convert.megatron.fsdp_writer import export_fsdp
-from unickpt.convert.torch_dcp import writer
-from unickpt.errors import ConfigError, FormatError, UnickptError
-from unickpt.format.dtypes import torch_dtype
-from unickpt.format.manifest import MANIFEST_FILE
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.verify import verify_files
-from unickpt.quantise.encoding import Cast
-from unickpt.storage.base import is_url
+from unickpt.transform.convert.deepspeed import universal_writer
+from unickpt.transform.convert.huggingface.files import CONFIG, configuration
+from unickpt.transform.convert.huggingface.vllm import export_vllm
+from unickpt.transform.convert.huggingface.writer import as_huggingface, check_no_model, export
+from unickpt.transform.convert.megatron import dist_writer
+from unickpt.transform.convert.megatron.fsdp_writer import export_fsdp
+from unickpt.transform.convert.torch_dcp import writer
+from unickpt.transform.quantise.encoding import Cast
 
 HF, VLLM, UNIVERSAL, DCP, TORCH_DIST, FSDP = "hf", "vllm", "deepspeed-universal", "dcp", "torch-dist", "fsdp-dtensor"
 FOLDERS = (HF, VLLM)  # folders of a model

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unickpt.base.errors import ConfigError
 from unickpt.cli.edit_common import check_destination, configure_writing, opened, operate
 from unickpt.cli.exit_codes import SOUND, UNUSABLE
 from unickpt.cli.output import Output
-from unickpt.convert.huggingface.files import configuration
-from unickpt.convert.lazy_tensor import Files
-from unickpt.edit.table import Table
-from unickpt.errors import ConfigError
-from unickpt.grow.folders import configuration_folder, is_model, open_source, write_configuration
-from unickpt.grow.refusals import NotLosslessError
-from unickpt.grow.schedule import FILE, Schedule
-from unickpt.grow.step import Grow
+from unickpt.transform.convert.huggingface.files import configuration
+from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.edit.table import Table
+from unickpt.transform.grow.folders import configuration_folder, is_model, open_source, write_configuration
+from unickpt.transform.grow.refusals import NotLosslessError
+from unickpt.transform.grow.schedule import FILE, Schedule
+from unickpt.transform.grow.step import Grow
 
 JSON_SCHEMA = 1
 

@@ -14,14 +14,14 @@ from importlib.util import find_spec
 from pkgutil import iter_modules
 from typing import Any
 
-from unickpt import hooks
-from unickpt.autoload import DEEPSPEED, MEGATRON
+from unickpt.base import hooks
+from unickpt.base.autoload import DEEPSPEED, MEGATRON
+from unickpt.base.hooks import Hook, HookStatus
 from unickpt.cli.output import Output
-from unickpt.hooks import Hook, HookStatus
 
 JSON_SCHEMA = 1
 ADAPTERS = ("ds_unickpt", "megatron_unickpt")
-FALLBACKS = "ds_unickpt.fallbacks"
+FALLBACKS = "ds_unickpt.placing.fallbacks"
 
 _MARKDOWN_BEGINNING = """\
 <!-- Generated, do not edit: unickpt hooks status --markdown > docs/developing/hooks.md -->
@@ -100,14 +100,14 @@ def _recording() -> str:
 
 def _copying() -> str:
     """Return the language of the copies into staging memory."""
-    from unickpt.format.casts import available  # imports torch
+    from unickpt.checkpoint.format.casts import available  # imports torch
 
     return "C" if available() else "Python"
 
 
 def _reading() -> str:
     """Return the language of reads into tensors."""
-    from unickpt.load.checked_read import available  # imports torch
+    from unickpt.checkpoint.load.checked_read import available  # imports torch
 
     return "C" if available() else "Python"
 

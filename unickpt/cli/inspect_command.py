@@ -8,22 +8,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from unickpt.checkpoint_folder import latest_tag, read_manifest
+from unickpt.base.errors import ConfigError, CorruptCheckpointError
+from unickpt.checkpoint.checkpoint_folder import latest_tag, read_manifest
+from unickpt.checkpoint.format.boxes import Box
+from unickpt.checkpoint.format.index import Index
+from unickpt.checkpoint.format.manifest import MANIFEST_FILE, Manifest
+from unickpt.checkpoint.load.folders import TagSummary, list_tags
+from unickpt.checkpoint.load.validation import check_files, read_index
+from unickpt.checkpoint.memory.contact import named as generation_named
+from unickpt.checkpoint.storage.base import Storage
+from unickpt.checkpoint.storage.open import open_storage
 from unickpt.cli import inspect_rounded, summary
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.rendering import render, render_settings
 from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY
-from unickpt.errors import ConfigError, CorruptCheckpointError
-from unickpt.format.boxes import Box
-from unickpt.format.index import Index
-from unickpt.format.manifest import MANIFEST_FILE, Manifest
-from unickpt.load.folders import TagSummary, list_tags
-from unickpt.load.validation import check_files, read_index
-from unickpt.memory.contact import named as generation_named
-from unickpt.storage.base import Storage
-from unickpt.storage.open import open_storage
 
 JSON_SCHEMA = 1
 _SHOWN_PARAMETERS = 40

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unickpt.base.errors import UnickptError
 from unickpt.cli.output import Output, human_bytes
-from unickpt.convert.huggingface.rounded_model import RoundedModel, RoundedModule, rounded_model
-from unickpt.errors import UnickptError
+from unickpt.transform.convert.huggingface.rounded_model import RoundedModel, RoundedModule, rounded_model
 
 _SHOWN_MODULES = 40
 

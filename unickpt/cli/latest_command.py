@@ -7,13 +7,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from unickpt.base.errors import NotACheckpointError
+from unickpt.checkpoint.load.folders import TagSummary, list_tags, newest
+from unickpt.checkpoint.storage.base import is_url
+from unickpt.checkpoint.storage.open import open_storage
 from unickpt.cli.exit_codes import DAMAGED, NONE, SOUND
 from unickpt.cli.locate import TRANSFORMERS, advice_for, foreign, foreign_beside, is_file, lost, named
 from unickpt.cli.output import Output, one_line
-from unickpt.errors import NotACheckpointError
-from unickpt.load.folders import TagSummary, list_tags, newest
-from unickpt.storage.base import is_url
-from unickpt.storage.open import open_storage
 
 JSON_SCHEMA = 1
 

@@ -12,12 +12,12 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from unickpt.checkpoint_folder import iteration_name, latest_tag, tracked_iteration
-from unickpt.errors import NotACheckpointError
-from unickpt.load.folders import TRAINER_STATE, is_unfinished, list_tags, trainer_folders
-from unickpt.load.validation import is_checkpoint
-from unickpt.storage.base import Storage, is_url
-from unickpt.storage.open import open_storage
+from unickpt.base.errors import NotACheckpointError
+from unickpt.checkpoint.checkpoint_folder import iteration_name, latest_tag, tracked_iteration
+from unickpt.checkpoint.load.folders import TRAINER_STATE, is_unfinished, list_tags, trainer_folders
+from unickpt.checkpoint.load.validation import is_checkpoint
+from unickpt.checkpoint.storage.base import Storage, is_url
+from unickpt.checkpoint.storage.open import open_storage
 
 _SHOWN = 8  # names in a message
 _NUMBER = re.compile(r"\d+")
@@ -85,7 +85,7 @@ def foreign_beside(directory: str) -> dict[str, str]:
 
     DeepSpeed writes its own checkpoint where unickpt cannot describe the state of a job.
     """
-    from unickpt.convert.detect import kind_of
+    from unickpt.transform.convert.detect import kind_of
 
     if is_url(directory):
         return {}
@@ -137,7 +137,7 @@ def _mount_points(table: Path) -> list[Path]:
 
 def foreign(directory: str) -> str:
     """Return the kind of another program's checkpoint; '' if there is none, or for a URL."""
-    from unickpt.convert.detect import kind_of  # imports the readers of all formats, which most commands do not need
+    from unickpt.transform.convert.detect import kind_of  # imports the readers of all formats, which most commands do not need
 
     return "" if is_url(directory) else kind_of(Path(directory))
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from unickpt import __version__
+from unickpt.base.errors import UnickptError
 from unickpt.cli.exit_codes import INTERRUPTED, SOUND, UNUSABLE
-from unickpt.errors import UnickptError
 
 _NOTHING_DONE = "nothing was changed; run the same command again"
 _GOES_ON = "the files written so far are kept; run the same command again to continue. DST is not a checkpoint yet"

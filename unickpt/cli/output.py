@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from unickpt.errors import FormatError
-from unickpt.logs import printable
-from unickpt.storage.open import open_storage
+from unickpt.base.errors import FormatError
+from unickpt.base.logs import printable
+from unickpt.checkpoint.storage.open import open_storage
 
 
 class Output:

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.api.planning import SCHEMES, BitsRequest, planned_bits
+from unickpt.base.errors import ConfigError
+from unickpt.checkpoint.format.dtypes import torch_dtype
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.export_command import DTYPES, model_folder, settings_of
 from unickpt.cli.locate import locate_checkpoint
 from unickpt.cli.output import Output, human_bytes, write_json
 from unickpt.cli.progress import progress_bar
-from unickpt.convert.huggingface.writer import as_huggingface
-from unickpt.errors import ConfigError
-from unickpt.format.dtypes import torch_dtype
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.plan.partition import Device, Unmet
-from unickpt.quantise.measure import INDICATORS
-from unickpt.quantise.scheme import Scheme
+from unickpt.planning.plan.partition import Device, Unmet
+from unickpt.transform.convert.huggingface.writer import as_huggingface
+from unickpt.transform.quantise.measure import INDICATORS
+from unickpt.transform.quantise.scheme import Scheme
 
 _SHOWN = 40  # rows of the table of layers
 

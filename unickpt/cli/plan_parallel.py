@@ -11,10 +11,10 @@ from typing import Any
 
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
-from unickpt.layer_costs.compute import ComputeCosts
-from unickpt.layer_costs.measured import MeasuredLayer
-from unickpt.layer_costs.store import default_store, remember, remembered
-from unickpt.plan.parallel import (
+from unickpt.diagnosis.layer_costs.compute import ComputeCosts
+from unickpt.diagnosis.layer_costs.measured import MeasuredLayer
+from unickpt.diagnosis.layer_costs.store import default_store, remember, remembered
+from unickpt.planning.plan.parallel import (
     Measured,
     RatedLayout,
     Space,
@@ -23,9 +23,9 @@ from unickpt.plan.parallel import (
     megatron_arguments,
     plan_layouts,
 )
-from unickpt.plan.records import recorded
-from unickpt.plan.sources import read_layers
-from unickpt.replay.sources import read_trace
+from unickpt.planning.plan.records import recorded
+from unickpt.planning.plan.sources import read_layers
+from unickpt.planning.replay.sources import read_trace
 
 JSON_SCHEMA = 1
 

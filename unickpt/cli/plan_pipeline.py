@@ -9,18 +9,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from unickpt.base.errors import ConfigError
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
+from unickpt.diagnosis.layer_costs.measured import MeasuredLayer
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.recording.ring import SUFFIX
-from unickpt.errors import ConfigError
-from unickpt.layer_costs.measured import MeasuredLayer
-from unickpt.plan.layers import cost_of, megatron_arguments, vllm_partition
-from unickpt.plan.partition import Device, Partition, Unmet, plan_stages
-from unickpt.plan.records import Recorded, recorded
-from unickpt.plan.sources import read_layers
-from unickpt.replay.programs import Schedule, step_time
-from unickpt.replay.sources import read_trace
+from unickpt.planning.plan.layers import cost_of, megatron_arguments, vllm_partition
+from unickpt.planning.plan.partition import Device, Partition, Unmet, plan_stages
+from unickpt.planning.plan.records import Recorded, recorded
+from unickpt.planning.plan.sources import read_layers
+from unickpt.planning.replay.programs import Schedule, step_time
+from unickpt.planning.replay.sources import read_trace
 
 JSON_SCHEMA = 1
 BYTES_PER_PARAMETER = 18.0  # bf16 weight, fp32 gradient, fp32 weight and two moments

@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 
+from unickpt.base.errors import ConfigError
+from unickpt.base.private_files import read_text
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.locate import locate_checkpoint
 from unickpt.cli.output import Output, write_json
 from unickpt.cli.progress import progress_bar
-from unickpt.errors import ConfigError
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.plan.layers import RankLayers
-from unickpt.plan.precision import PrecisionPlan, SlowRanks, lowerable, plan_precision, slow_ranks
-from unickpt.plan.sources import read_layers
-from unickpt.precision.policy import LOW, Policy
-from unickpt.private_files import read_text
-from unickpt.quantise.narrowing import narrowing_errors
-from unickpt.replay.savings import SavedTimes
-from unickpt.replay.sources import read_trace
+from unickpt.planning.plan.layers import RankLayers
+from unickpt.planning.plan.precision import PrecisionPlan, SlowRanks, lowerable, plan_precision, slow_ranks
+from unickpt.planning.plan.sources import read_layers
+from unickpt.planning.replay.savings import SavedTimes
+from unickpt.planning.replay.sources import read_trace
+from unickpt.training.precision.policy import LOW, Policy
+from unickpt.transform.quantise.narrowing import narrowing_errors
 
 PARAMETERS, GIVEN = "parameters", "file"
 _MOST_BYTES = 16 << 20

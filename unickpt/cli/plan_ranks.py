@@ -7,8 +7,8 @@ import re
 
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
-from unickpt.plan.ranks import host_order, hostfile, plan_order, rankfile, rendezvous_order
-from unickpt.replay.sources import read_trace
+from unickpt.planning.plan.ranks import host_order, hostfile, plan_order, rankfile, rendezvous_order
+from unickpt.planning.replay.sources import read_trace
 
 JSON_SCHEMA = 1
 

@@ -1,4 +1,4 @@
-"""Encoded objects (``unickpt.format.objects``) as text. Nothing is decoded or unpickled."""
+"""Encoded objects (``unickpt.checkpoint.format.objects``) as text. Nothing is decoded or unpickled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def render(value: Any, *, most: int | None) -> str:
     """Return one line for an encoded value.
 
     Args:
-        value: JSON as ``unickpt.format.objects.encode`` makes it, possibly hostile.
+        value: JSON as ``unickpt.checkpoint.format.objects.encode`` makes it, possibly hostile.
         most: maximum number of characters, or None for no limit.
     """
     text = _render(value, 0)

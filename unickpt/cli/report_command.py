@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from unickpt.base.errors import FormatError
+from unickpt.base.memory_status import read_status
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.ring_folders import add_deadline
@@ -12,13 +14,11 @@ from unickpt.diagnosis.reports.host_folders import read_hosts
 from unickpt.diagnosis.reports.html_report import write_report
 from unickpt.diagnosis.reports.job_records import gather_records
 from unickpt.diagnosis.reports.memory_tier import memory_section
-from unickpt.errors import FormatError
-from unickpt.memory_status import read_status
-from unickpt.replay.price import analyse
-from unickpt.replay.sources import trace_of_records
-from unickpt.steering.chronicle import is_history, read_history
-from unickpt.steering.history import merged
-from unickpt.steering.timeline import JobTimes, as_json, job_times
+from unickpt.planning.replay.price import analyse
+from unickpt.planning.replay.sources import trace_of_records
+from unickpt.steering.publishing.chronicle import is_history, read_history
+from unickpt.steering.state.history import merged
+from unickpt.steering.state.timeline import JobTimes, as_json, job_times
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unickpt.errors import ConfigError
-from unickpt.format.boxes import Ints
-from unickpt.format.index import Index, TensorInfo
+from unickpt.base.errors import ConfigError
+from unickpt.checkpoint.format.boxes import Ints
+from unickpt.checkpoint.format.index import Index, TensorInfo
 
 _FIRST_STATES = {"weight": 0, "master": 1, "object": 9}
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 
+from unickpt.base.errors import ConfigError
 from unickpt.cli.edit_common import check_destination, configure_writing, opened
 from unickpt.cli.grow_command import configure_model, refused_as_json, write
 from unickpt.cli.output import Output
-from unickpt.convert.huggingface.files import configuration
-from unickpt.convert.lazy_tensor import Files
-from unickpt.errors import ConfigError
-from unickpt.grow.folders import configuration_folder, open_source
-from unickpt.grow.refusals import NotLosslessError
-from unickpt.grow.upcycle import Upcycle
+from unickpt.transform.convert.huggingface.files import configuration
+from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.grow.folders import configuration_folder, open_source
+from unickpt.transform.grow.refusals import NotLosslessError
+from unickpt.transform.grow.upcycle import Upcycle
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

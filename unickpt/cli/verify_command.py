@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import time
 
-from unickpt.checkpoint_folder import read_manifest
+from unickpt.base.errors import FormatError, NewerFormatError
+from unickpt.checkpoint.checkpoint_folder import read_manifest
+from unickpt.checkpoint.load.verify import Verification, verify_files
+from unickpt.checkpoint.storage.open import open_storage
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate_checkpoint
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.progress import progress_bar
-from unickpt.errors import FormatError, NewerFormatError
-from unickpt.load.verify import Verification, verify_files
-from unickpt.storage.open import open_storage
 
 JSON_SCHEMA = 1
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from unickpt.cli import whatif_stragglers
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
-from unickpt.replay.price import SMALLEST, Questions, WhatIf, analyse
-from unickpt.replay.sources import read_trace
+from unickpt.planning.replay.price import SMALLEST, Questions, WhatIf, analyse
+from unickpt.planning.replay.sources import read_trace
 
 JSON_SCHEMA = 1
 _SHOWN = 16  # rows of a table

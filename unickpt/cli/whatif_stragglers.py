@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
+from unickpt.base.errors import FormatError
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
-from unickpt.errors import FormatError
-from unickpt.replay.parquet_traces import SUFFIX, read_operations
-from unickpt.replay.stragglers import Share, Stragglers, find_stragglers
+from unickpt.planning.replay.parquet_traces import SUFFIX, read_operations
+from unickpt.planning.replay.stragglers import Share, Stragglers, find_stragglers
 
 JSON_SCHEMA = 1
 _SHOWN = 8  # rows of a table

@@ -20,8 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unickpt.base.io_times import IoTime
+from unickpt.base.memory_status import MemoryStatus, write_status
+from unickpt.base.options.job import TimingOptions
+from unickpt.base.private_files import make_named_folder
+from unickpt.base.round_folder import folder_of_round
 from unickpt.diagnosis.agent import launch
 from unickpt.diagnosis.host import stack_dumps
+from unickpt.diagnosis.layer_costs.measured import SUFFIX as LAYERS
 from unickpt.diagnosis.recording import evaluation
 from unickpt.diagnosis.recording.device_events import CudaEvents, EventSource
 from unickpt.diagnosis.recording.launched import arrives_first, this_host, write_launch
@@ -40,12 +46,6 @@ from unickpt.diagnosis.recording.ring_folder import (
     write_note,
 )
 from unickpt.diagnosis.recording.ring_room import RoomRequest, TimingOffError, agreed_records
-from unickpt.io_times import IoTime
-from unickpt.layer_costs.measured import SUFFIX as LAYERS
-from unickpt.memory_status import MemoryStatus, write_status
-from unickpt.options import TimingOptions
-from unickpt.private_files import make_named_folder
-from unickpt.round_folder import folder_of_round
 
 logger = logging.getLogger("unickpt")
 

@@ -32,23 +32,24 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from unickpt.base.errors import ConfigError
+from unickpt.base.left_workers import AGENT, WorkerRecord, digest_of, end_all, left_behind
+from unickpt.base.left_workers import Left as LeftWorker
+from unickpt.base.logs import make_visible, printable
+from unickpt.base.options.job import SteeringOptions, from_rendezvous
+from unickpt.base.round_folder import RINGS, Failed
+from unickpt.checkpoint.fence import FENCE, ROUND
 from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY
-from unickpt.errors import ConfigError
-from unickpt.fence import FENCE, ROUND
-from unickpt.left_workers import AGENT, WorkerRecord, digest_of, end_all, left_behind
-from unickpt.left_workers import Left as LeftWorker
-from unickpt.logs import make_visible, printable
-from unickpt.options import SteeringOptions, from_rendezvous
-from unickpt.round_folder import RINGS, Failed
-from unickpt.steering.addresses import is_loopback
-from unickpt.steering.admission import waits_for
-from unickpt.steering.asking import Contact, publish
-from unickpt.steering.codec import join_address, secret_key, split_address, split_endpoint
-from unickpt.steering.decisions import Decisions
-from unickpt.steering.end_signal import EndSignal
-from unickpt.steering.host_agent import HostAgent
-from unickpt.steering.limits import Limits
-from unickpt.steering.membership import (
+from unickpt.steering.agent.end_signal import EndSignal
+from unickpt.steering.agent.peer import Peer
+from unickpt.steering.host.host_agent import HostAgent
+from unickpt.steering.host.workers import EndedWorkers, kill_stopped_workers, kill_workers_of_ranks
+from unickpt.steering.links.self_check import SelfCheck
+from unickpt.steering.policy.decisions import Decisions
+from unickpt.steering.publishing.observers import Observers
+from unickpt.steering.state.admission import waits_for
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.state.membership import (
     Arrived,
     CannotStart,
     Committed,
@@ -66,11 +67,10 @@ from unickpt.steering.membership import (
     rank_in_round,
     standing,
 )
-from unickpt.steering.observers import Observers
-from unickpt.steering.peer import Peer
-from unickpt.steering.round_store import RoundStore, answer
-from unickpt.steering.self_check import SelfCheck
-from unickpt.steering.workers import EndedWorkers, kill_stopped_workers, kill_workers_of_ranks
+from unickpt.steering.wire.addresses import is_loopback
+from unickpt.steering.wire.asking import Contact, publish
+from unickpt.steering.wire.codec import join_address, secret_key, split_address, split_endpoint
+from unickpt.steering.wire.round_store import RoundStore, answer
 
 logger = logging.getLogger("unickpt")
 

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 import xxhash
 
-from unickpt.coordination.rendezvous import Rendezvous
-from unickpt.format import rank_rows as rows_module
-from unickpt.format.boxes import Box
-from unickpt.format.index import FragmentRow, Index, TensorInfo
-from unickpt.format.manifest import OptimizerRecord, ParameterGroup, Writer
-from unickpt.save.commit import commit
-from unickpt.save.data_file import write_rank
-from unickpt.save.saver import save
-from unickpt.save.shards import Contribution, Shard, prepare, shards_of_flat_range
-from unickpt.storage.posix import PosixStorage
+from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.format import rank_rows as rows_module
+from unickpt.checkpoint.format.boxes import Box
+from unickpt.checkpoint.format.index import FragmentRow, Index, TensorInfo
+from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, Writer
+from unickpt.checkpoint.save.commit import commit
+from unickpt.checkpoint.save.data_file import write_rank
+from unickpt.checkpoint.save.saver import save
+from unickpt.checkpoint.save.shards import Contribution, Shard, prepare, shards_of_flat_range
+from unickpt.checkpoint.storage.posix import PosixStorage
 
 WRITER = Writer("handmade", "1.2.3", "0.1.0", torch.__version__, "huggingface", {"world_size": 2, "zero_stage": 1})
 

@@ -199,8 +199,8 @@ def leave() -> None:
     ("terminate called without an active exception"). About one in four jobs on a busy machine would fail this way after
     all work is done, without DeepSpeed and unickpt too.
     """
-    if "unickpt.save.shutdown" in sys.modules:
-        sys.modules["unickpt.save.shutdown"].finish_all()
+    if "unickpt.checkpoint.save.shutdown" in sys.modules:
+        sys.modules["unickpt.checkpoint.save.shutdown"].finish_all()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -16,7 +16,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from ds_unickpt import automatic
+from ds_unickpt.compressing import automatic
 from unickpt.testing.launch import leave
 
 BEFORE, AFTER, AGAIN = (10, automatic.WARM_UP), 10, 4  # steps that are timed before and after the choice, steps after a save

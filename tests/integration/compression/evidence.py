@@ -17,9 +17,9 @@ from typing import Any
 from tests.integration.compression import automatic_links
 from tests.integration.compression.job import Task
 from tests.integration.compression.shaped_links import row
-from unickpt.compression.settings import NONE, Compression
-from unickpt.compression.sizes import sent_bytes
 from unickpt.testing.launch import torchrun
+from unickpt.training.compression.settings import NONE, Compression
+from unickpt.training.compression.sizes import sent_bytes
 
 LAST = 50  # steps whose mean loss is compared
 STEPS, SAVED, RESUMED, UNDER_ZERO = 400, 100, 250, 150
@@ -59,8 +59,8 @@ python -m tests.integration.compression.evidence --keep results/compression.json
 `DistributedDataParallel` on 4 ranks, {steps} steps. A loss is the mean of the last {last} steps, on 512 fixed samples.
 Without compression it is {plain[0]:.4f}. With other weights and data (seeds 1 and 2) it is {plain[1]:.4f} and {plain[2]:.4f}:
 the spread is {noise:.4f}. {verdict} Bytes are those that one rank passes to the
-process group for other ranks in a step. The promise comes from `unickpt.compression.sizes`. The last column is the share of
-the bytes without compression.
+process group for other ranks in a step. The promise comes from `unickpt.training.compression.sizes`. The last column is the
+share of the bytes without compression.
 
 | scheme | loss | more | loss without error feedback | more | bytes promised | bytes counted | share |
 |---|---|---|---|---|---|---|---|
@@ -104,8 +104,9 @@ Times of steps are in ms.
 |---|---|---|---|---|---|---|---|---|---|
 {links}
 
-`tests/unit/compression/test_advisor.py` has jobs whose answer is known. On ten jobs with three buckets and three schemes its
-choice is within 5% of the best of all 64 combinations, by replay. It takes 0.03 s for 12 buckets, 6 schemes and 4 ranks.
+`tests/unit/training/compression/test_advisor.py` has jobs whose answer is known. On ten jobs with three buckets and three
+schemes its choice is within 5% of the best of all 64 combinations, by replay. It takes 0.03 s for 12 buckets, 6 schemes and
+4 ranks.
 
 ## The job's own choice
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import unickpt
-from unickpt.compression.ddp import CompressedGradients, compressed_gradients
-from unickpt.compression.settings import NONE, Compression
-from unickpt.compression.wire import GroupWire
+from unickpt.training.compression.ddp import CompressedGradients, compressed_gradients
+from unickpt.training.compression.settings import NONE, Compression
+from unickpt.training.compression.wire import GroupWire
 
 BATCH, INPUTS, WIDTH, OUTPUTS = 48, 32, 64, 8
 RATE, MOMENTUM = 0.01, 0.9

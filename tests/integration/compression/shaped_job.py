@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 
 from tests.integration.replay.timed_job import SleepingLayers
-from unickpt.compression.advisor import NO, Candidate, measured_code_s
-from unickpt.compression.exchange import GradientExchange
-from unickpt.compression.settings import NONE, Compression
-from unickpt.compression.sizes import sent_bytes
-from unickpt.compression.wire import GroupWire
+from unickpt.base.options.job import TimingOptions
 from unickpt.diagnosis import session
-from unickpt.options import TimingOptions
 from unickpt.testing.launch import leave
+from unickpt.training.compression.advisor import NO, Candidate, measured_code_s
+from unickpt.training.compression.exchange import GradientExchange
+from unickpt.training.compression.settings import NONE, Compression
+from unickpt.training.compression.sizes import sent_bytes
+from unickpt.training.compression.wire import GroupWire
 
 SCHEMES = ("int8", "sign")
 TIMED, REPEATS, BATCH = 8, 5, 4

@@ -18,8 +18,8 @@ from typing import Any
 
 from tests.integration.steering.namespaces import LINK, Network, missing
 from tests.support.repository import REPO
-from unickpt.compression.advisor import Candidate, advise
-from unickpt.replay.sources import read_trace
+from unickpt.planning.replay.sources import read_trace
+from unickpt.training.compression.advisor import Candidate, advise
 
 MEGABITS = (40.0, 200.0, 1000.0)
 WIDTH, LAYERS, LAYER_S = 512, 3, 0.03

@@ -13,9 +13,9 @@ from deepspeed import comm as dist
 
 from tests.integration.deepspeed.jobs import build, train
 from tests.integration.deepspeed.resumes import here
-from unickpt.errors import UnickptError
-from unickpt.format import manifest as manifest_module
-from unickpt.format.checksums import digest
+from unickpt.base.errors import UnickptError
+from unickpt.checkpoint.format import manifest as manifest_module
+from unickpt.checkpoint.format.checksums import digest
 
 TAG = "global_step1"
 

@@ -24,7 +24,7 @@ from tests.integration.deepspeed.model import WIDTH, Block, Model
 from tests.integration.deepspeed.pipeline_names import PipelineLayout
 from tests.integration.deepspeed.resumes import here
 from tests.integration.deepspeed.truth import optimizer_of
-from unickpt.errors import MismatchError
+from unickpt.base.errors import MismatchError
 
 CPU_ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
 NO_WARMUP: dict[str, Any] = {"scheduler": {}}

@@ -20,9 +20,9 @@ from tests.integration.deepspeed.model import WIDTH
 from tests.integration.deepspeed.odd_optimizers import BlockwiseMomentum, equal_states, raw_states
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import Truth, differences
+from unickpt.base.errors import LanguageError, MismatchError
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
-from unickpt.errors import LanguageError, MismatchError
-from unickpt.load.checkpoint import Checkpoint
 
 EXPERTS_OF = "model.layers.{}.mlp.experts.{}"
 

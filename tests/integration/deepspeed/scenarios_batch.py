@@ -17,7 +17,7 @@ from tests.integration.deepspeed.model import batch
 from tests.integration.deepspeed.resumes import ADAM, assert_trains_on, here
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences
-from unickpt.errors import ConfigError
+from unickpt.base.errors import ConfigError
 
 MICRO = 3
 TOTAL, PER_DEVICE, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"

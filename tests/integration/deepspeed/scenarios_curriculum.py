@@ -12,7 +12,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import MMapIndexedDatasetBuilder
 
-from ds_unickpt import curriculum
+from ds_unickpt.held_state import curriculum
 from tests.integration.deepspeed.scenario_worker import scenario
 
 SAMPLES, WIDTH = 32, 8

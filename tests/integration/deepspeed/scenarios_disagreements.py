@@ -25,10 +25,10 @@ from tests.integration.deepspeed.megatron_names import MegatronLayout
 from tests.integration.deepspeed.pipeline_names import PipelineLayout
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import Truth, differences
+from unickpt.base.errors import CorruptCheckpointError, MismatchError, UnsupportedLayoutError
+from unickpt.checkpoint.coordination.failure import FailureKind
+from unickpt.checkpoint.save import shutdown
 from unickpt.cli.main import main
-from unickpt.coordination.failure import FailureKind
-from unickpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLayoutError
-from unickpt.save import shutdown
 
 SOON_S = 30.0  # a job that hangs would wait for the timeout of 20 minutes
 THREE_D, PLAIN = MegatronLayout(2, 2, 1, 1), MegatronLayout(2, 0, 2, 1)

@@ -21,9 +21,9 @@ from tests.integration.deepspeed.logs import Log
 from tests.integration.deepspeed.resumes import assert_trains_on
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import Truth, differences, optimizer_of
+from unickpt.base.errors import MismatchError
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
-from unickpt.errors import MismatchError
-from unickpt.load.checkpoint import Checkpoint
 
 FIRST, SECOND = (f"moes.{at}{OF_EXPERTS}" for at in (0, 1))
 

@@ -21,10 +21,10 @@ from tests.integration.deepspeed.model import Model
 from tests.integration.deepspeed.resumes import here
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences
-from unickpt.coordination.owners import Owners
-from unickpt.errors import MismatchError, UnickptError
-from unickpt.fence import FENCE_FILE
-from unickpt.save import shutdown
+from unickpt.base.errors import MismatchError, UnickptError
+from unickpt.checkpoint.coordination.owners import Owners
+from unickpt.checkpoint.fence import FENCE_FILE
+from unickpt.checkpoint.save import shutdown
 
 
 class Flavoured(Model):

@@ -16,7 +16,7 @@ from tests.integration.deepspeed.logs import Log
 from tests.integration.deepspeed.model import Model
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences, optimizer_of
-from unickpt.errors import UnickptError
+from unickpt.base.errors import UnickptError
 
 
 def here(stage: int, precision: str = "fp32") -> Layout:

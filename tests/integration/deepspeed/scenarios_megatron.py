@@ -18,9 +18,9 @@ from tests.integration.deepspeed.megatron_jobs import INFO, build, common, let_r
 from tests.integration.deepspeed.megatron_names import MegatronLayout
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import Truth, differences
+from unickpt.base.errors import MismatchError, UnsupportedLayoutError
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
-from unickpt.errors import MismatchError, UnsupportedLayoutError
-from unickpt.load.checkpoint import Checkpoint
 
 TWO = MegatronLayout(2, 0, 1, 1)
 ROWS = "3.down.weight"

@@ -19,8 +19,8 @@ from tests.integration.deepspeed.model import Model
 from tests.integration.deepspeed.resumes import here
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences
+from unickpt.base.errors import UnickptError
 from unickpt.cli.main import main
-from unickpt.errors import UnickptError
 
 STATES = ("exp_avg", "exp_avg_sq")
 

@@ -16,7 +16,7 @@ from tests.integration.deepspeed.logs import Log
 from tests.integration.deepspeed.resumes import unsupported_engine
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences
-from unickpt.errors import StorageError
+from unickpt.base.errors import StorageError
 
 ADAM = ("exp_avg", "exp_avg_sq")
 

@@ -18,7 +18,7 @@ from tests.integration.deepspeed.jobs import build, train
 from tests.integration.deepspeed.logs import Log
 from tests.integration.deepspeed.resumes import here
 from tests.integration.deepspeed.scenario_worker import scenario
-from unickpt.errors import UnickptError
+from unickpt.base.errors import UnickptError
 
 
 @scenario(2)

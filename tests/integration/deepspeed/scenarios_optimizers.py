@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_unickpt import internals
+from ds_unickpt.framework import internals
 from tests.integration.deepspeed.jobs import build, train
 from tests.integration.deepspeed.model import Model
 from tests.integration.deepspeed.resumes import ADAM, assert_resumes, assert_trains_on, assert_weights_equal, here

@@ -21,7 +21,7 @@ from tests.integration.deepspeed.odd_optimizers import (
 )
 from tests.integration.deepspeed.resumes import assert_resumes, assert_trains_on, assert_weights_equal, here
 from tests.integration.deepspeed.scenario_worker import scenario
-from unickpt.errors import MismatchError
+from unickpt.base.errors import MismatchError
 
 
 def _engine(make: Any, stage: int, seed: int, precision: str = "fp32") -> Any:

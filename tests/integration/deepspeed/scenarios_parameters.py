@@ -14,7 +14,7 @@ from tests.integration.deepspeed.model import Model
 from tests.integration.deepspeed.resumes import ADAM, assert_trains_on, assert_weights_equal, here
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences
-from unickpt.errors import MismatchError
+from unickpt.base.errors import MismatchError
 
 
 @scenario(2)

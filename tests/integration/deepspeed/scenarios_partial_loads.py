@@ -22,7 +22,7 @@ from tests.integration.deepspeed.partial_loads import partly_loaded, rolled_back
 from tests.integration.deepspeed.resumes import ADAM, here
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, optimizer_of
-from unickpt.errors import MismatchError
+from unickpt.base.errors import MismatchError
 
 
 @scenario(2)

@@ -14,10 +14,10 @@ from tests.integration.deepspeed.pipeline_jobs import build, scramble, train, tr
 from tests.integration.deepspeed.pipeline_names import PipelineLayout
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import differences
+from unickpt.base.errors import MismatchError
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.save import shutdown
 from unickpt.cli.main import main
-from unickpt.errors import MismatchError
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.save import shutdown
 
 TWO_STAGES = PipelineLayout(2, 1, 1)
 ONE_STAGE = PipelineLayout(1, 2, 1)

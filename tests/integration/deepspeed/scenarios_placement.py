@@ -20,7 +20,7 @@ from tests.integration.deepspeed.model import Model, batch
 from tests.integration.deepspeed.resumes import assert_trains_on
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences, optimizer_of
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 ADAM = ("exp_avg", "exp_avg_sq")
 

@@ -16,8 +16,8 @@ from tests.integration.deepspeed.model import Block, Model
 from tests.integration.deepspeed.resumes import ADAM, assert_trains_on, here
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences
-from unickpt.errors import ConfigError
-from unickpt.precision.policy import Policy
+from unickpt.base.errors import ConfigError
+from unickpt.training.precision.policy import Policy
 
 LOW = {"blocks.0": "bf16", "blocks.2": "bf16"}
 

@@ -25,11 +25,11 @@ from tests.integration.deepspeed.model import Model
 from tests.integration.deepspeed.resumes import unsupported_engine
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences
-from unickpt.coordination import host_peers
-from unickpt.errors import CorruptCheckpointError
-from unickpt.fence import FENCE_FILE
-from unickpt.load import shared_gather
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.base.errors import CorruptCheckpointError
+from unickpt.checkpoint.coordination import host_peers
+from unickpt.checkpoint.fence import FENCE_FILE
+from unickpt.checkpoint.load import shared_gather
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 ADAM = ("exp_avg", "exp_avg_sq")
 

@@ -19,7 +19,7 @@ from tests.integration.deepspeed.logs import Log
 from tests.integration.deepspeed.resumes import ADAM, here
 from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.truth import consolidated, differences
-from unickpt.errors import CorruptCheckpointError, MismatchError
+from unickpt.base.errors import CorruptCheckpointError, MismatchError
 
 
 def saved(folder: Path, *steps: int) -> dict[str, torch.Tensor]:

@@ -14,9 +14,9 @@ from tests.integration.deepspeed.jobs import Layout, build, scramble, train
 from tests.integration.deepspeed.model import Model
 from tests.integration.deepspeed.resumes import assert_trains_on
 from tests.integration.deepspeed.scenario_worker import scenario
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.diff import differences
 from unickpt.cli.main import main
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.diff import differences
 
 TAG = "global_step3"
 

@@ -29,10 +29,10 @@ from tests.integration.deepspeed.tensor_jobs import build, scramble, train, trut
 from tests.integration.deepspeed.tensor_model import division
 from tests.integration.deepspeed.tensor_names import TensorLayout
 from tests.integration.deepspeed.truth import Truth, differences
+from unickpt.base.errors import MismatchError, UnsupportedLayoutError
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
-from unickpt.errors import MismatchError, UnsupportedLayoutError
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.precision.policy import Policy
+from unickpt.training.precision.policy import Policy
 
 FUSED = "blocks.0.qkv_proj.weight"
 META = "ds_autotp_universal_checkpoint_meta"

@@ -15,7 +15,7 @@ from tests.integration.deepspeed.scenario_worker import scenario
 from tests.integration.deepspeed.tensor_expert_jobs import EXPERTS, INNER, build, train
 from tests.integration.deepspeed.tensor_expert_names import TensorExpertLayout
 from tests.integration.deepspeed.tensor_model import WIDTH
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 DIVIDED, WHOLE = TensorExpertLayout(2, 0, 2, 2, True, 1), TensorExpertLayout(2, 0, 2, 4, False, 1)
 IN_EXPERT = "2.moe.deepspeed_moe.experts.deepspeed_experts"

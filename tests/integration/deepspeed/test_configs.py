@@ -43,8 +43,8 @@ SAMPLES = [
 @pytest.mark.parametrize("value", SAMPLES, ids=json.dumps)
 def test_the_schema_accepts_what_the_options_accept(value: dict[str, object]) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    from ds_unickpt.config import read_options
-    from unickpt.errors import ConfigError
+    from ds_unickpt.batch.config import read_options
+    from unickpt.base.errors import ConfigError
 
     schema = json.loads((REPO / "configs" / "unickpt.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -59,7 +59,7 @@ def test_the_schema_accepts_what_the_options_accept(value: dict[str, object]) ->
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_json_has_a_valid_key(path: Path) -> None:
-    from ds_unickpt.config import read_options
+    from ds_unickpt.batch.config import read_options
 
     options = read_options(json.loads(path.read_text()))
     assert options is not None

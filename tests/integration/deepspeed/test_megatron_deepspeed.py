@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.support.rounding import limit_of
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
-from unickpt.load.checkpoint import Checkpoint
 from unickpt.testing.launch import fork_ranks
 
 TREE = os.environ.get("MEGATRON_DEEPSPEED", "")

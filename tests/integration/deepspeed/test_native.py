@@ -12,8 +12,8 @@ import torch
 
 from tests.integration.deepspeed.jobs_names import layout_names
 from tests.support.rounding import assert_continues
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
-from unickpt.load.checkpoint import Checkpoint
 from unickpt.testing.launch import fork_ranks
 
 WORLD = 3  # divides no dimension of the model

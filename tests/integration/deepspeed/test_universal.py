@@ -12,15 +12,15 @@ import torch
 
 from tests.integration.deepspeed.jobs import STEPS_BEFORE
 from tests.support.rounding import limit_of
+from unickpt.base.errors import FormatError, MismatchError
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
-from unickpt.convert.deepspeed.universal_writer import export
-from unickpt.convert.detect import open_source
-from unickpt.convert.lazy_tensor import MAX_OPEN, Files, Located
-from unickpt.convert.pipeline import convert
-from unickpt.convert.safe_pickle import UnsafePickleError
-from unickpt.errors import FormatError, MismatchError
-from unickpt.load.checkpoint import Checkpoint
 from unickpt.testing.launch import fork_ranks
+from unickpt.transform.convert.deepspeed.universal_writer import export
+from unickpt.transform.convert.detect import open_source
+from unickpt.transform.convert.pickles.lazy_tensor import MAX_OPEN, Files, Located
+from unickpt.transform.convert.pickles.safe_pickle import UnsafePickleError
+from unickpt.transform.convert.pipeline import convert
 
 SOURCES = ("z1w2bf16o", "z2w2fp32", "z3w2bf16")
 WORLDS = (1, 2, 3)

@@ -42,7 +42,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from unickpt.format.manifest import MANIFEST_FILE
+from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 
 KEY = {"unickpt": {"enabled": True}}
 GRACE_S = 10.0  # time for the other ranks after one has failed

@@ -27,9 +27,9 @@ from tests.integration.deepspeed.jobs import Layout, build, config, in_a_group, 
 from tests.integration.deepspeed.matrix_worker import STATES, comparable
 from tests.integration.deepspeed.truth import consolidated, differences, optimizer_of
 from tests.support.turns import in_turn
-from unickpt.convert.deepspeed.universal_writer import export
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.testing.launch import leave
+from unickpt.transform.convert.deepspeed.universal_writer import export
 
 STEPS_BEFORE, STEPS_AFTER = 3, 3
 UNTRAINED = ("weight/positions.weight", "buffer/")  # state that DeepSpeed's universal loading does not change

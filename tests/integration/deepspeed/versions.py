@@ -137,7 +137,8 @@ def last_error(output: str) -> str:
 def hooks(env: dict[str, str]) -> str:
     """Which version the hooks saw, and whether they accepted it."""
     code = (
-        "import deepspeed; from unickpt import hooks; print(deepspeed.__version__, *sorted({s.state for s in hooks.status()}))"
+        "import deepspeed; from unickpt.base.hooks import status\n"
+        "print(deepspeed.__version__, *sorted({each.state for each in status()}))"
     )
     full = {**os.environ, "DS_ACCELERATOR": "cpu", **env}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=full)

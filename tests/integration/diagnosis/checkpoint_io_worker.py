@@ -14,8 +14,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from unickpt.checkpoint.save import shutdown
 from unickpt.diagnosis import session
-from unickpt.save import shutdown
 
 
 def main() -> None:

@@ -114,7 +114,7 @@ def megatron_step(layout: str, rings: str) -> Callable[[Any], None]:
     import megatron_unickpt
     from megatron_unickpt.testing.jobs import Job
     from megatron_unickpt.testing.layouts import Layout
-    from unickpt.options import TimingOptions
+    from unickpt.base.options.job import TimingOptions
 
     job = Job(Layout.parse(layout))
     megatron_unickpt.time_collectives(TimingOptions(enabled=True, folder=rings))

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from unickpt.convert.pipeline import Portion, Source, SourcePart, convert
-from unickpt.format.boxes import Box
-from unickpt.format.dtypes import name_of
-from unickpt.format.index import TensorInfo
-from unickpt.format.manifest import OptimizerRecord, ParameterGroup, Writer
+from unickpt.checkpoint.format.boxes import Box
+from unickpt.checkpoint.format.dtypes import name_of
+from unickpt.checkpoint.format.index import TensorInfo
+from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, Writer
+from unickpt.transform.convert.pipeline import Portion, Source, SourcePart, convert
 
 
 def llama(dtype: torch.dtype) -> Any:

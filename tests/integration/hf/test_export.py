@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.integration.hf.adapters import adapted, llama, saved
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
-from unickpt.load.checkpoint import Checkpoint
 from unickpt.testing import handmade
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(600)]

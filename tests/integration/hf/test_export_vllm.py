@@ -12,9 +12,9 @@ import torch
 import unickpt
 from tests.integration.hf.adapters import llama, saved
 from unickpt.cli.main import main
-from unickpt.quantise.modules import units_of
-from unickpt.quantise.rounding import restored, rounded
-from unickpt.quantise.scheme import Scheme
+from unickpt.transform.quantise.modules import units_of
+from unickpt.transform.quantise.rounding import restored, rounded
+from unickpt.transform.quantise.scheme import Scheme
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(600)]
 

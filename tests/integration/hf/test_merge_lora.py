@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.integration.hf.adapters import CASES, adapted, gpt2, llama, saved
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
-from unickpt.convert import pipeline
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.transform.convert import pipeline
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(600)]
 

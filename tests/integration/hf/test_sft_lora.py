@@ -17,7 +17,7 @@ from tests.integration.hf.jobs import (
     run,
     shipped,
 )  # fmt: skip
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(600)]
 

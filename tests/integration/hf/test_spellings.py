@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.integration.journeys.families import FAMILIES, huggingface_model
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
-from unickpt.dialects.hf_layouts import as_wanted, in_files, in_memory
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.transform.dialects.hf_layouts import as_wanted, in_files, in_memory
 
 _SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _MORE: dict[str, dict[str, Any]] = {  # families without a counterpart in Megatron

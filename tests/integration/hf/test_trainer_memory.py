@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_unickpt import trainer_folders
+from ds_unickpt.loops import trainer_folders
 from tests.integration.hf.jobs import (
     ENVIRONMENT,
     assert_log_continues,
@@ -114,7 +114,7 @@ import json, sys
 import deepspeed, peft
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-from ds_unickpt.trainer_memory import not_in_memory
+from ds_unickpt.trainer.trainer_memory import not_in_memory
 
 class OnSave(TrainerCallback):
     def on_save(self, *args, **kwargs): ...

@@ -22,9 +22,9 @@ import torch
 
 from examples.demo.data import corpus
 from tests.support.grown_models import model_of_table, table_of_model, value_of
-from unickpt.edit.table import Table
-from unickpt.grow.schedule import Schedule
-from unickpt.grow.step import Grow
+from unickpt.transform.edit.table import Table
+from unickpt.transform.grow.schedule import Schedule
+from unickpt.transform.grow.step import Grow
 
 LENGTH, BATCH, RATE, WARMUP, EVERY = 64, 8, 3e-3, 25, 20
 SMALL = {

@@ -18,7 +18,7 @@ from tests.support.grown_models import (
     source,
     table_of_model,
 )
-from unickpt.grow.upcycle import Upcycle
+from unickpt.transform.grow.upcycle import Upcycle
 
 DTYPES = (torch.float64, torch.float32)
 AGAIN = {"hidden_size": 96, "num_attention_heads": 12, "num_hidden_layers": 4}

@@ -14,9 +14,9 @@ from tests.integration.journeys.station import SEED
 from tests.support.rounding import limit_of
 from unickpt.testing.launch import fork_ranks
 from unickpt.cli.main import main
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.dialects.hf_layouts import in_memory
-from unickpt.dialects.translated_checkpoint import HUGGINGFACE, under_names_of
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.transform.dialects.hf_layouts import in_memory
+from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE, under_names_of
 
 STEPS = 3
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.integration.journeys.families import BATCH, DECAY, huggingface_model, rows
 from tests.support.framework_imports import import_framework
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 LR, SEED = 1e-3, 7
 

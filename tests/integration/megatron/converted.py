@@ -10,8 +10,8 @@ import pytest
 
 from unickpt.testing.launch import fork_ranks
 from unickpt.cli.main import main
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.format.manifest import ParameterGroup
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.format.manifest import ParameterGroup
 
 ITERATION = "iter_0000002"
 Sources = dict[str, str]  # saved layout -> layout that loads the checkpoint; "" for none

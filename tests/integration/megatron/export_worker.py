@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
-from unickpt import autoload, hooks
+from unickpt.base import autoload, hooks
 from unickpt.testing.launch import leave
 from megatron_unickpt.testing.layouts import Layout
 from megatron_unickpt.testing.truth import Truth, close, consolidated, differences

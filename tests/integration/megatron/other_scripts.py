@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 from tests.support.repository import REPO
-from unickpt.convert.megatron.keys import VOCABULARY_TENSORS
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.transform.convert.megatron.keys import VOCABULARY_TENSORS
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.testing.launch import torchrun
 
 LOSS = re.compile(r"iteration +(\d+)/.*?lm loss: ([0-9.E+-]+)")

@@ -26,7 +26,7 @@ import torch
 
 from megatron_unickpt.testing import cpu
 from megatron_unickpt.testing.mamba import adapt_stack, offer_mamba_ssm
-from unickpt.save import shutdown
+from unickpt.checkpoint.save import shutdown
 
 # Arguments of every run on CPU, with sizes that two cores train in seconds.
 COMMON = (
@@ -88,8 +88,8 @@ def break_save(function: str) -> None:
 
 def fall_back_at(iteration: int) -> None:
     """Let the state of one iteration be one that unickpt does not support."""
-    from megatron_unickpt import capture
-    from unickpt.errors import UnsupportedLayoutError
+    from megatron_unickpt.dist_checkpointing import capture
+    from unickpt.base.errors import UnsupportedLayoutError
 
     original = capture.contribution
 

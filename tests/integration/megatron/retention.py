@@ -21,7 +21,7 @@ from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
-from unickpt.checkpoint_folder import TRACKER
+from unickpt.checkpoint.checkpoint_folder import TRACKER
 
 SAVES = 6
 MODES = ("sync", "async")

@@ -10,10 +10,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-from megatron_unickpt import marks
+from megatron_unickpt.framework import marks
 from tests.integration.megatron.scenarios import scenario
 from tests.integration.megatron.sharded_state import halves, made, strategy
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 
 @scenario(2)

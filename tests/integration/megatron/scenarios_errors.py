@@ -17,8 +17,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 import megatron_unickpt
-from megatron_unickpt import marks
-from megatron_unickpt.errors import MegatronSaveError
+from megatron_unickpt.framework import marks
+from megatron_unickpt.framework.errors import MegatronSaveError
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
 from tests.integration.megatron.scenarios import scenario

@@ -22,7 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 import megatron_unickpt
 from megatron_unickpt.edge import RUNTIME
-from megatron_unickpt.optimizer import METADATA
+from megatron_unickpt.held_state.optimizer import METADATA
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
 from megatron_unickpt.testing.truth import consolidated, differences, optimizers_take_metadata
@@ -30,7 +30,7 @@ from tests.integration.megatron.moved import moved_losses
 from tests.integration.megatron.scenarios import scenario
 from tests.integration.megatron.sharded_state import made, strategy
 from tests.support.rounding import assert_continues
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 
 @scenario(2)

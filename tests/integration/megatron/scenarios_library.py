@@ -25,16 +25,16 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 
 import megatron_unickpt
-from megatron_unickpt import marks
+from megatron_unickpt.framework import marks
 from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
 from megatron_unickpt.testing.truth import consolidated, differences
 from tests.integration.megatron.scenarios import scenario
 from tests.integration.megatron.sharded_state import halves, made, shards_begin_anywhere, strategy
-from unickpt.errors import ConfigError
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.save.requests import SaveOptions
+from unickpt.base.errors import ConfigError
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.save.requests import SaveOptions
 
 
 @scenario(1, 2)
@@ -104,7 +104,7 @@ def the_library_accepts_urls_and_the_scripts_refuse_them(folder: Path) -> None:
         assert rank or not differences(truth, found)
     assert [p.name for p in folder.iterdir() if p.name.startswith("s3")] == []
     if rank == 0:
-        from megatron_unickpt import arguments
+        from megatron_unickpt.pretraining import arguments
 
         place = argparse.Namespace(save="s3://bucket/run", load=None, unickpt_upload_to="")
         with pytest.raises(ConfigError, match="--save s3://bucket/run: Megatron's scripts need a local directory"):

@@ -14,8 +14,8 @@ from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
 from megatron_unickpt.testing.truth import consolidated, differences
 from tests.integration.megatron.scenarios import scenario
-from unickpt.options import MemoryOptions
-from unickpt.save import shutdown
+from unickpt.base.options.job import MemoryOptions
+from unickpt.checkpoint.save import shutdown
 
 
 def memory(folder: Path, host: int, to_disk_every: int) -> MemoryOptions:

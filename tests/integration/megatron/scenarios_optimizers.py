@@ -17,14 +17,14 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 import megatron_unickpt
-from megatron_unickpt.remainders import divided
+from megatron_unickpt.framework.remainders import divided
 from megatron_unickpt.testing.cpu import FusedAdam
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
 from tests.integration.megatron.moved import moved_losses
 from tests.integration.megatron.scenarios import scenario
 from tests.support.rounding import assert_continues
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 
 def _stored(where: Path) -> dict[str, torch.Tensor]:

@@ -18,15 +18,15 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 import megatron_unickpt
-from megatron_unickpt import optimizer_internals
+from megatron_unickpt.framework import optimizer_internals
 from megatron_unickpt.edge import RUNTIME
-from megatron_unickpt.optimizer import METADATA, MegatronsForm
+from megatron_unickpt.held_state.optimizer import METADATA, MegatronsForm
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
 from megatron_unickpt.testing.truth import consolidated, differences, optimizers_take_metadata
 from tests.integration.megatron.scenarios import scenario
 from tests.integration.megatron.sharded_state import made, strategy
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 Form = Mapping[str, Any] | None  # metadata of ``sharded_state_dict``; None: the loop passes none
 BUCKETS: Form = {"distrib_optim_sharding_type": "dp_reshardable"}

@@ -12,13 +12,13 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
 import megatron_unickpt
-from megatron_unickpt import cpu_offload, optimizer_internals
+from megatron_unickpt.framework import cpu_offload, optimizer_internals
 from megatron_unickpt.edge import RUNTIME
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
 from tests.integration.megatron import partial_loads
 from tests.integration.megatron.scenarios import scenario
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 
 @scenario(2)

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 import megatron_unickpt
-from megatron_unickpt import precision
+from megatron_unickpt.measuring import precision
 from megatron_unickpt.testing.jobs import Job
 from megatron_unickpt.testing.layouts import Layout
 from megatron_unickpt.testing.truth import consolidated, differences
-from megatron_unickpt.versions import version
+from megatron_unickpt.framework.versions import version
 from tests.integration.megatron.scenarios import scenario
-from unickpt import hooks
-from unickpt.precision.policy import Policy
+from unickpt.base import hooks
+from unickpt.training.precision.policy import Policy
 
 
 def _plan(folder: Path, **more: Any) -> str:

@@ -20,11 +20,11 @@ from tests.integration.journeys.families import huggingface_model
 from unickpt.testing.launch import fork_ranks
 from tests.support.llama import saved as saved_by_hand
 from unickpt.cli.main import main
-from unickpt.errors import MismatchError
-from unickpt.convert.torch_dcp import files_writer
-from unickpt.convert.megatron import dist_writer
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.format.manifest import OptimizerRecord, ParameterGroup
+from unickpt.base.errors import MismatchError
+from unickpt.transform.convert.torch_dcp import files_writer
+from unickpt.transform.convert.megatron import dist_writer
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup
 
 dist_checkpointing = pytest.importorskip("megatron.core.dist_checkpointing")
 

@@ -18,7 +18,7 @@ import pytest
 from unickpt.testing.launch import fork_ranks
 from megatron_unickpt.testing.layouts import HARD, Layout, layouts, pairs, worlds
 from tests.support.rounding import limit_of
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 pytest.importorskip("megatron.core")
 

@@ -15,8 +15,8 @@ from tests.integration.megatron.converted import (
     ITERATION, assert_loaded, assert_same_hyperparameters_and_steps, assert_same_tensors, fixtures, opened,
 )  # fmt: skip
 from unickpt.cli.main import main
-from unickpt.convert.megatron.flat_buffers import Member, layout
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.transform.convert.megatron.flat_buffers import Member, layout
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 pytest.importorskip("megatron.core")
 

@@ -14,8 +14,8 @@ import pytest
 
 from unickpt.testing.launch import torchrun
 from tests.integration.megatron import deepspeed_leg as leg
-from unickpt.format import manifest as manifest_module
-from unickpt.format.checksums import digest
+from unickpt.checkpoint.format import manifest as manifest_module
+from unickpt.checkpoint.format.checksums import digest
 from tests.support.rounding import assert_continues, in_steps
 from unickpt.cli.main import main
 from unickpt.diagnosis.recording.ring_folder import read_folder

@@ -65,7 +65,7 @@ saves = 0
 
 def replaced(strategy: Any) -> Any:
     """Return a save strategy with unickpt in place of torch_dist, also inside wrappers."""
-    from megatron_unickpt.strategies import UnickptSaveStrategy
+    from megatron_unickpt.dist_checkpointing.strategies import UnickptSaveStrategy
 
     if strategy is None or strategy == ("torch_dist", 1) or isinstance(strategy, TorchDistSaveShardedStrategy):
         return UnickptSaveStrategy()
@@ -76,7 +76,8 @@ def replaced(strategy: Any) -> Any:
 
 
 def _replace() -> None:
-    from megatron_unickpt import saving, scripts
+    from megatron_unickpt.dist_checkpointing import saving
+    from megatron_unickpt.pretraining import scripts
     from megatron_unickpt.edge import RUNTIME
 
     native, own = serialization.save, saving.save

@@ -105,7 +105,7 @@ def hooks(env: dict[str, str]) -> str:
     code = (
         "import megatron_unickpt.testing.cpu\n"  # what the development branch wants of a newer Python
         "import megatron.core.dist_checkpointing, megatron.core.optimizer.distrib_optimizer, megatron.training.checkpointing\n"
-        "from megatron_unickpt.versions import version; from unickpt import hooks\n"
+        "from megatron_unickpt.framework.versions import version; from unickpt.base import hooks\n"
         "print(version(), *sorted({s.state for s in hooks.status()}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(**env))

@@ -29,13 +29,13 @@ from tests.integration.plan import precision
 from tests.support.cli import json_of
 from tests.support.result_lines import results_in
 from unickpt.diagnosis.recording.layer_times import LayerTimes, TimedLayer
-from unickpt.plan.parallel import ParallelLayout
-from unickpt.plan.partition import Partition
-from unickpt.plan.records import recorded
-from unickpt.plan.sources import read_layers
-from unickpt.replay.price import analyse
-from unickpt.replay.programs import Schedule
-from unickpt.replay.sources import read_trace
+from unickpt.planning.plan.parallel import ParallelLayout
+from unickpt.planning.plan.partition import Partition
+from unickpt.planning.plan.records import recorded
+from unickpt.planning.plan.sources import read_layers
+from unickpt.planning.replay.price import analyse
+from unickpt.planning.replay.programs import Schedule
+from unickpt.planning.replay.sources import read_trace
 from unickpt.testing.launch import fork_ranks, torchrun
 
 LAYERS_S = [0.01, 0.01, 0.01, 0.01, 0.02, 0.03, 0.02, 0.04]
@@ -59,7 +59,7 @@ def job(folder: Path, name: str, world: int, **asked: Any) -> dict[str, Any]:
 def deepspeed(folder: Path) -> Iterator[dict[str, Any]]:
     """Run the cuts. The first job measures; the best plan resumes from its checkpoint."""
     from unickpt.cli.plan_pipeline import predicted_s
-    from unickpt.plan.partition import Device
+    from unickpt.planning.plan.partition import Device
 
     base = {"kind": "deepspeed", "layers": LAYERS_S, "microbatches": MICROBATCHES}
     save = str(folder / "checkpoint")

@@ -68,7 +68,7 @@ def megatron_job(asked: dict[str, Any]) -> Callable[[], float]:
     import megatron_unickpt
     from megatron_unickpt.testing import jobs
     from megatron_unickpt.testing.layouts import Layout
-    from unickpt.options import TimingOptions
+    from unickpt.base.options.job import TimingOptions
 
     jobs.LAYERS = len(asked["layers"])
     rows = asked["rows"]

@@ -79,7 +79,7 @@ def megatron_job(asked: dict[str, Any], slow: bool) -> tuple[Step, Callable[[], 
     import megatron_unickpt
     from megatron_unickpt.testing import jobs
     from megatron_unickpt.testing.layouts import Layout
-    from unickpt.options import TimingOptions
+    from unickpt.base.options.job import TimingOptions
 
     jobs.LAYERS = len(asked["layers"])
     job = jobs.Job(Layout.parse(asked["layout"]), width=WIDTH)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from unickpt.plan.links import shape_of
-from unickpt.replay.alike import pieces_of
-from unickpt.replay.edits import others_own_times
-from unickpt.replay.graph import Graph, graph_of
-from unickpt.replay.schedule import Floats
-from unickpt.replay.trace import Trace, window_of
+from unickpt.planning.plan.links import shape_of
+from unickpt.planning.replay.alike import pieces_of
+from unickpt.planning.replay.edits import others_own_times
+from unickpt.planning.replay.graph import Graph, graph_of
+from unickpt.planning.replay.schedule import Floats
+from unickpt.planning.replay.trace import Trace, window_of
 
 
 def sums_s(trace: Trace, steps: tuple[int, int], like_peers: int | None = None) -> float:

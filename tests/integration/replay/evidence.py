@@ -19,9 +19,9 @@ from typing import Any
 
 from tests.integration.replay import links, pipelines, published
 from tests.integration.replay.baselines import sums_s
-from unickpt.replay.price import Questions, WhatIf, analyse
-from unickpt.replay.sources import read_trace
-from unickpt.replay.trace import Trace
+from unickpt.planning.replay.price import Questions, WhatIf, analyse
+from unickpt.planning.replay.sources import read_trace
+from unickpt.planning.replay.trace import Trace
 from unickpt.testing.launch import fork_ranks
 
 STEPS, EXTRA = 16, 0.5

@@ -23,9 +23,9 @@ import numpy as np
 
 from tests.integration.steering.namespaces import LINK, Network, missing
 from tests.support.repository import REPO
-from unickpt.replay.price import Questions, WhatIf, analyse
-from unickpt.replay.sources import read_trace
-from unickpt.replay.trace import Trace
+from unickpt.planning.replay.price import Questions, WhatIf, analyse
+from unickpt.planning.replay.sources import read_trace
+from unickpt.planning.replay.trace import Trace
 
 HOSTS = ("a", "b", "c", "d")
 STEPS, FAST, SLOW = 16, 400, 100  # megabits per second

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unickpt.replay.price import Questions, WhatIf, analyse
-from unickpt.replay.sources import read_trace
+from unickpt.planning.replay.price import Questions, WhatIf, analyse
+from unickpt.planning.replay.sources import read_trace
 from unickpt.testing.launch import fork_ranks
 
 STEPS, LAYERS_S = 7, [0.08] * 4

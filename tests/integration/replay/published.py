@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unickpt.replay.parquet_traces import read_operations
-from unickpt.replay.stragglers import find_stragglers
+from unickpt.planning.replay.parquet_traces import read_operations
+from unickpt.planning.replay.stragglers import find_stragglers
 
 TRACES = {"SE": "sequence lengths", "ST": "long last stage", "AR": "one slowed worker"}
 _KINDS = {"forward messages": "forward-pp-comm", "backward messages": "backward-pp-comm"}

@@ -111,7 +111,7 @@ def megatron_job(layout: str, rings: str, seconds: float, **timing: Any) -> tupl
     import megatron_unickpt
     from megatron_unickpt.testing.jobs import Job
     from megatron_unickpt.testing.layouts import Layout
-    from unickpt.options import TimingOptions
+    from unickpt.base.options.job import TimingOptions
 
     job = Job(Layout.parse(layout))
     megatron_unickpt.time_collectives(TimingOptions(**{"enabled": True, "watch": False, "folder": rings, **timing}))

@@ -145,7 +145,7 @@ def _heartbeat() -> Callable[[], Any]:
 def _differences(engine: Any, path: str | None, step: int) -> list[str]:
     """Return on rank 0 where the engine differs from the checkpoint that it has loaded. Collective."""
     from tests.integration.deepspeed.truth import consolidated, differences
-    from unickpt.load.checkpoint import Checkpoint
+    from unickpt.checkpoint.load.checkpoint import Checkpoint
 
     found = consolidated(engine, STATES)
     if engine.global_rank != 0:

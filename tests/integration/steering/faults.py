@@ -92,7 +92,7 @@ def _asked(job: Agents, worker: Start) -> None:
 
 def _agent(job: Agents, worker: Start) -> None:
     for child in psutil.Process(job.running[host_of(job, worker)].pid).children():
-        if "unickpt.steering.watcher" in " ".join(child.cmdline()):
+        if "unickpt.steering.host.watcher" in " ".join(child.cmdline()):
             child.kill()
 
 

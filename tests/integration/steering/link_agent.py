@@ -10,14 +10,14 @@ import sys
 import threading
 import time
 
-from unickpt.options import SteeringOptions
-from unickpt.steering.codec import key_of
-from unickpt.steering.decisions import Decisions
-from unickpt.steering.limits import Limits
-from unickpt.steering.membership import Arrived, Event, Opened, Phase, Ready, rank_in_round
-from unickpt.steering.peer import Peer
-from unickpt.steering.policy import Fault, Finding
-from unickpt.steering.reports import HubReport
+from unickpt.base.options.job import SteeringOptions
+from unickpt.steering.agent.peer import Peer
+from unickpt.steering.policy.decisions import Decisions
+from unickpt.steering.policy.policy import Fault, Finding
+from unickpt.steering.policy.reports import HubReport
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.state.membership import Arrived, Event, Opened, Phase, Ready, rank_in_round
+from unickpt.steering.wire.codec import key_of
 
 
 def report(peer: Peer) -> None:

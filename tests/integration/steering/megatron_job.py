@@ -120,9 +120,9 @@ def differences(model: Any, optimizer: Any, folder: Path, step: int) -> list[str
     from megatron.training.utils import unwrap_model
 
     from megatron_unickpt.edge import RUNTIME
-    from megatron_unickpt.memory import tier_of
+    from megatron_unickpt.pretraining.memory import tier_of
     from megatron_unickpt.testing import truth
-    from unickpt.load.checkpoint import Checkpoint
+    from unickpt.checkpoint.load.checkpoint import Checkpoint
 
     job = SimpleNamespace(modules=unwrap_model(model), optimizer=optimizer, layout=SimpleNamespace(optimizer="dist"))
     found = truth.consolidated(job, folder / "check")  # type: ignore[arg-type]

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from unickpt.base.options.job import TimingOptions
 from unickpt.diagnosis import session
 from unickpt.diagnosis.recording.records import Phase
-from unickpt.options import TimingOptions
 
 STEPS, STEP_S = 20, 0.05  # of a window, besides its pause
 LONGEST_S, SHORT_S = 20.0, 6.0  # longest pause in which something moves, and in which nothing does

@@ -14,9 +14,9 @@ import pytest
 from tests.integration.steering.agents import LIMIT_S, Agents, Start, host_of
 from tests.integration.steering.timed_worker import SAVE
 from unickpt.cli.main import main
-from unickpt.steering.chronicle import read_history
-from unickpt.steering.history import merged
-from unickpt.steering.timeline import job_times
+from unickpt.steering.publishing.chronicle import read_history
+from unickpt.steering.state.history import merged
+from unickpt.steering.state.timeline import job_times
 
 SHORT = "stopped_seconds=5,hang_seconds=5,still_seconds=2,loop_seconds=3,out_seconds=600,retries=1,check_share=0.02"
 LOST = 50  # steps, 2.5 s: agents see the first and the last of them a second late
@@ -48,7 +48,7 @@ def fault(job: Agents, rank: int, kind: str) -> None:
 def watchers(job: Agents) -> list[psutil.Process]:
     """Return the diagnosis agents of the job."""
     children = [child for agent in job.running.values() for child in psutil.Process(agent.pid).children()]
-    return [child for child in children if "unickpt.steering.watcher" in " ".join(child.cmdline())]
+    return [child for child in children if "unickpt.steering.host.watcher" in " ".join(child.cmdline())]
 
 
 def test_hosts_of_stopped_and_looping_ranks_are_out_and_a_person_admits_them(

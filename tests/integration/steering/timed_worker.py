@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from unickpt.base.options.job import TimingOptions
 from unickpt.diagnosis import session
-from unickpt.options import TimingOptions
 
 SAVE = 60  # steps, 3 s: agents see a step within a second
 

@@ -17,21 +17,21 @@ from tests.integration.storage.steps import assert_holds, needs_store, save_step
 from tests.support.rank_threads import WORLD, alone
 from tests.support.s3 import Bucket, Relay
 from tests.support.saves import INFO, assert_counts, large, request, values
-from unickpt.checkpoint_folder import complete_checkpoints
+from unickpt.base.errors import StorageError
+from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
+from unickpt.checkpoint.format.boxes import Box
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.fragments import Request as Read
+from unickpt.checkpoint.load.validation import is_checkpoint
+from unickpt.checkpoint.save import retention
+from unickpt.checkpoint.save.requests import SaveOptions
+from unickpt.checkpoint.save.retention import Retention
+from unickpt.checkpoint.save.saver import Saver
+from unickpt.checkpoint.save.shards import Contribution
+from unickpt.checkpoint.storage import fsspec
+from unickpt.checkpoint.storage.base import absolute, join, split
+from unickpt.checkpoint.storage.open import open_storage
 from unickpt.cli.main import main
-from unickpt.errors import StorageError
-from unickpt.format.boxes import Box
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.fragments import Request as Read
-from unickpt.load.validation import is_checkpoint
-from unickpt.save import retention
-from unickpt.save.requests import SaveOptions
-from unickpt.save.retention import Retention
-from unickpt.save.saver import Saver
-from unickpt.save.shards import Contribution
-from unickpt.storage import fsspec
-from unickpt.storage.base import absolute, join, split
-from unickpt.storage.open import open_storage
 from unickpt.testing.launch import environment
 
 pytestmark = needs_store
@@ -52,7 +52,7 @@ def test_the_error_names_the_missing_package_of_a_store() -> None:
     code = """
 import sys
 sys.modules["s3fs"] = None
-from unickpt.storage.open import open_storage, unusable_reason
+from unickpt.checkpoint.storage.open import open_storage, unusable_reason
 print(unusable_reason("s3://bucket/run"))
 sys.modules["fsspec"] = None
 print(unusable_reason("gs://bucket/run"))
@@ -67,9 +67,9 @@ print("fsspec" in unusable_reason("s3://bucket/run"), unusable_reason("/a/path")
 
 def test_a_local_path_does_not_import_fsspec(tmp_path: Path) -> None:
     code = f"""
-import sys, unickpt.save.saver, unickpt.cli.main
-from unickpt.load.validation import is_checkpoint
-print(is_checkpoint({str(tmp_path)!r}), "s3fs" in sys.modules, "unickpt.storage.fsspec" in sys.modules)
+import sys, unickpt.checkpoint.save.saver, unickpt.cli.main
+from unickpt.checkpoint.load.validation import is_checkpoint
+print(is_checkpoint({str(tmp_path)!r}), "s3fs" in sys.modules, "unickpt.checkpoint.storage.fsspec" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["False", "False", "False"], done.stderr

@@ -8,15 +8,15 @@ from tests.integration.storage.steps import assert_holds, needs_store, save_step
 from tests.support.rank_threads import WORLD, alone
 from tests.support.s3 import CREDENTIALS, Bucket, Relay
 from tests.support.saves import assert_counts, large, request
-from unickpt.checkpoint_folder import complete_checkpoints
+from unickpt.base.errors import CorruptCheckpointError, NotACheckpointError, StorageError
+from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.validation import is_checkpoint
+from unickpt.checkpoint.load.verify import verify_checkpoint
+from unickpt.checkpoint.save.requests import SaveOptions
+from unickpt.checkpoint.save.saver import Saver
+from unickpt.checkpoint.storage import fsspec
 from unickpt.cli.main import main
-from unickpt.errors import CorruptCheckpointError, NotACheckpointError, StorageError
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.validation import is_checkpoint
-from unickpt.load.verify import verify_checkpoint
-from unickpt.save.requests import SaveOptions
-from unickpt.save.saver import Saver
-from unickpt.storage import fsspec
 
 pytestmark = needs_store
 

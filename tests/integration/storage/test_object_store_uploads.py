@@ -17,14 +17,14 @@ from tests.integration.storage.steps import assert_holds, needs_store
 from tests.support.rank_threads import WORLD, alone, on_all_ranks
 from tests.support.s3 import CREDENTIALS, Bucket, Relay
 from tests.support.saves import assert_counts, part
-from unickpt.checkpoint_folder import complete_checkpoints
-from unickpt.coordination.rendezvous import Rendezvous
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.validation import is_checkpoint
-from unickpt.load.verify import verify_checkpoint
-from unickpt.save.requests import PendingSave, SaveOptions, SaveRequest
-from unickpt.save.retention import Retention
-from unickpt.save.saver import Saver
+from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
+from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.validation import is_checkpoint
+from unickpt.checkpoint.load.verify import verify_checkpoint
+from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest
+from unickpt.checkpoint.save.retention import Retention
+from unickpt.checkpoint.save.saver import Saver
 from unickpt.testing.launch import environment
 
 pytestmark = needs_store
@@ -185,8 +185,8 @@ import sys, time, logging
 from pathlib import Path
 from tests.support.rank_threads import alone
 from tests.support.saves import large, request
-from unickpt.save.requests import SaveOptions
-from unickpt.save.saver import Saver
+from unickpt.checkpoint.save.requests import SaveOptions
+from unickpt.checkpoint.save.saver import Saver
 logging.basicConfig()
 saver = Saver(SaveOptions(asynchronous=True, upload_to=sys.argv[2], grace_s=float(sys.argv[4])))
 save = saver.save(request(Path(sys.argv[1]), "a", large()), alone())

@@ -16,12 +16,12 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from tests.support.llama import saved as saved_by_hand
+from unickpt.checkpoint.format.manifest import ParameterGroup
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.cli.main import main
-from unickpt.convert.torch_dcp import files_writer as exporting_distcp
-from unickpt.format.manifest import ParameterGroup
-from unickpt.load.checkpoint import Checkpoint
-from unickpt.load.validation import is_checkpoint
 from unickpt.testing.launch import fork_ranks
+from unickpt.transform.convert.torch_dcp import files_writer as exporting_distcp
 
 KINDS = ("flat0", "flat1", "nested0", "nested1", "titan")
 Truth = dict[tuple[str, str], torch.Tensor]
@@ -124,9 +124,9 @@ def test_an_optimizer_that_knows_parameters_by_number(tmp_path: Path) -> None:
 
 def test_unused_files_are_not_opened(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks are opened as they are read, not all at the start."""
-    from unickpt.convert.detect import open_source
-    from unickpt.convert.lazy_tensor import Files
-    from unickpt.convert.torch_archive import Archive
+    from unickpt.transform.convert.detect import open_source
+    from unickpt.transform.convert.pickles.lazy_tensor import Files
+    from unickpt.transform.convert.pickles.torch_archive import Archive
 
     opened: list[int] = []
     make = Archive.__init__

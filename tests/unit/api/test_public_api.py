@@ -16,9 +16,9 @@ import torch
 import unickpt
 from tests.support.opened_files import opened_files
 from tests.support.repository import REPO
-from unickpt.checkpoint_folder import read_manifest
-from unickpt.errors import MismatchError, SaveFailedError
-from unickpt.storage.open import open_storage
+from unickpt.base.errors import MismatchError, SaveFailedError
+from unickpt.checkpoint.checkpoint_folder import read_manifest
+from unickpt.checkpoint.storage.open import open_storage
 from unickpt.testing import handmade
 from unickpt.testing.launch import environment, torchrun
 

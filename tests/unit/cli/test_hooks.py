@@ -66,7 +66,7 @@ def test_only_rows_of_the_table_make_deepspeed_save_by_itself() -> None:
 
 def test_hooks_status_reports_a_framework_that_is_not_installed(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unickpt.cli.hooks_command.find_spec", lambda _: None)
-    monkeypatch.setattr("unickpt.hooks._status", {})
+    monkeypatch.setattr("unickpt.base.hooks._status", {})
     code, out, _ = run("hooks", "status")
     assert code == 0
     assert "deepspeed (ds_unickpt): not installed" in out
@@ -90,7 +90,7 @@ def test_hooks_status_survives_a_broken_framework(run: Any, run_json: Any, monke
     ("framework", "missing"),
     [
         ("megatron", "megatron.core.optimizer.distrib_optimizer"),  # a module of the framework, after some hooks are installed
-        ("megatron", "megatron_unickpt.optimizer"),  # a module of the adapter that a hook imports when it is called
+        ("megatron", "megatron_unickpt.held_state.optimizer"),  # a module of the adapter that a hook imports when it is called
         ("deepspeed", "ds_unickpt.engine"),
         ("megatron", "megatron_unickpt.hooks"),  # autoload reports it in one line, and the import continues
         ("megatron", "wrapt"),

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.cli import box_of, scalar, trainer_run
 from tests.support.opened_files import opened_files
-from unickpt.format.boxes import Box
+from unickpt.checkpoint.format.boxes import Box
 from unickpt.testing import handmade
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from tests.support.cli import python
 from unickpt.cli import main as main_module
-from unickpt.convert import pipeline, read_ahead
 from unickpt.testing import handmade
+from unickpt.transform.convert import pipeline, read_ahead
 
 
 @pytest.mark.usefixtures("hears_ctrl_c")

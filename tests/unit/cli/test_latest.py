@@ -10,9 +10,9 @@ import pytest
 
 from tests.hostile.source_folders import deepspeed, transformers
 from tests.support.cli import trainer_run
+from unickpt.base.errors import StorageError
+from unickpt.checkpoint.storage.posix import PosixStorage
 from unickpt.cli.locate import lost
-from unickpt.errors import StorageError
-from unickpt.storage.posix import PosixStorage
 from unickpt.testing import handmade
 
 

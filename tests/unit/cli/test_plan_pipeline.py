@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from unickpt.cli.main import main
-from unickpt.layer_costs.measured import EMBEDDING, LAYER, LOSS, MeasuredLayer, as_text
+from unickpt.diagnosis.layer_costs.measured import EMBEDDING, LAYER, LOSS, MeasuredLayer, as_text
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from unickpt.base.errors import StorageError
+from unickpt.checkpoint.storage.posix import PosixStorage
 from unickpt.cli import main as main_module
 from unickpt.cli.main import main
-from unickpt.errors import StorageError
-from unickpt.storage.posix import PosixStorage
 from unickpt.testing import handmade
 
 

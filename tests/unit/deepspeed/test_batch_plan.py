@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from ds_unickpt.batch_plan import Asked, allowed_ranks, in_place_of, planned
-from ds_unickpt.batches import Batch
-from unickpt.errors import ConfigError
+from ds_unickpt.batch.batch_plan import Asked, allowed_ranks, in_place_of, planned
+from ds_unickpt.batch.batches import Batch
+from unickpt.base.errors import ConfigError
 
 SAVED = Batch(12, 3, 1, 4)  # four ranks saved
 

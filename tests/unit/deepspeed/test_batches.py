@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from ds_unickpt.batches import Batch, changed, kept, of_config
+from ds_unickpt.batch.batches import Batch, changed, kept, of_config
 
 
 def test_the_batch_of_a_config() -> None:

@@ -13,9 +13,9 @@ pytest.importorskip("deepspeed")
 
 import deepspeed.utils.zero_to_fp32 as stock_converter
 
-from ds_unickpt import hints
+from ds_unickpt.saving import hints
 from tests.support.trainer_folders import made
-from unickpt.load.validation import is_checkpoint
+from unickpt.checkpoint.load.validation import is_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules after import of package:RuntimeWarning")
 

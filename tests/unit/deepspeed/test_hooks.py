@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from ds_unickpt import hooks as declarations
-from ds_unickpt.fingerprints import FINGERPRINTS
-from ds_unickpt.timing import all_timing_hooks
-from ds_unickpt.versions import version
-from unickpt import hooks
+from ds_unickpt.framework.fingerprints import FINGERPRINTS
+from ds_unickpt.framework.versions import version
+from ds_unickpt.measuring.timing import all_timing_hooks
+from unickpt.base import hooks
 
 HOOKS = [*declarations.DECLARED, *all_timing_hooks()]
 REPLACE_A_RESULT = {

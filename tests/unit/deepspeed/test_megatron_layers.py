@@ -10,14 +10,14 @@ import pytest
 import torch
 from deepspeed.checkpoint.ds_to_universal import merge_tp_slices
 
-from ds_unickpt import megatron_layers, tensor_parallel
-from ds_unickpt.fallbacks import MPU_LAYOUT
-from ds_unickpt.reads import mean
-from ds_unickpt.slices import Slice
-from ds_unickpt.vocabulary import PaddedRows, fitted
-from unickpt.convert.deepspeed.patterns import Cut, cut_of
-from unickpt.errors import FormatError
-from unickpt.load.vocabulary import Rows
+from ds_unickpt.held_state.vocabulary import PaddedRows, fitted
+from ds_unickpt.loading.reads import mean
+from ds_unickpt.placing import megatron_layers, tensor_parallel
+from ds_unickpt.placing.fallbacks import MPU_LAYOUT
+from ds_unickpt.placing.slices import Slice
+from unickpt.base.errors import FormatError
+from unickpt.checkpoint.load.vocabulary import Rows
+from unickpt.transform.convert.deepspeed.patterns import Cut, cut_of
 
 COLUMN: dict[str, Any] = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
 ROW: dict[str, Any] = {"tensor_model_parallel": True, "partition_dim": 1, "partition_stride": 1}
@@ -82,7 +82,7 @@ def test_the_widths_of_ranks_are_those_of_deepspeed(tmp_path: Path) -> None:
     info, _, shape = CASES["uneven"]
     cut = cut_of("weight", info, "here")
     assert cut == Cut(0, parts=2, view=((6, 2), 3), widths=((2, 1, 2, 1), (1, 1, 0, 0)))
-    from unickpt.convert.deepspeed.tensor_parallel import divided
+    from unickpt.transform.convert.deepspeed.tensor_parallel import divided
 
     shapes = [_local("uneven", shape, rank) for rank in range(4)]
     found = divided("weight", shapes, cut, "here")

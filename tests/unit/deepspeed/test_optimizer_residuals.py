@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from ds_unickpt.optimizer_residuals import _padded, _well_formed, _without_padding, sizes_of, slice_of
-from unickpt.compression.carried import resized
+from ds_unickpt.compressing.optimizer_residuals import _padded, _well_formed, _without_padding, sizes_of, slice_of
+from unickpt.training.compression.carried import resized
 
 
 @pytest.mark.parametrize("elements", [1, 7, 64, 179, 1000])

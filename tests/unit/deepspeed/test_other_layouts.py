@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from ds_unickpt.other_layouts import Layout, with_advice
+from ds_unickpt.loading.other_layouts import Layout, with_advice
 from tests.hostile.source_folders import deepspeed_state
 
 

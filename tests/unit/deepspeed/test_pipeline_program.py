@@ -1,11 +1,11 @@
-"""The programs of ``unickpt.replay.programs`` against DeepSpeed's own schedule."""
+"""The programs of ``unickpt.planning.replay.programs`` against DeepSpeed's own schedule."""
 
 from __future__ import annotations
 
 import pytest
 from deepspeed.runtime.pipe import schedule as ds
 
-from unickpt.replay.programs import Message, Schedule, Work, program
+from unickpt.planning.replay.programs import Message, Schedule, Work, program
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])

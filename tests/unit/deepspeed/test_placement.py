@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from ds_unickpt.internals import ExpertLayer, TiedCopy
-from ds_unickpt.names import (
+from ds_unickpt.framework.internals import ExpertLayer, TiedCopy
+from ds_unickpt.held_state.names import (
     ModuleNames,
     copied_from,
     expert_name,
@@ -18,8 +18,8 @@ from ds_unickpt.names import (
     stored_name,
     without_rank,
 )
-from ds_unickpt.placement import Placement, Share
-from ds_unickpt.slices import RankValues
+from ds_unickpt.placing.placement import Placement, Share
+from ds_unickpt.placing.slices import RankValues
 
 
 def placement(rank: int, *, peers: tuple[int, ...], data: tuple[int, ...], world: int = 4) -> Placement:

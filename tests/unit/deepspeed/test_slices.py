@@ -11,10 +11,10 @@ import torch
 from deepspeed.checkpoint import affine
 from deepspeed.module_inject.layers import _build_param_uc_restore_meta
 
-from ds_unickpt.autotp import META, slices
-from ds_unickpt.placement import Generators, Placement
-from ds_unickpt.slices import Slice, places
-from unickpt.errors import FormatError
+from ds_unickpt.placing.autotp import META, slices
+from ds_unickpt.placing.placement import Generators, Placement
+from ds_unickpt.placing.slices import Slice, places
+from unickpt.base.errors import FormatError
 
 MAPS = {
     "rows": affine.contiguous_split_map((7, 4), [3, 2, 2], 0),

@@ -7,7 +7,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.utils import partition_balanced
 
-from ds_unickpt.timed_layers import MARK, layers_of, stage_layers
+from ds_unickpt.measuring.timed_layers import MARK, layers_of, stage_layers
 
 
 def parts_of(layers: list[object], method: str, stages: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_unickpt.internals import buffers_of, non_persistent_names, parameters_of, submodules
+from ds_unickpt.framework.internals import buffers_of, non_persistent_names, parameters_of, submodules
 
 
 def module() -> torch.nn.Module:

@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from ds_unickpt import trainer_folders
-from ds_unickpt.trainer_folders import choose, note_damage, unusable
+from ds_unickpt.loops import trainer_folders
+from ds_unickpt.loops.trainer_folders import choose, note_damage, unusable
 from tests.support.trainer_folders import made
-from unickpt.errors import CorruptCheckpointError
-from unickpt.format import manifest as manifest_module
-from unickpt.format.checksums import digest
+from unickpt.base.errors import CorruptCheckpointError
+from unickpt.checkpoint.format import manifest as manifest_module
+from unickpt.checkpoint.format.checksums import digest
 
 
 def cut(path: Path) -> None:

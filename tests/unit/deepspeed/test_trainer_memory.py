@@ -12,15 +12,15 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from ds_unickpt import trainer_memory, trainer_resume
-from ds_unickpt.trainer_memory import FILES, STATE, Files
+from ds_unickpt.trainer import trainer_memory, trainer_resume
+from ds_unickpt.trainer.trainer_memory import FILES, STATE, Files
 from tests.support.memory_jobs import Job, jobs_in, request
-from unickpt.coordination.rendezvous import Message, Rendezvous
-from unickpt.errors import CorruptCheckpointError, FormatError
-from unickpt.memory.finding import Found
-from unickpt.memory.tier import MemoryLoad, MemoryTier
-from unickpt.save.requests import SaveRequest
-from unickpt.save.shards import Contribution
+from unickpt.base.errors import CorruptCheckpointError, FormatError
+from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.memory.finding import Found
+from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier
+from unickpt.checkpoint.save.requests import SaveRequest
+from unickpt.checkpoint.save.shards import Contribution
 
 CONFIG = b'{"model_type": "llama"}' * 50
 

@@ -8,10 +8,11 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from ds_unickpt import steered, trainer_steering
+from ds_unickpt.batch import steered
+from ds_unickpt.trainer import trainer_steering
 from tests.support.trainer_folders import made
-from unickpt.errors import CorruptCheckpointError
-from unickpt.options import Options
+from unickpt.base.errors import CorruptCheckpointError
+from unickpt.base.options.job import Options
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from unickpt.diagnosis.layer_costs.measured import LAYER
 from unickpt.diagnosis.recording.layer_times import LayerTimes, TimedLayer
-from unickpt.layer_costs.measured import LAYER
-from unickpt.plan.layers import layers_of_ranks
+from unickpt.planning.plan.layers import layers_of_ranks
 
 FORWARD_S, BACKWARD_S, WIDTH = 0.01, 0.02, 8
 

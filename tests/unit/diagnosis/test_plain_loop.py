@@ -16,7 +16,7 @@ PROGRAM = """
 import pickle, sys, threading
 import torch, torch.distributed as dist
 import unickpt
-from unickpt.options import TimingOptions
+from unickpt.base.options.job import TimingOptions
 folder = sys.argv[1]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
 for _ in range(2):

@@ -20,13 +20,13 @@ from tests.integration.diagnosis.calls_worker import LISTED
 from tests.integration.diagnosis.counting import ENVIRONMENT, NAMES, flown, noted
 from tests.integration.diagnosis.flights_worker import BEFORE
 from tests.support.rings import here, put
+from unickpt.base.errors import FormatError
+from unickpt.checkpoint.format import dtypes
 from unickpt.diagnosis.recording.fast_path import available
 from unickpt.diagnosis.recording.process_group_hooks import _METHODS
 from unickpt.diagnosis.recording.rank_ranges import members, progressions
 from unickpt.diagnosis.recording.records import DTYPES, FORMAT, ITEMSIZES, RECORD, Flag, Op, Phase
 from unickpt.diagnosis.recording.ring import CLOSED, HEADER_BYTES, TABLE_BYTES, RingContents, RingReader, RingWriter
-from unickpt.errors import FormatError
-from unickpt.format import dtypes
 from unickpt.testing.launch import environment, fork_ranks
 
 
@@ -216,7 +216,7 @@ def test_training_continues_if_shared_memory_is_small(tmp_path: Path, size: str,
     try:
         code = (
             "import torch, torch.distributed as dist\n"
-            "from unickpt.diagnosis import session; from unickpt.options import TimingOptions\n"
+            "from unickpt.diagnosis import session; from unickpt.base.options.job import TimingOptions\n"
             f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
             f"options = TimingOptions(enabled=True, folder={str(tmp_path / 'rings')!r})\n"
             "session.start(options, dict)\n"

@@ -8,6 +8,8 @@ import time
 import numpy as np
 import pytest
 
+from unickpt.base.errors import FormatError
+from unickpt.base.logs import printable
 from unickpt.diagnosis import parse_line
 from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome, Verdict
 from unickpt.diagnosis.host.process_state import State
@@ -17,8 +19,6 @@ from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.reports.verdict_line import RankList, VerdictLine
 from unickpt.diagnosis.reports.verdict_text import counted
 from unickpt.diagnosis.snapshot.snapshot import GroupInfo
-from unickpt.errors import FormatError
-from unickpt.logs import printable
 
 HANG = Verdict(
     Syndrome.NON_COMMUNICATION_HANG, (2,), int(time.mktime((2026, 11, 22, 14, 3, 7, 0, 0, -1))) * 10**9,

@@ -24,12 +24,12 @@ from tests.support.grown_models import (
     table_of_model,
     value_of,
 )  # fmt: skip
+from unickpt.base.errors import LanguageError
+from unickpt.checkpoint.format.boxes import Box, cut
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
-from unickpt.errors import LanguageError
-from unickpt.format.boxes import Box, cut
-from unickpt.grow.refusals import NotLosslessError
-from unickpt.grow.step import Grow
-from unickpt.load.checkpoint import Checkpoint
+from unickpt.transform.grow.refusals import NotLosslessError
+from unickpt.transform.grow.step import Grow
 
 EXACT = 1e-6  # norms of transformers compute in float32, even in a float64 model
 F32, F64 = torch.float32, torch.float64

@@ -10,9 +10,9 @@ import torch
 
 from tests.support.grown_models import difference, model_of_table, source, table_of_model
 from unickpt.cli.main import main
-from unickpt.edit.table import Table
-from unickpt.grow.refusals import NotLosslessError
-from unickpt.grow.upcycle import Upcycle
+from unickpt.transform.edit.table import Table
+from unickpt.transform.grow.refusals import NotLosslessError
+from unickpt.transform.grow.upcycle import Upcycle
 
 F32 = torch.float32
 DENSE = {"attention_bias": False, "mlp_bias": False}

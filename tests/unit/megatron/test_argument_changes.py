@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_unickpt.argument_changes import EXEMPT, FUNCTION, MODEL, compare, function_changes, setting_changes
-from unickpt.dialects.model_facts import Model
-from unickpt.errors import MismatchError
+from megatron_unickpt.pretraining.argument_changes import EXEMPT, FUNCTION, MODEL, compare, function_changes, setting_changes
+from unickpt.base.errors import MismatchError
+from unickpt.transform.dialects.model_facts import Model
 
 # As ``megatron.core.transformer.transformer_config`` has them: of each kind some.
 FIELDS = (

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_unickpt.choices import Choices
+from megatron_unickpt.pretraining.choices import Choices
 from tests.support.saves import saved
-from unickpt.checkpoint_folder import TRACKER
-from unickpt.load.resume import Offer
+from unickpt.checkpoint.checkpoint_folder import TRACKER
+from unickpt.checkpoint.load.resume import Offer
 
 
 def order(folder: Path, step: int | None = None) -> list[str]:

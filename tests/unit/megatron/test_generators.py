@@ -11,8 +11,8 @@ pytest.importorskip("megatron.core")
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_unickpt.generators import Stored, are_in, found_for
-from megatron_unickpt.positions import PositionFree
+from megatron_unickpt.held_state.generators import Stored, are_in, found_for
+from megatron_unickpt.held_state.positions import PositionFree
 
 PLACE = {"pipeline": 0, "tensor": 0, "expert": 0, "expert_tensor": 0, "data": 0}
 

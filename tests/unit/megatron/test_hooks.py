@@ -6,13 +6,13 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_unickpt.fingerprints import FINGERPRINTS
+from megatron_unickpt.framework.fingerprints import FINGERPRINTS
+from megatron_unickpt.framework.versions import VERSIONS
 from megatron_unickpt.hooks import DECLARED
-from megatron_unickpt.timing import groups_hook, timing_hooks
-from megatron_unickpt.versions import VERSIONS
-from unickpt import hooks
-from unickpt.hooks import Hook
-from unickpt.options import TimingOptions
+from megatron_unickpt.measuring.timing import groups_hook, timing_hooks
+from unickpt.base import hooks
+from unickpt.base.hooks import Hook
+from unickpt.base.options.job import TimingOptions
 
 
 def test_every_hook_has_fingerprints_and_a_reason_of_its_own() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from megatron_unickpt.local_layouts import KEPT, note, other_layout, set_aside
+from megatron_unickpt.pretraining.local_layouts import KEPT, note, other_layout, set_aside
 
 TP2, DP2 = {"tensor": 2, "world_size": 2}, {"tensor": 1, "world_size": 2}
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_unickpt.non_persistent import SUBDIRECTORY, choices_of
+from megatron_unickpt.pretraining.non_persistent import SUBDIRECTORY, choices_of
 from tests.support.saves import saved
-from unickpt.checkpoint_folder import TRACKER, iteration_name
+from unickpt.checkpoint.checkpoint_folder import TRACKER, iteration_name
 
 
 def made(folder: Path, *iterations: int, native: int | None = None) -> Path:

@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_unickpt.positions import PositionFree, at_another_position, same
+from megatron_unickpt.held_state.positions import PositionFree, at_another_position, same
 
 NAMES = ("x/shard_0_2", "x/shard_1_2")
 

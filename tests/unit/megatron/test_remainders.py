@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from megatron_unickpt.remainders import divided, joined
+from megatron_unickpt.framework.remainders import divided, joined
 
 
 def halves(master: float) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_unickpt.scripts import _optimizer_refusal
+from megatron_unickpt.pretraining.scripts import _optimizer_refusal
 
 OPTIMIZER = object()
 

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_unickpt import marks, tracker_hooks
+from megatron_unickpt.framework import marks
+from megatron_unickpt.pretraining import tracker_hooks
+from megatron_unickpt.pretraining.tracker import Diverted, Trackers, is_complete, iteration_of, remove_old_non_persistent
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
-from megatron_unickpt.tracker import Diverted, Trackers, is_complete, iteration_of, remove_old_non_persistent
 from tests.support.rank_threads import alone
 from tests.support.saves import large, request
-from unickpt.checkpoint_folder import TRACKER, iteration_name
-from unickpt.save.requests import SaveOptions
-from unickpt.save.retention import Retention
-from unickpt.save.saver import Saver
+from unickpt.checkpoint.checkpoint_folder import TRACKER, iteration_name
+from unickpt.checkpoint.save.requests import SaveOptions
+from unickpt.checkpoint.save.retention import Retention
+from unickpt.checkpoint.save.saver import Saver
 
 SAVES = (1, 2, 3, 4, 5)
 RULES = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_unickpt.vocabulary import entries_of_checkpoint
-from unickpt.load.vocabulary import Rows, Vocabulary, rows_of
+from megatron_unickpt.held_state.vocabulary import entries_of_checkpoint
+from unickpt.checkpoint.load.vocabulary import Rows, Vocabulary, rows_of
 
 
 @pytest.mark.parametrize(

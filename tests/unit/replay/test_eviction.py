@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from unickpt.errors import FormatError
-from unickpt.replay.eviction import gain_without
-from unickpt.replay.price import analyse
+from unickpt.base.errors import FormatError
+from unickpt.planning.replay.eviction import gain_without
+from unickpt.planning.replay.price import analyse
 from unickpt.testing.simulation.layout import ParallelLayout
 from unickpt.testing.simulation.traces import simulated_trace
 

@@ -9,12 +9,12 @@ import pytest
 
 from tests.support.replay_traces import Made, made_trace
 from unickpt.diagnosis.recording.records import Op
-from unickpt.replay.alike import like_others, pieces_of
-from unickpt.replay.edits import measured
-from unickpt.replay.graph import graph_of
-from unickpt.replay.price import Questions, analyse
-from unickpt.replay.schedule import columns, schedule_of, simulate
-from unickpt.replay.trace import TraceGroup, window_of
+from unickpt.planning.replay.alike import like_others, pieces_of
+from unickpt.planning.replay.edits import measured
+from unickpt.planning.replay.graph import graph_of
+from unickpt.planning.replay.price import Questions, analyse
+from unickpt.planning.replay.schedule import columns, schedule_of, simulate
+from unickpt.planning.replay.trace import TraceGroup, window_of
 from unickpt.testing.simulation.layout import ParallelLayout
 from unickpt.testing.simulation.traces import simulated_trace
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.replay_traces import write_rings
+from unickpt.base.errors import FormatError
 from unickpt.cli.main import main
-from unickpt.errors import FormatError
-from unickpt.replay.price import Questions, analyse
+from unickpt.planning.replay.price import Questions, analyse
 from unickpt.testing.simulation import calls
 from unickpt.testing.simulation.layout import ParallelLayout
 from unickpt.testing.simulation.traces import simulated_trace

@@ -1,4 +1,4 @@
-"""Predictions of ``unickpt.replay`` whose answers can be computed by hand."""
+"""Predictions of ``unickpt.planning.replay`` whose answers can be computed by hand."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from tests.support.replay_traces import Made, made_trace, write_rings
+from unickpt.base.errors import FormatError
 from unickpt.cli.main import main
 from unickpt.diagnosis.recording.records import Op
-from unickpt.errors import FormatError
-from unickpt.replay import microbatches
-from unickpt.replay.edits import operations_of_transfers
-from unickpt.replay.graph import CALLED, graph_of
-from unickpt.replay.price import Questions, analyse
-from unickpt.replay.schedule import columns, schedule_of, simulate
-from unickpt.replay.trace import Trace, TraceGroup, window_of
+from unickpt.planning.replay import microbatches
+from unickpt.planning.replay.edits import operations_of_transfers
+from unickpt.planning.replay.graph import CALLED, graph_of
+from unickpt.planning.replay.price import Questions, analyse
+from unickpt.planning.replay.schedule import columns, schedule_of, simulate
+from unickpt.planning.replay.trace import Trace, TraceGroup, window_of
 from unickpt.testing.simulation import calls
 from unickpt.testing.simulation.layout import ParallelLayout
 from unickpt.testing.simulation.traces import simulated_trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unickpt.replay.programs import in_flight, order_of, step_time
+from unickpt.planning.replay.programs import in_flight, order_of, step_time
 
 
 def even(stages: int, chunks: int = 1, value: float = 1.0) -> list[list[float]]:

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from tests.support.report_records import call, group, moment, ring
+from unickpt.base.errors import FormatError
 from unickpt.cli.main import main
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.snapshot.snapshot import take_snapshot
-from unickpt.errors import FormatError
-from unickpt.replay.price import Questions, analyse
-from unickpt.replay.sources import read_trace, trace_of_snapshot
-from unickpt.replay.trace import CALL, Trace
+from unickpt.planning.replay.price import Questions, analyse
+from unickpt.planning.replay.sources import read_trace, trace_of_snapshot
+from unickpt.planning.replay.trace import CALL, Trace
 from unickpt.testing.simulation.layout import ParallelLayout
 from unickpt.testing.simulation.traces import simulated_trace
 

@@ -13,11 +13,11 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
+from unickpt.base.errors import FormatError
 from unickpt.cli.main import main
-from unickpt.errors import FormatError
-from unickpt.replay.operations import graph_of_operations
-from unickpt.replay.parquet_traces import Columns, operations_of_columns, sizes_of
-from unickpt.replay.stragglers import Stragglers, find_stragglers
+from unickpt.planning.replay.operations import graph_of_operations
+from unickpt.planning.replay.parquet_traces import Columns, operations_of_columns, sizes_of
+from unickpt.planning.replay.stragglers import Stragglers, find_stragglers
 
 STEPS = (4, 5, 9)
 TOOK_S = {

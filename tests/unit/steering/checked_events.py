@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unickpt.steering.limits import Limits
-from unickpt.steering.membership import (
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.state.membership import (
     Arrived,
     Event,
     Heard,
@@ -19,7 +19,7 @@ from unickpt.steering.membership import (
     holds_name,
     rank_in_round,
 )
-from unickpt.steering.transitions import transition
+from unickpt.steering.state.transitions import transition
 
 AT_ONCE = {
     "join_s": 0.0, "settle_s": 0.0, "arrive_s": 20.0, "expiry_s": 10.0, "boundary_s": 5.0, "out_s": 2.0, "longest_out_s": 8.0,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from unickpt.steering.limits import Limits
-from unickpt.steering.membership import Arrived, Joined, Membership, Opened, Phase, Ready
-from unickpt.steering.transitions import transition
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.state.membership import Arrived, Joined, Membership, Opened, Phase, Ready
+from unickpt.steering.state.transitions import transition
 
 
 def running(count: int = 4, low: int = 2, spares: int = 0) -> Membership:

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from unickpt.steering.chronicle import Chronicle
-from unickpt.steering.codec import join_address, key_of
-from unickpt.steering.decisions import Decisions
-from unickpt.steering.limits import Limits
-from unickpt.steering.membership import Arrived, Heard, Opened, Phase, Ready
-from unickpt.steering.peer import Peer
+from unickpt.steering.agent.peer import Peer
+from unickpt.steering.policy.decisions import Decisions
+from unickpt.steering.publishing.chronicle import Chronicle
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.state.membership import Arrived, Heard, Opened, Phase, Ready
+from unickpt.steering.wire.codec import join_address, key_of
 from unickpt.testing.launch import free_port
 
 KEY = key_of("job")

@@ -8,11 +8,11 @@ import socket
 import pytest
 
 from tests.unit.steering.peers import KEY, Job, hosts, until
-from unickpt.steering import addresses
-from unickpt.steering.addresses import await_name, is_loopback, listening_socket, loopback_of, way_to
-from unickpt.steering.codec import split_address, split_endpoint
-from unickpt.steering.limits import Limits
-from unickpt.steering.link_speed import measure
+from unickpt.steering.links.link_speed import measure
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.wire import addresses
+from unickpt.steering.wire.addresses import await_name, is_loopback, listening_socket, loopback_of, way_to
+from unickpt.steering.wire.codec import split_address, split_endpoint
 from unickpt.testing.launch import free_port
 
 UNKNOWN = "unickpt-head.example.invalid"  # RFC 6761: never resolves

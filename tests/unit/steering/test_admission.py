@@ -11,11 +11,11 @@ import torch
 
 import unickpt
 from tests.unit.steering.checked_events import AT_ONCE, arrive, run, started
-from unickpt.errors import UnickptError
-from unickpt.round_folder import RINGS, RINGS_JOB, note_commit, note_saver, read_commits
-from unickpt.steering.hosts import host_rows
-from unickpt.steering.limits import Limits
-from unickpt.steering.membership import Committed, Membership, Phase, Tick
+from unickpt.base.errors import UnickptError
+from unickpt.base.round_folder import RINGS, RINGS_JOB, note_commit, note_saver, read_commits
+from unickpt.steering.state.hosts import host_rows
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.state.membership import Committed, Membership, Phase, Tick
 
 
 def job(hosts: int = 2, **limits: object) -> Membership:

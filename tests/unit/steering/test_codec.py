@@ -11,19 +11,8 @@ from typing import Any
 
 import pytest
 
-from unickpt.steering.codec import (
-    Frames,
-    SteeringError,
-    event_as_json,
-    event_from_json,
-    join_address,
-    key_of,
-    split_address,
-    state_as_json,
-    state_from_json,
-)
-from unickpt.steering.limits import Limits
-from unickpt.steering.membership import (
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.state.membership import (
     NEVER_S,
     Admit,
     Arrived,
@@ -43,8 +32,19 @@ from unickpt.steering.membership import (
     Restart,
     WorkersEnded,
 )
-from unickpt.steering.scores import Score
-from unickpt.steering.transitions import transition
+from unickpt.steering.state.scores import Score
+from unickpt.steering.state.transitions import transition
+from unickpt.steering.wire.codec import (
+    Frames,
+    SteeringError,
+    event_as_json,
+    event_from_json,
+    join_address,
+    key_of,
+    split_address,
+    state_as_json,
+    state_from_json,
+)
 
 EVENTS: list[Event] = [
     Joined("a", "1", "a:1"), Heard("a", "1"), Arrived("a", "1", (3, 4)), Opened("a", "1", (1, 1), "s:1", "m:1"),

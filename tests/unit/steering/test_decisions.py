@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from tests.unit.steering.made import running
-from unickpt.options import SteeringOptions
-from unickpt.steering.codec import SteeringError
-from unickpt.steering.decisions import AGAIN_S, Decisions
-from unickpt.steering.limits import Limits
-from unickpt.steering.link_verdicts import Blame, LinkFinding, Pair
-from unickpt.steering.local_copy import LocalCopy
-from unickpt.steering.membership import Arrived, Joined, Left, Membership, Opened, Ordered, Phase, Reached, Ready
-from unickpt.steering.policy import Fault, Finding
-from unickpt.steering.reports import HubReport, report_as_json, report_from_json
-from unickpt.steering.transitions import transition
+from unickpt.base.options.job import SteeringOptions
+from unickpt.steering.agent.local_copy import LocalCopy
+from unickpt.steering.policy.decisions import AGAIN_S, Decisions
+from unickpt.steering.policy.policy import Fault, Finding
+from unickpt.steering.policy.reports import HubReport, report_as_json, report_from_json
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.state.link_verdicts import Blame, LinkFinding, Pair
+from unickpt.steering.state.membership import Arrived, Joined, Left, Membership, Opened, Ordered, Phase, Reached, Ready
+from unickpt.steering.state.transitions import transition
+from unickpt.steering.wire.codec import SteeringError
 
 DEFAULTS = SteeringOptions()
 STOPPED = Finding(Fault.STOPPED, ("h1",), 60.0, text="rank 1 is stopped", ranks=(1,))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tests.unit.steering.checked_events import members, run, started
 from tests.unit.steering.peers import until
-from unickpt.round_folder import read_ended
-from unickpt.steering.membership import Arrived, Joined, Left, Lost, Membership, Phase, WorkersEnded
-from unickpt.steering.workers import EndedWorkers
+from unickpt.base.round_folder import read_ended
+from unickpt.steering.host.workers import EndedWorkers
+from unickpt.steering.state.membership import Arrived, Joined, Left, Lost, Membership, Phase, WorkersEnded
 
 VARIABLES = (b"TORCHELASTIC_RUN_ID=job", b"UNICKPT_ROUND=1.1")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.repository import REPO
-from unickpt.first_failure import failed
+from unickpt.base.first_failure import failed
 from unickpt.testing.launch import environment
 
 PROGRAM = """
@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from unickpt.first_failure import failed
+from unickpt.base.first_failure import failed
 rank, store, call = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from unickpt.base.errors import FormatError
 from unickpt.diagnosis.detectors.verdicts import LongSteps, Syndrome, Verdict
 from unickpt.diagnosis.snapshot.progress import PROGRESS
 from unickpt.diagnosis.snapshot.snapshot import CALL, Snapshot
 from unickpt.diagnosis.snapshot.steps import STEP
-from unickpt.errors import FormatError
-from unickpt.steering import gains
-from unickpt.steering.gains import Gains
-from unickpt.steering.policy import finding_of
+from unickpt.steering.host import gains
+from unickpt.steering.host.gains import Gains
+from unickpt.steering.policy.policy import finding_of
 
 NOTHING = Snapshot(0, {}, [], np.zeros(0, PROGRESS), np.zeros(0, STEP), np.zeros(0, CALL))
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.steering.peers import Job, begin_round, hosts, until
+from unickpt.base.options.job import SteeringOptions
 from unickpt.cli.main import main
-from unickpt.options import SteeringOptions
-from unickpt.steering.chronicle import SUFFIX, Chronicle, HistoryFile, read_history
-from unickpt.steering.decisions import Decisions
-from unickpt.steering.history import Entry, Kind, entries, entry_of, line_of, merged
-from unickpt.steering.limits import Limits
-from unickpt.steering.membership import (
+from unickpt.steering.policy.decisions import Decisions
+from unickpt.steering.publishing.chronicle import SUFFIX, Chronicle, HistoryFile, read_history
+from unickpt.steering.publishing.observers import Observers
+from unickpt.steering.state.history import Entry, Kind, entries, entry_of, line_of, merged
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.state.membership import (
     Arrived,
     Joined,
     Left,
@@ -31,9 +32,8 @@ from unickpt.steering.membership import (
     Ready,
     Restart,
 )
-from unickpt.steering.observers import Observers
-from unickpt.steering.timeline import START, JobTimes, as_json, job_times
-from unickpt.steering.transitions import transition
+from unickpt.steering.state.timeline import START, JobTimes, as_json, job_times
+from unickpt.steering.state.transitions import transition
 
 BEGIN_S = 1_700_000_000.0
 

@@ -16,16 +16,16 @@ import pytest
 
 from tests.unit.diagnosis.agent.made import S, call, hung, ring
 from tests.unit.steering.peers import until
+from unickpt.base.errors import UnickptError
+from unickpt.base.round_folder import RINGS, RINGS_JOB, folder_of_round, note_saver
 from unickpt.diagnosis.agent.server import fetch, send
 from unickpt.diagnosis.recording.ring_folder import SessionNote, read_folder, write_note
 from unickpt.diagnosis.session import _folder
 from unickpt.diagnosis.snapshot.snapshot import take_snapshot
-from unickpt.errors import UnickptError
-from unickpt.round_folder import RINGS, RINGS_JOB, folder_of_round, note_saver
-from unickpt.steering import host_agent
-from unickpt.steering.host_agent import HostAgent
-from unickpt.steering.policy import Fault
-from unickpt.steering.reports import HubReport
+from unickpt.steering.host import host_agent
+from unickpt.steering.host.host_agent import HostAgent
+from unickpt.steering.policy.policy import Fault
+from unickpt.steering.policy.reports import HubReport
 
 Made = Callable[[str], tuple[HostAgent, list[HubReport]]]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.unit.steering.peers import KEY, Job, hosts, until
-from unickpt.steering import peer as peer_module
-from unickpt.steering.codec import split_address
-from unickpt.steering.last_members import file_of, forget, recall, remember
-from unickpt.steering.limits import Limits
-from unickpt.steering.membership import Arrived, Close
-from unickpt.steering.peer import Peer
+from unickpt.steering.agent import peer as peer_module
+from unickpt.steering.agent.peer import Peer
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.state.membership import Arrived, Close
+from unickpt.steering.wire.codec import split_address
+from unickpt.steering.wire.last_members import file_of, forget, recall, remember
 from unickpt.testing.launch import free_port
 
 LIMITS = Limits(1, 3, join_s=0.2, expiry_s=3.0, settle_s=0.1, self_check=False)

@@ -15,15 +15,15 @@ import pytest
 
 from tests.support.repository import REPO
 from tests.unit.steering.peers import until
-from unickpt import left_workers
-from unickpt.left_workers import WorkerRecord, end_all, left_behind
-from unickpt.process_identity import ProcessIdentity
+from unickpt.base import left_workers
+from unickpt.base.left_workers import WorkerRecord, end_all, left_behind
+from unickpt.base.process_identity import ProcessIdentity
 from unickpt.testing.launch import environment
 
 AGENT = """
 import os, subprocess, sys, time
 from pathlib import Path
-from unickpt.left_workers import AGENT, WorkerRecord
+from unickpt.base.left_workers import AGENT, WorkerRecord
 folder, noted, program = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 record = WorkerRecord("job", folder / "records")
 own = {"TORCHELASTIC_RUN_ID": "id", AGENT: str(record.agent), "MASTER_PORT": "1", "FOLDER": str(folder)}
@@ -48,7 +48,7 @@ while True: time.sleep(600)
 HELPED = "import subprocess, time; subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)"
 WATCHES = """
 import os, time
-from unickpt import launcher_watch
+from unickpt.base import launcher_watch
 launcher_watch.end_with_launcher()
 open(os.environ["FOLDER"] + "/ready" + os.environ["RANK"], "w").close()
 time.sleep(600)
@@ -159,7 +159,7 @@ _unickpt_autoload.watch = lambda _: None
 _unickpt_autoload._install = lambda _: None  # as if torch had been imported, without its time
 _unickpt_autoload.arm()
 {middle}
-from unickpt import launcher_watch
+from unickpt.base import launcher_watch
 go = os.environ["FOLDER"] + "/go"
 open(os.environ["FOLDER"] + "/ready" + os.environ["RANK"], "w").close()
 while not os.path.exists(go): time.sleep(0.02)
@@ -170,7 +170,7 @@ time.sleep(600)
 UNSTEERED = 'os.environ.pop("UNICKPT_AGENT", None)'
 RECORDS = """
 from pathlib import Path
-from unickpt import launcher_watch as at
+from unickpt.base import launcher_watch as at
 at.records_folder = lambda: Path(os.environ["FOLDER"], "records")
 """
 
@@ -244,7 +244,7 @@ def test_a_wait_without_pidfd_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     lives = ProcessIdentity.of(process.pid)
     assert lives is not None
     slept: list[float] = []
-    monkeypatch.setattr("unickpt.process_identity.time.sleep", lambda s: (slept.append(s), process.kill(), process.wait()))
+    monkeypatch.setattr("unickpt.base.process_identity.time.sleep", lambda s: (slept.append(s), process.kill(), process.wait()))
     assert not lives.wait(0.0)
     assert lives.wait(60.0)
     assert len(slept) == 1

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.unit.steering.peers import KEY, Job, Slowly, until
-from unickpt.steering.codec import Frames, SteeringError, dial, key_of
-from unickpt.steering.limits import Limits
-from unickpt.steering.link_speed import MOST_AT_ONCE, SIZES, measure
-from unickpt.steering.peer import Peer
+from unickpt.steering.agent.peer import Peer
+from unickpt.steering.links.link_speed import MOST_AT_ONCE, SIZES, measure
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.wire.codec import Frames, SteeringError, dial, key_of
 
 
 @pytest.fixture

@@ -10,18 +10,18 @@ import pytest
 
 from tests.unit.steering.made import running
 from tests.unit.steering.peers import KEY, Job, Slowly, hosts, until
-from unickpt.options import SteeringOptions
-from unickpt.steering.codec import dial
-from unickpt.steering.decisions import Decisions
-from unickpt.steering.limits import Limits
-from unickpt.steering.link_check import check
-from unickpt.steering.link_verdicts import Blame, LinkSpeed, Pair, judge, pair, pairs_to_measure, thirds
-from unickpt.steering.membership import Arrived, Lost, Opened, Phase, Ready
-from unickpt.steering.peer import Peer
-from unickpt.steering.policy import Fault, Finding
-from unickpt.steering.probing import Probe
-from unickpt.steering.reports import HubReport
-from unickpt.steering.transitions import transition
+from unickpt.base.options.job import SteeringOptions
+from unickpt.steering.agent.peer import Peer
+from unickpt.steering.links.link_check import check
+from unickpt.steering.policy.decisions import Decisions
+from unickpt.steering.policy.policy import Fault, Finding
+from unickpt.steering.policy.reports import HubReport
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.state.link_verdicts import Blame, LinkSpeed, Pair, judge, pair, pairs_to_measure, thirds
+from unickpt.steering.state.membership import Arrived, Lost, Opened, Phase, Ready
+from unickpt.steering.state.transitions import transition
+from unickpt.steering.wire.codec import dial
+from unickpt.steering.wire.probing import Probe
 
 GOOD, BAD, LATE = LinkSpeed(1e-3, 900e6, 800e6), LinkSpeed(1e-3, 900e6, 80e6), LinkSpeed(0.2, 900e6, 800e6)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.unit.steering.checked_events import arrive, connect, members, run, started
-from unickpt.steering.limits import Limits
-from unickpt.steering.membership import (
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.state.membership import (
     Admit,
     Arrived,
     Close,
@@ -33,7 +33,7 @@ from unickpt.steering.membership import (
     standing,
     successors,
 )
-from unickpt.steering.quorum import may_lead, quorum
+from unickpt.steering.state.quorum import may_lead, quorum
 
 
 def test_natural_order_of_names() -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from tests.unit.steering.checked_events import AT_ONCE, checked, members, started
-from unickpt.steering.limits import Limits
-from unickpt.steering.membership import (
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.state.membership import (
     Admit,
     Arrived,
     Committed,
@@ -33,8 +33,8 @@ from unickpt.steering.membership import (
     rank_in_round,
     successors,
 )
-from unickpt.steering.quorum import may_lead
-from unickpt.steering.scores import Score
+from unickpt.steering.state.quorum import may_lead
+from unickpt.steering.state.scores import Score
 
 
 def test_every_short_sequence_of_events() -> None:

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from tests.unit.steering.peers import KEY, Job, begin_round, hosts, until
+from unickpt.base.options.job import SteeringOptions
 from unickpt.cli.main import main
-from unickpt.options import SteeringOptions
-from unickpt.steering import asking
-from unickpt.steering.codec import SteeringError, dial, event_as_json, key_of, secret_key
-from unickpt.steering.decisions import Decisions
-from unickpt.steering.limits import Limits
-from unickpt.steering.membership import Admit, Close, Park
-from unickpt.steering.peer import Peer
-from unickpt.steering.policy import Fault, Finding
-from unickpt.steering.reports import HubReport
+from unickpt.steering.agent.peer import Peer
+from unickpt.steering.policy.decisions import Decisions
+from unickpt.steering.policy.policy import Fault, Finding
+from unickpt.steering.policy.reports import HubReport
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.state.membership import Admit, Close, Park
+from unickpt.steering.wire import asking
+from unickpt.steering.wire.codec import SteeringError, dial, event_as_json, key_of, secret_key
 
 LIMITS = Limits(1, 4, join_s=1.0, expiry_s=60.0, settle_s=0.1)
 

@@ -12,14 +12,14 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from tests.unit.steering.peers import KEY, Job, begin_round, hosts, until
-from unickpt.errors import ConfigError
-from unickpt.options import SteeringOptions
-from unickpt.steering.codec import SteeringError, dial, event_as_json, key_of
-from unickpt.steering.last_members import recall
-from unickpt.steering.limits import Limits
-from unickpt.steering.membership import Arrived, Close, Left, Membership, Park
-from unickpt.steering.peer import Peer
+from unickpt.base.errors import ConfigError
+from unickpt.base.options.job import SteeringOptions
+from unickpt.steering.agent.peer import Peer
 from unickpt.steering.rendezvous import _reserve, create, limits_of
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.state.membership import Arrived, Close, Left, Membership, Park
+from unickpt.steering.wire.codec import SteeringError, dial, event_as_json, key_of
+from unickpt.steering.wire.last_members import recall
 
 LIMITS = Limits(1, 4, join_s=1.0, expiry_s=60.0, settle_s=0.1)
 

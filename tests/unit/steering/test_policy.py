@@ -17,6 +17,8 @@ import pytest
 
 from tests.support.repository import REPO
 from tests.unit.steering.made import running as job
+from unickpt.base.errors import ConfigError
+from unickpt.base.options.job import SteeringOptions, declared_for_steering, from_rendezvous
 from unickpt.diagnosis.detectors.hangs import BEFORE_S
 from unickpt.diagnosis.detectors.verdicts import (
     CallRef,
@@ -36,19 +38,17 @@ from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.host.tcp_counters import CONNECTION, Connections, connections_of
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.snapshot.snapshot import GroupInfo
-from unickpt.errors import ConfigError
-from unickpt.options import SteeringOptions, declared_for_steering, from_rendezvous
-from unickpt.steering.hosts import host_rows, table
-from unickpt.steering.membership import (
+from unickpt.steering.policy.policy import Fault, Finding, History, Row, decide, finding_of
+from unickpt.steering.state.hosts import host_rows, table
+from unickpt.steering.state.membership import (
     Joined,
     Membership,
     Park,
     Paused,
     Phase,
 )
-from unickpt.steering.orders import Action, Order, events
-from unickpt.steering.policy import Fault, Finding, History, Row, decide, finding_of
-from unickpt.steering.transitions import transition
+from unickpt.steering.state.orders import Action, Order, events
+from unickpt.steering.state.transitions import transition
 
 DEFAULTS = SteeringOptions()
 EVICT = SteeringOptions(slow="evict")

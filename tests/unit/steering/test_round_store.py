@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-from unickpt.steering.round_store import RoundStore, StoreLostError, answer
+from unickpt.steering.wire.round_store import RoundStore, StoreLostError, answer
 
 SERVER = """
 import time

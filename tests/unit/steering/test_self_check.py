@@ -16,12 +16,12 @@ import pytest
 
 from tests.unit.steering.checked_events import AT_ONCE, arrive, connect, members, run, started
 from tests.unit.steering.peers import KEY, Job, hosts, until
-from unickpt.steering import self_check, self_measure
-from unickpt.steering.hosts import host_rows
-from unickpt.steering.limits import Limits
-from unickpt.steering.membership import Admit, Lost, Measured, Membership, Park, Phase, Tick
-from unickpt.steering.scores import Score, described, failure
-from unickpt.steering.self_check import SelfCheck, partners
+from unickpt.steering.links import self_check, self_measure
+from unickpt.steering.links.self_check import SelfCheck, partners
+from unickpt.steering.state.hosts import host_rows
+from unickpt.steering.state.limits import Limits
+from unickpt.steering.state.membership import Admit, Lost, Measured, Membership, Park, Phase, Tick
+from unickpt.steering.state.scores import Score, described, failure
 
 USUAL = Score(100.0, 0.0, 20.0, 2.0, 1.0)
 

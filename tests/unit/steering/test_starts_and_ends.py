@@ -15,10 +15,10 @@ import pytest
 from tests.support.repository import REPO
 from tests.unit.steering.checked_events import arrive, connect, members, run, started
 from tests.unit.steering.peers import until
-from unickpt.round_folder import RINGS, RINGS_JOB, Failed, note_failure, read_failure, remove_note
-from unickpt.steering.codec import event_as_json, event_from_json, state_as_json, state_from_json
-from unickpt.steering.membership import Arrived, CannotStart, Committed, Leaving, Left, Membership, Phase, must_stop
-from unickpt.steering.workers import EndedWorkers
+from unickpt.base.round_folder import RINGS, RINGS_JOB, Failed, note_failure, read_failure, remove_note
+from unickpt.steering.host.workers import EndedWorkers
+from unickpt.steering.state.membership import Arrived, CannotStart, Committed, Leaving, Left, Membership, Phase, must_stop
+from unickpt.steering.wire.codec import event_as_json, event_from_json, state_as_json, state_from_json
 from unickpt.testing.launch import environment
 
 ERROR = "rank 0: ModuleNotFoundError: No module named 'x' (train.py:3)"
@@ -147,7 +147,7 @@ def test_the_agent_says_why_its_first_worker_has_failed(tmp_path: Path) -> None:
 
 TOLD = """
 import signal, sys, time
-from unickpt.steering.end_signal import EndSignal
+from unickpt.steering.agent.end_signal import EndSignal
 signal.signal(signal.SIGTERM, lambda *_: time.sleep(1.0))
 EndSignal(lambda name: print(name, flush=True))
 print("ready", flush=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.unit.steering.made import running
-from unickpt.options import SteeringOptions
-from unickpt.steering.history import Entry, Kind
-from unickpt.steering.membership import Lost, Ordered, Park
-from unickpt.steering.metrics import steering_measurements
-from unickpt.steering.observers import Observers
-from unickpt.steering.transitions import transition
+from unickpt.base.options.job import SteeringOptions
+from unickpt.steering.publishing.metrics import steering_measurements
+from unickpt.steering.publishing.observers import Observers
+from unickpt.steering.state.history import Entry, Kind
+from unickpt.steering.state.membership import Lost, Ordered, Park
+from unickpt.steering.state.transitions import transition
 from unickpt.testing.launch import free_port
 
 

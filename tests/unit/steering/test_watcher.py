@@ -11,8 +11,8 @@ from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.verdicts import Baseline, Direction, LongSteps, SlowTransfers, Syndrome, Verdict
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.snapshot.snapshot import Snapshot, take_snapshot
-from unickpt.steering.policy import Fault
-from unickpt.steering.watcher import SlowTimes, report_of
+from unickpt.steering.host.watcher import SlowTimes, report_of
+from unickpt.steering.policy.policy import Fault
 
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
 STEPS = Verdict(Syndrome.NON_COMMUNICATION_SLOW, (2,), 5, evidence=(LongSteps(25e6, 100e6, 7, 20, 1.0),))

@@ -15,14 +15,14 @@ import pytest
 
 from tests.unit.steering.made import running
 from tests.unit.steering.peers import until
-from unickpt.errors import ConfigError
-from unickpt.options import SteeringOptions
-from unickpt.steering.membership import Left, Lost, Ordered, Park
-from unickpt.steering.observers import Observers
-from unickpt.steering.policy import Fault, Finding
-from unickpt.steering.reports import HubReport
-from unickpt.steering.transitions import transition
-from unickpt.steering.webhook import MOST, Webhook, checked_url, post
+from unickpt.base.errors import ConfigError
+from unickpt.base.options.job import SteeringOptions
+from unickpt.steering.policy.policy import Fault, Finding
+from unickpt.steering.policy.reports import HubReport
+from unickpt.steering.publishing.observers import Observers
+from unickpt.steering.publishing.webhook import MOST, Webhook, checked_url, post
+from unickpt.steering.state.membership import Left, Lost, Ordered, Park
+from unickpt.steering.state.transitions import transition
 
 
 class Receiver(ThreadingHTTPServer):
@@ -144,7 +144,7 @@ def test_a_slow_server_never_delays_and_the_queue_is_bounded(receiver: Receiver,
 
 
 def test_servers_that_never_answer_or_do_not_exist_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unickpt.steering.webhook.TIMEOUT_S", 0.3)
+    monkeypatch.setattr("unickpt.steering.publishing.webhook.TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began_s = time.monotonic()
         with pytest.raises(TimeoutError):

@@ -9,10 +9,10 @@ import threading
 from pathlib import Path
 from socket import AF_INET, AF_INET6, create_server, socket
 
+from unickpt.base.logs import printable
 from unickpt.diagnosis.agent.launch import LONGEST_ADDRESS
 from unickpt.diagnosis.agent.loop import PREFIX, watch
 from unickpt.diagnosis.agent.server import Collector, secret_of, serve
-from unickpt.logs import printable
 
 
 def tell(line: str) -> None:

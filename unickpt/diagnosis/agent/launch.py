@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from unickpt import isolated_process
+from unickpt.base import isolated_process
+from unickpt.base.private_files import read_text, replacing
 from unickpt.diagnosis.recording.ring_folder import start_of_workers
-from unickpt.private_files import read_text, replacing
 
 logger = logging.getLogger("unickpt")
 

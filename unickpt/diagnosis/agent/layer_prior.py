@@ -1,7 +1,7 @@
 """The layers of the ranks of this host, beside those of earlier jobs.
 
 The files of sampled layers are those of ``recording.layer_times``. The times of earlier jobs are in the store of the user
-(``unickpt.layer_costs.store``), to which the agent adds this job once, without ranks that are slower than the others.
+(``unickpt.diagnosis.layer_costs.store``), to which the agent adds this job once, without ranks that are slower than the others.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from unickpt.base.errors import FormatError
+from unickpt.base.private_files import read_text
 from unickpt.diagnosis.detectors.slow_layers import limit_of
+from unickpt.diagnosis.layer_costs.compute import ComputeCosts, key_of
+from unickpt.diagnosis.layer_costs.measured import SUFFIX, MeasuredLayer, layers_of
+from unickpt.diagnosis.layer_costs.store import remember, remembered
 from unickpt.diagnosis.recording.rank_ranges import MOST_RANKS
 from unickpt.diagnosis.snapshot.snapshot import LayerSample
-from unickpt.errors import FormatError
-from unickpt.layer_costs.compute import ComputeCosts, key_of
-from unickpt.layer_costs.measured import SUFFIX, MeasuredLayer, layers_of
-from unickpt.layer_costs.store import remember, remembered
-from unickpt.private_files import read_text
 
 MOST_BYTES = 8 << 20  # of the file of a rank
 _UNREADABLE = OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError, FormatError  # the data is untrusted

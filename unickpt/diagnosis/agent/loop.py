@@ -16,6 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
+from unickpt.base.errors import FormatError, UnickptError
+from unickpt.base.limited_http import RateLimitedLog
+from unickpt.base.logs import printable
+from unickpt.base.memory_status import read_status
+from unickpt.base.private_files import append, read_text, replacing
 from unickpt.diagnosis.agent import server
 from unickpt.diagnosis.agent.cpu_starvation import CpuWaitSampler
 from unickpt.diagnosis.agent.layer_prior import LayerPrior
@@ -32,6 +37,7 @@ from unickpt.diagnosis.host.process_exits import ExitWatcher, ProcessExit
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.host.tcp_counters import connections_of
+from unickpt.diagnosis.layer_costs.store import default_store
 from unickpt.diagnosis.recording.ring import boot_id
 from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
 from unickpt.diagnosis.reports.verdict_text import VerdictText, render, render_all
@@ -40,12 +46,6 @@ from unickpt.diagnosis.snapshot.snapshot import RankSnapshot, Snapshot, kept_ste
 from unickpt.diagnosis.snapshot.stacks import can_answer, stacks_of
 from unickpt.diagnosis.snapshot.steps import STEP
 from unickpt.diagnosis.snapshot.tcp_windows import TcpSampler
-from unickpt.errors import FormatError, UnickptError
-from unickpt.layer_costs.store import default_store
-from unickpt.limited_http import RateLimitedLog
-from unickpt.logs import printable
-from unickpt.memory_status import read_status
-from unickpt.private_files import append, read_text, replacing
 
 EVERY_S = 1.0
 PREFIX = "unickpt: "  # of lines for a person

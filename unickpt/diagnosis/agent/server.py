@@ -23,14 +23,14 @@ from socket import SHUT_RDWR, socket
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from unickpt.base.errors import ConfigError, FormatError
+from unickpt.base.limited_http import ConnectionLimits, LimitedHandler, LimitedServer
+from unickpt.base.memory_status import MemoryStatus
 from unickpt.diagnosis.detectors.examine import Examination
 from unickpt.diagnosis.reports.verdict_line import parse_line
 from unickpt.diagnosis.reports.verdict_text import VerdictText, render_all
 from unickpt.diagnosis.snapshot.codec import decode_snapshot, encode_snapshot
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
-from unickpt.errors import ConfigError, FormatError
-from unickpt.limited_http import ConnectionLimits, LimitedHandler, LimitedServer
-from unickpt.memory_status import MemoryStatus
 
 LARGEST = 64 << 20  # bytes of a snapshot
 _DIGITS = 12  # of a length that is looked at

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from unickpt.base.private_files import append, read_text
 from unickpt.diagnosis.host.process_exits import ExitStatus, ProcessExit
-from unickpt.private_files import append, read_text
 
 EXITS, _MOST_BYTES = "exits.jsonl", 1 << 20
 

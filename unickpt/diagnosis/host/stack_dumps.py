@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from unickpt.private_files import open_regular, replacing
+from unickpt.base.private_files import open_regular, replacing
 
 SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else None
 SUFFIX = ".stacks"

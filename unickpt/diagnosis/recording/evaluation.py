@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from unickpt.module_hooks import ModuleHook
+from unickpt.base.module_hooks import ModuleHook
 
 
 def watch(model: torch.nn.Module, evaluates: Callable[[], None]) -> list[Any]:

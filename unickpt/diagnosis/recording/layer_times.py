@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from unickpt.module_hooks import ModuleHook
-from unickpt.private_files import replacing
+from unickpt.base.module_hooks import ModuleHook
+from unickpt.base.private_files import replacing
 
 SCHEMA = 1
 WARM_UP = 2  # first steps of a process, which are not sampled

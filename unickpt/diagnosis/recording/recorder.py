@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from unickpt.base.io_times import IoTime
+from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.diagnosis.recording import flight_recorder
 from unickpt.diagnosis.recording.device_events import EventSource
 from unickpt.diagnosis.recording.device_timer import DeviceCall, DeviceTimer
@@ -21,8 +23,6 @@ from unickpt.diagnosis.recording.fast_path import state_of
 from unickpt.diagnosis.recording.rank_ranges import progressions
 from unickpt.diagnosis.recording.records import DTYPES, END_OFFSET, RECORD, Flag, Op, Phase
 from unickpt.diagnosis.recording.ring import CLOSED, RAISED, RingWriter
-from unickpt.format.dtypes import torch_dtype
-from unickpt.io_times import IoTime
 
 logger = logging.getLogger("unickpt")
 

@@ -33,7 +33,7 @@ class Op(enum.IntEnum):
     GARBAGE = 33
     DATA = 34
     CHECKPOINT = 35
-    SAVE_STAGE = 36  # as ``unickpt.io_times.IoPhase``
+    SAVE_STAGE = 36  # as ``unickpt.base.io_times.IoPhase``
     SAVE_WRITE = 37
     SAVE_COMMIT = 38
     LOAD_READ = 39
@@ -106,7 +106,7 @@ END_OFFSET = RECORD.fields["end_ns"][1]  # type: ignore[index]
 WAIT_OFFSET = RECORD.fields["wait_ns"][1]  # type: ignore[index]
 FLAGS_OFFSET = RECORD.fields["flags"][1]  # type: ignore[index]
 
-# As in ``unickpt.format.dtypes``, which needs torch. Readers of records do not load torch.
+# As in ``unickpt.checkpoint.format.dtypes``, which needs torch. Readers of records do not load torch.
 _SIZES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
     "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,

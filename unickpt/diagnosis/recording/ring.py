@@ -25,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from unickpt.base.errors import ConfigError, FormatError
+from unickpt.base.private_files import free_bytes, make_named_folder, more_room, open_regular, replacing
 from unickpt.diagnosis.recording.rank_ranges import MOST_RANKS
 from unickpt.diagnosis.recording.records import (
     CALL_OFFSET,
@@ -39,8 +41,6 @@ from unickpt.diagnosis.recording.records import (
     Op,
     Records,
 )
-from unickpt.errors import ConfigError, FormatError
-from unickpt.private_files import free_bytes, make_named_folder, more_room, open_regular, replacing
 
 _MOST_PIDS = 1 << 31
 MAGIC = b"UNICKRNG"

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unickpt.base.errors import CoordinationError, FormatError, NotACheckpointError
+from unickpt.base.private_files import make_folder, own_folders, read_text, replacing
 from unickpt.diagnosis.host.process_state import State, state_of
 from unickpt.diagnosis.recording.launched import AbsentRank, LaunchNote, absent_ranks, read_launches
 from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingContents, RingReader
-from unickpt.errors import CoordinationError, FormatError, NotACheckpointError
-from unickpt.private_files import make_folder, own_folders, read_text, replacing
 
 SHARED_MEMORY = Path("/dev/shm")
 _JOB_CHARACTERS = 64  # of a job's name, in the name of its folder

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unickpt.base.errors import UnickptError
+from unickpt.base.private_files import free_bytes, more_room
 from unickpt.diagnosis.recording.records import RECORD
 from unickpt.diagnosis.recording.ring import ring_bytes
-from unickpt.errors import UnickptError
-from unickpt.private_files import free_bytes, more_room
 
 SHARE = 0.5  # of the free room that the rings of all ranks may take: the job uses the folder, too
 FEWEST = 2048  # records of a ring that is of use

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.errors import StorageError
 from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.recording.rank_ranges import progressions
 from unickpt.diagnosis.recording.records import Op, bytes_in
@@ -28,7 +29,6 @@ from unickpt.diagnosis.reports.timeline import KINDS, timeline
 from unickpt.diagnosis.reports.transfer_delays import delay_matrix, transfer_times
 from unickpt.diagnosis.reports.verdict_text import VerdictText
 from unickpt.diagnosis.reports.wait_table import rank_activities, wait_rows
-from unickpt.errors import StorageError
 
 # Limits that keep a page small. The page says what it leaves out.
 MOST_ROWS, MOST_COLUMNS = 1024, 120  # of the heat map: ranks, steps
@@ -86,9 +86,9 @@ def contents(
     Args:
         job: records of the job. It may have none, if there are rounds.
         verdicts: verdicts on the job, with their texts.
-        rounds: history of the job, from ``unickpt.steering.timeline.as_json``.
+        rounds: history of the job, from ``unickpt.steering.state.timeline.as_json``.
         memory: state of the memory tier, from ``memory_section``.
-        prices: result of a replay, from ``unickpt.replay.price.WhatIf.for_report``.
+        prices: result of a replay, from ``unickpt.planning.replay.price.WhatIf.for_report``.
     """
     table = by_step(job)
     hosts = sorted({rank.ring.identity.host for rank in job.ranks.values()})

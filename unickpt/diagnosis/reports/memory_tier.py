@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from unickpt.memory_status import MemoryStatus
+from unickpt.base.memory_status import MemoryStatus
 
 HELP = {
     "unickpt_memory_held_bytes": "Bytes of checkpoints and copies in the memory of a host, at the end of the last save.",

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from unickpt.base.errors import ConfigError, StorageError
+from unickpt.base.memory_status import MemoryStatus
 from unickpt.diagnosis.detectors.tcp_links import links_of
 from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.host.process_state import State
@@ -28,8 +30,6 @@ from unickpt.diagnosis.reports import memory_tier
 from unickpt.diagnosis.reports.arrivals import by_step
 from unickpt.diagnosis.reports.job_records import OP_NAMES, JobRecords, gather_records
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
-from unickpt.errors import ConfigError, StorageError
-from unickpt.memory_status import MemoryStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from unickpt.base.errors import FormatError
 from unickpt.diagnosis.detectors.verdicts import Cause, Syndrome, Verdict
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.recording.rank_ranges import axis_of, checked_progressions, expanded, progressions
-from unickpt.errors import FormatError
 
 KEYWORDS = {
     Syndrome.NON_COMMUNICATION_HANG: "HANG",

@@ -1,7 +1,7 @@
 """Verdicts as text: for each a machine-readable line and a sentence.
 
 Text is made here and nowhere else. Names of groups and hosts come from rings and from other hosts and may hold anything;
-``unickpt.logs.printable`` escapes the sentence where it is printed.
+``unickpt.base.logs.printable`` escapes the sentence where it is printed.
 """
 
 from __future__ import annotations

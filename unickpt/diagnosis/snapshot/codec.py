@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.errors import FormatError
 from unickpt.diagnosis.host.process_exits import ExitStatus
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import DEEPEST, Frame
@@ -28,7 +29,6 @@ from unickpt.diagnosis.snapshot.snapshot import (
 )
 from unickpt.diagnosis.snapshot.steps import STEP
 from unickpt.diagnosis.snapshot.tcp_windows import WINDOW
-from unickpt.errors import FormatError
 
 VERSION = 10
 _LONGEST = 4096  # characters of a text

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from unickpt.diagnosis.recording.records import Op
-from unickpt.replay.trace import CALL, MARK, PAUSE, Table, Trace, TraceGroup
+from unickpt.planning.replay.trace import CALL, MARK, PAUSE, Table, Trace, TraceGroup
 from unickpt.testing.simulation.calls import Disturbance, ProgramItem, play, program
 from unickpt.testing.simulation.layout import ParallelLayout
 

@@ -179,8 +179,8 @@ def test_an_answer_names_only_existing_ranks(tmp_path: Path) -> None:
 
 def test_prometheus_is_answered_where_it_is_wanted(capfd: pytest.CaptureFixture[str]) -> None:
     """Metrics are served on this host only, unless ``metrics_address`` is set."""
+    from unickpt.base.options.job import TimingOptions
     from unickpt.diagnosis.agent.__main__ import _answer_prometheus
-    from unickpt.options import TimingOptions
 
     assert TimingOptions().metrics_address == "127.0.0.1"
     port = free_port()

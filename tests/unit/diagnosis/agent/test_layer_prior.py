@@ -14,10 +14,10 @@ import pytest
 from tests.unit.diagnosis.agent.made import S, call, ring
 from unickpt.diagnosis.agent.layer_prior import SETTLED, LayerPrior, RankSample, usual_layers
 from unickpt.diagnosis.agent.loop import Agent
+from unickpt.diagnosis.layer_costs.compute import ComputeCosts
+from unickpt.diagnosis.layer_costs.measured import LAYER, MeasuredLayer
+from unickpt.diagnosis.layer_costs.store import remember, remembered
 from unickpt.diagnosis.recording.ring_folder import read_folder
-from unickpt.layer_costs.compute import ComputeCosts
-from unickpt.layer_costs.measured import LAYER, MeasuredLayer
-from unickpt.layer_costs.store import remember, remembered
 
 DEVICE = "cpu x"
 

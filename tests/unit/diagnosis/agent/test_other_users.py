@@ -17,9 +17,9 @@ import pytest
 from tests.support.rank_threads import on_all_ranks
 from tests.support.repository import REPO
 from tests.unit.diagnosis.agent.made import hung, ring
+from unickpt.checkpoint.coordination import host_peers
 from unickpt.cli import diagnose_command
 from unickpt.cli.main import main
-from unickpt.coordination import host_peers
 from unickpt.diagnosis.agent import loop
 from unickpt.diagnosis.agent.loop import Agent
 from unickpt.diagnosis.host import stack_dumps
@@ -63,7 +63,7 @@ import os, sys
 from pathlib import Path
 import torch.distributed as dist
 from unickpt.diagnosis import session
-from unickpt.options import TimingOptions
+from unickpt.base.options.job import TimingOptions
 session.SHARED_MEMORY = Path(sys.argv[1])
 rank, world = int(sys.argv[3]), int(sys.argv[4])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=world)

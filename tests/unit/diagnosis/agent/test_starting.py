@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from tests.support.repository import REPO
 from tests.unit.diagnosis.agent.made import hung
+from unickpt.base.errors import UnickptError
 from unickpt.diagnosis.agent import launch, loop
 from unickpt.diagnosis.agent.server import Collector, fetch
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.snapshot.snapshot import take_snapshot
-from unickpt.errors import UnickptError
 from unickpt.testing.launch import environment
 
 STARTS = """
@@ -30,7 +30,7 @@ from pathlib import Path
 from unickpt.diagnosis.agent import launch as starting, loop as watching
 from unickpt.diagnosis.agent.server import Collector, fetch
 from unickpt.diagnosis.snapshot.snapshot import take_snapshot
-from unickpt.errors import UnickptError
+from unickpt.base.errors import UnickptError
 from unickpt.diagnosis.recording.ring_folder import read_folder
 store = dist.HashStore()
 process = starting.start(Path(sys.argv[1]), 0, store)

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 from tests.unit.diagnosis.agent.made import MS, S, call, hung, ring
+from unickpt.base.errors import FormatError, UnickptError
+from unickpt.base.limited_http import ConnectionLimits, RateLimitedLog
 from unickpt.diagnosis.agent import loop
 from unickpt.diagnosis.agent import server as server
 from unickpt.diagnosis.agent.loop import Agent
@@ -30,8 +32,6 @@ from unickpt.diagnosis.reports.verdict_line import parse_line
 from unickpt.diagnosis.reports.verdict_text import render_all
 from unickpt.diagnosis.snapshot.codec import decode_snapshot, encode_snapshot
 from unickpt.diagnosis.snapshot.snapshot import take_snapshot
-from unickpt.errors import FormatError, UnickptError
-from unickpt.limited_http import ConnectionLimits, RateLimitedLog
 
 LIMITS = ConnectionLimits(connections=16, head_s=1.0, whole_s=3.0)
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.unit.diagnosis.agent.made import S, call, hung, made_up, ring
+from unickpt.base.private_files import append
 from unickpt.diagnosis.agent.loop import StepHistory
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.p2p_links import transfers_of
@@ -28,7 +29,6 @@ from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.reports.verdict_text import render, render_all
 from unickpt.diagnosis.snapshot.snapshot import CALL, Snapshot, take_snapshot
 from unickpt.diagnosis.snapshot.steps import STEP
-from unickpt.private_files import append
 
 
 def test_a_rank_that_is_stopped_inside_of_a_call_is_named(tmp_path: Path) -> None:

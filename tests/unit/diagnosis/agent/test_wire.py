@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.unit.diagnosis.agent.made import hung
+from unickpt.base.errors import FormatError
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.recording.records import Op
@@ -17,7 +18,6 @@ from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.reports.verdict_text import render_all
 from unickpt.diagnosis.snapshot.codec import decode_snapshot, encode_snapshot
 from unickpt.diagnosis.snapshot.snapshot import GroupInfo, LayerSample, take_snapshot
-from unickpt.errors import FormatError
 
 
 def test_a_view_survives_its_bytes(tmp_path: Path) -> None:

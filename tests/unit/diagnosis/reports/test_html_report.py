@@ -26,8 +26,8 @@ from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
 from unickpt.diagnosis.reports.html_report import contents, page, write_report
 from unickpt.diagnosis.reports.job_records import gather_records
 from unickpt.diagnosis.reports.verdict_text import VerdictText
-from unickpt.steering.history import Entry, Kind
-from unickpt.steering.timeline import as_json, job_times
+from unickpt.steering.state.history import Entry, Kind
+from unickpt.steering.state.timeline import as_json, job_times
 
 
 class Markup(html.parser.HTMLParser):

@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.report_records import by_label, hostile
 from tests.unit.diagnosis.reports.jobs import job_of_four
+from unickpt.base.errors import ConfigError
 from unickpt.diagnosis.detectors.verdicts import Syndrome, Verdict
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.reports import metrics
-from unickpt.errors import ConfigError
 
 
 def test_measurements_equal_the_records(tmp_path: Path) -> None:

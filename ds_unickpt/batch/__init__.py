@@ -1,0 +1,1 @@
+"""Batch size and steps of a job with another number of ranks."""

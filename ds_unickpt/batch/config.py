@@ -1,0 +1,33 @@
+"""The ``unickpt`` key of a DeepSpeed configuration.
+
+An invalid value makes ``deepspeed.initialize`` raise. No option is silently ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unickpt.base.options.job import KEY, SECTIONS, Options, from_json
+
+
+def read_options(config: Mapping[str, Any]) -> Options | None:
+    """Return the options of a DeepSpeed configuration, or None if it has no ``unickpt`` key.
+
+    Args:
+        config: the whole DeepSpeed configuration.
+
+    Raises:
+        ConfigError: an unknown option (with the nearest valid one), or a value of the wrong type or out of bounds.
+    """
+    return from_json(config[KEY]) if KEY in config else None
+
+
+def unused_options(config: Mapping[str, Any]) -> list[str]:
+    """Return the options of checkpoints that a configuration sets without ``"enabled"``, so that they have no effect.
+
+    With ``"enabled": false`` the list is empty: the user has switched checkpoints off. Sections such as ``"timing"``, and
+    ``"precision"``, work without it.
+    """
+    section = config[KEY]
+    return [] if "enabled" in section else [key for key in section if key not in (*SECTIONS, "precision")]

@@ -1,0 +1,1 @@
+"""Compressed gradients in DeepSpeed."""

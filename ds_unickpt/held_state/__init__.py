@@ -1,0 +1,1 @@
+"""What this rank holds: names, partitions, states of the optimizer."""

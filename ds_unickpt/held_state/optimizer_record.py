@@ -1,0 +1,193 @@
+"""The non-tensor state of an optimizer: hyperparameters, scalar states, and which states are elementwise.
+
+Scalars are stored twice. The manifest has them by parameter name, for every layout. Each rank also stores those of its own
+partitions, and gets them back exactly under the same layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_unickpt.held_state.first_step import STEP
+from ds_unickpt.held_state.names import ModuleNames
+from ds_unickpt.held_state.partitions import Partition, states_of
+from ds_unickpt.placing.fallbacks import ODD_SETTINGS
+from unickpt.checkpoint.format import objects
+from unickpt.checkpoint.format.checksums import digest
+from unickpt.checkpoint.format.dtypes import name_of, torch_dtype
+from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup
+
+# Switches of the implementation and DeepSpeed's own bookkeeping. They are not restored.
+NOT_HYPERPARAMETERS = frozenset(
+    {"params", "foreach", "fused", "capturable", "differentiable", "name", "moe", "_ds_source_param_group_id"}
+)
+
+Kinds = dict[str, tuple[str, tuple[int, ...], str]]  # see ``ParameterGroup.tensors``
+
+
+@dataclass(frozen=True, slots=True)
+class ElementStates:
+    """Keys of an optimizer's state: tensors of the parameter's shape, scalars, and all others (``owned_states``)."""
+
+    tensors: frozenset[str]
+    scalars: frozenset[str]
+    owned: frozenset[str]
+
+
+def classify(partitions: Sequence[Partition], base: torch.optim.Optimizer | None) -> ElementStates:
+    """Classify the keys of an optimizer's state as elementwise tensors, scalars, or states that belong to their owner.
+
+    A key is elementwise if its values have the shape of their parameter. For a one-element parameter the shape does not
+    decide, because ``step`` may have the same shape. The other parameters decide then. If there are none, ``step`` is a
+    scalar and all other keys are elementwise. A key with a value of another kind, or of different kinds, belongs to its owner.
+    """
+    votes: dict[str, set[str]] = {}
+    for partition in partitions if base is not None else ():
+        assert base is not None
+        for key, value in states_of(base, partition).items():
+            if value is not None:
+                votes.setdefault(key, set()).add(_nature(key, value, partition))
+    owned = {key for key, kinds in votes.items() if "owned" in kinds or {"tensor", "scalar"} <= kinds}
+    tensors = {key for key, kinds in votes.items() if "tensor" in kinds or (kinds == {"either"} and key != STEP)} - owned
+    return ElementStates(frozenset(tensors), frozenset(set(votes) - tensors - owned), frozenset(owned))
+
+
+def _nature(key: str, value: Any, partition: Partition) -> str:
+    if isinstance(value, (bool, int, float)):
+        return "scalar"
+    if isinstance(value, torch.Tensor) and tuple(value.shape) == partition.shape(key):
+        return "either" if value.numel() == 1 else "tensor"
+    return "scalar" if isinstance(value, torch.Tensor) and value.numel() == 1 else "owned"
+
+
+def record_of(partitions: Sequence[Partition], names: ModuleNames, base: torch.optim.Optimizer) -> OptimizerRecord:
+    """Return hyperparameters and scalar states by parameter name."""
+    kinds = classify(partitions, base)
+    groups: dict[int, tuple[ParameterGroup, list[str]]] = {}
+    scalars: dict[str, tuple[ParameterGroup, list[str]]] = {}
+    for part in partitions:
+        listed = [names.name(p) for p in part.parameters]
+        groups.setdefault(id(part.group), (_encoded(_settings(part.group)), []))[1].extend(listed)
+        values = _scalars(part, base, kinds)
+        repeated = (STEP,) if STEP in part.group and STEP not in values else ()
+        # readers of before ``repeated`` take the group's step from here
+        group = _encoded(values | {key: part.group[key] for key in repeated}, repeated)
+        scalars.setdefault(group.identity(), (group, []))[1].extend(listed)
+    return OptimizerRecord(
+        type(base).__name__,
+        tuple(_of(group, listed) for group, listed in groups.values()),
+        tuple(_of(group, listed) for group, listed in scalars.values() if group.hyperparameters),
+    )
+
+
+def _of(group: ParameterGroup, parameters: list[str]) -> ParameterGroup:
+    return ParameterGroup(group.hyperparameters, tuple(dict.fromkeys(parameters)), group.tensors, group.repeated)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in NOT_HYPERPARAMETERS}
+
+
+def _scalars(part: Partition, base: torch.optim.Optimizer, kinds: ElementStates) -> dict[str, Any]:
+    held = states_of(base, part)
+    found = {key: held[key] for key in sorted(kinds.scalars) if held.get(key) is not None}
+    if part.stepped_by is not None and isinstance(found.get(STEP), torch.Tensor):
+        found[STEP] = int(found[STEP])  # as the engine's own optimizer keeps it
+    return found
+
+
+def _encoded(values: Mapping[str, Any], repeated: tuple[str, ...] = ()) -> ParameterGroup:
+    """Encode one-element tensors, such as capturable learning rates and steps, as numbers with dtype, shape and device."""
+    single = {k: v for k, v in values.items() if isinstance(v, torch.Tensor) and v.numel() == 1}
+    encoded = objects.encode({k: v.item() if k in single else v for k, v in values.items()}, prefix="optimizer")
+    if encoded.tensors or encoded.opaque:
+        raise ODD_SETTINGS.error(f"hyperparameters hold values that are not plain: {encoded.opaque or list(encoded.tensors)}")
+    tensors: Kinds = {k: (name_of(v.dtype), tuple(v.shape), v.device.type) for k, v in single.items()}
+    return ParameterGroup(encoded.value, (), tensors, repeated)
+
+
+def decoded(group: ParameterGroup, *, where: str, device: torch.device) -> dict[str, Any]:
+    """Return the values of a group with their original types. Tensors that were on a device go to ``device``.
+
+    Raises:
+        FormatError: a value is malformed.
+    """
+    values: dict[str, Any] = dict(objects.decode(group.hyperparameters, tensors={}, where=where).value)
+    for key, (dtype, shape, place) in (group.tensors or {}).items():
+        if key in values:
+            on = torch.device("cpu") if place == "cpu" else device
+            values[key] = torch.tensor(values[key], dtype=torch_dtype(dtype), device=on).reshape(shape)
+    return values
+
+
+# ---------------------------------------------------------------- scalars of one rank
+
+
+@dataclass(frozen=True, slots=True)
+class RankScalars:
+    """Scalars of this rank's partitions, and settings of the parameter groups, in order.
+
+    Attributes:
+        layout: digest of the layout of the partitions. The values apply to this layout only.
+        partitions: scalars of each partition.
+        groups: settings of each parameter group.
+    """
+
+    layout: str
+    partitions: tuple[ParameterGroup, ...]
+    groups: tuple[ParameterGroup, ...]
+
+    @classmethod
+    def of(cls, partitions: Sequence[Partition], names: ModuleNames, base: torch.optim.Optimizer) -> RankScalars:
+        kinds = classify(partitions, base)
+        groups = {id(part.group): part.group for part in partitions}
+        return cls(
+            layout_of(partitions, names, base),
+            tuple(_encoded(_scalars(part, base, kinds)) for part in partitions),
+            tuple(_encoded(_settings(group)) for group in groups.values()),
+        )
+
+    @classmethod
+    def from_object(cls, value: Any) -> RankScalars | None:
+        """Return the scalars that ``to_object`` encoded; None for any other value."""
+        try:
+            distinct = [
+                ParameterGroup(v, (), {k: (d, tuple(s), p) for k, (d, s, p) in t.items()}) for v, t in value["distinct"]
+            ]
+            partitions, groups = ([distinct[at] for at in value[key]] for key in ("partitions", "groups"))
+            return cls(str(value["layout"]), tuple(partitions), tuple(groups))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            return None
+
+    def to_object(self) -> dict[str, Any]:
+        """Return plain values. Equal groups are stored once."""
+        distinct: dict[str, int] = {}
+        values: list[Any] = []
+        places: dict[str, list[int]] = {"partitions": [], "groups": []}
+        for key, held in (("partitions", self.partitions), ("groups", self.groups)):
+            for group in held:
+                if group.identity() not in distinct:
+                    distinct[group.identity()] = len(values)
+                    values.append([group.hyperparameters, {k: list(v) for k, v in (group.tensors or {}).items()}])
+                places[key].append(distinct[group.identity()])
+        return {"layout": self.layout, "distinct": values, **places}
+
+    def fingerprint(self) -> str:
+        """Return a digest of the values. It does not depend on the layout of the partitions."""
+        return digest(json.dumps([[g.identity() for g in held] for held in (self.partitions, self.groups)]).encode())
+
+
+def layout_of(partitions: Sequence[Partition], names: ModuleNames, base: torch.optim.Optimizer) -> str:
+    """Return a digest of the optimizer's class and of the parameter ranges in this rank's partitions."""
+    places = [place_of(part, names.name) for part in partitions]
+    return digest(json.dumps([type(base).__name__, places]).encode())
+
+
+def place_of(part: Partition, name: Callable[[torch.nn.Parameter], str]) -> list[Any]:
+    """Return the number of elements of a partition and its parameter ranges, as JSON: ``[n, [[name, lo, hi, at], ...]]``."""
+    return [part.elements.numel(), [[name(p.parameter), p.lo, p.hi, p.at] for p in part.pieces]]

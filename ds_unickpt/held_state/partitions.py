@@ -1,0 +1,415 @@
+"""Describes what DeepSpeed's optimizers hold on one rank. Calls no collective. Uses private attributes of DeepSpeed.
+
+A *partition* is a tensor that the optimizer steps on, with the parameter ranges in it. The layouts come from DeepSpeed's
+sources (the docstrings name the files) and are verified against live weights. ``framework/versions.py`` has the versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from torch.distributed import get_process_group_ranks
+
+from ds_unickpt.framework import internals
+from ds_unickpt.framework.internals import BF16, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, ExpertLayer, is_zero3, wrapper_of
+from ds_unickpt.held_state.swap_files import SwappedPartition, swapped_weight
+from ds_unickpt.placing import tensor_parallel
+from ds_unickpt.placing.fallbacks import UNKNOWN_BUFFERS
+from ds_unickpt.placing.placement import Placement
+from ds_unickpt.placing.slices import RankValues
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRange:
+    """Flat range ``[lo, hi)`` of a parameter, at element ``at`` of a flat tensor."""
+
+    parameter: torch.nn.Parameter
+    lo: int
+    hi: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """One tensor that the optimizer steps on, on this rank.
+
+    Attributes:
+        master: key of the optimizer's state: a flat 1-D tensor, or without ZeRO a tensor of the parameter's shape.
+        weight: tensor that the model computes with, elementwise parallel to ``master``; None if it is ``master``.
+        pieces: parameter ranges in ``master`` that this rank holds. The rest of a flat tensor is padding.
+        parameters: all parameters of the partitioned group, also those on other ranks.
+        group: parameter group of the optimizer (a live dict).
+        replicated: every rank holds the same values.
+        stored: this rank stores its copy. With data and sequence parallelism DeepSpeed partitions over the data-parallel ranks
+            alone. The data-parallel groups then hold copies of each other, and the group with the first rank
+            (``Placement.slice_ranks``) stores.
+        stepped_by: optimizer that steps on ``master``, if it is not the one of the engine: with partial offload under ZeRO-3,
+            DeepSpeed steps on the sub-groups that stay on the device with a second optimizer.
+        across: see ``Placement.across``.
+        swapped: files that hold the elements of ``master`` and the states, if they are on NVMe. ``master`` has no values then.
+        weights: this rank's part of each parameter by id, if the parameters of the partition are on NVMe. ``weight`` is then
+            None.
+        whole: states whose tensor holds whole parameters back to back, not elementwise parallel to ``master``. Maps the key
+            to the parameter ranges in that tensor.
+    """
+
+    master: torch.Tensor
+    weight: torch.Tensor | None
+    pieces: tuple[ParameterRange, ...]
+    parameters: tuple[torch.nn.Parameter, ...]
+    group: MutableMapping[str, Any]
+    replicated: bool
+    stored: bool = True
+    across: bool = False
+    stepped_by: torch.optim.Optimizer | None = None
+    swapped: SwappedPartition | None = None
+    weights: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    whole: Mapping[str, tuple[ParameterRange, ...]] = field(default_factory=dict)
+
+    @property
+    def elements(self) -> torch.Tensor:
+        """The values of ``master``, also if they are on NVMe."""
+        return self.master if self.swapped is None else self.swapped.tensors["master"]
+
+    def weight_of(self, piece: ParameterRange) -> torch.Tensor | None:
+        """Return the weights of a piece, 1-D; None if the model computes with the masters."""
+        if self.weight is not None:
+            return self.weight.detach().reshape(-1).narrow(0, piece.at, piece.hi - piece.lo)
+        part = self.weights.get(id(piece.parameter))
+        return None if part is None else part.narrow(0, 0, piece.hi - piece.lo)
+
+    def held(self, state: str) -> tuple[ParameterRange, ...]:
+        """Return the parameter ranges of a state on this rank, at their positions in the state's tensor."""
+        return self.whole.get(state, self.pieces)
+
+    def own(self, state: str) -> tuple[ParameterRange, ...]:
+        """Return the ranges of ``held`` that no other partition has."""
+        if state not in self.whole:
+            return self.pieces
+        at = {id(piece.parameter): piece.at for piece in self.whole[state]}
+        return tuple(ParameterRange(p.parameter, p.lo, p.hi, at[id(p.parameter)] + p.lo) for p in self.pieces)
+
+    def shape(self, state: str) -> tuple[int, ...]:
+        """Shape of a state's tensor, if the state is elementwise."""
+        whole = self.whole.get(state)
+        return tuple(self.elements.shape) if whole is None else (sum(piece.hi for piece in whole),)
+
+
+def partitions(engine: Any, placed: Placement | None = None) -> list[Partition]:
+    """Return what the optimizer holds on this rank. Calls no collective.
+
+    Args:
+        engine: the DeepSpeedEngine.
+        placed: ``placement`` of the engine; None to find it.
+
+    Raises:
+        UnsupportedLayoutError: the layout of the buffers is unknown.
+    """
+    kind = wrapper_of(engine)
+    if kind == "none":
+        return []
+    placed = placed or placement(engine)
+    build: dict[str, Callable[[Any], Iterator[Partition]]] = {
+        "plain": _plain,
+        ZERO_1_2: partial(_zero_1_2, placed=placed),
+        ZERO_3: partial(_zero_3, placed=placed),
+        BF16: partial(_bf16, placed=placed),
+        FP16_FUSED: _fp16_fused,
+        FP16_UNFUSED: _fp16_unfused,
+    }
+    found = list(build[kind](engine.optimizer))
+    for partition in found:
+        _check(partition)
+    return found
+
+
+def _check(partition: Partition) -> None:
+    size = partition.elements.numel()
+    for state, whole in partition.whole.items():
+        if {id(piece.parameter) for piece in partition.pieces} - {id(piece.parameter) for piece in whole}:
+            raise UNKNOWN_BUFFERS.error(f"a partition holds a part of a parameter that its state {state} lacks")
+    for piece in partition.pieces:
+        if piece.at < 0 or piece.at + piece.hi - piece.lo > size:
+            raise UNKNOWN_BUFFERS.error(
+                f"a parameter range ends at element {piece.at + piece.hi - piece.lo} of a partition of {size} elements"
+            )
+    if partition.weight is not None and partition.weight.numel() != size:
+        raise UNKNOWN_BUFFERS.error(f"a partition has {partition.weight.numel()} elements of weights and {size} of masters")
+
+
+MOMENTUM = "momentum_buffer"
+OFFLOADED = "_offload_buffer"
+
+
+def states_of(optimizer: torch.optim.Optimizer, partition: Partition) -> dict[str, Any]:
+    """Return the optimizer state of one partition, without the copies that DeepSpeed's offload adds, and without the states
+    that differ between ranks (``ds_unickpt.compressing.optimizer_residuals``).
+    """
+    state = (partition.stepped_by or optimizer).state.get(partition.master, {})
+    of_rank = internals.keys_of_rank(optimizer)
+    if of_rank:
+        state = {key: value for key, value in state.items() if key not in of_rank}
+    if partition.swapped is not None:
+        state = {key: partition.swapped.tensors.get(key, value) for key, value in state.items()}
+    return {k: v for k, v in state.items() if not (k.endswith(OFFLOADED) and k.removesuffix(OFFLOADED) in state)}
+
+
+def _plain(optimizer: torch.optim.Optimizer) -> Iterator[Partition]:
+    """fp32 without ZeRO: no wrapper. The optimizer steps on the parameters."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            yield Partition(p, None, (ParameterRange(p, 0, p.numel(), 0),), (p,), group, replicated=True)
+
+
+def _fp16_unfused(optimizer: Any) -> Iterator[Partition]:
+    """runtime/fp16/unfused_optimizer.py: ``fp16_groups[g][i]`` is the weight of ``fp32_groups[g][i]``."""
+    for g, group in enumerate(optimizer.optimizer.param_groups):
+        for p, master in zip(optimizer.fp16_groups[g], optimizer.fp32_groups[g], strict=True):
+            yield Partition(master, p, (ParameterRange(p, 0, p.numel(), 0),), (p,), group, replicated=True)
+
+
+def _fp16_fused(optimizer: Any) -> Iterator[Partition]:
+    """runtime/fp16/fused_optimizer.py: the parameters of a group lie back to back in ``fp32_groups_flat[g]``."""
+    for g, group in enumerate(optimizer.optimizer.param_groups):
+        params = tuple(optimizer.fp16_groups[g])
+        pieces, at = [], 0
+        for p in params:
+            pieces.append(ParameterRange(p, 0, p.numel(), at))
+            at += p.numel()
+        yield Partition(
+            optimizer.fp32_groups_flat[g], optimizer.fp16_groups_flat[g], tuple(pieces), params, group, replicated=True
+        )
+
+
+def _zero_1_2(optimizer: Any, placed: Placement) -> Iterator[Partition]:
+    """runtime/zero/stage_1_and_2.py: this rank owns an equal part of the padded and reordered group."""
+    offsets_of_group = getattr(optimizer, "round_robin_bit16_offsets", None)
+    for g, params in enumerate(optimizer.round_robin_bit16_groups):
+        numels = [meta.numel() for meta in optimizer.round_robin_bit16_meta[g]]
+        process_group = optimizer.real_dp_process_group[g]
+        rank = dist.get_rank(group=process_group)
+        master = optimizer.single_partition_of_fp32_groups[g]
+        yield Partition(
+            master,
+            _bit16_partition(optimizer, g, rank),
+            _slice_of_group(params, numels, offsets_of_group[g] if offsets_of_group else None, rank, master.numel()),
+            tuple(params),
+            _group_of(optimizer.optimizer, master, g),
+            replicated=False,
+            stored=_stored(process_group, params, placed),
+            whole=_whole_states(optimizer, g),
+        )
+
+
+def _bit16_partition(optimizer: Any, g: int, rank: int) -> torch.Tensor:
+    """Return a weight partition. ``offload_states`` empties the list of partitions, but keeps their flat buffer."""
+    partitions = optimizer.parallel_partitioned_bit16_groups[g]
+    if not partitions:
+        partitions = optimizer.get_data_parallel_partitions(optimizer.bit16_groups_flat[g], g)
+    found: torch.Tensor = partitions[rank]
+    return found
+
+
+def _whole_states(optimizer: Any, g: int) -> dict[str, tuple[ParameterRange, ...]]:
+    """Return the parameter ranges of Muon's momentum.
+
+    Muon orthogonalizes whole matrices. A rank keeps the whole momentum of each parameter in its partition
+    (``_muon_momentum_buffer`` of runtime/zero/stage_1_and_2.py). With offload, the momentum has the layout of the master.
+    """
+    params = optimizer.params_in_partition[g]
+    muon = "muon" in type(optimizer.optimizer).__name__.lower()
+    if not muon or optimizer.cpu_offload or not params or not getattr(params[0], "use_muon", False):
+        return {}
+    pieces, at = [], 0
+    for p in params:
+        pieces.append(ParameterRange(p, 0, p.numel(), at))
+        at += p.numel()
+    return {MOMENTUM: tuple(pieces)}
+
+
+def _bf16(optimizer: Any, placed: Placement) -> Iterator[Partition]:
+    """runtime/bf16_optimizer.py: like ZeRO-1, without reordering."""
+    for g, params in enumerate(optimizer.bf16_groups):
+        process_group = optimizer.real_dp_process_group[g]
+        rank = dist.get_rank(group=process_group)
+        master = optimizer.fp32_groups_flat_partition[g]
+        yield Partition(
+            master,
+            optimizer.bf16_partitioned_groups[g][rank],
+            _slice_of_group(params, [p.numel() for p in params], None, rank, master.numel()),
+            tuple(params),
+            _group_of(optimizer.optimizer, master, g),
+            replicated=False,
+            stored=_stored(process_group, params, placed),
+        )
+
+
+def _stored(process_group: Any, params: Sequence[torch.nn.Parameter], placed: Placement) -> bool:
+    """Whether the ranks of a group store their partitions. Groups of experts all do, because each has experts of its own."""
+    return any(map(internals.is_expert, params)) or placed.stores(tuple(get_process_group_ranks(process_group)))
+
+
+def _slice_of_group(
+    params: list[torch.nn.Parameter], numels: list[int], offsets: list[int] | None, rank: int, size: int
+) -> tuple[ParameterRange, ...]:
+    begin, end = rank * size, (rank + 1) * size
+    pieces, next_offset = [], 0
+    for at, (p, numel) in enumerate(zip(params, numels, strict=True)):
+        offset = next_offset if offsets is None else offsets[at]
+        next_offset = offset + numel
+        lo, hi = max(offset, begin), min(offset + numel, end)
+        if lo < hi:
+            pieces.append(ParameterRange(p, lo - offset, hi - offset, lo - begin))
+    return tuple(pieces)
+
+
+def _zero_3(optimizer: Any, placed: Placement) -> Iterator[Partition]:
+    """runtime/zero/stage3.py: each parameter is cut into equal parts. The parts of a sub-group lie back to back."""
+    groups = getattr(optimizer, "sub_group_process_groups", None)
+    weights = _zero_3_weights(optimizer)
+    for s, params in enumerate(optimizer.fp16_groups):
+        process_group = groups[s] if groups else getattr(params[0], "ds_process_group", optimizer.dp_process_group)
+        rank, ranks = dist.get_rank(group=process_group), tuple(get_process_group_ranks(process_group))
+        pieces, at = [], 0
+        for p in params:
+            pieces += [ParameterRange(p, lo, hi, at) for lo, hi in _zero3_range(p, rank)]
+            at += p.partition_numel()
+        master = optimizer.fp32_partitioned_groups_flat[s]
+        swapped = SwappedPartition.of(optimizer, s)
+        size = (master if swapped is None else swapped.tensors["master"]).numel()
+        if size != at:
+            raise UNKNOWN_BUFFERS.error(f"ZeRO-3 sub-group {s} holds {size} elements, but its parameters have {at}")
+        weight = weights[s]
+        same = weight is None or (swapped is None and weight.data_ptr() == master.data_ptr())
+        group = _group_of(optimizer.optimizer, master, optimizer.sub_group_to_group_id[s])
+        yield Partition(
+            master,
+            None if same else weight,
+            tuple(pieces),
+            tuple(params),
+            group,
+            replicated=False,
+            stored=_stored(process_group, params, placed),
+            across=placed.across(ranks),
+            stepped_by=_second_optimizer(optimizer, s),
+            swapped=swapped,
+            weights={id(p): part_of(p) for p in params} if weight is None else {},
+        )
+
+
+def _second_optimizer(optimizer: Any, sub_group: int) -> torch.optim.Optimizer | None:
+    """Return the optimizer of a sub-group that partial offload (``ratio``) leaves on the device (``_optimizer_step``)."""
+    if not optimizer.offload_optimizer or getattr(optimizer, "partial_offload", 1.0) == 1.0:
+        return None
+    if optimizer.subgroup_to_device[sub_group] == "cpu":
+        return None
+    found: torch.optim.Optimizer = optimizer.backup_optimizer
+    return found
+
+
+def _zero_3_weights(optimizer: Any) -> list[torch.Tensor | None]:
+    """Return the weights of the sub-groups. ``offload_states`` empties their list, but keeps their buffer."""
+    weights: list[torch.Tensor | None] = list(optimizer.fp16_partitioned_groups_flat)
+    if weights or not optimizer.fp16_groups:
+        return weights
+    at = 0
+    for numel in optimizer.fp16_partitioned_groups_flat_numel:
+        weights.append(optimizer.lp_param_buffer.narrow(0, at, numel))
+        at += numel
+    return weights
+
+
+def _zero3_range(parameter: Any, rank: int) -> list[tuple[int, int]]:
+    size = parameter.partition_numel()
+    lo = min(rank * size, parameter.ds_numel)
+    hi = min(lo + size, parameter.ds_numel)
+    return [(lo, hi)] if lo < hi else []
+
+
+def _group_of(optimizer: torch.optim.Optimizer, master: torch.Tensor, position: int) -> MutableMapping[str, Any]:
+    """Return the group that holds ``master``, else the one at ``position``. DeepSpeed rebuilds Adagrad with one group."""
+    for group in optimizer.param_groups:
+        if any(p is master for p in group["params"]):
+            return group
+    return optimizer.param_groups[min(position, len(optimizer.param_groups) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldParameter:
+    """This rank's part of a parameter outside the optimizer.
+
+    Attributes:
+        lo, hi: flat range of the parameter.
+        data: elements of the range, 1-D.
+        live: ``data`` is a view of the parameter.
+        replicated: all ranks hold the same values.
+        stored, across: see ``Partition``.
+    """
+
+    lo: int
+    hi: int
+    data: torch.Tensor
+    live: bool
+    replicated: bool
+    stored: bool = True
+    across: bool = False
+
+
+def held(parameter: Any, placed: Placement) -> HeldParameter | None:
+    """Return this rank's part of a parameter: all of it, or its ZeRO-3 partition. None if it holds no element."""
+    if not is_zero3(parameter):
+        data = parameter.detach()
+        return HeldParameter(0, data.numel(), data.reshape(-1), data.is_contiguous(), replicated=True)
+    ranges = _zero3_range(parameter, dist.get_rank(group=parameter.ds_process_group))
+    if not ranges:
+        return None
+    lo, hi = ranges[0]
+    part = part_of(parameter)
+    if part.numel() < hi - lo:
+        raise UNKNOWN_BUFFERS.error(f"a ZeRO-3 partition has {part.numel()} elements, expected {hi - lo}")
+    ranks = tuple(get_process_group_ranks(parameter.ds_process_group))
+    return HeldParameter(lo, hi, part.narrow(0, 0, hi - lo), live=True, replicated=False,
+                stored=_stored(parameter.ds_process_group, [parameter], placed), across=placed.across(ranks))  # fmt: skip
+
+
+def part_of(parameter: Any) -> torch.Tensor:
+    """Return this rank's part of a ZeRO-3 parameter with padding, 1-D, also if it is on NVMe."""
+    swapped = swapped_weight(parameter)
+    part: torch.Tensor = parameter.ds_tensor.detach() if swapped is None else swapped
+    return part
+
+
+def placement(
+    engine: Any, layers: Iterable[ExpertLayer] | None = None, values: RankValues | None = None
+) -> Placement:  # fmt: skip
+    """Return where this rank stands among the ranks of the job.
+
+    ZeRO-3 partitions over the sequence-parallel peers as well, so they are no replicas there.
+
+    Args:
+        engine: the DeepSpeedEngine.
+        layers: its expert layers; None to find them.
+        values: its ``tensor_parallel.rank_values``; None to find them.
+    """
+    if layers is None:
+        layers = internals.expert_layers(internals.submodules(engine.module))
+    data = tuple(get_process_group_ranks(engine.seq_data_parallel_group))
+    stage = internals.pipeline_stage(engine)
+    rank, world = int(engine.global_rank), int(engine.world_size)
+    ranks = tuple(range(world)) if stage is None else stage.ranks
+    same = set(ranks).intersection(*(layer.ranks for layer in layers))
+    if values is None:
+        values = tensor_parallel.rank_values(engine, tensor_parallel.slices(engine))
+    same &= set(values.holders or same)
+    tensors = tensor_parallel.degree(engine)
+    copies = len(data) < len(ranks) // tensors and not engine.zero_optimization_partition_weights()
+    number, stages = (0, 1) if stage is None else (stage.number, stage.count)
+    return Placement(
+        rank, world, number, stages, tuple(sorted(same)), ranks, data, data.index(rank) if copies else None,
+        tensor_parallel.rank(engine), tensors,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""From a checkpoint back into an engine."""

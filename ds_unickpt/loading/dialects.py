@@ -1,0 +1,89 @@
+"""Presents a checkpoint of another framework under the names of a transformers model in DeepSpeed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ds_unickpt.held_state.names import ModuleNames
+from ds_unickpt.placing import tensor_parallel
+from ds_unickpt.placing.huggingface import model_of
+from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.report import Entry
+from unickpt.transform.convert import training_progress
+from unickpt.transform.dialects.hf_layouts import as_wanted
+from unickpt.transform.dialects.model_facts import Model
+from unickpt.transform.dialects.registry import choose
+from unickpt.transform.dialects.translated_checkpoint import translated
+
+OWN = "huggingface"
+Shapes = dict[str, tuple[int, ...]]
+SCHEDULE = "schedule"  # key in the job's objects: progress of the other framework's learning-rate schedule (Progress)
+
+
+def as_named_here(checkpoint: Checkpoint, engine: Any, chosen: str, wanted: Shapes | None = None) -> Checkpoint:
+    """Return the checkpoint under the names of this job's model.
+
+    Args:
+        checkpoint: checkpoint of any framework.
+        engine: engine that loads the checkpoint.
+        chosen: ``load_dialect`` option: model family, or path of a dialect file. '' derives it from the model or the
+            checkpoint.
+        wanted: shapes of the tensors of all ranks by name, if a rank has only some of them; None: this rank has all.
+
+    Raises:
+        LanguageError: there is no dialect for this model, or it does not fit.
+        MismatchError: the checkpoint belongs to another model.
+    """
+    stored = checkpoint.manifest.writer
+    if stored.dialect == OWN:
+        return as_wanted(checkpoint, wanted or wanted_here(engine), model_of(engine.module).family)
+    wanted = wanted or wanted_here(engine)
+    if _has_own_names(checkpoint, wanted):
+        return checkpoint
+    where = str(checkpoint.storage)
+    model = model_of(engine.module).with_more(Model.from_json(stored.model), where)
+    rules = choose(stored.dialect, OWN, chosen, model.family, where=where, option='"unickpt": {"load_dialect": ...}')
+    rules = rules.of_model(model.facts)
+    view = translated(checkpoint, rules.rules, wanted, rules.sizes_of(model.facts), outward=True)
+    found, notes = _objects(checkpoint, engine)
+    return dataclasses.replace(view, job_objects=found, job_notes=notes)
+
+
+def wanted_here(engine: Any) -> Shapes:
+    """Return the shapes of the parameters and persistent buffers of this rank's model, by name."""
+    slices = tensor_parallel.slices(engine)
+    names = ModuleNames.read(engine.module)
+    found = {name: slices.of(parameter).shape for name, parameter in names.parameters.items()}
+    found |= {each.name: tuple(each.tensor.shape) for each in names.buffers if each.persistent}
+    return found
+
+
+def wanted_by_all(own: Shapes, meet: Rendezvous) -> Shapes:
+    """Return the shapes that any rank wants, by name. All ranks call it with the result of ``wanted_here``."""
+    gathered = meet.gather("wanted", {name: list(shape) for name, shape in own.items()})
+    found: dict[str, Any] | None = None
+    if gathered is not None:
+        found = {name: shape for message in gathered for name, shape in message.items()}
+    return {name: tuple(shape) for name, shape in meet.broadcast("wanted-by-all", found, notice=False).items()}
+
+
+def _has_own_names(checkpoint: Checkpoint, wanted: Shapes) -> bool:
+    """Whether the checkpoint already uses this job's names, such as for a module built from the same parts."""
+    return any(name in checkpoint.manifest.aliases or checkpoint.info(name, "weight") is not None for name in wanted)
+
+
+def _objects(checkpoint: Checkpoint, engine: Any) -> tuple[dict[str, Any], list[Entry]]:
+    """Return the state of the other framework that has a counterpart here (counters), and entries for the report."""
+    step, objects = checkpoint.manifest.step, checkpoint.objects().value
+    job, schedule = training_progress.of_job(step, objects), training_progress.of_schedule(step, objects)
+    known, batch = job.samples is not None, int(engine.train_batch_size())
+    job, schedule = job.with_batch(batch), schedule.with_batch(batch)
+    how = "from the checkpoint" if known else f"as {step} steps of {batch} samples, because the checkpoint has no count"
+    notes = [Entry("engine", "object", "set", f"global_steps {job.steps:,}, global_samples {job.samples:,} {how}")]
+    if objects.get("common") is not None:
+        reason = "Megatron's arguments and schedule have no counterpart; only the counters are used"
+        notes.append(Entry("common", "object", "left out", reason))
+    counters = {"global_steps": job.steps, "global_samples": job.samples, "skipped_steps": 0}
+    return {"engine": counters, SCHEDULE: schedule}, notes

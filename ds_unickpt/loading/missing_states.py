@@ -1,0 +1,138 @@
+"""Optimizer states that a job needs and a checkpoint lacks. Pure functions.
+
+A checkpoint lacks states if the saving job froze a parameter, had another optimizer, or had not made a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ds_unickpt.held_state.first_step import STEP, FirstStates
+
+ALL = "all states"
+_FAMILIES = {"adamw": "adam"}
+_DECORATIONS = ("deepspeedcpu", "fused", "zenflow", "cpu")
+_SAME_MEANING: Mapping[str, frozenset[str]] = {  # families whose state of this key is the same mean of the gradients
+    "exp_avg": frozenset(("adam", "nadam", "radam", "adamax", "lamb")),
+    "exp_avg_sq": frozenset(("adam", "nadam", "radam", "lamb")),
+}
+
+
+def family_of(name: str) -> str:
+    """Return the family of an optimizer class. A family has the same states: Adam, AdamW, FusedAdam, DeepSpeedCPUAdam, ..."""
+    plain = name.lower()
+    for decoration in _DECORATIONS:
+        plain = plain.removeprefix(decoration)
+    return _FAMILIES.get(plain, plain)
+
+
+def shared_states(saved: str, own: str) -> frozenset[str]:
+    """Return the elementwise states that two optimizer classes of different families share, given their names."""
+    families = {family_of(saved), family_of(own)}
+    return frozenset(key for key, having in _SAME_MEANING.items() if families <= having)
+
+
+@dataclass(frozen=True, slots=True)
+class StatesOfParameter:
+    """What the checkpoint has of one parameter.
+
+    Attributes:
+        name: name in this job.
+        trained: the saving job trained it.
+        held: keys of its elementwise states that this job uses.
+    """
+
+    name: str
+    trained: bool
+    held: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class StatesOfPart:
+    """What a load does with the states of one partition.
+
+    Attributes:
+        given: elementwise states that the checkpoint has of one of its parameters.
+        scalars: scalars that the checkpoint has.
+        first: first values of all states; None if unknown.
+        fresh: elementwise states that the checkpoint has of none of its parameters.
+        fresh_scalars: scalars that the checkpoint lacks.
+        lacking: missing states by the name of a parameter.
+        nothing: the checkpoint has no state of the partition. The optimizer begins anew.
+        kept: number of parameters of which the checkpoint has states.
+    """
+
+    given: frozenset[str] = frozenset()
+    scalars: frozenset[str] = frozenset()
+    first: FirstStates | None = None
+    fresh: frozenset[str] = frozenset()
+    fresh_scalars: frozenset[str] = frozenset()
+    lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    nothing: bool = False
+    kept: int = 0
+
+    @property
+    def tensors(self) -> list[str]:
+        """Keys of the elementwise states after the load."""
+        return sorted(self.given | self.fresh)
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Keys of the elementwise states and of the scalars after the load."""
+        return self.given | self.fresh | self.scalars | self.fresh_scalars
+
+    def begin(self, key: str) -> float:
+        """Return the first value of the elements of a state; 0 if it is unknown."""
+        return 0.0 if self.first is None or key not in self.first.tensors else self.first.tensors[key][1]
+
+
+def plan(
+    parameters: Sequence[StatesOfParameter], scalars: Collection[str], first: FirstStates | None, *, owned: bool = False
+) -> StatesOfPart:
+    """Return what a load does with the states of a partition.
+
+    Args:
+        parameters: the parameters of the partition.
+        scalars: keys of the scalars that the checkpoint has of them.
+        first: what this job's optimizer creates in its first step; None if unknown.
+        owned: the checkpoint has states that belong to the partition (``ds_unickpt.held_state.owned_states``).
+    """
+    given = frozenset(key for parameter in parameters for key in parameter.held)
+    if not given and not scalars and not owned:
+        return StatesOfPart(first=first, lacking={p.name: (ALL,) for p in parameters if not p.trained}, nothing=True)
+    needed = given if first is None else frozenset(first.tensors)
+    needed_scalars = frozenset() if first is None else frozenset(first.scalars)
+    lacking = {}
+    for parameter in parameters:
+        absent = needed - parameter.held
+        if absent and (parameter.held or not parameter.trained):  # else it had no state when it was saved
+            lacking[parameter.name] = tuple(sorted(absent))
+    fresh_scalars = needed_scalars - frozenset(scalars)
+    for parameter in parameters if fresh_scalars else ():
+        lacking[parameter.name] = (*lacking.get(parameter.name, ()), *sorted(fresh_scalars))
+    kept = sum(bool(parameter.held) for parameter in parameters)
+    return StatesOfPart(given, frozenset(scalars), first, needed - given, fresh_scalars, lacking, kept=kept)
+
+
+def begin_anew(parameters: Sequence[StatesOfParameter], first: FirstStates | None) -> StatesOfPart:
+    """Return the plan for a partition of which this job uses nothing that the checkpoint has."""
+    return StatesOfPart(first=first, lacking={p.name: (ALL,) for p in parameters}, nothing=True)
+
+
+def described(lacking: Iterable[Mapping[str, tuple[str, ...]]], *, most: int = 10) -> str:
+    """Return the missing states as text: the states, each with the parameters that lack it."""
+    by_states: dict[tuple[str, ...], list[str]] = {}
+    for each in lacking:
+        for name, keys in each.items():
+            by_states.setdefault(keys, []).append(name)
+    lines = []
+    for keys, names in by_states.items():
+        more = f" and {len(names) - most} more" if len(names) > most else ""
+        lines.append(f"{', '.join(keys)} of {', '.join(names[:most])}{more}")
+    return "; ".join(lines)
+
+
+def shared_scalars(saved: Collection[str]) -> frozenset[str]:
+    """Return the scalars that optimizers of different families share."""
+    return frozenset((STEP,)).intersection(saved)

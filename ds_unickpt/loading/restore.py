@@ -1,0 +1,375 @@
+"""Loads a checkpoint of any framework into a DeepSpeed engine.
+
+A load has four steps. ``plan`` matches names and checks shapes. ``read`` fills masters, optimizer states, frozen parameters and
+buffers. ``set_tensors`` derives the weights and sets hyperparameters. ``finish`` sets the non-tensor state and completes the
+report. The ranks agree on success after each step, after ``set_tensors`` only if ``finish`` calls a collective. A step calls
+its collectives before the parts that can fail on one rank alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_unickpt.batch.batches import Batch
+from ds_unickpt.framework import internals
+from ds_unickpt.held_state import partition_updates, partitions, swap_files, vocabulary
+from ds_unickpt.held_state.names import ModuleNames
+from ds_unickpt.held_state.partitions import HeldParameter, Partition
+from ds_unickpt.loading.beginning import Beginning
+from ds_unickpt.loading.derived_weights import DerivedWeights
+from ds_unickpt.loading.matching import Matching, OwnTensor
+from ds_unickpt.loading.reads import Reads, mean
+from ds_unickpt.loading.restore_objects import LoadArguments, RestoredObjects
+from ds_unickpt.loading.restore_optimizer import RestoredOptimizer
+from ds_unickpt.placing import tensor_parallel
+from ds_unickpt.placing.placement import Placement
+from ds_unickpt.placing.slices import Place, Slice, places
+from ds_unickpt.saving.capture import SCALARS, topology
+from unickpt.base.errors import MismatchError
+from unickpt.base.options.job import Options
+from unickpt.checkpoint.coordination.host_peers import HostPeers
+from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.format.boxes import Box
+from unickpt.checkpoint.format.dtypes import name_of, torch_dtype
+from unickpt.checkpoint.format.index import TensorInfo
+from unickpt.checkpoint.format.topology import describe
+from unickpt.checkpoint.load.checkpoint import Checkpoint, Planned
+from unickpt.checkpoint.load.fragments import Request
+from unickpt.checkpoint.load.report import LoadReport
+from unickpt.transform.dialects.translated_checkpoint import translated_from
+
+logger = logging.getLogger("unickpt")
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Override:
+    """Stored weights that are not the cast of their masters. They replace the cast after it is computed.
+
+    Attributes:
+        parameter: owning parameter.
+        place: region of this rank's part of the parameter.
+        common: the part of ``place.whole`` to replace.
+        data: elements of ``common``, 1-D, in the stored dtype.
+    """
+
+    parameter: torch.nn.Parameter
+    place: Place
+    common: Box
+    data: torch.Tensor
+
+    def apply(self, placed: Placement) -> None:
+        held, place = partitions.held(self.parameter, placed), self.place
+        assert held is not None  # or the override was not requested
+        live = place.of(held.data) if held.live else self.parameter.detach()[place.local.slices()]
+        live = live if live.shape == place.local.shape else live.view(place.local.shape)
+        live[self.common.within(place.whole).slices()].copy_(self.data.view(self.common.shape))
+
+
+class EngineRestore:
+    """One load into one engine. ``report`` is complete after ``finish``."""
+
+    def __init__(
+        self, engine: Any, checkpoint: Checkpoint, options: Options, wanted: LoadArguments, beginning: Beginning
+    ) -> None:  # fmt: skip
+        self.engine, self.checkpoint, self.options, self.wanted = engine, checkpoint, options, wanted
+        self.slices = tensor_parallel.slices(engine)
+        values = tensor_parallel.rank_values(engine, self.slices)
+        self.names = ModuleNames.read(engine.module, values)
+        swap_files.release_weights(engine.module)
+        self.placed = partitions.placement(engine, self.names.experts.values(), values)
+        self.parts = partitions.partitions(engine, self.placed)
+        self.base = internals.base_optimizer(engine)
+        source = checkpoint.manifest.writer
+        self.report = LoadReport(
+            source=f"{checkpoint.storage} (step {checkpoint.manifest.step}, {source.framework} "
+            f"{source.framework_version}, {describe(source.topology)}{translated_from(checkpoint)})",
+            target=describe(topology(engine, self.names, self.placed)),
+        )
+        self.report.notes = list(checkpoint.manifest.notes)
+        padded = vocabulary.PaddedRows.of(checkpoint, engine, self.names)
+        self.matching = Matching(checkpoint, self.names, self.names.volatile, padded, wanted.strict, self.report)
+        self.matching.match(self._own_tensors(), optimizer=wanted.optimizer)
+        for name, shape in self.matching.other_rows.items():
+            parameter = self.names.parameters[name]
+            self.slices = self.slices.fitted(parameter, vocabulary.fitted(self.slices.of(parameter), shape))
+        self._elsewhere: frozenset[str] = frozenset()
+        self._stored = self.matching.stored
+        self._reads = Reads(checkpoint, self._stored, {names[0]: names for names in self.matching.means.values()})
+        self._derived = DerivedWeights(engine, self.slices, self._reads)
+        self._overrides: list[_Override] = []
+        self._custom_source: dict[str, torch.Tensor] = {}
+        self._offload_again: Callable[[], None] = _nothing
+        self._optimizer = RestoredOptimizer(
+            engine, self.parts, self.names, self.slices, self._reads, self.report, allow_pickle=options.allow_pickle,
+            fresh=options.missing_state == "fresh", beginning=beginning,
+        )  # fmt: skip
+        self._objects = RestoredObjects(engine, checkpoint, options, self.names, wanted, self.report, beginning)
+
+    # ---------------------------------------------------------------- names and shapes
+
+    def settle(self, unclaimed: Collection[str]) -> None:
+        """Check that names and shapes fit.
+
+        Args:
+            unclaimed: names of the checkpoint that no rank of this job has (``Matching.unclaimed`` on all ranks).
+
+        Raises:
+            MismatchError: lists all missing tensors, extra tensors and tensors of another shape.
+        """
+        self._elsewhere = self.matching.settle(unclaimed)
+
+    def _own_tensors(self) -> Iterator[OwnTensor]:
+        optimized = {id(p) for part in self.parts for p in part.parameters}
+        for name, parameter in self.names.parameters.items():
+            part = self.slices.of(parameter)
+            yield OwnTensor(name, part.shape, id(parameter) in optimized, part.averaged)
+        for name, buffer, persistent in self.names.buffers:
+            if persistent or self._restores_buffer(name, buffer):
+                yield OwnTensor(name, tuple(buffer.shape), trained=False)
+            else:
+                self.report.add(name, "weight", "recreated", "non-persistent buffers, which the model creates itself")
+
+    def _restores_buffer(self, name: str, buffer: torch.Tensor) -> bool:
+        info = self.checkpoint.info(name, "weight")
+        wanted = self.options.non_persistent_buffers and info is not None
+        return wanted and info is not None and info.shape == tuple(buffer.shape)
+
+    def stored_name(self, parameter: torch.nn.Parameter) -> str:
+        """Return the name of a parameter in the checkpoint, or its own name if the checkpoint lacks it."""
+        name = self.names.name(parameter)
+        return self._stored.get(name, name)
+
+    # ---------------------------------------------------------------- tensors
+
+    def plan(self) -> Planned:
+        """Return the plan of everything to read from storage. Calls no collective.
+
+        Raises:
+            MismatchError: the optimizers do not fit.
+        """
+        if self.wanted.optimizer:
+            self._optimizer.check()
+        if self.wanted.custom_load_fn is None:
+            for part in self.parts:
+                self._request_masters(part)
+            self._request_others()
+        if self.wanted.optimizer:
+            self._optimizer.request()
+        self._optimizer.account_others(wanted=self.wanted.optimizer, elsewhere=self._elsewhere)
+        return self.checkpoint.plan(self._reads.requests)
+
+    def read(self, planned: Planned, host_peers: HostPeers | None) -> None:
+        """Read all requested data. Data that other ranks of this host also need is read once."""
+        stats = self.checkpoint.fill(planned, verify=self.options.verify, host_peers=host_peers)
+        self.report.add_read(stats)
+        self._reads.finish()
+        self._objects.read()
+        if self.wanted.custom_load_fn is not None:
+            self._custom_source = self._full_state_dict()
+
+    def _request_masters(self, part: Partition) -> None:
+        flat = self._reads.flat(part.elements)
+        dtype = name_of(part.master.dtype)
+        sources = {}
+        for parameter in part.parameters:
+            name = self.names.name(parameter)
+            source = sources[id(parameter)] = self._reads.source(name, "master") or self._reads.source(name, "weight")
+            if source is not None:
+                self._account_trained(name, parameter, source[1], dtype)
+        for piece in part.pieces:
+            source = sources[id(piece.parameter)]
+            if source is not None:
+                part_of = self.slices.of(piece.parameter)
+                self._reads.fill(source[0], part_of, piece.lo, piece.hi, flat.narrow(0, piece.at, piece.hi - piece.lo))
+        self._derived.request(part, sources)
+
+    def _account_trained(self, name: str, parameter: torch.nn.Parameter, info: TensorInfo, master: str) -> None:
+        mean = self.matching.mean_of(name)
+        if mean:
+            self.report.add(name, "master", "cast", mean)
+            self.report.add(name, "weight", "cast", f"{mean} (of the masters)")
+            return
+        if info.state == "master" and info.dtype == master:
+            self.report.add(name, "master", "restored")
+        else:
+            self.report.add(name, "master", "cast", f"{info.dtype} {info.state} to {master} master")
+        weight = self.checkpoint.info(self._stored[name], "weight")
+        dtype = name_of(parameter.dtype)
+        if weight is not None and weight.dtype == dtype:
+            self.report.add(name, "weight", "restored", self.matching.other_padding(name))
+            if weight.derived_from is not None and self._has_fragments(weight):
+                self._request_override(weight, parameter)
+        else:
+            found = "master" if weight is None else f"{weight.dtype} weight"
+            self.report.add(name, "weight", "cast", f"{found} to {dtype} weight")
+
+    def _has_fragments(self, info: TensorInfo) -> bool:
+        return bool(self.checkpoint.override_boxes(self.checkpoint.ids[info.key]))
+
+    def _request_override(self, info: TensorInfo, parameter: torch.nn.Parameter) -> None:
+        held, part = partitions.held(parameter, self.placed), self.slices.of(parameter)
+        if held is None:
+            return
+        position = self.checkpoint.ids[info.key]
+        overrides = self.checkpoint.override_boxes(position)
+        for place in places(part.local, part.boxes, held.lo, held.hi):
+            for override in overrides:
+                common = place.whole.intersect(override)
+                if common is not None:
+                    data = torch.empty(common.numel, dtype=torch_dtype(info.dtype))
+                    self._reads.requests.append(Request(position, common, data))
+                    self._overrides.append(_Override(parameter, place, common, data))
+
+    def _request_others(self) -> None:
+        """Request the parameters outside the optimizer, such as frozen ones, and the buffers."""
+        optimized = {id(p) for part in self.parts for p in part.parameters}
+        for name, parameter in self.names.parameters.items():
+            if id(parameter) not in optimized and name in self._stored:
+                held = partitions.held(parameter, self.placed)
+                self._request_plain(name, name_of(parameter.dtype), self.slices.of(parameter), held)
+                if held is not None and not held.live:
+                    self._reads.copy_later(parameter, held.data)
+        for name, buffer, _ in self.names.buffers:
+            if name in self._stored:
+                flat = self._reads.flat(buffer)
+                held = HeldParameter(0, flat.numel(), flat, live=True, replicated=True)
+                self._request_plain(name, name_of(buffer.dtype), Slice.whole(tuple(buffer.shape)), held)
+
+    def _request_plain(self, name: str, dtype: str, part: Slice, held: HeldParameter | None) -> None:
+        source = self._reads.source(name, "weight") or self._reads.source(name, "master")
+        if source is None:
+            raise MismatchError(f"{self.checkpoint.storage}: {name} has neither a weight nor a master")
+        position, info = source
+        weight = self.checkpoint.info(self._stored[name], "weight")
+        derived = info.state == "master" and weight is not None and weight.dtype == dtype  # the weight is its cast
+        if name in self.matching.means:
+            self.report.add(name, "weight", "cast", self.matching.mean_of(name))
+        elif info.dtype == dtype or derived:
+            self.report.add(name, "weight", "restored")
+        else:
+            self.report.add(name, "weight", "cast", f"{info.dtype} {info.state} to {dtype} weight")
+        if held is not None:
+            self._reads.fill(position, part, held.lo, held.hi, held.data)
+        if derived and weight is not None and name not in self.matching.means and self._has_fragments(weight):
+            self._request_override(weight, self.names.parameters[name])
+
+    def agree(self, meet: Rendezvous) -> None:
+        """Take over what rank 0 has decided for all ranks after ``read``: whether the curriculum sampler can be restored."""
+        if not self.wanted.module_only and self.engine.curriculum_learning_enabled():
+            self._objects.sampler_refused = meet.broadcast("sampler", {"refused": self._objects.sampler_refused})["refused"]
+
+    # ---------------------------------------------------------------- into the engine
+
+    def set_tensors(self, host_peers: HostPeers | None) -> None:
+        """Derive the weights from the masters, and set the hyperparameters.
+
+        Under ZeRO-1 and 2 the ranks exchange the weights: through the memory of the host, or else by DeepSpeed's collective.
+        """
+        partition_updates.forget_gradients(self.engine)
+        if self.wanted.optimizer:
+            self._optimizer.place()
+        self._offload_again = partition_updates.reload_states(self.engine)
+        if self.wanted.custom_load_fn is not None:
+            self._custom_load(self.wanted.custom_load_fn)
+        else:
+            derived = self._derived.complete(host_peers)
+            partition_updates.refresh_weights(self.engine, self.parts, host_peers, derived=derived)
+            for override in self._overrides:
+                override.apply(self.placed)
+        if self.wanted.optimizer:
+            self._optimizer.apply(self._objects.of_this_rank(SCALARS))
+
+    @property
+    def finishes_together(self) -> bool:
+        """Whether ``finish`` is a collective, so that all ranks must have set their tensors. The same on all ranks."""
+        return partition_updates.gathers_after(self.engine)
+
+    def finish(self) -> dict[str, Any]:
+        """Set the non-tensor state, and complete the report. ZeRO-3 gathers its persistent parameters (a collective).
+
+        Returns:
+            The client state.
+        """
+        partition_updates.after_restore(self.engine)
+        self._offload_again()
+        client_state = self._objects.apply()
+        self._require_all()
+        return client_state
+
+    @property
+    def fresh_line(self) -> str:
+        """Which optimizer states of this rank start fresh, for the log; '' if the checkpoint lacks none."""
+        return self._optimizer.fresh_line()
+
+    def saved_batch(self) -> Batch | None:
+        """Return the batch size of the job that saved the checkpoint; None if unknown."""
+        return self._objects.saved_batch()
+
+    def _full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Read this rank's part of all weights, under the names of this job: the ``src`` argument of ``custom_load_fn``."""
+        source = {}
+        for name, stored in self._stored.items():
+            state = "weight" if (stored, "weight") in self.checkpoint.ids else "master"
+            source[name] = self._read_part(name, self.checkpoint.index.tensors[self.checkpoint.ids[stored, state]])
+            self.report.add(name, "weight", "restored", "passed to custom_load_fn")
+        source |= {alias: source[name] for alias, name in self.names.aliases.items() if name in source}
+        return {self.names.own.get(name, name): tensor for name, tensor in source.items()}
+
+    def _read_part(self, name: str, info: TensorInfo) -> torch.Tensor:
+        """Read this rank's part of a tensor: all of it without tensor parallelism, or the mean of several values."""
+        parameter = self.names.parameters.get(name)
+        part = Slice.whole(info.shape) if parameter is None else self.slices.of(parameter)
+        values = []
+        for each in self._reads.averaged(info):
+            found = torch.zeros(part.local, dtype=torch_dtype(info.dtype))
+            for box in part.boxes:
+                if box.whole.numel:
+                    found[box.local.slices()] = self.checkpoint.read_box(each, box.whole).view(box.whole.shape)
+            values.append(found)
+        return values[0] if len(values) == 1 else mean(values).to(values[0].dtype)
+
+    def _custom_load(self, load: Callable[..., Any]) -> None:
+        """Call ``custom_load_fn``, and derive the masters from the weights that it sets."""
+        from deepspeed import zero
+
+        partitioned = [p for p in self.names.parameters.values() if internals.is_zero3(p)]
+        with contextlib.ExitStack() as gathered:
+            for parameter in partitioned:  # one at a time: of several, DeepSpeed waits only for the last
+                gathered.enter_context(zero.GatheredParameters([parameter], modifier_rank=0))
+            load(src=self._custom_source, dst=self.engine.module)
+        self._custom_source = {}
+        partition_updates.refresh_masters(self.engine)
+        for part in self.parts:
+            for name in map(self.names.name, part.parameters):
+                self.report.add(name, "master", "cast", "from the weight that custom_load_fn set")
+
+    def _require_all(self) -> None:
+        """Check that the report has an entry for every tensor of the checkpoint and of this job."""
+        back = {stored: name for name, stored in self._stored.items()}
+        stored = [
+            (back.get(info.name, info.name), info.state)
+            for info in self.checkpoint.index.tensors
+            if info.kind != "object" and info.state not in ("weight", "master")
+        ]
+        weights = [
+            (back.get(i.name, i.name), "weight") for i in self.checkpoint.index.tensors if i.kind in ("parameter", "buffer")
+        ]
+        self.report.require(stored + weights, what="the checkpoint's tensors")
+        own = [(name, "weight") for name, _, _ in self._own_names()]
+        self.report.require(own, what="this job's tensors")
+
+    def _own_names(self) -> Iterable[tuple[str, None, None]]:
+        for name in self.names.parameters:
+            yield name, None, None
+        for name, _, _ in self.names.buffers:
+            yield name, None, None

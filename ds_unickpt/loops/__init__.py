@@ -1,0 +1,1 @@
+"""Whose training loop it is."""

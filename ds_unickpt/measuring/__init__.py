@@ -1,0 +1,1 @@
+"""Timing of collectives and layers, and precision of layers."""

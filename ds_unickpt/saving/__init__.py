@@ -1,0 +1,1 @@
+"""From an engine to the shards of a save."""

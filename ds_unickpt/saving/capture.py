@@ -1,0 +1,340 @@
+"""Captures the state of a DeepSpeed engine as this rank's contribution to a checkpoint. Calls no collective."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ds_unickpt.batch import batches
+from ds_unickpt.framework import internals
+from ds_unickpt.held_state import curriculum, owned_states, partitions, vocabulary
+from ds_unickpt.held_state.names import ModuleNames
+from ds_unickpt.held_state.optimizer_record import RankScalars, record_of
+from ds_unickpt.held_state.partitions import Partition, states_of
+from ds_unickpt.placing import megatron_deepspeed, tensor_parallel
+from ds_unickpt.placing.fallbacks import require_supported
+from ds_unickpt.placing.huggingface import model_of
+from ds_unickpt.placing.placement import Placement
+from ds_unickpt.placing.slices import RankValues, Slices
+from ds_unickpt.saving.captured_tensors import CapturedTensors, add_buffers, add_optimized, add_others, stored_buffers
+from unickpt import __version__
+from unickpt.base.options.job import Options
+from unickpt.checkpoint.coordination.rendezvous import Message
+from unickpt.checkpoint.format import objects
+from unickpt.checkpoint.format.checksums import digest
+from unickpt.checkpoint.format.dtypes import name_of
+from unickpt.checkpoint.format.manifest import OptimizerRecord, Writer
+from unickpt.checkpoint.load import rng
+from unickpt.checkpoint.save.fingerprints import fingerprints
+from unickpt.checkpoint.save.shards import Contribution
+
+EXTRA_STATE = "module_extra_state"  # key in the objects of the job; the shared objects of other ranks start with it
+MICRO_BATCHES = "pipeline_micro_batches"  # key in the objects of the job
+SCALARS = "scalars"  # key in the objects of a rank and in the announcement
+_DIGITS = 16  # hex digits of a fingerprint
+
+
+def topology(engine: Any, names: ModuleNames, placed: Placement) -> dict[str, Any]:
+    """Return parallel degrees and modes, for the manifest and for reports."""
+    dtypes = sorted({name_of(p.dtype) for p in names.parameters.values()})
+    sequence = int(getattr(engine, "sequence_parallel_size", 1))
+    model_parallel = placed.stages > 1 or placed.tensors > 1
+    degree = max((layer.degree for layer in names.experts.values()), default=1)
+    return {
+        "world_size": int(engine.world_size),
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "optimizer_wrapper": internals.wrapper_of(engine),
+        "weight_dtypes": dtypes,
+        **({"sequence": sequence} if sequence > 1 else {}),
+        **({"tensor": placed.tensors} if placed.tensors > 1 else {}),
+        **({"pipeline": placed.stages} if placed.stages > 1 else {}),
+        **({"data": len(placed.data)} if model_parallel else {}),
+        **({"expert": degree} if degree > 1 else {}),
+    }
+
+
+class EngineState:
+    """What a save reads of an engine. Each attribute is read when it is needed first, and once per save.
+
+    Args:
+        engine: the DeepSpeedEngine.
+        options: options of the ``unickpt`` key.
+        client_state: state of the caller. The checkpoint stores the coordinator's for the job, and that of another rank
+            for that rank if it differs.
+        exclude_frozen: leave out parameters that do not require a gradient.
+    """
+
+    def __init__(
+        self, engine: Any, options: Options, client_state: Mapping[str, Any], *, exclude_frozen: bool
+    ) -> None:  # fmt: skip
+        self.engine, self.options = engine, options
+        self.client_state, self.exclude_frozen = client_state, exclude_frozen
+
+    @cached_property
+    def supported(self) -> bool:
+        """True. Raises UnsupportedLayoutError if unickpt does not support the job."""
+        require_supported(self.engine)
+        return True
+
+    @cached_property
+    def names(self) -> ModuleNames:
+        """Names of the module, with this tensor-parallel rank's own values. It fails on a job that is not supported."""
+        return ModuleNames.read(self.engine.module, self.values)
+
+    @cached_property
+    def values(self) -> RankValues:
+        return tensor_parallel.rank_values(self.engine, self.slices)
+
+    @cached_property
+    def base(self) -> torch.optim.Optimizer | None:
+        return internals.base_optimizer(self.engine)
+
+    @cached_property
+    def parts(self) -> list[Partition]:
+        return partitions.partitions(self.engine, self.placed)
+
+    @cached_property
+    def slices(self) -> Slices:
+        return tensor_parallel.slices(self.engine)
+
+    @cached_property
+    def placed(self) -> Placement:
+        return partitions.placement(self.engine, self.names.experts.values(), self.values)
+
+    @cached_property
+    def scalars(self) -> RankScalars | None:
+        """Scalars of this rank, if the ranks may have others."""
+        if self.base is None or not _of_parts(self.parts, self.slices):
+            return None
+        return RankScalars.of(self.parts, self.names, self.base)
+
+    @cached_property
+    def tensors(self) -> tuple[CapturedTensors, tuple[str, ...]]:
+        """Tensors that this rank writes, and the names of excluded parameters."""
+        out = CapturedTensors()
+        add_optimized(out, self.parts, self.names, self.slices, self.base, self.placed)
+        excluded = add_others(out, self.parts, self.names, self.slices, self.exclude_frozen, self.placed)
+        add_buffers(out, self.options, self.names, self.placed)
+        out.share()
+        return out, excluded
+
+    @cached_property
+    def record(self) -> OptimizerRecord | None:
+        return None if self.base is None else record_of(self.parts, self.names, self.base)
+
+    @cached_property
+    def digests(self) -> Message:
+        """Digests of this rank's state. The other ranks compare the coordinator's with their own to find values that differ."""
+        replicas = _tensor_parallel_replicas(self.engine, self.names, self.slices)
+        return {
+            "client_state": client_state_digest(self.client_state),
+            "replicas": "".join(fingerprints([p.detach() for _, p in replicas])),
+            "buffers": "".join(fingerprints([buffer for _, buffer in stored_buffers(self.names, self.options)])),
+            **({} if self.scalars is None else {SCALARS: self.scalars.fingerprint()}),
+        }
+
+    def announcement(self) -> Message:
+        """Return the digests of the coordinator, or that of the client state alone if the state cannot be described."""
+        with contextlib.suppress(Exception):  # ``contribution`` raises the same error on all ranks
+            return self.digests
+        return {"client_state": client_state_digest(self.client_state)}
+
+    def read(self) -> None:
+        """Read what does not depend on the coordinator's announcement."""
+        _ = self.supported, self.tensors, self.record
+        if self.engine.global_rank:
+            _ = self.digests
+
+    def forget(self) -> None:
+        """Release what was read. The next use reads it again."""
+        for name in [name for name, value in vars(type(self)).items() if isinstance(value, cached_property)]:
+            vars(self).pop(name, None)
+
+
+def contribution(state: EngineState, announced: Message) -> Contribution:
+    """Return the contribution of this rank to the checkpoint.
+
+    Args:
+        state: of this save.
+        announced: ``announcement`` of the coordinator.
+
+    Raises:
+        UnsupportedLayoutError: the job uses a layout that unickpt does not support.
+    """
+    state.read()
+    engine, names, placed, base, parts = state.engine, state.names, state.placed, state.base, state.parts
+    out, excluded = state.tensors
+    rank_objects: dict[str, Any] = {"rng": rng.capture()}
+    if engine.global_rank and state.digests["client_state"] != announced.get("client_state"):
+        rank_objects["client_state"] = dict(state.client_state)
+    if state.scalars is not None:
+        rank_objects[SCALARS] = state.scalars.to_object()
+    return Contribution(
+        shards=out.shards,
+        tensors=out.listed,
+        rank_objects=rank_objects,
+        step=int(engine.global_steps),
+        writer=writer(engine, names, placed),
+        optimizer=state.record,
+        optimizer_part=_part(state.record, names, placed),
+        aliases=names.aliases if placed.first else {},
+        excluded=excluded if placed.first else (),
+        objects=_objects(engine, names, state.client_state) if placed.rank == 0 else {},
+        shared_objects={
+            **(_shared_states(names, placed) if placed.rank else {}),
+            **({} if base is None else owned_states.captured(parts, names, state.slices, base, placed)),
+            **_vocabularies(engine, names, state.client_state, placed),
+        },
+        different=_different(state, announced) if placed.rank and placed.with_coordinator else (),
+        replica=None if placed.part is None else (placed.part, _fingerprint(parts, base)),
+    )
+
+
+def _of_parts(parts: Sequence[Partition], slices: Slices) -> bool:
+    """Whether the optimizer steps on parts of parameters on this rank, so that the ranks may have other scalars."""
+    if not all(part.replicated for part in parts):
+        return True
+    return not all(slices.of(parameter).replicated for part in parts for parameter in part.parameters)
+
+
+def _part(record: OptimizerRecord | None, names: ModuleNames, placed: Placement) -> OptimizerRecord | None:
+    """Return the groups and scalars of the parameters that this rank is the first one to have; None if there are none."""
+    if record is None:
+        return None
+    groups, scalars = (
+        tuple(
+            replace(g, parameters=own)
+            for g in found
+            if (own := tuple(n for n in g.parameters if placed.leads(names.having(n))))
+        )
+        for found in (record.groups, record.scalars)
+    )
+    return OptimizerRecord(record.name, groups, scalars, record.stepped) if groups else None
+
+
+def _different(state: EngineState, announced: Message) -> tuple[tuple[str, str], ...]:
+    """Return what differs between this rank and the coordinator, each with the consequence for a load."""
+    found, names = [], state.names
+    replicas = _tensor_parallel_replicas(state.engine, names, state.slices)
+    buffers = stored_buffers(names, state.options)
+    for key, kind, tensors in (("buffers", "buffer", buffers), ("replicas", "parameter", replicas)):
+        theirs, ours = announced.get(key, ""), state.digests.get(key, "")
+        if theirs == ours or len(theirs) != len(ours):
+            continue
+        for at, (name, _) in enumerate(tensors):
+            place = slice(_DIGITS * at, _DIGITS * (at + 1))
+            if ours[place] != theirs[place] and 0 in (names.holders(name) or (0,)):
+                found.append((f"{kind} {name}", "Rank 0's values are stored. After a load every rank has them."))
+    ours = state.digests.get(SCALARS, "")
+    if ours and SCALARS in announced and ours != announced[SCALARS]:
+        follows = "With the same layout each rank gets its own values back. With another layout all ranks get rank 0's."
+        found.append(("scalars of the optimizer", follows))
+    return tuple(found)
+
+
+def _tensor_parallel_replicas(engine: Any, names: ModuleNames, slices: Slices) -> list[tuple[str, torch.Tensor]]:
+    """Return the weights that all tensor-parallel ranks should hold alike; () under ZeRO-3, where a rank has a part of them."""
+    if tensor_parallel.degree(engine) == 1 or engine.zero_optimization_partition_weights():
+        return []
+    return [(name, parameter) for name, parameter in names.parameters.items() if slices.of(parameter).replicated]
+
+
+def _fingerprint(parts: Sequence[Partition], base: torch.optim.Optimizer | None) -> str:
+    """Return a fingerprint of this rank's masters and optimizer states. It is equal on replicas.
+
+    The padding of a partition is left out. ZeRO-3 does not initialise it (``partition_parameters.py``, ``_partition_param``).
+    """
+    tensors = []
+    for part in parts:
+        state = states_of(base, part) if base is not None else {}
+        tensors += _held_elements(part, "master", part.elements)
+        for key, value in sorted(state.items()):
+            if isinstance(value, torch.Tensor):
+                tensors += _held_elements(part, key, value)
+    return digest("".join(fingerprints(tensors)).encode())
+
+
+def _held_elements(part: Partition, key: str, value: torch.Tensor) -> list[torch.Tensor]:
+    """Return the elements of a state that belong to parameters; the whole tensor if it is not elementwise."""
+    if key not in part.whole and value.numel() != part.elements.numel():
+        return [value]
+    flat = value.detach().reshape(-1)
+    return [flat.narrow(0, piece.at, piece.hi - piece.lo) for piece in part.held(key)]
+
+
+def client_state_digest(client_state: Mapping[str, Any]) -> str:
+    """Return a digest of a client state. Ranks compare digests instead of the states themselves."""
+    encoded = objects.encode(dict(client_state), prefix="client")
+    digest = hashlib.sha256(json.dumps(encoded.value, sort_keys=True).encode())
+    for key, tensor in encoded.tensors.items():
+        digest.update(key.encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return digest.hexdigest()
+
+
+def writer(engine: Any, names: ModuleNames, placed: Placement) -> Writer:
+    """Return the writer's entry of the manifest."""
+    from deepspeed.git_version_info import version
+
+    known = megatron_deepspeed.job_of(engine.module)
+    dialect, model = ("huggingface", model_of(engine.module)) if known is None else (known.dialect, known.model)
+    return Writer(
+        "deepspeed", version, __version__, torch.__version__, dialect, topology(engine, names, placed), model.as_json()
+    )
+
+
+def _objects(engine: Any, names: ModuleNames, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the non-tensor state of the job, which is what DeepSpeed itself saves."""
+    scaler, grad_scaler = internals.loss_scaler(engine), internals.grad_scaler(engine)
+    scheduler = internals.lr_scheduler(engine)
+    found: dict[str, Any] = {
+        "client_state": dict(client_state),
+        "engine": {key: int(getattr(engine, key)) for key in ("global_steps", "global_samples", "skipped_steps")},
+        "ds_config": dict(internals.config_of(engine)),
+        batches.BATCH: batches.of_engine(engine).to_json(),
+        "lr_scheduler": _named_state(scheduler),
+        "loss_scaler": None if scaler is None else internals.scaler_values(scaler),
+        "grad_scaler": None if grad_scaler is None else grad_scaler.state_dict(),
+        EXTRA_STATE: _extra_states(names),
+    }
+    if engine.pipeline_parallelism:
+        found[MICRO_BATCHES] = internals.micro_batches(engine)
+    found |= {key: None if value is None else value.state_dict() for key, value in internals.extra_states(engine).items()}
+    if found[internals.SAMPLER] is not None:
+        found[internals.SAMPLER] = curriculum.captured(internals.extra_states(engine)[internals.SAMPLER])
+    return found
+
+
+def _named_state(scheduler: Any) -> dict[str, Any] | None:
+    if scheduler is None or not hasattr(scheduler, "state_dict"):
+        return None
+    return {"class": type(scheduler).__name__, "state": scheduler.state_dict()}
+
+
+def _extra_states(names: ModuleNames) -> dict[str, Any]:
+    """Return ``get_extra_state`` of the modules of this rank, by the stored name of the module."""
+    return {
+        name: child.get_extra_state()
+        for name, child in names.modules
+        if type(child).get_extra_state is not torch.nn.Module.get_extra_state
+    }
+
+
+def _vocabularies(engine: Any, names: ModuleNames, client_state: Mapping[str, Any], placed: Placement) -> dict[str, Any]:
+    """Return the entries of the padded vocabularies that this rank is the first one to have, by their shared key."""
+    found = vocabulary.of_job(engine, names, client_state)
+    own = (name for name in found if placed.leads(names.having(name)) and name not in names.elsewhere)
+    return {f"{vocabulary.STORED}{name}": found[name] for name in own}
+
+
+def _shared_states(names: ModuleNames, placed: Placement) -> dict[str, Any]:
+    """Return the extra states of the modules that this rank is the first one to have, by their key in the shared objects."""
+    found = _extra_states(names)
+    return {f"{EXTRA_STATE}/{name}": state for name, state in found.items() if placed.leads(names.having(name))}

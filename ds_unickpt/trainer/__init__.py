@@ -1,0 +1,1 @@
+"""Inside Hugging Face Trainer and Accelerate."""

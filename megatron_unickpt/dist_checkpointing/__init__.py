@@ -1,0 +1,1 @@
+"""Behind Megatron's ``dist_checkpointing``: saves, loads, strategies."""

@@ -1,0 +1,273 @@
+"""Replaces ``dist_checkpointing.save``: saves synchronously, or in a thread while training continues.
+
+Arguments and results are those of megatron-core's function (``dist_checkpointing/serialization.py``, 0.12 to 0.16 and the
+development branch). This module does not use Megatron's global arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+from megatron_unickpt.dist_checkpointing import capture
+from megatron_unickpt.framework import internals, marks
+from megatron_unickpt.framework.errors import MegatronSaveError, as_megatron_errors
+from megatron_unickpt.held_state import optimizer_forms, sharded_tensors
+from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
+from unickpt.base.logs import make_visible
+from unickpt.checkpoint.coordination.owners import as_json
+from unickpt.checkpoint.coordination.rendezvous import Message
+from unickpt.checkpoint.memory.tier import Turn
+from unickpt.checkpoint.save.requests import PendingSave, SaveRequest
+from unickpt.checkpoint.save.shards import Contribution
+from unickpt.checkpoint.save.upload import tags_of
+from unickpt.checkpoint.storage.base import absolute, split
+from unickpt.checkpoint.storage.open import open_storage
+from unickpt.diagnosis import session
+from unickpt.transform.convert.megatron.keys import CONTENT_METADATA
+
+logger = logging.getLogger("unickpt")
+
+
+def save(
+    runtime: Runtime,
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str | Path,
+    *,
+    content_metadata: dict[str, Any] | None = None,
+    asynchronous: bool = False,
+    share: bool = True,
+    validate_access_integrity: bool = True,
+    preprocess_common: Callable[[Any], Any] | None = None,
+    turn: Turn | None = None,
+) -> Any:
+    """Save a sharded state dict. All ranks call it.
+
+    Args:
+        runtime: state of the adapter.
+        sharded_state_dict: as for ``dist_checkpointing.save``. Not changed.
+        checkpoint_dir: path or URL of the checkpoint; created if it does not exist.
+        content_metadata: stored with the checkpoint; ``load_content_metadata`` returns it.
+        asynchronous: copy this rank's part to host memory and return; a thread writes it.
+        share: divide weights that several data parallel ranks hold among them.
+        validate_access_integrity: compare the ranks' common state, and warn where it differs. Rank 0's is stored. (That
+            shards cover every tensor exactly once is always checked.)
+        preprocess_common: removes values that may differ between ranks from the comparison.
+        turn: save into memory, and return after the copy.
+
+    Returns:
+        None, or with ``asynchronous`` Megatron's ``AsyncRequest``.
+
+    Raises:
+        MegatronSaveError: on every rank, if any rank could not describe or write its part. Written files are removed.
+    """
+    runtime.saves_begun += 1
+    make_visible()
+    directory = absolute(str(checkpoint_dir))
+    save_dir, tag = split(directory)
+    compared: list[Any] = []
+    owner = runtime.owner(sharded_state_dict)
+    call = runtime.call if runtime.purpose is Purpose.SAVE else None
+    by_scripts = call is not None  # they can save in Megatron's own format instead
+    if call is not None and tag.startswith("iter_"):
+        turn = call.memory
+
+    def contribute(_: Message) -> Contribution:
+        state = optimizer_forms.to_save(sharded_state_dict)
+        common = sharded_tensors.common(state)
+        if content_metadata is not None:
+            common[CONTENT_METADATA] = {k: v for k, v in content_metadata.items() if k != "dp_cp_group"}
+        compared.append(preprocess_common(common) if preprocess_common is not None else common)
+        made = capture.contribution(state, common, share=share)
+        origin = {} if owner is None else dict(as_json(runtime.owners.origin(owner)))
+        return replace(made, writer=replace(made.writer, origin=origin))
+
+    request = SaveRequest(
+        contribute,
+        save_dir=save_dir,
+        tag=tag,
+        claim=None if owner is None else runtime.owners.claim(owner),
+        one_writer=by_scripts,
+        on_commit=marks.mark if call is None else partial(_scripts_commit, runtime, call),
+        on_end=partial(_ended, runtime, (call.memory_folder if call is not None else "") or save_dir),
+        framework_stands_in=by_scripts,
+    )
+    pending = _begun(runtime, request, asynchronous=asynchronous, turn=turn)
+    if not pending.pending.agreed:
+        pending.conclude()
+    if turn is not None and pending.pending.rank == 0:
+        open_storage(directory).delete_if_empty()  # the scripts have created it
+    if validate_access_integrity:  # a collective: all ranks reach it, or none
+        internals.compare_common_state(compared[0])
+    if not asynchronous:
+        if turn is None:
+            pending.conclude()
+        return None
+    finalizers = _Finalizers(pending) if turn is None else _NoFinalizers()
+    return AsyncRequest(Background(pending, in_memory=turn is not None), (), finalizers)
+
+
+def refuse(runtime: Runtime, err: Exception, *, turn: Turn | None = None) -> MegatronSaveError:
+    """Take part in the other ranks' save, on a rank that failed before it began one.
+
+    Args:
+        runtime: state of the adapter.
+        err: why this rank failed.
+        turn: the others save into memory.
+
+    Returns:
+        The error that all ranks raise.
+    """
+    request = SaveRequest(_nothing, save_dir="", tag="", failed=err)
+    pending = _begun(runtime, request, asynchronous=False, turn=turn)
+    return MegatronSaveError(f"no checkpoint is saved ({pending.pending.cause()})", framework_saves=True)
+
+
+def _nothing(_: Message) -> Contribution:
+    raise AssertionError("a rank that failed before the save contributes nothing")
+
+
+def _begun(runtime: Runtime, request: SaveRequest, *, asynchronous: bool, turn: Turn | None) -> MegatronSave:
+    with as_megatron_errors():
+        if turn is not None:
+            return MegatronSave(turn.save(request))
+        meet = runtime.rendezvous().separate("save")  # an earlier save may still be in progress
+        return MegatronSave(runtime.saver().save(request, meet, asynchronous=asynchronous))
+
+
+def _scripts_commit(runtime: Runtime, call: ScriptCall, directory: str) -> None:
+    """Write the mark and the tracker file of a committed checkpoint of the training scripts, also to the upload URL.
+
+    A job that is preempted before its training loop polls the save therefore keeps the checkpoint.
+    """
+    marks.mark(directory)
+    runtime.trackers.name(directory, call.order, replaces=call.replaces)
+    if call.memory is not None:  # written at the end of the job; nothing else follows
+        remove_old(runtime, directory)
+
+
+def remove_old(runtime: Runtime, directory: str) -> None:
+    """Remove what a checkpoint on disk has replaced. Called on the coordinator after the tracker file has named it."""
+    folder, saver = split(directory)[0], runtime.saver()
+    runtime.trackers.remove_replaced(folder, saver.options.retention, busy=tags_of(saver.uploads, folder))
+
+
+def _ended(runtime: Runtime, memory_folder: str, save: PendingSave) -> None:
+    runtime.last_save = result = save.result
+    if result is not None and result.committed and save.rank == 0:
+        _beside_training(partial(remove_old, runtime, save.directory), save)
+    session.checkpoint_io(result.times if result is not None else ())
+    if result is not None and result.complete:
+        runtime.saved_to_disk(memory_folder, result.seconds)
+    if result is not None and result.shortfall and save.rank == 0:
+        logger.error("unickpt: %s", result.shortfall)
+    elif result is not None and result.committed and save.rank == 0:
+        logger.info(
+            "unickpt: saved %s: %s bytes in %.2f s; training paused for %.2f s",
+            save.directory, f"{result.size_bytes:,}", result.seconds, result.stall_s,
+        )  # fmt: skip
+
+
+def _beside_training(work: Callable[[], None], save: PendingSave) -> None:
+    """Do something in the thread of the save, or in one of its own if training waits for the save."""
+    if not save.background:
+        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down and starts no threads
+            threading.Thread(target=work, name="unickpt-retention").start()
+            return
+    work()
+
+
+class MegatronSave:
+    """One save of this rank, which may still be in progress. Call ``conclude`` on every rank."""
+
+    def __init__(self, pending: PendingSave) -> None:
+        self.pending = pending
+
+    @property
+    def done(self) -> bool:
+        return self.pending.done
+
+    @property
+    def committed(self) -> bool:
+        return self.pending.committed
+
+    def wait(self) -> None:
+        self.pending.wait()
+
+    def conclude(self) -> None:
+        """Wait for the end of the save.
+
+        Raises:
+            MegatronSaveError: no checkpoint was written.
+        """
+        self.wait()
+        if not self.committed:
+            result = self.pending.result
+            raise MegatronSaveError(
+                f"Gave up saving {self.pending.directory} ({self.pending.cause()}). "
+                "No checkpoint was written; earlier checkpoints are intact.",
+                directory=self.pending.directory,
+                framework_saves=result is not None and result.framework_saves,
+            )
+
+
+class Background:
+    """The ``async_fn`` of an ``AsyncRequest`` whose work already runs in a thread of this process.
+
+    Attributes:
+        pending: the save.
+        in_memory: whether the checkpoint goes into memory.
+    """
+
+    def __init__(self, pending: MegatronSave, *, in_memory: bool = False) -> None:
+        self.pending, self.in_memory = pending, in_memory
+        self._process = os.getpid()
+
+    def __call__(self) -> None:
+        if os.getpid() == self._process:  # nothing to do in a child that Megatron forked
+            self.pending.wait()
+
+    def __reduce__(self) -> Any:
+        return (_noop_factory, ())  # nothing to do in a worker process that Megatron spawned
+
+
+def _noop_factory() -> Callable[[], None]:
+    return _noop
+
+
+def _noop() -> None:
+    return None
+
+
+class _Finalizers(list[Callable[[], Any]]):
+    """Megatron's finalize functions. Those added after the first one run only if the checkpoint was committed."""
+
+    def __init__(self, pending: MegatronSave) -> None:
+        super().__init__([self._conclude])
+        self._pending = pending
+
+    def _conclude(self) -> None:
+        try:
+            self._pending.conclude()
+        except MegatronSaveError as err:
+            if self._pending.pending.rank == 0:
+                logger.error("unickpt: %s Training continues; the next save is synchronous.", err)
+
+    def append(self, function: Callable[[], Any]) -> None:
+        super().append(lambda: function() if self._pending.committed else None)
+
+
+class _NoFinalizers(list[Callable[[], Any]]):
+    """Takes none of Megatron's finalize functions: they name a checkpoint on disk, and delete older ones."""
+
+    def append(self, function: Callable[[], Any]) -> None:
+        """Drop the function."""

@@ -1,0 +1,1 @@
+"""What this rank holds: sharded tensors, states of the optimizer, generators."""

@@ -1,0 +1,146 @@
+"""Hyperparameters and steps of Megatron's optimizers, by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_unickpt.framework import optimizer_internals as internals
+from megatron_unickpt.framework.optimizer_internals import Held, Leaf
+from unickpt.checkpoint.format import objects
+from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup
+from unickpt.transform.convert.megatron import keys
+
+
+@dataclass
+class OptimizerPart:
+    """This rank's optimizer, carried by its state dict from ``sharded_state_dict`` to ``load_state_dict``.
+
+    Attributes:
+        optimizer: Megatron's optimizer.
+        leaves: optimizers that step, with the ranges of parameters that they hold on this rank.
+        names: parameter (by id) -> names of the global tensors that it is part of.
+        described: parameters (by id) whose hyperparameters this rank saves, because it holds the first copy of a part of
+            their state.
+        record: hyperparameters and step by parameter name; set by a load.
+        grad_scaler: state of the loss scaler; set by a load, or to be saved.
+        loaded: whether a load has filled the tensors.
+        began: names of parameters without state when the checkpoint was saved (frozen, or without a gradient before); their
+            state begins at zero.
+        model: the model's sharded tensors and factories by the id of their parameter.
+        allocated: whether states that did not exist were allocated, to be filled.
+    """
+
+    optimizer: Any
+    leaves: list[Leaf]
+    names: dict[int, tuple[str, ...]]
+    described: frozenset[int] = frozenset()
+    record: OptimizerRecord | None = None
+    grad_scaler: Any = None
+    loaded: bool = False
+    began: frozenset[str] = frozenset()
+    model: Mapping[int, Any] = field(default_factory=dict)
+    allocated: bool = False
+
+
+def record_of(part: OptimizerPart, *, alone: bool = True) -> OptimizerRecord | None:
+    """Return hyperparameters and step of the parameters on this rank, by name; None if there are none.
+
+    Args:
+        part: this rank's optimizer.
+        alone: True adds parameters that another rank describes, and groups without parameters.
+    """
+    groups: list[ParameterGroup] = []
+    scalars: list[ParameterGroup] = []
+    for leaf in part.leaves:
+        by_group: dict[int, tuple[dict[str, Any], list[Held]]] = {}
+        for held in leaf.held:
+            by_group.setdefault(id(held.group), (held.group, []))[1].append(held)
+        for group in leaf.inner.param_groups:
+            members = [
+                held for held in by_group.get(id(group), (group, []))[1] if alone or id(held.parameter) in part.described
+            ]
+            if not members and not alone:
+                continue
+            names = tuple(dict.fromkeys(n for held in members for n in part.names[id(held.parameter)]))
+            values = {key: value for key, value in group.items() if key not in ("params", "step")}
+            groups.append(ParameterGroup(_plain(values), names))
+            by_value: dict[str, tuple[dict[str, Any], list[str]]] = {}
+            for held in members:
+                found = {**held.scalars}
+                if "step" not in found and "step" in group:
+                    found["step"] = group["step"]
+                encoded = _plain(found)
+                if encoded:
+                    by_value.setdefault(repr(encoded), (encoded, []))[1].extend(part.names[id(held.parameter)])
+            scalars += [ParameterGroup(values, tuple(dict.fromkeys(names))) for values, names in by_value.values()]
+    if not part.leaves or not (alone or groups):
+        return None
+    return OptimizerRecord(internals.name_of(part.leaves[0]), tuple(groups), tuple(scalars), internals.stepped(part.leaves))
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return encoded values, with one-element tensors as numbers. Values that cannot be encoded are left out."""
+    numbers = {k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in values.items()}
+    plain = {}
+    for key, value in numbers.items():
+        encoded = objects.encode(value, prefix="optimizer")
+        if not encoded.tensors and not encoded.opaque:
+            plain[key] = encoded.value
+    return plain
+
+
+def restore_hyperparameters(part: OptimizerPart, leaf: Leaf) -> None:
+    """Set groups and steps of an optimizer from ``part.record``. Without one the groups keep their values.
+
+    A step that the checkpoint lacks is that of a new optimizer, also if this one has stepped.
+    """
+    record = part.record or OptimizerRecord("", (), ())
+    groups = {name: group for group in record.groups for name in group.parameters}
+    steps = {name: entry.hyperparameters for entry in record.scalars for name in entry.parameters}
+    latest = max((float(s["step"]) for s in steps.values() if isinstance(s.get("step"), (int, float))), default=None)
+    members: dict[int, list[str]] = {}
+    for held in leaf.held:
+        members.setdefault(id(held.group), []).extend(part.names[id(held.parameter)])
+        found = next((steps[n] for n in part.names[id(held.parameter)] if n in steps), None)
+        step = latest if found is None or "step" not in found else float(found["step"])
+        if part.began.intersection(part.names[id(held.parameter)]):
+            step = 0.0
+        if internals.steps_per_parameter(leaf):
+            internals.set_step(leaf, held, step or 0.0)
+    for group in leaf.inner.param_groups:
+        names = members.get(id(group), [])
+        source = next((groups[n] for n in names if n in groups), None) or _same_identity(record, group)
+        if source is not None:
+            _set_group(group, source)
+        if not internals.steps_per_parameter(leaf):
+            named = [steps[n]["step"] for n in names if n in steps and "step" in steps[n]]
+            counts = not any(n in groups for n in names)  # Muon, for one, has no step
+            _set_step(group, float(named[0]) if named else latest if counts else None)
+
+
+def _set_group(group: dict[str, Any], source: ParameterGroup) -> None:
+    decoded = objects.decode(source.hyperparameters, tensors={}, where="optimizer group").value
+    for key, value in decoded.items():
+        if key not in internals.SWITCHES and (key in group or key in ("max_lr", "min_lr", "lr")):
+            group[key] = value
+
+
+def _set_step(group: dict[str, Any], step: float | None) -> None:
+    """Set the step of a group; None: as before the first one."""
+    if step is not None:
+        group["step"] = int(step)
+    else:
+        group.pop("step", None)
+
+
+def _same_identity(record: OptimizerRecord, group: Mapping[str, Any]) -> ParameterGroup | None:
+    """Return the stored group for a group without parameters on this rank, by the keys that identify groups in Megatron."""
+
+    def identity(values: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(values.get(key, values.get(f"pre_{key}")) for key in keys.GROUP_IDENTITY)
+
+    return next((g for g in record.groups if identity(g.hyperparameters) == identity(group)), None)

@@ -1,0 +1,340 @@
+"""Converts the state of Megatron's optimizers to sharded tensors in model space, and back.
+
+``DistributedOptimizer`` holds flat ranges of parameters. Megatron's own checkpoints either store its buckets, and then load
+only with the same model parallel shape, or gather them. Here every range becomes a few boxes of its parameter. Ranks exchange
+no data, and the states of all optimizer wrappers have the same names.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import (
+    CheckpointingException,
+    LocalNonpersistentObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from torch.overrides import TorchFunctionMode
+
+from megatron_unickpt.framework import optimizer_internals as internals
+from megatron_unickpt.framework.optimizer_internals import Held
+from megatron_unickpt.held_state import sharded_tensors
+from megatron_unickpt.held_state.hyperparameters import OptimizerPart, restore_hyperparameters
+from megatron_unickpt.held_state.sharded_tensors import MASTER, StateTensor
+from megatron_unickpt.runtime import Purpose, Runtime
+from unickpt.base.errors import MismatchError, UnsupportedLayoutError
+from unickpt.checkpoint.format.boxes import boxes_of_view
+from unickpt.transform.convert.megatron import keys
+
+logger = logging.getLogger("unickpt")
+
+# Metadata that asks an optimizer for its state in model space. Megatron accepts this sharding type under another model
+# parallel shape; it is not used otherwise.
+METADATA = keys.BY_PARAMETER
+PART = "unickpt"  # key of OptimizerPart in the optimizer's state dict
+TENSORS = "unickpt_tensors"
+
+
+class MegatronsForm(dict[str, Any]):
+    """The state dict of an optimizer in a form of Megatron, with what is needed to describe it by parameter instead.
+
+    A copy or a pickle of it is a plain dict.
+
+    Attributes:
+        optimizer: Megatron's optimizer.
+        model: the model's sharded tensors and factories by the id of their parameter.
+    """
+
+    def __init__(
+        self, state: dict[str, Any], optimizer: Any, model: Mapping[int, ShardedTensor | ShardedTensorFactory]
+    ) -> None:
+        super().__init__(state)
+        self.optimizer, self.model = optimizer, model
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return dict, (dict(self),)
+
+
+def sharded_state_dict(optimizer: Any, model: Any, *, is_loading: bool) -> dict[str, Any]:
+    """Return the optimizer's state by parameter. ``model`` is the model's sharded state dict; see ``by_parameter``."""
+    return by_parameter(optimizer, _by_parameter(model), is_loading=is_loading)
+
+
+def by_parameter(
+    optimizer: Any, known: Mapping[int, ShardedTensor | ShardedTensorFactory], *, is_loading: bool
+) -> dict[str, Any]:
+    """Return the optimizer's state as sharded tensors whose data are the live tensors.
+
+    Args:
+        optimizer: supported wrapper (``optimizer_internals.unsupported_reason``).
+        known: the model's sharded tensors and factories by the id of their parameter.
+        is_loading: allocate states that do not exist yet.
+
+    Returns:
+        A dict for ``dist_checkpointing.save`` or ``load``, and then for the optimizer's ``load_state_dict``.
+
+    Raises:
+        UnsupportedLayoutError: the optimizer, or the way a parameter is stored, is not supported.
+    """
+    reason = internals.unsupported_reason(optimizer)
+    if reason:
+        raise UnsupportedLayoutError(reason)
+    leaves = internals.leaves(optimizer, allocate=is_loading)
+    names: dict[int, tuple[str, ...]] = {}
+    tensors: dict[str, ShardedTensor] = {}
+    described: set[int] = set()
+    for leaf in leaves:
+        for held in leaf.held:
+            parts = _parts(held.parameter, known)
+            if any(sharded_tensors.is_main(_replica(part.replica_id, held.instance)) for part in parts):
+                described.add(id(held.parameter))
+            names[id(held.parameter)] = tuple(dict.fromkeys(part.key for part in parts))
+            for item in _states(parts, held):
+                tensors[str(len(tensors))] = item
+        for parameter in leaf.elsewhere:
+            parts = _parts(parameter, known)
+            names[id(parameter)] = tuple(dict.fromkeys(part.key for part in parts))
+            for part in parts:
+                tensors[str(len(tensors))] = _marker(part)
+    scalers = [getattr(leaf.optimizer, "grad_scaler", None) for leaf in leaves]
+    scaler = next((s for s in scalers if s), None)
+    part = OptimizerPart(
+        optimizer, leaves, names, frozenset(described), grad_scaler=None if scaler is None else scaler.state_dict(),
+        model=known, allocated=is_loading,
+    )  # fmt: skip
+    return {PART: LocalNonpersistentObject(part), TENSORS: tensors}
+
+
+def _by_parameter(model: Any) -> dict[int, ShardedTensor | ShardedTensorFactory]:
+    """Return the model's sharded tensors and factories by the id of their parameter. Of several, the first one counts."""
+    found: dict[int, ShardedTensor | ShardedTensorFactory] = {}
+    for leaf in sharded_tensors.walk(model):
+        if isinstance(leaf, (ShardedTensor, ShardedTensorFactory)) and leaf.data is not None:
+            found.setdefault(id(leaf.data), leaf)
+    return found
+
+
+class _Uncopied(TorchFunctionMode):
+    """Within this block ``contiguous`` returns the tensor itself.
+
+    The factories of grouped experts transpose the weights, and copy the result: ``GroupedMLP`` has them as ``[input, output]``,
+    and the checkpoint as ``[output, input]`` (transformer/moe/experts.py). Without the copy they are views of the parameter,
+    whose strides say which elements a range of the parameter is.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function is torch.Tensor.contiguous else function(*args, **(kwargs or {}))
+
+
+def _parts(parameter: torch.nn.Parameter, known: Mapping[int, ShardedTensor | ShardedTensorFactory]) -> list[ShardedTensor]:
+    """Return the global tensors that a parameter is part of: one, those that its factory builds, or its parts."""
+    item = known.get(id(parameter))
+    items = _within(parameter, known.values()) if item is None else [item]
+    if not items:
+        raise UnsupportedLayoutError(
+            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model's sharded_state_dict "
+            "(call it with keep_vars=True, and pass all of it to optimizer.sharded_state_dict)"
+        )
+    return [part for item in items for part in _built(item, parameter)]
+
+
+def _within(
+    parameter: torch.nn.Parameter, known: Iterable[ShardedTensor | ShardedTensorFactory]
+) -> list[ShardedTensor | ShardedTensorFactory]:
+    """Return the items whose data are together the whole parameter; none if there are no such items.
+
+    TransformerEngine's grouped linear can have the weights of all experts of a rank in one parameter (single_grouped_weight).
+    Its sharded state dict has a view for each expert (``_sharded_state_dict_grouped``).
+    """
+    begin, size = parameter.data_ptr(), parameter.numel() * parameter.element_size()
+    found = [item for item in known if begin <= item.data.data_ptr() < begin + size]
+    return found if sum(item.data.numel() for item in found) == parameter.numel() else []
+
+
+def _built(item: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Parameter) -> list[ShardedTensor]:
+    if isinstance(item, ShardedTensor):
+        return [item]
+    with _Uncopied():
+        parts = [part for part in sharded_tensors.walk(item.build()) if isinstance(part, ShardedTensor)]
+    storage = parameter.untyped_storage().data_ptr()
+    if any(part.data is None or part.data.untyped_storage().data_ptr() != storage for part in parts):
+        raise UnsupportedLayoutError(
+            f"{item.key}: its factory copies the parameter instead of viewing it, so the elements of a range "
+            "of the parameter are not known. Let the factory return views (contiguous() is allowed), or save with a strategy "
+            "of Megatron (torch_dist)"
+        )
+    return parts
+
+
+def _replica(replica_id: int | tuple[int, ...], instance: int | None) -> int | tuple[int, ...]:
+    """Return the replica id of a range. Its last coordinate counts data parallel copies, or distributed optimizer instances."""
+    if instance is None:
+        return replica_id
+    return instance if isinstance(replica_id, int) else (*replica_id[:-1], instance)
+
+
+def _states(parts: list[ShardedTensor], held: Held) -> Iterator[ShardedTensor]:
+    """Yield every state of a held range."""
+    for state, data in {MASTER: held.main, **held.states}.items():
+        yield from _sharded(parts, held, state, data)
+    for state, data in held.others.items():
+        yield _of_another_shape(parts, held, state, data)
+
+
+def _of_another_shape(parts: list[ShardedTensor], held: Held, state: str, data: torch.Tensor) -> ShardedTensor:
+    """Return a state that is not elementwise, as a global tensor of its own shape.
+
+    It belongs to the whole local parameter, so it loads where the parameter is divided in the same way. A parameter that is
+    divided among ``n`` tensor parallel ranks has a leading dimension of ``n``: another ``n`` is another shape, which a load
+    refuses.
+    """
+    part, count = parts[0], held.parameter.numel()
+    stacked = part.prepend_axis_num
+    whole = part.global_shape[stacked:]
+    cut = [axis for axis, size in enumerate(whole) if size != part.local_shape[axis]]
+    if (held.lo, held.hi) != (0, count):
+        raise UnsupportedLayoutError(f"{part.key}: {state} {tuple(data.shape)} is not elementwise, and ranks hold parts of it")
+    ways = math.prod(whole) // count
+    if ways > 1 and len(cut) > 1:
+        raise UnsupportedLayoutError(f"{part.key}: {state} {tuple(data.shape)} of a parameter that is divided in two ways")
+    grid = (ways,) if ways > 1 else ()
+    place = (part.global_offset[stacked + cut[0]] // part.local_shape[cut[0]],) if ways > 1 else ()
+    return StateTensor(
+        sharded_tensors.key_of(part.key, state),
+        data.detach(),
+        data.dtype,
+        tuple(data.shape),
+        (*part.global_shape[:stacked], *grid, *data.shape),
+        (*part.global_offset[:stacked], *place, *(0,) * data.dim()),
+        axis_fragmentations=None,
+        replica_id=_replica(part.replica_id, held.instance),
+        prepend_axis_num=stacked + len(grid),
+        replicated=held.instance is None,
+    )
+
+
+def _sharded(parts: list[ShardedTensor], held: Held, state: str, data: torch.Tensor) -> Iterator[ShardedTensor]:
+    """Yield one state of a held range, as boxes of the global tensors."""
+    flat = data.detach().view(-1)
+    origin = held.parameter.storage_offset()
+    for part in parts:
+        view = held.parameter.detach() if part.data is held.parameter else part.data
+        boxes = boxes_of_view(view.shape, view.stride(), view.storage_offset() - origin, held.lo, held.hi)
+        for box, at in boxes:
+            start = tuple(o + s for o, s in zip(part.global_offset[part.prepend_axis_num :], box.start, strict=True))
+            live = flat.as_strided(box.shape, view.stride(), flat.storage_offset() + at - held.lo)
+            yield StateTensor(
+                sharded_tensors.key_of(part.key, state),
+                live,
+                live.dtype,
+                box.shape,
+                part.global_shape,
+                (*part.global_offset[: part.prepend_axis_num], *start),
+                axis_fragmentations=None,
+                replica_id=_replica(part.replica_id, held.instance),
+                prepend_axis_num=part.prepend_axis_num,
+                allow_shape_mismatch=part.allow_shape_mismatch,
+                replicated=held.instance is None,
+            )
+
+
+def _marker(part: ShardedTensor) -> ShardedTensor:
+    """Return an empty sharded tensor, for a weight whose master is on other ranks. The weight itself is not stored."""
+    shape = (0,) * len(part.local_shape) if part.local_shape else part.local_shape
+    return StateTensor(
+        sharded_tensors.key_of(part.key, MASTER),
+        torch.empty(shape, dtype=torch.float32),
+        torch.float32,
+        shape,
+        part.global_shape,
+        (0,) * len(part.global_offset),
+        axis_fragmentations=None,
+        replica_id=(1, 1, 1),
+        prepend_axis_num=part.prepend_axis_num,
+        allow_shape_mismatch=part.allow_shape_mismatch,
+    )
+
+
+def load_state_dict(part: OptimizerPart) -> None:
+    """Set hyperparameters, steps and loss scaler of the checkpoint, after a load has filled the tensors.
+
+    Raises:
+        MismatchError: the tensors were not loaded by unickpt.
+    """
+    if not part.loaded:
+        raise MismatchError("the optimizer's state dict was not filled by a unickpt load")
+    for leaf in part.leaves:
+        for held in leaf.held:
+            internals.write_back(leaf, held)
+        restore_hyperparameters(part, leaf)
+        scaler = getattr(leaf.optimizer, "grad_scaler", None)
+        if scaler:
+            state = internals.new_scaler_state(leaf.optimizer) if part.grad_scaler is None else part.grad_scaler
+            scaler.load_state_dict(state)
+
+
+# ---------------------------------------------------------------- hooked methods
+
+
+def hooked_state_dict(
+    runtime: Runtime,
+    wrapped: Callable[..., Any],
+    instance: Any,
+    model_sharded_state_dict: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Wrap ``optimizer.sharded_state_dict``: return model space if the metadata or the scripts select it.
+
+    Otherwise the result is in Megatron's form, and a save or load of unickpt can still describe it by parameter.
+    """
+    metadata = kwargs.get("metadata") or {}
+    by_scripts = runtime.purpose in (Purpose.SAVE, Purpose.LOAD)  # 0.12 passes no metadata
+    selected = metadata.get(keys.MARK) or by_scripts
+    reason = internals.unsupported_reason(instance)
+    if not selected:
+        known = {} if reason or runtime.purpose is Purpose.NATIVE else _by_parameter(model_sharded_state_dict)
+        if not known:
+            return wrapped(model_sharded_state_dict, *args, **kwargs)
+        return MegatronsForm(_in_megatrons_form(wrapped, model_sharded_state_dict, *args, **kwargs), instance, known)
+    if reason:
+        if runtime.is_news(reason):
+            logger.warning(
+                "unickpt: not supported: %s. Its state is stored as Megatron describes it, and loads only where Megatron's "
+                "own checkpoint would.", reason,
+            )  # fmt: skip
+        return wrapped(model_sharded_state_dict, *args, **kwargs)
+    is_loading = bool(args[0]) if args else bool(kwargs.get("is_loading", False))
+    return sharded_state_dict(instance, model_sharded_state_dict, is_loading=is_loading)
+
+
+def _in_megatrons_form(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the state dict in Megatron's form. If there is none, it raises Megatron's error when another program uses it.
+
+    The form that Megatron describes without metadata has been impossible since 0.15.
+    """
+    try:
+        return wrapped(*args, **kwargs)
+    except CheckpointingException as err:
+        err.__traceback__ = None  # its frames hold the state
+        return {"optimizer": ShardedTensorFactory("optimizer", torch.empty(0), partial(_raise, err), lambda _: None)}
+
+
+def _raise(err: Exception, *_: Any) -> Any:
+    raise err
+
+
+def hooked_load(wrapped: Callable[..., Any], state_dict: Any) -> Any:
+    """Wrap ``optimizer.load_state_dict``: load a state dict in model space."""
+    part = state_dict.get(PART) if isinstance(state_dict, dict) else None
+    if not isinstance(part, OptimizerPart):
+        return wrapped(state_dict)
+    load_state_dict(part)
+    state_dict.pop(TENSORS, None)
+    return None

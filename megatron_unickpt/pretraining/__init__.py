@@ -1,0 +1,1 @@
+"""Inside Megatron's training scripts: arguments, tracker file, schedule."""

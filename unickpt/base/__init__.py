@@ -1,0 +1,1 @@
+"""What every wing stands on: options, errors, logs, hooks on frameworks, processes and private files."""

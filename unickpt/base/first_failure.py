@@ -1,0 +1,90 @@
+"""Why a worker has ended before its first step: the agent of its host ends the job if that happens again and again.
+
+A program that cannot start, for instance because a module is missing, is started again on all hosts as often as torchrun
+allows. An exception with the same type and place in each round, before any optimizer has made a step, does not go away by a
+restart.
+This module is used in a worker of ``torchrun --rdzv-backend unickpt``. It writes what the worker's last exception was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from unickpt.base.round_folder import Failed, folder_of_round, note_failure
+
+_CALLERS = ("autograd/graph.py", "_ops.py", "nn/parallel/distributed.py")  # of the reducer of DDP and functional collectives
+_MOST = 16  # causes of an exception
+
+_stepped: dict[str, bool] = {}  # whether an optimizer of this process has made a step
+
+
+def note_last_exception() -> None:
+    """Note the exception that ends this process, in the folder of the round. Never raises.
+
+    It is called at the end of torch's import, so it uses only what torch has imported already.
+    """
+    with contextlib.suppress(Exception):
+        folder, rank = folder_of_round(), os.environ.get("RANK", "")
+        if folder is None or not rank.isdigit():
+            return
+        sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(_made_a_step)
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            before(kind, error, trace)
+            with contextlib.suppress(Exception):
+                note_failure(folder, int(rank), failed(error, trace, bool(_stepped)))
+
+        sys.excepthook = hook
+
+
+def _made_a_step(*_: Any) -> None:
+    _stepped["made"] = True
+
+
+def failed(error: BaseException, trace: TracebackType | None, stepped: bool) -> Failed:
+    """Return what the agent must know about an exception."""
+    frames = traceback.extract_tb(trace)
+    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    kind = type(error).__name__
+    return Failed(f"{kind} {place}", f"{kind}: {error} ({place})"[:500], stepped or _is_of_others(error))
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Whether the end of another process has caused it, or may have: that is no fault of this one."""
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None and len(causes) < _MOST:
+        causes.append(cause)
+    return any(_typed(each) or _of_gloo(each) for each in causes)
+
+
+def _typed(error: BaseException) -> bool:
+    names = {each.__name__ for each in type(error).__mro__}
+    return bool(names & {"DistError", "ConnectionError", "KeyboardInterrupt", "CoordinationError"})
+
+
+def _of_gloo(error: BaseException) -> bool:
+    """Whether gloo may have raised it because a peer has ended: gloo has no type of its own.
+
+    It raises where torch calls it. Below an operator or a backward pass, that is a collective only if the job has no other
+    backend.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    torch = Path(str(getattr(sys.modules.get("torch"), "__file__", None) or "/none/torch/__init__.py")).parent
+    if type(error) is not RuntimeError or not frames or torch not in Path(frames[-1].filename).parents:
+        return False
+    place = Path(frames[-1].filename).relative_to(torch)
+    return place.parts[0] == "distributed" or (str(place) in _CALLERS and _only_gloo())
+
+
+def _only_gloo() -> bool:
+    distributed: Any = sys.modules.get("torch.distributed")
+    with contextlib.suppress(Exception):
+        return bool(distributed.is_initialized() and distributed.get_world_size() > 1 and distributed.get_backend() == "gloo")
+    return False

@@ -1,0 +1,119 @@
+"""Folder of a round of ``torchrun --rdzv-backend unickpt`` on this host: what its workers tell the agent of the host.
+
+The agent creates the folder. It holds the rings if the job is timed, and how many checkpoints the round has committed. The
+agent writes there which ranks of the job have ended, so that the other ranks do not wait for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Collection
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from unickpt.base.private_files import read_text, replacing
+
+RINGS, RINGS_JOB = "UNICKPT_RINGS", "UNICKPT_RINGS_JOB"  # environment of the workers
+COMMITS, _LONGEST = "commits", 32
+ENDED, _LONGEST_ENDED = "ended", 1 << 20
+FAILED, _LONGEST_FAILED = "failed", 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The exception that has ended a worker.
+
+    Attributes:
+        signature: type and place. Equal for the same fault of the program.
+        text: type, message and place, for people.
+        excused: the worker had made a step before, or another process is the cause.
+    """
+
+    signature: str
+    text: str
+    excused: bool
+
+
+def folder_of_round() -> Path | None:
+    """Return the folder that torchrun's agent on this host has created for this round; None without such an agent.
+
+    A job that a worker starts in its turn inherits the environment, and is not meant.
+    """
+    given, job = os.environ.get(RINGS, ""), os.environ.get(RINGS_JOB)
+    return Path(given) if given and job == os.environ.get("TORCHELASTIC_RUN_ID") else None
+
+
+def note_saver() -> None:
+    """Note that this job saves with unickpt, so that it is interrupted after a checkpoint. Never raises."""
+    folder = folder_of_round()
+    if folder is not None and read_commits(folder) is None:
+        _write(folder, 0)
+
+
+def note_commit() -> None:
+    """Note a committed checkpoint. One rank of the job calls this. Never raises."""
+    folder = folder_of_round()
+    if folder is not None:
+        _write(folder, (read_commits(folder) or 0) + 1)
+
+
+def read_commits(folder: Path) -> int | None:
+    """Return how many checkpoints the workers on this host have committed; None if they have not said that they save."""
+    text = read_text(folder / COMMITS, _LONGEST)
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def note_ended(folder: Path, ranks: Collection[int]) -> None:
+    """Tell the workers of this host which ranks of their round have ended. The agent calls this. Never raises."""
+    _replace(folder / ENDED, " ".join(map(str, sorted(ranks))))
+
+
+def read_ended(folder: Path) -> frozenset[int]:
+    """Return the ranks of the round that have ended, as far as this host knows."""
+    words = read_text(folder / ENDED, _LONGEST_ENDED).split()
+    return frozenset(int(word) for word in words if word.isascii() and word.isdigit())
+
+
+def note_failure(folder: Path, rank: int, failed: Failed) -> None:
+    """Note the exception that ends a worker. Never raises."""
+    _replace(folder / f"{FAILED}{rank}", json.dumps(astuple(failed)))
+
+
+def read_failure(folder: Path, rank: int) -> Failed | None:
+    """Return the exception that has ended a worker of this host; None if it has noted none."""
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        signature, text, excused = json.loads(read_text(folder / f"{FAILED}{rank}", _LONGEST_FAILED))
+        return Failed(str(signature), str(text), bool(excused))
+    return None
+
+
+def ends_of_job(rank: int, world: int) -> Callable[[], frozenset[int]]:
+    """Return a function that gives the ranks of this round that have ended, and never raises.
+
+    Without torchrun's agent of this backend, it always gives none. Nor does it if torch numbers the ranks of the job otherwise
+    than torchrun.
+
+    Args:
+        rank, world: of this process, in torch's default process group.
+    """
+    folder = folder_of_round()
+    numbered = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == (str(rank), str(world))
+    return frozenset if folder is None or not numbered else lambda: read_ended(folder)
+
+
+def remove_note(folder: Path) -> None:
+    """Remove what the workers and the agent have noted. Never raises."""
+    with contextlib.suppress(OSError):
+        for path in [folder / COMMITS, folder / ENDED, *folder.glob(f"{FAILED}*")]:
+            path.unlink(missing_ok=True)
+
+
+def _write(folder: Path, count: int) -> None:
+    _replace(folder / COMMITS, str(count))
+
+
+def _replace(path: Path, text: str) -> None:
+    with contextlib.suppress(OSError), replacing(path) as file:
+        file.write(text.encode())

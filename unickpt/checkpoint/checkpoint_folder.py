@@ -1,0 +1,125 @@
+"""Checkpoints of a save directory, from their manifests, the file ``latest`` and Megatron's tracker file. No data is read."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+
+from unickpt.base.errors import FormatError, NotACheckpointError, StorageError, UnickptError, UnsafePathError
+from unickpt.checkpoint.format import manifest as manifest_module
+from unickpt.checkpoint.format.layout import LATEST_FILE
+from unickpt.checkpoint.format.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, check_path
+from unickpt.checkpoint.storage.base import Storage
+from unickpt.checkpoint.storage.open import open_storage
+
+TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's scripts name it so (megatron/training/checkpointing.py)
+_MAX_LATEST_BYTES = 4096
+
+
+def read_manifest(checkpoint: Storage) -> Manifest:
+    """Read and validate the manifest of a checkpoint.
+
+    Raises:
+        NotACheckpointError: the directory has no manifest.
+        FormatError: the manifest is malformed or too large.
+        StorageError: the storage cannot read it.
+    """
+    path = checkpoint.where(MANIFEST_FILE)
+    size = checkpoint.size_bytes(MANIFEST_FILE)
+    if size is None:
+        raise NotACheckpointError(
+            f"{checkpoint}: no {MANIFEST_FILE}, so this is not a checkpoint: its save did not finish, or unickpt did not write "
+            "the directory"
+        )
+    if size > MAX_MANIFEST_BYTES:
+        raise FormatError(f"{path}: {size:,} bytes are too many for a manifest; the limit is {MAX_MANIFEST_BYTES:,}")
+    return manifest_module.from_bytes(checkpoint.read(MANIFEST_FILE, 0, size), where=path)
+
+
+def plain_tag(tag: str, folder: str | os.PathLike[str]) -> str:
+    """Return the tag of a checkpoint in a folder, such as ``step5`` or ``run/step5``, without a needless ``.`` or ``/``.
+
+    Raises:
+        UnsafePathError: it is empty, or leads out of the folder.
+    """
+    try:
+        return check_path(posixpath.normpath(tag) if tag else tag, where=os.fspath(folder))
+    except UnsafePathError:
+        raise UnsafePathError(
+            f"the tag {tag!r} leads out of {os.fspath(folder)}. Pass the name of a folder in it, such as 'step5', and "
+            "the other folder as the save directory"
+        ) from None
+
+
+def latest_tag(folder: str | os.PathLike[str]) -> str | None:
+    """Return the tag in the file ``latest`` of a folder, or None if there is no such file.
+
+    Raises:
+        FormatError: the file does not hold the plain name of a directory.
+        StorageError: the storage cannot read it.
+    """
+    place = open_storage(folder)
+    size = place.size_bytes(LATEST_FILE)
+    if size is None:
+        return None
+    where = place.where(LATEST_FILE)
+    try:
+        tag = place.read(LATEST_FILE, 0, min(size, _MAX_LATEST_BYTES)).decode("utf-8").strip()
+    except UnicodeDecodeError:
+        tag = ""
+    if not tag or size > _MAX_LATEST_BYTES:
+        raise FormatError(f"{where}: does not hold the name of a checkpoint")
+    return check_path(tag, where=where)
+
+
+def complete_checkpoints(folder: str | os.PathLike[str]) -> list[tuple[int, str]]:
+    """Return ``(step, name)`` of the checkpoints in a folder whose manifest is valid, newest first.
+
+    Raises:
+        StorageError: as ``manifests_in``.
+    """
+    return [(manifest.step, name) for name, manifest in manifests_in(folder)]
+
+
+def manifests_in(folder: str | os.PathLike[str]) -> list[tuple[str, Manifest]]:
+    """Return names and manifests of the checkpoints in a folder whose manifest is valid, newest first.
+
+    Raises:
+        StorageError: the folder cannot be listed, or a manifest cannot be read. That says nothing about the checkpoint.
+    """
+    place = open_storage(folder)
+    found = []
+    for name in place.folders():
+        try:
+            found.append((name, read_manifest(place.subfolder(name))))
+        except StorageError:
+            raise
+        except UnickptError:
+            continue
+    return sorted(found, key=lambda each: (each[1].step, each[0]), reverse=True)
+
+
+def iteration_name(iteration: int) -> str:
+    """Return the directory name that Megatron's scripts give an iteration."""
+    return f"iter_{iteration:07d}"
+
+
+def tracked_iteration(folder: str | os.PathLike[str]) -> int | None:
+    """Return the iteration in Megatron's tracker file. None if there is no tracker file, or if it names a release.
+
+    Raises:
+        FormatError: the file holds something else, for example because the job was killed while writing it.
+        StorageError: the file cannot be read.
+    """
+    place = open_storage(folder)
+    size = place.size_bytes(TRACKER)
+    if size is None:
+        return None
+    text = place.read(TRACKER, 0, min(size, _MAX_LATEST_BYTES)).decode("utf-8", "replace").strip()
+    if text.isdecimal() and text.isascii() and size <= _MAX_LATEST_BYTES:
+        return int(text)
+    if text == "release":
+        return None
+    raise FormatError(
+        f"{place.where(TRACKER)} holds {text[:40]!r} instead of an iteration (was the job killed while it was written?)"
+    )

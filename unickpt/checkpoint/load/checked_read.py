@@ -1,0 +1,192 @@
+"""Read adjacent ranges of a file into tensors, with their checksums, and cast them into second tensors on the way.
+
+The extension ``_checked_read`` (``_checked_read.c``) does this in one call, without the interpreter's lock. Without it, such as
+after an installation without a compiler or on another processor than x86, Python does the same block by block. The extension
+also reads fragments of which parts are needed (``read_pieces``); ``reader.py`` has that in Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from unickpt.base.errors import StorageError
+from unickpt.checkpoint.format.casts import Comparison, comparison, is_dense
+from unickpt.checkpoint.format.checksums import RunningChecksum, fragment_checksum
+from unickpt.checkpoint.load.file_blocks import read_blocks
+from unickpt.checkpoint.storage.base import DescriptorReader, Reader
+
+try:
+    from unickpt.checkpoint.load import _checked_read
+except ImportError:
+    _checked_read = None  # type: ignore[assignment]
+
+_LEAST_BLOCK_BYTES = 4096
+_LONG_BYTES = 241  # the extension checks ranges from this size on; as LONG in ``_checked_read.c``
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A range of a file and where it goes.
+
+    Attributes:
+        target: 1-D CPU tensor that the range fills byte for byte. Dense, with at least one element.
+        second: tensor that receives the elements as by ``copy_``, 1-D with as many elements; None for none.
+    """
+
+    target: torch.Tensor
+    second: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a fragment that is needed.
+
+    Attributes:
+        begin_bytes: position in the fragment.
+        size_bytes: size in the file.
+        target: 1-D CPU tensor that receives the elements as by ``copy_``. Dense.
+    """
+
+    begin_bytes: int
+    size_bytes: int
+    target: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A fragment and the parts of it that are needed. Its elements are of ``dtype``."""
+
+    offset_bytes: int
+    size_bytes: int
+    dtype: torch.dtype
+    pieces: Sequence[Piece]
+
+    def are_castable(self) -> bool:
+        """Whether ``read_pieces`` can fill the targets."""
+        kinds = all(comparison(self.dtype, piece.target.dtype) is not None and is_dense(piece.target) for piece in self.pieces)
+        return self.size_bytes >= _LONG_BYTES and kinds
+
+
+def can_read_pieces(reader: Reader) -> bool:
+    """Whether ``read_pieces`` can read from this file."""
+    return isinstance(reader, DescriptorReader) and available()
+
+
+def read_pieces(reader: Reader, fragments: Sequence[Pieces], *, checks: bool = True) -> list[int] | None:
+    """Read fragments through a buffer that stays in the cache of the core, and copy what is needed.
+
+    Args:
+        reader: the open file.
+        fragments: castable fragments (``are_castable``), in file order.
+        checks: compute checksums.
+
+    Returns:
+        ``fragment_checksum`` of each fragment; zeros without ``checks``. None if the extension cannot read this file.
+
+    Raises:
+        StorageError: the file cannot be read.
+    """
+    if not isinstance(reader, DescriptorReader) or not available():
+        return None
+    table, pieces = array("Q"), array("Q")
+    for each in fragments:
+        table.extend((each.offset_bytes, each.size_bytes, len(each.pieces)))
+        for piece in each.pieces:
+            kind = comparison(each.dtype, piece.target.dtype)
+            assert kind is not None  # ``are_castable``
+            pieces.extend((piece.begin_bytes, piece.size_bytes, piece.target.data_ptr(), kind))
+    block = max(reader.block_bytes, _LEAST_BLOCK_BYTES) // 16 * 16
+    with _errors(reader.path, [each.offset_bytes + each.size_bytes for each in fragments]):
+        found = _checked_read.read_pieces(reader.descriptor, table.tobytes(), pieces.tobytes(), block, checks)
+    reader.note(sum(each.size_bytes for each in fragments))
+    return array("Q", found).tolist()
+
+
+@contextlib.contextmanager
+def _errors(path: str, ends: Sequence[int]) -> Iterator[None]:
+    """Raise the errors of the extension as ``StorageError``. ``ends``: of what is read, ascending."""
+    try:
+        yield
+    except EOFError as err:
+        at: int = err.args[0]
+        more = next((end for end in ends if end > at), at) - at
+        raise StorageError(f"{path}: ends at byte {at}, expected {more} more bytes") from None
+    except OSError as err:
+        raise StorageError(f"{path}: cannot be read ({err.strerror or err})") from err
+
+
+def available() -> bool:
+    """Return whether the extension is installed and this processor has its instructions."""
+    return _checked_read is not None and _checked_read.is_fast()
+
+
+def read_checked(
+    reader: Reader, offset_bytes: int, parts: Sequence[Part], *, checks: bool = True, extension: bool = True
+) -> list[int]:
+    """Read adjacent ranges of a file.
+
+    Args:
+        reader: the open file.
+        offset_bytes: position of the first range.
+        parts: the ranges, in file order.
+        checks: compute checksums.
+        extension: use the extension if it is there.
+
+    Returns:
+        ``fragment_checksum`` of each range; zeros without ``checks``.
+
+    Raises:
+        StorageError: the file cannot be read.
+    """
+    if extension and isinstance(reader, DescriptorReader) and available():
+        return _by_extension(reader, offset_bytes, parts, checks=checks)
+    return _by_python(reader, offset_bytes, parts, checks=checks)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor."""
+    return memoryview(tensor.detach().view(torch.uint8).numpy().data)
+
+
+def _by_extension(reader: DescriptorReader, offset_bytes: int, parts: Sequence[Part], *, checks: bool) -> list[int]:
+    table, later = array("Q"), list[Part]()
+    for part in parts:
+        second, kind = part.second, Comparison.NOTHING
+        if second is not None:
+            kind = comparison(part.target.dtype, second.dtype) or Comparison.NOTHING if is_dense(second) else Comparison.NOTHING
+            if kind is Comparison.NOTHING:
+                later.append(part)
+        place = 0 if second is None else second.data_ptr()
+        table.extend((part.target.data_ptr(), part.target.nbytes, place, kind))
+    size = sum(part.target.nbytes for part in parts)
+    with _errors(reader.path, [offset_bytes + size]):
+        found = _checked_read.read_parts(reader.descriptor, offset_bytes, table.tobytes(), reader.block_bytes, checks)
+    reader.note(size)
+    for part in later:
+        assert part.second is not None
+        part.second.copy_(part.target)
+    sums = array("Q", found).tolist()
+    for at, part in enumerate(parts) if checks else ():
+        if part.target.nbytes < _LONG_BYTES:
+            sums[at] = fragment_checksum(bytes_of(part.target))
+    return sums
+
+
+def _by_python(reader: Reader, offset_bytes: int, parts: Sequence[Part], *, checks: bool) -> list[int]:
+    sums, running = [0] * len(parts), RunningChecksum()
+    views = [(at, bytes_of(part.target)) for at, part in enumerate(parts)]
+    for block in read_blocks(reader, offset_bytes, views, reader.block_bytes):
+        for at, view, last in block:
+            if checks:
+                running.update(view)
+            second = parts[at].second
+            if last and second is not None:
+                second.copy_(parts[at].target)
+            if last and checks:
+                sums[at], running = running.value(), RunningChecksum()
+    return sums

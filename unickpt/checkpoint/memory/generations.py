@@ -1,0 +1,108 @@
+"""Generations of the memory tier: their names, what each host holds of them, and which of them can be loaded. Pure.
+
+A generation is one checkpoint in the memory of the hosts of a job. Its number is the time of its save in nanoseconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from unickpt.base.errors import FormatError
+from unickpt.checkpoint.format.file_names import MANIFEST_FILE
+
+if TYPE_CHECKING:  # which imports torch; a keeper needs none
+    from unickpt.checkpoint.format.manifest import Manifest
+
+ABOUT_FILE = "about.json"
+MOST_GENERATIONS, MOST_FILES = 64, 1 << 20  # of one host
+_FOLDER = re.compile(r"g(\d{1,20})")
+_FILE = re.compile(r"manifest\.json|about\.json|index\.safetensors|(?:data|rows)/rank\d{5,10}\.safetensors")
+
+
+def folder_of(number: int) -> str:
+    """Return the folder of a generation, below the folder of the job."""
+    return f"g{number}"
+
+
+def number_of(folder: str) -> int | None:
+    """Return the number of a generation from the name of its folder, or None for another name."""
+    found = _FOLDER.fullmatch(folder)
+    return None if found is None else int(found.group(1))
+
+
+def is_file_of_generation(name: str) -> bool:
+    """Return whether a generation can have a file of this relative name."""
+    return _FILE.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What one host holds.
+
+    Attributes:
+        files: size in bytes of each file, by generation and relative name.
+    """
+
+    files: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, dict[str, int]]:
+        """Return a JSON-able form."""
+        return {folder_of(number): dict(names) for number, names in self.files.items()}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Inventory:
+        """Return the inventory that ``to_json`` encoded. It comes from another host.
+
+        Raises:
+            FormatError: it has another form.
+        """
+        if not isinstance(value, dict) or len(value) > MOST_GENERATIONS:
+            raise FormatError("an inventory of a host's memory is malformed")
+        files: dict[int, dict[str, int]] = {}
+        for folder, names in value.items():
+            number = number_of(folder)
+            if number is None or not isinstance(names, dict) or len(names) > MOST_FILES:
+                raise FormatError(f"an inventory of a host's memory is malformed at {str(folder)[:80]!r}")
+            if not all(is_file_of_generation(name) and type(size) is int and size >= 0 for name, size in names.items()):
+                raise FormatError(f"an inventory of a host's memory names an invalid file or size in {folder}")
+            files[number] = names
+        return cls(files)
+
+
+def numbers(inventories: Iterable[Inventory]) -> list[int]:
+    """Return the numbers of all generations with a commit record, newest first."""
+    found = {number for each in inventories for number, names in each.files.items() if MANIFEST_FILE in names}
+    return sorted(found, reverse=True)
+
+
+def missing(number: int, manifest: Manifest, inventories: Sequence[Inventory]) -> list[str]:
+    """Return the files of a generation that no host holds in their full size."""
+    return [
+        record.path
+        for record in manifest.files
+        if not any(each.files.get(number, {}).get(record.path) == record.size_bytes for each in inventories)
+    ]
+
+
+def kept(complete: Sequence[int], count: int) -> list[int]:
+    """Return the generations that stay while a new one is made.
+
+    Args:
+        complete: numbers of the generations that can be loaded, newest first.
+        count: number of generations that a host may hold, including the new one. At least the newest one stays.
+    """
+    return list(complete[: max(count - 1, 1)])
+
+
+def sources(host: int, hosts: int, replicas: int) -> list[int]:
+    """Return the hosts whose files a host copies: those before it, in a ring.
+
+    Args:
+        host: position of this host, 0 to ``hosts`` - 1.
+        hosts: number of hosts of the job.
+        replicas: number of copies of each file.
+    """
+    return [(host - step) % hosts for step in range(1, min(replicas, hosts - 1) + 1)]

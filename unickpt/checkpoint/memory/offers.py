@@ -1,0 +1,102 @@
+"""The order in which a load tries checkpoints in memory and on disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.resume import Offer
+from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier, choose
+from unickpt.checkpoint.storage.base import join
+
+logger = logging.getLogger("unickpt")
+
+
+class MemoryOffers:
+    """Generations that are newer than the next checkpoint on disk, and that checkpoint after them. Used on the coordinator.
+
+    Args:
+        load: generations that may be tried.
+        folder: directory in which their checkpoints would be on disk.
+        disk: returns the next checkpoint on disk; empty if none is left that unickpt can load.
+        native_step: returns the step of the framework's own checkpoint that would be loaded instead; -1 if there is none.
+    """
+
+    def __init__(self, load: MemoryLoad, folder: str, disk: Callable[[], Offer], native_step: Callable[[], int]) -> None:
+        self._load, self._folder, self._disk, self._native_step = load, folder, disk, native_step
+        self._tried: list[tuple[int, bool]] = []
+        self._next: Offer | None = None
+
+    def next(self) -> Offer:
+        """Return the checkpoint to try now."""
+        if self._next is None:
+            self._next = self._disk()
+        head = self._next
+        found = None if head.refused or head.explicit else choose(self._load, lambda: self._step_of(head), self._tried)
+        if found is not None:
+            generation, checked = found
+            where = join(self._folder, generation.tag)
+            return Offer(where, generation.tag, generation.step, generation=generation.number, checked=checked)
+        self._next = None
+        if self._tried and not head.directory and not head.refused and not head.missing and self._native_step() >= 0:
+            return Offer(self._folder, native=True, notes=head.notes)
+        return head
+
+    def _step_of(self, disk: Offer) -> int:
+        if disk.missing:
+            return -1
+        return disk.step if disk.directory else self._native_step()
+
+
+class MemoryResume:
+    """What a load may take from memory. Every rank creates it before the load, and makes the same calls.
+
+    Args:
+        tier: memory tier of the job.
+        folder: directory in which the checkpoints would be on disk.
+        meet: message exchange of all ranks.
+        step: step of the only checkpoint that may be loaded; None: any.
+        continues: the job saves into the same folder. Otherwise it leaves all generations as they are.
+    """
+
+    def __init__(
+        self, tier: MemoryTier, folder: str, meet: Rendezvous, *, step: int | None = None, continues: bool = True
+    ) -> None:
+        self._tier, self._folder, self._meet, self._continues = tier, folder, meet, continues
+        self._load = tier.look(folder, meet) if tier.enabled else MemoryLoad()
+        if step:
+            self._load.found = [found for found in self._load.found if found.step == step]
+        if self._load.problems and meet.rank == 0:
+            logger.warning("unickpt: in the memory of the hosts: %s", "; ".join(self._load.problems))
+
+    def offers(self, disk: Callable[[], Offer], native_step: Callable[[], int]) -> MemoryOffers:
+        """Return the order in which checkpoints are tried, given those on disk (``MemoryOffers``). Used on the coordinator."""
+        return MemoryOffers(self._load, self._folder, disk, native_step)
+
+    def check(self, offer: Offer) -> None:
+        """Remove the damaged files of a generation on this host.
+
+        Raises:
+            UnickptError: the manifest cannot be read.
+        """
+        self._tier.check(self._folder, offer.generation)
+
+    def open(self, offer: Offer) -> Checkpoint:
+        """Open a checkpoint in memory or on disk.
+
+        Raises:
+            UnickptError: as ``Checkpoint.open``.
+        """
+        if offer.generation:
+            return self._tier.open(self._folder, self._load, offer.generation)
+        return Checkpoint.open(offer.directory)
+
+    def loaded(self, offer: Offer, step: int) -> None:
+        """Note which checkpoint was loaded, and its step. A job that continues gives up newer ones in memory."""
+        if not self._continues or not self._tier.enabled:
+            return
+        read = self._tier.loaded(self._folder, self._load, step, offer.generation)
+        if read and self._meet.rank == 0:
+            logger.info("unickpt: %s was loaded from the memory of the hosts: rank 0 read %s", offer.directory, read)

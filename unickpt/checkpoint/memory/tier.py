@@ -1,0 +1,326 @@
+"""The memory tier of a job: which saves go into memory, and which generation a load tries. Adapters use this module."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from unickpt.base.errors import UnickptError
+from unickpt.base.memory_status import MemoryStatus
+from unickpt.base.options.job import MemoryOptions
+from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.memory.contact import publish
+from unickpt.checkpoint.memory.finding import Found, find, open_generation, remove_damaged, sources_read
+from unickpt.checkpoint.memory.host_folder import make_token, read_token
+from unickpt.checkpoint.memory.hosts import JobHosts, connect
+from unickpt.checkpoint.memory.peer_storage import PeerStorage
+from unickpt.checkpoint.memory.saver import MemorySaver
+from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest
+from unickpt.checkpoint.storage.base import absolute
+
+logger = logging.getLogger("unickpt")
+
+
+@dataclass
+class _Folder:
+    """The memory tier of one save directory.
+
+    Attributes:
+        hosts, saver: None if there is no tier.
+        since_disk: saves since the last one on disk.
+        failing: the last save into memory has failed, and a warning has said so.
+    """
+
+    hosts: JobHosts | None
+    saver: MemorySaver | None = None
+    since_disk: int = 0
+    failing: bool = False
+
+
+@dataclass
+class MemoryLoad:
+    """Generations that a load may try, in order. The same on every rank.
+
+    Attributes:
+        found: newest first.
+        problems: why other generations cannot be loaded.
+        storage: the opened generation; None if a checkpoint on disk is loaded.
+    """
+
+    found: list[Found] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    storage: PeerStorage | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The next checkpoint goes into memory.
+
+    Attributes:
+        folder, saver: memory tier of its save directory.
+        plan: number of the generation, and those that stay.
+        meet: message exchange of the ranks for this save.
+    """
+
+    folder: _Folder
+    saver: MemorySaver
+    plan: Message
+    meet: Rendezvous
+
+    def save(self, request: SaveRequest, on_end: Callable[[PendingSave], None] | None = None) -> PendingSave:
+        """Save into memory. Every rank calls this.
+
+        Args:
+            request: what the framework saves. Its ``on_end`` belongs to a save to disk and is not called.
+            on_end: called with the save into memory when it has ended.
+
+        Returns:
+            The save, pending or failed. ``agreed`` is the same on every rank; if it is false, the checkpoint has to go to disk.
+
+        Raises:
+            CoordinationError: a rank did not arrive in time.
+        """
+
+        def ended(save: PendingSave) -> None:
+            _tell(save, self.folder)
+            if on_end is not None:
+                on_end(save)
+
+        save = self.saver.save_generation(replace(request, on_end=ended), self.meet, self.plan)
+        self.folder.since_disk += 1
+        return save
+
+
+class MemoryTier:
+    """The memory tier of one engine. Every rank makes the same calls.
+
+    Args:
+        options: options of the tier. It is off if ``to_disk_every`` is 0.
+        save_options: options of saves to disk.
+        note: receives the state of the tier on rank 0, for metrics.
+
+    Attributes:
+        opened: the generation that the last load has read; None if it read a checkpoint on disk.
+    """
+
+    def __init__(
+        self, options: MemoryOptions, save_options: SaveOptions, note: Callable[[MemoryStatus], None] = lambda _: None
+    ) -> None:
+        self.options, self._save_options, self._note = options, save_options, note
+        self.opened: Checkpoint | None = None
+        self._folders: dict[str, _Folder] = {}
+
+    @property
+    def enabled(self) -> bool:
+        """Whether saves go into memory."""
+        return self.options.to_disk_every > 0
+
+    def save(
+        self,
+        request: SaveRequest,
+        meet: Rendezvous,
+        on_end: Callable[[PendingSave], None] | None = None,
+        *,
+        never: bool = False,
+    ) -> PendingSave | None:
+        """Save into memory if it is the turn of the memory.
+
+        Args:
+            request: what the framework saves. Its ``on_end`` belongs to a save to disk and is not called.
+            meet: message exchange of all ranks.
+            on_end: called with the save into memory when it has ended.
+            never: this checkpoint has to go to disk. That of rank 0 counts.
+
+        Returns:
+            The save, pending or failed; None if this checkpoint has to go to disk. After a failure it goes to disk, too.
+
+        Raises:
+            CoordinationError: a rank did not arrive in time.
+        """
+        turn = self.turn(request.save_dir, meet, never=never)
+        return None if turn is None else turn.save(request, on_end)
+
+    def turn(self, save_dir: str, meet: Rendezvous, *, always: bool = False, never: bool = False) -> Turn | None:
+        """Decide where the next checkpoint goes. Every rank calls this, and then ``Turn.save`` if it goes into memory.
+
+        Args:
+            save_dir: the directory in which it would be on disk.
+            meet: message exchange of all ranks.
+            always: the framework itself decides which of its checkpoints go to disk, not ``to_disk_every``.
+            never: this checkpoint has to go to disk. That of rank 0 counts.
+
+        Returns:
+            None if this checkpoint has to go to disk.
+
+        Raises:
+            CoordinationError: a rank did not arrive in time.
+        """
+        save_dir, meet = absolute(save_dir), meet.separate("memory")
+        known = self._folders.get(save_dir)
+        if known is None:
+            known = self._connected(save_dir, meet)
+        if known.saver is not None:
+            known.saver.wait()
+        plan: Message | None = None
+        if meet.rank == 0:
+            saver, here = known.saver, not never and (always or known.since_disk + 1 < self.options.to_disk_every)
+            plan = saver.plan() if saver is not None and here and not saver.owed else {}
+            if saver is not None and here and saver.owed:
+                saver.skipped()
+        plan = meet.broadcast("memory-plan", plan)
+        if not plan or known.saver is None:
+            known.since_disk = 0
+            return None
+        return Turn(known, known.saver, plan, meet)
+
+    def _connected(self, save_dir: str, meet: Rendezvous) -> _Folder:
+        """Start the tier of a save directory."""
+        problems: list[str] = []
+        hosts = connect(meet, self.options.folder, lambda: make_token(save_dir), problems)
+        if hosts is None and meet.rank == 0:
+            logger.warning("unickpt: saves go to disk, not into memory: %s", "; ".join(problems))
+        known = self._folders[save_dir] = _Folder(hosts)
+        if hosts is not None:
+            publish(hosts, save_dir)
+            known.saver = MemorySaver(self._save_options, self.options, hosts, meet, self._note)
+        return known
+
+    def saved_to_disk(self, save_dir: str, seconds: float) -> None:
+        """Note that a checkpoint is on disk, and how long ago its save began."""
+        known = self._folders.get(absolute(save_dir))
+        if known is not None and known.saver is not None:
+            known.since_disk = 0
+            known.saver.on_disk(time.monotonic() - seconds)
+
+    def look(self, save_dir: str, meet: Rendezvous) -> MemoryLoad:
+        """Find the generations of a save directory. Every rank calls this before a load."""
+        save_dir = absolute(save_dir)
+        meet = meet.separate("memory-look")
+        known = self._folders.get(save_dir)
+        load = MemoryLoad()
+        if known is None:
+            hosts = connect(meet, self.options.folder, lambda: read_token(save_dir), load.problems, needed=False)
+            if hosts is None:
+                return load
+            publish(hosts, save_dir)
+            known = self._folders[save_dir] = _Folder(
+                hosts, MemorySaver(self._save_options, self.options, hosts, meet, self._note)
+            )
+        if known.hosts is not None:
+            load.found, load.problems = find(known.hosts, meet)
+        return load
+
+    def check(self, save_dir: str, number: int) -> None:
+        """Remove the damaged files of a generation on this host. Other ranks may open it after all ranks have called this.
+
+        Raises:
+            UnickptError: the manifest cannot be read.
+        """
+        known = self._folders.get(absolute(save_dir))
+        if known is not None and known.hosts is not None and known.hosts.leads:
+            removed = remove_damaged(known.hosts, number)
+            if removed:
+                logger.warning(
+                    "unickpt: damaged in the memory of %s: %s. The copies on other hosts are read.",
+                    known.hosts.names[known.hosts.here], ", ".join(removed),
+                )  # fmt: skip
+
+    def open(self, save_dir: str, load: MemoryLoad, number: int) -> Checkpoint:
+        """Open a generation that ``look`` has found.
+
+        Raises:
+            UnickptError: as ``Checkpoint.open``.
+        """
+        known = self._folders.get(absolute(save_dir))
+        if known is None or known.hosts is None:
+            raise UnickptError(f"generation {number} of {save_dir} is not in memory")
+        self.opened, load.storage = open_generation(known.hosts, number)
+        return self.opened
+
+    def drop(self, save_dir: str, number: int) -> None:
+        """Remove what this host holds of a damaged generation, so that it is not found again. Every rank calls this."""
+        known = self._folders.get(absolute(save_dir))
+        if known is not None and known.hosts is not None and known.hosts.leads:
+            known.hosts.folder.give_up(number)
+
+    def scratch(self, save_dir: str, kind: str, name: str) -> tuple[Path, bool]:
+        """Return a folder on this host for files that a framework reads, and whether this rank is the first one of the host.
+
+        The first rank removes other folders of that kind. Files that all ranks of the host share are its to write.
+
+        Args:
+            save_dir: a directory that ``look`` has found a generation of.
+            kind: folder of a use.
+            name: folder below it.
+
+        Raises:
+            UnickptError: the directory has no memory tier.
+            OSError: the folder cannot be made.
+        """
+        known = self._folders.get(absolute(save_dir))
+        if known is None or known.hosts is None:
+            raise UnickptError(f"{save_dir} has no checkpoints in memory")
+        return known.hosts.folder.scratch(kind, name, alone=known.hosts.leads), known.hosts.leads
+
+    def loaded(self, save_dir: str, load: MemoryLoad, step: int, number: int) -> str:
+        """Note what was loaded: newer generations belong to a course of training that was given up.
+
+        Args:
+            save_dir: save directory.
+            load: from ``look``.
+            step: step of the loaded checkpoint.
+            number: its generation; 0 for a checkpoint on disk.
+
+        Returns:
+            Where the bytes came from; '' for a checkpoint on disk.
+        """
+        known = self._folders.get(absolute(save_dir))
+        self.opened = self.opened if number else None
+        if known is not None and known.saver is not None:
+            older = [each.number for each in load.found if each.step < step]
+            known.saver.settle([number, *older] if number else older)
+            known.saver.give_up_others()
+        return "" if load.storage is None or not number else sources_read(load.storage)
+
+
+def _tell(save: PendingSave, known: _Folder) -> None:
+    """Log the result of a save into memory. Runs in the thread that ended it."""
+    if save.rank:
+        return
+    if save.result is not None and save.result.committed:
+        known.failing = False
+        logger.info(
+            "unickpt: saved in memory, %s: %s bytes in %.2f s; training paused for %.2f s",
+            save.directory, f"{save.result.size_bytes:,}", save.result.seconds, save.result.stall_s,
+        )  # fmt: skip
+        return
+    follows = "The next save goes to disk." if save.background else "This checkpoint goes to disk."
+    level = logging.INFO if known.failing else logging.WARNING
+    logger.log(level, "unickpt: %s is not saved in memory: %s. %s", save.directory, save.cause(), follows)
+    known.failing = True
+
+
+def choose(load: MemoryLoad, disk_step: Callable[[], int | None], tried: list[tuple[int, bool]]) -> tuple[Found, bool] | None:
+    """Return the generation to try next, and whether to check its files first; None for the checkpoint on disk.
+
+    A generation that is damaged is tried once more after each host has removed its damaged files.
+
+    Args:
+        load: from ``look``.
+        disk_step: returns the step of the checkpoint on disk that would be tried next; None if there is none.
+        tried: what was tried before. This function adds to it.
+    """
+    for found in load.found:
+        for checked in (False, True):
+            if (found.number, checked) in tried:
+                continue
+            step = disk_step()
+            if step is not None and step >= found.step:
+                return None
+            tried.append((found.number, checked))
+            return found, checked
+    return None

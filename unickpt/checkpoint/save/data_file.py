@@ -1,0 +1,201 @@
+"""Writer of the data file of one rank: the header, then all fragments, in large writes without copies on the host."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from unickpt.base.errors import CoverageError
+from unickpt.checkpoint.format import rank_rows as rows_module
+from unickpt.checkpoint.format.checksums import RunningChecksum, RunningDigest, digest
+from unickpt.checkpoint.format.index import FragmentRow, TensorInfo
+from unickpt.checkpoint.format.layout import fragment_key
+from unickpt.checkpoint.format.manifest import FileRecord
+from unickpt.checkpoint.format.safetensors_header import build_header
+from unickpt.checkpoint.save.shards import Prepared, Shard
+from unickpt.checkpoint.storage.base import Sink, Storage
+from unickpt.checkpoint.storage.direct_io import BLOCK_BYTES, address_of
+
+_BATCH_BYTES = 32 << 20
+_BATCH_PARTS = 512  # below IOV_MAX
+_CHECKED_BYTES = 2 << 20  # larger blocks leave the cache; smaller ones take the interpreter's lock more often
+
+
+class Pace:
+    """Bandwidth limit of writes, so that a save does not starve the data loader. None: no limit."""
+
+    def __init__(self, limit_bytes_per_s: float | None) -> None:
+        self._limit = limit_bytes_per_s
+        self._begin = time.monotonic()
+        self._written = 0
+
+    @property
+    def batch_bytes(self) -> int:
+        """Size of one write: large, but at most the limit for a tenth of a second."""
+        return _BATCH_BYTES if self._limit is None else max(min(_BATCH_BYTES, int(self._limit / 10)), 1 << 16)
+
+    def after(self, size_bytes: int) -> None:
+        """Count written bytes and wait until the average is below the limit."""
+        self._written += size_bytes
+        if self._limit is not None:
+            time.sleep(max(self._begin + self._written / self._limit - time.monotonic(), 0.0))
+
+
+@dataclass(slots=True)
+class Run:
+    """Data that is adjacent in memory."""
+
+    address: int
+    size_bytes: int
+    parts: list[memoryview]
+
+    @property
+    def end(self) -> int:
+        return self.address + self.size_bytes
+
+    def append(self, data: memoryview) -> None:
+        self.parts.append(data)
+        self.size_bytes += len(data)
+
+    def memory(self) -> memoryview:
+        """Return all of it as one part, which keeps the memory alive."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        whole = (ctypes.c_ubyte * self.size_bytes).from_address(self.address)
+        whole._parts = self.parts  # type: ignore[attr-defined]
+        return memoryview(whole).cast("B")
+
+
+def extend(runs: list[Run], data: memoryview) -> None:
+    """Add data to the last run if it is adjacent to it in memory, and as a new run otherwise. Empty data is left out."""
+    if not len(data):
+        return
+    address = address_of(data)
+    if runs and runs[-1].end == address:
+        runs[-1].append(data)
+    else:
+        runs.append(Run(address, len(data), [data]))
+
+
+class DataFile:
+    """The data file of a rank during writing.
+
+    Args:
+        sink: destination.
+        shards: all shards of the file, in file order. Their data are not read yet.
+        rank, step: for the metadata of the file.
+        pace: bandwidth limit.
+        header_bytes: least size of the header.
+    """
+
+    def __init__(self, sink: Sink, shards: Sequence[Shard], *, rank: int, step: int, pace: Pace, header_bytes: int = 0) -> None:
+        self._head, self._header = build_header(
+            ((fragment_key(s.tensor, s.box), s.tensor.dtype, s.box.shape) for s in shards),
+            {"format": "unickpt-data", "rank": str(rank), "step": str(step)},
+            alignment=BLOCK_BYTES,
+            least_bytes=header_bytes,
+        )
+        self._sink, self._pace = sink, pace
+        self._whole = RunningDigest()
+        self.rows: list[FragmentRow] = []
+        self._batch: list[Run] = []
+        self._batch_bytes = 0
+        self._whole.update(self._head)
+        self._put(memoryview(self._head))
+
+    @property
+    def next_byte(self) -> int:
+        """Position in the file of the data of the next shard."""
+        done = len(self.rows)
+        slots = self._header.slots
+        return self._header.header_bytes + (slots[done - 1].end_byte if done else 0)
+
+    def write(self, shards: Sequence[Shard]) -> None:
+        """Append the next shards and pass all of them to the sink.
+
+        Shards that are adjacent in memory are written as one part.
+
+        Raises:
+            CoverageError: the data of a shard have another size than its box.
+        """
+        for shard in shards:
+            slot = self._header.slots[len(self.rows)]
+            data = host_bytes(shard.data)
+            if len(data) != slot.end_byte - slot.begin_byte:
+                raise CoverageError(f"{slot.name}: {len(data)} bytes, expected {slot.end_byte - slot.begin_byte} for its box")
+            offset = self._header.header_bytes + slot.begin_byte
+            self.rows.append(FragmentRow(shard.tensor, shard.box, offset, self._checksummed(data)))
+            step = self._pace.batch_bytes
+            for at in range(0, len(data), step):
+                self._put(data[at : at + step])
+        self._flush()
+
+    def _checksummed(self, data: memoryview) -> int:
+        """Return the checksum of a fragment, and add it to that of the file. Both read each block while it is in the cache."""
+        fragment = RunningChecksum()
+        for at in range(0, len(data), _CHECKED_BYTES):
+            block = data[at : at + _CHECKED_BYTES]
+            fragment.update(block)
+            self._whole.update(block)
+        return fragment.value()
+
+    def _put(self, data: memoryview) -> None:
+        extend(self._batch, data)
+        self._batch_bytes += len(data)
+        if self._batch_bytes >= self._pace.batch_bytes or len(self._batch) >= _BATCH_PARTS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._batch:
+            self._sink.write([run.memory() for run in self._batch])
+            self._pace.after(self._batch_bytes)
+        self._batch, self._batch_bytes = [], 0
+
+    def record(self, name: str) -> FileRecord:
+        """Write the rest and return the record of the finished file."""
+        self._flush()
+        size = self._header.header_bytes + (self._header.slots[-1].end_byte if self._header.slots else 0)
+        return FileRecord(name, size, self._whole.value(), self._header.header_bytes, digest(self._head))
+
+
+def create_data_file(
+    storage: Storage, name: str, shards: Sequence[Shard], *, direct: bool
+) -> AbstractContextManager[Sink]:  # fmt: skip
+    """Create a file for the given shards, as ``Storage.create`` does."""
+    return storage.create(name, direct=direct, about_bytes=sum(shard.size_bytes for shard in shards))
+
+
+def write_rank(
+    storage: Storage,
+    data_name: str,
+    rows_name: str,
+    part: Prepared,
+    rank: int,
+    *,
+    pace: Pace | None = None,
+    direct: bool = False,
+) -> FileRecord:
+    """Write the data file and the index rows of one rank. Return the record of the data file."""
+    with create_data_file(storage, data_name, part.shards, direct=direct) as sink:
+        file = DataFile(sink, part.shards, rank=rank, step=part.step, pace=pace or Pace(None))
+        file.write(part.shards)
+        record = file.record(data_name)
+    write_rows(storage, rows_name, file.rows, part.tensors)
+    return record
+
+
+def write_rows(storage: Storage, rows_name: str, rows: list[FragmentRow], tensors: list[TensorInfo]) -> None:
+    """Write the index rows of a rank, which the coordinator reads."""
+    with storage.create(rows_name) as sink:
+        sink.write([memoryview(rows_module.to_bytes(rows, tensors))])
+
+
+def host_bytes(data: torch.Tensor) -> memoryview:
+    """Return the bytes of the elements in row-major order. For a dense CPU tensor it is a view."""
+    dense = data.detach().reshape(-1).to("cpu").resolve_conj().resolve_neg().contiguous()
+    return memoryview(dense.view(torch.uint8).numpy().data) if dense.numel() else memoryview(b"")

@@ -1,0 +1,166 @@
+"""First exchange of a save: the coordinator announces the save, and every rank follows or refuses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from unickpt.base.errors import CoordinationError
+from unickpt.checkpoint.coordination.failure import Failure, FailureKind
+from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.save import shutdown
+from unickpt.checkpoint.save.failure import save_failure
+from unickpt.checkpoint.save.requests import SaveRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Announcement of the coordinator. All ranks follow it, because they see the end of earlier saves at different times.
+
+    Attributes:
+        skip: this save is skipped because an earlier one is still being written.
+        background: the save continues in a thread after the call has returned.
+        arguments: arguments of the call on the coordinator. They must be equal on all ranks.
+        refused: failure that prevents the save on the coordinator, or None.
+        announce: message of the caller to all ranks.
+    """
+
+    skip: bool
+    background: bool
+    arguments: Message
+    refused: Failure | None
+    announce: Message
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON-able form for messages between ranks."""
+        refused = None if self.refused is None else self.refused.to_json()
+        return {
+            "skip": self.skip,
+            "background": self.background,
+            "arguments": self.arguments,
+            "refused": refused,
+            "announce": self.announce,
+        }
+
+    @classmethod
+    def from_json(cls, value: Message) -> Opening:
+        """Return the opening that ``to_json`` encoded."""
+        refused = None if value["refused"] is None else Failure.from_json(value["refused"])
+        return cls(value["skip"], value["background"], value["arguments"], refused, value["announce"])
+
+
+def opening_of(request: SaveRequest, *, skip: bool, background: bool, known_defect: Failure | None) -> Opening:
+    """Return the coordinator's announcement of a save.
+
+    Args:
+        request: the save.
+        skip, background: as in ``Opening``.
+        known_defect: failure of an earlier save that this one would repeat, or None.
+    """
+    if skip:
+        return Opening(skip, background, request.arguments, None, {})
+    refused = known_defect if request.framework_stands_in else None
+    if request.failed is not None:
+        refused = save_failure(request.failed, 0, describing=True)
+    announce: Message = {}
+    if refused is None and request.announce is not None:
+        try:
+            announce = request.announce()
+        except Exception as err:
+            refused = save_failure(err, 0, describing=True)
+    return Opening(skip, background, request.arguments, refused, announce)
+
+
+def exchange(request: SaveRequest, meet: Rendezvous, make: Callable[[], Opening]) -> tuple[Rendezvous, Opening]:
+    """Announce the save on the coordinator, or receive the announcement on another rank.
+
+    A rank skips saves that the coordinator abandoned and that this rank never called.
+
+    Returns:
+        The rendezvous of the announced save, and the announcement.
+
+    Raises:
+        CoordinationError: the coordinator does not arrive, or gave up waiting for this rank.
+    """
+    if meet.rank == 0:
+        try:
+            opening = make()
+            meet.broadcast("save", opening.to_json())
+            return meet, opening
+        except BaseException as err:
+            with contextlib.suppress(CoordinationError):
+                meet.abandon(str(save_failure(err, meet.rank)))
+            raise
+    while True:
+        opening = Opening.from_json(meet.broadcast("save", None))
+        reason = meet.abandon_reason()
+        if not reason:
+            return meet, opening
+        following = meet.following()
+        if following is meet or _difference(request.arguments, opening.arguments, meet.rank) is None:
+            raise CoordinationError(f"rank {meet.rank} arrived after the coordinator abandoned this save: {reason}")
+        meet = following
+
+
+def differences(request: SaveRequest, meet: Rendezvous) -> tuple[Failure, ...]:
+    """Return the failures of ranks, and of those whose arguments are not the first rank's; the same on every rank.
+
+    For a save that the framework makes. Every rank calls this. A rank that failed before it knew its arguments has no part in
+    the comparison.
+
+    Raises:
+        CoordinationError: a rank did not arrive in time.
+    """
+    own = None if request.failed is None else save_failure(request.failed, meet.rank, describing=True).to_json()
+    messages = meet.gather("arguments", {"failure": own, "arguments": request.arguments})
+    verdict = None
+    if messages is not None:
+        failed = [message["failure"] for message in messages if message["failure"] is not None]
+        compared = [(rank, message["arguments"]) for rank, message in enumerate(messages) if message["failure"] is None]
+        found = (_difference(arguments, compared[0][1], rank) for rank, arguments in compared)
+        verdict = {"failures": [*failed, *(failure.to_json() for failure in found if failure is not None)]}
+    agreed = meet.broadcast("arguments-verdict", verdict, notice=False)
+    return tuple(map(Failure.from_json, agreed["failures"]))
+
+
+def refusal(here: Message, there: Message, rank: int) -> Failure | None:
+    """Return why a rank takes no part in a save, or None.
+
+    Args:
+        here: arguments of the call on this rank.
+        there: arguments of the call on the coordinator.
+        rank: this rank.
+    """
+    if shutdown.ending_signal():
+        return Failure(
+            FailureKind.INTERRUPTED, rank, text=f"this process received {shutdown.ending_signal()} and starts no new save"
+        )
+    return _difference(here, there, rank)
+
+
+def _difference(here: Message, there: Message, rank: int) -> Failure | None:
+    """Return which arguments of a rank differ from those of the coordinator, or None."""
+    differing = _differing(here, there)
+    if not differing:
+        return None
+    found = "; ".join(f"{name} is {own!r} on this rank and {other!r} on rank 0" for name, own, other in differing)
+    return Failure(FailureKind.ARGUMENTS, rank, text=found)
+
+
+def _differing(here: Message, there: Message) -> list[tuple[str, Any, Any]]:
+    """Return name and both values of the arguments that differ. A place may be an argument itself (``SaveRequest.place``)."""
+    found: list[tuple[str, Any, Any]] = []
+    for name, other in there.items():
+        own = here.get(name)
+        if isinstance(own, dict) and isinstance(other, dict):
+            found += [(f"{name}.{inner}", mine, its) for inner, mine, its in _differing(own, other)]
+        elif own != other and name != "resolved" and not (name == "save_dir" and _is_same_folder(here, there)):
+            found.append((name, own, other))
+    return found
+
+
+def _is_same_folder(here: Message, there: Message) -> bool:
+    """Whether two ranks name one folder: by the same path, which hosts may link to different mounts, or by two links to it."""
+    return any(name in there and here.get(name) == there[name] for name in ("save_dir", "resolved"))

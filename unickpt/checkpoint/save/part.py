@@ -1,0 +1,186 @@
+"""Part of one rank in a save: description, copy in host memory, and the shards written before training continues."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from unickpt.base.garbage import collection_paused
+from unickpt.checkpoint.coordination.failure import Failure, FailureKind
+from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.format.layout import RankFiles
+from unickpt.checkpoint.save import staging
+from unickpt.checkpoint.save.data_file import DataFile, Pace, create_data_file
+from unickpt.checkpoint.save.failure import save_failure
+from unickpt.checkpoint.save.opening import Opening, refusal
+from unickpt.checkpoint.save.requests import SaveOptions, SaveRequest
+from unickpt.checkpoint.save.shards import Prepared, Shard, prepare, resolve_conditions
+from unickpt.checkpoint.save.staging import BufferPool, StagingBuffer
+from unickpt.checkpoint.storage.base import Storage
+from unickpt.checkpoint.storage.direct_io import BLOCK_BYTES
+
+logger = logging.getLogger("unickpt")
+
+
+@dataclass
+class OpenDataFile:
+    """A data file that is still open. It holds the shards that did not fit into the staging budget."""
+
+    stack: contextlib.ExitStack
+    file: DataFile
+
+    def abandon(self) -> None:
+        with contextlib.suppress(Exception):
+            self.stack.close()
+
+
+@dataclass
+class SavePart:
+    """Part of this rank in one save, or its failure.
+
+    Attributes:
+        prepared: description of the part; None after a failure.
+        failure: why this rank cannot take part, or None.
+        interrupt: KeyboardInterrupt or SystemExit, raised again once the other ranks know of it.
+        written: data file with the shards that were written ahead, or None.
+        shards: shards that remain to be written.
+        ready: waits until the data of ``shards`` are in host memory.
+        buffer: staging memory of this part, or None.
+        staged: ``shards`` lie in the buffer, so training may continue.
+        stage_ns: time that this rank has spent on the part before all ranks agreed to it, and on its copy.
+    """
+
+    prepared: Prepared | None = None
+    failure: Failure | None = None
+    interrupt: BaseException | None = None
+    written: OpenDataFile | None = None
+    shards: list[Shard] = field(default_factory=list)
+    ready: Callable[[], None] = staging.nothing_to_wait_for
+    buffer: StagingBuffer | None = None
+    staged: bool = False
+    stage_ns: int = 0
+
+    @property
+    def header_bytes(self) -> int:
+        """Least size of the header of the data file. It is the place of the data in a buffer that becomes the file."""
+        return 0 if self.buffer is None or self.written is not None else self.buffer.lead_bytes
+
+
+class PartBuilder:
+    """Describes and stages the parts of one rank.
+
+    Args:
+        options: options of the saves.
+        pool: staging memory.
+    """
+
+    def __init__(self, options: SaveOptions, pool: BufferPool) -> None:
+        self._options, self._pool = options, pool
+
+    def describe(
+        self, request: SaveRequest, opening: Opening, meet: Rendezvous, interrupts: Sequence[BaseException] = ()
+    ) -> SavePart:
+        """Describe this rank's part. For a background save, also copy it if the copy fits into the budget.
+
+        A failure is returned in the part, so that this rank takes part in the agreement.
+
+        Args:
+            request, opening, meet: of the save.
+            interrupts: what has interrupted this rank. It is the failure of its part.
+        """
+        part = SavePart()
+        if request.failed is not None:
+            part.failure = save_failure(request.failed, meet.rank, describing=True)
+        else:
+            part.failure = refusal(request.arguments, opening.arguments, meet.rank)
+        if part.failure is not None:
+            return part
+        try:
+            if interrupts:
+                raise interrupts[0]
+            with collection_paused():
+                part.prepared = prepare(request.contribute(opening.announce), meet.rank)
+            self._resolve(part, part.prepared, background=opening.background, meet=meet)
+        except BaseException as err:  # torch's CheckpointException does not derive from Exception
+            part.failure = save_failure(err, meet.rank, describing=True)
+            part.interrupt = err if part.failure.kind is FailureKind.INTERRUPTED else None
+            logger.debug("unickpt: rank %d could not describe %s", meet.rank, request.directory, exc_info=err)
+        return part
+
+    def _resolve(self, part: SavePart, prepared: Prepared, *, background: bool, meet: Rendezvous) -> None:
+        """Decide which shards are written. For a background save, copy them if they fit into the budget."""
+        if not background or any(not shard.data.is_cpu for shard in prepared.shards):
+            prepared.shards = resolve_conditions(prepared.shards)
+        part.shards = prepared.shards
+        if not background:
+            return
+        certain = staging.size_of([shard for shard in part.shards if shard.unless is None])
+        part.buffer = self._buffer(certain, meet)
+        with collection_paused():
+            filled = part.buffer.fill(part.shards) if certain <= part.buffer.capacity_bytes else None
+        if filled is None:
+            prepared.shards = part.shards = resolve_conditions(part.shards)
+            return
+        part.shards, part.ready = filled
+        prepared.shards, part.staged = part.shards, True
+
+    def stage(self, part: SavePart, storage: Storage, names: RankFiles, meet: Rendezvous) -> None:
+        """Copy this rank's shards into the budget. Shards beyond the budget are written now, from where they are."""
+        assert part.prepared is not None
+        assert part.buffer is not None
+        try:
+            if part.buffer.capacity_bytes < staging.size_of(part.shards):
+                self._pool.release(part.buffer)
+                part.buffer = None
+                part.buffer = self._buffer(staging.size_of(part.shards), meet)
+            first = staging.first_that_fits(part.shards, part.buffer.capacity_bytes)
+            if first:
+                part.written = self._write_ahead(part.prepared, first, storage, names, meet)
+            lead = part.written.file.next_byte % BLOCK_BYTES if part.written is not None else 0
+            with collection_paused():
+                filled = part.buffer.fill(part.shards[first:], lead_bytes=lead)
+            assert filled is not None  # all conditions are resolved and the shards fit
+            part.shards, part.ready = filled
+        except Exception as err:
+            part.failure = save_failure(err, meet.rank)
+
+    def _write_ahead(
+        self, prepared: Prepared, count: int, storage: Storage, names: RankFiles, meet: Rendezvous
+    ) -> OpenDataFile:  # fmt: skip
+        """Write the first shards of the data file and keep it open."""
+        stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            undo.push(stack)
+            sink = stack.enter_context(create_data_file(storage, names.data, prepared.shards, direct=self._options.direct_io))
+            pace = Pace(self._options.bandwidth_bytes_per_s)
+            file = DataFile(sink, prepared.shards, rank=meet.rank, step=prepared.step, pace=pace)
+            file.write(prepared.shards[:count])
+            undo.pop_all()
+        return OpenDataFile(stack, file)
+
+    def _buffer(self, size_bytes: int, meet: Rendezvous) -> StagingBuffer:
+        return self._pool.acquire(
+            size_bytes,
+            notice=lambda: warn_of_waiting("this one", "the saves before it", meet),
+            notice_s=meet.notice_s,
+        )
+
+    def release(self, part: SavePart) -> None:
+        """Close the open data file of a part, and return its staging memory to the pool."""
+        if part.written is not None:
+            part.written.abandon()
+            part.written = None
+        if part.buffer is not None:
+            self._pool.release(part.buffer)
+            part.buffer = None
+
+
+def warn_of_waiting(directory: str, what: str, meet: Rendezvous) -> None:
+    """Log that training waits for an earlier save."""
+    logger.warning(
+        "unickpt: rank %d: training has waited %.0f s at the save of %s until %s is written. The storage may be stalled. "
+        "on_busy 'skip' continues without a save.",
+        meet.rank, meet.notice_s, directory, what,
+    )  # fmt: skip

@@ -1,0 +1,222 @@
+"""End of a process with pending saves: each is finished within a grace period, or abandoned.
+
+An abandoned save leaves no checkpoint, because it has no manifest, and earlier checkpoints are intact. The same
+holds for uploads; their local checkpoint is complete in any case.
+
+A normal exit and an uncaught exception run ``finish_all``. SIGTERM (preemption) ends a process at once by default.
+If no other code handles it, a thread of this module receives it, waits for the save, and then raises it again with
+its default effect. Python runs signal handlers in the main thread, which may be blocked in a collective. The thread
+therefore reads ``signal.set_wakeup_fd``, which Python writes to immediately.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from unickpt.checkpoint.save.requests import PendingSave, SaveOptions
+from unickpt.checkpoint.save.upload import PendingUpload
+
+logger = logging.getLogger("unickpt")
+
+WRITING_S = 600.0  # limit for the writing of this rank at a normal exit; a longer write means that the storage hangs
+
+
+class AbandonedSave(NamedTuple):
+    """A save that was abandoned at the end of the process.
+
+    Attributes:
+        directory: directory of the checkpoint.
+        absent: the checkpoint certainly does not exist.
+    """
+
+    directory: str
+    absent: bool
+
+
+class GuardedSaver(Protocol):
+    """Interface of a saver to the shutdown code."""
+
+    @property
+    def options(self) -> SaveOptions: ...
+
+    @property
+    def pending(self) -> Sequence[PendingSave]: ...
+
+    @property
+    def uploads(self) -> Sequence[PendingUpload]: ...
+
+    def closing(self, *, signalled: bool) -> None:
+        """Begin what is left to do before the process ends. ``signalled``: SIGTERM ends it."""
+
+    def leave(self, timeout_s: float) -> bool:
+        """Wait until no thread of the saver runs. Return whether all have ended."""
+
+    def abandon(self) -> list[AbandonedSave]:
+        """Abandon the pending saves."""
+
+    def report(self) -> None:
+        """Log the saves that failed in the background."""
+
+
+_savers: weakref.WeakKeyDictionary[GuardedSaver, None] = weakref.WeakKeyDictionary()  # in the order of all ranks: as made
+_lock = threading.Lock()
+_installed = False
+_listening = False
+_ending = ""
+
+
+def guard(saver: GuardedSaver) -> None:
+    """Make the end of this process wait for the pending saves of a saver."""
+    global _installed, _listening
+    with _lock:
+        _savers[saver] = None
+        if not _installed:
+            _installed = True
+            _at_exit()
+            os.register_at_fork(after_in_child=_reset_in_child)
+        if not _listening:
+            _listening = True
+            _listen()
+
+
+def ending_signal() -> str:
+    """Return ``SIGTERM`` if this module has received it, after which no new save begins; otherwise ''."""
+    return _ending
+
+
+def wait_for_end() -> None:
+    """Block until SIGTERM ends this process, if it was received; otherwise return.
+
+    The caller would continue as if it had saved.
+    """
+    while ending_signal():
+        time.sleep(0.05)
+
+
+def _at_exit() -> None:
+    """Register ``finish_all`` for the end of the process, twice.
+
+    ``threading._register_atexit`` runs it before Python ends its thread pools. ``atexit`` runs later, when asyncio
+    cannot resolve host names any more (it does so in a pool), so no connection to an object store is possible.
+    ``atexit`` serves programs that call its functions themselves and then leave.
+    """
+    atexit.register(finish_all)
+    with contextlib.suppress(AttributeError, RuntimeError):  # missing in this Python, or the process is already ending
+        threading._register_atexit(finish_all)  # type: ignore[attr-defined]
+
+
+def _reset_in_child() -> None:
+    """Reset the state in a forked child, such as a worker of a data loader: saves and signals belong to the parent."""
+    global _ending, _listening, _lock
+    _lock, _listening, _ending = threading.Lock(), False, ""
+    _savers.clear()
+    if signal.getsignal(signal.SIGTERM) is _ignore_signal:
+        signal.set_wakeup_fd(-1)  # the descriptor belongs to the thread of the parent
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def finish_all(*, ending: bool = True) -> None:
+    """Wait for all pending saves and uploads of this process.
+
+    Call it before ``os._exit``, or with ``ending=False`` before reading a checkpoint; a normal exit calls it. At the end of the
+    process the newest checkpoint in the memory of the hosts is written to disk first. It waits up to ``WRITING_S``
+    for the writes of this rank, again as long for its uploads, and then the grace period of the saver for the other
+    ranks. Failed asynchronous saves that were not reported yet are logged as errors.
+    """
+    begin = time.monotonic()
+    end = begin + WRITING_S
+    for saver in list(_savers):
+        if ending:
+            saver.closing(signalled=False)
+        for save in saver.pending:
+            save.written.wait(max(end - time.monotonic(), 0.0))
+            if saver.options.upload_to:
+                save.wait(saver.options.grace_s)  # the end of a save starts its upload
+    end = time.monotonic() + WRITING_S
+    for saver in list(_savers):
+        for upload in saver.uploads:
+            upload.written.wait(max(end - time.monotonic(), 0.0))
+    _finish("", begin)
+
+
+def _finish(why: str, since: float) -> None:
+    """Wait for all savers within their grace periods, and abandon what is unfinished then.
+
+    Args:
+        why: name of the signal, or ''.
+        since: start of the wait on the monotonic clock, in seconds.
+    """
+    begin = time.monotonic()
+    for saver in list(_savers):
+        if why:
+            saver.closing(signalled=True)
+            for save in saver.pending[-1:]:
+                logger.warning("unickpt: received %s; finishing the save of %s first", why, save.directory)
+            for upload in saver.uploads[-1:]:
+                logger.warning("unickpt: received %s; finishing the upload of %s first", why, upload.source)
+        if saver.leave(max(saver.options.grace_s - (time.monotonic() - begin), 0.0)):
+            continue
+        uploads = saver.uploads
+        for directory, absent in saver.abandon():
+            waited_s = time.monotonic() - since
+            if absent:
+                logger.error(
+                    "unickpt: Gave up saving %s after %.1f s. No checkpoint was written; earlier checkpoints are intact.",
+                    directory, waited_s,
+                )  # fmt: skip
+            else:
+                logger.error(
+                    "unickpt: Stopped waiting for the save of %s after %.1f s. This rank has written its part; whether the "
+                    "checkpoint exists depends on rank 0. Earlier checkpoints are intact.", directory, waited_s,
+                )  # fmt: skip
+        for upload in uploads[-1:]:
+            logger.error(
+                "unickpt: Gave up uploading %s after %.1f s. %s was not written; the local checkpoint is complete.",
+                upload.source, time.monotonic() - since, upload.target,
+            )  # fmt: skip
+    for saver in list(_savers):
+        saver.report()
+
+
+def _listen() -> None:
+    """Start the thread that handles SIGTERM, unless other code handles the signal."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    receiving, sending = socket.socketpair()
+    sending.setblocking(False)
+    before = signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)
+    if before != -1:  # other code uses it, such as asyncio
+        signal.set_wakeup_fd(before)
+        return
+    signal.signal(signal.SIGTERM, _ignore_signal)
+    threading.Thread(target=_terminate, args=(receiving, sending, os.getpid()), name="unickpt-sigterm", daemon=True).start()
+
+
+def _ignore_signal(*_: object) -> None:
+    """Do nothing. As a handler it prevents the signal from ending the process."""
+
+
+def _terminate(receiving: socket.socket, sending: socket.socket, process: int) -> None:
+    while True:
+        received = receiving.recv(64)
+        if not received:
+            return
+        if signal.SIGTERM in received and signal.getsignal(signal.SIGTERM) is _ignore_signal and os.getpid() == process:
+            global _ending
+            _ending = "SIGTERM"
+            _finish("SIGTERM", time.monotonic())
+            sending.close()
+            ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # signal.signal works only in the main thread
+            os.kill(process, signal.SIGTERM)
+            return

@@ -1,0 +1,1 @@
+"""What a change of the job would gain: replay of its records, and plans."""

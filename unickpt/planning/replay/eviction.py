@@ -1,0 +1,62 @@
+"""What a job would gain without slow ranks or a slow link: the price of an eviction, for the steering."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from unickpt.base.errors import FormatError
+from unickpt.diagnosis.snapshot.snapshot import Snapshot
+from unickpt.planning.replay import edits
+from unickpt.planning.replay.alike import pieces_of
+from unickpt.planning.replay.graph import graph_of
+from unickpt.planning.replay.schedule import columns, schedule_of, simulate, step_times
+from unickpt.planning.replay.sources import trace_of_snapshot
+from unickpt.planning.replay.trace import Trace, window_of
+
+
+def gain_without(trace: Trace, ranks: Sequence[int], link: tuple[int, int] | None = None) -> float:
+    """Return the fraction of a step, from 0 to 1, that the job would gain if these ranks or this link were like others.
+
+    Ranks get the own times of their peers. The transfers of a link take the median of other pairs with the same size.
+
+    Args:
+        trace: records of the job.
+        ranks: global ranks at fault; not used with a link.
+        link: two global ranks.
+
+    Raises:
+        FormatError: no step is known on all ranks, or there is nothing to compare with.
+    """
+    graph = graph_of(window_of(trace))
+    pieces, now = pieces_of(graph), edits.measured(graph)
+    if link is None:
+        places = np.flatnonzero(np.isin(trace.ranks, list(ranks)))
+        if not len(places):
+            raise FormatError(f"ranks {', '.join(map(str, ranks))} have no records")
+        changed = edits.with_ranks(now, pieces, edits.others_own_times(graph, pieces), places)
+    else:
+        call = graph.window.trace.calls[graph.transfers.call]
+        ends = np.sort(np.stack([call["source"], call["destination"]], axis=1), axis=1)
+        here = np.flatnonzero((ends == np.sort(link)).all(axis=1))
+        parties, kinds = edits.parties_of_transfers(graph), edits.class_of_transfers(graph)
+        took = edits.like_other_parties(now.took_ns, int(parties[here[0]]), parties, kinds) if len(here) else None
+        if took is None:
+            raise FormatError(f"no other pair makes transfers like those of ranks {link[0]} and {link[1]}")
+        changed = edits.Durations(now.own_ns, took)
+    sets = (now, changed)
+    ends_ns = simulate(
+        graph, schedule_of(graph), columns([each.own_ns for each in sets]), columns([each.took_ns for each in sets])
+    )
+    whole, without = step_times(ends_ns, graph.window.begin_ns).mean(axis=0).tolist()
+    return min(max(1.0 - without / whole, 0.0), 1.0) if whole > 0 else 0.0
+
+
+def predicted_gain(snapshot: Snapshot, ranks: Sequence[int], link: tuple[int, int] | None) -> float:
+    """Return ``gain_without`` for a snapshot of an agent.
+
+    Raises:
+        FormatError: as there; also if the snapshot has no whole step of some rank.
+    """
+    return gain_without(trace_of_snapshot(snapshot), ranks, link)

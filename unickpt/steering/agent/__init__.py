@@ -1,0 +1,1 @@
+"""An agent among the other agents: who leads, what it answers, its copy of the state."""

@@ -1,0 +1,165 @@
+"""Workers of torchrun's agent in this process: those that SIGTERM may not end, and those that have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from unickpt.base.left_workers import rank_in
+from unickpt.base.process_identity import environment_of
+from unickpt.base.round_folder import Failed, note_ended, read_failure
+from unickpt.diagnosis.host.process_exits import ExitWatcher
+
+LOOK_S = 0.2  # interval of looks for workers that have ended
+FIRST_LOOK_S, FIRST_S = 0.02, 10.0  # interval of looks for workers that have begun, and for how long
+SHORT_S = 30.0  # a worker that ends by itself in this time, without saying why, has not made a step
+
+
+def kill_stopped_workers() -> list[int]:
+    """Kill worker processes of this agent that are stopped (SIGSTOP). Return their process numbers.
+
+    torchrun sends SIGTERM and waits for 30 s. A stopped process cannot react to it.
+    """
+    killed = []
+    for pid in _children():
+        with contextlib.suppress(OSError):
+            if _state(pid) == "T" and b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+    return killed
+
+
+def kill_workers_of_ranks(ranks: Collection[int]) -> list[int]:
+    """Kill worker processes of this agent that have these ranks. Return their process numbers.
+
+    A rank that hangs may not react to SIGTERM: Python runs a handler only when the main thread returns to the interpreter.
+    """
+    wanted = {f"RANK={rank}".encode() for rank in ranks}
+    killed = []
+    for pid in _children() if wanted else []:
+        with contextlib.suppress(OSError):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if wanted.intersection(variables) and any(each.startswith(b"TORCHELASTIC_RUN_ID=") for each in variables):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+    return killed
+
+
+class EndedWorkers:
+    """Tells the workers of this host, and the leader, which ranks of a round have ended. The thread ends with ``close``.
+
+    torchrun's agent is busy while it stops the other workers after the end of one. They may be waiting for the part of the dead
+    rank in a save, so they must hear of it in that time. Never raises.
+
+    Args:
+        variables: of the environment of the round's workers.
+        folder: folder of the round on this host; None without one.
+        ended: returns the ranks of the round that are known to have ended on any host.
+        tell: called with the ranks of this host that have ended, when there are more.
+        begun: called with the ranks of this host by process number, when there are more.
+    """
+
+    def __init__(
+        self, variables: Collection[bytes], folder: Path | None, ended: Callable[[], frozenset[int]],
+        tell: Callable[[tuple[int, ...]], None], begun: Callable[[Mapping[int, int]], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self._variables, self._folder, self._ended, self._tell = frozenset(variables), folder, ended, tell
+        self._begun = begun
+        self._exits = ExitWatcher()
+        self._began_ns = time.monotonic_ns()
+        self._ranks: dict[int, int] = {}  # of the workers that have been seen alive, by process number
+        self._noted: frozenset[int] = frozenset()
+        self._told: frozenset[int] = frozenset()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="unickpt-steering-workers", daemon=True).start()
+
+    def look(self) -> None:
+        """Look once."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            alive = {pid for pid in _children() if _lives(pid)}
+            fresh = {pid: rank for pid in alive - self._ranks.keys() if (rank := _rank_of(pid, self._variables)) is not None}
+            if fresh:
+                self._ranks |= fresh
+                self._exits.watch(fresh)
+                self._begun(self._ranks)
+            here = frozenset(rank for pid, rank in self._ranks.items() if pid not in alive)
+            ended = self._ended() | here
+            if ended != self._noted:
+                self._noted = ended
+                if self._folder is not None:
+                    note_ended(self._folder, ended)
+            if here != self._told:
+                self._told = here
+                self._tell(tuple(sorted(here)))
+
+    def close(self) -> None:
+        """End. The files of a round's folder are its owner's from now on."""
+        with self._lock:
+            self._closed.set()
+
+    def failure(self) -> Failed | None:
+        """Return why the first worker that has failed on this host ended, if it has ended before its first step.
+
+        Workers that were ended by a signal, or with success, or that say that another process is the cause, do not count.
+        """
+        ends = sorted(
+            (self._exits.known[pid].at_ns, rank, pid) for pid, rank in self._ranks.items() if pid in self._exits.known
+        )
+        for at_ns, rank, pid in ends:
+            status = self._exits.known[pid].status
+            if status is None or status.signal or status.sound:
+                continue
+            noted = None if self._folder is None else read_failure(self._folder, rank)
+            if noted is not None:
+                found = noted
+            elif at_ns - self._began_ns < SHORT_S * 1e9:
+                text = f"ended with exit code {status.code} within {(at_ns - self._began_ns) / 1e9:.0f} s of its start"
+                found = Failed(f"exit code {status.code}", text, False)
+            else:
+                continue
+            if not found.excused:
+                return replace(found, text=f"rank {rank}: {found.text}")
+        return None
+
+    def _run(self) -> None:
+        began_s = time.monotonic()
+        while not self._closed.is_set():
+            self._exits.sleep(FIRST_LOOK_S if time.monotonic() - began_s < FIRST_S else LOOK_S)
+            with contextlib.suppress(Exception):
+                self.look()
+        self._exits.close()
+
+
+def _rank_of(pid: int, wanted: frozenset[bytes]) -> int | None:
+    """Return the rank of a worker whose environment has all of these variables; None for other processes."""
+    variables = environment_of(pid)
+    return rank_in(variables) if wanted <= variables else None
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return _state(pid) not in "ZX"
+    except OSError:
+        return False
+
+
+def _children() -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path("/proc/self/task").iterdir():
+            found += [int(pid) for pid in (task / "children").read_text().split()]
+    return found
+
+
+def _state(pid: int) -> str:
+    """Return the state letter of ``proc(5)``. The name before it may contain anything, so it is skipped by its last bracket."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

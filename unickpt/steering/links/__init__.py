@@ -1,0 +1,1 @@
+"""Checks of links between hosts."""

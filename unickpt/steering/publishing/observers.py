@@ -1,0 +1,95 @@
+"""What an agent tells of the events of its job, to people and to programs. Its failures never reach the job."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from unickpt.base.errors import ConfigError
+from unickpt.base.limited_http import ConnectionLimits, LimitedHandler, LimitedServer
+from unickpt.base.logs import printable
+from unickpt.base.options.job import SteeringOptions
+from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY
+from unickpt.diagnosis.reports.metrics import exposition
+from unickpt.steering.publishing.chronicle import Chronicle, HistoryFile, Take
+from unickpt.steering.publishing.metrics import HELP, steering_measurements
+from unickpt.steering.publishing.webhook import Webhook, checked_url
+
+logger = logging.getLogger("unickpt")
+
+
+class Observers:
+    """The file of the history, alerts and metrics.
+
+    Args:
+        options: options of the user.
+        run_id: ``--rdzv-id``.
+
+    Attributes:
+        chronicle: takes states and reports.
+        leads: whether this agent leads; to be set when this is known.
+
+    Raises:
+        ConfigError: the URL of the webhook is not valid.
+    """
+
+    def __init__(self, options: SteeringOptions, run_id: str) -> None:
+        self.leads: Callable[[], bool] = lambda: False
+        job = run_id if options.secret_file else ""  # without a file, the name of the job is its secret
+        self._webhook = Webhook(checked_url(options.webhook), job, lambda: self.leads()) if options.webhook else None
+        self._file: HistoryFile | None = None
+        try:
+            host = options.host or socket.gethostname()
+            self._file = HistoryFile(options.history, SHARED_MEMORY, run_id, host, secrets.token_hex(4))
+            logger.info("unickpt: steering: history in %s", printable(str(self._file.folder)))
+        except OSError as err:
+            logger.warning(
+                "unickpt: steering: no history is kept, so 'unickpt report' has no rounds of this job. Training is not "
+                "affected (%s)", printable(str(err)),
+            )  # fmt: skip
+        takers: list[Take] = [self._file.take] if self._file is not None else []
+        hook = self._webhook
+        self.chronicle = Chronicle([*takers, hook.take] if hook else takers, reporters=[hook.reported] if hook else [])
+        if self._file is not None:
+            self._file.attend(self.chronicle)
+        self._server = _metrics_server(self.chronicle, options) if options.metrics_port else None
+
+    def close(self) -> None:
+        """End, after what waits is written and sent."""
+        if self._file is not None:
+            self._file.close()
+        if self._webhook is not None:
+            self._webhook.close()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+
+def _metrics_server(chronicle: Chronicle, options: SteeringOptions) -> LimitedServer | None:
+    """Serve ``/metrics`` in background threads, without a password. Return None, with a warning, if the port cannot be used."""
+
+    class MetricsHandler(LimitedHandler):
+        def do_GET(self) -> None:  # noqa: N802  (name required by http.server)
+            if self.path != "/metrics":
+                return self.reply(404, b"")
+            state, entries = chronicle.known()
+            try:
+                found = steering_measurements(state, entries, time.monotonic(), time.time())
+                return self.reply(200, exposition(found, HELP).encode(errors="backslashreplace"))
+            except ConfigError as err:  # prometheus_client is not installed
+                return self.reply(501, f"{err}\n".encode())
+
+    address, port = options.metrics_address, options.metrics_port
+    try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, port), family=family)
+    except (OSError, ValueError, OverflowError) as err:
+        logger.warning("unickpt: steering: Prometheus is not answered on %s port %d: %s", printable(address), port, err)
+        return None
+    server = LimitedServer(listener, MetricsHandler, lambda text: logger.warning("unickpt: %s", text), ConnectionLimits())
+    threading.Thread(target=server.serve_forever, name="unickpt-steering-metrics", daemon=True).start()
+    return server

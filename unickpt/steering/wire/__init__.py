@@ -1,0 +1,1 @@
+"""Messages between agents: their text, addresses, and what a message waits for."""

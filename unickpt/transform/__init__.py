@@ -1,0 +1,1 @@
+"""Checkpoints made of checkpoints: converted, renamed, edited, grown and rounded."""

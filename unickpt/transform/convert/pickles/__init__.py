@@ -1,0 +1,1 @@
+"""What PyTorch and DeepSpeed pickle, read without running any of it."""
