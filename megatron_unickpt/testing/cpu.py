@@ -40,7 +40,8 @@ from megatron_unickpt.framework import remainders
 
 _ADDRESSED = (
     "megatron",
-    "tests.integration.megatron",
+    "tests.jobs.megatron",
+    "evidence.megatron",
     "tests.unit_tests",
     "pretrain",
     "gpt_builders",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.mutation import limited_memory, load_everything
+from tests.hostile.mutation import limited_memory, load_everything
 from unickpt.base.errors import UnickptError
 from unickpt.checkpoint.load.verify import verify_checkpoint
 from unickpt.cli.main import main

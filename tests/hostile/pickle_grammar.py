@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from tests.faults.mutation import Target, changed_bytes
 from tests.hostile import streams
+from tests.hostile.mutation import Target, changed_bytes
 from tests.hostile.source_folders import dcp, deepspeed_state, everything, megatron_state
 from unickpt.base.errors import UnickptError
 from unickpt.checkpoint.format.objects import encode

@@ -1,4 +1,4 @@
-"""Some of the mutations of ``tests/hostile/fuzz.py``. See attacks.py."""
+"""Some of the mutations of ``evidence/fuzz.py``. See attacks.py."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.faults.mutation import Attacker, limited_memory, text_of
 from tests.hostile.attacks import refused
+from tests.hostile.mutation import Attacker, limited_memory, text_of
 from tests.hostile.pickle_grammar import PickleAttacker, Watch
 from unickpt.base.errors import UnickptError
 from unickpt.checkpoint.format import manifest

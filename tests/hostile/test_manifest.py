@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.mutation import load_everything
 from tests.hostile.attacks import DATA, INDEX, Attack, Reasons, cases, reason, refused
+from tests.hostile.mutation import load_everything
 from unickpt.base.errors import FormatError, UnickptError, UnsafePathError
 from unickpt.checkpoint.format import manifest
 from unickpt.checkpoint.format.checksums import RunningDigest, digest

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 
-from tests.faults.mutation import limited_memory
 from tests.hostile.attacks import cases
+from tests.hostile.mutation import limited_memory
 from tests.hostile.source_folders import converted
 from tests.hostile.streams import FLOATS, ORDERED, archive, many, mapping, number, storage, stream, tensor, text
 from tests.support.repository import REPO

@@ -16,8 +16,8 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from tests.faults.mutation import limited_memory
 from tests.hostile.attacks import cases
+from tests.hostile.mutation import limited_memory
 from tests.hostile.source_folders import (
     converted,
     dcp,

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tests.faults.calls import Call, watched
-from tests.faults.stalling import Stall
+from tests.jobs.faults.calls import Call, watched
+from tests.jobs.faults.stalling import Stall
 from tests.support.rank_threads import WORLD, alone
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import Writer

@@ -87,7 +87,7 @@ def _found_imports(folders: Iterable[str], wanted: str) -> list[str]:
 
 def test_no_test_module_imports_another_test_module() -> None:
     """Shared code belongs to ``tests/support``, to a helper module of the folder, or to a fixture."""
-    assert _found_imports(["tests"], r"tests\.(unit|integration|faults|hostile|support)\.(.+\.)?test_") == []
+    assert _found_imports(["tests"], r"tests\.(unit|integration|hostile|jobs|support)\.(.+\.)?test_") == []
 
 
 def test_only_tests_import_tests() -> None:

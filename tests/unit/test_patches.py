@@ -108,7 +108,7 @@ def pretrain(world: int, tree: Path, arguments: str, **env: str) -> str:
     """Output of ``pretrain_gpt.py`` of a tree."""
     arguments += " --vocab-size 4095"  # the mock data of versions before 0.16 has tokens up to 4094
     env = {"MEGATRON_LM": str(tree), "GLOO_SOCKET_IFNAME": "lo", **env}
-    return torchrun(world, "tests.integration.megatron.pretrain", *arguments.split(), env=env, check=False).stdout
+    return torchrun(world, "tests.jobs.megatron.pretrain", *arguments.split(), env=env, check=False).stdout
 
 
 @pytest.mark.skipif(not MEGATRON, reason="MEGATRON_LM names no Megatron-LM tree")

@@ -22,7 +22,7 @@ pytestmark = [
 def run(folder: Path, world: int, name: str, **task: Any) -> list[dict[str, Any]]:
     file = folder / f"{name}.json"
     file.write_text(json.dumps({"folder": str(folder), "name": name, "unickpt": True, "save": False, **task}))
-    fork_ranks(world, "tests.integration.compression.one_bit_job", str(file), timeout_s=300)
+    fork_ranks(world, "tests.jobs.compression.one_bit_job", str(file), timeout_s=300)
     return [torch.load(folder / f"{name}-{rank}.pt") for rank in range(world)]
 
 

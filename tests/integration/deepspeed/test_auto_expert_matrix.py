@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.deepspeed.auto_expert_names import HAS_AUTO_EP, pairs, sequence_pairs, tensor_pairs
-from tests.integration.deepspeed.pairs import part, problems, run, strayed
+from tests.jobs.deepspeed.auto_expert_names import HAS_AUTO_EP, pairs, sequence_pairs, tensor_pairs
+from tests.jobs.deepspeed.pairs import part, problems, run, strayed
 
 FULL = os.environ.get("UNICKPT_FULL_MATRIX") == "1"
 pytestmark = [

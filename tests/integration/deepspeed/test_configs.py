@@ -67,16 +67,16 @@ def test_every_json_has_a_valid_key(path: Path) -> None:
 
 
 def test_every_json_but_those_for_hugging_face_is_tried() -> None:
-    from tests.integration.deepspeed.config_worker import NAMES
+    from tests.jobs.deepspeed.config_worker import NAMES
 
     assert {path.stem for path in CONFIGS if not path.stem.startswith("hf_")} == set(NAMES)
 
 
 @pytest.mark.timeout(600)
 def test_every_json_resumes_from_every_other_one(tmp_path: Path) -> None:
-    from tests.integration.deepspeed.config_worker import NAMES
+    from tests.jobs.deepspeed.config_worker import NAMES
 
-    fork_ranks(2, "tests.integration.deepspeed.config_worker", str(tmp_path))
+    fork_ranks(2, "tests.jobs.deepspeed.config_worker", str(tmp_path))
     results = json.loads((tmp_path / "results.json").read_text())
     assert len(results) == len(NAMES) ** 2
     assert {pair: problems for pair, problems in results.items() if problems} == {}

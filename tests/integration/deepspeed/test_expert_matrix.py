@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.deepspeed.expert_names import pairs, piped_pairs, sequence_pairs, tensor_pairs
-from tests.integration.deepspeed.pairs import part, problems, run, strayed
+from tests.jobs.deepspeed.expert_names import pairs, piped_pairs, sequence_pairs, tensor_pairs
+from tests.jobs.deepspeed.pairs import part, problems, run, strayed
 
 FULL = os.environ.get("UNICKPT_FULL_MATRIX") == "1"
 pytestmark = [pytest.mark.timeout(3 * 3600)] if FULL else []

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.deepspeed.jobs import STEPS_BEFORE, Layout, layouts
+from tests.jobs.deepspeed.jobs import STEPS_BEFORE, Layout, layouts
 from tests.support.rounding import limit_of
 from unickpt.testing.launch import fork_ranks
 
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for source, target in pairs():
         chosen.setdefault(target.name, []).append(source.name)
     (folder / "pairs.json").write_text(json.dumps(chosen))
-    fork_ranks(WORLDS[-1], "tests.integration.deepspeed.matrix_worker", "both", str(folder), timeout_s=3600 if FULL else 900)
+    fork_ranks(WORLDS[-1], "tests.jobs.deepspeed.matrix_worker", "both", str(folder), timeout_s=3600 if FULL else 900)
     return folder
 
 

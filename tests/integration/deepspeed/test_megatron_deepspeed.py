@@ -36,7 +36,7 @@ def thirds() -> bool:
 def train(folder: Path, mode: str, precision: str) -> Checkpoint:
     if mode == "pipe" and not (Path(TREE) / "megatron/model/layernorm.py").is_file():
         pytest.skip("no pipeline of this tree runs on a CPU: torch's LayerNorm, which it takes there, has no sequence_parallel")
-    fork_ranks(4, "tests.integration.deepspeed.megatron_deepspeed_worker", "train", str(folder), mode, precision)
+    fork_ranks(4, "tests.jobs.deepspeed.megatron_deepspeed_worker", "train", str(folder), mode, precision)
     assert main(["convert", str(folder / "job"), str(folder / "converted")]) == 0
     assert main(["verify", str(folder / "converted")]) == 0
     return Checkpoint.open(folder / "converted")
@@ -84,7 +84,7 @@ def share(whole: torch.Tensor, local: tuple[int, ...], dim: int, rank: int, rank
 def test_the_exported_model_has_the_logits_of_the_job(tmp_path: Path, mode: str, thirds: bool) -> None:
     from transformers import AutoModelForCausalLM
 
-    from tests.integration.deepspeed.megatron_deepspeed_worker import rows
+    from tests.jobs.deepspeed.megatron_deepspeed_worker import rows
 
     found = train(tmp_path, mode, "fp32")
     writer = found.manifest.writer
@@ -114,7 +114,7 @@ def test_a_transformers_job_continues_with_masters_and_moments(tmp_path: Path, t
 
 
 def assert_transformers_continue(found: Checkpoint, tmp_path: Path, tag: str, thirds: bool) -> None:
-    fork_ranks(2, "tests.integration.deepspeed.megatron_deepspeed_worker", "load", str(tmp_path), tag)
+    fork_ranks(2, "tests.jobs.deepspeed.megatron_deepspeed_worker", "load", str(tmp_path), tag)
     truth = torch.load(tmp_path / "loaded.truth", weights_only=False)
     assert len({key for key in truth if "/" in key}) == 4 * (4 + 12 * LAYERS)
     for key, got in truth.items():
@@ -129,7 +129,7 @@ def assert_transformers_continue(found: Checkpoint, tmp_path: Path, tag: str, th
 def test_a_job_with_the_key_resumes_under_other_degrees(
     tmp_path: Path, mode: str, precision: str, thirds: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = "tests.integration.deepspeed.megatron_deepspeed_worker"
+    job = "tests.jobs.deepspeed.megatron_deepspeed_worker"
     fork_ranks(4, job, "train", str(tmp_path), mode, precision, "unickpt")
     found = Checkpoint.open(tmp_path / "job" / "global_step2")
     writer = found.manifest.writer

@@ -1,7 +1,7 @@
 """Jobs with Megatron-style tensor parallelism, as pipelines and as plain modules, resume under other layouts, bit for bit.
 
 CI loads a few pairs. ``UNICKPT_FULL_MATRIX=1`` also loads jobs with parameters to average.
-``python -m tests.integration.deepspeed.megatron_table`` loads the table of 3D layouts.
+``python -m evidence.deepspeed.megatron_table`` loads the table of 3D layouts.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.deepspeed.megatron_names import averaged_pairs, pairs, sequence_pairs
-from tests.integration.deepspeed.pairs import problems, run, strayed
+from tests.jobs.deepspeed.megatron_names import averaged_pairs, pairs, sequence_pairs
+from tests.jobs.deepspeed.pairs import problems, run, strayed
 
 PAIRS = pairs()
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.deepspeed.jobs_names import layout_names
+from tests.jobs.deepspeed.jobs_names import layout_names
 from tests.support.rounding import assert_continues
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
 from unickpt.testing.launch import fork_ranks
 
 WORLD = 3  # divides no dimension of the model
-WORKER = "tests.integration.deepspeed.native_worker"
+WORKER = "tests.jobs.deepspeed.native_worker"
 LOADS = (("z3w3bf16", "1-bf16"), ("z1w3fp32", "3-fp32"))
 JOBS = (
     ("pipe", 4, "stage=1", "bf16=1"), ("pipe", 2, "stage=1"), ("pipe", 2, "stage=0", "bf16=1"),

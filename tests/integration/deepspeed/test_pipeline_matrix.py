@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.deepspeed.pairs import part, problems, run, strayed
-from tests.integration.deepspeed.pipeline_names import pairs
+from tests.jobs.deepspeed.pairs import part, problems, run, strayed
+from tests.jobs.deepspeed.pipeline_names import pairs
 
 FULL = os.environ.get("UNICKPT_FULL_MATRIX") == "1"
 pytestmark = [pytest.mark.timeout(3 * 3600)] if FULL else []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.deepspeed.scenario_worker import GROUPS, scenarios
+from tests.jobs.deepspeed.scenario_worker import GROUPS, scenarios
 from tests.support import scenarios as support
 from unickpt.testing.launch import fork_ranks
 
@@ -36,7 +36,7 @@ def outcomes(root: Path, group: str) -> dict[tuple[str, int], dict[str, str] | s
     worlds = sorted({world for each, world, _ in CASES if each == group})
     # The first use of DeepSpeed's C++ optimizers compiles them, which takes minutes.
     fork_ranks(
-        worlds[-1], "tests.integration.deepspeed.scenario_worker", group, str(folder),
+        worlds[-1], "tests.jobs.deepspeed.scenario_worker", group, str(folder),
         "--worlds", ",".join(map(str, worlds)), timeout_s=1500, env={"TORCH_FR_BUFFER_SIZE": "4000"},
     )  # fmt: skip
     return support.outcomes(folder, worlds)

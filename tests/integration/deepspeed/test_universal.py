@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.deepspeed.jobs import STEPS_BEFORE
+from tests.jobs.deepspeed.jobs import STEPS_BEFORE
 from tests.support.rounding import limit_of
 from unickpt.base.errors import FormatError, MismatchError
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -24,7 +24,7 @@ from unickpt.transform.convert.pipeline import convert
 
 SOURCES = ("z1w2bf16o", "z2w2fp32", "z3w2bf16")
 WORLDS = (1, 2, 3)
-WORKER = "tests.integration.deepspeed.universal_worker"
+WORKER = "tests.jobs.deepspeed.universal_worker"
 UNTRAINED = ["buffer/scale", "buffer/seen", "weight/positions.weight"]
 
 

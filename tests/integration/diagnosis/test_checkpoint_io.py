@@ -16,7 +16,7 @@ from unickpt.testing.launch import torchrun
 def test_the_rank_that_writes_slowly_is_named(tmp_path: Path) -> None:
     """Two ranks: a save at step 2, a load, and a save at step 4 behind training. Rank 1 may write 0.2 MB/s."""
     rings, folder = tmp_path / "rings", tmp_path / "checkpoints"
-    torchrun(2, "tests.integration.diagnosis.checkpoint_io_worker", str(rings), str(folder), env={"GLOO_SOCKET_IFNAME": "lo"})
+    torchrun(2, "tests.jobs.diagnosis.checkpoint_io_worker", str(rings), str(folder), env={"GLOO_SOCKET_IFNAME": "lo"})
     found = checkpoint_io(gather_records([read_folder(rings)]))
     assert (found.ranks.tolist(), found.steps.tolist()) == ([0, 1], [2, 4])
     files = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.integration.diagnosis.early import SLOW, ran
+from tests.jobs.diagnosis.early import SLOW, ran
 
 JOB = ("deepspeed", "pipeline2x2", 2)
 

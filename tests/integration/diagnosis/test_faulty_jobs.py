@@ -77,7 +77,7 @@ def job(tmp_path: Path) -> Any:
     def start(stage: int, fault: str, rank: int, step: int) -> tuple[Path, subprocess.Popen[str]]:
         with (tmp_path / "output").open("w") as output:
             process = launch.start_forked(
-                WORLD, "tests.integration.diagnosis.training_worker", str(tmp_path), str(stage), fault, str(rank),
+                WORLD, "tests.jobs.diagnosis.training_worker", str(tmp_path), str(stage), fault, str(rank),
                 str(step), output=output, folder=REPO, env={"GLOO_SOCKET_IFNAME": "lo"},
             )  # fmt: skip
         started.append(process)
@@ -225,7 +225,7 @@ def test_training_continues_without_its_agent_and_next_to_invalid_rings(job: Cal
 @pytest.mark.parametrize("stage", [3])
 def test_a_sound_job_has_steps_and_phases_and_no_verdict(tmp_path: Path, stage: int) -> None:
     fork_ranks(
-        2, "tests.integration.diagnosis.training_worker", str(tmp_path), str(stage), "none", "0", "6",
+        2, "tests.jobs.diagnosis.training_worker", str(tmp_path), str(stage), "none", "0", "6",
         env={"GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
     assert diagnosed(tmp_path)["verdicts"] == []

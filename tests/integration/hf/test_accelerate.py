@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.hf.jobs import ResumedRun, assert_same_state, recorded, run, shipped
+from tests.jobs.hf.jobs import ResumedRun, assert_same_state, recorded, run, shipped
 from tests.support.rounding import assert_continues, in_steps
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(400)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.hf.adapters import adapted, llama, saved
+from tests.support.adapters import adapted, llama, saved
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
 from unickpt.testing import handmade

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import unickpt
-from tests.integration.hf.adapters import llama, saved
+from tests.support.adapters import llama, saved
 from unickpt.cli.main import main
 from unickpt.transform.quantise.modules import units_of
 from unickpt.transform.quantise.rounding import restored, rounded

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.hf.jobs import ResumedRun, assert_same_state, recorded, run
+from tests.jobs.hf.jobs import ResumedRun, assert_same_state, recorded, run
 from tests.support.rounding import assert_continues
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(400)]

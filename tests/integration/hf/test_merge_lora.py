@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.hf.adapters import CASES, adapted, gpt2, llama, saved
+from tests.support.adapters import CASES, adapted, gpt2, llama, saved
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
 from unickpt.transform.convert import pipeline

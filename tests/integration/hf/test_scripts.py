@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent
+from tests.support.repository import REPO
+
+FOLDER = REPO / "tests" / "jobs" / "hf"
 
 
 @pytest.mark.parametrize("name", ["train_trainer", "train_accelerate", "train_sft_lora", "train_lightning", "recorder"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.hf.jobs import (
+from tests.jobs.hf.jobs import (
     ResumedRun,
     assert_log_continues,
     assert_same_state,
@@ -41,7 +41,7 @@ def base(work: Path) -> str:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from tests.integration.hf.train_sft_lora import WORDS
+    from tests.jobs.hf.train_sft_lora import WORDS
 
     words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(WORDS))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.integration.journeys.families import FAMILIES, huggingface_model
+from tests.jobs.journeys.families import FAMILIES, huggingface_model
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
 from unickpt.transform.dialects.hf_layouts import as_wanted, in_files, in_memory

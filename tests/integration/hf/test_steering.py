@@ -18,7 +18,7 @@ from subprocess import CompletedProcess
 import psutil
 import pytest
 
-from tests.integration.hf.jobs import ENVIRONMENT, assert_log_continues, log_of, losses, run, shipped
+from tests.jobs.hf.jobs import ENVIRONMENT, assert_log_continues, log_of, losses, run, shipped
 from tests.support.repository import REPO
 from unickpt.testing.launch import end, environment, free_port
 
@@ -129,7 +129,7 @@ def test_a_job_whose_host_dies_has_the_samples_of_an_uninterrupted_run(
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "5",
             "--rdzv-backend", "unickpt", "--rdzv-id", "job", "--rdzv-endpoint", f"localhost:{port}",
-            "--rdzv-conf", f"host={name},join_seconds=20", "-m", "tests.integration.hf.ordinary", "train_samples",
+            "--rdzv-conf", f"host={name},join_seconds=20", "-m", "tests.jobs.hf.ordinary", "train_samples",
             "--deepspeed", str(config), "--output_dir", str(tmp_path), *arguments(tmp_path), "--step_seconds", "2",
         ]  # fmt: skip
         with (tmp_path / f"{name}.log").open("w") as file:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.hf.jobs import assert_same_state, recorded, run, shipped
+from tests.jobs.hf.jobs import assert_same_state, recorded, run, shipped
 from unickpt.cli.main import main
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(900)]

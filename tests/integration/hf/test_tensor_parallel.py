@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.integration.hf.jobs import (
+from tests.jobs.hf.jobs import (
     GLOBAL_BATCH,
     ResumedRun,
     assert_log_continues,

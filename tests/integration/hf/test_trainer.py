@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from tests.integration.hf.jobs import (
+from tests.jobs.hf.jobs import (
     GLOBAL_BATCH,
     ResumedRun,
     assert_log_continues,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ds_unickpt.loops import trainer_folders
-from tests.integration.hf.jobs import (
+from tests.jobs.hf.jobs import (
     ENVIRONMENT,
     assert_log_continues,
     assert_same_state,

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.journeys.families import BATCH, DECAY
-from tests.integration.journeys.journeys import (
+from tests.jobs.journeys.families import BATCH, DECAY
+from tests.jobs.journeys.journeys import (
     STEPS, Station, apart, differences, exported, of_transformers, rounding_of_logits, steps_of, travelled, uninterrupted,
 )  # fmt: skip
-from tests.integration.journeys.station import LR
+from tests.jobs.journeys.station import LR
 from tests.support.rounding import assert_continues
 
 ZERO1, ZERO3 = Station("deepspeed", "zero1", 2), Station("deepspeed", "zero3", 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.megatron.converted import (
+from tests.support.converted import (
     ITERATION, assert_loaded, assert_same_hyperparameters_and_steps, assert_same_tensors, fixtures, opened,
 )  # fmt: skip
 from unickpt.cli.main import main
@@ -18,7 +18,7 @@ FLAT = "gpt-tp2pp2-dist"
 SOURCES = {FLAT: "gpt-pp2dp2-plain", "moe-tp2ep2dp2-plain": "moe-ep2dp4-dist", "gpt-tp2dp2-fp32": "gpt-tp4-dist"}
 
 
-folder, name = fixtures("tests.integration.megatron.dist_worker", SOURCES)
+folder, name = fixtures("tests.jobs.megatron.dist_worker", SOURCES)
 
 
 def test_tensors_equal_those_that_unickpt_saves(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:

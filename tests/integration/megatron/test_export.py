@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 
-from tests.integration.journeys.families import huggingface_model
+from tests.jobs.journeys.families import huggingface_model
 from unickpt.testing.launch import fork_ranks
 from tests.support.llama import saved as saved_by_hand
 from unickpt.cli.main import main
@@ -56,12 +56,10 @@ OWN = [pair for pair in EVERY if ":" not in pair[1]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save, export and load the jobs."""
     folder = tmp_path_factory.mktemp("export")
-    fork_ranks(4, "tests.integration.megatron.export_worker", "save", str(folder), GPT, MOE, FP32)
+    fork_ranks(4, "tests.jobs.megatron.export_worker", "save", str(folder), GPT, MOE, FP32)
     for family, stage in DEEPSPEED.items():
         (folder / family).mkdir()
-        fork_ranks(
-            2, "tests.integration.journeys.station", "deepspeed", stage, family, "bf16", "-", str(folder / family), "3", "0"
-        )
+        fork_ranks(2, "tests.jobs.journeys.station", "deepspeed", stage, family, "bf16", "-", str(folder / family), "3", "0")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files_writer, "BLOCK_ELEMENTS", 500)  # so that blocks span the parts of several ranks
         for name, (source, options) in OPTIONS.items():
@@ -69,9 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                          "--shard-gigabytes", "1e-4"]) == 0  # fmt: skip
     for world, pairs in LOADS.items():
         asked = [word for name, target in pairs for word in (OPTIONS[name][0], target, name)]
-        fork_ranks(
-            world, "tests.integration.megatron.export_worker", "load", str(folder), *asked, env={"UNICKPT_AUTOLOAD": "0"}
-        )
+        fork_ranks(world, "tests.jobs.megatron.export_worker", "load", str(folder), *asked, env={"UNICKPT_AUTOLOAD": "0"})
     return folder
 
 

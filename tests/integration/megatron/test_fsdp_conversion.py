@@ -26,7 +26,7 @@ SHAPE = "--train-iters 9 --bf16 --use-distributed-optimizer --swiglu"
 def pretrain(arguments: str, *, check: bool = True) -> str:
     """Run the script on two ranks, and return what it prints."""
     env = {"MEGATRON_LM": TREE, "GLOO_SOCKET_IFNAME": "lo", "CUDA_DEVICE_MAX_CONNECTIONS": "8" if FSDP in arguments else "1"}
-    module = "tests.integration.megatron.pretrain"
+    module = "tests.jobs.megatron.pretrain"
     done = torchrun(2, module, *f"{SHAPE} {arguments}".split(), env=env, timeout_s=300, check=check)
     return done.stdout + done.stderr
 

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "pairs.json").write_text(json.dumps([(a.name, b.name) for a, b in chosen]))
     fork_ranks(
         worlds(layouts())[-1],
-        "tests.integration.megatron.matrix_worker",
+        "tests.jobs.megatron.matrix_worker",
         "both",
         str(folder),
         timeout_s=3600 * 2 if FULL else 900,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from unickpt.testing.launch import fork_ranks
-from tests.integration.megatron.scenarios import declared
+from tests.jobs.megatron.scenarios import declared
 from tests.support import scenarios
 
 pytest.importorskip("megatron.core")
@@ -27,7 +27,7 @@ def outcomes(root: Path) -> dict[tuple[str, int], dict[str, str] | str]:
     worlds = sorted({world for _, world in CASES})
     fork_ranks(
         worlds[-1],
-        "tests.integration.megatron.scenario_worker",
+        "tests.jobs.megatron.scenario_worker",
         str(root),
         "--worlds",
         ",".join(map(str, worlds)),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.megatron.converted import (
+from tests.support.converted import (
     ITERATION, assert_loaded, assert_same_hyperparameters_and_steps, assert_same_tensors, fixtures, opened,
 )  # fmt: skip
 from unickpt.cli.main import main
@@ -28,7 +28,7 @@ SOURCES = {
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 
 
-folder, name = fixtures("tests.integration.megatron.torch_format_worker", SOURCES)
+folder, name = fixtures("tests.jobs.megatron.torch_format_worker", SOURCES)
 
 
 def test_tensors_equal_those_that_unickpt_saves(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from unickpt.testing.launch import torchrun
-from tests.integration.megatron import deepspeed_leg as leg
+from tests.jobs.megatron import deepspeed_leg as leg
 from unickpt.checkpoint.format import manifest as manifest_module
 from unickpt.checkpoint.format.checksums import digest
 from tests.support.rounding import assert_continues, in_steps
@@ -34,7 +34,7 @@ def run(
     world: int, arguments: str, *, check: bool = True, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     given = {"MEGATRON_LM": TREE, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
-    return torchrun(world, "tests.integration.megatron.pretrain", *arguments.split(), env=given, timeout_s=300, check=check)
+    return torchrun(world, "tests.jobs.megatron.pretrain", *arguments.split(), env=given, timeout_s=300, check=check)
 
 
 def losses(output: str) -> dict[int, float]:
@@ -366,7 +366,7 @@ def test_the_arguments_are_stored_readable(saved: Path) -> None:
 
 def deepspeed_leg(batches: Path, source: Path | str, first: int, last: int, out: Path, *, ranks: int = 2) -> dict[str, Any]:
     out.mkdir()
-    torchrun(ranks, "tests.integration.megatron.deepspeed_leg", str(batches), str(source), str(first), str(last), str(out))
+    torchrun(ranks, "tests.jobs.megatron.deepspeed_leg", str(batches), str(source), str(first), str(last), str(out))
     found: dict[str, Any] = json.loads((out / "leg.json").read_text())
     return {**found, "losses": {int(at): loss for at, loss in found["losses"].items()}}
 

@@ -1,6 +1,6 @@
 """A real DeepSpeed job with a slow rank: its plan of precision, and the job with this plan.
 
-Times of a step are no assertion, because other work on the machine changes them: ``python -m tests.integration.plan.precision``
+Times of a step are no assertion, because other work on the machine changes them: ``python -m tests.jobs.plan.precision``
 measures them. What the layers were asked to sleep is the same everywhere.
 """
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.plan.precision import planned, ran
-from tests.integration.plan.precision_job import SLOW, SPEEDUP
+from tests.jobs.plan.precision import planned, ran
+from tests.jobs.plan.precision_job import SLOW, SPEEDUP
 from unickpt.cli.main import main
 
 JOB = {"kind": "deepspeed", "world": 2, "stage": 1, "layers": [0.03, 0.01, 0.02, 0.02, 0.02], "slow": [1]}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.steering.namespaces import Network, missing
+from tests.jobs.steering.namespaces import Network, missing
 from tests.support.repository import REPO
 from unickpt.testing.launch import end, environment
 
@@ -26,7 +26,7 @@ class Agents:
         self.running: dict[str, subprocess.Popen[str]] = {}
         for name in HOSTS:
             arguments = [name, f"{network.address('n1')}:29400", network.address(name), str(len(HOSTS))]
-            command = [*network.command(name), sys.executable, str(Path(__file__).with_name("link_agent.py")), *arguments]
+            command = [*network.command(name), sys.executable, str(REPO / "tests/jobs/steering/link_agent.py"), *arguments]
             with self._outputs[name].open("w") as file:
                 self.running[name] = subprocess.Popen(
                     command, cwd=REPO, env=environment(REPO), stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.steering.agents import Agents
-from tests.integration.steering.namespaces import LINK, Network, missing
+from tests.jobs.steering.agents import Agents
+from tests.jobs.steering.namespaces import LINK, Network, missing
 
 
 class Hosts(Agents):

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.steering.agents import LIMIT_S, Agents, host_of
-from tests.integration.steering.worker import SAVE, STEP_S
+from tests.jobs.steering.agents import LIMIT_S, Agents, host_of
+from tests.jobs.steering.worker import SAVE, STEP_S
 from unickpt.steering.state.admission import FRESH_S
 
 MOST_LOST = (FRESH_S[1] + 3.0) / STEP_S  # steps between a commit and the last moment at which a round grows after it

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.steering.agents import LIMIT_S, Agents, Start, host_of
-from tests.integration.steering.timed_worker import SAVE
+from tests.jobs.steering.agents import LIMIT_S, Agents, Start, host_of
+from tests.jobs.steering.timed_worker import SAVE
 from unickpt.cli.main import main
 from unickpt.steering.publishing.chronicle import read_history
 from unickpt.steering.state.history import merged

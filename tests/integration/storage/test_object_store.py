@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.storage.steps import assert_holds, needs_store, save_step
 from tests.support.rank_threads import WORLD, alone
 from tests.support.s3 import Bucket, Relay
 from tests.support.saves import INFO, assert_counts, large, request, values
+from tests.support.stored_steps import assert_holds, needs_store, save_step
 from unickpt.base.errors import StorageError
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
 from unickpt.checkpoint.format.boxes import Box

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.storage.steps import assert_holds, needs_store, save_step
 from tests.support.rank_threads import WORLD, alone
 from tests.support.s3 import CREDENTIALS, Bucket, Relay
 from tests.support.saves import assert_counts, large, request
+from tests.support.stored_steps import assert_holds, needs_store, save_step
 from unickpt.base.errors import CorruptCheckpointError, NotACheckpointError, StorageError
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
 from unickpt.checkpoint.load.checkpoint import Checkpoint

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.storage.steps import needs_store
 from tests.support.s3 import CREDENTIALS, Bucket
+from tests.support.stored_steps import needs_store
 from unickpt.testing.launch import fork_ranks
 
 pytestmark = needs_store
@@ -19,7 +19,7 @@ def test_deepspeed_saves_to_a_url_and_resumes_from_it(tmp_path: Path, bucket: Bu
     env = {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{bucket.port}", "UNICKPT_TEST_URL": bucket.url}
     fork_ranks(
         2,
-        "tests.integration.deepspeed.scenario_worker",
+        "tests.jobs.deepspeed.scenario_worker",
         "object_store",
         str(tmp_path),
         timeout_s=600,
@@ -34,6 +34,6 @@ def test_megatron_saves_to_a_url_uploads_and_resumes(tmp_path: Path, bucket: Buc
     pytest.importorskip("megatron.core")
     env = {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{bucket.port}", "UNICKPT_TEST_URL": bucket.url}
     name = "the_library_accepts_urls_and_the_scripts_refuse_them"
-    fork_ranks(2, "tests.integration.megatron.scenario_worker", str(tmp_path), name, timeout_s=300, env=env)
+    fork_ranks(2, "tests.jobs.megatron.scenario_worker", str(tmp_path), name, timeout_s=300, env=env)
     assert json.loads((tmp_path / "w2.json").read_text()) == {name: {}}
     assert bucket.get("megatron/library/metadata.json")

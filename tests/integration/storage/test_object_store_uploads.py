@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.deepspeed.logs import Log
-from tests.integration.storage.steps import assert_holds, needs_store
+from tests.jobs.deepspeed.logs import Log
 from tests.support.rank_threads import WORLD, alone, on_all_ranks
 from tests.support.s3 import CREDENTIALS, Bucket, Relay
 from tests.support.saves import assert_counts, part
+from tests.support.stored_steps import assert_holds, needs_store
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
 from unickpt.checkpoint.coordination.rendezvous import Rendezvous
 from unickpt.checkpoint.load.checkpoint import Checkpoint

@@ -30,7 +30,7 @@ Truth = dict[tuple[str, str], torch.Tensor]
 @pytest.fixture(scope="module", params=[1, 2], ids=["one", "two"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(f"dcp{request.param}")
-    fork_ranks(request.param, "tests.integration.torch_dcp.dcp_worker", str(folder))
+    fork_ranks(request.param, "tests.jobs.torch_dcp.dcp_worker", str(folder))
     return folder
 
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.diagnosis.calls_worker import LISTED
-from tests.integration.diagnosis.counting import ENVIRONMENT, NAMES, flown, noted
-from tests.integration.diagnosis.flights_worker import BEFORE
+from tests.jobs.diagnosis.calls_worker import LISTED
+from tests.jobs.diagnosis.counting import ENVIRONMENT, NAMES, flown, noted
+from tests.jobs.diagnosis.flights_worker import BEFORE
 from tests.support.rings import here, put
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.format import dtypes
@@ -36,7 +36,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("calls")
     count, recorder = request.param
     assert recorder == "python" or available(), "install with a compiler: pip install --editable ."
-    fork_ranks(count, "tests.integration.diagnosis.calls_worker", str(folder), recorder, env=ENVIRONMENT)
+    fork_ranks(count, "tests.jobs.diagnosis.calls_worker", str(folder), recorder, env=ENVIRONMENT)
     ranks = range(count)
     return [
         (RingReader(folder / f"calls-{r}.ring").read(), json.loads((folder / f"calls-{r}.json").read_text())) for r in ranks
@@ -125,7 +125,7 @@ def test_members_with_lists_of_different_shapes_make_the_same_call() -> None:
 @pytest.mark.parametrize("extension", ["yes", "no"])
 def test_the_flight_recorder_gives_the_state_of_device_calls(extension: str, tmp_path: Path) -> None:
     """Of calls that are only seen to begin: while a rank stands, which have ended, and which of the others came first."""
-    fork_ranks(2, "tests.integration.diagnosis.flights_worker", str(tmp_path), extension, env=ENVIRONMENT)
+    fork_ranks(2, "tests.jobs.diagnosis.flights_worker", str(tmp_path), extension, env=ENVIRONMENT)
     first, half = [""] * BEFORE, ["", ""]
     moments = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert moments["at once"] == [*first, *half, "", ""]
@@ -151,7 +151,7 @@ MEGATRON = (
 
 @pytest.mark.parametrize(("kind", "names"), [("deepspeed", DEEPSPEED), ("megatron", MEGATRON)])
 def test_every_collective_of_a_framework_is_noted_once(kind: str, names: tuple[str, ...], tmp_path: Path) -> None:
-    fork_ranks(2, "tests.integration.diagnosis.frameworks_worker", str(tmp_path), kind, *names, env=ENVIRONMENT)
+    fork_ranks(2, "tests.jobs.diagnosis.frameworks_worker", str(tmp_path), kind, *names, env=ENVIRONMENT)
     for name in names:
         for rank in range(2):
             ours, theirs = noted(tmp_path / f"{name}-{rank}.ring"), flown(tmp_path / f"{name}-{rank}.json")

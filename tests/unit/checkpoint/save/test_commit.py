@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.faults.calls import Call, watched
+from tests.jobs.faults.calls import Call, watched
 from tests.support.rank_threads import WORLD, on_all_ranks
 from tests.support.saves import INFO, assert_holds, part, values
 from unickpt.base.errors import CoordinationError, UnickptError

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.calls import Call, watched
+from tests.jobs.faults.calls import Call, watched
 from tests.support.rank_threads import WORLD, alone, on_all_ranks
 from tests.support.saves import Broken, assert_counts, assert_holds, large, part, request
 from unickpt.base.errors import CoordinationError
@@ -257,7 +257,7 @@ def test_a_failure_behind_training_is_an_error_when_the_process_loads_or_ends(tm
     code = """
 import logging, sys
 from pathlib import Path
-from tests.faults.calls import watched
+from tests.jobs.faults.calls import watched
 from tests.support.rank_threads import alone
 from tests.support.saves import Broken, background, large, request
 from unickpt.checkpoint.save import shutdown
@@ -327,7 +327,7 @@ def test_ctrl_c_on_one_rank_reaches_the_others_at_once(tmp_path: Path) -> None:
 SIGTERM_JOB = """
 import logging, os, signal, sys, threading, time
 from pathlib import Path
-from tests.faults.calls import watched
+from tests.jobs.faults.calls import watched
 from tests.support.rank_threads import alone
 from tests.support.saves import large, request
 from unickpt.checkpoint.save import shutdown

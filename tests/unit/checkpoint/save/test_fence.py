@@ -13,7 +13,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from tests.faults import ranks
+from tests.jobs.faults import ranks
 from unickpt.base.errors import StorageError
 from unickpt.base.process_identity import ProcessIdentity
 from unickpt.checkpoint.coordination.failure import FailureKind

@@ -324,8 +324,8 @@ JOB = """
 import logging, sys, threading, time, os
 from pathlib import Path
 import torch
-from tests.faults.calls import watched
-from tests.faults.stalling import Stall
+from tests.jobs.faults.calls import watched
+from tests.jobs.faults.stalling import Stall
 from tests.support.rank_threads import alone
 from tests.support.saves import large, request
 from unickpt.checkpoint.save.requests import SaveOptions

@@ -24,7 +24,7 @@ from unickpt.testing.launch import environment, fork_ranks
 
 def test_reports_of_a_real_job(tmp_path: Path) -> None:
     """Two pipeline stages of two ranks: transfers, waits for data, and computation times."""
-    fork_ranks(4, "tests.integration.diagnosis.pictures_worker", str(tmp_path), "8", "0", env={"GLOO_SOCKET_IFNAME": "lo"})
+    fork_ranks(4, "tests.jobs.diagnosis.pictures_worker", str(tmp_path), "8", "0", env={"GLOO_SOCKET_IFNAME": "lo"})
     view = records_of(tmp_path)
     assert [rank.place.split(", ")[1] for rank in view.ranks.values()] == ["pp 0 dp 0", "pp 0 dp 1", "pp 1 dp 0", "pp 1 dp 1"]
     assert {(d.source, d.destination) for d in delay_matrix(transfer_times(view))} == {(0, 2), (2, 0), (1, 3), (3, 1)}

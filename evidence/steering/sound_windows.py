@@ -1,0 +1,116 @@
+"""Sound windows: how often steering gives an order in jobs in which nothing is wrong.
+
+    python -m evidence.steering.sound_windows [--windows 1000] [--jobs 10] [--hosts 2] [--seed 1] [--minutes 60]
+        --keep results/steering-sound.jsonl [--page docs/evidence/steering.md]
+
+Several jobs run at once, which overloads the machine. In each window of a job something makes the other ranks wait, for up to
+twice the deadline (``sound_worker.py``): one rank evaluates, uploads, writes or compiles, all of them write or compile, data
+come late, batches are uneven. Any order that the policy gives is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import re
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from evidence.steering.sound_worker import PAUSES
+from tests.jobs.steering.agents import Agents
+
+CONF = "stopped_seconds=6,hang_seconds=10,still_seconds=3,loop_seconds=14,dead_seconds=6,slow=evict,slow_seconds=20"
+WORKER = str(Path(__file__).with_name("sound_worker.py"))
+BEGIN, FINISH = "<!-- table: made by python -m evidence.steering.sound_windows -->\n\n", "\n<!-- end of table -->"
+_ORDER = re.compile(r"order: (park [^\n]*|restart[^\n]*|stop[^\n]*|not executed[^\n]*)")
+_TOLD = re.compile(r"unickpt (HANG|NETWORK_HANG|SLOW|SLOW_LINK|MISMATCH|DEADLOCK) ")
+
+
+def windows_of(job: Agents) -> list[tuple[str, float]]:
+    """Return kind and seconds of the finished windows."""
+    path = job.folder / "windows"
+    rows = [line.split("\t") for line in path.read_text().splitlines()] if path.exists() else []
+    return [(kind, float(seconds)) for kind, _, seconds in rows]
+
+
+def result(job: Agents, hosts: int, seed: int) -> dict[str, Any]:
+    """Return what a job has done so far."""
+    said = "\n".join(path.read_text(errors="replace") for path in job.outputs)
+    found = windows_of(job)
+    return {
+        "seed": seed, "hosts": hosts, "windows": collections.Counter(kind for kind, _ in found),
+        "seconds": [seconds for _, seconds in found], "orders": _ORDER.findall(said),
+        "told": collections.Counter(_TOLD.findall(said)), "rounds": len({each.round for each in job.starts()}),
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the table of the page."""
+    total: collections.Counter[str] = collections.Counter()
+    for row in rows:
+        total.update(row["windows"])
+    orders = [order for row in rows for order in row["orders"]]
+    told: collections.Counter[str] = collections.Counter()
+    for row in rows:
+        told.update(row["told"])
+    seconds = [each for row in rows for each in row["seconds"]]
+    lines = ["| in the window | windows |", "|---|---|"]
+    lines += [f"| {kind} | {total[kind]} |" for kind in PAUSES]
+    lines += [f"| all | {sum(total.values())} |", ""]
+    took = f"{statistics.median(seconds):.0f} s (median; {min(seconds):.0f} to {max(seconds):.0f})"
+    named = ", ".join(f"{count} {kind}" for kind, count in sorted(told.items())) or "none"
+    lines.append(
+        f"{len(rows)} jobs, {os.cpu_count()} cores, a window takes {took}. Orders: **{len(orders)}**. Lines of the diagnosis "
+        f"that name a rank or a link, which are no orders: {named}."
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--windows", type=int, default=1000)
+    parser.add_argument("--jobs", type=int, default=10, help="at once")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--keep", type=Path, required=True)
+    parser.add_argument("--page", type=Path)
+    args = parser.parse_args()
+    jobs: dict[int, Agents] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for seed in range(args.seed, args.seed + args.jobs if args.windows else args.seed):
+                place = Path(folder) / str(seed)
+                place.mkdir()
+                (place / "seed").write_text(str(seed))
+                jobs[seed] = Agents(place, f"1:{args.hosts}", worker=WORKER, conf=CONF)
+                for number in range(args.hosts):
+                    jobs[seed].start(f"n{number}")
+                time.sleep(3.0)
+            end = time.monotonic() + 60 * args.minutes
+            while time.monotonic() < end and sum(len(windows_of(job)) for job in jobs.values()) < args.windows:
+                time.sleep(1.0)
+            rows = [result(job, args.hosts, seed) for seed, job in jobs.items()]
+            for seed, job in jobs.items():
+                for path in job.outputs if rows[seed - args.seed]["orders"] else ():
+                    print(path.read_text()[-20000:])
+        finally:
+            for job in jobs.values():
+                job.close()
+    with args.keep.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    made = table([json.loads(line) for line in args.keep.read_text().splitlines()])
+    print(made)
+    if args.page is not None:
+        text = args.page.read_text()
+        head, rest = text.split(BEGIN, 1)
+        args.page.write_text(head + BEGIN + made + "\n" + FINISH + rest.split(FINISH, 1)[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Faults made on purpose: ``python -m tests.faults`` counts them, and ``test_faults.py`` checks a few of each."""

@@ -1,0 +1,66 @@
+"""A handful of every fault that ``tests.jobs.faults`` counts: no wrong resume, no training that dies, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs.faults.tally import together
+from tests.support.repository import REPO
+from unickpt.testing.launch import environment
+
+COUNTS = {
+    "kill": 2, "kill-calls": 8, "errors": 20, "gone": 5, "short-writes": 4, "full": 2, "stall": 5, "sigterm": 3, "two-jobs": 1,
+    "memory": 2, "memory-stages": 1, "memory-flight": 1, "memory-keepers": 1, "memory-names": 1, "memory-full": 1, "bits": 12,
+    "truncation": 12, "zeros": 6,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tallies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What the script counted, by its commands; in one process, for starting one costs more than the faults."""
+    out = tmp_path_factory.mktemp("faults") / "counts.json"
+    command = [sys.executable, "-m", "tests.jobs.faults", "all", "--json", str(out), "--seed", "7"]
+    command += [f"--count={name}={count}" for name, count in COUNTS.items()]
+    memory = {"TMPDIR": "/dev/shm"} if os.access("/dev/shm", os.W_OK) else {}  # what is tested is not the disk's fsync
+    done = subprocess.run(command, cwd=REPO, env=environment(**memory), capture_output=True, text=True, timeout=600)
+    assert out.exists(), done.stderr[-4000:]
+    found: dict[str, list[dict[str, Any]]] = json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_fault(tallies: dict[str, list[dict[str, Any]]], name: str) -> None:
+    for tally in tallies[name]:
+        assert tally["wrong"] == []
+        assert tally["deaths"] == []
+        assert tally["lost"] == []
+        assert tally["count"] or "not done" in tally["notes"][0]
+
+
+def test_a_launcher_that_is_killed_alone_leaves_one_copy(tmp_path: Path) -> None:
+    """Both at once: most of the time is spent in imports."""
+    names = ("kill-agent", "kill-launcher")
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.jobs.faults", name, "--count=1", "--seed=7", f"--json={tmp_path / name}"], cwd=REPO,
+            env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for name in names
+    ]  # fmt: skip
+    for name, job in zip(names, jobs, strict=True):
+        said = job.communicate(timeout=600)[1]
+        assert (job.returncode, said) == (0, ""), said
+        (tally,) = json.loads((tmp_path / name).read_text())[name]
+        assert tally["count"] == 1
+
+
+def test_counts_of_several_runs_are_added() -> None:
+    notes = ["stage: committed, no copy yet 4, half 3", "other", "stage: half 1, committed, no copy yet 2", "a: b"]
+    assert together(notes) == ["stage: committed, no copy yet 6, half 4", "other", "a: b"]

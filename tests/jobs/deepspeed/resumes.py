@@ -1,0 +1,86 @@
+"""Assertions about an engine that resumes from the checkpoint of another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+
+from tests.jobs.deepspeed.jobs import Layout, build, scramble, train
+from tests.jobs.deepspeed.model import Model
+from tests.jobs.deepspeed.truth import consolidated, differences
+from tests.support.rounding import assert_continues
+
+ADAM = ("exp_avg", "exp_avg_sq")
+
+
+def here(stage: int, precision: str = "fp32") -> Layout:
+    return Layout(stage, dist.get_world_size(), precision)
+
+
+def assert_resumes(
+    folder: Path, source: Any, target: Any, states: tuple[str, ...] = ADAM, *, ignore: tuple[str, ...] = (), **load: Any
+) -> dict[str, Any]:
+    """Train, save, load into another engine, compare all states, and compare the losses of further steps."""
+    train(source, 3)
+    assert source.save_checkpoint(str(folder)) is True, source.checkpoint_engine.last_save
+    truth = consolidated(source, states)
+    scramble(target)
+    path, client_state = target.load_checkpoint(str(folder), **load)
+    assert path is not None
+    problems = differences(truth, consolidated(target, states), ignore=ignore)
+    assert problems == [], problems
+    assert_trains_on(target, train(source, 2), folder, **load)
+    found: dict[str, Any] = client_state
+    return found
+
+
+def assert_trains_on(engine: Any, expected: list[float], folder: Path, *, training: Any = train, **load: Any) -> None:
+    """Train an engine that has loaded a checkpoint, and compare its losses with the expected ones within rounding.
+
+    What rounding does is measured: the engine loads the checkpoint twice more, and trains with weights that move in the last
+    place, and without.
+
+    Args:
+        engine: it has trained further from the checkpoint afterwards.
+        expected: losses of the next steps in another layout.
+        folder, load: arguments of ``load_checkpoint``.
+        training: as ``jobs.train``.
+    """
+    runs = [training(engine, len(expected))]
+    for moved in (1, None):
+        engine.load_checkpoint(str(folder), **load)
+        runs.append(training(engine, len(expected), moved=moved))
+    found, *others = runs
+    assert_continues(found, expected, *others)
+
+
+def assert_weights_equal(a: Any, b: Any) -> None:
+    """Compare the gathered weights. DeepSpeed's accessors miss second groups in some versions."""
+    for (name, p), (_, q) in zip(a.module.named_parameters(), b.module.named_parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
+            left = p.detach().clone()
+        with deepspeed.zero.GatheredParameters([q], enabled=hasattr(q, "ds_id")):
+            assert torch.equal(left, q.detach()), name
+
+
+class MaskedSGD(torch.optim.SGD):
+    """An optimizer with a setting that is not a plain value, which unickpt does not support."""
+
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002 - torch's signature
+        super().step()
+        for group in self.param_groups:
+            group["mask"] = torch.zeros(3)
+
+
+def unsupported_engine() -> Any:
+    """Build an engine whose optimizer settings unickpt does not support, and train one step."""
+    torch.manual_seed(1)
+    model = Model()
+    optimizer = MaskedSGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    engine = build(here(1), seed=1, model=model, client_optimizer=optimizer, scheduler={})
+    train(engine, 1)
+    return engine

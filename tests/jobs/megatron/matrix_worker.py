@@ -1,0 +1,123 @@
+"""Under torchrun: save layouts of this world size, or load sources into them.
+
+matrix_worker save DIR          DIR/<layout>/, DIR/<layout>.truth, DIR/<layout>.json
+matrix_worker load DIR          DIR/results-w<world>.json
+matrix_worker both DIR          on every world size of the pairs: all saves, then all loads
+DIR/pairs.json: [[source, target], ...]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_unickpt.testing.jobs import Job  # before anything of megatron
+
+import torch
+import torch.distributed as dist
+
+import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  # once, before the forks
+import megatron_unickpt
+import megatron_unickpt.api
+from megatron_unickpt.edge import RUNTIME
+from unickpt.testing.launch import leave
+
+from megatron_unickpt.testing.layouts import Layout, worlds
+from megatron_unickpt.testing.truth import consolidated, differences, in_a_group
+from tests.jobs.megatron.moved import moved_losses
+from tests.support.turns import in_turn
+
+Pairs = list[tuple[Layout, Layout]]
+STEPS_BEFORE, STEPS_AFTER = 2, 2
+# torch 2.13 keeps three threads of a gloo group for each job that has trained, with experts of several groups: after 40 jobs
+# of four ranks these were 1,750 threads in each process, which occupied all processors.
+PAIRS_OF_A_PROCESS = 12
+
+
+def save_one(folder: Path, layout: Layout) -> None:
+    job = Job(layout, seed=1, tied=not layout.moe)
+    before = job.train(STEPS_BEFORE)
+    megatron_unickpt.save(folder / layout.name, job.chunks, job.optimizer, iteration=job.step, extra={"note": layout.name})
+    truth = consolidated(job, folder / "scratch")
+    groups = job.hyperparameters()
+    after = job.train(STEPS_AFTER)
+    moved = moved_losses(job, folder / layout.name, len(before), STEPS_AFTER)
+    if dist.get_rank() == 0:
+        torch.save(truth, folder / f"{layout.name}.truth")
+        (folder / f"{layout.name}.json").write_text(json.dumps({"losses": before + after, "groups": groups, "moved": moved}))
+
+
+def load_one(folder: Path, source: Layout, target: Layout, seed: int) -> dict[str, Any] | None:
+    """Return the result of one pair, on rank 0."""
+    job = Job(target, seed=seed, tied=not target.moe)
+    found = megatron_unickpt.load(folder / source.name, job.chunks, job.optimizer)
+    job.step = found["iteration"]
+    report = RUNTIME.last_report
+    state = consolidated(job, folder / "scratch")
+    record = json.loads((folder / f"{source.name}.json").read_text())
+    problems = [] if found["extra"] == {"note": source.name} else [f"extra is {found['extra']}"]
+    problems += _group_differences(record["groups"], job.hyperparameters())
+    losses = job.train(STEPS_AFTER)
+    if state is None or report is None:
+        return None
+    problems += differences(torch.load(folder / f"{source.name}.truth"), state)
+    problems += [f"{e.name} ({e.state}): {e.outcome}, {e.reason}" for e in report.entries if _is_odd(e)]
+    return {"source": source.name, "target": target.name, "problems": problems, "losses": losses}
+
+
+def _is_odd(entry: Any) -> bool:
+    """Return a tensor that was left out although both jobs have the same model."""
+    return entry.outcome == "left out" and entry.state != "object"
+
+
+def _group_differences(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str]:
+    """Compare steps, learning rates and weight decays of groups of the same kind."""
+
+    def essence(groups: list[dict[str, Any]]) -> set[tuple[Any, ...]]:
+        return {(g["wd_mult"], g["lr_mult"], g["lr"], g["weight_decay"], tuple(g["betas"]), g.get("step")) for g in groups}
+
+    a, b = essence(expected), essence(found)
+    return [] if b <= a else [f"groups: {sorted(map(str, a))} expected, {sorted(map(str, b))} found"]
+
+
+def save_all(folder: Path, pairs: Pairs) -> None:
+    for layout in dict.fromkeys(a for a, _ in pairs if a.world == dist.get_world_size()):
+        save_one(folder, layout)
+
+
+def load_some(folder: Path, pairs: Pairs, first: int = 0, count: int | None = None) -> None:
+    """Load ``count`` pairs whose target has this world size, beginning with the one numbered ``first``.
+
+    Appends to the results of the pairs before ``first``.
+    """
+    world = dist.get_world_size()
+    mine = list(enumerate(targets(pairs, world), start=20))[first:][:count]
+    results = [load_one(folder, *pair, seed) for seed, pair in mine]
+    if dist.get_rank() == 0:
+        path = folder / f"results-w{world}.json"
+        path.write_text(json.dumps([*(json.loads(path.read_text()) if first else []), *results]))
+
+
+def targets(pairs: Pairs, world: int) -> Pairs:
+    """Return the pairs whose target has this world size."""
+    return [pair for pair in pairs if pair[1].world == world]
+
+
+def main() -> None:
+    kind, folder = sys.argv[1], Path(sys.argv[2])
+    pairs = [(Layout.parse(a), Layout.parse(b)) for a, b in json.loads((folder / "pairs.json").read_text())]
+    known = worlds(layout for pair in pairs for layout in pair) if kind == "both" else [int(os.environ["WORLD_SIZE"])]
+    jobs = [(world, partial(save_all, folder, pairs)) for world in known] if kind in ("save", "both") else []
+    for world in known if kind in ("load", "both") else []:
+        parts = range(0, len(targets(pairs, world)), PAIRS_OF_A_PROCESS)
+        jobs += [(world, partial(load_some, folder, pairs, first, PAIRS_OF_A_PROCESS)) for first in parts]
+    in_turn((world, partial(in_a_group, job)) for world, job in jobs)
+    leave()
+
+
+if __name__ == "__main__":
+    main()

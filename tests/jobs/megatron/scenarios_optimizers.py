@@ -1,0 +1,170 @@
+"""Optimizers other than Adam under one of Megatron's wrappers: CPU offload, Muon, and states that are not elementwise."""
+
+from __future__ import annotations
+
+import importlib.util
+import unittest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer import FP32Optimizer
+
+import megatron_unickpt
+from megatron_unickpt.framework.remainders import divided
+from megatron_unickpt.testing.cpu import FusedAdam
+from megatron_unickpt.testing.jobs import Job
+from megatron_unickpt.testing.layouts import Layout
+from tests.jobs.megatron.moved import moved_losses
+from tests.jobs.megatron.scenarios import scenario
+from tests.support.rounding import assert_continues
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+
+
+def _stored(where: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of a checkpoint by its key."""
+    checkpoint = Checkpoint.open(where)
+    found = [info for info in checkpoint.index.tensors if info.kind != "object"]
+    return {f"{info.state}/{info.name}": checkpoint.read_tensor(info.name, info.state) for info in found}
+
+
+def _steps(where: Path) -> dict[str, float]:
+    """Return the step of every parameter whose optimizer counts steps."""
+    record = Checkpoint.open(where).manifest.optimizer
+    assert record is not None
+    return {
+        n: entry.hyperparameters["step"]
+        for entry in record.scalars
+        for n in entry.parameters
+        if "step" in entry.hyperparameters
+    }
+
+
+def _assert_resumes(
+    folder: Path, source: Layout, target: Layout, *, exact: bool = False, ties_up: bool = False, **options: Any
+) -> None:
+    """Save, load into a job of another seed, save again: the two checkpoints are equal, and training continues.
+
+    With ``ties_up`` the weights are those that belong to remainders, which rounds ties of the masters up.
+    """
+    job = Job(source, **options)
+    job.train(2)
+    megatron_unickpt.save(folder / "a", job.chunks, job.optimizer, iteration=2)
+    losses = job.train(1)
+    moved = [] if exact else [moved_losses(job, folder / "a", 2, 1, seed=seed) for seed in range(3)]
+    job = Job(target, seed=5, **options)
+    megatron_unickpt.load(folder / "a", job.chunks, job.optimizer)
+    job.step = 2
+    megatron_unickpt.save(folder / "b", job.chunks, job.optimizer, iteration=2)
+    again = job.train(1)
+    if exact:
+        assert again == losses
+    else:
+        assert_continues(again, losses, losses, *moved)
+    expected, found = _stored(folder / "a"), _stored(folder / "b")
+    assert expected.keys() == found.keys(), sorted(expected.keys() ^ found.keys())
+    if ties_up:
+        for key in [key for key in expected if key.startswith("weight/")]:
+            expected[key] = divided(expected[key.replace("weight/", "master/", 1)])[0]
+    unequal = [key for key, value in expected.items() if not torch.equal(value, found[key])]
+    assert not unequal, unequal
+    assert _steps(folder / "a") == _steps(folder / "b")
+    dist.barrier()
+
+
+@scenario(2)
+def a_job_with_cpu_offload_resumes_under_another_layout_and_without_it(folder: Path) -> None:
+    """``HybridDeviceOptimizer``: half of the parameters is stepped on the host by torch, half on the device by a fused Adam."""
+    offload = Layout(dp=2, optimizer="offload")
+    _assert_resumes(folder / "same", offload, offload, exact=True)
+    _assert_resumes(folder / "into", Layout(tp=2), offload)
+    _assert_resumes(folder / "out of", offload, Layout(pp=2, optimizer="plain"))
+
+
+@scenario(2)
+def a_precision_aware_optimizer_with_remainders_resumes_under_another_layout_and_without_it(folder: Path) -> None:
+    """``store_param_remainders``: the masters are 16 bits beside the bf16 weights."""
+    aware = Layout(dp=2, optimizer="aware")
+    _assert_resumes(folder / "other", Layout(tp=2, optimizer="aware"), aware)
+    _assert_resumes(folder / "out of", aware, Layout(pp=2, optimizer="plain"))
+    _assert_resumes(folder / "into", Layout(tp=2), aware, ties_up=True)
+
+
+def _needs_emerging_optimizers() -> None:
+    if importlib.util.find_spec("emerging_optimizers") is None:
+        raise unittest.SkipTest("needs NVIDIA's emerging_optimizers, which is on no package index")
+
+
+@scenario(2)
+def muon_resumes_under_another_layout(folder: Path) -> None:
+    """Muon's momentum and the moments of Adam, which steps on embeddings and vectors."""
+    _needs_emerging_optimizers()
+    layers = Layout(dp=2, optimizer="muon")
+    _assert_resumes(folder / "same", layers, layers, exact=True)
+    _assert_resumes(folder / "tp", layers, Layout(tp=2, optimizer="muon"))
+    _assert_resumes(folder / "dp", Layout(pp=2, optimizer="muon"), layers)
+
+
+@scenario(2)
+def states_that_are_not_elementwise_load_where_the_parameter_is_divided_alike(folder: Path) -> None:
+    """The row norms of NorMuon and the factors of SOAP: another pipeline and data parallel size, but not another TP."""
+    _needs_emerging_optimizers()
+    if importlib.util.find_spec("megatron.core.optimizer.emerging_optimizers") is None:
+        raise unittest.SkipTest("needs the emerging optimizers of 0.18")
+    for kind in ("normuon", "soap"):
+        layers = Layout(dp=2, optimizer=kind)
+        _assert_resumes(folder / kind, layers, layers, exact=True)
+        _assert_resumes(folder / f"{kind} pp", layers, Layout(pp=2, optimizer=kind))
+        cut = Job(Layout(tp=2, optimizer=kind))
+        with pytest.raises(CheckpointingException, match="of another shape"):
+            megatron_unickpt.load(folder / kind / "a", cut.chunks, cut.optimizer)
+
+
+class _Experts(torch.nn.Module):
+    """The weights of four experts, in one parameter as in TransformerEngine's grouped linear, or in one for each expert."""
+
+    def __init__(self, *, grouped: bool, seed: int) -> None:
+        super().__init__()
+        whole = torch.rand(4, 6, 8, generator=torch.Generator().manual_seed(seed))
+        parts = [whole] if grouped else list(whole)
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(part.clone()) for part in parts)
+
+    def sharded_state_dict(self, **_: Any) -> dict[str, Any]:
+        each = list(self.weights[0].unbind()) if len(self.weights) == 1 else list(self.weights)
+        key, rank = "mlp.experts.linear_fc2.weight", dist.get_rank()
+        return {
+            f"weight{at}": ShardedTensor.from_rank_offsets(key, data, (0, at, 4), replica_id=(0, 0, rank), prepend_axis_num=1)
+            for at, data in enumerate(each)
+        }
+
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        """Do nothing: the tensors are filled in place."""
+
+
+@scenario(2)
+def experts_in_one_parameter_load_the_state_of_single_ones(folder: Path) -> None:
+    for grouped in (True, False):
+        jobs = []
+        for at, form in enumerate((grouped, not grouped)):
+            experts = _Experts(grouped=form, seed=at)
+            inner = FusedAdam(list(experts.parameters()))
+            jobs.append((experts, FP32Optimizer(inner, OptimizerConfig(optimizer="adam", lr=1e-3), None)))
+        (source, trained), (target, optimizer) = jobs
+        for number, weight in enumerate(source.weights):
+            weight.grad = torch.full_like(weight, 0.1 * (number + 1)) * weight.detach()
+        trained.optimizer.step()
+        place = folder / f"grouped {grouped}"
+        megatron_unickpt.save(place / "a", source, trained)
+        megatron_unickpt.load(place / "a", target, optimizer)
+        megatron_unickpt.save(place / "b", target, optimizer)
+        expected, found = _stored(place / "a"), _stored(place / "b")
+        assert {key.partition("/")[0] for key in expected} == {"weight", "master", "exp_avg", "exp_avg_sq"}
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(value, found[key]) for key, value in expected.items())
+        assert _steps(place / "a") == _steps(place / "b")
