@@ -1,6 +1,6 @@
 """Evidence for gradient compression: losses with and without error feedback, restarts, and bytes, on real process groups.
 
-python -m tests.jobs.compression.automatic_links --keep results/compression-automatic.jsonl  # as root, 2 minutes
+python -m evidence.compression.automatic_links --keep results/compression-automatic.jsonl  # as root, 2 minutes
 python -m evidence.compression --keep FILE [--links FILE] [--page FILE] [--picture FILE]
 """
 
@@ -14,9 +14,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from evidence.compression import automatic_links
 from evidence.compression.job import Task
 from evidence.compression.shaped_links import row
-from tests.jobs.compression import automatic_links
 from unickpt.testing.launch import torchrun
 from unickpt.training.compression.settings import NONE, Compression
 from unickpt.training.compression.sizes import sent_bytes
@@ -48,7 +48,7 @@ gradients differ and cancel each other near the end. Parameters below 256 elemen
 
 ```
 python -m evidence.compression.shaped_links --keep results/compression-links.jsonl     # as root, 4 minutes
-python -m tests.jobs.compression.automatic_links --keep results/compression-automatic.jsonl  # as root, 2 minutes
+python -m evidence.compression.automatic_links --keep results/compression-automatic.jsonl  # as root, 2 minutes
 python -m evidence.compression --keep results/compression.jsonl --links results/compression-links.jsonl \\
     --automatic results/compression-automatic.jsonl \\
     --page docs/evidence/compression.md --picture docs/images/compression.png                   # 4 minutes

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from tests.jobs.plan import precision
+from evidence.plan import precision
 from tests.support.cli import json_of
 from tests.support.result_lines import results_in
 from unickpt.diagnosis.recording.layer_times import LayerTimes, TimedLayer
@@ -42,7 +42,7 @@ LAYERS_S = [0.01, 0.01, 0.01, 0.01, 0.02, 0.03, 0.02, 0.04]
 MICROBATCHES, STEPS, CALLS = 8, 6, 200
 CUTS = [[0, at, 8] for at in range(1, 8)] + [[0, 2, 4, 6, 8], [0, 4, 6, 7, 8], [0, 3, 5, 7, 8], [0, 4, 5, 7, 8]]
 BATCH, MEGATRON_S = 8, [0.08] * 4
-PRECISION = Path("results/plan-precision.jsonl")  # of ``tests.jobs.plan.precision``
+PRECISION = Path("results/plan-precision.jsonl")  # of ``evidence.plan.precision``
 EARLIER = "megatron, 20 ms"  # part of the results: the same with shorter layers, and one measured job
 
 

@@ -71,7 +71,7 @@ def _imports(path: Path) -> Iterator[str]:
             yield from _PROGRAM_IMPORT.findall(node.value)
 
 
-_PROGRAM_IMPORT = re.compile(r"(?:^|[;\n])\s*(?:from|import) ((?:tests|scripts|benchmarks|examples)[\w.]*)")
+_PROGRAM_IMPORT = re.compile(r"(?:^|[;\n])\s*(?:from|import) ((?:tests|evidence|scripts|benchmarks|examples)[\w.]*)")
 
 
 def _found_imports(folders: Iterable[str], wanted: str) -> list[str]:
@@ -86,14 +86,33 @@ def _found_imports(folders: Iterable[str], wanted: str) -> list[str]:
 
 
 def test_no_test_module_imports_another_test_module() -> None:
-    """Shared code belongs to ``tests/support``, to a helper module of the folder, or to a fixture."""
+    """Shared code belongs to ``tests/support``, to ``tests/jobs`` or to a fixture."""
     assert _found_imports(["tests"], r"tests\.(unit|integration|hostile|jobs|support)\.(.+\.)?test_") == []
 
 
-def test_only_tests_import_tests() -> None:
-    assert (
-        _found_imports(["examples", "scripts", "benchmarks", "unickpt", "ds_unickpt", "megatron_unickpt"], r"tests(\.|$)") == []
-    )
+_PRODUCT = ("examples", "scripts", "benchmarks", "unickpt", "ds_unickpt", "megatron_unickpt")
+
+
+def test_only_tests_and_evidence_import_tests() -> None:
+    assert _found_imports(_PRODUCT, r"tests(\.|$)") == []
+
+
+def test_nothing_imports_or_runs_evidence() -> None:
+    """Its commands take minutes to hours. What a test needs of them belongs to ``tests/jobs`` or ``tests/support``."""
+    assert _found_imports([*_PRODUCT, "tests"], r"evidence(\.|$)") == []
+    commands = [
+        f"{path.relative_to(REPO)}: {node.value}"
+        for path in sorted((REPO / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"evidence(\.\w+)+", node.value)
+    ]
+    assert commands == []
+
+
+def test_integration_has_only_tests() -> None:
+    """Programs that tests start are in ``tests/jobs``."""
+    names = {path.name for path in (REPO / "tests/integration").rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert {name for name in names if not name.startswith("test_")} == {"__init__.py", "conftest.py"}
 
 
 @pytest.mark.parametrize("command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.compression.automatic_links import run
+from tests.jobs.compression.automatic import run
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.timeout(600)

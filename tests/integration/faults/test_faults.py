@@ -1,4 +1,4 @@
-"""A handful of every fault that ``tests.jobs.faults`` counts: no wrong resume, no training that dies, nothing lost."""
+"""A handful of every fault that ``python -m evidence.faults`` counts: no wrong resume, no training that dies, nothing lost."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.jobs.faults.tally import together
 from tests.support.repository import REPO
 from unickpt.testing.launch import environment
 
+RUN = [sys.executable, "-m", "tests.jobs.faults.run"]
 COUNTS = {
     "kill": 2, "kill-calls": 8, "errors": 20, "gone": 5, "short-writes": 4, "full": 2, "stall": 5, "sigterm": 3, "two-jobs": 1,
     "memory": 2, "memory-stages": 1, "memory-flight": 1, "memory-keepers": 1, "memory-names": 1, "memory-full": 1, "bits": 12,
@@ -26,7 +27,7 @@ COUNTS = {
 def tallies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What the script counted, by its commands; in one process, for starting one costs more than the faults."""
     out = tmp_path_factory.mktemp("faults") / "counts.json"
-    command = [sys.executable, "-m", "tests.jobs.faults", "all", "--json", str(out), "--seed", "7"]
+    command = [*RUN, "all", "--json", str(out), "--seed", "7"]
     command += [f"--count={name}={count}" for name, count in COUNTS.items()]
     memory = {"TMPDIR": "/dev/shm"} if os.access("/dev/shm", os.W_OK) else {}  # what is tested is not the disk's fsync
     done = subprocess.run(command, cwd=REPO, env=environment(**memory), capture_output=True, text=True, timeout=600)
@@ -49,8 +50,8 @@ def test_a_launcher_that_is_killed_alone_leaves_one_copy(tmp_path: Path) -> None
     names = ("kill-agent", "kill-launcher")
     jobs = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.jobs.faults", name, "--count=1", "--seed=7", f"--json={tmp_path / name}"], cwd=REPO,
-            env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            [*RUN, name, "--count=1", "--seed=7", f"--json={tmp_path / name}"], cwd=REPO, env=environment(),
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )
         for name in names
     ]  # fmt: skip

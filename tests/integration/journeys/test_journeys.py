@@ -1,7 +1,7 @@
 """Training continues in another framework: from a transformers model in DeepSpeed to Megatron and back, with all
 states, bit for bit, and out again as a model of transformers.
 
-The other families and shapes are in ``python -m tests.integration.journeys``.
+The other families and shapes are in ``python -m evidence.journeys``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A real DeepSpeed job with a slow rank: its plan of precision, and the job with this plan.
 
-Times of a step are no assertion, because other work on the machine changes them: ``python -m tests.jobs.plan.precision``
+Times of a step are no assertion, because other work on the machine changes them: ``python -m evidence.plan.precision``
 measures them. What the layers were asked to sleep is the same everywhere.
 """
 

@@ -1,6 +1,6 @@
 """Checkpoints without a part of the state: saved before the first step, without optimizer, of other parameters or optimizers.
 
-A part of the matrix of ``partial_loads``. ``python -m evidence.deepspeed.partial_loads_table`` runs all of it.
+A part of the matrix of ``partial_loads``. ``python -m evidence.deepspeed.partial_loads`` runs all of it.
 """
 
 from __future__ import annotations

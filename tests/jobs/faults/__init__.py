@@ -1,1 +1,1 @@
-"""Faults made on purpose: ``python -m tests.jobs.faults`` counts them, and ``test_faults.py`` checks a few of each."""
+"""Faults made on purpose: ``python -m evidence.faults`` counts them, and ``test_faults.py`` checks a few of each."""

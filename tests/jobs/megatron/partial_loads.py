@@ -4,28 +4,23 @@ A cell is a kind of load, the layout that saved and the layout that loads. In ea
 one and one that has trained. Both must then be equal in every state. A step with a learning rate of zero must leave the loaded
 weights as they are, and the next steps must be equal in both jobs.
 
-``python -m tests.jobs.megatron.partial_loads --page docs/evidence/partial-loads.md`` runs all cells and writes its
-section of that page. CI runs ``CHOSEN``.
+``partial_loads DIR [CELL ...]`` runs cells under torchrun, by default all, and writes DIR/*/results.json. CI runs ``CHOSEN``;
+``evidence/megatron/partial_loads.py`` makes a page of all.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_unickpt.testing.layouts import Layout
-from unickpt.testing.launch import fork_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -279,46 +274,5 @@ def work(folder: Path, names: list[str]) -> None:
     leave()
 
 
-def section(results: dict[str, list[str]], versions: str) -> str:
-    """Return the section of the page: for every wrapper and kind, the cells without a problem of all cells."""
-    lines = [f"| optimizer | {' | '.join(KINDS.values())} |", "|---|" + "---|" * len(KINDS)]
-    for target in TARGETS:
-        layout = Layout.parse(target)
-        counts = []
-        for kind in KINDS:
-            names = [name for name in results if name.startswith(f"{kind} ") and name.endswith(f" {target}")]
-            found = [results[name] for name in names]
-            counts.append(f"{sum(not problems for problems in found)} of {len(found)}" if found else "-")
-        lines.append(f"| {WRAPPERS[layout.optimizer]}, {target.rpartition('-')[0]} | {' | '.join(counts)} |")
-    good = sum(not problems for problems in results.values())
-    return "\n".join([f"{good} of {len(results)} cells without a difference. {versions}.", "", *lines])
-
-
-def write_page(page: Path, text: str) -> None:
-    """Replace the text between this half's marks."""
-    begin, end = "<!-- megatron -->", "<!-- end of megatron -->"
-    before, _, rest = page.read_text().partition(begin)
-    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}")
-
-
-def main() -> None:
-    if "RANK" in os.environ:
-        work(Path(sys.argv[1]), sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cells", nargs="*", help="names of cells; default: all")
-    parser.add_argument("--page", type=Path, help="write the section of this page")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        fork_ranks(2, "tests.jobs.megatron.partial_loads", folder, *given.cells, timeout_s=3600)
-        results: dict[str, list[str]] = {}
-        for file in sorted(Path(folder).glob("*/results.json"), key=lambda found: int(found.parent.name)):
-            results |= json.loads(file.read_text())
-    for name, problems in results.items():
-        print(name, "equal" if not problems else problems[:4])
-    if given.page:
-        versions = f"megatron-core {version('megatron-core')}, PyTorch {version('torch')}, gloo on CPU"
-        write_page(given.page, section(results, versions))
-
-
 if __name__ == "__main__":
-    main()
+    work(Path(sys.argv[1]), sys.argv[2:])

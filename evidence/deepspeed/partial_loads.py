@@ -1,6 +1,6 @@
 """All loads of ``partial_loads``, on two ranks, as a table.
 
-    python -m evidence.deepspeed.partial_loads_table [--page docs/evidence/partial-loads.md] [WRAPPER ...]
+    python -m evidence.deepspeed.partial_loads [--page docs/evidence/partial-loads.md] [WRAPPER ...]
 
 Without ``--page`` it prints the table. The section of the page is between the marks ``<!-- deepspeed -->``.
 """
@@ -65,7 +65,7 @@ def main() -> None:
         leave()
     with tempfile.TemporaryDirectory() as place:
         fork_ranks(
-            2, "evidence.deepspeed.partial_loads_table", "--folder", place, *given.wrappers, timeout_s=7200
+            2, "evidence.deepspeed.partial_loads", "--folder", place, *given.wrappers, timeout_s=7200
         )  # fmt: skip
         lines = table([json.loads((Path(place) / f"cells-{rank}.json").read_text()) for rank in range(2)])
     if given.page is None:
