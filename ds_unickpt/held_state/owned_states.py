@@ -98,8 +98,8 @@ def captured(
         states = {key: held[key] for key in sorted(owned) if held.get(key) is not None}
         first = names.name(part.parameters[0])
         if part.replicated:
-            share = placed.share_among(names.holders(first))
-            stored = first not in names.elsewhere and share.rank >= 0 and number % share.world == share.rank
+            copies = placed.copies(names.holders(first))
+            stored = first not in names.elsewhere and copies.rank >= 0 and number % copies.world == copies.rank
         else:
             stored = part.stored
         if states and stored:

@@ -4,28 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The ranks that store one replicated tensor, a part each.
-
-    Attributes:
-        ranks: their global ranks. Empty if this rank does not take part.
-        own: global rank of this rank.
-    """
-
-    ranks: tuple[int, ...]
-    own: int
-
-    @property
-    def rank(self) -> int:
-        """Position of this rank among the ranks that store a part; -1 if this rank stores none."""
-        return self.ranks.index(self.own) if self.own in self.ranks else -1
-
-    @property
-    def world(self) -> int:
-        """Number of ranks that store a part."""
-        return len(self.ranks)
+from unickpt.checkpoint.state.held import Copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +70,18 @@ class Placement:
         """Whether other ranks hold other parameters than this one."""
         return len(self.peers) < self.world
 
-    @property
-    def share(self) -> Share:
-        """The share of this rank of the slices that several ranks of its pipeline stage hold.
+    def copies(self, holders: tuple[int, ...] | None = None) -> Copies:
+        """Return the ranks that store a part of a tensor that they all hold.
 
         Sequence-parallel peers should hold the same values. DeepSpeed 0.19 does not reduce their gradients under ZeRO 0 to 2,
         so their values may differ. The data-parallel group with the first rank therefore stores everything.
-        """
-        return Share(self.data if self.stores(self.data) else (), self.rank)
-
-    def share_among(self, holders: tuple[int, ...] | None) -> Share:
-        """Return the share of this rank of a tensor.
 
         Args:
             holders: global ranks with the tensor, if it belongs to an expert. None if all ranks of the stage have it.
         """
-        return self.share if holders is None else Share(holders, self.rank)
+        if holders is None:
+            holders = self.data if self.stores(self.data) else ()
+        return Copies(holders, self.rank)
 
     def leads(self, holders: tuple[int, ...] | None) -> bool:
         """Whether this rank is the first one with a tensor or module. ``holders``: those that have a part of it."""

@@ -23,17 +23,19 @@ from ds_unickpt.placing.fallbacks import require_supported
 from ds_unickpt.placing.huggingface import model_of
 from ds_unickpt.placing.placement import Placement
 from ds_unickpt.placing.slices import RankValues, Slices
-from ds_unickpt.saving.captured_tensors import CapturedTensors, add_buffers, add_optimized, add_others, stored_buffers
+from ds_unickpt.saving.captured_tensors import add_buffers, add_optimized, add_others, stored_buffers
 from unickpt import __version__
 from unickpt.base.options.job import Options
 from unickpt.checkpoint.coordination.rendezvous import Message
 from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.format.dtypes import name_of
+from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord, Writer
 from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.save.fingerprints import fingerprints
-from unickpt.checkpoint.save.shards import Contribution
+from unickpt.checkpoint.save.shards import Contribution, Shard
+from unickpt.checkpoint.state.held import Description
 
 EXTRA_STATE = "module_extra_state"  # key in the objects of the job; the shared objects of other ranks start with it
 MICRO_BATCHES = "pipeline_micro_batches"  # key in the objects of the job
@@ -116,14 +118,13 @@ class EngineState:
         return RankScalars.of(self.parts, self.names, self.base)
 
     @cached_property
-    def tensors(self) -> tuple[CapturedTensors, tuple[str, ...]]:
-        """Tensors that this rank writes, and the names of excluded parameters."""
-        out = CapturedTensors()
+    def tensors(self) -> tuple[list[Shard], list[TensorInfo], tuple[str, ...]]:
+        """Shards that this rank writes, all tensors that it knows, and the names of excluded parameters."""
+        out = Description()
         add_optimized(out, self.parts, self.names, self.slices, self.base, self.placed)
         excluded = add_others(out, self.parts, self.names, self.slices, self.exclude_frozen, self.placed)
         add_buffers(out, self.options, self.names, self.placed)
-        out.share()
-        return out, excluded
+        return out.shards(), out.tensors, excluded
 
     @cached_property
     def record(self) -> OptimizerRecord | None:
@@ -170,15 +171,15 @@ def contribution(state: EngineState, announced: Message) -> Contribution:
     """
     state.read()
     engine, names, placed, base, parts = state.engine, state.names, state.placed, state.base, state.parts
-    out, excluded = state.tensors
+    shards, tensors, excluded = state.tensors
     rank_objects: dict[str, Any] = {"rng": rng.capture()}
     if engine.global_rank and state.digests["client_state"] != announced.get("client_state"):
         rank_objects["client_state"] = dict(state.client_state)
     if state.scalars is not None:
         rank_objects[SCALARS] = state.scalars.to_object()
     return Contribution(
-        shards=out.shards,
-        tensors=out.listed,
+        shards=shards,
+        tensors=tensors,
         rank_objects=rank_objects,
         step=int(engine.global_steps),
         writer=writer(engine, names, placed),

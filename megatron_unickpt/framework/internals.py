@@ -20,21 +20,18 @@ from unickpt.transform.convert.megatron import keys
 from unickpt.transform.dialects.model_facts import Model
 
 
-def data_parallel_replicas(*, expert: bool) -> tuple[int, int]:
-    """Return ``(position, count)`` of this rank among those that hold the same model weights; (0, 1) if unknown."""
+def data_parallel_ranks(*, expert: bool) -> tuple[int, ...]:
+    """Return the global ranks that hold the same model weights as this rank, in the order of their group; () if unknown."""
     if not parallel_state.is_initialized():
-        return 0, 1
+        return ()
     try:
         if expert:
-            return int(parallel_state.get_expert_data_parallel_rank()), int(
-                parallel_state.get_expert_data_parallel_world_size()
-            )
-        return (
-            int(parallel_state.get_data_parallel_rank(with_context_parallel=True)),
-            int(parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
-        )
+            group = parallel_state.get_expert_data_parallel_group()
+        else:
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return tuple(torch.distributed.get_process_group_ranks(group))
     except (AssertionError, AttributeError, TypeError):
-        return 0, 1
+        return ()
 
 
 def is_expert(parameter: Any, key: str) -> bool:

@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch.distributed as dist
 
 from unickpt.base.errors import ConfigError
 from unickpt.base.round_folder import ends_of_job
 from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks that save or load together.
+
+    Attributes:
+        rank: this rank in the group.
+        ranks: global rank of each rank of the group.
+    """
+
+    rank: int = 0
+    ranks: tuple[int, ...] = (0,)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Group:
+        """Return the ranks of a process group that this process is a member of. None: as for ``rendezvous_of``."""
+        if not dist.is_available() or not dist.is_initialized():
+            return cls()
+        return cls(dist.get_rank(group), tuple(dist.get_process_group_ranks(group or dist.group.WORLD)))
+
+    def among(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the ranks of this group among global ranks, ascending, as numbers in the group."""
+        known = {rank: at for at, rank in enumerate(self.ranks)}
+        return tuple(sorted(known[rank] for rank in ranks if rank in known))
 
 
 def rendezvous_of(group: dist.ProcessGroup | None, *, timeout_s: float) -> Rendezvous:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from unickpt.api.group import Group
 from unickpt.api.state import MASTER, WEIGHT, Key, LocalShard, Value, as_shard, key_of
 from unickpt.base.errors import MismatchError
 from unickpt.checkpoint.coordination.rendezvous import Rendezvous
@@ -44,7 +45,7 @@ class Wanted:
     _copies: list[_PendingCopy] = field(default_factory=list)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, state: Mapping[Key, Value]) -> Wanted:
+    def of(cls, checkpoint: Checkpoint, state: Mapping[Key, Value], group: Group) -> Wanted:
         """Match a state dict with the tensors of a checkpoint.
 
         Raises:
@@ -54,7 +55,9 @@ class Wanted:
         wanted = cls(checkpoint)
         missing = list[str]()
         for key, value in state.items():
-            name_state, shard = key_of(key), as_shard(key, value)
+            name_state, shard = key_of(key), as_shard(key, value, group)
+            if shard is None:
+                continue
             info = _source(checkpoint, *name_state)
             if info is None:
                 missing.append("{} ({})".format(*name_state))

@@ -10,13 +10,14 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from unickpt.api.dtensors import is_dtensor, placed_tensor
+from unickpt.api.group import Group
 from unickpt.base.errors import ConfigError
 from unickpt.checkpoint.coordination.owners import Owner, Owners
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
-from unickpt.checkpoint.load.read_plan import share_of_replicas
-from unickpt.checkpoint.save.shards import Shard, shards_of_flat_range
+from unickpt.checkpoint.state.held import Copies, Description, Held
 
 WEIGHT, MASTER = "weight", "master"
 Key: TypeAlias = str | tuple[str, str]
@@ -31,15 +32,22 @@ class LocalShard:
 
             LocalShard(torch.zeros(4, 4), start=(4, 0), global_shape=(8, 4))
 
+        Ranks 1 and 3 of 4 hold it, as with HSDP::
+
+            LocalShard(torch.zeros(4, 4), start=(4, 0), global_shape=(8, 4), copies=(1, 3))
+
     Attributes:
         data: elements of the box. Its shape is the shape of the box. Any device, dtype and strides.
         start: position of the box in the global tensor, in elements per dimension.
         global_shape: shape of the global tensor, in elements per dimension.
+        copies: ranks of the group that pass the same box with the same values, this rank included. Each of them writes an equal
+            part; the values are not compared. Ranks with the same ``copies`` pass the same boxes. Empty: this rank alone.
     """
 
     data: torch.Tensor
     start: tuple[int, ...]
     global_shape: tuple[int, ...]
+    copies: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check that the box lies in the tensor.
@@ -50,6 +58,7 @@ class LocalShard:
         shape = tuple(self.data.shape)
         object.__setattr__(self, "start", tuple(self.start))
         object.__setattr__(self, "global_shape", tuple(self.global_shape))
+        object.__setattr__(self, "copies", tuple(sorted(self.copies)))
         if not len(shape) == len(self.start) == len(self.global_shape):
             raise ConfigError(
                 f"LocalShard: data has {len(shape)} dimensions, start has {len(self.start)} and global_shape has "
@@ -84,68 +93,69 @@ def key_of(key: Any) -> tuple[str, str]:
     raise ConfigError(f"key {key!r} of the state dict: expected a name or a (name, state) pair of strings")
 
 
-def as_shard(key: Any, value: Any) -> LocalShard:
-    """Return a value of a state dict as a shard; a plain tensor is a shard that holds the whole tensor.
+def as_shard(key: Any, value: Any, group: Group) -> LocalShard | None:
+    """Return a value of a state dict as a shard; None if this rank holds nothing of it.
+
+    A plain tensor is a shard that holds the whole tensor, and every rank of the group has a copy.
 
     Raises:
-        ConfigError: the value is not a tensor or a shard, or is a DTensor.
+        ConfigError: the value is not a tensor or a shard, or is a DTensor with a placement that is not supported.
     """
     if isinstance(value, LocalShard):
+        if value.copies and (group.rank not in value.copies or value.copies[-1] >= len(group.ranks)):
+            raise ConfigError(
+                f"{key!r}: LocalShard has copies={value.copies} on rank {group.rank} of {len(group.ranks)}; expected ranks of "
+                "the group, this one among them"
+            )
         return value
     if not isinstance(value, torch.Tensor):
-        raise ConfigError(f"{key!r}: expected a torch.Tensor or a LocalShard, got {type(value).__name__}")
-    if hasattr(value, "device_mesh"):
-        raise ConfigError(f"{key!r}: is a DTensor; pass LocalShard(value.to_local(), start, value.shape) instead")
-    return LocalShard(value, (0,) * value.ndim, tuple(value.shape))
+        raise ConfigError(f"{key!r}: expected a torch.Tensor, a DTensor or a LocalShard, got {type(value).__name__}")
+    if not is_dtensor(value):
+        return LocalShard(value, (0,) * value.ndim, tuple(value.shape), tuple(range(len(group.ranks))))
+    part = placed_tensor(key, value)
+    if part is None:
+        return None
+    local = _local(value)
+    if tuple(local.shape) != part.box.shape:
+        raise ConfigError(f"{key!r}: is a DTensor whose placements give this rank {part.box}, but it has {tuple(local.shape)}")
+    return LocalShard(local, part.box.start, tuple(value.shape), group.among(part.ranks))
 
 
-def _info(key: Any, shard: LocalShard) -> TensorInfo:
-    name, state = key_of(key)
-    kind = "parameter" if state in (WEIGHT, MASTER) else "optimizer"
-    return TensorInfo(name, state, name_of(shard.data.dtype), shard.global_shape, kind)
+def _local(value: Any) -> torch.Tensor:
+    """Return the tensor of this rank of a DTensor or a shard; another tensor as it is."""
+    if isinstance(value, LocalShard):
+        return value.data
+    found: torch.Tensor = value.detach().to_local() if is_dtensor(value) else value
+    return found
 
 
-def shards_to_save(state: Mapping[Key, Value], *, rank: int, world: int) -> tuple[list[Shard], list[TensorInfo]]:
-    """Return the shards that one rank writes.
-
-    A ``LocalShard`` is written by the rank that passes it. A plain tensor is the same on all ranks, and each rank writes
-    an equal part of it.
-
-    Args:
-        state: tensors and shards by name or (name, state).
-        rank: this rank.
-        world: number of ranks.
-
-    Returns:
-        Shards that this rank writes, and descriptions of all tensors of the state.
+def describe(state: Mapping[Key, Value], group: Group) -> Description:
+    """Return what this rank holds of a state dict.
 
     Raises:
         ConfigError: a key or value has the wrong type.
         FormatError: a dtype cannot be stored.
     """
-    shards, tensors = list[Shard](), list[TensorInfo]()
-    replicated = list[tuple[TensorInfo, torch.Tensor]]()
+    found = Description()
     for key, value in state.items():
-        shard = as_shard(key, value)
-        info = _info(key, shard)
-        tensors.append(info)
-        if not isinstance(value, LocalShard):
-            replicated.append((info, shard.data))
-        elif shard.box.numel:
-            shards.append(Shard(info, shard.box, shard.data))
-    replicated.sort(key=lambda pair: pair[0].key)  # the order of the state dict can differ between ranks
-    ranges = share_of_replicas(
-        [info.size_bytes for info, _ in replicated], [info.numel for info, _ in replicated], rank=rank, world=world
-    )
-    for (info, data), (lo, hi) in zip(replicated, ranges, strict=True):
-        shards += shards_of_flat_range(info, lo, hi, data.detach().reshape(-1)[lo:hi])
-    return shards, tensors
+        shard = as_shard(key, value, group)
+        if shard is None:
+            continue
+        name, part = key_of(key)
+        kind = "parameter" if part in (WEIGHT, MASTER) else "optimizer"
+        info = TensorInfo(name, part, name_of(shard.data.dtype), shard.global_shape, kind)
+        found.tensors.append(info)
+        if shard.box.numel:
+            found.held.append(Held(info, shard.box, shard.data, Copies(shard.copies, group.rank) if shard.copies else None))
+    return found
 
 
 def fingerprint_of_replicated(state: Mapping[Key, Value]) -> str:
     """Return a digest of the names, shapes and dtypes of all plain tensors. It must be equal on all ranks."""
     found = sorted(
-        (key_of(key), tuple(value.shape), str(value.dtype)) for key, value in state.items() if isinstance(value, torch.Tensor)
+        (key_of(key), tuple(value.shape), str(value.dtype))
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and not is_dtensor(value)
     )
     return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
@@ -163,7 +173,7 @@ class Models:
     def of(self, state: Mapping[Key, Value]) -> Owner | None:
         """Return the owner of a state dict; None if it has no tensors, or keys or values that the save refuses."""
         try:
-            tensors = {key_of(key): value.data if isinstance(value, LocalShard) else value for key, value in state.items()}
+            tensors = {key_of(key): _local(value) for key, value in state.items()}
             place = tensors[min(tensors)].untyped_storage()
         except Exception:
             return None

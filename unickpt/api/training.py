@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from unickpt import __version__
-from unickpt.api.group import rendezvous_of
+from unickpt.api.group import Group, rendezvous_of
 from unickpt.api.requests import Wanted
-from unickpt.api.state import Key, Models, Value, fingerprint_of_replicated, shards_to_save
+from unickpt.api.state import Key, Models, Value, describe, fingerprint_of_replicated
 from unickpt.base.errors import ConfigError, NotACheckpointError, SaveFailedError
 from unickpt.base.launcher_watch import end_with_launcher
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
@@ -69,9 +69,11 @@ def save_checkpoint(
 
     Args:
         state: tensors to save, by name or by (name, state). A plain ``torch.Tensor`` is the same on all ranks, and each rank
-            writes an equal part of it. A ``LocalShard`` is written by the rank that passes it; together the shards of all
-            ranks cover each tensor exactly once. Any device. Dtypes: float64, float32, float16, bfloat16, float8_e4m3fn,
-            float8_e5m2, bool, complex64, and signed and unsigned integers.
+            writes an equal part of it. A ``LocalShard`` is written by the rank that passes it, or in equal parts by the ranks
+            in its ``copies``; together the shards of all ranks cover each tensor exactly once, apart from copies. A DTensor is
+            a shard with its copies: any mesh, uneven shards, FSDP over tensor parallelism. Any device.
+            Dtypes: float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, bool, complex64, and signed and unsigned
+            integers.
         directory: checkpoint directory, ``<save_dir>/<tag>``. A path or a URL. The parts above it are created.
         step: training step. The same on all ranks.
         objects: non-tensor state of the job, by name: numbers, strings, containers, tensors, arrays, dates, generators,
@@ -106,16 +108,11 @@ def save_checkpoint(
         failed = err
 
     def contribute(_: Message) -> Contribution:
-        shards, tensors = shards_to_save(state, rank=meet.rank, world=meet.world)
-        writer = _writer(meet, owner)
+        found = describe(state, Group.of(group))
         return Contribution(
-            shards,
-            step,
-            writer,
-            tensors=tensors,
-            objects=dict(objects or {}),
+            found.shards(), step, _writer(meet, owner), tensors=found.tensors, objects=dict(objects or {}),
             rank_objects=dict(rank_objects or {}),
-        )
+        )  # fmt: skip
 
     save_dir, tag = split(absolute(os.fspath(directory)))
     owner = _MODELS.of(state)
@@ -215,7 +212,9 @@ def load_checkpoint(
     candidates = Candidates(folder)
 
     def attempt(offer: Offer, skipped: tuple[str, ...]) -> Loaded:
-        return _load(meet, offer.directory, state, skipped, strict=strict, verify=verify, allow_pickle=allow_pickle)
+        return _load(
+            meet, offer.directory, state, Group.of(group), skipped, strict=strict, verify=verify, allow_pickle=allow_pickle
+        )
 
     def nothing(offer: Offer) -> Loaded:
         present = ", ".join(offer.present[:_SHOWN])
@@ -240,12 +239,12 @@ def _offer(candidates: Candidates, folder: str) -> Offer:
 
 
 def _load(
-    meet: Rendezvous, directory: str, state: Mapping[Key, Value], skipped: tuple[str, ...], *, strict: bool, verify: str,
-    allow_pickle: bool,
+    meet: Rendezvous, directory: str, state: Mapping[Key, Value], group: Group, skipped: tuple[str, ...], *, strict: bool,
+    verify: str, allow_pickle: bool,
 ) -> Loaded:  # fmt: skip
     begin = time.monotonic()
     together = Together(meet, directory)
-    wanted = together.step("open", lambda: Wanted.of(Checkpoint.open(directory), state))
+    wanted = together.step("open", lambda: Wanted.of(Checkpoint.open(directory), state, group))
     checkpoint = wanted.checkpoint
     planned, opener = together.plan(
         lambda: checkpoint.plan(wanted.requests), identity=lambda: checkpoint.identity, share=meet.world > 1

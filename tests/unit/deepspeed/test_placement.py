@@ -18,8 +18,9 @@ from ds_unickpt.held_state.names import (
     stored_name,
     without_rank,
 )
-from ds_unickpt.placing.placement import Placement, Share
+from ds_unickpt.placing.placement import Placement
 from ds_unickpt.placing.slices import RankValues
+from unickpt.checkpoint.state.held import Copies
 
 
 def placement(rank: int, *, peers: tuple[int, ...], data: tuple[int, ...], world: int = 4) -> Placement:
@@ -28,23 +29,23 @@ def placement(rank: int, *, peers: tuple[int, ...], data: tuple[int, ...], world
 
 def test_all_ranks_share_what_all_of_them_hold() -> None:
     placed = [placement(rank, peers=(0, 1, 2, 3), data=(0, 1, 2, 3)) for rank in range(4)]
-    assert [(p.share.rank, p.share.world, p.first, p.partial) for p in placed] == [
+    assert [(p.copies().rank, p.copies().world, p.first, p.partial) for p in placed] == [
         (0, 4, True, False), (1, 4, False, False), (2, 4, False, False), (3, 4, False, False),
     ]  # fmt: skip
 
 
 def test_each_pipeline_stage_shares_its_own_parameters() -> None:
     placed = [placement(rank, peers=ranks, data=ranks) for ranks in ((0, 1), (2, 3)) for rank in ranks]
-    assert [(p.share.rank, p.share.world, p.first, p.with_coordinator, p.partial) for p in placed] == [
+    assert [(p.copies().rank, p.copies().world, p.first, p.with_coordinator, p.partial) for p in placed] == [
         (0, 2, True, True, True), (1, 2, False, True, True), (0, 2, True, False, True), (1, 2, False, False, True),
     ]  # fmt: skip
-    assert len({p.share.ranks for p in placed}) == 2
+    assert len({p.copies().ranks for p in placed}) == 2
 
 
 def test_one_of_the_sequence_parallel_peers_stores_everything() -> None:
     placed = [placement(rank, peers=(0, 1, 2, 3), data=(rank % 2, rank % 2 + 2)) for rank in range(4)]
-    assert [p.share.rank for p in placed] == [0, -1, 1, -1]
-    assert placed[1].share == Share((), 1)
+    assert [p.copies().rank for p in placed] == [0, -1, 1, -1]
+    assert placed[1].copies() == Copies((), 1)
 
 
 def test_each_expert_is_shared_by_the_ranks_that_have_it() -> None:
@@ -53,8 +54,8 @@ def test_each_expert_is_shared_by_the_ranks_that_have_it() -> None:
     assert [(p.first, p.with_coordinator, p.partial) for p in placed] == [
         (True, True, True), (True, True, True), (False, True, True), (False, True, True),
     ]  # fmt: skip
-    assert [p.share_among(None).rank for p in placed] == [0, 1, 2, 3]
-    assert [p.share_among(ranks[p.rank]).rank for p in placed] == [0, 0, 1, 1]
+    assert [p.copies(None).rank for p in placed] == [0, 1, 2, 3]
+    assert [p.copies(ranks[p.rank]).rank for p in placed] == [0, 0, 1, 1]
     assert [(p.leads(None), p.leads(ranks[p.rank])) for p in placed] == [
         (True, True), (False, True), (False, False), (False, False),
     ]  # fmt: skip

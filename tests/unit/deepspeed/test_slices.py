@@ -144,6 +144,6 @@ def test_a_rank_stores_what_its_data_parallel_group_partitions() -> None:
     placed = [_placed(rank, 4, 2) for rank in range(4)]
     assert [p.slice_ranks for p in placed] == [(0, 2), (1, 3), (0, 2), (1, 3)]
     assert all(p.stores(p.data) and not p.across(p.data) and p.across((0, 1, 2, 3)) for p in placed)
-    assert [p.share.rank for p in placed] == [0, 0, 1, 1]
+    assert [p.copies().rank for p in placed] == [0, 0, 1, 1]
     assert not any(p.partial for p in placed)
-    assert math.prod(p.share.world for p in placed) == 16
+    assert math.prod(p.copies().world for p in placed) == 16

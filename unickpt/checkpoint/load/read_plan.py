@@ -1,4 +1,4 @@
-"""Plan reads, and divide replicated tensors among their writers. Pure functions, no I/O, no communication.
+"""Plan reads. Pure functions, no I/O, no communication.
 
 Every rank computes its own part from the index and the topology.
 """
@@ -14,34 +14,6 @@ from unickpt.base.errors import CoverageError
 from unickpt.checkpoint.format.boxes import Box, Ints, find_overlap, intersect_many
 from unickpt.checkpoint.format.index import Index, Rows
 from unickpt.checkpoint.format.linear_order import ranges, volumes
-
-
-def share_of_replicas(sizes_bytes: Sequence[int], numels: Sequence[int], *, rank: int, world: int) -> list[tuple[int, int]]:
-    """Return the part of the replicated tensors that one rank writes.
-
-    The tensors are laid end to end and cut into ``world`` parts of equal size. So all ranks write the same number of bytes,
-    up to one element per cut, and exactly one rank writes each element. The ranks do not communicate.
-
-    Args:
-        sizes_bytes: size of every replicated tensor, in an order that is the same on all ranks.
-        numels: number of elements of every replicated tensor, in the same order.
-        rank: this writer.
-        world: number of ranks that hold the same replicas.
-
-    Returns:
-        Flat element range ``[lo, hi)`` that this rank writes of each tensor, possibly empty.
-    """
-    total = sum(sizes_bytes)
-    begin, end = total * rank // world, total * (rank + 1) // world
-    ranges = []
-    at = 0
-    for size, numel in zip(sizes_bytes, numels, strict=True):
-        itemsize = size // numel if numel else 1
-        lo = min(max(-(-(begin - at) // itemsize), 0), numel)
-        hi = min(max(-(-(end - at) // itemsize), 0), numel)
-        ranges.append((lo, hi))
-        at += size
-    return ranges
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Planning: replicas shared out exactly once and evenly; reads that find every wanted element."""
+"""Planning: reads that find every wanted element."""
 
 from __future__ import annotations
 
@@ -13,22 +13,8 @@ from hypothesis import strategies as st
 from unickpt.base.errors import CoverageError
 from unickpt.checkpoint.format.boxes import Box, split_flat_range
 from unickpt.checkpoint.format.index import FragmentRow, TensorInfo, check_coverage
-from unickpt.checkpoint.load.read_plan import Target, plan_reads, share_of_replicas
+from unickpt.checkpoint.load.read_plan import Target, plan_reads
 from unickpt.testing.handmade import index_of
-
-TENSORS = st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 2, 4, 8])), max_size=8)
-
-
-@given(TENSORS, st.integers(1, 9))
-def test_replicas_are_written_once_and_evenly(tensors: list[tuple[int, int]], world: int) -> None:
-    numels = [n for n, _ in tensors]
-    sizes = [n * item for n, item in tensors]
-    shares = [share_of_replicas(sizes, numels, rank=rank, world=world) for rank in range(world)]
-    for at, numel in enumerate(numels):
-        covered = [element for share in shares for element in range(*share[at])]
-        assert covered == list(range(numel))
-    written = [sum((hi - lo) * item for (lo, hi), (_, item) in zip(share, tensors, strict=True)) for share in shares]
-    assert all(abs(w - sum(sizes) / world) <= 8 + 1 for w in written)
 
 
 def _rows(info: TensorInfo, cuts: list[int]) -> list[FragmentRow]:
