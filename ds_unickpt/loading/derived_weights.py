@@ -41,9 +41,9 @@ class DerivedWeights:
         self._kind = wrapper_of(engine)
         offloaded = bool(getattr(engine.optimizer, "offloaded_states", ()))
         self._possible = self._kind in (ZERO_1_2, BF16, ZERO_3) and not offloaded and type(reads.checkpoint) is Checkpoint
-        self._others = Reads(reads.checkpoint, reads.stored)
+        self._others = Reads(reads.checkpoint, stored=reads.stored)
 
-    def request(self, part: Partition, sources: dict[int, tuple[int, TensorInfo] | None]) -> None:
+    def request(self, part: Partition, sources: dict[int, TensorInfo | None]) -> None:
         """Request the weights of a partition, of which the masters are requested.
 
         Args:
@@ -57,20 +57,19 @@ class DerivedWeights:
         for piece in part.pieces:
             weight, source = part.weight_of(piece), sources[id(piece.parameter)]
             assert weight is not None and source is not None  # noqa: PT018  # by ``_is_cast``
-            self._reads.fill(source[0], self._slices.of(piece.parameter), piece.lo, piece.hi, weight, derived=True)
+            self._reads.fill(source, self._slices.of(piece.parameter), piece.lo, piece.hi, weight, derived=True)
         for piece in _elsewhere(part) if self._kind != ZERO_3 else ():
             source, weight = sources[id(piece.parameter)], piece.parameter.detach()
             self._possible = self._possible and weight.is_cpu and weight.is_contiguous()
             if self._possible and source is not None:
                 flat = weight.view(-1).narrow(0, piece.lo, piece.hi - piece.lo)
-                self._others.fill(source[0], self._slices.of(piece.parameter), piece.lo, piece.hi, flat)
+                self._others.fill(source, self._slices.of(piece.parameter), piece.lo, piece.hi, flat)
 
-    def _is_cast(self, part: Partition, source: tuple[int, TensorInfo] | None) -> bool:
+    def _is_cast(self, part: Partition, info: TensorInfo | None) -> bool:
         """Whether the weight is the cast of the stored master, and of nothing else."""
         weight = part.weight
-        if weight is None or not weight.is_cpu or not weight.is_contiguous() or part.swapped is not None or source is None:
+        if weight is None or not weight.is_cpu or not weight.is_contiguous() or part.swapped is not None or info is None:
             return False
-        info = source[1]
         return info.state == "master" and torch_dtype(info.dtype) == part.master.dtype and info.name not in self._reads.means
 
     def complete(self, host_peers: HostPeers | None) -> bool:

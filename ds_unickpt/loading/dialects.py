@@ -8,7 +8,6 @@ from typing import Any
 from ds_unickpt.held_state.names import ModuleNames
 from ds_unickpt.placing import tensor_parallel
 from ds_unickpt.placing.huggingface import model_of
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import Entry
 from unickpt.transform.convert import training_progress
@@ -58,15 +57,6 @@ def wanted_here(engine: Any) -> Shapes:
     found = {name: slices.of(parameter).shape for name, parameter in names.parameters.items()}
     found |= {each.name: tuple(each.tensor.shape) for each in names.buffers if each.persistent}
     return found
-
-
-def wanted_by_all(own: Shapes, meet: Rendezvous) -> Shapes:
-    """Return the shapes that any rank wants, by name. All ranks call it with the result of ``wanted_here``."""
-    gathered = meet.gather("wanted", {name: list(shape) for name, shape in own.items()})
-    found: dict[str, Any] | None = None
-    if gathered is not None:
-        found = {name: shape for message in gathered for name, shape in message.items()}
-    return {name: tuple(shape) for name, shape in meet.broadcast("wanted-by-all", found, notice=False).items()}
 
 
 def _has_own_names(checkpoint: Checkpoint, wanted: Shapes) -> bool:

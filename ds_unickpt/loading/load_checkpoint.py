@@ -25,7 +25,7 @@ from unickpt.base.garbage import collection_paused
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints, latest_tag, plain_tag, read_manifest
 from unickpt.checkpoint.coordination.host_peers import HostMemory
 from unickpt.checkpoint.coordination.owners import Origin
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.load.candidates import Candidates
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -34,6 +34,7 @@ from unickpt.checkpoint.load.resume import Offer, Together, resume
 from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.checkpoint.memory.tier import MemoryLoad, choose
 from unickpt.checkpoint.save import shutdown
+from unickpt.checkpoint.state.filling import shapes_of_all
 from unickpt.checkpoint.storage.base import Storage, is_url, join
 from unickpt.checkpoint.storage.open import open_storage
 from unickpt.diagnosis import session
@@ -280,7 +281,7 @@ def _load(
 
     wanted_names: dialects.Shapes | None = None
     if engine.pipeline_parallelism or engine.has_moe_layers:  # a rank may have a part of the tensors
-        wanted_names = dialects.wanted_by_all(together.step("names", own), ours.meet)
+        wanted_names = shapes_of_all(together.step("names", own), ours.meet)
 
     def opened() -> restore.EngineRestore:
         require_supported(engine, for_load=directory)
@@ -357,14 +358,14 @@ def _unclaimed(meet: Rendezvous, loading: restore.EngineRestore) -> list[str]:
     """
     own = loading.matching
     found = {"claimed": own.claimed if loading.placed.first else [], "missing": own.missing, "shapes": own.shapes}
-    gathered = meet.gather("claims", found)
-    together = None
-    if gathered is not None:
-        claimed, missing, shapes = ([name for message in gathered for name in message[key]] for key in found)
+
+    def everyones(messages: list[Message]) -> Message:
+        claimed, missing, shapes = ([name for message in messages for name in message[key]] for key in found)
         known = set(claimed)
         unclaimed = [name for name in own.known if name not in known]
-        together = {"unclaimed": unclaimed, "missing": list(dict.fromkeys(missing)), "shapes": list(dict.fromkeys(shapes))}
-    result = meet.broadcast("unclaimed", together, notice=False)
+        return {"unclaimed": unclaimed, "missing": list(dict.fromkeys(missing)), "shapes": list(dict.fromkeys(shapes))}
+
+    result = meet.combined("claims", found, everyones)
     own.missing, own.shapes = result["missing"], result["shapes"]
     names: list[str] = result["unclaimed"]
     return names

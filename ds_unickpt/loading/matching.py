@@ -11,8 +11,8 @@ from ds_unickpt.framework.internals import plain
 from ds_unickpt.held_state.names import ModuleNames, copied_from, of_all_ranks, original_of, spelled_plainly, without_rank
 from ds_unickpt.held_state.vocabulary import PaddedRows
 from ds_unickpt.loading.restore_optimizer import IN_A_MEAN
-from ds_unickpt.loading.saved_optimizer import some
 from unickpt.base.errors import MismatchError
+from unickpt.base.listing import listed
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
 from unickpt.transform.dialects.registry import is_unread
@@ -208,13 +208,9 @@ class Matching:
         return all(torch.equal(value, self.checkpoint.read_tensor(other, key)) for other in copies)
 
     def _complain(self, extra: list[str]) -> None:
-        lines = []
-        if self.missing:
-            lines.append(f"in this job but not in the checkpoint ({len(self.missing)}): {some(self.missing)}")
-        if extra:
-            lines.append(f"in the checkpoint but not in this job ({len(extra)}): {some(extra)}")
-        if self.shapes:
-            lines.append(f"of another shape ({len(self.shapes)}): {some(self.shapes, '; ')}")
+        lines = listed("in this job but not in the checkpoint", self.missing)
+        lines += listed("in the checkpoint but not in this job", extra)
+        lines += listed("of another shape", self.shapes, separator="; ")
         if not lines:
             return
         hint = ""

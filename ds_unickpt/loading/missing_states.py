@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_unickpt.held_state.first_step import STEP, FirstStates
+from unickpt.base.listing import some
 
 ALL = "all states"
 _FAMILIES = {"adamw": "adam"}
@@ -126,11 +127,7 @@ def described(lacking: Iterable[Mapping[str, tuple[str, ...]]], *, most: int = 1
     for each in lacking:
         for name, keys in each.items():
             by_states.setdefault(keys, []).append(name)
-    lines = []
-    for keys, names in by_states.items():
-        more = f" and {len(names) - most} more" if len(names) > most else ""
-        lines.append(f"{', '.join(keys)} of {', '.join(names[:most])}{more}")
-    return "; ".join(lines)
+    return "; ".join(f"{', '.join(keys)} of {some(names, most=most)}" for keys, names in by_states.items())
 
 
 def shared_scalars(saved: Collection[str]) -> frozenset[str]:

@@ -10,16 +10,7 @@ import torch
 from ds_unickpt.placing.slices import Slice, places
 from unickpt.base.errors import MismatchError
 from unickpt.checkpoint.format.index import TensorInfo
-from unickpt.checkpoint.load.checkpoint import Checkpoint
-from unickpt.checkpoint.load.fragments import Request
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A temporary tensor to copy into a target that cannot be filled in place."""
-
-    target: torch.Tensor
-    flat: torch.Tensor
+from unickpt.checkpoint.state.filling import Filling
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,29 +31,21 @@ def mean(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @dataclass
-class Reads:
-    """Read requests of one load.
+class Reads(Filling):
+    """What one load fills, by the names of this job.
 
     Attributes:
-        checkpoint: opened checkpoint.
         stored: this job's names of parameters and buffers -> names in the checkpoint.
         means: names in the checkpoint of the values to average, by the first of them.
-        requests: requests added so far.
     """
 
-    checkpoint: Checkpoint
-    stored: dict[str, str]
+    stored: Mapping[str, str] = field(default_factory=dict)
     means: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    requests: list[Request] = field(default_factory=list)
-    _copies: list[_Copy] = field(default_factory=list)
     _means: list[_Mean] = field(default_factory=list)
 
-    def source(self, name: str, state: str) -> tuple[int, TensorInfo] | None:
-        """Return position and entry of a stored tensor under this job's name; None if it is absent or derived."""
-        position = self.checkpoint.ids.get((self.stored.get(name, ""), state))
-        if position is None or self.checkpoint.index.tensors[position].derived_from is not None:
-            return None
-        return position, self.checkpoint.index.tensors[position]
+    def source(self, name: str, state: str) -> TensorInfo | None:
+        """Return the tensor that serves one of this job; see ``Filling.source``."""
+        return super().source(self.stored.get(name, ""), state)
 
     def averaged(self, info: TensorInfo) -> list[TensorInfo]:
         """Return the stored tensors whose mean is used in place of a tensor; the tensor itself if it is used as it is.
@@ -87,28 +70,27 @@ class Reads:
         self.copy_later(tensor, flat)
         return flat
 
-    def copy_later(self, target: torch.Tensor, flat: torch.Tensor) -> None:
-        """Copy ``flat`` into ``target``, which has the same number of elements, in ``finish``."""
-        self._copies.append(_Copy(target, flat))
-
-    def fill(self, position: int, part: Slice, lo: int, hi: int, flat: torch.Tensor, *, derived: bool = False) -> None:
-        """Request the flat range ``[lo, hi)`` of this rank's part of a stored tensor into ``flat`` of ``hi - lo`` elements.
+    def fill(self, info: TensorInfo, part: Slice, lo: int, hi: int, flat: torch.Tensor, *, derived: bool = False) -> None:
+        """Request the flat range ``[lo, hi)`` of this rank's part of a tensor into ``flat`` of ``hi - lo`` elements.
 
         Padding that the checkpoint lacks becomes zero. ``derived``: as in ``Request``.
         """
         if not part.complete:
             flat.zero_()
-        infos = self.averaged(self.checkpoint.index.tensors[position])
-        targets = (flat,) if len(infos) == 1 else tuple(flat.new_zeros(flat.shape, dtype=torch.float32) for _ in infos)
-        for info, target in zip(infos, targets, strict=True):
-            for place in places(part.local, part.boxes, lo, hi):
-                self.requests.append(Request(self.checkpoint.ids[info.key], place.whole, place.of(target), derived))
-        if len(targets) > 1:
-            self._means.append(_Mean(flat, targets))
+        found = places(part.local, part.boxes, lo, hi)
+        if info.name not in self.means:
+            for place in found:
+                self.request(info, place.whole, place.of(flat), derived=derived)
+            return
+        infos = self.averaged(self.origin(info))
+        values = tuple(flat.new_zeros(flat.shape, dtype=torch.float32) for _ in infos)
+        for each, value in zip(infos, values, strict=True):
+            for place in found:
+                self.request(each, place.whole, place.of(value))
+        self._means.append(_Mean(flat, values))
 
     def finish(self) -> None:
         """Compute the means, and copy the temporaries into their targets, after reading."""
         for each in self._means:
             each.target.copy_(mean(each.values))
-        for copy in self._copies:
-            copy.target.detach().copy_(copy.flat.view(copy.target.shape))
+        super().finish()

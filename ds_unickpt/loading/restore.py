@@ -40,7 +40,6 @@ from unickpt.checkpoint.format.dtypes import name_of, torch_dtype
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.topology import describe
 from unickpt.checkpoint.load.checkpoint import Checkpoint, Planned
-from unickpt.checkpoint.load.fragments import Request
 from unickpt.checkpoint.load.report import LoadReport
 from unickpt.transform.dialects.translated_checkpoint import translated_from
 
@@ -59,7 +58,7 @@ class _Override:
         parameter: owning parameter.
         place: region of this rank's part of the parameter.
         common: the part of ``place.whole`` to replace.
-        data: elements of ``common``, 1-D, in the stored dtype.
+        data: elements of ``common``, in its shape and the stored dtype.
     """
 
     parameter: torch.nn.Parameter
@@ -72,7 +71,7 @@ class _Override:
         assert held is not None  # or the override was not requested
         live = place.of(held.data) if held.live else self.parameter.detach()[place.local.slices()]
         live = live if live.shape == place.local.shape else live.view(place.local.shape)
-        live[self.common.within(place.whole).slices()].copy_(self.data.view(self.common.shape))
+        live[self.common.within(place.whole).slices()].copy_(self.data)
 
 
 class EngineRestore:
@@ -104,7 +103,8 @@ class EngineRestore:
             self.slices = self.slices.fitted(parameter, vocabulary.fitted(self.slices.of(parameter), shape))
         self._elsewhere: frozenset[str] = frozenset()
         self._stored = self.matching.stored
-        self._reads = Reads(checkpoint, self._stored, {names[0]: names for names in self.matching.means.values()})
+        means = {names[0]: names for names in self.matching.means.values()}
+        self._reads = Reads(checkpoint, self.report, stored=self._stored, means=means)
         self._derived = DerivedWeights(engine, self.slices, self._reads)
         self._overrides: list[_Override] = []
         self._custom_source: dict[str, torch.Tensor] = {}
@@ -166,13 +166,11 @@ class EngineRestore:
         if self.wanted.optimizer:
             self._optimizer.request()
         self._optimizer.account_others(wanted=self.wanted.optimizer, elsewhere=self._elsewhere)
-        return self.checkpoint.plan(self._reads.requests)
+        return self._reads.plan()
 
     def read(self, planned: Planned, host_peers: HostPeers | None) -> None:
         """Read all requested data. Data that other ranks of this host also need is read once."""
-        stats = self.checkpoint.fill(planned, verify=self.options.verify, host_peers=host_peers)
-        self.report.add_read(stats)
-        self._reads.finish()
+        self._reads.read(planned, verify=self.options.verify, host_peers=host_peers)
         self._objects.read()
         if self.wanted.custom_load_fn is not None:
             self._custom_source = self._full_state_dict()
@@ -183,14 +181,14 @@ class EngineRestore:
         sources = {}
         for parameter in part.parameters:
             name = self.names.name(parameter)
-            source = sources[id(parameter)] = self._reads.source(name, "master") or self._reads.source(name, "weight")
+            source = sources[id(parameter)] = self._reads.source(name, "master")
             if source is not None:
-                self._account_trained(name, parameter, source[1], dtype)
+                self._account_trained(name, parameter, source, dtype)
         for piece in part.pieces:
             source = sources[id(piece.parameter)]
             if source is not None:
                 part_of = self.slices.of(piece.parameter)
-                self._reads.fill(source[0], part_of, piece.lo, piece.hi, flat.narrow(0, piece.at, piece.hi - piece.lo))
+                self._reads.fill(source, part_of, piece.lo, piece.hi, flat.narrow(0, piece.at, piece.hi - piece.lo))
         self._derived.request(part, sources)
 
     def _account_trained(self, name: str, parameter: torch.nn.Parameter, info: TensorInfo, master: str) -> None:
@@ -199,36 +197,21 @@ class EngineRestore:
             self.report.add(name, "master", "cast", mean)
             self.report.add(name, "weight", "cast", f"{mean} (of the masters)")
             return
-        if info.state == "master" and info.dtype == master:
-            self.report.add(name, "master", "restored")
-        else:
-            self.report.add(name, "master", "cast", f"{info.dtype} {info.state} to {master} master")
-        weight = self.checkpoint.info(self._stored[name], "weight")
-        dtype = name_of(parameter.dtype)
-        if weight is not None and weight.dtype == dtype:
-            self.report.add(name, "weight", "restored", self.matching.other_padding(name))
-            if weight.derived_from is not None and self._has_fragments(weight):
-                self._request_override(weight, parameter)
-        else:
-            found = "master" if weight is None else f"{weight.dtype} weight"
-            self.report.add(name, "weight", "cast", f"{found} to {dtype} weight")
+        self._reads.account(name, "master", info, master)
+        weight, dtype = self._reads.source(name, "weight"), name_of(parameter.dtype)
+        assert weight is not None  # ``info`` if there is no other
+        self._reads.account(name, "weight", weight, dtype, self.matching.other_padding(name))
+        if weight.dtype == dtype and weight.derived_from is not None:
+            self._request_overrides(weight, parameter)
 
-    def _has_fragments(self, info: TensorInfo) -> bool:
-        return bool(self.checkpoint.override_boxes(self.checkpoint.ids[info.key]))
-
-    def _request_override(self, info: TensorInfo, parameter: torch.nn.Parameter) -> None:
+    def _request_overrides(self, weight: TensorInfo, parameter: torch.nn.Parameter) -> None:
+        """Request what replaces the casts, which are computed after the read."""
         held, part = partitions.held(parameter, self.placed), self.slices.of(parameter)
-        if held is None:
+        if held is None or not self.checkpoint.override_boxes(self.checkpoint.ids[weight.key]):
             return
-        position = self.checkpoint.ids[info.key]
-        overrides = self.checkpoint.override_boxes(position)
         for place in places(part.local, part.boxes, held.lo, held.hi):
-            for override in overrides:
-                common = place.whole.intersect(override)
-                if common is not None:
-                    data = torch.empty(common.numel, dtype=torch_dtype(info.dtype))
-                    self._reads.requests.append(Request(position, common, data))
-                    self._overrides.append(_Override(parameter, place, common, data))
+            found = self._reads.overrides(weight, place.whole)
+            self._overrides += [_Override(parameter, place, common, data) for common, data in found]
 
     def _request_others(self) -> None:
         """Request the parameters outside the optimizer, such as frozen ones, and the buffers."""
@@ -246,22 +229,15 @@ class EngineRestore:
                 self._request_plain(name, name_of(buffer.dtype), Slice.whole(tuple(buffer.shape)), held)
 
     def _request_plain(self, name: str, dtype: str, part: Slice, held: HeldParameter | None) -> None:
-        source = self._reads.source(name, "weight") or self._reads.source(name, "master")
-        if source is None:
+        info = self._reads.source(name, "weight")
+        if info is None:
             raise MismatchError(f"{self.checkpoint.storage}: {name} has neither a weight nor a master")
-        position, info = source
-        weight = self.checkpoint.info(self._stored[name], "weight")
-        derived = info.state == "master" and weight is not None and weight.dtype == dtype  # the weight is its cast
         if name in self.matching.means:
             self.report.add(name, "weight", "cast", self.matching.mean_of(name))
-        elif info.dtype == dtype or derived:
-            self.report.add(name, "weight", "restored")
         else:
-            self.report.add(name, "weight", "cast", f"{info.dtype} {info.state} to {dtype} weight")
+            self._reads.account(name, "weight", info, dtype)
         if held is not None:
-            self._reads.fill(position, part, held.lo, held.hi, held.data)
-        if derived and weight is not None and name not in self.matching.means and self._has_fragments(weight):
-            self._request_override(weight, self.names.parameters[name])
+            self._reads.fill(info, part, held.lo, held.hi, held.data)
 
     def agree(self, meet: Rendezvous) -> None:
         """Take over what rank 0 has decided for all ranks after ``read``: whether the curriculum sampler can be restored."""

@@ -24,10 +24,11 @@ from ds_unickpt.held_state.swap_files import SwappedPartition
 from ds_unickpt.loading.beginning import Beginning
 from ds_unickpt.loading.missing_states import ALL, StatesOfParameter, StatesOfPart, begin_anew, described, plan, shared_scalars
 from ds_unickpt.loading.reads import Reads
-from ds_unickpt.loading.saved_optimizer import SavedOptimizer, copied, formed, is_number, number_of, some
+from ds_unickpt.loading.saved_optimizer import SavedOptimizer, copied, formed, is_number, number_of
 from ds_unickpt.placing import tensor_parallel
 from ds_unickpt.placing.slices import Slices
 from unickpt.base.errors import MismatchError
+from unickpt.base.listing import some
 from unickpt.checkpoint.format.dtypes import name_of, torch_dtype
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import ParameterGroup
@@ -194,7 +195,7 @@ class RestoredOptimizer:
         found = {} if states.first is None else {key: dtype for key, (dtype, _) in states.first.tensors.items()}
         for state, parameter in ((state, p) for state in sorted(states.given) for p in part.parameters):
             source = self.reads.source(self.names.name(parameter), state)
-            found |= {} if source is None else {state: torch_dtype(source[1].dtype)}
+            found |= {} if source is None else {state: torch_dtype(source.dtype)}
         missing = {state: found[state] for state in states.tensors if state not in swapped.tensors}
         if missing:
             swapped.create(missing)
@@ -202,13 +203,13 @@ class RestoredOptimizer:
     def _request(self, part: Partition, states: StatesOfPart, state: str) -> None:
         names = [self.names.name(p) for p in part.parameters]
         sources = {name: self.reads.source(name, state) if state in states.given else None for name in names}
-        tensor = self._tensor(part, states, state, next((source[1] for source in sources.values() if source is not None), None))
+        tensor = self._tensor(part, states, state, next((source for source in sources.values() if source is not None), None))
         flat = self.reads.flat(tensor)
         for piece in part.held(state):
             view = flat.narrow(0, piece.at, piece.hi - piece.lo)
             source = sources[self.names.name(piece.parameter)]
             if source is not None:
-                self.reads.fill(source[0], self.slices.of(piece.parameter), piece.lo, piece.hi, view)
+                self.reads.fill(source, self.slices.of(piece.parameter), piece.lo, piece.hi, view)
             elif flat.data_ptr() == tensor.data_ptr():
                 self._begun.append((view, states.begin(state)))
             else:
@@ -226,7 +227,7 @@ class RestoredOptimizer:
             dtype = states.first.tensors[state][0]
         else:
             master = self.reads.source(self.names.name(part.parameters[0]), "master")
-            same = master is not None and master[1].dtype == name_of(part.master.dtype)
+            same = master is not None and (master.state, master.dtype) == ("master", name_of(part.master.dtype))
             dtype = torch_dtype(info.dtype) if same else part.master.dtype
         tensor = partition_updates.empty_state(self.engine, part, state, dtype)
         self._added.append((part, state, tensor))
@@ -262,7 +263,7 @@ class RestoredOptimizer:
         return f"the optimizer keeps states of {kept} parameters; fresh are {described(lacking)}{step}"
 
     def _account(
-        self, name: str, state: str, source: tuple[int, TensorInfo] | None, dtype: str, begin: float
+        self, name: str, state: str, source: TensorInfo | None, dtype: str, begin: float
     ) -> None:  # fmt: skip
         values = self.reads.means.get(self.reads.stored.get(name, ""), ())
         if source is not None and values:
@@ -271,10 +272,8 @@ class RestoredOptimizer:
         if source is None:
             if name in self.reads.stored:
                 self.report.add(name, state, "re-seeded", f"no state when it was saved: {begin:g}")
-        elif source[1].dtype == dtype:
-            self.report.add(name, state, "restored")
         else:
-            self.report.add(name, state, "cast", f"{source[1].dtype} to {dtype}")
+            self.reads.account(name, state, source, dtype)
 
     def account_others(self, *, wanted: bool, elsewhere: Collection[str]) -> None:
         """Report the optimizer states of the checkpoint that this rank does not use.
@@ -418,7 +417,7 @@ class RestoredOptimizer:
         value = max(found, key=number_of) if len(distinct) > 1 else found[0]
         holder[key] = formed(holder.get(key), value)
         if len(distinct) > 1:
-            text = f"parameters of this partition had {some(map(str, distinct))}; the largest is used"
+            text = f"parameters of this partition had {some(distinct)}; the largest is used"
             self.report.add(label, state, "cast", text)
         else:
             self.report.add(label, state, "restored")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from ds_unickpt.held_state.first_step import STEP
 from ds_unickpt.held_state.optimizer_record import NOT_HYPERPARAMETERS, decoded
 from ds_unickpt.held_state.partitions import Partition
 from ds_unickpt.loading.missing_states import family_of, shared_states
+from unickpt.base.listing import some
 from unickpt.checkpoint.format.manifest import ParameterGroup
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
@@ -91,7 +92,7 @@ class SavedOptimizer:
             if key == STEP and not self.same and key not in group:
                 outcome, text = "cast", "this job's optimizer keeps it per parameter"
             elif any(value != found[0] for value in found) and key != STEP:
-                text = f"{key} differs between the groups that form this one ({some(map(str, found))}); keeps {group.get(key)}"
+                text = f"{key} differs between the groups that form this one ({some(found)}); keeps {group.get(key)}"
             elif key not in group and key != "initial_lr" and not self.same:
                 text = "this job's optimizer has no such setting"
             else:
@@ -133,9 +134,3 @@ def is_number(value: Any) -> bool:
 def number_of(value: Any) -> Any:
     """Return the number in a tensor of one element; another value as it is."""
     return value.item() if isinstance(value, torch.Tensor) else value
-
-
-def some(items: Iterable[str], separator: str = ", ", most: int = 10) -> str:
-    """Return the first items as text, with the number of the others."""
-    listed = list(items)
-    return separator.join(listed[:most]) + (f"{separator}and {len(listed) - most} more" if len(listed) > most else "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -13,15 +12,15 @@ from megatron_unickpt.held_state import foreign_state, sharded_tensors
 from megatron_unickpt.held_state.common_state import COMMON
 from megatron_unickpt.held_state.foreign_state import Receiver
 from unickpt.base.errors import MismatchError
+from unickpt.base.listing import some
 from unickpt.checkpoint.coordination.rendezvous import Rendezvous
 from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.state.filling import shapes_of_all
 from unickpt.transform.convert.megatron.keys import DIALECT as OWN
 from unickpt.transform.dialects.hf_layouts import in_memory
 from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.dialects.registry import choose
 from unickpt.transform.dialects.translated_checkpoint import translated
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def as_named_here(
@@ -45,7 +44,7 @@ def as_named_here(
     if stored.dialect == OWN:
         return checkpoint
     own = {sharded_tensors.tensor_of(item.key)[0]: tuple(int(extent) for extent in item.global_shape) for item in items}
-    wanted = own if meet is None else _of_all_ranks(own, meet)
+    wanted = own if meet is None else shapes_of_all(own, meet)
     if not stored.model and any(
         checkpoint.info(name, state) for name in wanted for state in (sharded_tensors.WEIGHT, sharded_tensors.MASTER)
     ):
@@ -59,16 +58,6 @@ def as_named_here(
     )
     view = translated(checkpoint, rules.rules, wanted, rules.sizes_of(model.facts))
     if view.untranslated and meet is not None:
-        names = ", ".join(view.untranslated[:8]) + (f" and {len(view.untranslated) - 8} more" if view.untranslated[8:] else "")
-        raise MismatchError(f"{where}: this model has no counterpart of {names}. Nothing is loaded.")
+        raise MismatchError(f"{where}: this model has no counterpart of {some(view.untranslated)}. Nothing is loaded.")
     common, notes = foreign_state.common_state(checkpoint, receiver or Receiver())
     return dataclasses.replace(view, job_objects={COMMON: common}, job_notes=notes)
-
-
-def _of_all_ranks(own: Shapes, meet: Rendezvous) -> Shapes:
-    """Return the names and shapes that any rank loads."""
-    gathered = meet.gather("wanted", {name: list(shape) for name, shape in own.items()})
-    found: dict[str, Any] | None = None
-    if gathered is not None:
-        found = {name: shape for message in gathered for name, shape in message.items()}
-    return {name: tuple(shape) for name, shape in meet.broadcast("wanted-by-all", found).items()}

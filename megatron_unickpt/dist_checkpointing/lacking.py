@@ -7,16 +7,16 @@ lost if the optimizer had not stepped. In other cases the user decides (``missin
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
+from unickpt.base.listing import some
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord
 
 ERROR, FRESH = "error", "fresh"  # values of the option missing_state
 _DECORATIONS = ("hybrid", "cpu", "fused")
 _FAMILIES = {"adamw": "adam"}
-_SHOWN = 8
 
 
 class Fit(enum.Enum):
@@ -129,11 +129,6 @@ def refusal(absent: Mapping[Lack, set[tuple[str, str]]], saved_with: str, stored
 
 def _some(pairs: set[tuple[str, str]]) -> str:
     return f"{some(sorted({name for name, _ in pairs}))} ({', '.join(sorted({state for _, state in pairs}))})"
-
-
-def some(names: Sequence[str]) -> str:
-    """Return the first names, and how many there are more."""
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def left_out_refusal(names: Iterable[str]) -> str:

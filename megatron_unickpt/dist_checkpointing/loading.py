@@ -34,6 +34,7 @@ from megatron_unickpt.held_state.hyperparameters import OptimizerPart
 from megatron_unickpt.runtime import Runtime
 from unickpt.base.errors import MismatchError
 from unickpt.base.garbage import collection_paused
+from unickpt.base.listing import some
 from unickpt.base.logs import make_visible
 from unickpt.checkpoint.coordination.host_peers import HostPeers
 from unickpt.checkpoint.coordination.owners import Origin
@@ -43,6 +44,7 @@ from unickpt.checkpoint.format.topology import describe
 from unickpt.checkpoint.load.checkpoint import Checkpoint, Planned
 from unickpt.checkpoint.load.resume import Together
 from unickpt.checkpoint.save import shutdown
+from unickpt.checkpoint.state.filling import lost_parameters, mask_of, source_of, unrequested
 from unickpt.diagnosis import session
 from unickpt.transform.dialects.translated_checkpoint import TranslatedCheckpoint
 
@@ -284,7 +286,7 @@ def _strictly(checkpoint: Checkpoint, wanted: Any, handling: Any, together: bool
         known.pop(key, None)
     for key in requested - known.keys():
         name, state = sharded_tensors.tensor_of(key)
-        info = restore.source_of(checkpoint, name, state)
+        info = source_of(checkpoint, name, state)
         if info is not None:  # the same value under another key
             known[key] = metadata.without_data(key, info)
             known.pop(sharded_tensors.key_of(*info.key), None) if sharded_tensors.key_of(*info.key) not in requested else None
@@ -312,24 +314,9 @@ def _warn_of_lost_states(left: list[TensorInfo], with_optimizer: bool) -> None:
         )  # fmt: skip
 
 
-def _asks_for_weights(wanted: Any) -> bool:
-    return any(sharded_tensors.tensor_of(item.key)[1] == sharded_tensors.WEIGHT for item in _tensors_of(wanted))
-
-
-def _parameters_in(left: Iterable[TensorInfo]) -> list[str]:
-    """Return the names of parameters, without those of an optimizer's memory buckets."""
-    return sorted({info.name for info in left if info.kind == "parameter" and not optimizer_forms.is_bucket(info.name)})
-
-
-def _warn_of_left_out(checkpoint: Checkpoint, left: list[TensorInfo]) -> None:
-    names = _parameters_in(left)
-    if names:
-        logger.warning(
-            "unickpt: %s: no rank of this job loads %d of its parameters: %s",
-            checkpoint.storage,
-            len(names),
-            lacking.some(names),
-        )
+def _lost_parameters(checkpoint: Checkpoint, left: Iterable[TensorInfo]) -> list[str]:
+    """Return the names of the parameters that no rank loads, without those of an optimizer's memory buckets."""
+    return [name for name in lost_parameters(checkpoint, left) if not optimizer_forms.is_bucket(name)]
 
 
 def _warn_of_fresh(fresh: Mapping[str, set[str]], stored: list[str]) -> None:
@@ -349,25 +336,15 @@ def _warn_of_fresh(fresh: Mapping[str, set[str]], stored: list[str]) -> None:
         else:
             logger.warning(
                 "unickpt: %d optimizer states begin at zero: %s: %s. Restored: the other states (%s). An optimizer that counts "
-                "steps per group does not correct the bias of new states.", len(names), lack.value, lacking.some(names),
+                "steps per group does not correct the bias of new states.", len(names), lack.value, some(names),
                 ", ".join(stored),
             )  # fmt: skip
 
 
 def _mask(checkpoint: Checkpoint, wanted: Any) -> str:
-    """Return the tensors of the checkpoint that this rank requests, as a number in hexadecimal digits with a bit for each."""
-    infos = (restore.source_of(checkpoint, *sharded_tensors.tensor_of(item.key)) for item in _tensors_of(wanted))
-    used = {checkpoint.ids[info.key] for info in infos if info is not None}
-    return f"{sum(1 << position for position in used):x}"
-
-
-def _left_out(checkpoint: Checkpoint, messages: list[dict[str, Any]]) -> list[TensorInfo]:
-    """Return the tensors of the checkpoint that no rank requests, given the masks of all ranks."""
-    everything = 0
-    for message in messages:
-        everything |= int(message["tensors"], 16)
-    used = {position for position in range(len(checkpoint.index.tensors)) if everything >> position & 1}
-    return restore.unloaded(checkpoint, used)
+    """Return the tensors of the checkpoint that this rank requests."""
+    infos = (source_of(checkpoint, *sharded_tensors.tensor_of(item.key)) for item in _tensors_of(wanted))
+    return mask_of(checkpoint, (info for info in infos if info is not None))
 
 
 def _refuse_left_out(together: Together, checkpoint: Checkpoint, wanted: Any) -> None:
@@ -375,8 +352,8 @@ def _refuse_left_out(together: Together, checkpoint: Checkpoint, wanted: Any) ->
     messages = together.meet.gather("parameters", {"tensors": _mask(checkpoint, wanted)})
     refused = None
     if messages is not None:
-        left = _parameters_in(_left_out(checkpoint, messages))
-        reason = lacking.left_out_refusal(left)
+        left = unrequested(checkpoint, [message["tensors"] for message in messages])
+        reason = lacking.left_out_refusal(_lost_parameters(checkpoint, left))
         refused = MismatchError(f"{checkpoint.storage} does not fit this job: {reason}. Nothing is loaded.") if reason else None
     together.agree("parameters-agreed", refused)
 
@@ -396,11 +373,14 @@ def _account(
         fresh = {lack.name: sorted(f"{name} ({state})" for name, state in pairs) for lack, pairs in work.fresh.items()}
         messages = meet.gather("requested", {"tensors": _mask(checkpoint, wanted), "fresh": fresh})
         if messages is not None:
-            left = _left_out(checkpoint, messages)
+            left = unrequested(checkpoint, [message["tensors"] for message in messages])
             for info in left:
                 report.add(info.name, info.state, "left out", "no rank of this job loads it")
-            if handling is validation.StrictHandling.ASSUME_OK_UNEXPECTED and _asks_for_weights(wanted):
-                _warn_of_left_out(checkpoint, left)
+            lost = _lost_parameters(checkpoint, left)
+            if lost and handling is validation.StrictHandling.ASSUME_OK_UNEXPECTED:
+                logger.warning(
+                    "unickpt: %s: no rank of this job loads %d of its parameters: %s", checkpoint.storage, len(lost), some(lost)
+                )
             _warn_of_lost_states(left, with_optimizer)
             begun: dict[str, set[str]] = {}
             for lack, names in (pair for message in messages for pair in message["fresh"].items()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,50 +18,29 @@ from megatron_unickpt.held_state import generators, optimizer_forms, positions, 
 from megatron_unickpt.held_state import vocabulary as vocabulary_module
 from megatron_unickpt.held_state.common_state import COMMON
 from megatron_unickpt.held_state.hyperparameters import OptimizerPart
-from megatron_unickpt.held_state.sharded_tensors import MASTER, WEIGHT, Piece, StateTensor
+from megatron_unickpt.held_state.sharded_tensors import MASTER, WEIGHT, StateTensor
 from unickpt.base.errors import MismatchError
+from unickpt.base.listing import listed
 from unickpt.checkpoint.coordination.host_peers import HostPeers
 from unickpt.checkpoint.format.boxes import Box
-from unickpt.checkpoint.format.dtypes import name_of, torch_dtype
+from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord
 from unickpt.checkpoint.format.topology import describe
 from unickpt.checkpoint.load.checkpoint import Checkpoint, Planned
-from unickpt.checkpoint.load.fragments import Request
 from unickpt.checkpoint.load.report import LoadReport, Outcome
 from unickpt.checkpoint.load.vocabulary import Rows, Vocabulary, rows_of
+from unickpt.checkpoint.state.filling import OBJECT, Filling
 from unickpt.transform.convert.megatron.keys import VOCABULARY_TENSORS
 from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.dialects.translated_checkpoint import TranslatedCheckpoint, translated_from
 
-OBJECT = "object"
 OUTPUT_BIAS = "output_layer.bias"
 
 
 def stored_tensors(checkpoint: Checkpoint) -> Iterable[TensorInfo]:
     """Return the tensors of the checkpoint, without objects."""
     return (info for info in checkpoint.index.tensors if info.kind != OBJECT)
-
-
-def source_of(checkpoint: Checkpoint, name: str, state: str) -> TensorInfo | None:
-    """Return the tensor for a request: the tensor of that state, or a weight for a master and the reverse.
-
-    Weight and master of a parameter are one value in two precisions. The fp32 optimizer keeps only one of them.
-    """
-    found = checkpoint.info(name, state)
-    if found is None and state in (WEIGHT, MASTER):
-        found = checkpoint.info(name, WEIGHT if state == MASTER else MASTER)
-    if found is not None and found.derived_from is not None and state != WEIGHT:
-        found = checkpoint.info(name, found.derived_from)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A temporary tensor to copy into its target at the end."""
-
-    target: torch.Tensor
-    data: torch.Tensor
 
 
 @dataclass
@@ -93,11 +72,9 @@ class Restore:
             f"{source.framework_version}, {describe(source.topology)}"
             f"{translated_from(self.checkpoint)})"
         )
+        self._filling = Filling(self.checkpoint, self.report)
         self._states = States(self.record, self.checkpoint.manifest.step, stored_tensors(self.checkpoint), self.own)
         self._zeros: list[torch.Tensor] = []
-        self._requests: list[Request] = []
-        self._overrides: list[Request] = []
-        self._late: list[_Copy] = []
 
     # ---------------------------------------------------------------- tensors
 
@@ -117,7 +94,7 @@ class Restore:
         wanted: list[tuple[ShardedTensor, TensorInfo]] = []
         for item in items:
             name, state = sharded_tensors.tensor_of(item.key)
-            info = source_of(self.checkpoint, name, state)
+            info = self._filling.source(name, state)
             if info is None:
                 missing += self._lacked(item, name, state)
             elif not _fits(item, info):
@@ -129,7 +106,7 @@ class Restore:
         self._complain(missing, shapes, rows)
         for item, info in wanted:
             self._request(item, info)
-        return self.checkpoint.plan([*self._requests, *self._overrides])
+        return self._filling.plan()
 
     def read(self, planned: Planned, host_peers: HostPeers | None = None) -> None:
         """Fill the requested tensors in place. Data that other ranks of this host also need is read once.
@@ -137,12 +114,9 @@ class Restore:
         Raises:
             CorruptCheckpointError, StorageError: damaged or unreadable.
         """
-        stats = self.checkpoint.fill(planned, verify=self.verify, host_peers=host_peers)
-        for copy in self._late:
-            copy.target.copy_(copy.data)
+        self._filling.read(planned, verify=self.verify, host_peers=host_peers)
         for data in self._zeros:
             data.zero_()
-        self.report.add_read(stats)
 
     @cached_property
     def record(self) -> OptimizerRecord | None:
@@ -160,7 +134,7 @@ class Restore:
             if isinstance(item, StateTensor):
                 name, state = sharded_tensors.tensor_of(item.key)
                 lack = self._states.lack(name)
-                if state != MASTER and lack is not Lack.NO_PARAMETER and source_of(self.checkpoint, name, state) is None:
+                if state != MASTER and lack is not Lack.NO_PARAMETER and self._filling.source(name, state) is None:
                     self._begin(item, name, state, lack)
 
     def _lacked(self, item: ShardedTensor, name: str, state: str) -> list[str]:
@@ -181,15 +155,9 @@ class Restore:
         self.report.add(name, state, outcome, f"{lack.value}: zeros, as in a new optimizer")
 
     def _complain(self, missing: list[str], shapes: list[str], rows: list[str]) -> None:
-        lines = []
-        for what, entries in (
-            ("not in the checkpoint", sorted(set(missing))),
-            ("of another shape", sorted(set(shapes))),
-            ("with more rows of the vocabulary than this job has", sorted(set(rows))),
-        ):
-            if entries:
-                shown = "; ".join(entries[:10]) + (f"; and {len(entries) - 10} more" if len(entries) > 10 else "")
-                lines.append(f"{what} ({len(entries)}): {shown}")
+        lines = listed("not in the checkpoint", sorted(set(missing)), separator="; ")
+        lines += listed("of another shape", sorted(set(shapes)), separator="; ")
+        lines += listed("with more rows of the vocabulary than this job has", sorted(set(rows)), separator="; ")
         if missing and self.fit is Fit.EQUAL:
             lines.append("strict=False keeps this job's own values of tensors that the checkpoint lacks")
         if lines and (advice := optimizer_forms.advice(self.checkpoint, [*missing, *shapes])):
@@ -209,32 +177,15 @@ class Restore:
             return
         if _may_differ(item) and info.shape != tuple(item.global_shape):
             self._begin_rows(item, info)
-        name, state = sharded_tensors.tensor_of(item.key)
-        stored = info if info.derived_from is None else self.checkpoint.info(name, info.derived_from)
-        assert stored is not None  # the index checks it
         for piece in sharded_tensors.pieces_of(item, item.data.detach()):
             box = piece.box.intersect(Box.whole(info.shape))
             if box is None:
                 continue  # all of it is padding that the checkpoint lacks
-            part = Piece(box, piece.data[box.within(piece.box).slices()])
-            self._requests.append(Request(self.checkpoint.ids[stored.key], part.box, part.data))
-            if info.derived_from is not None:
-                self._override(info, part)
-        self._account(name, state, item, info, stored)
+            self._filling.request(info, box, piece.data[box.within(piece.box).slices()])
+        self._account(item, info)
 
-    def _override(self, info: TensorInfo, piece: Piece) -> None:
-        """Replace the cast of masters by the stored weights that differ from it."""
-        position = self.checkpoint.ids[info.key]
-        for box in self.checkpoint.override_boxes(position):
-            common = piece.box.intersect(box)
-            if common is not None:
-                data = torch.empty(common.numel, dtype=torch_dtype(info.dtype))
-                self._overrides.append(Request(position, common, data))
-                target = piece.data[common.within(piece.box).slices()]
-                self._late.append(_Copy(target, data.view(common.shape)))
-
-    def _account(self, name: str, state: str, item: ShardedTensor, info: TensorInfo, stored: TensorInfo) -> None:
-        dtype = name_of(item.data.dtype)
+    def _account(self, item: ShardedTensor, info: TensorInfo) -> None:
+        name, state = sharded_tensors.tensor_of(item.key)
         rows = self._rows_of(item, info)
         if rows.initialised != (0, 0):
             how = "initialised by the model" if state in (WEIGHT, MASTER) else "zeros"
@@ -242,10 +193,8 @@ class Restore:
             self.report.add(name, state, "re-seeded", reason)
         if info.shape != tuple(item.global_shape):
             self.report.add(name, state, "restored", f"{info.shape} of {tuple(item.global_shape)}: the rest is padding")
-        elif info.dtype == dtype and info.state == state:
-            self.report.add(name, state, "restored")
         else:
-            self.report.add(name, state, "cast", f"{stored.dtype} {stored.state} to {dtype} {state}")
+            self._filling.account(name, state, info, name_of(item.data.dtype))
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -419,16 +368,3 @@ def _is_of_vocabulary(item: ShardedTensor) -> bool:
         return False
     name = sharded_tensors.tensor_of(item.key)[0]
     return isinstance(item, StateTensor) or isinstance(item.data, torch.nn.Parameter) or name.endswith(VOCABULARY_TENSORS)
-
-
-def unloaded(checkpoint: Checkpoint, requested: Mapping[int, bool] | set[int]) -> list[TensorInfo]:
-    """Return the tensors of the checkpoint that no rank requested. A weight counts for its master and the reverse."""
-    names = {checkpoint.index.tensors[i].name for i in requested if checkpoint.index.tensors[i].state in (WEIGHT, MASTER)}
-    left = []
-    for position, info in enumerate(checkpoint.index.tensors):
-        if info.kind == OBJECT or position in requested:
-            continue
-        if info.state in (WEIGHT, MASTER) and info.name in names:
-            continue
-        left.append(info)
-    return left

@@ -17,9 +17,9 @@ from unickpt.checkpoint.coordination.owners import Owner, Owners
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
+from unickpt.checkpoint.state.filling import MASTER, WEIGHT
 from unickpt.checkpoint.state.held import Copies, Description, Held
 
-WEIGHT, MASTER = "weight", "master"
 Key: TypeAlias = str | tuple[str, str]
 
 

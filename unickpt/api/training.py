@@ -18,6 +18,7 @@ from unickpt.api.requests import Wanted
 from unickpt.api.state import Key, Models, Value, describe, fingerprint_of_replicated
 from unickpt.base.errors import ConfigError, NotACheckpointError, SaveFailedError
 from unickpt.base.launcher_watch import end_with_launcher
+from unickpt.base.listing import some
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
 from unickpt.checkpoint.coordination.owners import Origin, Owner, as_json
 from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
@@ -32,11 +33,11 @@ from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.save.requests import SaveOptions, SaveRequest, SaveResult
 from unickpt.checkpoint.save.saver import Saver
 from unickpt.checkpoint.save.shards import Contribution
+from unickpt.checkpoint.state.filling import Filling
 from unickpt.checkpoint.storage.base import absolute, join, split
 
 logger = logging.getLogger("unickpt")
 
-_SHOWN = 8  # names in a message
 _MODELS = Models()  # of the state dicts of this process; a function has no other place for them
 
 
@@ -217,7 +218,7 @@ def load_checkpoint(
         )
 
     def nothing(offer: Offer) -> Loaded:
-        present = ", ".join(offer.present[:_SHOWN])
+        present = some(offer.present)
         raise NotACheckpointError(
             f"{folder}: no manifest.json and no 'latest' file"
             + (f"; pass one of its checkpoints: {present}" if present else ", so this is not a checkpoint and contains none")
@@ -244,27 +245,19 @@ def _load(
 ) -> Loaded:  # fmt: skip
     begin = time.monotonic()
     together = Together(meet, directory)
-    wanted = together.step("open", lambda: Wanted.of(Checkpoint.open(directory), state, group))
-    checkpoint = wanted.checkpoint
-    planned, opener = together.plan(
-        lambda: checkpoint.plan(wanted.requests), identity=lambda: checkpoint.identity, share=meet.world > 1
-    )
-    used = wanted.used_by_any(meet)
-    if strict:
-        together.step("complete", lambda: wanted.refuse_left_out(used))
     report = LoadReport(source=directory, target=f"a state dict on {meet.world} {'rank' if meet.world == 1 else 'ranks'}")
-
-    def read(host_peers: Any) -> None:
-        stats = checkpoint.fill(planned, verify=verify, host_peers=host_peers)
-        report.add_read(stats)
-
-    together.read(read, opener)
-    decoded = together.step("finish", lambda: wanted.finish(allow_pickle=allow_pickle))
-    wanted.account(report, decoded, used)
-    left = wanted.left_out(used)
-    if left and meet.rank == 0:
+    wanted = together.step("open", lambda: Wanted.of(Filling(Checkpoint.open(directory), report), state, group))
+    filling, checkpoint = wanted.filling, wanted.filling.checkpoint
+    planned, opener = together.plan(filling.plan, identity=lambda: checkpoint.identity, share=meet.world > 1)
+    wanted.agree(meet)
+    if strict:
+        together.step("complete", wanted.refuse_lost)
+    together.read(lambda host_peers: filling.read(planned, verify=verify, host_peers=host_peers), opener)
+    decoded = together.step("finish", lambda: checkpoint.objects(allow_pickle=allow_pickle))
+    wanted.account(decoded)
+    if wanted.lost and meet.rank == 0:
         logger.warning(
-            "unickpt: %s: no rank requested %d of its parameters: %s", directory, len(left), ", ".join(left[:_SHOWN])
+            "unickpt: %s: no rank requested %d of its parameters: %s", directory, len(wanted.lost), some(wanted.lost)
         )
     owner = _MODELS.of(state)
     if owner is not None:

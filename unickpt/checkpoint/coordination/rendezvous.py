@@ -174,17 +174,25 @@ class Rendezvous:
         self._await(topic, {0: f"{base}/{self.rank}"}, notice=notice)
         return self._take(f"{base}/{self.rank}")
 
+    def combined(self, topic: str, message: Message, function: Callable[[list[Message]], Message]) -> Message:
+        """Return on every rank what the coordinator makes of the messages of all ranks. Every rank calls this.
+
+        Only the coordinator warns of ranks that are late. The others wait for it, and it names them.
+        """
+        messages = self.gather(topic, message)
+        return self.broadcast(f"{topic}-verdict", None if messages is None else function(messages), notice=False)
+
     def agree(self, topic: str, failure: str | None) -> dict[int, str]:
         """Exchange failures. Every rank passes its own failure, or None.
 
         Returns:
             The reason of every failed rank, by rank; the same on all ranks.
         """
-        messages = self.gather(topic, {"failure": failure})
-        verdict = None
-        if messages is not None:
-            verdict = {str(rank): m["failure"] for rank, m in enumerate(messages) if m["failure"] is not None}
-        return {int(rank): reason for rank, reason in self.broadcast(f"{topic}-verdict", verdict, notice=False).items()}
+
+        def failed(messages: list[Message]) -> Message:
+            return {str(rank): m["failure"] for rank, m in enumerate(messages) if m["failure"] is not None}
+
+        return {int(rank): reason for rank, reason in self.combined(topic, {"failure": failure}, failed).items()}
 
     def leave(self, timeout_s: float = 10.0) -> None:
         """End a separate rendezvous. The coordinator, which may host the store, waits until all ranks have left or ended."""

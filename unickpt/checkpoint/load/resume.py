@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from unickpt.base.errors import CorruptCheckpointError, HostPeerFailedError, MismatchError, UnickptError
+from unickpt.base.listing import some
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
 from unickpt.checkpoint.coordination import host_peers as host_peers_module
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
@@ -26,7 +27,6 @@ logger = logging.getLogger("unickpt")
 
 T = TypeVar("T")
 Opener = Callable[[], HostPeers]
-_SHOWN = 8  # complete checkpoints that an error names
 
 
 class AgreedFailureError(Exception):
@@ -172,11 +172,11 @@ class Together:
             AgreedFailureError: the step failed on at least one rank.
         """
         failure = self._failure(error)
-        gathered = self.meet.gather(name, {"failure": None if failure is None else failure.to_json()})
-        verdict = None
-        if gathered is not None:
-            verdict = {"failures": [m["failure"] for m in gathered if m["failure"] is not None]}
-        agreed = self.meet.broadcast(f"{name}-verdict", verdict, notice=False)
+        agreed = self.meet.combined(
+            name,
+            {"failure": None if failure is None else failure.to_json()},
+            lambda messages: {"failures": [m["failure"] for m in messages if m["failure"] is not None]},
+        )
         self._raise(tuple(map(Failure.from_json, agreed["failures"])), error)
 
     def _failure(self, error: Exception | None) -> Failure | None:
@@ -276,8 +276,5 @@ def _advised(meet: Rendezvous, error: Exception, offer: Offer, where: str) -> Ex
     found = meet.broadcast("whole", others)["whole"]
     if not found or not isinstance(error, UnickptError):
         return error
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    named = ", ".join(found[:_SHOWN])
-    return type(error)(f"{_ended(str(error))} Complete checkpoints in {where}, newest first: {named}{more}.").about(
-        file=error.file, tensor=error.tensor
-    )
+    text = f"{_ended(str(error))} Complete checkpoints in {where}, newest first: {some(found)}."
+    return type(error)(text).about(file=error.file, tensor=error.tensor)

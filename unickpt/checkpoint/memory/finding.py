@@ -52,16 +52,16 @@ def find(hosts: JobHosts, meet: Rendezvous) -> tuple[list[Found], list[str]]:
     if hosts.leads:
         _remove_damaged_records(hosts.folder)
         own = hosts.folder.inventory().to_json()
-    gathered = meet.gather("memory-inventory", {"inventory": own})
-    told: Message | None = None
-    if gathered is not None:
+
+    def complete(messages: list[Message]) -> Message:
         try:
-            inventories = [Inventory.from_json(gathered[ranks[0]]["inventory"]) for ranks in hosts.ranks]
+            inventories = [Inventory.from_json(messages[ranks[0]]["inventory"]) for ranks in hosts.ranks]
             found, problems = _complete(hosts, inventories)
-            told = {"found": [asdict(each) for each in found], "problems": problems}
+            return {"found": [asdict(each) for each in found], "problems": problems}
         except Exception as err:  # the other ranks wait
-            told = {"found": [], "problems": [f"{type(err).__name__}: {err}"]}
-    told = meet.broadcast("memory-found", told)
+            return {"found": [], "problems": [f"{type(err).__name__}: {err}"]}
+
+    told = meet.combined("memory-inventory", {"inventory": own}, complete)
     return [Found(**each) for each in told["found"]], told["problems"]
 
 

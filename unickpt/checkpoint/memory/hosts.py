@@ -79,8 +79,7 @@ def connect(
             problems.append(problem or "the save directory has no token")
         return None
     folder = HostFolder(parent, token)
-    gathered = meet.gather("memory-host", {"host": _key(parent)})
-    hosts = meet.broadcast("memory-hosts", None if gathered is None else {"ranks": _grouped([m["host"] for m in gathered])})
+    hosts = meet.combined("memory-host", {"host": _key(parent)}, lambda all_: {"ranks": _grouped([m["host"] for m in all_])})
     found = JobHosts(token, folder, meet.rank, hosts["ranks"])
     problem = ""
     try:
@@ -91,19 +90,18 @@ def connect(
         problem = f"rank {meet.rank}: {err}"
     address = found.keeper.address if found.keeper is not None else ""
     newest = max(folder.inventory().files, default=0) if found.leads else 0
-    gathered = meet.gather(
-        "memory-keeper", {"address": address, "name": socket.gethostname(), "problem": problem, "newest": newest}
-    )
-    told: Message | None = None
-    if gathered is not None:
-        leaders = [gathered[ranks[0]] for ranks in found.ranks]
-        told = {
+
+    def all_keepers(messages: list[Message]) -> Message:
+        leaders = [messages[ranks[0]] for ranks in found.ranks]
+        return {
             "addresses": [leader["address"] for leader in leaders],
             "names": [leader["name"] for leader in leaders],
-            "problems": [m["problem"] for m in gathered if m["problem"]],
-            "newest": max(m["newest"] for m in gathered),
+            "problems": [m["problem"] for m in messages if m["problem"]],
+            "newest": max(m["newest"] for m in messages),
         }
-    told = meet.broadcast("memory-keepers", told)
+
+    own = {"address": address, "name": socket.gethostname(), "problem": problem, "newest": newest}
+    told = meet.combined("memory-keeper", own, all_keepers)
     if told["problems"]:
         problems.extend(told["problems"])
         if found.keeper is not None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from unickpt.base.listing import some
 from unickpt.checkpoint.coordination.rendezvous import Message
-
-_MOST = 8
 
 
 def message_of(different: Sequence[tuple[str, str]], replica: tuple[int, str] | None) -> Message:
@@ -41,7 +40,7 @@ def _replicas(messages: Sequence[Message]) -> list[str]:
     if not pairs:
         return []
     return [
-        f"{_some(pairs)}. These ranks are replicas (sequence-parallel peers). The checkpoint stores only the values of the "
+        f"{some(pairs)}. These ranks are replicas (sequence-parallel peers). The checkpoint stores only the values of the "
         "latter ranks. Their gradients are probably not reduced over the sequence-parallel group."
     ]
 
@@ -53,11 +52,7 @@ def _different(messages: Sequence[Message]) -> list[str]:
             ranks.setdefault((what, consequence), []).append(rank)
     named: dict[tuple[str, str], list[str]] = {}
     for (what, consequence), where in ranks.items():
-        named.setdefault((consequence, _some(list(map(str, where)))), []).append(what)
+        named.setdefault((consequence, some(where)), []).append(what)
     return [
-        f"differs between rank {where} and rank 0: {_some(what)}. {consequence}" for (consequence, where), what in named.items()
+        f"differs between rank {where} and rank 0: {some(what)}. {consequence}" for (consequence, where), what in named.items()
     ]
-
-
-def _some(items: Sequence[str]) -> str:
-    return ", ".join(items[:_MOST]) + (f" and {len(items) - _MOST} more" if len(items) > _MOST else "")
