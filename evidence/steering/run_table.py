@@ -76,26 +76,29 @@ def kept(path: Path) -> list[Run]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Return the results as a Markdown table."""
-    rows = [
-        "| fault | job | runs | repaired | right hosts | states equal | samples equal | fault -> verdict | -> order | -> "
-        "workers started | import | -> resumed | -> first step | fault -> first step | steps done again, most |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    """Return one row for each fault, and one for each job, as two Markdown tables."""
+    faults = [
+        "| fault | jobs | runs | right | fault -> verdict | -> order | -> workers started | fault -> first step | "
+        "steps done again, most |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in [*SCENARIOS, RETURN]:
-        for framework in SETTINGS:
-            those = [run for run in runs if run.scenario == name and run.framework == framework]
-            if not those:
-                continue
+        if those := [run for run in runs if run.scenario == name]:
             title = SCENARIOS[name].title if name in SCENARIOS else RETURNED
-            counts = [
-                str(sum(getattr(run, each) for run in those)) for each in ("repaired", "right", "equal", "samples")
-            ]  # fmt: skip
-            times = ("verdict_s", "order_s", "started_s", "import_s", "resumed_s", "first_s", "whole_s")
-            cells = [seconds([getattr(run, each) for run in those]) for each in times]
+            jobs = ", ".join(each for each in SETTINGS if any(run.framework == each for run in those))
             lost = max((run.lost_steps for run in those if run.lost_steps is not None), default="-")
-            rows.append(f"| {title} | {framework} | {len(those)} | {' | '.join(counts)} | {' | '.join(cells)} | {lost} |")
-    return "\n".join(rows)
+            times = _times(those, ("verdict_s", "order_s", "started_s", "whole_s"))
+            faults.append(f"| {title} | {jobs} | {len(those)} | {sum(run.good for run in those)} | {times} | {lost} |")
+    by_job = ["| job | runs | import | -> resumed | -> first step | fault -> first step |", "|---|---|---|---|---|---|"]
+    for framework in SETTINGS:
+        if those := [run for run in runs if run.framework == framework]:
+            times = _times(those, ("import_s", "resumed_s", "first_s", "whole_s"))
+            by_job.append(f"| `{framework}` | {len(those)} | {times} |")
+    return "\n".join([*faults, "", *by_job])
+
+
+def _times(runs: Sequence[Run], names: Sequence[str]) -> str:
+    return " | ".join(seconds([getattr(run, each) for run in runs]) for each in names)
 
 
 def goals(runs: Sequence[Run]) -> str:
