@@ -4,7 +4,7 @@ Layouts: {ZeRO 0, 1, 2, 3} x {fp32, bf16} and BF16_Optimizer, on 1 to 4 ranks: 3
 targets. CI loads 108 of the 1,296 pairs: each layout into itself, each of the nine kinds of
 optimizer (stage and precision) into each other, each number of ranks into each other, and each
 kind from and into each number of ranks. ``UNICKPT_FULL_MATRIX=1`` loads all pairs
-(``docs/guides/deepspeed.md`` has the result).
+(``docs/guides/deepspeed-coverage.md`` has the result).
 """
 
 from __future__ import annotations

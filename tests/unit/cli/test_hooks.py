@@ -51,10 +51,10 @@ def test_the_page_of_hooks_equals_the_output_of_the_command(hooks_in_a_process: 
 
 def test_the_limits_of_the_guide_equal_the_table_that_a_save_checks(hooks_in_a_process: tuple[str, str, str]) -> None:
     document, _, table = hooks_in_a_process
-    page = (REPOSITORY / "docs/guides/deepspeed.md").read_text()
+    page = (REPOSITORY / "docs/guides/deepspeed-coverage.md").read_text()
     marked = re.search(r"<!-- fallbacks[^>]*-->\n\n(.*?)\n<!-- end of fallbacks -->", page, re.S)
     assert marked is not None
-    assert marked[1] == table, "unickpt hooks status --fallbacks, between the markers of docs/guides/deepspeed.md"
+    assert marked[1] == table, "unickpt hooks status --fallbacks, between the markers of docs/guides/deepspeed-coverage.md"
     assert [f"| {row['feature']} | {row['why']} |" for row in json.loads(document)["fallbacks"]] == table.splitlines()[2:]
 
 
