@@ -1,7 +1,7 @@
 """Write the generated parts of the docs: ``python scripts/make_docs.py``. With ``--check``, only compare.
 
-The tables of ``docs/reference/options.md`` and ``docs/guides/steering.md``, and ``configs/unickpt.schema.json``, come from
-``unickpt/base/options/job.py``.
+The tables of ``docs/reference/options.md`` and ``docs/guides/steering-options.md``, and ``configs/unickpt.schema.json``, come
+from ``unickpt/base/options/job.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unickpt.base.options.job import UNLIMITED, Option, declared, declared_for_s
 
 REPO = Path(__file__).resolve().parent.parent
 OPTIONS, SCHEMA = REPO / "docs" / "reference" / "options.md", REPO / "configs" / "unickpt.schema.json"
-STEERING = REPO / "docs" / "guides" / "steering.md"
+STEERING = REPO / "docs" / "guides" / "steering-options.md"
 # A comment inside a Markdown table ends it, so the opening marker stands above the header.
 MARKED = re.compile(r"(<!-- options of (\w+)[^>]*-->\n\n).*?(\n<!-- end of options -->)", re.S)
 SECTIONS = {

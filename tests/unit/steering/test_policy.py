@@ -112,7 +112,7 @@ def test_every_row(
 
 def test_the_rows_are_all_tested_and_documented() -> None:
     assert {each[0] for each in ROWS} == set(Row)
-    page = (REPO / "docs" / "guides" / "steering.md").read_text()
+    page = (REPO / "docs" / "guides" / "steering-policy.md").read_text()
     missing = [row.name for row in Row if f"| `{row.name}` | {row.value} |" not in page]
     assert not missing
 
@@ -508,6 +508,6 @@ def test_a_wrong_option_is_named(given: dict[str, str], message: str) -> None:
 
 
 def test_every_option_of_steering_is_documented() -> None:
-    page = (REPO / "docs" / "guides" / "steering.md").read_text()
+    page = (REPO / "docs" / "guides" / "steering-options.md").read_text()
     assert [option.key for option in declared_for_steering() if f"| `{option.key}` |" not in page] == []
     assert transition(job(), Paused(), 5.0).phase is Phase.RUNNING

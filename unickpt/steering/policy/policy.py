@@ -1,4 +1,4 @@
-"""From findings to orders: a pure function. ``Row`` is the table of the policy; docs/guides/steering.md shows it to users.
+"""From findings to orders: a pure function. ``Row`` is the table of the policy; docs/guides/steering-policy.md has it.
 
 Telling is not acting. A finding names a rank after seconds, and the rank may be rank 0 that evaluates alone, uploads, compiles
 or saves for minutes. An order to take a host out therefore needs a deadline of its own, and a process that does not move.
