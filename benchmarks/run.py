@@ -5,7 +5,7 @@
     python -m benchmarks.run --details [NAME ...]    # all measurements, as text
     python -m benchmarks.run --history               # the last two runs side by side
 
-The parts of the pages between the marks are replaced; the rest is written by hand and by ``benchmarks.metadata_scale``.
+The parts of the pages between the marks are replaced; the rest is written by hand.
 Benchmarks that do not run keep their earlier results. Run it on a machine that does nothing else.
 """
 

@@ -4,5 +4,5 @@ The rows of the index are generated as every rank would write them. They go thro
 coordinator ``rank_rows.merge``, ``check_coverage`` and ``to_bytes``; on a rank of another layout ``from_bytes``, the checks of
 a load and ``plan_reads``. Nothing is read from disk, except with ``--files``.
 
-    python -m benchmarks.metadata_scale [--cases dense-1 dense-3 moe-1] [--ranks 8960 100096] [--write FILE.md]
+    python -m benchmarks.metadata_scale [--cases dense-1 dense-3 moe-1] [--ranks 8960 100096] [--write PAGE.md]
 """
