@@ -16,21 +16,11 @@ from tests.jobs.faults.tally import Tally
 
 HEAD = """# Faults
 
-Each row injects one kind of fault many times, into real processes and files, with the `Saver` that both adapters use. After
-each fault a job resumes as the adapters do. The saved state is a function of (job, step, tensor, element), so every resumed
-bit is compared with the state of its step.
-
 The last three columns must be 0:
 
 - *wrong resumes*: a resume that gave another bit.
 - *deaths*: a training that ended or hung because of a save.
 - *lost*: a checkpoint that was committed and not superseded, and could not be resumed.
-
-The tables of `evidence.fuzz` give random hostile input to the readers. *Broken* counts every result other than an
-accepted file or an error of unickpt within the limits of time and memory. It must be 0 as well.
-
-`python -m evidence.faults all` runs all faults except `kill-deepspeed` and those of launchers, which take minutes. The
-command above a table runs its rows alone.
 """
 
 

@@ -1,7 +1,7 @@
 """Random hostile input: files of unickpt, and with ``--pickles`` files of other frameworks.
 
-    python -m evidence.fuzz --count 600000 --out docs/evidence/faults.md
-    python -m evidence.fuzz --pickles --count 200000 --out docs/evidence/faults.md
+    python -m evidence.fuzz --count 600000 --out docs/evidence/fuzz.md
+    python -m evidence.fuzz --pickles --count 200000 --out docs/evidence/fuzz.md
 
 Inputs are made from a sound checkpoint by the generators in ``tests/hostile/mutation.py``, or by the grammar in
 ``tests/hostile/pickle_grammar.py``, and used as loading or converting does. Allowed is success or an ``UnickptError``, within a

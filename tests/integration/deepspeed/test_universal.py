@@ -85,7 +85,7 @@ def test_deepspeed_loads_every_state_bit_for_bit(loaded: list[dict[str, Any]]) -
 
 
 def test_deepspeed_does_not_change_frozen_parameters(loaded: list[dict[str, Any]]) -> None:
-    """The report of an export and docs/guides/conversion.md mention it."""
+    """The report of an export and docs/guides/conversion-deepspeed.md mention it."""
     assert {tuple(sorted(each["left"])) for each in loaded} == {tuple(UNTRAINED)}
 
 

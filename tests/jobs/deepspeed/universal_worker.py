@@ -108,7 +108,7 @@ def _engine(layout: Layout, seed: int, *, sub_group_size: int, **more: Any) -> A
 
 
 def _load_untrained(engine: Any, folder: Path) -> None:
-    """Load the frozen state, which DeepSpeed's universal loading does not change (docs/guides/conversion.md)."""
+    """Load the frozen state, which DeepSpeed's universal loading does not change (docs/guides/conversion-deepspeed.md)."""
     tag = (folder / "latest_universal").read_text()
     found = torch.load(folder / tag / "mp_rank_00_model_states.pt", weights_only=False)["module"]
     for name, parameter in engine.module.named_parameters():
