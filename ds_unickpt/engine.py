@@ -22,8 +22,8 @@ from unickpt.base.errors import ConfigError, CoordinationError, SaveFailedError
 from unickpt.base.logs import make_visible
 from unickpt.base.options.job import Options
 from unickpt.checkpoint.coordination.failure import FailureKind, sentence
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.coordination.owners import Owners, as_json
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
 from unickpt.checkpoint.load.report import LoadReport
 from unickpt.checkpoint.memory.tier import MemoryTier
 from unickpt.checkpoint.save import shutdown
@@ -72,7 +72,7 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     Attributes:
         native: wrapped checkpoint engine.
         options: options of the ``unickpt`` key.
-        meet: message exchange of the job's ranks.
+        exchange: message exchange of the job's ranks.
         saver: makes the universal saves.
         last_save: result of the last universal save that ended; None before.
         last_report: report of the last load; None before.
@@ -86,10 +86,10 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """
 
     def __init__(
-        self, native: Any, options: Options, meet: Rendezvous, memory: MemoryTier | None = None,
+        self, native: Any, options: Options, exchange: MessageExchange, memory: MemoryTier | None = None,
         owners: Owners | None = None, label: str = "",
     ) -> None:  # fmt: skip
-        self.native, self.options, self.meet = native, options, meet
+        self.native, self.options, self.exchange = native, options, exchange
         self.owners = owners or Owners()
         self.owner = self.owners.add(label, options.name)
         self.name = "unickpt"
@@ -127,7 +127,7 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def warn_once(self, message: str) -> None:
         """Log a warning on rank 0, once per message."""
-        if message not in self.warned and self.meet.rank == 0:
+        if message not in self.warned and self.exchange.rank == 0:
             logger.warning("unickpt: %s", message)
         self.warned.add(message)
 
@@ -185,13 +185,13 @@ def adopt(runtime: EngineRuntime, engine: Any) -> None:
     reason = unusable_reason(options.upload_to) if options.upload_to else ""
     if reason:
         raise ConfigError(f'"unickpt.upload_to": {reason}')
-    meet = runtime.engine_rendezvous(engine, timeout_s=options.timeout_seconds)
+    exchange = runtime.engine_exchange(engine, timeout_s=options.timeout_seconds)
     if runtime.reads_batch and steered.keeps_batch(options):
-        _compare_batches(engine, meet)
+        _compare_batches(engine, exchange)
     memory, runtime.memory = runtime.memory, None
     runtime.owners = runtime.owners or Owners()
     engine.checkpoint_engine = UnickptCheckpointEngine(
-        engine.checkpoint_engine, options, meet, memory, runtime.owners, f"an engine of {type(engine.module).__name__}"
+        engine.checkpoint_engine, options, exchange, memory, runtime.owners, f"an engine of {type(engine.module).__name__}"
     )
     engine.checkpoint_engine.compressed, engine.checkpoint_engine.choosing = compressed, choosing
     engine.checkpoint_engine.beginning = Beginning.of(engine)
@@ -202,17 +202,17 @@ def tier_of(options: Options) -> MemoryTier:
     return MemoryTier(options.memory, save_options(options, asynchronous=options.async_save), session.memory_status)
 
 
-def _compare_batches(engine: Any, meet: Rendezvous) -> None:
+def _compare_batches(engine: Any, exchange: MessageExchange) -> None:
     """Check that all ranks have the same batch. Each of them has read the checkpoint's from the folder by itself.
 
     Raises:
         CoordinationError: they differ. Raised on every rank.
     """
-    meet.begin("batch")
+    exchange.begin("batch")
     batch = batches.of_engine(engine)
-    gathered = meet.gather("batch", batch.to_json())
+    gathered = exchange.gather("batch", batch.to_json())
     found = None if gathered is None else {"batches": [other for other in gathered if other != gathered[0]]}
-    if meet.broadcast("batch-verdict", found, notice=False)["batches"]:
+    if exchange.broadcast("batch-verdict", found, notice=False)["batches"]:
         raise CoordinationError(
             f"ranks have different batches; this one has {batch}. They see different checkpoints in the folder from which "
             "the job resumes."
@@ -285,10 +285,10 @@ def save_checkpoint(
             _end_or_raise(place, result, str(outcome) if result is None else sentence(result.failures), str(save_dir))
             return False
         ours.unsupported = result.unsupported
-        if not ours.unsupported and ours.meet.rank == 0:
+        if not ours.unsupported and ours.exchange.rank == 0:
             logger.warning("unickpt: %s: %s. %s", place, sentence(result.failures), _INSTEAD)
     if is_url(save_dir):
-        if ours.meet.rank == 0:
+        if ours.exchange.rank == 0:
             logger.error(
                 "unickpt: %s is NOT saved (%s). DeepSpeed itself cannot save to a URL. Use a local directory.",
                 place, f"not supported yet: {ours.unsupported}" if ours.unsupported else "see above",
@@ -304,7 +304,7 @@ def save_checkpoint(
 def _warn_of_open_window(ours: UnickptCheckpointEngine, engine: Any, place: str) -> None:
     """Warn of the micro batches that a resume loses. No checkpoint of DeepSpeed or unickpt has accumulated gradients."""
     trained, count = internals.open_window(engine)
-    if trained and ours.meet.rank == 0:
+    if trained and ours.exchange.rank == 0:
         logger.warning(
             "unickpt: %s is saved within an accumulation window: the gradients of %d of %d micro batches since the last "
             "optimizer step are not stored. A resume begins the window anew, so it has to train these %d again. Save after the "
@@ -315,16 +315,16 @@ def _warn_of_open_window(ours: UnickptCheckpointEngine, engine: Any, place: str)
 
 def _same_everywhere(ours: UnickptCheckpointEngine, engine: Any, save_dir: str, name: str) -> bool:
     """Whether all ranks pass the same folder and tag to DeepSpeed's own save. Otherwise the error says which ones differ."""
-    request, meet = SaveRequest(_nothing, save_dir, name), ours.meet.separate("native-save")
+    request, exchange = SaveRequest(_nothing, save_dir, name), ours.exchange.separate("native-save")
     try:
-        failures = differences(request, meet)
-        meet.leave()
+        failures = differences(request, exchange)
+        exchange.leave()
     except CoordinationError as err:
         logger.error("unickpt: %s is not saved: %s", request.directory, err)
         return False
     if failures:
         internals.validate_tag(engine, name)
-        if ours.meet.rank == 0:
+        if ours.exchange.rank == 0:
             advice = _advice(SaveResult(committed=False, failures=failures))
             logger.error("unickpt: %s is not saved: %s. %s", request.directory, sentence(failures), advice)
         return False
@@ -366,7 +366,7 @@ def _save(
 
     The ranks compare their folders and tags in the first message. If these differ, nothing is saved.
     """
-    meet = ours.meet.separate("save")
+    exchange = ours.exchange.separate("save")
     request = request_of(
         ours, engine, save_dir, tag, client_state=client_state, save_latest=save_latest, exclude_frozen=exclude_frozen,
         tier="" if ours.trainer is None else ours.trainer.run,
@@ -383,7 +383,7 @@ def _save(
     if at_once and ours.options.async_save:
         ours.warn_once(f"saves are synchronous although async_save is on: {at_once}")
     try:
-        return ours.saver.save(request, meet, asynchronous=False if at_once else None)
+        return ours.saver.save(request, exchange, asynchronous=False if at_once else None)
     except CoordinationError as err:
         logger.error("unickpt: %s/%s is not saved: %s", save_dir, tag, err)
         return err
@@ -424,7 +424,7 @@ def request_of(
     def contribute(announced: Message) -> Contribution:
         made = capture.contribution(state, announced)
         residuals = {} if ours.compressed is None else ours.compressed.shared_objects()
-        choice = {} if ours.choosing is None else ours.choosing.shared_objects(ours.meet.rank)
+        choice = {} if ours.choosing is None else ours.choosing.shared_objects(ours.exchange.rank)
         own = {**made.rank_objects, **(rank_objects or {})}
         shared = {**made.shared_objects, **residuals, **optimizer_residuals.captured(engine), **choice}
         writer = replace(made.writer, origin=dict(as_json(ours.owners.origin(ours.owner))))
@@ -449,7 +449,7 @@ def request_of(
 def _save_in_memory(ours: UnickptCheckpointEngine, request: SaveRequest) -> PendingSave | None:
     """Begin a save into the memory of the hosts. Returns None if the checkpoint has to go to disk."""
     try:
-        save = ours.memory.save(request, ours.meet, never=_memory_of_another(ours, request.save_dir))
+        save = ours.memory.save(request, ours.exchange, never=_memory_of_another(ours, request.save_dir))
     except CoordinationError as err:
         logger.error("unickpt: %s is not saved in memory: %s", request.directory, err)
         return None
@@ -482,7 +482,7 @@ def _ended(ours: UnickptCheckpointEngine, save: PendingSave, tier: str) -> None:
     session.checkpoint_io(result.times)
     if result.complete:
         ours.memory.saved_to_disk(tier, result.seconds)
-    if ours.meet.rank or (result.framework_saves and not save.background):  # the call logs it
+    if ours.exchange.rank or (result.framework_saves and not save.background):  # the call logs it
         return
     if result.complete:
         logger.info(

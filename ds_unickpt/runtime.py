@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:  # imported when it is used: hooks are also installed in jobs without the ``unickpt`` key
     from ds_unickpt.compressing.automatic import Automatic
     from ds_unickpt.compressing.compression import CompressedEngine
+    from unickpt.checkpoint.coordination.message_exchange import MessageExchange
     from unickpt.checkpoint.coordination.owners import Owners
-    from unickpt.checkpoint.coordination.rendezvous import Rendezvous
     from unickpt.checkpoint.memory.tier import MemoryTier
 
 
@@ -41,7 +41,7 @@ class EngineRuntime:
         self.owners: Owners | None = None
         self.script_found: str | None = None
 
-    def engine_rendezvous(self, engine: Any, *, timeout_s: float) -> Rendezvous:
+    def engine_exchange(self, engine: Any, *, timeout_s: float) -> MessageExchange:
         """Return the message exchange of a new engine.
 
         Args:
@@ -50,24 +50,24 @@ class EngineRuntime:
         """
         from ds_unickpt.framework import internals
         from unickpt.base.round_folder import ends_of_job
-        from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+        from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 
         world, prefix = int(engine.world_size), f"unickpt/{self.engines}"
         self.engines += 1
         store = internals.default_store() if world > 1 else None
         rank = int(engine.global_rank)
         ended = ends_of_job(rank, world)
-        return Rendezvous(store, rank=rank, world=world, prefix=prefix, timeout_s=timeout_s, ended=ended)
+        return MessageExchange(store, rank=rank, world=world, prefix=prefix, timeout_s=timeout_s, ended=ended)
 
-    def trainer_rendezvous(self) -> Rendezvous:
+    def trainer_exchange(self) -> MessageExchange:
         """Return the message exchange of one call of ``Trainer.train``. Without a process group the job has one rank."""
         import torch
 
         from ds_unickpt.framework import internals
-        from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+        from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 
         initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if initialized else (0, 1)
         prefix = f"unickpt/trainer/{self.resumes}"
         self.resumes += 1
-        return Rendezvous(internals.default_store() if world > 1 else None, rank=rank, world=world, prefix=prefix)
+        return MessageExchange(internals.default_store() if world > 1 else None, rank=rank, world=world, prefix=prefix)

@@ -106,7 +106,7 @@ def _save(
         state[VOCABULARY] = vocabulary
     described = {**(metadata or {}), **METADATA}
     tier = None if memory is None else RUNTIME.memory(memory, RUNTIME.saver().options)
-    turn = tier.turn(split(absolute(str(directory)))[0], RUNTIME.rendezvous()) if tier is not None and tier.enabled else None
+    turn = tier.turn(split(absolute(str(directory)))[0], RUNTIME.exchange()) if tier is not None and tier.enabled else None
     saved = partial(
         saving.save, RUNTIME, state, directory, content_metadata=described, asynchronous=asynchronous,
         validate_access_integrity=not alone, share=not alone,  # a collective of all ranks; copies of ranks that may not call
@@ -201,10 +201,10 @@ def _resume_or_start(
     memory: MemoryOptions | None, load_dialect: str, missing_state: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     shutdown.finish_all(ending=False)
-    meet, where = RUNTIME.rendezvous(), str(folder)
-    meet.begin("choose")
+    exchange, where = RUNTIME.exchange(), str(folder)
+    exchange.begin("choose")
     tier = RUNTIME.memory(memory or MemoryOptions(), RUNTIME.saver().options)
-    in_memory = MemoryResume(tier, where, meet)
+    in_memory = MemoryResume(tier, where, exchange)
     candidates = Candidates(where, newest=True)
 
     def on_disk() -> Offer:
@@ -216,7 +216,7 @@ def _resume_or_start(
 
     def attempt(offer: Offer, _: tuple[str, ...]) -> dict[str, Any]:
         if offer.checked:
-            Together(meet, offer.directory).step("check", partial(in_memory.check, offer))
+            Together(exchange, offer.directory).step("check", partial(in_memory.check, offer))
         with as_agreed_failures():
             found = _load(
                 offer.directory, model, optimizer, scheduler=scheduler, metadata=metadata, strict=strict,
@@ -227,7 +227,7 @@ def _resume_or_start(
 
     offers = in_memory.offers(on_disk, lambda: -1)
     with as_megatron_errors():
-        return resume(meet, offers.next, attempt, lambda _: {"iteration": 0, "extra": {}}, where=where)
+        return resume(exchange, offers.next, attempt, lambda _: {"iteration": 0, "extra": {}}, where=where)
 
 
 def _load(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unickpt.base.round_folder import ends_of_job
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 
 if TYPE_CHECKING:  # imported when they are used: hooks are also installed in jobs that never use unickpt
     from megatron_unickpt.held_state.foreign_state import Receiver
@@ -87,7 +87,7 @@ class Runtime:
         self.loads_begun = 0
         self.call: ScriptCall | None = None
         self._trackers: Trackers | None = None
-        self._meetings: dict[str, tuple[Any, Rendezvous]] = {}
+        self._exchanges: dict[str, tuple[Any, MessageExchange]] = {}
         self._group: Any = None
         self._saver: Saver | None = None
         self._memory: MemoryTier | None = None
@@ -122,20 +122,20 @@ class Runtime:
         found: Owner = self._owned[held]
         return found
 
-    def rendezvous(self) -> Rendezvous:
+    def exchange(self) -> MessageExchange:
         """Return the message exchange of the ranks: of the job, or inside ``among`` of a group. A new store gets a new one."""
         import torch.distributed as dist
 
         world, name = dist.get_world_size(self._group), "" if self._group is None else f"/{self._group.group_name}"
         store = dist.distributed_c10d._get_default_store() if world > 1 else None
-        found = self._meetings.get(name)
+        found = self._exchanges.get(name)
         if found is None or found[0] is not store or found[1].world != world:
-            found = store, self._meeting(store, f"unickpt/megatron{name}")
-            self._meetings[name] = found
+            found = store, self._exchange_of(store, f"unickpt/megatron{name}")
+            self._exchanges[name] = found
             self._memory = None
         return found[1]
 
-    def _meeting(self, store: Any, prefix: str) -> Rendezvous:
+    def _exchange_of(self, store: Any, prefix: str) -> MessageExchange:
         import torch.distributed as dist
 
         from megatron_unickpt.framework import internals
@@ -150,7 +150,7 @@ class Runtime:
         def ended() -> frozenset[int]:
             return of_group() | frozenset(members.index(each) for each in of_round() if each in members)
 
-        return Rendezvous(store, rank=rank, world=world, prefix=prefix, timeout_s=timeout_s, ended=ended)
+        return MessageExchange(store, rank=rank, world=world, prefix=prefix, timeout_s=timeout_s, ended=ended)
 
     @contextmanager
     def among(self, group: Any = None, timeout_s: float | None = None) -> Iterator[None]:
@@ -172,15 +172,15 @@ class Runtime:
         if timeout_s is not None and not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}: expected a positive number of seconds")
         before, self._group = self._group, group
-        meet = None
+        exchange = None
         try:
-            meet = self.rendezvous()
-            limit = meet.timeout_s
-            meet.timeout_s = limit if timeout_s is None else timeout_s
+            exchange = self.exchange()
+            limit = exchange.timeout_s
+            exchange.timeout_s = limit if timeout_s is None else timeout_s
             yield
         finally:
-            if meet is not None:
-                meet.timeout_s = limit
+            if exchange is not None:
+                exchange.timeout_s = limit
             self._group = before
 
     def saver(self, options: SaveOptions | None = None) -> Saver:
@@ -207,7 +207,7 @@ class Runtime:
         from unickpt.checkpoint.memory.tier import MemoryTier
         from unickpt.diagnosis import session
 
-        self.rendezvous()
+        self.exchange()
         if self._memory is None or self._memory.options != options:
             self._memory = MemoryTier(options, save_options, session.memory_status)
         return self._memory

@@ -16,7 +16,7 @@ import torch
 from benchmarks.gpu_checks.place import Place
 from benchmarks.gpu_checks.rows import NotHereError, Row, Rows
 from benchmarks.measure import Peak
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import Writer
@@ -58,7 +58,7 @@ class State:
             for shard in shards_of_flat_range(info, 0, info.numel, tensor)
         ]
         request = SaveRequest(lambda _: Contribution(shards, 1, WRITER), folder, tag, True)
-        return saver.save(request, Rendezvous(None, rank=0, world=1, prefix=tag))
+        return saver.save(request, MessageExchange(None, rank=0, world=1, prefix=tag))
 
     def wrong(self, folder: str, tag: str, value: float) -> list[str]:
         """Names of the tensors that are not as they were at the save."""

@@ -12,7 +12,7 @@ from ds_unickpt.compressing import compression
 from ds_unickpt.held_state.names import ModuleNames
 from unickpt.base.errors import CoordinationError
 from unickpt.base.options.job import AUTO, Options
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.diagnosis import session
 from unickpt.planning.replay.sources import read_trace
@@ -36,9 +36,9 @@ class Automatic:
         compressed: compression of the gradients; None without, or before.
     """
 
-    def __init__(self, runtime: EngineRuntime, settings: Compression, meet: Rendezvous) -> None:
+    def __init__(self, runtime: EngineRuntime, settings: Compression, exchange: MessageExchange) -> None:
         """``settings``: all but the scheme."""
-        self._runtime, self._settings, self._meet = runtime, settings, meet
+        self._runtime, self._settings, self._exchange = runtime, settings, exchange
         self.choice: Choice | None = None
         self.compressed: compression.CompressedEngine | None = None
         self._steps = 0
@@ -68,7 +68,7 @@ class Automatic:
             logger.warning("unickpt: compression: none: another rank has no choice")
             return
         self._take(engine, choice, made)
-        if self._meet.rank == 0:
+        if self._exchange.rank == 0:
             logger.info("unickpt: %s", choice)
 
     def _agreed(self, engine: Any) -> tuple[Choice | None, compression.CompressedEngine | None]:
@@ -77,13 +77,13 @@ class Automatic:
         Raises:
             CoordinationError: a rank cannot do it, or the store failed. Other ranks may have a choice.
         """
-        meet = self._meet
-        meet.begin("compression")
-        arrived = meet.gather("steps", {"step": int(engine.global_steps)})  # all ranks have ended the step
+        exchange = self._exchange
+        exchange.begin("compression")
+        arrived = exchange.gather("steps", {"step": int(engine.global_steps)})  # all ranks have ended the step
         found = None if arrived is None else self._asked(engine)
-        answer = meet.broadcast("choice", found, notice=False)
+        answer = exchange.broadcast("choice", found, notice=False)
         if answer["failure"]:
-            if meet.rank == 0:
+            if exchange.rank == 0:
                 logger.warning("unickpt: compression: none: %s", answer["failure"])
             return None, None
         failure, made, choice = None, None, None
@@ -93,7 +93,7 @@ class Automatic:
             failure = None if made is not None or choice.settings.scheme == NONE else "this job cannot compress"
         except Exception as err:
             failure = f"{type(err).__name__}: {err}"
-        failed = meet.agree("ready", failure)
+        failed = exchange.agree("ready", failure)
         if failed:
             raise CoordinationError("; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items()))
         return choice, made
@@ -115,9 +115,9 @@ class Automatic:
             names = ModuleNames.read(engine.module)
             trained = [p for p in names.parameters.values() if p.requires_grad and p.numel()]
             shapes = [tuple(p.shape) for p in trained]
-            candidates = timed_candidates(self._settings, shapes, self._meet.world, trained[0].device)
+            candidates = timed_candidates(self._settings, shapes, self._exchange.world, trained[0].device)
             trace = read_trace([str(session.folder())])
-            choice = chosen(trace, candidates, self._settings, step=int(engine.global_steps), world=self._meet.world)
+            choice = chosen(trace, candidates, self._settings, step=int(engine.global_steps), world=self._exchange.world)
             return {"choice": choice.as_json(), "failure": ""}
         except Exception as err:
             return {"choice": None, "failure": f"no answer from the records of this job ({type(err).__name__}: {err})"}
@@ -146,7 +146,7 @@ class Automatic:
         choice = Choice.from_json(checkpoint.shared_object(STORED).value)
         made = compression.enabled(engine, choice.settings)
         self._take(engine, choice, made)
-        if self._meet.rank == 0:
+        if self._exchange.rank == 0:
             logger.info("unickpt: %s (chosen after step %d, from the checkpoint)", choice, choice.step)
 
 
@@ -161,11 +161,11 @@ def begin(runtime: EngineRuntime, engine: Any, options: Options) -> Automatic | 
     reason = compression.refusal(engine)
     said = f"this job uses {reason}" if reason else "" if options.timing.enabled else 'it needs "timing": {"enabled": true}'
     if not said:
-        meet = runtime.engine_rendezvous(engine, timeout_s=options.timeout_seconds)
-        meet.begin("timed")
-        untimed = meet.agree("timed", None if session.folder() else "not timed")
+        exchange = runtime.engine_exchange(engine, timeout_s=options.timeout_seconds)
+        exchange.begin("timed")
+        untimed = exchange.agree("timed", None if session.folder() else "not timed")
         if not untimed:
-            found = Automatic(runtime, compression.settings_of(options.compression), meet)
+            found = Automatic(runtime, compression.settings_of(options.compression), exchange)
             runtime.choosing[engine] = found
             return found
         said = f"collectives are not timed on rank {', '.join(map(str, untimed))}"

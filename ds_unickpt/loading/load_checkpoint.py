@@ -24,8 +24,8 @@ from unickpt.base.errors import ConfigError, FormatError, MismatchError, NotAChe
 from unickpt.base.garbage import collection_paused
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints, latest_tag, plain_tag, read_manifest
 from unickpt.checkpoint.coordination.host_peers import HostMemory
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.coordination.owners import Origin
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.load.candidates import Candidates
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -100,14 +100,14 @@ def load_checkpoint(
     if ours is None:
         return run_native(tag)
     shutdown.finish_all(ending=False)
-    ours.meet.begin("load")
+    ours.exchange.begin("load")
     folder, candidates = str(load_dir), Candidates(load_dir, newest=newest)
     of_trainer = "transformers.trainer" in sys.modules and not is_url(folder) and trainer_folders.is_one(folder)
     resumed = trainer_resume.resumed_in(folder) if of_trainer and ours.memory.enabled else None
     tier = folder if not of_trainer else trainer_resume.run_of(folder) if resumed is None else resumed.run
-    memory = ours.memory.look(tier, ours.meet) if ours.memory.enabled else MemoryLoad()
+    memory = ours.memory.look(tier, ours.exchange) if ours.memory.enabled else MemoryLoad()
     tried: list[tuple[int, bool]] = []
-    if memory.problems and ours.meet.rank == 0:
+    if memory.problems and ours.exchange.rank == 0:
         logger.warning("unickpt: in the memory of the hosts: %s", "; ".join(memory.problems))
 
     def offer() -> Offer:
@@ -131,28 +131,28 @@ def load_checkpoint(
             return ours.memory.open(tier, memory, offer.generation)
 
         if offer.checked:
-            Together(ours.meet, directory).step("check", lambda: ours.memory.check(tier, offer.generation))
+            Together(ours.exchange, directory).step("check", lambda: ours.memory.check(tier, offer.generation))
         loading, client_state = _load(ours, engine, directory, opened, wanted, skipped)
         read = ours.memory.loaded(tier, memory, loading.checkpoint.manifest.step, offer.generation)
-        if read and ours.meet.rank == 0:
+        if read and ours.exchange.rank == 0:
             logger.info("unickpt: %s was loaded from the memory of the hosts: rank 0 read %s", directory, read)
         newer = [found.step for found in memory.found if found.step > (loading.checkpoint.manifest.step or 0)]
-        if newer and ours.meet.rank == 0:
+        if newer and ours.exchange.rank == 0:
             logger.warning("unickpt: checkpoints in memory of later steps (%s) were given up", ", ".join(map(str, newer)))
-        if not wanted.module_only and ours.meet.rank == 0:
+        if not wanted.module_only and ours.exchange.rank == 0:
             _log_batch(engine, loading, of_trainer)
-        if of_trainer and ours.meet.rank == 0:
+        if of_trainer and ours.exchange.rank == 0:
             trainer_folders.forget_damage(folder)
         return join(directory, MANIFEST_FILE), client_state
 
     def nothing(offer: Offer) -> Any:
-        if ours.meet.rank == 0 and offer.present:
+        if ours.exchange.rank == 0 and offer.present:
             logger.warning(
                 "unickpt: %s has no 'latest' file, so nothing is loaded. It has these complete checkpoints: %s. "
                 "To resume from one, pass its name as tag.", folder, ", ".join(offer.present),
             )  # fmt: skip
         if is_url(folder):
-            if ours.meet.rank == 0 and not offer.present:
+            if ours.exchange.rank == 0 and not offer.present:
                 logger.warning("unickpt: %s has no 'latest' file and no checkpoint, so nothing is loaded", folder)
             return None, None
         if of_trainer and trainer_folders.has_our_files(folder):
@@ -161,7 +161,7 @@ def load_checkpoint(
 
     try:
         return resume(
-            ours.meet,
+            ours.exchange,
             offer,
             attempt,
             nothing,
@@ -169,12 +169,12 @@ def load_checkpoint(
             fall_back=ours.options.fall_back,
         )
     except UnickptError as err:
-        if not of_trainer or failure_of(err, rank=ours.meet.rank, where=folder).kind not in DAMAGE:
+        if not of_trainer or failure_of(err, rank=ours.exchange.rank, where=folder).kind not in DAMAGE:
             raise
         if resumed is not None:
             ours.memory.drop(tier, resumed.generation)
             raise
-        raise _of_trainer(err, folder, first=ours.meet.rank == 0) from err.__cause__
+        raise _of_trainer(err, folder, first=ours.exchange.rank == 0) from err.__cause__
 
 
 def _log_batch(engine: Any, loading: restore.EngineRestore, of_trainer: bool) -> None:
@@ -272,7 +272,7 @@ def _load(
     skipped: tuple[str, ...],
 ) -> tuple[restore.EngineRestore, dict[str, Any]]:  # fmt: skip
     begin = time.monotonic()
-    together = Together(ours.meet, directory)
+    together = Together(ours.exchange, directory)
     whole = wanted.optimizer and internals.base_optimizer(engine) is not None
 
     def own() -> dialects.Shapes:
@@ -281,12 +281,12 @@ def _load(
 
     wanted_names: dialects.Shapes | None = None
     if engine.pipeline_parallelism or engine.has_moe_layers:  # a rank may have a part of the tensors
-        wanted_names = shapes_of_all(together.step("names", own), ours.meet)
+        wanted_names = shapes_of_all(together.step("names", own), ours.exchange)
 
     def opened() -> restore.EngineRestore:
         require_supported(engine, for_load=directory)
         stored = source()
-        if whole and ours.meet.rank == 0:
+        if whole and ours.exchange.rank == 0:
             _check_owner(ours, stored, directory)
         checkpoint = dialects.as_named_here(stored, engine, ours.options.load_dialect, wanted_names)
         loading = restore.EngineRestore(engine, checkpoint, ours.options, wanted, ours.beginning)
@@ -301,7 +301,7 @@ def _load(
         together.step("compression", lambda: choosing.restore(engine, loading.checkpoint))
     residuals = RestoredResiduals(ours.compressed, loading.checkpoint, wanted=wanted.optimizer)
     if loading.placed.partial:
-        unclaimed = _unclaimed(ours.meet, loading)
+        unclaimed = _unclaimed(ours.exchange, loading)
         together.step("match", lambda: loading.settle(unclaimed))
     planned, opener = together.plan(
         loading.plan, identity=lambda: loading.checkpoint.identity, share=ours.options.read_once_per_host
@@ -319,7 +319,7 @@ def _load(
             return None if loading.finishes_together else loading.finish()
 
         together.step("read", read)
-        loading.agree(ours.meet)
+        loading.agree(ours.exchange)
         client_state = together.step("set", set_all)
     if client_state is None:
         client_state = together.step("finish", loading.finish)
@@ -332,7 +332,7 @@ def _load(
     report.seconds = time.monotonic() - begin
     ours.last_report = report
     session.checkpoint_io(report.io_times(loading.checkpoint.manifest.step or 0))
-    if ours.meet.rank == 0:
+    if ours.exchange.rank == 0:
         for line in report.lines():
             logger.info("unickpt: %s", line)
     if loading.placed.first and loading.fresh_line:
@@ -350,7 +350,7 @@ def _check_owner(ours: UnickptCheckpointEngine, checkpoint: Checkpoint, director
         logger.warning("unickpt: %s: %s", directory, notice)
 
 
-def _unclaimed(meet: Rendezvous, loading: restore.EngineRestore) -> list[str]:
+def _unclaimed(exchange: MessageExchange, loading: restore.EngineRestore) -> list[str]:
     """Return the names of the checkpoint that no rank of this job claims. Every rank gets the misfits of all ranks.
 
     The first of the ranks with the same parameters sends what it uses. Each rank sends its misfits, because tensor-parallel
@@ -365,7 +365,7 @@ def _unclaimed(meet: Rendezvous, loading: restore.EngineRestore) -> list[str]:
         unclaimed = [name for name in own.known if name not in known]
         return {"unclaimed": unclaimed, "missing": list(dict.fromkeys(missing)), "shapes": list(dict.fromkeys(shapes))}
 
-    result = meet.combined("claims", found, everyones)
+    result = exchange.combined("claims", found, everyones)
     own.missing, own.shapes = result["missing"], result["shapes"]
     names: list[str] = result["unclaimed"]
     return names

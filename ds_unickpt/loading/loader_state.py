@@ -36,9 +36,9 @@ def restore(engine: Any, path: str, loader: ReshardableLoader, client_state: Map
     if ours is None:
         part()
         return
-    ours.meet.begin("loader")
+    ours.exchange.begin("loader")
     try:
-        Together(ours.meet, directory).step("loader", part)
+        Together(ours.exchange, directory).step("loader", part)
     except AgreedFailureError as agreed:
         raise agreed.error from agreed.error.__cause__
 

@@ -34,7 +34,7 @@ from ds_unickpt.saving.capture import SCALARS, topology
 from unickpt.base.errors import MismatchError
 from unickpt.base.options.job import Options
 from unickpt.checkpoint.coordination.host_peers import HostPeers
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.dtypes import name_of, torch_dtype
 from unickpt.checkpoint.format.index import TensorInfo
@@ -239,10 +239,10 @@ class EngineRestore:
         if held is not None:
             self._reads.fill(info, part, held.lo, held.hi, held.data)
 
-    def agree(self, meet: Rendezvous) -> None:
+    def agree(self, exchange: MessageExchange) -> None:
         """Take over what rank 0 has decided for all ranks after ``read``: whether the curriculum sampler can be restored."""
         if not self.wanted.module_only and self.engine.curriculum_learning_enabled():
-            self._objects.sampler_refused = meet.broadcast("sampler", {"refused": self._objects.sampler_refused})["refused"]
+            self._objects.sampler_refused = exchange.broadcast("sampler", {"refused": self._objects.sampler_refused})["refused"]
 
     # ---------------------------------------------------------------- into the engine
 

@@ -26,7 +26,7 @@ from ds_unickpt.placing.slices import RankValues, Slices
 from ds_unickpt.saving.captured_tensors import add_buffers, add_optimized, add_others, stored_buffers
 from unickpt import __version__
 from unickpt.base.options.job import Options
-from unickpt.checkpoint.coordination.rendezvous import Message
+from unickpt.checkpoint.coordination.message_exchange import Message
 from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.format.dtypes import name_of

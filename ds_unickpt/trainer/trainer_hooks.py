@@ -29,7 +29,7 @@ from unickpt.base.options.job import KEY, Options
 
 if TYPE_CHECKING:
     from ds_unickpt.loops.trainer_folders import ResumeFolder
-    from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+    from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 
 logger = logging.getLogger("unickpt")
 
@@ -60,21 +60,21 @@ def _newest(runtime: EngineRuntime, output_dir: str, options: Options, choose: C
     """
     from unickpt.base.errors import UnickptError
 
-    meet = runtime.trainer_rendezvous()
+    exchange = runtime.trainer_exchange()
     if not options.memory.to_disk_every:
-        return _agreed(meet, output_dir, choose)
+        return _agreed(exchange, output_dir, choose)
     from ds_unickpt import engine
     from ds_unickpt.trainer import trainer_resume
 
     folder, error = None, None
     try:
-        folder = _agreed(meet, output_dir, choose)
+        folder = _agreed(exchange, output_dir, choose)
     except UnickptError as err:
         error = err
     if runtime.memory is None:
         runtime.memory = engine.tier_of(options)
     found = trainer_resume.newer_in_memory(
-        runtime.memory, meet, os.path.abspath(output_dir), folder, trainer_resume.step_on_disk
+        runtime.memory, exchange, os.path.abspath(output_dir), folder, trainer_resume.step_on_disk
     )
     if not found and error is not None:
         raise error
@@ -164,9 +164,9 @@ def _train(runtime: EngineRuntime, wrapped: Callable[..., Any], trainer: Any, ar
 
 def _found_by_script(runtime: EngineRuntime, given: str) -> bool:
     """Whether rank 0 has this folder from ``get_last_checkpoint``, so that the newest checkpoint is meant. Collective."""
-    meet = runtime.trainer_rendezvous()
-    found = {"found": given == runtime.script_found} if meet.rank == 0 else None
-    return bool(meet.broadcast("found-by-script", found)["found"])
+    exchange = runtime.trainer_exchange()
+    found = {"found": given == runtime.script_found} if exchange.rank == 0 else None
+    return bool(exchange.broadcast("found-by-script", found)["found"])
 
 
 _SCRIPT = declared(
@@ -261,11 +261,11 @@ def _config() -> Any:
     return None if module is None else module.deepspeed_config()
 
 
-def _agreed(meet: Rendezvous, output_dir: str, choose: Callable[[], ResumeFolder]) -> str | None:
+def _agreed(exchange: MessageExchange, output_dir: str, choose: Callable[[], ResumeFolder]) -> str | None:
     """Return the folder that rank 0 chooses, on every rank.
 
     Args:
-        meet: message exchange of this call.
+        exchange: message exchange of this call.
         output_dir: folder of the run, for messages.
         choose: called on rank 0.
 
@@ -277,17 +277,17 @@ def _agreed(meet: Rendezvous, output_dir: str, choose: Callable[[], ResumeFolder
     from unickpt.checkpoint.load.failure import error_of, failure_of
 
     message: dict[str, Any] | None = None
-    if meet.rank == 0:
+    if exchange.rank == 0:
         try:
             message = {"failure": None, **asdict(choose())}
         except Exception as err:  # the other ranks wait for this message
             message = {"failure": failure_of(err, rank=0, where=output_dir).to_json()}
-    choice = meet.broadcast("folder", message)
+    choice = exchange.broadcast("folder", message)
     if choice["failure"] is not None:
         raise error_of([Failure.from_json(choice["failure"])], where=output_dir, what="finds nothing to resume from")
     passed_over = tuple((folder, reason) for folder, reason in choice["passed_over"])
     chosen = trainer_folders.ResumeFolder(choice["folder"], passed_over)
-    if meet.rank == 0:
+    if exchange.rank == 0:
         _warn(chosen.line())
     return chosen.folder
 

@@ -56,7 +56,7 @@ def save_checkpoint(native: Callable[[], Any], trainer: Any, trial: Any) -> Any:
         ours.warn_once(f"saves go to disk although memory.to_disk_every is set: {reason}")
         return _on_disk(native, ours, run)
     try:
-        turn = ours.memory.turn(run, ours.meet, never=ours.meet.rank == 0 and _belongs_on_disk(trainer, run))
+        turn = ours.memory.turn(run, ours.exchange, never=ours.exchange.rank == 0 and _belongs_on_disk(trainer, run))
         if turn is not None and _in_memory(native, ours, turn, trainer, run):
             return None
     except CoordinationError as err:

@@ -18,7 +18,7 @@ from ds_unickpt.trainer import trainer_memory
 from unickpt.base.errors import CorruptCheckpointError, FormatError, UnickptError
 from unickpt.base.logs import make_visible
 from unickpt.checkpoint.checkpoint_folder import read_manifest
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.load.resume import AgreedFailureError, Offer, Together
 from unickpt.checkpoint.memory.finding import Found
 from unickpt.checkpoint.memory.generations import folder_of
@@ -47,13 +47,13 @@ class Resumed:
 
 
 def newer_in_memory(
-    tier: MemoryTier, meet: Rendezvous, run: str, disk: str | None, disk_step: Callable[[str], int | None]
+    tier: MemoryTier, exchange: MessageExchange, run: str, disk: str | None, disk_step: Callable[[str], int | None]
 ) -> str:
     """Return a folder with Trainer's files of the newest checkpoint in memory. Every rank calls this.
 
     Args:
         tier: memory tier of the engine that will be created.
-        meet: message exchange of all ranks.
+        exchange: message exchange of all ranks.
         run: ``output_dir``.
         disk: newest usable ``checkpoint-N`` on disk; None if there is none.
         disk_step: returns the step of a folder on disk; called on rank 0.
@@ -64,25 +64,25 @@ def newer_in_memory(
     Raises:
         CoordinationError: a rank did not arrive in time.
     """
-    load = tier.look(run, meet)
+    load = tier.look(run, exchange)
     of_rank_0: Message | None = None
-    if meet.rank == 0:
+    if exchange.rank == 0:
         if load.problems:
             make_visible()
             logger.warning("unickpt: in the memory of the hosts: %s", "; ".join(load.problems))
         of_rank_0 = {"step": _step_of(disk, disk_step)}
-    on_disk = meet.broadcast("step-on-disk", of_rank_0)["step"]
+    on_disk = exchange.broadcast("step-on-disk", of_rank_0)["step"]
     for found in load.found:
         if found.step <= on_disk:
             break
         for checked in (False, True):
             try:
-                folder = _brought(tier, load, found, Together(meet.separate("trainer-files"), run), run, checked=checked)
+                folder = _brought(tier, load, found, Together(exchange.separate("trainer-files"), run), run, checked=checked)
             except AgreedFailureError as err:
-                if meet.rank == 0 and checked:
+                if exchange.rank == 0 and checked:
                     logger.warning("unickpt: step %s in the memory of the hosts cannot be used: %s", found.step, err)
             else:
-                if meet.rank == 0:
+                if exchange.rank == 0:
                     make_visible()
                     instead = f"newer than {disk}" if disk else "no checkpoint is on disk"
                     logger.info("unickpt: resuming from step %s in the memory of the hosts: %s", found.step, instead)
@@ -105,7 +105,7 @@ def _brought(tier: MemoryTier, load: MemoryLoad, found: Found, together: Togethe
 
     def bring() -> str:
         checkpoint = tier.open(run, load, found.number)
-        rank, first = together.meet.rank, trainer_memory.files_of(checkpoint, 0)
+        rank, first = together.exchange.rank, trainer_memory.files_of(checkpoint, 0)
         place, first_of_host = tier.scratch(run, _RESUME, folder_of(found.number))
         folder = place / f"checkpoint-{trainer_memory.number_in(first)}"
         (folder / f"global_step{found.step}").mkdir(mode=0o700, parents=True, exist_ok=True)  # Trainer looks for it

@@ -115,7 +115,7 @@ class Results:
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
 
-    def meet(self, what: str, failed: bool = False) -> bool:
+    def exchange(self, what: str, failed: bool = False) -> bool:
         """Wait for all ranks. Returns whether any failed."""
         name = f"unit/{what}/{self.tests}"
         self.store.add(f"{name}/failed", int(failed))
@@ -134,7 +134,7 @@ class Results:
         global saves
         self.tests += 1
         self.outcome, self.reason, saves = "passed", "", 0
-        self.meet("begin")
+        self.exchange("begin")
         self.write(test=nodeid, event="begin")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -146,7 +146,7 @@ class Results:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self.write(test=nodeid, event="end", outcome=self.outcome, reason=self.reason, saves=saves)
-        if self.meet("end", self.outcome == "failed"):
+        if self.exchange("end", self.outcome == "failed"):
             self.anew()
         elif not parallel_state.is_initialized():
             _end_groups()

@@ -13,7 +13,7 @@ from megatron_unickpt.held_state.common_state import COMMON
 from megatron_unickpt.held_state.foreign_state import Receiver
 from unickpt.base.errors import MismatchError
 from unickpt.base.listing import some
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.state.filling import shapes_of_all
 from unickpt.transform.convert.megatron.keys import DIALECT as OWN
@@ -24,7 +24,7 @@ from unickpt.transform.dialects.translated_checkpoint import translated
 
 
 def as_named_here(
-    checkpoint: Checkpoint, items: Iterable[ShardedTensor], meet: Rendezvous | None, receiver: Receiver | None = None,
+    checkpoint: Checkpoint, items: Iterable[ShardedTensor], exchange: MessageExchange | None, receiver: Receiver | None = None,
     chosen: str = "",
 ) -> Checkpoint:  # fmt: skip
     """Return the checkpoint under the keys of this job's model.
@@ -32,7 +32,7 @@ def as_named_here(
     Args:
         checkpoint: checkpoint of any framework, the same on all ranks.
         items: tensors that this rank loads.
-        meet: exchange with the other ranks, which all call this; each then knows the tensors of all. None: this rank is alone.
+        exchange: message exchange of the ranks, which all call this; each then knows the tensors of all. None: one rank.
         receiver: objects of the job, which receive the state of another framework.
         chosen: model family, or path of a dialect file. '' for ``--unickpt-load-dialect``.
 
@@ -44,7 +44,7 @@ def as_named_here(
     if stored.dialect == OWN:
         return checkpoint
     own = {sharded_tensors.tensor_of(item.key)[0]: tuple(int(extent) for extent in item.global_shape) for item in items}
-    wanted = own if meet is None else shapes_of_all(own, meet)
+    wanted = own if exchange is None else shapes_of_all(own, exchange)
     if not stored.model and any(
         checkpoint.info(name, state) for name in wanted for state in (sharded_tensors.WEIGHT, sharded_tensors.MASTER)
     ):
@@ -57,7 +57,7 @@ def as_named_here(
         model.facts
     )
     view = translated(checkpoint, rules.rules, wanted, rules.sizes_of(model.facts))
-    if view.untranslated and meet is not None:
+    if view.untranslated and exchange is not None:
         raise MismatchError(f"{where}: this model has no counterpart of {some(view.untranslated)}. Nothing is loaded.")
     common, notes = foreign_state.common_state(checkpoint, receiver or Receiver())
     return dataclasses.replace(view, job_objects={COMMON: common}, job_notes=notes)

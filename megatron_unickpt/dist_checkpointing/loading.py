@@ -37,8 +37,8 @@ from unickpt.base.garbage import collection_paused
 from unickpt.base.listing import some
 from unickpt.base.logs import make_visible
 from unickpt.checkpoint.coordination.host_peers import HostPeers
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.coordination.owners import Origin
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.topology import describe
 from unickpt.checkpoint.load.checkpoint import Checkpoint, Planned
@@ -118,7 +118,7 @@ def load(
 
     def opened() -> tuple[Checkpoint, _Request]:
         checkpoint = runtime.opened(checkpoint_dir) if source is None else source()
-        if owner is not None and together.meet.rank == 0:
+        if owner is not None and together.exchange.rank == 0:
             refused = runtime.owners.load_refusal(owner, checkpoint.manifest)
             if refused:
                 raise MismatchError(f"{checkpoint_dir}: {refused}")
@@ -130,7 +130,7 @@ def load(
 
     with as_megatron_errors():
         stored, request = together.step("open", opened)
-        with_others = together.meet if validate_access_integrity else None
+        with_others = together.exchange if validate_access_integrity else None
         checkpoint = together.step(
             "named", lambda: dialects.as_named_here(stored, request.items(), with_others, receiver, load_dialect)
         )
@@ -178,9 +178,9 @@ def _held(leaf: Any) -> Any:
 def begin_together(runtime: Runtime, checkpoint_dir: str | Path) -> Together:
     """Begin the agreements of a load. All ranks call it."""
     runtime.loads_begun += 1
-    meet = runtime.rendezvous()
-    meet.begin("load")
-    return Together(meet, str(checkpoint_dir))
+    exchange = runtime.exchange()
+    exchange.begin("load")
+    return Together(exchange, str(checkpoint_dir))
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +349,7 @@ def _mask(checkpoint: Checkpoint, wanted: Any) -> str:
 
 def _refuse_left_out(together: Together, checkpoint: Checkpoint, wanted: Any) -> None:
     """Raise on all ranks if the checkpoint has parameters that no rank requests."""
-    messages = together.meet.gather("parameters", {"tensors": _mask(checkpoint, wanted)})
+    messages = together.exchange.gather("parameters", {"tensors": _mask(checkpoint, wanted)})
     refused = None
     if messages is not None:
         left = unrequested(checkpoint, [message["tensors"] for message in messages])
@@ -359,19 +359,19 @@ def _refuse_left_out(together: Together, checkpoint: Checkpoint, wanted: Any) ->
 
 
 def _account(
-    work: restore.Restore, wanted: Any, meet: Rendezvous | None, seconds: float, handling: Any, *, with_optimizer: bool
+    work: restore.Restore, wanted: Any, exchange: MessageExchange | None, seconds: float, handling: Any, *, with_optimizer: bool
 ) -> None:
     """Complete the report; the coordinator adds the tensors that no rank loaded, and logs it.
 
     Args:
-        meet: exchange with the other ranks; None: only this rank's own tensors are reported.
+        exchange: message exchange of the ranks; None: only this rank's own tensors are reported.
     """
     checkpoint, report = work.checkpoint, work.report
     report.target = describe(internals.topology())
     report.seconds = seconds
-    if meet is not None:
+    if exchange is not None:
         fresh = {lack.name: sorted(f"{name} ({state})" for name, state in pairs) for lack, pairs in work.fresh.items()}
-        messages = meet.gather("requested", {"tensors": _mask(checkpoint, wanted), "fresh": fresh})
+        messages = exchange.gather("requested", {"tensors": _mask(checkpoint, wanted), "fresh": fresh})
         if messages is not None:
             left = unrequested(checkpoint, [message["tensors"] for message in messages])
             for info in left:

@@ -24,8 +24,8 @@ from megatron_unickpt.framework.errors import MegatronSaveError, as_megatron_err
 from megatron_unickpt.held_state import optimizer_forms, sharded_tensors
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from unickpt.base.logs import make_visible
+from unickpt.checkpoint.coordination.message_exchange import Message
 from unickpt.checkpoint.coordination.owners import as_json
-from unickpt.checkpoint.coordination.rendezvous import Message
 from unickpt.checkpoint.memory.tier import Turn
 from unickpt.checkpoint.save.requests import PendingSave, SaveRequest
 from unickpt.checkpoint.save.shards import Contribution
@@ -140,8 +140,8 @@ def _begun(runtime: Runtime, request: SaveRequest, *, asynchronous: bool, turn: 
     with as_megatron_errors():
         if turn is not None:
             return MegatronSave(turn.save(request))
-        meet = runtime.rendezvous().separate("save")  # an earlier save may still be in progress
-        return MegatronSave(runtime.saver().save(request, meet, asynchronous=asynchronous))
+        exchange = runtime.exchange().separate("save")  # an earlier save may still be in progress
+        return MegatronSave(runtime.saver().save(request, exchange, asynchronous=asynchronous))
 
 
 def _scripts_commit(runtime: Runtime, call: ScriptCall, directory: str) -> None:

@@ -67,7 +67,7 @@ def turn_of(runtime: Runtime, arguments: Any, call: Mapping[str, Any]) -> Turn |
     if not tier.enabled or call.get("release") or divided != bool(call.get("non_persistent_ckpt")):
         return None
     try:
-        return tier.turn(folder_of(arguments, str(arguments.save)), runtime.rendezvous(), always=divided)
+        return tier.turn(folder_of(arguments, str(arguments.save)), runtime.exchange(), always=divided)
     except CoordinationError as err:
         logger.error("unickpt: the next checkpoint goes to disk, not into memory: %s", err)
         return None
@@ -85,7 +85,7 @@ def resume_of(runtime: Runtime, arguments: Any, load_dir: str, step: int | None)
     save_dir = getattr(arguments, "save", None)
     continues = bool(save_dir) and absolute(str(save_dir)) == absolute(load_dir)
     place = folder_of(arguments, load_dir)
-    return MemoryResume(tier_of(runtime, arguments), place, runtime.rendezvous(), step=step, continues=continues)
+    return MemoryResume(tier_of(runtime, arguments), place, runtime.exchange(), step=step, continues=continues)
 
 
 def tracked(load_dir: str) -> int:

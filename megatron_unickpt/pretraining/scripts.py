@@ -205,8 +205,8 @@ def load_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, *
     if load_dir is None:
         return _native(runtime, wrapped, args, kwargs)
     shutdown.finish_all(ending=False)  # a save of this process that is still in progress may be the newest checkpoint
-    meet = runtime.rendezvous()
-    meet.begin("choose")
+    exchange = runtime.exchange()
+    exchange.begin("choose")
     step = getattr(options, "ckpt_step", None)
     choices = non_persistent.choices_of(options, str(load_dir), step)
     in_memory = memory.resume_of(runtime, options, str(load_dir), step)
@@ -219,14 +219,14 @@ def load_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, *
         if offer.native or (first and _local_is_newer(options, bound, offer)):
             return _megatrons(runtime, wrapped, bound, _NATIVE)
         if offer.checked:
-            Together(meet, offer.directory).step("check", partial(in_memory.check, offer))
+            Together(exchange, offer.directory).step("check", partial(in_memory.check, offer))
         result = _universal(runtime, wrapped, bound, options, offer, skipped, partial(in_memory.open, offer))
         in_memory.loaded(offer, offer.step)
         return result
 
     with as_megatron_errors():
         return resume(
-            meet,
+            exchange,
             offers.next,
             attempt,
             partial(_nothing, runtime, wrapped, bound, options, str(load_dir)),
@@ -339,7 +339,7 @@ def _universal(
             raise MismatchError(f"{offer.directory} {refused}")
         return checkpoint, stored
 
-    checkpoint, stored = Together(runtime.rendezvous(), offer.directory).step("compare", opened)
+    checkpoint, stored = Together(runtime.exchange(), offer.directory).step("compare", opened)
     _warn_of_function_changes(stored, options, checkpoint)
     kept = any(name.startswith(f"{RNG}/") for name in checkpoint.shared_names())
     same = kept and _same_positions(checkpoint.manifest.writer.topology)

@@ -268,10 +268,10 @@ def test_a_folder_that_another_user_has_planted_is_refused_and_saves_go_to_disk(
 
     assert as_nobody(plant)
     tier = MemoryTier(MemoryOptions(to_disk_every=9, folder=str(shared / "memory")), SaveOptions())
-    meet = alone()
-    load = tier.look(str(shared / "saves"), meet)
+    exchange = alone()
+    load = tier.look(str(shared / "saves"), exchange)
     assert load.found == []
     assert any("belongs to user 65534" in problem for problem in load.problems), load.problems
-    assert tier.save(request(str(shared / "saves"), 1, 0, 1), meet) is None
+    assert tier.save(request(str(shared / "saves"), 1, 0, 1), exchange) is None
     assert any("saves go to disk, not into memory" in line and "65534" in line for line in caplog.messages)
     assert jobs(shared / "memory") == []

@@ -14,7 +14,7 @@ from tests.support.saves import INFO, WRITER, values
 from unickpt.base.errors import CorruptCheckpointError
 from unickpt.base.memory_status import MemoryStatus
 from unickpt.base.options.job import MemoryOptions
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.memory.generations import Inventory
 from unickpt.checkpoint.memory.hosts import JobHosts
 from unickpt.checkpoint.memory.tier import MemoryTier
@@ -32,7 +32,7 @@ class Job:
         self.checkpoints = str(folder / "checkpoints")
         self.statuses: list[MemoryStatus] = []
         self.tiers = [self._tier(host, options) for host in hosts]
-        self.meets: list[Rendezvous] = []
+        self.exchanges: list[MessageExchange] = []
 
     def _tier(self, host: int, options: dict[str, Any]) -> MemoryTier:
         parent = self.folder / f"host{host}"
@@ -41,11 +41,11 @@ class Job:
             MemoryOptions(**{"to_disk_every": 100, "folder": str(parent), **options}), SaveOptions(), self.statuses.append
         )
 
-    def everywhere(self, action: Callable[[MemoryTier, Rendezvous], Any]) -> list[Any]:
+    def everywhere(self, action: Callable[[MemoryTier, MessageExchange], Any]) -> list[Any]:
         """Run an action on every rank."""
 
-        def run(meet: Rendezvous) -> Any:
-            return action(self.tiers[meet.rank], meet)
+        def run(exchange: MessageExchange) -> Any:
+            return action(self.tiers[exchange.rank], exchange)
 
         results = on_all_ranks(run, world=len(self.hosts))
         for result in results:
@@ -56,9 +56,9 @@ class Job:
     def save(self, *steps: int) -> None:
         """Save steps one after another, and wait for each of them and its copies."""
 
-        def one(tier: MemoryTier, meet: Rendezvous) -> None:
+        def one(tier: MemoryTier, exchange: MessageExchange) -> None:
             for step in steps:
-                save = tier.save(request(self.checkpoints, step, meet.rank, len(self.hosts)), meet)
+                save = tier.save(request(self.checkpoints, step, exchange.rank, len(self.hosts)), exchange)
                 assert save is not None
                 assert save.wait(30)
                 assert save.committed, save.cause()
@@ -68,10 +68,10 @@ class Job:
     def turns(self, *steps: int) -> list[str]:
         """Save steps; return for each whether it is in memory, failed, or belongs on disk, where it is then."""
 
-        def one(tier: MemoryTier, meet: Rendezvous) -> list[str]:
+        def one(tier: MemoryTier, exchange: MessageExchange) -> list[str]:
             found = []
             for step in steps:
-                save = tier.save(request(self.checkpoints, step, meet.rank, len(self.hosts)), meet)
+                save = tier.save(request(self.checkpoints, step, exchange.rank, len(self.hosts)), exchange)
                 if save is None:
                     tier.saved_to_disk(self.checkpoints, 0.0)
                     found.append("disk")
@@ -86,8 +86,8 @@ class Job:
     def load(self) -> tuple[list[int], list[torch.Tensor | Exception]]:
         """Return the steps that can be loaded, and what each rank reads of the newest."""
 
-        def one(tier: MemoryTier, meet: Rendezvous) -> Any:
-            load = tier.look(self.checkpoints, meet)
+        def one(tier: MemoryTier, exchange: MessageExchange) -> Any:
+            load = tier.look(self.checkpoints, exchange)
             if not load.found:
                 return [], None
             try:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 
 WORLD = 3
 
 
 def on_all_ranks(
-    action: Callable[[Rendezvous], Any], *, timeout_s: float = 30.0, world: int = WORLD,
+    action: Callable[[MessageExchange], Any], *, timeout_s: float = 30.0, world: int = WORLD,
     ended: Callable[[], frozenset[int]] = frozenset,
 ) -> list[Any]:  # fmt: skip
     """Run an action on ``world`` threads that share a store, as ranks do. Returns errors as results."""
@@ -22,9 +22,9 @@ def on_all_ranks(
     out: list[Any] = [None] * world
 
     def run(rank: int) -> None:
-        meet = Rendezvous(store, rank=rank, world=world, prefix="t", timeout_s=timeout_s, notice_s=0.2, ended=ended)
+        exchange = MessageExchange(store, rank=rank, world=world, prefix="t", timeout_s=timeout_s, notice_s=0.2, ended=ended)
         try:
-            out[rank] = action(meet)
+            out[rank] = action(exchange)
         except Exception as err:
             out[rank] = err
 
@@ -36,5 +36,5 @@ def on_all_ranks(
     return out
 
 
-def alone(*, notice_s: float = 20.0) -> Rendezvous:
-    return Rendezvous(None, rank=0, world=1, prefix="t", notice_s=notice_s)
+def alone(*, notice_s: float = 20.0) -> MessageExchange:
+    return MessageExchange(None, rank=0, world=1, prefix="t", notice_s=notice_s)

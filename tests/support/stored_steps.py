@@ -10,7 +10,7 @@ import torch
 
 from tests.support.rank_threads import WORLD, on_all_ranks
 from tests.support.saves import INFO, part, values
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.verify import verify_checkpoint
 from unickpt.checkpoint.save.requests import SaveResult
@@ -23,8 +23,8 @@ needs_store = pytest.mark.skipif(bool(_MISSING), reason=f"not installed: {', '.j
 def save_step(where: str, step: int, tag: str, **more: Any) -> list[SaveResult]:
     """Save on three ranks."""
 
-    def run(meet: Rendezvous) -> SaveResult:
-        return save(lambda _: part(step, meet.rank), save_dir=where, tag=tag, save_latest=True, meet=meet, **more)
+    def run(exchange: MessageExchange) -> SaveResult:
+        return save(lambda _: part(step, exchange.rank), save_dir=where, tag=tag, save_latest=True, exchange=exchange, **more)
 
     return on_all_ranks(run)
 

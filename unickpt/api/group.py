@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from unickpt.base.errors import ConfigError
 from unickpt.base.round_folder import ends_of_job
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Group:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Group:
-        """Return the ranks of a process group that this process is a member of. None: as for ``rendezvous_of``."""
+        """Return the ranks of a process group that this process is a member of. None: as for ``exchange_of``."""
         if not dist.is_available() or not dist.is_initialized():
             return cls()
         return cls(dist.get_rank(group), tuple(dist.get_process_group_ranks(group or dist.group.WORLD)))
@@ -37,7 +37,7 @@ class Group:
         return tuple(sorted(known[rank] for rank in ranks if rank in known))
 
 
-def rendezvous_of(group: dist.ProcessGroup | None, *, timeout_s: float) -> Rendezvous:
+def exchange_of(group: dist.ProcessGroup | None, *, timeout_s: float) -> MessageExchange:
     """Return the message exchange for one save or load of a process group.
 
     Every rank of the group makes the same calls in the same order. The key-value store of the job counts the calls of each
@@ -51,14 +51,14 @@ def rendezvous_of(group: dist.ProcessGroup | None, *, timeout_s: float) -> Rende
         ConfigError: this process is not a member of the group.
     """
     if not dist.is_available() or not dist.is_initialized():
-        return Rendezvous(None, rank=0, world=1, prefix="unickpt")
+        return MessageExchange(None, rank=0, world=1, prefix="unickpt")
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise ConfigError("this process is not a member of the process group that was passed as group")
     if world == 1:
-        return Rendezvous(None, rank=0, world=1, prefix="unickpt")
+        return MessageExchange(None, rank=0, world=1, prefix="unickpt")
     store = dist.distributed_c10d._get_default_store()
     name = "default" if group is None else group.group_name
     call = store.add(f"unickpt/api/{name}/calls/{rank}", 1)
     ended = ends_of_job(rank, world) if group is None else frozenset
-    return Rendezvous(store, rank=rank, world=world, prefix=f"unickpt/api/{name}/{call}", timeout_s=timeout_s, ended=ended)
+    return MessageExchange(store, rank=rank, world=world, prefix=f"unickpt/api/{name}/{call}", timeout_s=timeout_s, ended=ended)

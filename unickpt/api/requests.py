@@ -11,7 +11,7 @@ from unickpt.api.group import Group
 from unickpt.api.state import Key, LocalShard, Value, as_shard, key_of
 from unickpt.base.errors import MismatchError
 from unickpt.base.listing import some
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format.dtypes import name_of, torch_dtype
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.objects import Decoded
@@ -72,11 +72,13 @@ class Wanted:
         if rounded is not out:
             self.filling.copy_later(out, rounded)
 
-    def agree(self, meet: Rendezvous) -> None:
+    def agree(self, exchange: MessageExchange) -> None:
         """Find out with the other ranks which tensors no rank requests."""
         checkpoint = self.filling.checkpoint
         own = {"tensors": mask_of(checkpoint, self.infos)}
-        every = meet.combined("requested", own, lambda messages: {"tensors": union_of(each["tensors"] for each in messages)})
+        every = exchange.combined(
+            "requested", own, lambda messages: {"tensors": union_of(each["tensors"] for each in messages)}
+        )
         self.left = unrequested(checkpoint, [every["tensors"]])
 
     @property

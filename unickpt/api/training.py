@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from unickpt import __version__
-from unickpt.api.group import Group, rendezvous_of
+from unickpt.api.group import Group, exchange_of
 from unickpt.api.requests import Wanted
 from unickpt.api.state import Key, Models, Value, describe, fingerprint_of_replicated
 from unickpt.base.errors import ConfigError, NotACheckpointError, SaveFailedError
 from unickpt.base.launcher_watch import end_with_launcher
 from unickpt.base.listing import some
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.coordination.owners import Origin, Owner, as_json
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
 from unickpt.checkpoint.format.manifest import Writer
 from unickpt.checkpoint.load.candidates import Candidates
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -100,7 +100,7 @@ def save_checkpoint(
     options = options or SaveOptions()
     if options.asynchronous:
         raise ConfigError("save_checkpoint does not support SaveOptions(asynchronous=True): it returns a durable checkpoint")
-    meet = rendezvous_of(group, timeout_s=timeout_s)
+    exchange = exchange_of(group, timeout_s=timeout_s)
     failed: Exception | None = None
     must_match: Message = {"step": step}
     try:
@@ -111,7 +111,7 @@ def save_checkpoint(
     def contribute(_: Message) -> Contribution:
         found = describe(state, Group.of(group))
         return Contribution(
-            found.shards(), step, _writer(meet, owner), tensors=found.tensors, objects=dict(objects or {}),
+            found.shards(), step, _writer(exchange, owner), tensors=found.tensors, objects=dict(objects or {}),
             rank_objects=dict(rank_objects or {}),
         )  # fmt: skip
 
@@ -122,15 +122,15 @@ def save_checkpoint(
         framework_stands_in=False, failed=failed,
         claim=None if owner is None else _MODELS.owners.claim(owner, any_structure=True),
     )  # fmt: skip
-    pending = Saver(options).save(request, meet, asynchronous=False)
+    pending = Saver(options).save(request, exchange, asynchronous=False)
     if pending.result is None or not pending.result.complete:
         raise SaveFailedError(f"{pending.directory}: {pending.cause()}. Earlier checkpoints are intact.")
     return pending.result
 
 
-def _writer(meet: Rendezvous, owner: Owner | None) -> Writer:
+def _writer(exchange: MessageExchange, owner: Owner | None) -> Writer:
     origin = {} if owner is None else dict(as_json(_MODELS.owners.origin(owner)))
-    topology = {"world_size": meet.world}
+    topology = {"world_size": exchange.world}
     return Writer("torch", torch.__version__, __version__, torch.__version__, "torch", topology, origin=origin)
 
 
@@ -209,12 +209,12 @@ def load_checkpoint(
     end_with_launcher()
     shutdown.finish_all(ending=False)
     folder = absolute(os.fspath(directory))
-    meet = rendezvous_of(group, timeout_s=timeout_s)
+    exchange = exchange_of(group, timeout_s=timeout_s)
     candidates = Candidates(folder)
 
     def attempt(offer: Offer, skipped: tuple[str, ...]) -> Loaded:
         return _load(
-            meet, offer.directory, state, Group.of(group), skipped, strict=strict, verify=verify, allow_pickle=allow_pickle
+            exchange, offer.directory, state, Group.of(group), skipped, strict=strict, verify=verify, allow_pickle=allow_pickle
         )
 
     def nothing(offer: Offer) -> Loaded:
@@ -224,8 +224,8 @@ def load_checkpoint(
             + (f"; pass one of its checkpoints: {present}" if present else ", so this is not a checkpoint and contains none")
         )
 
-    loaded = resume(meet, lambda: _offer(candidates, folder), attempt, nothing, where=folder, fall_back=fall_back)
-    meet.leave()
+    loaded = resume(exchange, lambda: _offer(candidates, folder), attempt, nothing, where=folder, fall_back=fall_back)
+    exchange.leave()
     return loaded
 
 
@@ -240,22 +240,24 @@ def _offer(candidates: Candidates, folder: str) -> Offer:
 
 
 def _load(
-    meet: Rendezvous, directory: str, state: Mapping[Key, Value], group: Group, skipped: tuple[str, ...], *, strict: bool,
-    verify: str, allow_pickle: bool,
+    exchange: MessageExchange, directory: str, state: Mapping[Key, Value], group: Group, skipped: tuple[str, ...], *,
+    strict: bool, verify: str, allow_pickle: bool,
 ) -> Loaded:  # fmt: skip
     begin = time.monotonic()
-    together = Together(meet, directory)
-    report = LoadReport(source=directory, target=f"a state dict on {meet.world} {'rank' if meet.world == 1 else 'ranks'}")
+    together = Together(exchange, directory)
+    report = LoadReport(
+        source=directory, target=f"a state dict on {exchange.world} {'rank' if exchange.world == 1 else 'ranks'}"
+    )
     wanted = together.step("open", lambda: Wanted.of(Filling(Checkpoint.open(directory), report), state, group))
     filling, checkpoint = wanted.filling, wanted.filling.checkpoint
-    planned, opener = together.plan(filling.plan, identity=lambda: checkpoint.identity, share=meet.world > 1)
-    wanted.agree(meet)
+    planned, opener = together.plan(filling.plan, identity=lambda: checkpoint.identity, share=exchange.world > 1)
+    wanted.agree(exchange)
     if strict:
         together.step("complete", wanted.refuse_lost)
     together.read(lambda host_peers: filling.read(planned, verify=verify, host_peers=host_peers), opener)
     decoded = together.step("finish", lambda: checkpoint.objects(allow_pickle=allow_pickle))
     wanted.account(decoded)
-    if wanted.lost and meet.rank == 0:
+    if wanted.lost and exchange.rank == 0:
         logger.warning(
             "unickpt: %s: no rank requested %d of its parameters: %s", directory, len(wanted.lost), some(wanted.lost)
         )

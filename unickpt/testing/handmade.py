@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format import rank_rows as rows_module
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import FragmentRow, Index, TensorInfo
@@ -104,7 +104,7 @@ def save_single(save_dir: Path, tag: str = "global_step3", **options: Any) -> Pa
         save_dir=str(save_dir),
         tag=tag,
         save_latest=True,
-        meet=Rendezvous(None, rank=0, world=1, prefix="t"),
+        exchange=MessageExchange(None, rank=0, world=1, prefix="t"),
     )
     assert result.committed, result
     return save_dir / tag

@@ -18,7 +18,7 @@ from tests.support.s3 import CREDENTIALS, Bucket, Relay
 from tests.support.saves import assert_counts, part
 from tests.support.stored_steps import assert_holds, needs_store
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.checkpoint.load.verify import verify_checkpoint
@@ -37,14 +37,14 @@ def test_local_checkpoints_are_uploaded_in_the_background(
     committed: list[str] = []
     target = f"{bucket.url}/run"
 
-    def run(meet: Rendezvous) -> list[PendingSave]:
+    def run(exchange: MessageExchange) -> list[PendingSave]:
         saver = Saver(SaveOptions(asynchronous=True, upload_to=target))
         saves = []
         for step in (1, 2):
             wanted = SaveRequest(
-                lambda _, s=step: part(s, meet.rank), str(tmp_path), f"s{step}", True, on_commit=committed.append
+                lambda _, s=step: part(s, exchange.rank), str(tmp_path), f"s{step}", True, on_commit=committed.append
             )
-            saves.append(saver.save(wanted, meet.separate("save")))
+            saves.append(saver.save(wanted, exchange.separate("save")))
             assert saver.finish(60)
         return saves
 
@@ -64,9 +64,9 @@ def test_local_checkpoints_are_uploaded_in_the_background(
 def test_a_failed_upload_logs_one_warning_and_leaves_no_object(tmp_path: Path, relayed: Bucket, relay: Relay) -> None:
     relay.rule = lambda method, path: "refuse" if method == "PUT" and "rank00001" in path else ""
 
-    def run(meet: Rendezvous) -> PendingSave:
+    def run(exchange: MessageExchange) -> PendingSave:
         saver = Saver(SaveOptions(asynchronous=True, upload_to=relayed.url))
-        save = saver.save(SaveRequest(lambda _: part(1, meet.rank), str(tmp_path), "a", True), meet.separate("save"))
+        save = saver.save(SaveRequest(lambda _: part(1, exchange.rank), str(tmp_path), "a", True), exchange.separate("save"))
         assert saver.finish(60)
         return save
 
@@ -86,10 +86,10 @@ def test_an_upload_does_not_write_into_an_existing_checkpoint(tmp_path: Path, re
     """A resumed job saves the same tag again into a new local directory, with the same file names."""
 
     def upload(folder: str, step: int) -> list[PendingSave]:
-        def run(meet: Rendezvous) -> PendingSave:
+        def run(exchange: MessageExchange) -> PendingSave:
             saver = Saver(SaveOptions(asynchronous=True, upload_to=relayed.url))
-            wanted = SaveRequest(lambda _: part(step, meet.rank), str(tmp_path / folder), "a", True)
-            save = saver.save(wanted, meet.separate("save"))
+            wanted = SaveRequest(lambda _: part(step, exchange.rank), str(tmp_path / folder), "a", True)
+            save = saver.save(wanted, exchange.separate("save"))
             assert saver.finish(60)
             return save
 

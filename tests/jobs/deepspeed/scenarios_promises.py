@@ -445,7 +445,7 @@ def a_save_that_only_one_rank_calls_names_the_missing_ranks(folder: Path) -> Non
         unickpt={"enabled": True, "timeout_seconds": 2, "async_save": False},
         checkpoint={"tag_validation": "Ignore"},
     )
-    engine.checkpoint_engine.meet.notice_s = 1.0
+    engine.checkpoint_engine.exchange.notice_s = 1.0
     train(engine, 1)
     if dist.get_rank() == 0:
         with Log() as log:

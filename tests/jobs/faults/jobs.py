@@ -77,9 +77,9 @@ def _race(folder: Path, job: int, go: Path, word: Path, *, tagged: bool, keep: R
     saver = Saver(SaveOptions(asynchronous=bool(job), retention=keep))
     said = []
     for number in range(1, SAVES + 1):
-        meet = ranks.alone()
+        exchange = ranks.alone()
         tag = f"job{job}-{number}" if tagged else "best"
-        save = saver.save(ranks.request(folder, tag, job * JOBS + number, meet), meet)
+        save = saver.save(ranks.request(folder, tag, job * JOBS + number, exchange), exchange)
         save.wait(ranks.HANG_S)
         reason = "" if save.committed else save.cause()
         said.append("refused: another process is saving into this directory" if "is locked" in reason else reason[:80])

@@ -18,7 +18,7 @@ from tests.jobs.faults.ranks import KEEP, Meeting
 from tests.jobs.faults.state import copied, resume
 from tests.jobs.faults.tally import Tally, spread
 from unickpt.base.errors import CoordinationError
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions
 from unickpt.checkpoint.save.saver import Saver
 
@@ -48,7 +48,7 @@ class Board:
 def _train(rank: int, folder: Path, scratch: Path, board: Board, first: int, meeting: Meeting, *, holds: bool) -> None:
     """One rank: save in a loop, new tags and one that comes again, until something is wrong; then say what."""
     store = meeting.hold() if holds else meeting.join()
-    meet = Rendezvous(store, rank=rank, world=WORLD, prefix="job", timeout_s=1.5)
+    exchange = MessageExchange(store, rank=rank, world=WORLD, prefix="job", timeout_s=1.5)
     saver = Saver(SaveOptions(asynchronous=True, retention=KEEP, on_busy=("wait", "queue", "skip")[first % 3], grace_s=5.0))
     chance = random.Random(first * 10 + rank)
     errors: list[str] = []
@@ -68,9 +68,9 @@ def _train(rank: int, folder: Path, scratch: Path, board: Board, first: int, mee
             tag = "best" if step % 4 == 0 else f"step{step}"
             board.place(rank, "copying")
             board.put(rank, 0, step)
-            wanted = ranks.request(folder, tag, step, meet, on_end=lambda save, step=step: over(save, step))
+            wanted = ranks.request(folder, tag, step, exchange, on_end=lambda save, step=step: over(save, step))
             try:
-                saver.save(wanted, meet.separate("save"))
+                saver.save(wanted, exchange.separate("save"))
             except CoordinationError as err:
                 errors.append(str(err))
             if errors:

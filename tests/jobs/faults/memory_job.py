@@ -25,7 +25,7 @@ from tests.support.rank_threads import on_all_ranks
 from unickpt.base.errors import CoordinationError, UnickptError
 from unickpt.base.options.job import UNLIMITED, MemoryOptions
 from unickpt.checkpoint.checkpoint_folder import latest_tag, read_manifest
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.load.failure import DAMAGE, failure_of
 from unickpt.checkpoint.memory.generations import number_of
 from unickpt.checkpoint.memory.hosts import JobHosts
@@ -82,7 +82,7 @@ def train(rank: int, host: int, folder: Path, board: Board, training: Training, 
         real = time.time_ns
         time.time_ns = lambda: real() + int(training.clock_s * 1e9)
     timeout_s = 20.0 if training.flips else 3.0  # a damaged answer may cost the 20 s that a keeper waits for the rest of it
-    meet = Rendezvous(meeting.join(), rank=rank, world=WORLD, prefix="job", timeout_s=timeout_s)
+    exchange = MessageExchange(meeting.join(), rank=rank, world=WORLD, prefix="job", timeout_s=timeout_s)
     tier, disk = MemoryTier(options(folder, host, training), SaveOptions(grace_s=1.0)), Saver(SaveOptions(retention=KEEP))
     saves, first = folder / "saves", training.first
 
@@ -94,13 +94,13 @@ def train(rank: int, host: int, folder: Path, board: Board, training: Training, 
 
     with contextlib.suppress(CoordinationError):
         if training.resumes:
-            resume_rank(tier, meet, saves)
+            resume_rank(tier, exchange, saves)
         for step in itertools.count(first):
             board.put(rank, 0, step)
-            wanted = ranks.request(saves, training.tag or f"step{step}", step, meet)
-            save = tier.save(wanted, meet, lambda save, step=step: over(save, step))
+            wanted = ranks.request(saves, training.tag or f"step{step}", step, exchange)
+            save = tier.save(wanted, exchange, lambda save, step=step: over(save, step))
             if save is None or (save.done and not save.committed):
-                result = disk.save(wanted, meet.separate("disk"), asynchronous=False).result
+                result = disk.save(wanted, exchange.separate("disk"), asynchronous=False).result
                 if result is not None and result.complete:
                     tier.saved_to_disk(str(saves), result.seconds)
                     if rank == 0:
@@ -118,26 +118,26 @@ def disk_step(folder: Path) -> int | None:
     return None
 
 
-def resume_rank(tier: MemoryTier, meet: Rendezvous, saves: Path, flips: Flips | None = None) -> Resumed:
+def resume_rank(tier: MemoryTier, exchange: MessageExchange, saves: Path, flips: Flips | None = None) -> Resumed:
     """Resume on this rank as the adapters do; every rank reads everything."""
     skipped, tried = list[str](), list[tuple[int, bool]]()
-    load = tier.look(str(saves), meet)
+    load = tier.look(str(saves), exchange)
     if flips is not None:
         tamper(tier, flips)
-        load = tier.look(str(saves), meet)
+        load = tier.look(str(saves), exchange)
     while (choice := choose(load, lambda: disk_step(saves), tried)) is not None:
         found, checked = choice
         step, wrong, problem = None, list[str](), ""
         try:
             if checked:
                 tier.check(str(saves), found.number)
-                meet.agree("check", None)
+                exchange.agree("check", None)
             step, wrong = judged(tier.open(str(saves), load, found.number))
         except UnickptError as err:
             if failure_of(err, rank=0, where="").kind not in DAMAGE:
                 raise
             problem = str(err)
-        problems = meet.agree("read", problem or None)
+        problems = exchange.agree("read", problem or None)
         if not problems:
             assert step is not None
             tier.loaded(str(saves), load, step, found.number)
@@ -153,7 +153,9 @@ def resumed(folder: Path, hosts: Sequence[int], flips: Flips | None = None) -> R
     """Resume on these hosts, one rank on each."""
     tiers = [MemoryTier(options(folder, host, Training(to_disk_every=2)), SaveOptions()) for host in hosts]
     try:
-        results = on_all_ranks(lambda meet: resume_rank(tiers[meet.rank], meet, folder / "saves", flips), world=len(hosts))
+        results = on_all_ranks(
+            lambda exchange: resume_rank(tiers[exchange.rank], exchange, folder / "saves", flips), world=len(hosts)
+        )
     finally:
         for tier in tiers:
             stop(tier)
@@ -177,12 +179,12 @@ def other_job(folder: Path, first: int) -> None:
     """Another job saves into memory under the same name, and is gone."""
     tiers = [MemoryTier(options(folder, host, Training()), SaveOptions()) for host in range(WORLD)]
 
-    def run(meet: Rendezvous) -> None:
+    def run(exchange: MessageExchange) -> None:
         for step in range(first, first + 2):
-            save = tiers[meet.rank].save(ranks.request(folder / "saves", f"step{step}", step, meet), meet)
+            save = tiers[exchange.rank].save(ranks.request(folder / "saves", f"step{step}", step, exchange), exchange)
             assert save is not None
             assert save.wait(20)
-        saver = next(iter(tiers[meet.rank]._folders.values())).saver
+        saver = next(iter(tiers[exchange.rank]._folders.values())).saver
         assert saver is not None
         saver.on_disk(float("inf"))  # the end of this process has nothing to write
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from tests.jobs.faults.state import contribution
 from tests.support.rank_threads import on_all_ranks
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.save.requests import SaveOptions, SaveRequest, SaveResult
 from unickpt.checkpoint.save.retention import Retention
 from unickpt.checkpoint.save.saver import Saver
@@ -33,21 +33,21 @@ KEEP = Retention(keep_last=2)
 HANG_S = 60.0  # nothing here takes a tenth of that
 
 
-def alone() -> Rendezvous:
-    return Rendezvous(None, rank=0, world=1, prefix="alone")
+def alone() -> MessageExchange:
+    return MessageExchange(None, rank=0, world=1, prefix="alone")
 
 
-def request(folder: Path, tag: str, step: int, meet: Rendezvous, *, rows: int = ROWS, **more: Any) -> SaveRequest:
+def request(folder: Path, tag: str, step: int, exchange: MessageExchange, *, rows: int = ROWS, **more: Any) -> SaveRequest:
     """A save of the state of a step."""
-    return SaveRequest(lambda _: contribution(step, meet.rank, meet.world, rows), str(folder), tag, True, **more)
+    return SaveRequest(lambda _: contribution(step, exchange.rank, exchange.world, rows), str(folder), tag, True, **more)
 
 
 def save_on_threads(folder: Path, tag: str, step: int, *, world: int = 3, rows: int = ROWS, **more: Any) -> list[Any]:
     """One save that waits, by a job of so many ranks: the result of each, or what it raised."""
 
-    def run(meet: Rendezvous) -> SaveResult | None:
+    def run(exchange: MessageExchange) -> SaveResult | None:
         saver = Saver(SaveOptions(asynchronous=False, retention=KEEP))
-        return saver.save(request(folder, tag, step, meet, rows=rows, **more), meet).result
+        return saver.save(request(folder, tag, step, exchange, rows=rows, **more), exchange).result
 
     return on_all_ranks(run) if world == 3 else [run(alone())]
 

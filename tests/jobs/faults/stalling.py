@@ -107,10 +107,10 @@ def _stalled(folder: Path, name: str, what: str, word: Path) -> None:
     stall = Stall(name)
     policy = what if what in ("wait", "skip", "queue") else "wait"
     saver = Saver(SaveOptions(asynchronous=True, on_busy=policy, grace_s=0.3, retention=KEEP))
-    meet = ranks.alone()
-    meet.notice_s = 0.01
+    exchange = ranks.alone()
+    exchange.notice_s = 0.01
     with watched(folder, stall, (name,)):
-        first = saver.save(ranks.request(folder, "best", 3, meet), meet)
+        first = saver.save(ranks.request(folder, "best", 3, exchange), exchange)
         assert stall.met.wait(ranks.HANG_S), f"no {name}"
         for step in range(1000):
             assert not first.done, step
@@ -130,18 +130,18 @@ def _stalled(folder: Path, name: str, what: str, word: Path) -> None:
 
 def _begin_next(saver: Saver, folder: Path, what: str, first: PendingSave, stall: Stall) -> Callable[[], PendingSave]:
     """The save after the stalled one; what is to be seen of it before the disk answers."""
-    meet = ranks.alone()
-    meet.notice_s = 0.01
-    wanted = ranks.request(folder, "step4", 4, meet)
+    exchange = ranks.alone()
+    exchange.notice_s = 0.01
+    wanted = ranks.request(folder, "step4", 4, exchange)
     if what == "wait":  # and says so while it waits, which opens the gate
         logging.disable(logging.NOTSET)
         logging.getLogger("unickpt").propagate = False
         stall.open_on_warning("training has waited")
-        save = saver.save(wanted, meet)
+        save = saver.save(wanted, exchange)
         assert stall.warned.is_set(), "it did not wait, or did not say so"
         assert first.done
         return lambda: save
-    save = saver.save(wanted, meet)
+    save = saver.save(wanted, exchange)
     assert not first.done
     assert save.done == (what == "skip")
     assert len(saver.pending) == (2 if what == "queue" else 1)
@@ -182,7 +182,7 @@ def terminations(folder: Path, count: int, seed: int) -> list[Tally]:
 
 
 def _terminated(folder: Path, number: int, word: Path) -> None:
-    meet = ranks.alone()
+    exchange = ranks.alone()
     saver = Saver(SaveOptions(asynchronous=True, grace_s=ranks.HANG_S, retention=KEEP))
 
     def tell(call: Call) -> None:
@@ -190,7 +190,7 @@ def _terminated(folder: Path, number: int, word: Path) -> None:
             ranks.write_word(word, threading.current_thread() is not threading.main_thread())
             time.sleep(0.03)  # the signal comes while this call is being made
 
-    wanted = ranks.request(folder, "best", 3, meet)
+    wanted = ranks.request(folder, "best", 3, exchange)
     if number < 0:
         contribute = wanted.contribute
 
@@ -201,5 +201,5 @@ def _terminated(folder: Path, number: int, word: Path) -> None:
 
         wanted = SaveRequest(slow, wanted.save_dir, wanted.tag, True)
     with watched(folder, tell, CHANGING):
-        saver.save(wanted, meet)
+        saver.save(wanted, exchange)
         time.sleep(ranks.HANG_S)

@@ -301,6 +301,6 @@ def a_rank_that_does_not_call_is_named_after_the_time_limit(folder: Path) -> Non
                 call(folder / "ck", job.chunks, job.optimizer, group=both, timeout_s=0.5)
         with pytest.raises(ConfigError, match="positive"):
             megatron_unickpt.save(folder / "ck", job.chunks, timeout_s=0.0)
-        assert RUNTIME.rendezvous().timeout_s == 1800.0
+        assert RUNTIME.exchange().timeout_s == 1800.0
     dist.barrier()
     megatron_unickpt.save(folder / "ck", job.chunks, job.optimizer, timeout_s=60)

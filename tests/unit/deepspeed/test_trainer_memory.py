@@ -16,7 +16,7 @@ from ds_unickpt.trainer import trainer_memory, trainer_resume
 from ds_unickpt.trainer.trainer_memory import FILES, STATE, Files
 from tests.support.memory_jobs import Job, jobs_in, request
 from unickpt.base.errors import CorruptCheckpointError, FormatError
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.memory.finding import Found
 from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier
 from unickpt.checkpoint.save.requests import SaveRequest
@@ -46,11 +46,11 @@ def trainer_request(job: Job, step: int, rank: int, found: Files) -> SaveRequest
 
 
 def save(job: Job, *steps: int, made: Callable[[int, int], Files] = files) -> None:
-    def one(tier: MemoryTier, meet: Rendezvous) -> None:
+    def one(tier: MemoryTier, exchange: MessageExchange) -> None:
         for step in steps:
-            turn = tier.turn(job.checkpoints, meet)
+            turn = tier.turn(job.checkpoints, exchange)
             assert turn is not None
-            pending = turn.save(trainer_request(job, step, meet.rank, made(step, meet.rank)))
+            pending = turn.save(trainer_request(job, step, exchange.rank, made(step, exchange.rank)))
             assert pending.wait(30)
             assert pending.committed, pending.cause()
 
@@ -60,8 +60,8 @@ def save(job: Job, *steps: int, made: Callable[[int, int], Files] = files) -> No
 def bring(job: Job, on_disk: int | None = None) -> list[str]:
     disk = None if on_disk is None else f"checkpoint-{on_disk}"
 
-    def one(tier: MemoryTier, meet: Rendezvous) -> str:
-        return trainer_resume.newer_in_memory(tier, meet, job.checkpoints, disk, lambda _: on_disk)
+    def one(tier: MemoryTier, exchange: MessageExchange) -> str:
+        return trainer_resume.newer_in_memory(tier, exchange, job.checkpoints, disk, lambda _: on_disk)
 
     return job.everywhere(one)
 
@@ -129,7 +129,7 @@ def test_the_files_of_an_older_resume_are_removed(job: Callable[..., Job], tmp_p
 
 def test_a_checkpoint_that_belongs_on_disk_does_not_go_into_memory(job: Callable[..., Job]) -> None:
     running = job()
-    turns = running.everywhere(lambda tier, meet: tier.turn(running.checkpoints, meet, never=meet.rank == 0))
+    turns = running.everywhere(lambda tier, exchange: tier.turn(running.checkpoints, exchange, never=exchange.rank == 0))
     assert turns == [None] * 3
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from unickpt.base.errors import HostPeerFailedError, StorageError
 from unickpt.base.private_files import check_folder, create, make_folder, no_room, own_folders
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.format.boxes import Ints
 
 logger = logging.getLogger("unickpt")
@@ -192,8 +192,8 @@ class HostMemory:
             self._peers.__exit__(kind, error, trace)
 
 
-def meet(
-    rendezvous: Rendezvous,
+def prepare_peers(
+    exchange: MessageExchange,
     rows: Ints | None,
     failure: Failure | None,
     *,
@@ -205,7 +205,7 @@ def meet(
     """Agree that every rank has its read plan, and prepare the shared memory of each host. Every rank calls this.
 
     Args:
-        rendezvous: rendezvous of the whole job.
+        exchange: message exchange of the whole job.
         rows: sorted index rows that this rank reads, int64; None if it failed.
         failure: why this rank cannot continue, or None.
         identity: identity of the opened checkpoint. A rank whose identity differs from rank 0's fails, because the
@@ -218,17 +218,17 @@ def meet(
         All failures, the same on every rank, and a function that opens the shared memory. The function is None if this
         rank does not share memory or if any rank failed.
     """
-    host, folder, problem = _host() if share and failure is None and rendezvous.world > 1 else "", None, None
+    host, folder, problem = _host() if share and failure is None and exchange.world > 1 else "", None, None
     try:
         if host:
-            folder = FOLDER / f"{_PREFIX}{uuid.uuid4().hex}-{rendezvous.rank}"
-            problem = _prepare(folder, rendezvous.world, rows, wanted_bytes)
+            folder = FOLDER / f"{_PREFIX}{uuid.uuid4().hex}-{exchange.rank}"
+            problem = _prepare(folder, exchange.world, rows, wanted_bytes)
         encoded = None if failure is None else failure.to_json()
         message = {"failure": encoded, "host": "" if problem else host, "identity": identity, "folder": str(folder)}
-        messages = rendezvous.gather("planned", {**message, "problem": problem, "cached": cached})
+        messages = exchange.gather("planned", {**message, "problem": problem, "cached": cached})
         if messages is not None:
             _warn(messages)
-        verdict = rendezvous.scatter("planned-verdict", None if messages is None else _verdicts(messages), notice=False)
+        verdict = exchange.scatter("planned-verdict", None if messages is None else _verdicts(messages), notice=False)
     except BaseException:
         _remove(folder)
         raise
@@ -237,7 +237,7 @@ def meet(
         _remove(folder)
         return failures, None
     folders = {int(rank): Path(path) for rank, path in verdict["folders"].items()}
-    return (), partial(HostPeers, folders, rendezvous.rank, timeout_s=rendezvous.timeout_s, cached=verdict["cached"])
+    return (), partial(HostPeers, folders, exchange.rank, timeout_s=exchange.timeout_s, cached=verdict["cached"])
 
 
 def _warn(messages: list[Message]) -> None:

@@ -18,7 +18,7 @@ from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
 from unickpt.checkpoint.coordination import host_peers as host_peers_module
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
 from unickpt.checkpoint.coordination.host_peers import HostMemory, HostPeers
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.fence import take_on_resume
 from unickpt.checkpoint.load.checkpoint import Planned
 from unickpt.checkpoint.load.failure import error_of, failure_of, is_damage
@@ -96,12 +96,12 @@ class Together:
     Each method runs the part of this rank, catches its exception, and then exchanges the outcome with the other ranks.
 
     Attributes:
-        meet: message exchange of the ranks.
+        exchange: message exchange of the ranks.
         where: path or URL of the checkpoint, for messages.
     """
 
-    def __init__(self, meet: Rendezvous, where: str) -> None:
-        self.meet, self.where = meet, where
+    def __init__(self, exchange: MessageExchange, where: str) -> None:
+        self.exchange, self.where = exchange, where
 
     def step(self, name: str, part: Callable[[], T]) -> T:
         """Run one step of the load and agree on its outcome.
@@ -138,8 +138,8 @@ class Together:
             planned = part()
         except Exception as err:
             error = err
-        failures, opener = host_peers_module.meet(
-            self.meet,
+        failures, opener = host_peers_module.prepare_peers(
+            self.exchange,
             None if planned is None else planned.rows,
             self._failure(error),
             identity=opened,
@@ -172,7 +172,7 @@ class Together:
             AgreedFailureError: the step failed on at least one rank.
         """
         failure = self._failure(error)
-        agreed = self.meet.combined(
+        agreed = self.exchange.combined(
             name,
             {"failure": None if failure is None else failure.to_json()},
             lambda messages: {"failures": [m["failure"] for m in messages if m["failure"] is not None]},
@@ -180,7 +180,7 @@ class Together:
         self._raise(tuple(map(Failure.from_json, agreed["failures"])), error)
 
     def _failure(self, error: Exception | None) -> Failure | None:
-        return None if error is None else failure_of(error, rank=self.meet.rank, where=self.where)
+        return None if error is None else failure_of(error, rank=self.exchange.rank, where=self.where)
 
     def _raise(self, failures: tuple[Failure, ...], error: Exception | None) -> None:
         causes = tuple(failure for failure in failures if failure.kind is not FailureKind.HOST_PEER)
@@ -192,7 +192,7 @@ class Together:
 
 
 def resume(
-    meet: Rendezvous,
+    exchange: MessageExchange,
     offer: Callable[[], Offer],
     attempt: Callable[[Offer, tuple[str, ...]], T],
     nothing: Callable[[Offer], T],
@@ -203,7 +203,7 @@ def resume(
     """Load a checkpoint, or the next older one if it is damaged. Every rank calls this function.
 
     Args:
-        meet: message exchange of the whole job, in a session that all ranks have begun.
+        exchange: message exchange of the whole job, in a session that all ranks have begun.
         offer: selects the checkpoint to try next. Called on the coordinator, again after damage.
         attempt: loads an offer, given the notes on skipped checkpoints. If it fails, it raises ``AgreedFailureError`` on all
             ranks.
@@ -219,15 +219,17 @@ def resume(
     """
     skipped: list[str] = []
     tried = False
-    if meet.rank == 0:
+    if exchange.rank == 0:
         take_on_resume(where)
     while True:
-        found = Offer.from_message(meet.broadcast("offer", _offered(offer, where).to_message() if meet.rank == 0 else None))
+        found = Offer.from_message(
+            exchange.broadcast("offer", _offered(offer, where).to_message() if exchange.rank == 0 else None)
+        )
         if found.failure is not None:
             raise error_of([found.failure], where=where, what="cannot see what is there")
         if found.refused:
             raise MismatchError(found.refused)
-        if found.notes and meet.rank == 0:
+        if found.notes and exchange.rank == 0:
             follows = f"Trying {found.directory}." if found.directory else "No complete checkpoint is left."
             logger.warning("unickpt: %s. %s", "; ".join(found.notes), follows)
         if found.notes and not fall_back:
@@ -243,11 +245,11 @@ def resume(
         except AgreedFailureError as agreed:
             error, failures = agreed.error, agreed.failures
         if found.explicit or not fall_back or not is_damage(failures):
-            advised = _advised(meet, error, found, where) if is_damage(failures) else error
+            advised = _advised(exchange, error, found, where) if is_damage(failures) else error
             raise advised from error.__cause__
         reason = error_of(failures, where=found.directory) if not isinstance(error, UnickptError) else error
         skipped.append(f"{found.directory}: {reason}")
-        if meet.rank == 0:
+        if exchange.rank == 0:
             logger.warning("unickpt: %s cannot be used: %s Looking for an older one.", found.directory, _ended(str(reason)))
 
 
@@ -264,16 +266,16 @@ def _ended(text: str) -> str:
     return text.rstrip(".") + "."
 
 
-def _advised(meet: Rendezvous, error: Exception, offer: Offer, where: str) -> Exception:
+def _advised(exchange: MessageExchange, error: Exception, offer: Offer, where: str) -> Exception:
     """Return the error about a checkpoint that the user named, extended by the complete checkpoints in the same folder."""
     others: dict[str, Any] | None = None
-    if meet.rank == 0:
+    if exchange.rank == 0:
         with contextlib.suppress(UnickptError, OSError):
             others = {
                 "whole": [name for _, name in complete_checkpoints(where) if not offer.directory.rstrip("/").endswith(name)]
             }
         others = others or {"whole": []}
-    found = meet.broadcast("whole", others)["whole"]
+    found = exchange.broadcast("whole", others)["whole"]
     if not found or not isinstance(error, UnickptError):
         return error
     text = f"{_ended(str(error))} Complete checkpoints in {where}, newest first: {some(found)}."

@@ -11,7 +11,7 @@ from pathlib import Path
 from unickpt.base.errors import FormatError, StorageError, UnickptError
 from unickpt.base.private_files import open_regular
 from unickpt.checkpoint.checkpoint_folder import read_manifest
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.format.checksums import RunningDigest
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, from_bytes
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -41,12 +41,12 @@ class Found:
     tag: str
 
 
-def find(hosts: JobHosts, meet: Rendezvous) -> tuple[list[Found], list[str]]:
+def find(hosts: JobHosts, exchange: MessageExchange) -> tuple[list[Found], list[str]]:
     """Return the generations that can be loaded, newest first, and why others cannot. Every rank calls this.
 
     Args:
         hosts: hosts of the job.
-        meet: message exchange of all ranks, for this call only.
+        exchange: message exchange of all ranks, for this call only.
     """
     own = None
     if hosts.leads:
@@ -61,7 +61,7 @@ def find(hosts: JobHosts, meet: Rendezvous) -> tuple[list[Found], list[str]]:
         except Exception as err:  # the other ranks wait
             return {"found": [], "problems": [f"{type(err).__name__}: {err}"]}
 
-    told = meet.combined("memory-inventory", {"inventory": own}, complete)
+    told = exchange.combined("memory-inventory", {"inventory": own}, complete)
     return [Found(**each) for each in told["found"]], told["problems"]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.memory.host_folder import HostFolder
 from unickpt.checkpoint.memory.keeper_process import KeeperProcess, reach_of_job
 
@@ -55,39 +55,41 @@ class JobHosts:
 
 
 def connect(
-    meet: Rendezvous, parent: str, token_of: Callable[[], str], problems: list[str], *, needed: bool = True
+    exchange: MessageExchange, parent: str, token_of: Callable[[], str], problems: list[str], *, needed: bool = True
 ) -> JobHosts | None:
     """Find the hosts of the job and start their keepers. Every rank calls this.
 
     Args:
-        meet: message exchange of all ranks, for this call only.
+        exchange: message exchange of all ranks, for this call only.
         parent: directory in memory that all users share.
         token_of: returns the token of the save directory; called on rank 0.
         problems: receives why there is no memory tier, the same on every rank.
         needed: an empty token is a problem. Otherwise it only means that there is nothing in memory.
     """
     opening: Message | None = None
-    if meet.rank == 0:
+    if exchange.rank == 0:
         try:
             opening = {"token": token_of(), "problem": ""}
         except Exception as err:  # the other ranks wait
             opening = {"token": "", "problem": f"rank 0: {err}"}
-    opening = meet.broadcast("memory-token", opening)
+    opening = exchange.broadcast("memory-token", opening)
     token, problem = opening["token"], opening["problem"]
     if problem or not token:
         if problem or needed:
             problems.append(problem or "the save directory has no token")
         return None
     folder = HostFolder(parent, token)
-    hosts = meet.combined("memory-host", {"host": _key(parent)}, lambda all_: {"ranks": _grouped([m["host"] for m in all_])})
-    found = JobHosts(token, folder, meet.rank, hosts["ranks"])
+    hosts = exchange.combined(
+        "memory-host", {"host": _key(parent)}, lambda all_: {"ranks": _grouped([m["host"] for m in all_])}
+    )
+    found = JobHosts(token, folder, exchange.rank, hosts["ranks"])
     problem = ""
     try:
         folder.make()
         if found.leads:
             found.keeper = KeeperProcess(parent, token, reach_of_job() if len(found.ranks) > 1 else "")
     except Exception as err:
-        problem = f"rank {meet.rank}: {err}"
+        problem = f"rank {exchange.rank}: {err}"
     address = found.keeper.address if found.keeper is not None else ""
     newest = max(folder.inventory().files, default=0) if found.leads else 0
 
@@ -101,7 +103,7 @@ def connect(
         }
 
     own = {"address": address, "name": socket.gethostname(), "problem": problem, "newest": newest}
-    told = meet.combined("memory-keeper", own, all_keepers)
+    told = exchange.combined("memory-keeper", own, all_keepers)
     if told["problems"]:
         problems.extend(told["problems"])
         if found.keeper is not None:

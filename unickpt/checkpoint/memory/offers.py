@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.resume import Offer
 from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier, choose
@@ -56,19 +56,19 @@ class MemoryResume:
     Args:
         tier: memory tier of the job.
         folder: directory in which the checkpoints would be on disk.
-        meet: message exchange of all ranks.
+        exchange: message exchange of all ranks.
         step: step of the only checkpoint that may be loaded; None: any.
         continues: the job saves into the same folder. Otherwise it leaves all generations as they are.
     """
 
     def __init__(
-        self, tier: MemoryTier, folder: str, meet: Rendezvous, *, step: int | None = None, continues: bool = True
+        self, tier: MemoryTier, folder: str, exchange: MessageExchange, *, step: int | None = None, continues: bool = True
     ) -> None:
-        self._tier, self._folder, self._meet, self._continues = tier, folder, meet, continues
-        self._load = tier.look(folder, meet) if tier.enabled else MemoryLoad()
+        self._tier, self._folder, self._exchange, self._continues = tier, folder, exchange, continues
+        self._load = tier.look(folder, exchange) if tier.enabled else MemoryLoad()
         if step:
             self._load.found = [found for found in self._load.found if found.step == step]
-        if self._load.problems and meet.rank == 0:
+        if self._load.problems and exchange.rank == 0:
             logger.warning("unickpt: in the memory of the hosts: %s", "; ".join(self._load.problems))
 
     def offers(self, disk: Callable[[], Offer], native_step: Callable[[], int]) -> MemoryOffers:
@@ -98,5 +98,5 @@ class MemoryResume:
         if not self._continues or not self._tier.enabled:
             return
         read = self._tier.loaded(self._folder, self._load, step, offer.generation)
-        if read and self._meet.rank == 0:
+        if read and self._exchange.rank == 0:
             logger.info("unickpt: %s was loaded from the memory of the hosts: rank 0 read %s", offer.directory, read)

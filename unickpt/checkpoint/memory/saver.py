@@ -19,7 +19,7 @@ from unickpt.base.errors import CoordinationError, StorageError, UnickptError
 from unickpt.base.memory_status import HostMemory, MemoryStatus
 from unickpt.base.options.job import MemoryOptions
 from unickpt.checkpoint.checkpoint_folder import read_manifest
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.format.layout import RankFiles
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE, Manifest
@@ -66,7 +66,7 @@ class MemorySaver(Saver):
         save_options: options of saves to disk.
         options: options of the memory tier.
         hosts: hosts of the job.
-        meet: message exchange of all ranks that does not end with a save.
+        exchange: message exchange of all ranks that does not end with a save.
         note: receives the state of the tier on rank 0 whenever it has changed, in any thread.
 
     Attributes:
@@ -76,10 +76,10 @@ class MemorySaver(Saver):
     """
 
     def __init__(
-        self, save_options: SaveOptions, options: MemoryOptions, hosts: JobHosts, meet: Rendezvous,
+        self, save_options: SaveOptions, options: MemoryOptions, hosts: JobHosts, exchange: MessageExchange,
         note: Callable[[MemoryStatus], None],
     ) -> None:  # fmt: skip
-        self.hosts, self._memory, self._of_job, self._note = hosts, options, meet, note
+        self.hosts, self._memory, self._of_job, self._note = hosts, options, exchange, note
         self.status = MemoryStatus()
         budget = None if math.isinf(options.gigabytes) else int(options.gigabytes * 1e9)
         self._share = None if budget is None else budget // (len(hosts.ranks[hosts.here]) * options.generations * self._copies)
@@ -113,12 +113,12 @@ class MemorySaver(Saver):
         name = RankFiles(self.hosts.rank, 0).data
         return PeerStorage(self.hosts.folder, number, self.hosts.peers, slots=self._slots, data_name=name)
 
-    def save_generation(self, request: SaveRequest, meet: Rendezvous, plan: Message) -> PendingSave:
+    def save_generation(self, request: SaveRequest, exchange: MessageExchange, plan: Message) -> PendingSave:
         """Save one checkpoint into memory. The call returns after the copy of the state.
 
         Args:
             request: what the framework saves. ``save_dir`` and ``tag`` name the checkpoint on disk that this one stands for.
-            meet: message exchange of the ranks for this save only.
+            exchange: message exchange of the ranks for this save only.
             plan: from ``plan`` on rank 0.
 
         Raises:
@@ -132,7 +132,7 @@ class MemorySaver(Saver):
         self._request, self._begun_s = request, time.monotonic()
 
         def contribute(announced: Message) -> Contribution:
-            if meet.rank == 0:  # here, because all ranks learn of a failure to describe the state
+            if exchange.rank == 0:  # here, because all ranks learn of a failure to describe the state
                 write_about(self.hosts.folder.generation(number), tag=request.tag)
             return request.contribute(announced)
 
@@ -142,7 +142,7 @@ class MemorySaver(Saver):
             must_match={**request.must_match, "stands_for": request.place}, claim=request.claim, framework_stands_in=False,
             failed=request.failed, on_end=request.on_end,
         )  # fmt: skip
-        save = self.save(inner, meet.separate("generation"), asynchronous=True)
+        save = self.save(inner, exchange.separate("generation"), asynchronous=True)
         if save.done and not save.background:  # it failed before any thread had begun
             self._failed()
             self.hosts.folder.give_up(number)
@@ -227,7 +227,7 @@ class MemorySaver(Saver):
             problem = f"{self.hosts.names[self.hosts.here]}: {err}"
         held, refused = self._held() if self.hosts.leads else (0, 0)
         told = {"problem": problem, "bytes": size, "held": held, "refused": refused}
-        messages = task.meet.gather("memory-copied", told)
+        messages = task.exchange.gather("memory-copied", told)
         if messages is not None:
             self.status = replace(self.status, hosts=tuple(
                 HostMemory(name, ranks[0], messages[ranks[0]]["held"], messages[ranks[0]]["refused"])
@@ -332,8 +332,8 @@ class MemorySaver(Saver):
         within_s = _COME_S if signalled else self.options.grace_s
         crashed = not signalled and hasattr(sys, "last_value")
         # not the exchange of a save: some ranks may have begun another save when the end comes, and others not
-        meet = self._of_job.separate("closing")
-        self._deserted = crashed or bool(meet.ended()) or not self._all_come(meet, within_s)
+        exchange = self._of_job.separate("closing")
+        self._deserted = crashed or bool(exchange.ended()) or not self._all_come(exchange, within_s)
         if self._deserted:
             self._warn(f"the newest checkpoint stays in memory: not all ranks ended in order within {within_s:g} s")
             self._newest = None
@@ -346,17 +346,17 @@ class MemorySaver(Saver):
             return
         request, task = newest.request, newest.task
         upload = UploadRequest(
-            task.storage, request.save_dir, request.tag, record, request.save_latest, task.meet.separate("flush"),
+            task.storage, request.save_dir, request.tag, record, request.save_latest, task.exchange.separate("flush"),
             request.on_commit, request.one_writer, request.claim,
         )  # fmt: skip
         self.upload(upload)
 
-    def _all_come(self, meet: Rendezvous, within_s: float) -> bool:
+    def _all_come(self, exchange: MessageExchange, within_s: float) -> bool:
         """Return whether all ranks call this within a number of seconds."""
-        meet.timeout_s = within_s
+        exchange.timeout_s = within_s
         try:
-            gathered = meet.gather("closing", {})
-            meet.broadcast("closing-verdict", None if gathered is None else {}, notice=False)
+            gathered = exchange.gather("closing", {})
+            exchange.broadcast("closing-verdict", None if gathered is None else {}, notice=False)
         except CoordinationError:
             return False
         return True

@@ -11,7 +11,7 @@ from pathlib import Path
 from unickpt.base.errors import UnickptError
 from unickpt.base.memory_status import MemoryStatus
 from unickpt.base.options.job import MemoryOptions
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.memory.contact import publish
 from unickpt.checkpoint.memory.finding import Found, find, open_generation, remove_damaged, sources_read
@@ -63,13 +63,13 @@ class Turn:
     Attributes:
         folder, saver: memory tier of its save directory.
         plan: number of the generation, and those that stay.
-        meet: message exchange of the ranks for this save.
+        exchange: message exchange of the ranks for this save.
     """
 
     folder: _Folder
     saver: MemorySaver
     plan: Message
-    meet: Rendezvous
+    exchange: MessageExchange
 
     def save(self, request: SaveRequest, on_end: Callable[[PendingSave], None] | None = None) -> PendingSave:
         """Save into memory. Every rank calls this.
@@ -90,7 +90,7 @@ class Turn:
             if on_end is not None:
                 on_end(save)
 
-        save = self.saver.save_generation(replace(request, on_end=ended), self.meet, self.plan)
+        save = self.saver.save_generation(replace(request, on_end=ended), self.exchange, self.plan)
         self.folder.since_disk += 1
         return save
 
@@ -122,7 +122,7 @@ class MemoryTier:
     def save(
         self,
         request: SaveRequest,
-        meet: Rendezvous,
+        exchange: MessageExchange,
         on_end: Callable[[PendingSave], None] | None = None,
         *,
         never: bool = False,
@@ -131,7 +131,7 @@ class MemoryTier:
 
         Args:
             request: what the framework saves. Its ``on_end`` belongs to a save to disk and is not called.
-            meet: message exchange of all ranks.
+            exchange: message exchange of all ranks.
             on_end: called with the save into memory when it has ended.
             never: this checkpoint has to go to disk. That of rank 0 counts.
 
@@ -141,15 +141,15 @@ class MemoryTier:
         Raises:
             CoordinationError: a rank did not arrive in time.
         """
-        turn = self.turn(request.save_dir, meet, never=never)
+        turn = self.turn(request.save_dir, exchange, never=never)
         return None if turn is None else turn.save(request, on_end)
 
-    def turn(self, save_dir: str, meet: Rendezvous, *, always: bool = False, never: bool = False) -> Turn | None:
+    def turn(self, save_dir: str, exchange: MessageExchange, *, always: bool = False, never: bool = False) -> Turn | None:
         """Decide where the next checkpoint goes. Every rank calls this, and then ``Turn.save`` if it goes into memory.
 
         Args:
             save_dir: the directory in which it would be on disk.
-            meet: message exchange of all ranks.
+            exchange: message exchange of all ranks.
             always: the framework itself decides which of its checkpoints go to disk, not ``to_disk_every``.
             never: this checkpoint has to go to disk. That of rank 0 counts.
 
@@ -159,34 +159,34 @@ class MemoryTier:
         Raises:
             CoordinationError: a rank did not arrive in time.
         """
-        save_dir, meet = absolute(save_dir), meet.separate("memory")
+        save_dir, exchange = absolute(save_dir), exchange.separate("memory")
         known = self._folders.get(save_dir)
         if known is None:
-            known = self._connected(save_dir, meet)
+            known = self._connected(save_dir, exchange)
         if known.saver is not None:
             known.saver.wait()
         plan: Message | None = None
-        if meet.rank == 0:
+        if exchange.rank == 0:
             saver, here = known.saver, not never and (always or known.since_disk + 1 < self.options.to_disk_every)
             plan = saver.plan() if saver is not None and here and not saver.owed else {}
             if saver is not None and here and saver.owed:
                 saver.skipped()
-        plan = meet.broadcast("memory-plan", plan)
+        plan = exchange.broadcast("memory-plan", plan)
         if not plan or known.saver is None:
             known.since_disk = 0
             return None
-        return Turn(known, known.saver, plan, meet)
+        return Turn(known, known.saver, plan, exchange)
 
-    def _connected(self, save_dir: str, meet: Rendezvous) -> _Folder:
+    def _connected(self, save_dir: str, exchange: MessageExchange) -> _Folder:
         """Start the tier of a save directory."""
         problems: list[str] = []
-        hosts = connect(meet, self.options.folder, lambda: make_token(save_dir), problems)
-        if hosts is None and meet.rank == 0:
+        hosts = connect(exchange, self.options.folder, lambda: make_token(save_dir), problems)
+        if hosts is None and exchange.rank == 0:
             logger.warning("unickpt: saves go to disk, not into memory: %s", "; ".join(problems))
         known = self._folders[save_dir] = _Folder(hosts)
         if hosts is not None:
             publish(hosts, save_dir)
-            known.saver = MemorySaver(self._save_options, self.options, hosts, meet, self._note)
+            known.saver = MemorySaver(self._save_options, self.options, hosts, exchange, self._note)
         return known
 
     def saved_to_disk(self, save_dir: str, seconds: float) -> None:
@@ -196,22 +196,22 @@ class MemoryTier:
             known.since_disk = 0
             known.saver.on_disk(time.monotonic() - seconds)
 
-    def look(self, save_dir: str, meet: Rendezvous) -> MemoryLoad:
+    def look(self, save_dir: str, exchange: MessageExchange) -> MemoryLoad:
         """Find the generations of a save directory. Every rank calls this before a load."""
         save_dir = absolute(save_dir)
-        meet = meet.separate("memory-look")
+        exchange = exchange.separate("memory-look")
         known = self._folders.get(save_dir)
         load = MemoryLoad()
         if known is None:
-            hosts = connect(meet, self.options.folder, lambda: read_token(save_dir), load.problems, needed=False)
+            hosts = connect(exchange, self.options.folder, lambda: read_token(save_dir), load.problems, needed=False)
             if hosts is None:
                 return load
             publish(hosts, save_dir)
             known = self._folders[save_dir] = _Folder(
-                hosts, MemorySaver(self._save_options, self.options, hosts, meet, self._note)
+                hosts, MemorySaver(self._save_options, self.options, hosts, exchange, self._note)
             )
         if known.hosts is not None:
-            load.found, load.problems = find(known.hosts, meet)
+            load.found, load.problems = find(known.hosts, exchange)
         return load
 
     def check(self, save_dir: str, number: int) -> None:

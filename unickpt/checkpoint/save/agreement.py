@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unickpt.base.listing import some
-from unickpt.checkpoint.coordination.rendezvous import Message
+from unickpt.checkpoint.coordination.message_exchange import Message
 
 
 def message_of(different: Sequence[tuple[str, str]], replica: tuple[int, str] | None) -> Message:

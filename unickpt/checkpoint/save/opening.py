@@ -9,7 +9,7 @@ from typing import Any
 
 from unickpt.base.errors import CoordinationError
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.save.failure import save_failure
 from unickpt.checkpoint.save.requests import SaveRequest
@@ -73,38 +73,38 @@ def opening_of(request: SaveRequest, *, skip: bool, background: bool, known_defe
     return Opening(skip, background, request.arguments, refused, announce)
 
 
-def exchange(request: SaveRequest, meet: Rendezvous, make: Callable[[], Opening]) -> tuple[Rendezvous, Opening]:
+def announced(request: SaveRequest, exchange: MessageExchange, make: Callable[[], Opening]) -> tuple[MessageExchange, Opening]:
     """Announce the save on the coordinator, or receive the announcement on another rank.
 
     A rank skips saves that the coordinator abandoned and that this rank never called.
 
     Returns:
-        The rendezvous of the announced save, and the announcement.
+        The message exchange of the announced save, and the announcement.
 
     Raises:
         CoordinationError: the coordinator does not arrive, or gave up waiting for this rank.
     """
-    if meet.rank == 0:
+    if exchange.rank == 0:
         try:
             opening = make()
-            meet.broadcast("save", opening.to_json())
-            return meet, opening
+            exchange.broadcast("save", opening.to_json())
+            return exchange, opening
         except BaseException as err:
             with contextlib.suppress(CoordinationError):
-                meet.abandon(str(save_failure(err, meet.rank)))
+                exchange.abandon(str(save_failure(err, exchange.rank)))
             raise
     while True:
-        opening = Opening.from_json(meet.broadcast("save", None))
-        reason = meet.abandon_reason()
+        opening = Opening.from_json(exchange.broadcast("save", None))
+        reason = exchange.abandon_reason()
         if not reason:
-            return meet, opening
-        following = meet.following()
-        if following is meet or _difference(request.arguments, opening.arguments, meet.rank) is None:
-            raise CoordinationError(f"rank {meet.rank} arrived after the coordinator abandoned this save: {reason}")
-        meet = following
+            return exchange, opening
+        following = exchange.following()
+        if following is exchange or _difference(request.arguments, opening.arguments, exchange.rank) is None:
+            raise CoordinationError(f"rank {exchange.rank} arrived after the coordinator abandoned this save: {reason}")
+        exchange = following
 
 
-def differences(request: SaveRequest, meet: Rendezvous) -> tuple[Failure, ...]:
+def differences(request: SaveRequest, exchange: MessageExchange) -> tuple[Failure, ...]:
     """Return the failures of ranks, and of those whose arguments are not the first rank's; the same on every rank.
 
     For a save that the framework makes. Every rank calls this. A rank that failed before it knew its arguments has no part in
@@ -113,15 +113,15 @@ def differences(request: SaveRequest, meet: Rendezvous) -> tuple[Failure, ...]:
     Raises:
         CoordinationError: a rank did not arrive in time.
     """
-    own = None if request.failed is None else save_failure(request.failed, meet.rank, describing=True).to_json()
-    messages = meet.gather("arguments", {"failure": own, "arguments": request.arguments})
+    own = None if request.failed is None else save_failure(request.failed, exchange.rank, describing=True).to_json()
+    messages = exchange.gather("arguments", {"failure": own, "arguments": request.arguments})
     verdict = None
     if messages is not None:
         failed = [message["failure"] for message in messages if message["failure"] is not None]
         compared = [(rank, message["arguments"]) for rank, message in enumerate(messages) if message["failure"] is None]
         found = (_difference(arguments, compared[0][1], rank) for rank, arguments in compared)
         verdict = {"failures": [*failed, *(failure.to_json() for failure in found if failure is not None)]}
-    agreed = meet.broadcast("arguments-verdict", verdict, notice=False)
+    agreed = exchange.broadcast("arguments-verdict", verdict, notice=False)
     return tuple(map(Failure.from_json, agreed["failures"]))
 
 

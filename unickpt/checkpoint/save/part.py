@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from unickpt.base.garbage import collection_paused
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format.layout import RankFiles
 from unickpt.checkpoint.save import staging
 from unickpt.checkpoint.save.data_file import DataFile, Pace, create_data_file
@@ -80,36 +80,36 @@ class PartBuilder:
         self._options, self._pool = options, pool
 
     def describe(
-        self, request: SaveRequest, opening: Opening, meet: Rendezvous, interrupts: Sequence[BaseException] = ()
+        self, request: SaveRequest, opening: Opening, exchange: MessageExchange, interrupts: Sequence[BaseException] = ()
     ) -> SavePart:
         """Describe this rank's part. For a background save, also copy it if the copy fits into the budget.
 
         A failure is returned in the part, so that this rank takes part in the agreement.
 
         Args:
-            request, opening, meet: of the save.
+            request, opening, exchange: of the save.
             interrupts: what has interrupted this rank. It is the failure of its part.
         """
         part = SavePart()
         if request.failed is not None:
-            part.failure = save_failure(request.failed, meet.rank, describing=True)
+            part.failure = save_failure(request.failed, exchange.rank, describing=True)
         else:
-            part.failure = refusal(request.arguments, opening.arguments, meet.rank)
+            part.failure = refusal(request.arguments, opening.arguments, exchange.rank)
         if part.failure is not None:
             return part
         try:
             if interrupts:
                 raise interrupts[0]
             with collection_paused():
-                part.prepared = prepare(request.contribute(opening.announce), meet.rank)
-            self._resolve(part, part.prepared, background=opening.background, meet=meet)
+                part.prepared = prepare(request.contribute(opening.announce), exchange.rank)
+            self._resolve(part, part.prepared, background=opening.background, exchange=exchange)
         except BaseException as err:  # torch's CheckpointException does not derive from Exception
-            part.failure = save_failure(err, meet.rank, describing=True)
+            part.failure = save_failure(err, exchange.rank, describing=True)
             part.interrupt = err if part.failure.kind is FailureKind.INTERRUPTED else None
-            logger.debug("unickpt: rank %d could not describe %s", meet.rank, request.directory, exc_info=err)
+            logger.debug("unickpt: rank %d could not describe %s", exchange.rank, request.directory, exc_info=err)
         return part
 
-    def _resolve(self, part: SavePart, prepared: Prepared, *, background: bool, meet: Rendezvous) -> None:
+    def _resolve(self, part: SavePart, prepared: Prepared, *, background: bool, exchange: MessageExchange) -> None:
         """Decide which shards are written. For a background save, copy them if they fit into the budget."""
         if not background or any(not shard.data.is_cpu for shard in prepared.shards):
             prepared.shards = resolve_conditions(prepared.shards)
@@ -117,7 +117,7 @@ class PartBuilder:
         if not background:
             return
         certain = staging.size_of([shard for shard in part.shards if shard.unless is None])
-        part.buffer = self._buffer(certain, meet)
+        part.buffer = self._buffer(certain, exchange)
         with collection_paused():
             filled = part.buffer.fill(part.shards) if certain <= part.buffer.capacity_bytes else None
         if filled is None:
@@ -126,7 +126,7 @@ class PartBuilder:
         part.shards, part.ready = filled
         prepared.shards, part.staged = part.shards, True
 
-    def stage(self, part: SavePart, storage: Storage, names: RankFiles, meet: Rendezvous) -> None:
+    def stage(self, part: SavePart, storage: Storage, names: RankFiles, exchange: MessageExchange) -> None:
         """Copy this rank's shards into the budget. Shards beyond the budget are written now, from where they are."""
         assert part.prepared is not None
         assert part.buffer is not None
@@ -134,20 +134,20 @@ class PartBuilder:
             if part.buffer.capacity_bytes < staging.size_of(part.shards):
                 self._pool.release(part.buffer)
                 part.buffer = None
-                part.buffer = self._buffer(staging.size_of(part.shards), meet)
+                part.buffer = self._buffer(staging.size_of(part.shards), exchange)
             first = staging.first_that_fits(part.shards, part.buffer.capacity_bytes)
             if first:
-                part.written = self._write_ahead(part.prepared, first, storage, names, meet)
+                part.written = self._write_ahead(part.prepared, first, storage, names, exchange)
             lead = part.written.file.next_byte % BLOCK_BYTES if part.written is not None else 0
             with collection_paused():
                 filled = part.buffer.fill(part.shards[first:], lead_bytes=lead)
             assert filled is not None  # all conditions are resolved and the shards fit
             part.shards, part.ready = filled
         except Exception as err:
-            part.failure = save_failure(err, meet.rank)
+            part.failure = save_failure(err, exchange.rank)
 
     def _write_ahead(
-        self, prepared: Prepared, count: int, storage: Storage, names: RankFiles, meet: Rendezvous
+        self, prepared: Prepared, count: int, storage: Storage, names: RankFiles, exchange: MessageExchange
     ) -> OpenDataFile:  # fmt: skip
         """Write the first shards of the data file and keep it open."""
         stack = contextlib.ExitStack()
@@ -155,16 +155,16 @@ class PartBuilder:
             undo.push(stack)
             sink = stack.enter_context(create_data_file(storage, names.data, prepared.shards, direct=self._options.direct_io))
             pace = Pace(self._options.bandwidth_bytes_per_s)
-            file = DataFile(sink, prepared.shards, rank=meet.rank, step=prepared.step, pace=pace)
+            file = DataFile(sink, prepared.shards, rank=exchange.rank, step=prepared.step, pace=pace)
             file.write(prepared.shards[:count])
             undo.pop_all()
         return OpenDataFile(stack, file)
 
-    def _buffer(self, size_bytes: int, meet: Rendezvous) -> StagingBuffer:
+    def _buffer(self, size_bytes: int, exchange: MessageExchange) -> StagingBuffer:
         return self._pool.acquire(
             size_bytes,
-            notice=lambda: warn_of_waiting("this one", "the saves before it", meet),
-            notice_s=meet.notice_s,
+            notice=lambda: warn_of_waiting("this one", "the saves before it", exchange),
+            notice_s=exchange.notice_s,
         )
 
     def release(self, part: SavePart) -> None:
@@ -177,10 +177,10 @@ class PartBuilder:
             part.buffer = None
 
 
-def warn_of_waiting(directory: str, what: str, meet: Rendezvous) -> None:
+def warn_of_waiting(directory: str, what: str, exchange: MessageExchange) -> None:
     """Log that training waits for an earlier save."""
     logger.warning(
         "unickpt: rank %d: training has waited %.0f s at the save of %s until %s is written. The storage may be stalled. "
         "on_busy 'skip' continues without a save.",
-        meet.rank, meet.notice_s, directory, what,
+        exchange.rank, exchange.notice_s, directory, what,
     )  # fmt: skip

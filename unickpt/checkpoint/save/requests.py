@@ -12,9 +12,9 @@ from unickpt.base.io_times import IoTime
 from unickpt.base.options.job import Options
 from unickpt.checkpoint.checkpoint_folder import plain_tag
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind, sentence
+from unickpt.checkpoint.coordination.message_exchange import Message
 from unickpt.checkpoint.coordination.owners import Claim
 from unickpt.checkpoint.coordination.pending import Pending
-from unickpt.checkpoint.coordination.rendezvous import Message
 from unickpt.checkpoint.save.failure import FRAMEWORK_SAVES, NOTHING_SAVES
 from unickpt.checkpoint.save.retention import Retention
 from unickpt.checkpoint.save.shards import Contribution

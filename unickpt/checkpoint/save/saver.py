@@ -22,14 +22,14 @@ from unickpt.base.garbage import collection_paused
 from unickpt.base.launcher_watch import end_with_launcher
 from unickpt.base.round_folder import note_saver
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.fence import guarded, writing_copy
 from unickpt.checkpoint.format.layout import RankFiles
 from unickpt.checkpoint.save import commit as commit_module
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.save.directory_locks import DirectoryLocks
 from unickpt.checkpoint.save.failure import save_failure
-from unickpt.checkpoint.save.opening import Opening, differences, exchange, opening_of
+from unickpt.checkpoint.save.opening import Opening, announced, differences, opening_of
 from unickpt.checkpoint.save.part import PartBuilder, SavePart, warn_of_waiting
 from unickpt.checkpoint.save.requests import PendingSave, SaveCounts, SaveOptions, SaveRequest, SaveResult
 from unickpt.checkpoint.save.shards import Contribution
@@ -78,7 +78,7 @@ class Saver:
         self._unreported: list[PendingSave] = []  # failed in the background
         self._recovering = False  # True from a failure in the background, or for lack of memory, to the next commit
         self._threads: list[threading.Thread] = []
-        self._meet: Rendezvous | None = None  # of the last save
+        self._exchange: MessageExchange | None = None  # of the last save
         self._uploader = Uploader(self.options.bandwidth_bytes_per_s)
         self._logged_notes: set[str] = set()
         self._locks = DirectoryLocks()  # used on the coordinator
@@ -119,7 +119,7 @@ class Saver:
         end = time.monotonic() + timeout_s
 
         def left() -> float:
-            deserted = self._meet is not None and self._meet.deserted
+            deserted = self._exchange is not None and self._exchange.deserted
             return 0.0 if deserted else max(end - time.monotonic(), 0.0)
 
         waiting = self.pending  # includes a save in the training thread, while another thread handles SIGTERM
@@ -149,12 +149,12 @@ class Saver:
                     "unickpt: the asynchronous save of %s FAILED after the call had returned: %s", save.directory, save.cause()
                 )
 
-    def save(self, request: SaveRequest, meet: Rendezvous, *, asynchronous: bool | None = None) -> PendingSave:
+    def save(self, request: SaveRequest, exchange: MessageExchange, *, asynchronous: bool | None = None) -> PendingSave:
         """Save one checkpoint. Every rank calls this.
 
         Args:
             request: state and destination of the save.
-            meet: rendezvous of the ranks for this save only (``Rendezvous.separate``).
+            exchange: message exchange of the ranks for this save only (``MessageExchange.separate``).
             asynchronous: overrides the option. The value of the coordinator applies. After a failed asynchronous save,
                 or a lack of memory on a rank, saves are synchronous until one is committed. These need no copy.
 
@@ -169,7 +169,7 @@ class Saver:
         """
         interrupts: list[BaseException] = []
         try:
-            save = self._begun(request, meet, asynchronous, interrupts)
+            save = self._begun(request, exchange, asynchronous, interrupts)
         except CoordinationError:
             if not interrupts:
                 raise
@@ -181,24 +181,24 @@ class Saver:
         return save
 
     def _begun(
-        self, request: SaveRequest, meet: Rendezvous, asynchronous: bool | None, interrupts: list[BaseException]
+        self, request: SaveRequest, exchange: MessageExchange, asynchronous: bool | None, interrupts: list[BaseException]
     ) -> PendingSave:
         """As ``save``. An interrupt in ``early`` is noted in ``interrupts``, and the other ranks learn of it."""
         begin = time.monotonic()
-        self._meet = meet
-        save = PendingSave(request.directory, meet.rank, self.counts)
+        self._exchange = exchange
+        save = PendingSave(request.directory, exchange.rank, self.counts)
         wanted = self.options.asynchronous if asynchronous is None else asynchronous
         busy = self.pending
         if busy and (self.options.on_busy == "wait" or not wanted or any(s.directory == save.directory for s in busy)):
-            _wait_for(busy[-1], save.directory, meet)
+            _wait_for(busy[-1], save.directory, exchange)
             busy = []
         self.report()
-        idle = meet.rank and request.failed is None and not (busy and self.options.on_busy == "skip")
+        idle = exchange.rank and request.failed is None and not (busy and self.options.on_busy == "skip")
         interrupts += _describe_early(request) if idle else []
-        meet, opening = exchange(request, meet, partial(self._opening, request, wanted, busy=bool(busy)))
+        exchange, opening = announced(request, exchange, partial(self._opening, request, wanted, busy=bool(busy)))
         if opening.skip:
             save.end(SaveResult(committed=False, skipped=True))
-            if meet.rank == 0:
+            if exchange.rank == 0:
                 logger.warning(
                     "unickpt: %s is skipped: the previous save is still being written (on_busy is 'skip')", save.directory
                 )
@@ -209,25 +209,25 @@ class Saver:
             if opening.refused is not None:
                 failures = [opening.refused]
                 if opening.arguments["tag"]:  # the coordinator knows the arguments of this save
-                    failures += differences(request, meet)
+                    failures += differences(request, exchange)
             else:
                 described_ns = time.monotonic_ns()
-                part = self._parts.describe(request, opening, meet, interrupts)
+                part = self._parts.describe(request, opening, exchange, interrupts)
                 part.stage_ns = time.monotonic_ns() - described_ns
                 self._pending.append(save)  # from now on, SIGTERM waits for it
-                generation, failures = self._agreed(request, part, storage, meet)
+                generation, failures = self._agreed(request, part, storage, exchange)
             if failures:
-                self._ended(save, part, failures, request, meet, begin)
+                self._ended(save, part, failures, request, exchange, begin)
                 return save
             if not part.staged and opening.background:
                 staged_ns = time.monotonic_ns()
-                self._parts.stage(part, storage, RankFiles(meet.rank, generation), meet)
+                self._parts.stage(part, storage, RankFiles(exchange.rank, generation), exchange)
                 part.stage_ns += time.monotonic_ns() - staged_ns
         except BaseException as err:
-            self._interrupted(err, save, part, meet)
+            self._interrupted(err, save, part, exchange)
             raise
         after = busy[-1] if busy else None
-        task = SaveTask(self, save, request, storage, RankFiles(meet.rank, generation), part, meet, begin, after)
+        task = SaveTask(self, save, request, storage, RankFiles(exchange.rank, generation), part, exchange, begin, after)
         save.agreed, save.background = True, opening.background
         self._tasks[save] = task
         if opening.background:
@@ -237,7 +237,7 @@ class Saver:
                 thread.start()
             except RuntimeError as err:  # the limit of threads or of memory; the other ranks wait for this part
                 logger.warning(
-                    "unickpt: rank %d writes its part of %s while training waits: %s", meet.rank, save.directory, err
+                    "unickpt: rank %d writes its part of %s while training waits: %s", exchange.rank, save.directory, err
                 )
                 task.run()
             else:
@@ -255,16 +255,18 @@ class Saver:
         skip = busy and self.options.on_busy == "skip"
         return opening_of(request, skip=skip, background=wanted and not self._recovering, known_defect=self.known_defect)
 
-    def _agreed(self, request: SaveRequest, part: SavePart, storage: Storage, meet: Rendezvous) -> tuple[int, list[Failure]]:
+    def _agreed(
+        self, request: SaveRequest, part: SavePart, storage: Storage, exchange: MessageExchange
+    ) -> tuple[int, list[Failure]]:
         """Return the generation of the new save, and the failures that prevent it. All ranks get the same values.
 
         Raises:
             KeyboardInterrupt, SystemExit: this rank was interrupted; the other ranks know.
         """
-        if part.interrupt is not None and meet.rank == 0:
+        if part.interrupt is not None and exchange.rank == 0:
             raise part.interrupt
         failure = None if part.failure is None else part.failure.to_json()
-        messages = meet.gather("described", {"failure": failure})
+        messages = exchange.gather("described", {"failure": failure})
         if part.interrupt is not None:
             raise part.interrupt
         verdict: Message | None = None
@@ -272,36 +274,44 @@ class Saver:
             verdict = {"failures": [m["failure"] for m in messages if m["failure"] is not None], "generation": 0}
             if not verdict["failures"]:
                 try:
-                    with guarded(request.save_dir, writing_copy(request.one_writer, meet.world)):
+                    with guarded(request.save_dir, writing_copy(request.one_writer, exchange.world)):
                         refused = self._locks.acquire(storage)
                     verdict["generation"] = commit_module.next_generation(storage, request.claim)
                 except Exception as err:  # the other ranks wait for the verdict
-                    refused = save_failure(err, meet.rank)
+                    refused = save_failure(err, exchange.rank)
                 verdict["failures"] = [refused.to_json()] if refused is not None else []
-        verdict = meet.broadcast("agreed", verdict, notice=False)
+        verdict = exchange.broadcast("agreed", verdict, notice=False)
         return verdict["generation"], list(map(Failure.from_json, verdict["failures"]))
 
     def _ended(
-        self, save: PendingSave, part: SavePart, failures: list[Failure], request: SaveRequest, meet: Rendezvous, begin: float
+        self,
+        save: PendingSave,
+        part: SavePart,
+        failures: list[Failure],
+        request: SaveRequest,
+        exchange: MessageExchange,
+        begin: float,
     ) -> None:
         """End a save that all ranks know to have failed before any file was written."""
         self._release(save, part)
         self._recovering = self._recovering or any(failure.kind is FailureKind.MEMORY for failure in failures)
-        if request.failed is None and (meet.rank == 0 or any(failure.kind is FailureKind.ARGUMENTS for failure in failures)):
+        if request.failed is None and (
+            exchange.rank == 0 or any(failure.kind is FailureKind.ARGUMENTS for failure in failures)
+        ):
             self.open(save.directory).delete_if_empty()  # the framework may have created it
         result = SaveResult(committed=False, failures=tuple(failures), seconds=time.monotonic() - begin)
         save.end(result, notify=request.on_end)
         with contextlib.suppress(CoordinationError):
-            meet.leave()
+            exchange.leave()
 
-    def _interrupted(self, err: BaseException, save: PendingSave, part: SavePart, meet: Rendezvous) -> None:
+    def _interrupted(self, err: BaseException, save: PendingSave, part: SavePart, exchange: MessageExchange) -> None:
         """End a save that was interrupted before any file was written, and inform the waiting ranks."""
         self._release(save, part)
-        failure = save_failure(err, meet.rank)
-        posted = err is part.interrupt and meet.rank != 0
+        failure = save_failure(err, exchange.rank)
+        posted = err is part.interrupt and exchange.rank != 0
         if not isinstance(err, CoordinationError) and not posted:
             with contextlib.suppress(CoordinationError):
-                meet.abandon(str(failure))
+                exchange.abandon(str(failure))
         save.end(SaveResult(committed=False, failures=(failure,)))
 
     def upload(self, request: UploadRequest) -> PendingUpload:
@@ -363,13 +373,13 @@ def _describe_early(request: SaveRequest) -> list[BaseException]:
     return []
 
 
-def _wait_for(save: PendingSave, directory: str, meet: Rendezvous) -> None:
+def _wait_for(save: PendingSave, directory: str, exchange: MessageExchange) -> None:
     begin = time.monotonic()
-    if not save.wait(meet.notice_s):
-        warn_of_waiting(directory, save.directory, meet)
+    if not save.wait(exchange.notice_s):
+        warn_of_waiting(directory, save.directory, exchange)
         save.wait()
     waited = time.monotonic() - begin
-    if meet.rank == 0 and waited > 0.05:
+    if exchange.rank == 0 and waited > 0.05:
         logger.warning(
             "unickpt: training waited %.1f s until the save of %s was written: saves are more frequent than the storage allows",
             waited, split(save.directory)[1],
@@ -382,13 +392,13 @@ def save(
     save_dir: str,
     tag: str,
     save_latest: bool,
-    meet: Rendezvous,
+    exchange: MessageExchange,
 ) -> SaveResult:
     """Save one checkpoint synchronously, with a new ``Saver``.
 
     Raises:
         CoordinationError: a rank did not arrive in time.
     """
-    result = Saver().save(SaveRequest(contribute, save_dir, tag, save_latest), meet).result
+    result = Saver().save(SaveRequest(contribute, save_dir, tag, save_latest), exchange).result
     assert result is not None  # otherwise the call has raised
     return result

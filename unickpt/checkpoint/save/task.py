@@ -17,7 +17,7 @@ from unickpt.base.errors import CoordinationError, UncertainCommitError, Unickpt
 from unickpt.base.io_times import IoPhase, IoTime
 from unickpt.base.round_folder import note_commit
 from unickpt.checkpoint.coordination.failure import Failure
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.fence import guarded, writing_copy
 from unickpt.checkpoint.format import manifest as manifest_module
 from unickpt.checkpoint.format.layout import LATEST_FILE, RankFiles
@@ -76,7 +76,7 @@ class SaveTask:
     storage: Storage
     names: RankFiles
     part: SavePart
-    meet: Rendezvous
+    exchange: MessageExchange
     begin: float
     after: PendingSave | None
     record: FileRecord | None = None  # data file of this rank; None until it is written
@@ -107,7 +107,7 @@ class SaveTask:
             error = err
             self.abandon()
         except Exception as err:  # a save must never end a training process
-            logger.exception("unickpt: rank %d: %s", self.meet.rank, self.save.directory)
+            logger.exception("unickpt: rank %d: %s", self.exchange.rank, self.save.directory)
             error = CoordinationError(f"{type(err).__name__}: {err}")
             self.abandon()
         except BaseException as err:
@@ -118,10 +118,10 @@ class SaveTask:
         if committed:
             self._upload()
         self.save.end(result, error, self.request.on_end)
-        if committed and not self.meet.rank:
+        if committed and not self.exchange.rank:
             note_commit()
         with contextlib.suppress(CoordinationError):
-            self.meet.leave()
+            self.exchange.leave()
 
     def abandon(self) -> bool:
         """Abandon the save and remove its files. Any thread may call this.
@@ -131,7 +131,7 @@ class SaveTask:
             the manifest.
         """
         with self._gate:
-            if self._publishing or (self._reported and self.meet.rank):
+            if self._publishing or (self._reported and self.exchange.rank):
                 return False
             self._abandoned = True
         removal = threading.Thread(target=self._remove, name="unickpt-removal", daemon=True)
@@ -144,18 +144,18 @@ class SaveTask:
 
     def _remove(self) -> None:
         self.owner.unlock(self.save.directory)
-        if self.meet.rank == 0:
+        if self.exchange.rank == 0:
             commit_module.remove_uncommitted_files(self.storage, self.names.generation)
         else:
             commit_module.remove_rank_files(self.storage, self.names)
 
     def _interrupted(self, err: BaseException) -> None:
         """End the save after Ctrl-C, and inform the waiting ranks."""
-        failure = save_failure(err, self.meet.rank)
+        failure = save_failure(err, self.exchange.rank)
         absent = self.abandon()
         with contextlib.suppress(CoordinationError):
-            if absent or self.meet.rank == 0:
-                self.meet.abandon(str(failure))
+            if absent or self.exchange.rank == 0:
+                self.exchange.abandon(str(failure))
         self.owner.end_task(self, None)
         self.save.end(SaveResult(committed=False, failures=(failure,)))
 
@@ -173,7 +173,7 @@ class SaveTask:
         """Enter the next step. Raises AbandonedError if the save was abandoned."""
         with self._gate:
             if self._abandoned:
-                raise AbandonedError(f"rank {self.meet.rank}: the save was abandoned at the end of the process")
+                raise AbandonedError(f"rank {self.exchange.rank}: the save was abandoned at the end of the process")
             setattr(self, name, True)
 
     def _write(self) -> Message:
@@ -186,13 +186,13 @@ class SaveTask:
             self.record = self._written(part.prepared)
             message: Message = {"failure": None, "file": asdict(self.record)}
             message |= agreement.message_of(part.prepared.different, part.prepared.replica)
-            if self.meet.rank and part.prepared.optimizer_part is not None:
+            if self.exchange.rank and part.prepared.optimizer_part is not None:
                 message["optimizer"] = asdict(part.prepared.optimizer_part)
-            if self.meet.rank and (part.prepared.aliases or part.prepared.excluded):
+            if self.exchange.rank and (part.prepared.aliases or part.prepared.excluded):
                 message["names"] = [part.prepared.aliases, part.prepared.excluded]
             return message
         except Exception as err:
-            return {"failure": save_failure(err, self.meet.rank).to_json()}
+            return {"failure": save_failure(err, self.exchange.rank).to_json()}
 
     def _written(self, prepared: Prepared) -> FileRecord:
         if self.part.written is None:
@@ -200,7 +200,7 @@ class SaveTask:
             with create_data_file(self.storage, self.names.data, prepared.shards, direct=options.direct_io) as sink:
                 pace = Pace(options.bandwidth_bytes_per_s)
                 file = DataFile(
-                    sink, prepared.shards, rank=self.meet.rank, step=prepared.step, pace=pace,
+                    sink, prepared.shards, rank=self.exchange.rank, step=prepared.step, pace=pace,
                     header_bytes=self.part.header_bytes,
                 )  # fmt: skip
                 file.write(self.part.shards)
@@ -210,20 +210,20 @@ class SaveTask:
             with begun.stack:
                 file.write(self.part.shards)
         if self._abandoned:
-            raise AbandonedError(f"rank {self.meet.rank}: the save was abandoned")
+            raise AbandonedError(f"rank {self.exchange.rank}: the save was abandoned")
         write_rows(self.storage, self.names.rows, file.rows, prepared.tensors)
         return file.record(self.names.data)
 
     def _agree(self, message: Message) -> SaveResult:
         begin_ns = time.monotonic_ns()
-        messages = self.meet.gather("written", message)
+        messages = self.exchange.gather("written", message)
         conclusion = None
         if messages is not None:
             conclusion = self._conclude(messages)
             if conclusion["committed"]:  # before any rank returns, and may copy the folder: the lock file goes
                 self.owner.unlock(self.save.directory)
-        verdict = self.meet.broadcast("verdict", conclusion, notice=False)
-        if self.meet.rank == 0 and verdict["committed"]:
+        verdict = self.exchange.broadcast("verdict", conclusion, notice=False)
+        if self.exchange.rank == 0 and verdict["committed"]:
             busy = tags_of(self.owner.uploads, self.request.save_dir)
             try:
                 retention.apply(self.request.save_dir, self.owner.options.retention, just_saved=self.request.tag, busy=busy)
@@ -276,7 +276,7 @@ class SaveTask:
         with contextlib.ExitStack() as guard:
 
             def proceed() -> None:
-                guard.enter_context(guarded(self.request.save_dir, writing_copy(self.request.one_writer, self.meet.world)))
+                guard.enter_context(guarded(self.request.save_dir, writing_copy(self.request.one_writer, self.exchange.world)))
                 self._step("_publishing")
 
             made = commit_module.commit(
@@ -300,15 +300,15 @@ class SaveTask:
         if not target:
             return
         assert self.record is not None  # set before every commit
-        request, meet = self.request, self.meet.separate("upload")
+        request, exchange = self.request, self.exchange.separate("upload")
         upload = UploadRequest(
-            self.storage, target, request.tag, self.record, request.save_latest, meet, request.on_commit, request.one_writer,
-            request.claim,
+            self.storage, target, request.tag, self.record, request.save_latest, exchange, request.on_commit,
+            request.one_writer, request.claim,
         )  # fmt: skip
         try:
             self.save.upload = self.owner.upload(upload)
         except Exception:  # the checkpoint is committed
-            logger.exception("unickpt: rank %d cannot start the upload of %s", self.meet.rank, self.save.directory)
+            logger.exception("unickpt: rank %d cannot start the upload of %s", self.exchange.rank, self.save.directory)
 
 
 def _notify(on_commit: Callable[[str], None], directory: str) -> None:

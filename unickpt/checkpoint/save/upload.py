@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from unickpt.base.errors import CoordinationError, CorruptCheckpointError, StorageError, UncertainCommitError
 from unickpt.checkpoint.coordination.failure import Failure, sentence
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.coordination.owners import Claim, Origin
 from unickpt.checkpoint.coordination.pending import Pending
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
 from unickpt.checkpoint.fence import guarded, writing_copy
 from unickpt.checkpoint.format import manifest
 from unickpt.checkpoint.format.checksums import RunningDigest
@@ -85,7 +85,7 @@ class UploadRequest:
         tag: tag of the checkpoint.
         record: data file of this rank.
         save_latest: update ``<target>/latest``.
-        meet: rendezvous of the ranks for this upload only.
+        exchange: message exchange of the ranks for this upload only.
         on_commit: called on the coordinator with the location of the committed copy.
         one_writer, claim: as in ``SaveRequest``.
     """
@@ -95,7 +95,7 @@ class UploadRequest:
     tag: str
     record: FileRecord
     save_latest: bool
-    meet: Rendezvous
+    exchange: MessageExchange
     on_commit: Callable[[str], None] | None = None
     one_writer: bool = False
     claim: Claim | None = None
@@ -176,46 +176,48 @@ class _Upload:
         source = self.request.source
         try:
             self._data = self._files.enter_context(source.reader(self.request.record.path))
-            if self.request.meet.rank == 0:
+            if self.request.exchange.rank == 0:
                 data = source.read(MANIFEST_FILE, 0, source.size_bytes(MANIFEST_FILE) or 0)
                 self._manifest = manifest.from_bytes(data, where=source.where(MANIFEST_FILE))
                 self._index = self._files.enter_context(source.reader(self._manifest.index))
         except Exception as err:
-            self._cannot_open = save_failure(err, self.request.meet.rank)
+            self._cannot_open = save_failure(err, self.request.exchange.rank)
 
     def run(self) -> None:
         """Send, agree, commit. Never raises an exception."""
         begin = time.monotonic()
-        meet = self.request.meet
+        exchange = self.request.exchange
         result, error = None, None
         try:
             result = self._agreed(begin)
         except CoordinationError as err:
             error = err
         except Exception as err:  # an upload must never end a training process
-            logger.exception("unickpt: rank %d: upload of %s", meet.rank, self.pending.source)
+            logger.exception("unickpt: rank %d: upload of %s", exchange.rank, self.pending.source)
             error = CoordinationError(f"{type(err).__name__}: {err}")
         with contextlib.suppress(Exception):
             self._files.close()
-        if meet.rank == 0:
+        if exchange.rank == 0:
             self._log_end(result, error)
         self.pending.end(result, error)
         with contextlib.suppress(CoordinationError):
-            meet.leave()
+            exchange.leave()
 
     def _agreed(self, begin: float) -> UploadResult:
-        meet = self.request.meet
-        opening = meet.broadcast("upload", self._opening() if meet.rank == 0 else None, notice=False)
+        exchange = self.request.exchange
+        opening = exchange.broadcast("upload", self._opening() if exchange.rank == 0 else None, notice=False)
         if opening["superseded"]:
             return UploadResult(committed=False, superseded=True)
         if opening["refused"] is not None:
             return UploadResult(committed=False, failures=(Failure.from_json(opening["refused"]),))
         generation = opening["generation"]
-        name = RankFiles(meet.rank, generation).data
+        name = RankFiles(exchange.rank, generation).data
         failure = self._send(name)
-        messages = meet.gather("sent", {"failure": None if failure is None else failure.to_json()})
+        messages = exchange.gather("sent", {"failure": None if failure is None else failure.to_json()})
         self.pending.written.set()
-        verdict = meet.broadcast("verdict", None if messages is None else self._conclude(messages, generation), notice=False)
+        verdict = exchange.broadcast(
+            "verdict", None if messages is None else self._conclude(messages, generation), notice=False
+        )
         if not verdict["committed"] and not verdict["uncertain"]:
             self._target.delete(name)
         return UploadResult(
@@ -255,7 +257,7 @@ class _Upload:
                         f"{self._data.path}: the checksum differs from the one of the save; the file is not copied"
                     )
         except Exception as err:
-            return save_failure(err, self.request.meet.rank)
+            return save_failure(err, self.request.exchange.rank)
         return None
 
     def _conclude(self, messages: list[Message], generation: int) -> Message:
@@ -266,7 +268,7 @@ class _Upload:
             return verdict
         request = self.request
         with contextlib.ExitStack() as guard:
-            own = writing_copy(request.one_writer, request.meet.world)
+            own = writing_copy(request.one_writer, request.exchange.world)
             try:
                 verdict["size_bytes"] = self._publish(generation, lambda: guard.enter_context(guarded(request.target, own)))
                 verdict["committed"] = True

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from unickpt.checkpoint.coordination.host_peers import HostPeers
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.index import TensorInfo
@@ -124,10 +124,10 @@ def source_of(checkpoint: Checkpoint, name: str, state: str) -> TensorInfo | Non
     return checkpoint.info(name, _TWINS[state]) if found is None and state in _TWINS else found
 
 
-def shapes_of_all(own: Mapping[str, tuple[int, ...]], meet: Rendezvous) -> dict[str, tuple[int, ...]]:
+def shapes_of_all(own: Mapping[str, tuple[int, ...]], exchange: MessageExchange) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that any rank has, by name. Every rank calls this."""
     message = {name: list(shape) for name, shape in own.items()}
-    found = meet.combined("shapes", message, lambda every: {name: shape for each in every for name, shape in each.items()})
+    found = exchange.combined("shapes", message, lambda every: {name: shape for each in every for name, shape in each.items()})
     return {name: tuple(shape) for name, shape in found.items()}
 
 

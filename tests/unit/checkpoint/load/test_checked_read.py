@@ -216,7 +216,7 @@ INFOS = [TensorInfo(f"t{at}", "master", "F32", (size,), "parameter") for at, siz
 
 def saved(folder: Path) -> Checkpoint:
     shards = [shard for info in INFOS for shard in shards_of_flat_range(info, 0, info.numel, torch.arange(info.numel) * 0.5)]
-    save(lambda _: Contribution(shards, 1, WRITER), save_dir=str(folder), tag="a", save_latest=True, meet=alone())
+    save(lambda _: Contribution(shards, 1, WRITER), save_dir=str(folder), tag="a", save_latest=True, exchange=alone())
     return Checkpoint.open(folder / "a")
 
 
@@ -294,7 +294,7 @@ def test_parts_of_fragments_are_the_same_from_the_extension_and_from_python(
     infos = [TensorInfo(f"m{at}", "master", "F32", (rows, 300), "parameter") for at, rows in enumerate((40, 1, 700))]
     values = {info.name: torch.randn(info.shape, generator=torch.Generator().manual_seed(info.shape[0])) for info in infos}
     shards = [shard for i in infos for shard in shards_of_flat_range(i, 0, i.numel, values[i.name].view(-1))]
-    save(lambda _: Contribution(shards, 1, WRITER), save_dir=str(tmp_path), tag="a", save_latest=True, meet=alone())
+    save(lambda _: Contribution(shards, 1, WRITER), save_dir=str(tmp_path), tag="a", save_latest=True, exchange=alone())
     checkpoint = Checkpoint.open(tmp_path / "a")
     requests, expected = [], []
     for info in infos:

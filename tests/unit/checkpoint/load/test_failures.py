@@ -23,7 +23,7 @@ from unickpt.base.errors import (
     UnsafePathError,
 )
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format import manifest as manifest_module
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.load.candidates import Candidates
@@ -96,11 +96,11 @@ def test_the_failure_that_an_older_checkpoint_does_not_help_against_is_the_one_t
 
 
 def test_a_rank_that_only_waited_in_vain_ends_the_load_on_all() -> None:
-    def run(meet: Rendezvous) -> str:
-        meet.begin("load")
-        together = Together(meet, "/disk/a")
+    def run(exchange: MessageExchange) -> str:
+        exchange.begin("load")
+        together = Together(exchange, "/disk/a")
         with pytest.raises(AgreedFailureError) as caught:
-            together.agree("read", HostPeerFailedError("waited 20 s for rank 0") if meet.rank == 1 else None)
+            together.agree("read", HostPeerFailedError("waited 20 s for rank 0") if exchange.rank == 1 else None)
         return f"{type(caught.value.error).__name__}: {caught.value.error}"
 
     said = on_all_ranks(run)
@@ -118,8 +118,8 @@ def test_a_rank_that_fails_at_any_step_takes_part(tmp_path: Path, failing: int, 
     """All ranks fall back to the same checkpoint, or all raise; in no case does one wait for another."""
     saved(tmp_path, "old", "new")
 
-    def run(meet: Rendezvous) -> str:
-        meet.begin("load")
+    def run(exchange: MessageExchange) -> str:
+        exchange.begin("load")
         candidates = Candidates(tmp_path)
 
         def offer() -> Offer:
@@ -128,14 +128,14 @@ def test_a_rank_that_fails_at_any_step_takes_part(tmp_path: Path, failing: int, 
 
         def attempt(found: Offer, skipped: tuple[str, ...]) -> str:
             def part(name: str) -> None:
-                if (name, meet.rank, found.name) == (step, failing, "new"):
+                if (name, exchange.rank, found.name) == (step, failing, "new"):
                     raise error
 
             def opened() -> Checkpoint:
                 part("open")
                 return Checkpoint.open(found.directory)
 
-            together = Together(meet, found.directory)
+            together = Together(exchange, found.directory)
             checkpoint = together.step("open", opened)
 
             def planned() -> object:
@@ -148,7 +148,7 @@ def test_a_rank_that_fails_at_any_step_takes_part(tmp_path: Path, failing: int, 
             return found.name
 
         try:
-            return resume(meet, offer, attempt, lambda _: "nothing", where=str(tmp_path))
+            return resume(exchange, offer, attempt, lambda _: "nothing", where=str(tmp_path))
         except (UnickptError, MemoryError) as err:
             return f"{type(err).__name__}: {err}"
 
@@ -163,14 +163,14 @@ def test_a_rank_that_fails_at_any_step_takes_part(tmp_path: Path, failing: int, 
 
 
 def test_a_storage_that_only_the_coordinator_cannot_list_ends_the_load_on_all(tmp_path: Path) -> None:
-    def run(meet: Rendezvous) -> str:
-        meet.begin("load")
+    def run(exchange: MessageExchange) -> str:
+        exchange.begin("load")
 
         def offer() -> Offer:
             raise from_the_system(errno.ETIMEDOUT)
 
         with pytest.raises(StorageError, match="rank 0 cannot see what is there: cannot be read") as caught:
-            resume(meet, offer, lambda *_: "loaded", lambda _: "nothing", where=str(tmp_path))
+            resume(exchange, offer, lambda *_: "loaded", lambda _: "nothing", where=str(tmp_path))
         return type(caught.value).__name__
 
     assert on_all_ranks(run) == ["StorageError"] * WORLD

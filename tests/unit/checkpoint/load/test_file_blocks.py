@@ -58,7 +58,7 @@ def test_blocks_fill_all_ranges_in_order(tmp_path: Path, sizes: list[int], block
 
 def saved(folder: Path) -> Checkpoint:
     shards = [shard for info in INFOS for shard in shards_of_flat_range(info, 0, info.numel, torch.arange(info.numel) * 0.5)]
-    save(lambda _: Contribution(shards, 1, WRITER), save_dir=str(folder), tag="a", save_latest=True, meet=alone())
+    save(lambda _: Contribution(shards, 1, WRITER), save_dir=str(folder), tag="a", save_latest=True, exchange=alone())
     for path in (folder / "a" / "data").iterdir():
         path.read_bytes()  # into the page cache
     return Checkpoint.open(folder / "a")

@@ -15,8 +15,8 @@ import torch
 from tests.support.rank_threads import WORLD, on_all_ranks
 from unickpt.base.errors import HostPeerFailedError
 from unickpt.checkpoint.coordination import host_peers
-from unickpt.checkpoint.coordination.host_peers import READY, HostMemory, HostPeers, meet
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.host_peers import READY, HostMemory, HostPeers, prepare_peers
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.load import shared_gather
 from unickpt.checkpoint.load.shared_gather import SplitTensor, gather
 
@@ -61,8 +61,8 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return found
 
 
-def opened(rendezvous: Rendezvous) -> HostMemory:
-    failures, opener = meet(rendezvous, np.arange(3), None, wanted_bytes=10)
+def opened(exchange: MessageExchange) -> HostMemory:
+    failures, opener = prepare_peers(exchange, np.arange(3), None, wanted_bytes=10)
     assert not failures
     assert opener is not None
     return HostMemory(opener)
@@ -80,9 +80,9 @@ def gathered(memory: HostMemory, tensors: list[SplitTensor] | None, *, filled: b
 def test_every_rank_has_the_casts_of_all_ranks(monkeypatch: pytest.MonkeyPatch, slot_bytes: int) -> None:
     monkeypatch.setattr(shared_gather, "_SLOT_BYTES", slot_bytes)
 
-    def run(rendezvous: Rendezvous) -> list[list[SplitTensor]]:
-        twice = [tensors_of(SMALL, rendezvous.rank), tensors_of(SMALL[::-1], rendezvous.rank)]
-        with opened(rendezvous) as memory:
+    def run(exchange: MessageExchange) -> list[list[SplitTensor]]:
+        twice = [tensors_of(SMALL, exchange.rank), tensors_of(SMALL[::-1], exchange.rank)]
+        with opened(exchange) as memory:
             assert all(gathered(memory, tensors) for tensors in twice)
         return twice
 
@@ -95,9 +95,9 @@ def test_every_rank_has_the_casts_of_all_ranks(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_rank_without_tensors_takes_part() -> None:
-    def run(rendezvous: Rendezvous) -> list[SplitTensor]:
-        found = tensors_of([((0, 2), 4000, torch.float32, torch.float32)], rendezvous.rank)
-        with opened(rendezvous) as memory:
+    def run(exchange: MessageExchange) -> list[SplitTensor]:
+        found = tensors_of([((0, 2), 4000, torch.float32, torch.float32)], exchange.rank)
+        with opened(exchange) as memory:
             assert gathered(memory, found)
         return found
 
@@ -108,10 +108,10 @@ def test_a_rank_without_tensors_takes_part() -> None:
 
 @pytest.mark.parametrize("missing", [None, 0, 1], ids=["all-filled", "first-not", "second-not"])
 def test_filled_parts_are_gathered_only_if_a_rank_lacks_some(missing: int | None) -> None:
-    def run(rendezvous: Rendezvous) -> tuple[bool, list[SplitTensor]]:
-        found = tensors_of([((0, 1), 100, torch.float32, torch.float32)], rendezvous.rank)
-        with opened(rendezvous) as memory:
-            did = [gathered(memory, found, filled=rendezvous.rank != missing), gathered(memory, found, filled=True)]
+    def run(exchange: MessageExchange) -> tuple[bool, list[SplitTensor]]:
+        found = tensors_of([((0, 1), 100, torch.float32, torch.float32)], exchange.rank)
+        with opened(exchange) as memory:
+            did = [gathered(memory, found, filled=exchange.rank != missing), gathered(memory, found, filled=True)]
         return all(did), found
 
     (first, (mine,)), (second, (other,)), (third, nothing) = on_all_ranks(run)
@@ -139,10 +139,10 @@ def _of_another_host(tensors: list[SplitTensor]) -> list[SplitTensor]:
 def test_all_ranks_of_a_host_gather_in_another_way_if_one_must(change: Any, filled: bool) -> None:
     """Also if all of them have filled their parts: ranks of another host would wait for them."""
 
-    def run(rendezvous: Rendezvous) -> tuple[bool, list[SplitTensor]]:
-        found = tensors_of([((0, 1), 100, torch.float32, torch.float32)], rendezvous.rank)
-        given = change(found) if rendezvous.rank == 0 else found
-        with opened(rendezvous) as memory:
+    def run(exchange: MessageExchange) -> tuple[bool, list[SplitTensor]]:
+        found = tensors_of([((0, 1), 100, torch.float32, torch.float32)], exchange.rank)
+        given = change(found) if exchange.rank == 0 else found
+        with opened(exchange) as memory:
             return gathered(memory, given, filled=filled), found
 
     for did, found in on_all_ranks(run):
@@ -154,9 +154,9 @@ def test_tensors_too_many_for_one_slot_are_gathered_in_another_way(monkeypatch: 
     monkeypatch.setattr(shared_gather, "_SLOT_BYTES", 256)
     many: list[Group] = [((0, 1, 2), 4, torch.float32, torch.float32)] * 10
 
-    def run(rendezvous: Rendezvous) -> bool:
-        with opened(rendezvous) as memory:
-            return gathered(memory, tensors_of(many, rendezvous.rank))
+    def run(exchange: MessageExchange) -> bool:
+        with opened(exchange) as memory:
+            return gathered(memory, tensors_of(many, exchange.rank))
 
     assert on_all_ranks(run) == [False] * WORLD
 
@@ -174,10 +174,10 @@ def test_no_rank_waits_for_a_rank_that_failed(monkeypatch: pytest.MonkeyPatch, r
     monkeypatch.setattr(HostPeers, "publish", failing)
     ended = threading.Barrier(WORLD)
 
-    def run(rendezvous: Rendezvous) -> bool:
-        with opened(rendezvous) as memory:
+    def run(exchange: MessageExchange) -> bool:
+        with opened(exchange) as memory:
             try:
-                return gathered(memory, tensors_of(SMALL, rendezvous.rank))
+                return gathered(memory, tensors_of(SMALL, exchange.rank))
             finally:
                 ended.wait(20)  # as in a load: the memory stays open until all ranks know the outcome
 

@@ -21,8 +21,8 @@ from tests.support.saves import WRITER
 from unickpt.base.errors import CorruptCheckpointError, HostPeerFailedError, StorageError
 from unickpt.checkpoint.coordination import host_peers
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
-from unickpt.checkpoint.coordination.host_peers import HostPeers, meet
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.host_peers import HostPeers, prepare_peers
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format import rank_rows as rows_module
 from unickpt.checkpoint.format.boxes import Box, split_flat_range
 from unickpt.checkpoint.format.index import FragmentRow, TensorInfo
@@ -48,13 +48,13 @@ def whole(info: TensorInfo) -> torch.Tensor:
 def saved(folder: Path) -> Path:
     """By three ranks, each a third of everything as a flat range."""
 
-    def run(rendezvous: Rendezvous) -> None:
+    def run(exchange: MessageExchange) -> None:
         shards = []
         for info in INFOS:
-            lo, hi = (info.numel * at // WORLD for at in (rendezvous.rank, rendezvous.rank + 1))
+            lo, hi = (info.numel * at // WORLD for at in (exchange.rank, exchange.rank + 1))
             shards += shards_of_flat_range(info, lo, hi, whole(info).reshape(-1)[lo:hi])
         contribution = Contribution(shards, 3, WRITER)
-        save(lambda _: contribution, save_dir=str(folder), tag="a", save_latest=True, meet=rendezvous)
+        save(lambda _: contribution, save_dir=str(folder), tag="a", save_latest=True, exchange=exchange)
 
     on_all_ranks(run)
     return folder / "a"
@@ -72,12 +72,12 @@ def wanted(checkpoint: Checkpoint, rank: int) -> list[tuple[Request, torch.Tenso
 
 
 def loaded(
-    directory: Path, rendezvous: Rendezvous, *, share: bool = True, verify: str = "always", cached: bool = False
+    directory: Path, exchange: MessageExchange, *, share: bool = True, verify: str = "always", cached: bool = False
 ) -> ReadStats:
     checkpoint = Checkpoint.open(directory)
-    pairs = wanted(checkpoint, rendezvous.rank)
+    pairs = wanted(checkpoint, exchange.rank)
     planned = checkpoint.plan([request for request, _ in pairs])
-    failures, near = meet(rendezvous, planned.rows, None, wanted_bytes=planned.size_bytes, cached=cached, share=share)
+    failures, near = prepare_peers(exchange, planned.rows, None, wanted_bytes=planned.size_bytes, cached=cached, share=share)
     assert not failures
     if near is None:
         stats = checkpoint.fill(planned, verify=verify)
@@ -105,8 +105,8 @@ def left_behind() -> list[Path]:
 def test_every_byte_is_read_once_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: str) -> None:
     monkeypatch.setattr(shared_read, "_RUN_BYTES", 8192)
     directory = saved(tmp_path)
-    each = on_all_ranks(lambda meet: loaded(directory, meet, share=False))
-    together = on_all_ranks(lambda meet: loaded(directory, meet, verify=verify))
+    each = on_all_ranks(lambda exchange: loaded(directory, exchange, share=False))
+    together = on_all_ranks(lambda exchange: loaded(directory, exchange, verify=verify))
     total = sum(info.size_bytes for info in INFOS)
     assert sum(stats.bytes_read for stats in each) > 2.5 * total
     assert sum(stats.bytes_read for stats in together) == total
@@ -123,7 +123,7 @@ def test_ranks_read_for_themselves_what_the_page_cache_holds(
     """Unless one of them does not find it there, or they would read everything too often: three ranks, three times."""
     monkeypatch.setattr(shared_read, "_MOST_TIMES", times)
     directory = saved(tmp_path)
-    found = on_all_ranks(lambda meet: loaded(directory, meet, cached=meet.rank != uncached))
+    found = on_all_ranks(lambda exchange: loaded(directory, exchange, cached=exchange.rank != uncached))
     total = sum(info.size_bytes for info in INFOS)
     shared = uncached is not None or times == 2
     read = sum(stats.bytes_read for stats in found)
@@ -157,7 +157,7 @@ def test_shared_reads_work_with_little_memory(
     monkeypatch.setattr(host_peers, "_LEAST_RANK_BYTES", rank_bytes)
     monkeypatch.setattr(posix._DescriptorReader, "is_cached", lambda *_: cached)
     directory = saved(tmp_path)
-    together = on_all_ranks(lambda meet: loaded(directory, meet))
+    together = on_all_ranks(lambda exchange: loaded(directory, exchange))
     assert sum(stats.bytes_read for stats in together) == sum(info.size_bytes for info in INFOS)
 
 
@@ -178,7 +178,7 @@ def test_a_file_on_a_disk_stays_open_and_is_read_front_to_back(tmp_path: Path, m
         read_into(reader, parts, offset_bytes)
 
     monkeypatch.setattr(posix._DescriptorReader, "read_into", recorded)
-    on_all_ranks(lambda meet: loaded(directory, meet))
+    on_all_ranks(lambda exchange: loaded(directory, exchange))
     assert max(map(len, reads.values())) > 4  # one open file serves several rounds
     assert all(offsets == sorted(offsets) for offsets in reads.values())
 
@@ -189,16 +189,16 @@ def test_ranks_gather_after_shared_reads_in_the_same_memory(tmp_path: Path, monk
     directory = saved(tmp_path)
     masters = [torch.arange(5000.0) + 7 * rank for rank in range(WORLD)]
 
-    def run(rendezvous: Rendezvous) -> list[torch.Tensor]:
+    def run(exchange: MessageExchange) -> list[torch.Tensor]:
         checkpoint = Checkpoint.open(directory)
-        pairs = wanted(checkpoint, rendezvous.rank)
+        pairs = wanted(checkpoint, exchange.rank)
         planned = checkpoint.plan([request for request, _ in pairs])
-        _, near = meet(rendezvous, planned.rows, None, wanted_bytes=planned.size_bytes)
+        _, near = prepare_peers(exchange, planned.rows, None, wanted_bytes=planned.size_bytes)
         assert near is not None
         with near() as peers:
             checkpoint.fill(planned, host_peers=peers)
             parts = [torch.zeros(5000) for _ in range(WORLD)]
-            tensor = SplitTensor(tuple(range(WORLD)), rendezvous.rank, parts, masters[rendezvous.rank])
+            tensor = SplitTensor(tuple(range(WORLD)), exchange.rank, parts, masters[exchange.rank])
             assert gather(peers, [tensor])
             checkpoint.fill(planned, host_peers=peers)
         assert all(torch.equal(request.out.view(expected.shape), expected) for request, expected in pairs)
@@ -216,9 +216,9 @@ def test_damage_that_one_rank_finds_ends_the_load_of_all(tmp_path: Path, rank: i
     data[-1] ^= 1
     path.write_bytes(data)
 
-    def run(rendezvous: Rendezvous) -> str:
+    def run(exchange: MessageExchange) -> str:
         try:
-            loaded(directory, rendezvous)
+            loaded(directory, exchange)
         except CorruptCheckpointError as err:
             return "found it" if path.name in str(err) else str(err)
         except HostPeerFailedError:
@@ -232,10 +232,10 @@ def test_damage_that_one_rank_finds_ends_the_load_of_all(tmp_path: Path, rank: i
 def test_a_rank_that_fails_before_the_first_has_opened_leaves_no_folder() -> None:
     order = threading.Barrier(WORLD)
 
-    def run(rendezvous: Rendezvous) -> None:
-        _, near = meet(rendezvous, np.arange(3), None, wanted_bytes=10)
+    def run(exchange: MessageExchange) -> None:
+        _, near = prepare_peers(exchange, np.arange(3), None, wanted_bytes=10)
         assert near is not None
-        if rendezvous.rank == 0:
+        if exchange.rank == 0:
             order.wait(20)  # the others have failed
             with near():
                 return
@@ -248,10 +248,10 @@ def test_a_rank_that_fails_before_the_first_has_opened_leaves_no_folder() -> Non
 
 
 def test_a_rank_that_cannot_open_the_memory_of_another_tells_the_others() -> None:
-    def run(rendezvous: Rendezvous) -> str:
-        _, near = meet(rendezvous, np.arange(3), None, wanted_bytes=10)
+    def run(exchange: MessageExchange) -> str:
+        _, near = prepare_peers(exchange, np.arange(3), None, wanted_bytes=10)
         assert isinstance(near, partial)
-        if rendezvous.rank == 1:
+        if exchange.rank == 1:
             with pytest.raises(StorageError, match=r"rank 1 cannot open the memory .* No such file or directory"):
                 HostPeers({**near.args[0], 2: host_peers.FOLDER / "unickpt-load-absent"}, 1, timeout_s=20.0)
             return "cannot open"
@@ -271,17 +271,17 @@ def test_a_rank_that_cannot_open_the_memory_of_another_tells_the_others() -> Non
 def test_no_rank_reads_if_one_cannot_plan(tmp_path: Path) -> None:
     failure = Failure(FailureKind.MISMATCH, 1, "w", text="no")
 
-    def run(rendezvous: Rendezvous) -> tuple[tuple[Failure, ...], bool]:
-        failures, near = meet(rendezvous, np.arange(3), failure if rendezvous.rank == 1 else None, wanted_bytes=10)
+    def run(exchange: MessageExchange) -> tuple[tuple[Failure, ...], bool]:
+        failures, near = prepare_peers(exchange, np.arange(3), failure if exchange.rank == 1 else None, wanted_bytes=10)
         return failures, near is None
 
     assert on_all_ranks(run) == [((failure,), True)] * WORLD
 
 
 def test_ranks_that_opened_different_saves_under_one_name_do_not_load() -> None:
-    def run(rendezvous: Rendezvous) -> list[int]:
-        identity = "new" if rendezvous.rank == 2 else "old"
-        failures, near = meet(rendezvous, np.arange(3), None, identity=identity, wanted_bytes=10)
+    def run(exchange: MessageExchange) -> list[int]:
+        identity = "new" if exchange.rank == 2 else "old"
+        failures, near = prepare_peers(exchange, np.arange(3), None, identity=identity, wanted_bytes=10)
         assert near is None
         assert "index new, on rank 0 old" in failures[0].text
         return [failure.rank for failure in failures]
@@ -297,7 +297,7 @@ def test_without_room_in_shared_memory_every_rank_reads_for_itself(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     directory = saved(tmp_path)
-    stats = on_all_ranks(lambda meet: loaded(directory, meet))
+    stats = on_all_ranks(lambda exchange: loaded(directory, exchange))
     assert sum(each.bytes_read for each in stats) > 2.5 * sum(info.size_bytes for info in INFOS)
     assert "rank 0 cannot share memory" in caplog.text
     assert "No space left" in caplog.text
@@ -309,7 +309,9 @@ def test_ranks_of_other_hosts_share_nothing(tmp_path: Path, monkeypatch: pytest.
     hosts = iter(["a", "b", "a"])
     monkeypatch.setattr(host_peers, "_host", lambda: next(hosts))
     total = sum(info.size_bytes for info in INFOS)
-    assert 1.5 * total < sum(stats.bytes_read for stats in on_all_ranks(lambda meet: loaded(directory, meet))) <= 2 * total
+    assert (
+        1.5 * total < sum(stats.bytes_read for stats in on_all_ranks(lambda exchange: loaded(directory, exchange))) <= 2 * total
+    )
 
 
 @st.composite

@@ -19,7 +19,7 @@ import torch
 from tests.support.memory_jobs import HOSTS, Job, request
 from tests.support.saves import INFO, values
 from unickpt.base.errors import CorruptCheckpointError, StorageError
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.verify import verify_checkpoint
 from unickpt.checkpoint.memory import saver
@@ -48,9 +48,9 @@ def test_ranks_may_know_the_folder_by_links_to_one_place(job: Callable[..., Job]
     running = job()
     (tmp_path / "link").symlink_to(tmp_path)
 
-    def one(tier: MemoryTier, meet: Rendezvous) -> Any:
-        folder = tmp_path / "link" if meet.rank == len(HOSTS) - 1 else tmp_path
-        save = tier.save(request(str(folder / "checkpoints"), 1, meet.rank, len(HOSTS)), meet)
+    def one(tier: MemoryTier, exchange: MessageExchange) -> Any:
+        folder = tmp_path / "link" if exchange.rank == len(HOSTS) - 1 else tmp_path
+        save = tier.save(request(str(folder / "checkpoints"), 1, exchange.rank, len(HOSTS)), exchange)
         assert save is not None
         assert save.wait(30)
         return save.committed, save.cause()
@@ -144,8 +144,8 @@ def test_a_clock_that_jumps_back_does_not_make_an_older_generation_the_newest(
     monkeypatch.setattr(time, "time_ns", lambda: real() - 3_600_000_000_000)  # of the host that takes the place of host 0
     again = job([2, 1, 1])
 
-    def resume(tier: MemoryTier, meet: Rendezvous) -> None:
-        load = tier.look(again.checkpoints, meet)
+    def resume(tier: MemoryTier, exchange: MessageExchange) -> None:
+        load = tier.look(again.checkpoints, exchange)
         tier.loaded(again.checkpoints, load, 1, load.found[0].number)
 
     again.everywhere(resume)
@@ -181,12 +181,12 @@ def test_a_flipped_bit_is_found_and_the_copy_serves(job: Callable[..., Job], tmp
     path.write_bytes(data)
     again = job([0, 1, 1, 2])
 
-    def both(tier: MemoryTier, meet: Rendezvous) -> list[Any]:
-        load, tried, out = tier.look(again.checkpoints, meet), list[tuple[int, bool]](), list[Any]()
+    def both(tier: MemoryTier, exchange: MessageExchange) -> list[Any]:
+        load, tried, out = tier.look(again.checkpoints, exchange), list[tuple[int, bool]](), list[Any]()
         while (choice := choose(load, lambda: None, tried)) is not None:
             if choice[1]:
                 tier.check(again.checkpoints, choice[0].number)
-            meet.agree("check", None)
+            exchange.agree("check", None)
             checkpoint = tier.open(again.checkpoints, load, choice[0].number)
             try:
                 out.append(checkpoint.read_tensor(*INFO.key))
@@ -213,10 +213,10 @@ def test_a_checkpoint_on_disk_that_is_newer_wins() -> None:
 def test_every_nth_save_goes_to_disk(job: Callable[..., Job]) -> None:
     running = job(to_disk_every=3)
 
-    def turns(tier: MemoryTier, meet: Rendezvous) -> list[bool]:
+    def turns(tier: MemoryTier, exchange: MessageExchange) -> list[bool]:
         found = []
         for step in range(1, 7):
-            save = tier.save(request(running.checkpoints, step, meet.rank, len(HOSTS)), meet)
+            save = tier.save(request(running.checkpoints, step, exchange.rank, len(HOSTS)), exchange)
             found.append(save is not None and save.wait(30))
         return found
 
@@ -224,8 +224,8 @@ def test_every_nth_save_goes_to_disk(job: Callable[..., Job]) -> None:
 
 
 def test_memory_is_within_its_budget(job: Callable[..., Job]) -> None:
-    def failed(tier: MemoryTier, meet: Rendezvous) -> str:
-        save = tier.save(request(running.checkpoints, 1, meet.rank, len(HOSTS)), meet)
+    def failed(tier: MemoryTier, exchange: MessageExchange) -> str:
+        save = tier.save(request(running.checkpoints, 1, exchange.rank, len(HOSTS)), exchange)
         assert save is not None
         assert save.done
         return save.cause()
@@ -240,7 +240,7 @@ def test_the_newest_generation_goes_to_disk_at_the_end_of_the_job(job: Callable[
     running = job()
     running.save(1, 2)
 
-    def end(tier: MemoryTier, meet: Rendezvous) -> bool:
+    def end(tier: MemoryTier, exchange: MessageExchange) -> bool:
         saver = next(iter(tier._folders.values())).saver
         assert saver is not None
         saver.closing(signalled=signalled)
@@ -257,16 +257,16 @@ def test_the_job_may_end_when_some_ranks_have_begun_a_save_and_others_have_not(j
     running = job()
     running.save(1, 2)
 
-    def end(tier: MemoryTier, meet: Rendezvous) -> bool:
+    def end(tier: MemoryTier, exchange: MessageExchange) -> bool:
         saver = next(iter(tier._folders.values())).saver
         assert saver is not None
-        refused = request(running.checkpoints, 3, meet.rank, len(HOSTS))
+        refused = request(running.checkpoints, 3, exchange.rank, len(HOSTS))
         refused.failed = InterruptedError("received SIGTERM")
 
         def train() -> None:
-            if meet.rank % 2:
+            if exchange.rank % 2:
                 time.sleep(0.5)
-            tier.save(refused, meet)
+            tier.save(refused, exchange)
 
         training = threading.Thread(target=train)
         training.start()
@@ -285,11 +285,11 @@ def test_ranks_that_are_ended_without_the_others_leave_at_once(job: Callable[...
     running = job()
     running.save(1)
 
-    def end(tier: MemoryTier, meet: Rendezvous) -> float:
+    def end(tier: MemoryTier, exchange: MessageExchange) -> float:
         saver = next(iter(tier._folders.values())).saver
         assert saver is not None
         begin = time.monotonic()
-        if meet.rank != 2:
+        if exchange.rank != 2:
             saver.closing(signalled=True)
             saver.leave(30)
         return time.monotonic() - begin

@@ -13,11 +13,11 @@ from ds_unickpt.framework.internals import plain
 from ds_unickpt.held_state.names import spelled_plainly
 from tests.support.rank_threads import on_all_ranks
 from unickpt.base.errors import CoordinationError, FormatError
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, merge_optimizers, optimizer_from_json
 from unickpt.checkpoint.save.agreement import message_of, notes_of
 from unickpt.checkpoint.save.fingerprints import fingerprints
-from unickpt.checkpoint.save.opening import exchange, opening_of, refusal
+from unickpt.checkpoint.save.opening import announced, opening_of, refusal
 from unickpt.checkpoint.save.requests import SaveRequest
 from unickpt.checkpoint.save.shards import Contribution
 
@@ -87,16 +87,16 @@ def test_ranks_name_one_folder_by_one_path_or_by_links_to_one_place(tmp_path: Pa
 def test_a_late_rank_that_knows_the_folder_by_a_link_joins_no_other_save(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
 
-    def call(meet: Rendezvous) -> None:
-        save = meet.separate("save")
-        wanted = SaveRequest(_nothing, str(tmp_path / "link" if meet.rank else tmp_path), "step1")
-        if meet.rank:
-            meet.broadcast("abandoned", None)
-            exchange(wanted, save, lambda: pytest.fail("rank 0 announces"))
+    def call(exchange: MessageExchange) -> None:
+        save = exchange.separate("save")
+        wanted = SaveRequest(_nothing, str(tmp_path / "link" if exchange.rank else tmp_path), "step1")
+        if exchange.rank:
+            exchange.broadcast("abandoned", None)
+            announced(wanted, save, lambda: pytest.fail("rank 0 announces"))
         else:
             save.broadcast("save", opening_of(wanted, skip=False, background=False, known_defect=None).to_json())
             save.abandon("rank 1 is late")
-            meet.broadcast("abandoned", {})
+            exchange.broadcast("abandoned", {})
 
     _, error = on_all_ranks(call, world=2, timeout_s=3)
     assert isinstance(error, CoordinationError)

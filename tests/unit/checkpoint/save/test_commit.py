@@ -18,7 +18,7 @@ from tests.support.rank_threads import WORLD, on_all_ranks
 from tests.support.saves import INFO, assert_holds, part, values
 from unickpt.base.errors import CoordinationError, UnickptError
 from unickpt.checkpoint.coordination.failure import FailureKind
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.verify import verify_checkpoint
 from unickpt.checkpoint.save.requests import SaveResult
@@ -27,14 +27,14 @@ from unickpt.checkpoint.save.shards import Contribution, shards_of_flat_range
 
 
 def save_step(folder: Path, step: int, tag: str, change: Callable[[Contribution, int], None] | None = None) -> list[SaveResult]:
-    def run(meet: Rendezvous) -> SaveResult:
+    def run(exchange: MessageExchange) -> SaveResult:
         def contribute(_: Any) -> Contribution:
-            found = part(step, meet.rank)
+            found = part(step, exchange.rank)
             if change is not None:
-                change(found, meet.rank)
+                change(found, exchange.rank)
             return found
 
-        return save(contribute, save_dir=str(folder), tag=tag, save_latest=True, meet=meet)
+        return save(contribute, save_dir=str(folder), tag=tag, save_latest=True, exchange=exchange)
 
     return on_all_ranks(run)
 
@@ -137,10 +137,10 @@ def test_text_that_has_no_utf8_does_not_fail_a_save(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    def run(meet: Rendezvous) -> Any:
-        if meet.rank == 1:
+    def run(exchange: MessageExchange) -> Any:
+        if exchange.rank == 1:
             return None
-        return save(lambda _: part(1, meet.rank), save_dir=str(tmp_path), tag="a", save_latest=True, meet=meet)
+        return save(lambda _: part(1, exchange.rank), save_dir=str(tmp_path), tag="a", save_latest=True, exchange=exchange)
 
     found = on_all_ranks(run, timeout_s=1.5)
     assert isinstance(found[0], CoordinationError)
@@ -149,9 +149,9 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 
 def test_all_ranks_name_the_missing_rank_and_not_the_coordinator(tmp_path: Path) -> None:
-    def run(meet: Rendezvous) -> None:
-        if meet.rank < 2:
-            meet.agree("layout", None)
+    def run(exchange: MessageExchange) -> None:
+        if exchange.rank < 2:
+            exchange.agree("layout", None)
 
     found = on_all_ranks(run, timeout_s=0.5)
     assert found[2] is None
@@ -161,10 +161,10 @@ def test_all_ranks_name_the_missing_rank_and_not_the_coordinator(tmp_path: Path)
 
 
 def _save_for_ever(folder: Path, said: int) -> None:
-    meet = Rendezvous(None, rank=0, world=1, prefix="t")
+    exchange = MessageExchange(None, rank=0, world=1, prefix="t")
     for step in range(1, 10**6):
         tag = "same" if step % 2 else f"step{step % 3}"
-        save(lambda _, step=step: part(step, 0, 1), save_dir=str(folder), tag=tag, save_latest=True, meet=meet)
+        save(lambda _, step=step: part(step, 0, 1), save_dir=str(folder), tag=tag, save_latest=True, exchange=exchange)
         os.write(said, b".")
 
 

@@ -18,7 +18,7 @@ from tests.support.rank_threads import WORLD, alone, on_all_ranks
 from tests.support.saves import Broken, assert_counts, assert_holds, large, part, request
 from unickpt.base.errors import CoordinationError
 from unickpt.checkpoint.coordination.failure import FailureKind
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest
@@ -133,9 +133,9 @@ def test_paths_are_those_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_ranks_that_name_different_checkpoints_learn_it_at_once(tmp_path: Path) -> None:
-    def run(meet: Rendezvous) -> PendingSave:
-        wanted = SaveRequest(lambda _: part(1, meet.rank), str(tmp_path), f"tag{meet.rank % 2}", True)
-        return Saver().save(wanted, meet)
+    def run(exchange: MessageExchange) -> PendingSave:
+        wanted = SaveRequest(lambda _: part(1, exchange.rank), str(tmp_path), f"tag{exchange.rank % 2}", True)
+        return Saver().save(wanted, exchange)
 
     begin = time.monotonic()
     for save in on_all_ranks(run, timeout_s=60):
@@ -153,17 +153,17 @@ def test_ranks_that_name_different_checkpoints_learn_it_at_once(tmp_path: Path) 
 def test_an_exception_while_one_rank_describes_its_state_is_known_on_all_when_the_call_returns(
     tmp_path: Path, behind: bool
 ) -> None:
-    def run(meet: Rendezvous) -> PendingSave:
+    def run(exchange: MessageExchange) -> PendingSave:
         saver = Saver(SaveOptions(asynchronous=behind))
 
         def contribute(_: Any) -> Contribution:
-            if meet.rank == 1:
+            if exchange.rank == 1:
                 raise IndexError("list index out of range")
-            return part(1, meet.rank)
+            return part(1, exchange.rank)
 
-        first = saver.save(SaveRequest(lambda _: part(1, meet.rank), str(tmp_path), "a", True), meet.separate("save"))
+        first = saver.save(SaveRequest(lambda _: part(1, exchange.rank), str(tmp_path), "a", True), exchange.separate("save"))
         assert first.wait(30)
-        return saver.save(SaveRequest(contribute, str(tmp_path), "b", True), meet.separate("save"))
+        return saver.save(SaveRequest(contribute, str(tmp_path), "b", True), exchange.separate("save"))
 
     for save in on_all_ranks(run):
         assert isinstance(save, PendingSave), save
@@ -180,20 +180,20 @@ def test_an_exception_while_one_rank_describes_its_state_is_known_on_all_when_th
 def test_a_coverage_error_at_the_commit_makes_the_framework_save_from_then_on(tmp_path: Path) -> None:
     """A hole in the coverage is seen by the coordinator alone, and in asynchronous mode after the call."""
 
-    def run(meet: Rendezvous) -> list[PendingSave]:
+    def run(exchange: MessageExchange) -> list[PendingSave]:
         saver = Saver(BEHIND)
         described = []
 
         def contribute(_: Any) -> Contribution:
             described.append(1)
-            found = part(1, meet.rank)
-            if meet.rank == 1:
+            found = part(1, exchange.rank)
+            if exchange.rank == 1:
                 found.shards.pop()
             return found
 
         saves = []
         for tag in ("a", "b", "c"):
-            saves.append(saver.save(SaveRequest(contribute, str(tmp_path), tag, True), meet.separate("save")))
+            saves.append(saver.save(SaveRequest(contribute, str(tmp_path), tag, True), exchange.separate("save")))
         saver.finish(30)
         assert len(described) == 1, "a layout that is known to be described wrongly is described again"
         return saves
@@ -212,17 +212,17 @@ def test_a_save_on_some_ranks_does_not_mix_with_the_next(tmp_path: Path) -> None
     """Whichever rank came alone: the coordinator, or another."""
     gone = threading.Barrier(WORLD)
 
-    def run(meet: Rendezvous) -> list[Any]:
+    def run(exchange: MessageExchange) -> list[Any]:
         saver, found = Saver(), []
         for round_, lonely in enumerate((0, 1)):
-            if meet.rank == lonely:
-                meet.timeout_s = 0.5
+            if exchange.rank == lonely:
+                exchange.timeout_s = 0.5
                 with pytest.raises(Exception, match="no message from rank"):
-                    saver.save(SaveRequest(lambda _: part(1, meet.rank), str(tmp_path), "alone"), meet.separate("save"))
-                meet.timeout_s = 20.0
+                    saver.save(SaveRequest(lambda _: part(1, exchange.rank), str(tmp_path), "alone"), exchange.separate("save"))
+                exchange.timeout_s = 20.0
             gone.wait(30)
-            wanted = SaveRequest(lambda _, r=round_: part(r, meet.rank), str(tmp_path), f"all{round_}")
-            found.append(saver.save(wanted, meet.separate("save")).committed)
+            wanted = SaveRequest(lambda _, r=round_: part(r, exchange.rank), str(tmp_path), f"all{round_}")
+            found.append(saver.save(wanted, exchange.separate("save")).committed)
         return found
 
     assert on_all_ranks(run, timeout_s=20) == [[True, True]] * WORLD
@@ -303,14 +303,14 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, moment: str) -> None:
 
 
 def test_ctrl_c_on_one_rank_reaches_the_others_at_once(tmp_path: Path) -> None:
-    def run(meet: Rendezvous) -> Any:
+    def run(exchange: MessageExchange) -> Any:
         def contribute(_: Any) -> Contribution:
-            if meet.rank == 0:
+            if exchange.rank == 0:
                 raise KeyboardInterrupt
-            return part(1, meet.rank)
+            return part(1, exchange.rank)
 
         try:
-            return Saver().save(SaveRequest(contribute, str(tmp_path), "a", True), meet.separate("save"))
+            return Saver().save(SaveRequest(contribute, str(tmp_path), "a", True), exchange.separate("save"))
         except KeyboardInterrupt:
             return "interrupted"
 
@@ -405,8 +405,10 @@ def test_the_log_states_the_time_waited_and_not_the_grace(
 
 
 def test_nothing_is_left_of_a_save_that_failed(tmp_path: Path) -> None:
-    def run(meet: Rendezvous) -> PendingSave:
-        return Saver().save(SaveRequest(lambda _: part(1, meet.rank), str(tmp_path / "run"), "a", True), meet.separate("save"))
+    def run(exchange: MessageExchange) -> PendingSave:
+        return Saver().save(
+            SaveRequest(lambda _: part(1, exchange.rank), str(tmp_path / "run"), "a", True), exchange.separate("save")
+        )
 
     def full(call: Call) -> None:
         if call.name == "pwrite" and "rank00001" in call.path:

@@ -15,7 +15,7 @@ import pytest
 from tests.support.rank_threads import alone, on_all_ranks
 from tests.support.saves import assert_holds, part, stalled
 from unickpt.base.garbage import collection_paused
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.save.requests import SaveOptions, SaveRequest
 from unickpt.checkpoint.save.saver import Saver
 from unickpt.checkpoint.save.shards import Contribution
@@ -29,15 +29,15 @@ def test_ranks_describe_their_state_while_the_coordinator_announces(tmp_path: Pa
         assert all(event.wait(20) for event in begun[1:])
         return {"from": 0}
 
-    def run(meet: Rendezvous) -> Any:
+    def run(exchange: MessageExchange) -> Any:
         seen: list[Message] = []
 
         def contribute(announced: Message) -> Contribution:
             seen.append(announced)
-            return part(1, meet.rank)
+            return part(1, exchange.rank)
 
-        request = SaveRequest(contribute, str(tmp_path), "a", announce=announce, early=begun[meet.rank].set)
-        return Saver().save(request, meet).committed, seen
+        request = SaveRequest(contribute, str(tmp_path), "a", announce=announce, early=begun[exchange.rank].set)
+        return Saver().save(request, exchange).committed, seen
 
     assert on_all_ranks(run) == [(True, [{"from": 0}])] * 3
     assert not begun[0].is_set()  # the coordinator goes straight to its announcement
@@ -48,14 +48,14 @@ def test_a_description_that_fails_early_is_a_failure_of_its_rank(tmp_path: Path)
     def fail() -> None:
         raise MemoryError("no room for the list")
 
-    def run(meet: Rendezvous) -> Any:
+    def run(exchange: MessageExchange) -> Any:
         def contribute(_: Message) -> Contribution:
-            if meet.rank == 1:
+            if exchange.rank == 1:
                 fail()
-            return part(1, meet.rank)
+            return part(1, exchange.rank)
 
-        request = SaveRequest(contribute, str(tmp_path), "a", early=fail if meet.rank == 1 else None)
-        result = Saver().save(request, meet).result
+        request = SaveRequest(contribute, str(tmp_path), "a", early=fail if exchange.rank == 1 else None)
+        result = Saver().save(request, exchange).result
         return [(failure.rank, failure.text) for failure in result.failures] if result is not None else None
 
     found = on_all_ranks(run)
@@ -122,14 +122,14 @@ def test_a_save_that_skips_itself_describes_nothing(tmp_path: Path) -> None:
     described: list[str] = []
     begun = threading.Barrier(3)
 
-    def run(meet: Rendezvous) -> list[bool]:
+    def run(exchange: MessageExchange) -> list[bool]:
         saver = Saver(SaveOptions(asynchronous=True, on_busy="skip"))
         saves = []
         for tag in "ab":
             request = SaveRequest(
-                lambda _: part(1, meet.rank), str(tmp_path), tag, early=partial(described.append, f"{tag}{meet.rank}")
+                lambda _: part(1, exchange.rank), str(tmp_path), tag, early=partial(described.append, f"{tag}{exchange.rank}")
             )
-            saves.append(saver.save(request, meet.separate(tag)))
+            saves.append(saver.save(request, exchange.separate(tag)))
             if tag == "a":
                 begun.wait(20)  # its threads cannot write yet
         stall.gate.set()
@@ -146,9 +146,9 @@ def test_a_save_that_skips_itself_describes_nothing(tmp_path: Path) -> None:
 def test_ctrl_c_while_a_rank_describes_early_reaches_the_others_at_once(tmp_path: Path, skipped: bool) -> None:
     """Also if the coordinator refuses the save, so that no rank waits for the interrupted one."""
 
-    def run(meet: Rendezvous) -> Any:
+    def run(exchange: MessageExchange) -> Any:
         def early() -> None:
-            if meet.rank == 1:
+            if exchange.rank == 1:
                 raise KeyboardInterrupt
 
         def refuse() -> Message:
@@ -158,15 +158,15 @@ def test_ctrl_c_while_a_rank_describes_early_reaches_the_others_at_once(tmp_path
 
         forgotten: list[int] = []
         request = SaveRequest(
-            lambda _: part(1, meet.rank), str(tmp_path), "a", announce=refuse, early=early,
-            forget=partial(forgotten.append, meet.rank),
+            lambda _: part(1, exchange.rank), str(tmp_path), "a", announce=refuse, early=early,
+            forget=partial(forgotten.append, exchange.rank),
         )  # fmt: skip
         try:
-            save = Saver().save(request, meet)
+            save = Saver().save(request, exchange)
         except KeyboardInterrupt:
-            assert forgotten == [meet.rank]
+            assert forgotten == [exchange.rank]
             return "interrupted"
-        assert forgotten == [meet.rank]
+        assert forgotten == [exchange.rank]
         return save.cause()
 
     begin = time.monotonic()

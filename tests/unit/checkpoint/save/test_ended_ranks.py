@@ -19,7 +19,7 @@ from unickpt.base.errors import CoordinationError
 from unickpt.base.round_folder import RINGS, RINGS_JOB, ends_of_job, folder_of_round, note_ended, read_ended, remove_note
 from unickpt.checkpoint.coordination import ends as ends_module
 from unickpt.checkpoint.coordination.ends import Ends
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions
 from unickpt.checkpoint.save.saver import Saver, save
 
@@ -37,18 +37,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return round_
 
 
-def saved(meet: Rendezvous, folder: Path) -> Any:
-    return save(lambda _: part(1, meet.rank), save_dir=str(folder), tag="a", save_latest=True, meet=meet)
+def saved(exchange: MessageExchange, folder: Path) -> Any:
+    return save(lambda _: part(1, exchange.rank), save_dir=str(folder), tag="a", save_latest=True, exchange=exchange)
 
 
 def test_a_save_without_the_part_of_a_dead_rank_is_given_up_at_once(tmp_path: Path) -> None:
     dead = threading.Event()
 
-    def run(meet: Rendezvous) -> Any:
-        if meet.rank == 2:
+    def run(exchange: MessageExchange) -> Any:
+        if exchange.rank == 2:
             dead.set()
             return None
-        return saved(meet, tmp_path)
+        return saved(exchange, tmp_path)
 
     begin = time.monotonic()
     found = on_all_ranks(run, timeout_s=LONG_S, ended=lambda: frozenset({2} if dead.is_set() else ()))
@@ -62,21 +62,21 @@ def test_a_save_without_the_part_of_a_dead_rank_is_given_up_at_once(tmp_path: Pa
 def test_a_dead_rank_that_has_sent_its_part_is_not_missed(tmp_path: Path) -> None:
     sent = threading.Event()
 
-    def run(meet: Rendezvous) -> Any:
-        gather = meet.gather
+    def run(exchange: MessageExchange) -> Any:
+        gather = exchange.gather
 
         def gathered(topic: str, message: Message) -> list[Message] | None:
-            if meet.rank == 1 and topic == "written":  # until the coordinator has looked for rank 2 more than once
+            if exchange.rank == 1 and topic == "written":  # until the coordinator has looked for rank 2 more than once
                 sent.wait(LONG_S)
                 time.sleep(0.8)
             result = gather(topic, message)
-            if meet.rank == 2 and topic == "written":
-                meet.timeout_s = 1.0  # it is not dead here, and may miss the verdict, which the others do not keep for it
+            if exchange.rank == 2 and topic == "written":
+                exchange.timeout_s = 1.0  # it is not dead here, and may miss the verdict, which the others do not keep for it
                 sent.set()
             return result
 
-        meet.gather = gathered  # type: ignore[method-assign]
-        return saved(meet, tmp_path)
+        exchange.gather = gathered  # type: ignore[method-assign]
+        return saved(exchange, tmp_path)
 
     found = on_all_ranks(run, timeout_s=LONG_S, ended=lambda: frozenset({2} if sent.is_set() else ()))
     assert [result.committed for result in found[:2]] == [True] * 2
@@ -85,13 +85,13 @@ def test_a_dead_rank_that_has_sent_its_part_is_not_missed(tmp_path: Path) -> Non
 
 def test_the_coordinator_does_not_wait_for_dead_ranks_to_leave() -> None:
     begin = time.monotonic()
-    on_all_ranks(lambda meet: meet.leave(LONG_S) if meet.rank != 1 else None, ended=lambda: frozenset({1}))
+    on_all_ranks(lambda exchange: exchange.leave(LONG_S) if exchange.rank != 1 else None, ended=lambda: frozenset({1}))
     assert time.monotonic() - begin < AT_ONCE_S
 
 
 def test_ranks_do_not_wait_for_a_dead_coordinator(tmp_path: Path) -> None:
-    def run(meet: Rendezvous) -> Any:
-        return saved(meet, tmp_path) if meet.rank else None
+    def run(exchange: MessageExchange) -> Any:
+        return saved(exchange, tmp_path) if exchange.rank else None
 
     begin = time.monotonic()
     found = on_all_ranks(run, timeout_s=LONG_S, ended=lambda: frozenset({0}))
@@ -103,7 +103,7 @@ def test_the_end_of_a_process_does_not_wait_for_a_save_whose_coordinator_has_end
     """Its thread hangs in a call of the store, which does not answer when the coordinator's host has lost its power."""
     ended: set[int] = set()
     saver = Saver(SaveOptions(asynchronous=True))
-    saver._meet = Rendezvous(dist.HashStore(), rank=1, world=3, prefix="t", ended=lambda: frozenset(ended))
+    saver._exchange = MessageExchange(dist.HashStore(), rank=1, world=3, prefix="t", ended=lambda: frozenset(ended))
     saver._pending.append(PendingSave(str(tmp_path / "a"), 1, saver.counts))
     assert not saver.leave(0.3)
     ended.add(2)
@@ -157,12 +157,12 @@ def test_the_end_of_a_rank_ends_the_wait_for_it(how: str) -> None:
     assert other.stdout.readline() == b"[]\n"
     ends = Ends(store, rank=0, prefix="job")
     assert ends() == frozenset()
-    meet = Rendezvous(store, rank=0, world=2, prefix="save", timeout_s=600.0, ended=ends)
+    exchange = MessageExchange(store, rank=0, world=2, prefix="save", timeout_s=600.0, ended=ends)
     if how == "killed":
         other.kill()
     other.stdin.close()
     with pytest.raises(CoordinationError, match="the process of rank 1 has ended without a message"):
-        meet.gather("written", {})
+        exchange.gather("written", {})
     other.wait()
 
 

@@ -143,10 +143,10 @@ def test_no_copy_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def save(folder: Path, step: int) -> list[FailureKind]:
     """Save a checkpoint of one rank, and return why it failed."""
-    meet = ranks.alone()
-    request = ranks.request(folder, f"step{step}", step, meet)
+    exchange = ranks.alone()
+    request = ranks.request(folder, f"step{step}", step, exchange)
     request.one_writer = True
-    saved = Saver(SaveOptions()).save(request, meet)
+    saved = Saver(SaveOptions()).save(request, exchange)
     assert saved.result is not None
     return [failure.kind for failure in saved.result.failures]
 

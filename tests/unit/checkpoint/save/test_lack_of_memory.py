@@ -15,7 +15,7 @@ import torch
 from tests.support.rank_threads import alone, on_all_ranks
 from tests.support.saves import assert_holds, large, part, request
 from unickpt.checkpoint.coordination.failure import FailureKind
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.save.failure import save_failure
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions, SaveRequest
 from unickpt.checkpoint.save.saver import Saver
@@ -45,18 +45,18 @@ def test_other_errors_are_none(error: Exception) -> None:
 
 
 def test_after_a_lack_of_memory_on_a_rank_saves_make_no_copy_until_one_is_committed(tmp_path: Path) -> None:
-    def run(meet: Rendezvous) -> list[PendingSave]:
+    def run(exchange: MessageExchange) -> list[PendingSave]:
         saver = Saver(SaveOptions(asynchronous=True))
 
         def contribute(_: Any) -> Contribution:
-            if meet.rank == 1:
+            if exchange.rank == 1:
                 bytearray(TOO_MUCH)
-            return part(1, meet.rank)
+            return part(1, exchange.rank)
 
         def saved(tag: str, contribute: Callable[[Any], Contribution]) -> PendingSave:
-            return saver.save(SaveRequest(contribute, str(tmp_path), tag, True), meet.separate("save"))
+            return saver.save(SaveRequest(contribute, str(tmp_path), tag, True), exchange.separate("save"))
 
-        saves = [saved("a", contribute), *(saved(tag, lambda _: part(1, meet.rank)) for tag in "bc")]
+        saves = [saved("a", contribute), *(saved(tag, lambda _: part(1, exchange.rank)) for tag in "bc")]
         assert saver.finish(30)
         return saves
 

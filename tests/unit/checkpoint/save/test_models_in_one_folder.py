@@ -13,8 +13,8 @@ from tests.support.memory_jobs import request as memory_request
 from tests.support.rank_threads import alone, on_all_ranks
 from tests.support.saves import large, request
 from unickpt.checkpoint.checkpoint_folder import read_manifest
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.coordination.owners import Claim, Origin, Owner, Owners, as_json
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
 from unickpt.checkpoint.memory.tier import MemoryTier
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions
 from unickpt.checkpoint.save.retention import Retention
@@ -34,17 +34,24 @@ class Model:
         return self.owners.claim(self.owner, replaces=True)
 
     def save(
-        self, folder: Path, tag: str, step: int = 1, *, meet: Rendezvous | None = None, excluded: Any = (), **options: Any
+        self,
+        folder: Path,
+        tag: str,
+        step: int = 1,
+        *,
+        exchange: MessageExchange | None = None,
+        excluded: Any = (),
+        **options: Any,
     ) -> PendingSave:
         claim = self.claim
         wanted = request(folder, tag, large(self.tensors), claim=claim)
         made = wanted.contribute({})
         writer = replace(made.writer, origin=dict(as_json(self.owners.origin(self.owner))))
         part = replace(made, step=step, writer=writer, excluded=excluded)
-        if meet is not None and meet.rank:
+        if exchange is not None and exchange.rank:
             part = replace(part, shards=[])
         wanted.contribute = lambda _: part
-        save = Saver(SaveOptions(**options)).save(wanted, meet or alone())
+        save = Saver(SaveOptions(**options)).save(wanted, exchange or alone())
         assert save.wait(30)
         return save
 
@@ -119,8 +126,8 @@ def test_an_upload_does_not_replace_the_checkpoint_of_another_model(tmp_path: Pa
     uploaded = tmp_path / "there"
     assert critic.save(uploaded, "last").committed
 
-    def run(meet: Rendezvous) -> UploadResult | None:
-        save = actor.save(tmp_path / "here", "last", meet=meet, upload_to=str(uploaded))
+    def run(exchange: MessageExchange) -> UploadResult | None:
+        save = actor.save(tmp_path / "here", "last", exchange=exchange, upload_to=str(uploaded))
         assert save.committed
         assert save.upload is not None
         assert save.upload.wait(30)
@@ -143,9 +150,9 @@ def test_what_goes_from_memory_to_disk_does_not_replace_the_checkpoint_of_anothe
     place = Path(running.checkpoints)
     assert critic.save(place, "step1").committed
 
-    def save_and_end(tier: MemoryTier, meet: Rendezvous) -> bool:
-        wanted = replace(memory_request(str(place), 1, meet.rank, len(HOSTS)), claim=actor.claim)
-        save = tier.save(wanted, meet)
+    def save_and_end(tier: MemoryTier, exchange: MessageExchange) -> bool:
+        wanted = replace(memory_request(str(place), 1, exchange.rank, len(HOSTS)), claim=actor.claim)
+        save = tier.save(wanted, exchange)
         assert save is not None
         assert save.wait(30)
         assert save.committed, save.cause()

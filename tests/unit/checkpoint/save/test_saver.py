@@ -15,7 +15,7 @@ import torch
 from tests.support.rank_threads import WORLD, alone, on_all_ranks
 from tests.support.saves import MIB, assert_counts, assert_holds, background, large, part, request, stalled
 from unickpt.base.errors import CoordinationError, UnsupportedLayoutError
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.index import TensorInfo
@@ -198,13 +198,13 @@ def test_a_save_that_finds_another_one_queues_with_a_second_copy(tmp_path: Path)
 
 
 def test_many_saves_of_many_ranks_in_a_queue_keep_their_order(tmp_path: Path) -> None:
-    def run(meet: Rendezvous) -> list[bool]:
+    def run(exchange: MessageExchange) -> list[bool]:
         saver = Saver(SaveOptions(asynchronous=True, on_busy="queue"))
         saves = []
         for step in range(12):
             # two directories only: a save never meets a running one of its own directory
-            wanted = SaveRequest(lambda _, step=step: part(step, meet.rank), str(tmp_path), f"t{step % 2}", True)
-            saves.append(saver.save(wanted, meet.separate("save")))
+            wanted = SaveRequest(lambda _, step=step: part(step, exchange.rank), str(tmp_path), f"t{step % 2}", True)
+            saves.append(saver.save(wanted, exchange.separate("save")))
         saver.finish()
         return [save.committed for save in saves]
 
@@ -235,13 +235,13 @@ def test_an_asynchronous_error_is_logged_and_leaves_the_old_checkpoint(tmp_path:
 
 
 def test_a_layout_that_one_rank_cannot_describe_is_known_at_once_on_all(tmp_path: Path) -> None:
-    def run(meet: Rendezvous) -> PendingSave:
+    def run(exchange: MessageExchange) -> PendingSave:
         def contribute(_: Any) -> Contribution:
-            if meet.rank == 1:
+            if exchange.rank == 1:
                 raise UnsupportedLayoutError("a strange optimizer")
-            return part(1, meet.rank)
+            return part(1, exchange.rank)
 
-        return background().save(SaveRequest(contribute, str(tmp_path), "a"), meet.separate("save"))
+        return background().save(SaveRequest(contribute, str(tmp_path), "a"), exchange.separate("save"))
 
     for save in on_all_ranks(run):
         assert save.done
@@ -253,7 +253,7 @@ def test_a_save_for_which_a_rank_did_not_come_does_not_hold_up_the_next(tmp_path
     store = torch.distributed.HashStore()
     saver = background()
     for _ in range(2):  # the second would wait for the first one's memory
-        lonely = Rendezvous(store, rank=0, world=2, prefix=f"t{_}", timeout_s=0.3)
+        lonely = MessageExchange(store, rank=0, world=2, prefix=f"t{_}", timeout_s=0.3)
         with pytest.raises(CoordinationError, match="rank 1"):
             saver.save(request(tmp_path, "a", large()), lonely)
     assert saver.save(request(tmp_path, "b", large()), alone()).wait(30)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from unickpt.base.errors import CoverageError
-from unickpt.checkpoint.coordination.rendezvous import Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, Writer
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -47,8 +47,8 @@ def saved(tmp_path: Path) -> Path:
     store, out = dist.HashStore(), [None] * WORLD
 
     def run(rank: int) -> None:
-        meet = Rendezvous(store, rank=rank, world=WORLD, prefix="t", timeout_s=30)
-        made: Any = save(lambda _: contribution(rank), save_dir=str(tmp_path), tag="ck", save_latest=False, meet=meet)
+        exchange = MessageExchange(store, rank=rank, world=WORLD, prefix="t", timeout_s=30)
+        made: Any = save(lambda _: contribution(rank), save_dir=str(tmp_path), tag="ck", save_latest=False, exchange=exchange)
         out[rank] = made.committed
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(WORLD)]

@@ -183,7 +183,7 @@ def test_a_load_shares_no_memory_in_a_folder_planted_by_another_user(
         folder.mkdir()
         folder.chmod(0o777)
         (folder / "rows").symlink_to(precious)
-    found = on_all_ranks(lambda rendezvous: host_peers.meet(rendezvous, np.arange(3), None, wanted_bytes=100))
+    found = on_all_ranks(lambda exchange: host_peers.prepare_peers(exchange, np.arange(3), None, wanted_bytes=100))
     assert [(failures, opener is None) for failures, opener in found] == [((), True), ((), False), ((), False)]
     assert precious.read_bytes() == PRECIOUS
     assert not (tmp_path / "elsewhere").exists() or not list((tmp_path / "elsewhere").iterdir())

@@ -58,7 +58,7 @@ class Pauses:
         return min(max(self.first_s, self.share * waited_s), self.longest_s)
 
 
-class Rendezvous:
+class MessageExchange:
     """Message exchange among the ranks of a job, with time limits. Errors and warnings name the missing ranks.
 
     Every rank makes the same sequence of calls. Rank 0 is the coordinator.
@@ -84,7 +84,7 @@ class Rendezvous:
         self._session = "0"
         self._begun: dict[str, int] = {}
         self._uncount: Callable[[], None] | None = None
-        self._following: Callable[[], Rendezvous] | None = None
+        self._following: Callable[[], MessageExchange] | None = None
         self._spent: list[str] = []
         self._pauses = Pauses.of(world)
 
@@ -96,14 +96,14 @@ class Rendezvous:
         self._begun[name] = self._begun.get(name, 0) + 1
         self._session, self._round = f"{name}/{self._begun[name]}", 0
 
-    def separate(self, name: str) -> Rendezvous:
-        """Return a separate rendezvous for work that may overlap with other work, such as a save in a thread.
+    def separate(self, name: str) -> MessageExchange:
+        """Return a separate exchange for work that may overlap with other work, such as a save in a thread.
 
         Ranks that called this equally often for the same name meet in it. A call in which the coordinator did not arrive
         does not count. The name must be equal on all ranks, so it must not contain an argument of a user's call.
         """
         self._begun[name] = self._begun.get(name, 0) + 1
-        found = Rendezvous(
+        found = MessageExchange(
             self._store, rank=self.rank, world=self.world, prefix=f"{self._prefix}/{name}/{self._begun[name]}",
             timeout_s=self.timeout_s, notice_s=self.notice_s, ended=self.ended,
         )  # fmt: skip
@@ -115,8 +115,8 @@ class Rendezvous:
         found._following = lambda: self.separate(name)
         return found
 
-    def following(self) -> Rendezvous:
-        """Return the next rendezvous of the same name, if ``separate`` created this one; otherwise this one."""
+    def following(self) -> MessageExchange:
+        """Return the next exchange of the same name, if ``separate`` created this one; otherwise this one."""
         return self if self._following is None else self._following()
 
     @property
@@ -195,7 +195,7 @@ class Rendezvous:
         return {int(rank): reason for rank, reason in self.combined(topic, {"failure": failure}, failed).items()}
 
     def leave(self, timeout_s: float = 10.0) -> None:
-        """End a separate rendezvous. The coordinator, which may host the store, waits until all ranks have left or ended."""
+        """End a separate exchange. The coordinator, which may host the store, waits until all ranks have left or ended."""
         if self._store is None:
             return
         base = self._next("leave")
