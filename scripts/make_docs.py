@@ -1,7 +1,7 @@
 """Write the generated parts of the docs: ``python scripts/make_docs.py``. With ``--check``, only compare.
 
 The tables of ``docs/reference/options.md`` and ``docs/guides/steering-options.md``, and ``configs/unickpt.schema.json``, come
-from ``unickpt/base/options/job.py``.
+from the declarations in ``unickpt/base/options`` and ``megatron_unickpt/framework/flags.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ import re
 import sys
 from pathlib import Path
 
-from unickpt.base.options.job import UNLIMITED, Option, declared, declared_for_steering, schema
+from megatron_unickpt.framework.flags import FLAG_ONLY, FLAGS, SCRIPT_OPTIONS, reason_without_flag
+from unickpt.base.options.declared import UNLIMITED, Option, declarations
+from unickpt.base.options.job import declared
+from unickpt.base.options.json_section import schema
+from unickpt.base.options.steering import SteeringOptions
 
 REPO = Path(__file__).resolve().parent.parent
 OPTIONS, SCHEMA = REPO / "docs" / "reference" / "options.md", REPO / "configs" / "unickpt.schema.json"
@@ -39,18 +43,20 @@ def _type(option: Option) -> str:
 
 def _flag(option: Option) -> str:
     """Return the flag with its metavariable. A flag without a value shows the value that it sets."""
-    if not option.flag:
-        return f"none: {option.no_flag}"
+    reason = reason_without_flag(option)
+    if reason:
+        return f"none: {reason}"
+    (flag,) = (flag for flag, other in FLAGS.items() if other == option)
     if option.kind is bool:
-        return f"`{option.flag}`" + (" (sets `false`)" if option.default else "")
-    return f"`{option.flag} {'CHOICE' if option.choices else option.kind.__name__.upper()}`"
+        return f"`{flag}`" + (" (sets `false`)" if option.default else "")
+    return f"`{flag} {'CHOICE' if option.choices else option.kind.__name__.upper()}`"
 
 
 def options_table(section: str) -> str:
     """Return the table of a section of the options: '' or the name of a section of the JSON."""
     rows = ["| JSON key | Megatron flag | type | default | unit | meaning |", "|---|---|---|---|---|---|"]
-    for option in declared(section):
-        key = f"none: {option.no_key}" if option.no_key else f"`{option.key}`"
+    for option in (*declared(section), *(() if section else SCRIPT_OPTIONS)):
+        key = f"none: {FLAG_ONLY[option.path]}" if option.path in FLAG_ONLY else f"`{option.key}`"
         rows.append(
             f"| {key} | {_flag(option)} | {_type(option)} | {_default(option)} | {option.unit or '-'} | {option.help} |"
         )
@@ -64,7 +70,7 @@ def _default(option: Option) -> str:
 def steering_table() -> str:
     """Return the table of the options of ``torchrun --rdzv-conf``."""
     rows = ["| key | type | default | unit | meaning |", "|---|---|---|---|---|"]
-    for option in declared_for_steering():
+    for option in declarations(SteeringOptions):
         cells = [f"`{option.key}`", _type(option), _default(option), option.unit or "-", option.help]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)

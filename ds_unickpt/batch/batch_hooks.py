@@ -11,7 +11,7 @@ from typing import Any
 from ds_unickpt.edge import RUNTIME
 from ds_unickpt.framework.declaration import declared
 from ds_unickpt.runtime import EngineRuntime
-from unickpt.base.options.job import KEY
+from unickpt.base.options.declared import KEY
 
 logger = logging.getLogger("unickpt")
 
@@ -44,13 +44,9 @@ def _keep(runtime: EngineRuntime, config: Any) -> None:
         return
     from ds_unickpt.batch import steered
     from ds_unickpt.batch.batch_plan import Asked, in_place_of, planned
-    from ds_unickpt.batch.config import read_options
-    from unickpt.base.errors import ConfigError
+    from ds_unickpt.batch.config import valid_options
 
-    try:
-        options = read_options(config._param_dict)
-    except ConfigError:  # raised again when the engine is created
-        return
+    options = valid_options(config._param_dict)
     if options is None or not options.enabled or not steered.keeps_batch(options):
         return
     asked = Asked(config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)

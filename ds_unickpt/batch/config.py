@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unickpt.base.options.job import KEY, SECTIONS, Options, from_json
+from unickpt.base.errors import ConfigError
+from unickpt.base.options.declared import KEY
+from unickpt.base.options.job import SECTIONS, Options
+from unickpt.base.options.json_section import from_json
 
 
 def read_options(config: Mapping[str, Any]) -> Options | None:
@@ -21,6 +24,14 @@ def read_options(config: Mapping[str, Any]) -> Options | None:
         ConfigError: an unknown option (with the nearest valid one), or a value of the wrong type or out of bounds.
     """
     return from_json(config[KEY]) if KEY in config else None
+
+
+def valid_options(config: Mapping[str, Any] | None) -> Options | None:
+    """Return the options of a configuration; None without one, or if a value is invalid, which the engine then says."""
+    try:
+        return None if config is None else read_options(config)
+    except ConfigError:
+        return None
 
 
 def unused_options(config: Mapping[str, Any]) -> list[str]:

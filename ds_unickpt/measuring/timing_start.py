@@ -11,18 +11,14 @@ from typing import Any
 
 from ds_unickpt.framework.declaration import declared
 from ds_unickpt.framework.versions import ENGINE
-from unickpt.base.errors import ConfigError
 from unickpt.base.hooks import Hook
 
 
 def _starts(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    from ds_unickpt.batch.config import read_options
+    from ds_unickpt.batch.config import valid_options
     from ds_unickpt.framework import internals
 
-    try:
-        options = read_options(internals.config_of(instance))
-    except ConfigError:  # raised again when the checkpoint engine is created
-        options = None
+    options = valid_options(internals.config_of(instance))
     if options is not None and options.timing.enabled:  # imported only then
         from unickpt.base.logs import make_visible
         from unickpt.diagnosis import session

@@ -25,7 +25,8 @@ from ds_unickpt.framework.declaration import declared
 from ds_unickpt.runtime import EngineRuntime
 from unickpt.base import hooks
 from unickpt.base.hooks import Hook
-from unickpt.base.options.job import KEY, Options
+from unickpt.base.options.declared import KEY
+from unickpt.base.options.job import Options
 
 if TYPE_CHECKING:
     from ds_unickpt.loops.trainer_folders import ResumeFolder

@@ -14,10 +14,9 @@ from typing import Any
 from ds_unickpt.batch import steered
 from ds_unickpt.batch.batch_plan import Asked, in_place_of, planned
 from ds_unickpt.batch.batches import Batch
-from ds_unickpt.batch.config import read_options
+from ds_unickpt.batch.config import valid_options
 from ds_unickpt.loops import trainer_folders
 from ds_unickpt.loops.trainer_folders import ResumeFolder
-from unickpt.base.errors import ConfigError
 from unickpt.base.logs import make_visible
 from unickpt.base.options.job import Options
 
@@ -68,14 +67,8 @@ def keep_batch(config: MutableMapping[str, Any], arguments: Any) -> bool:
 
 
 def options_of(config: Any) -> Options | None:
-    """Return the options of a configuration that enables unickpt; None for any other.
-
-    An invalid value raises when the engine is created, not here.
-    """
-    try:
-        options = None if config is None else read_options(config)
-    except ConfigError:
-        return None
+    """Return the options of a valid configuration that enables unickpt; None for any other."""
+    options = valid_options(config)
     return options if options is not None and options.enabled else None
 
 

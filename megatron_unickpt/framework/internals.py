@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import validation
 
-from unickpt.base.options.job import Options, from_flags
+from megatron_unickpt.framework.flags import ScriptOptions, options_of
 from unickpt.transform.convert.megatron import keys
 from unickpt.transform.dialects.model_facts import Model
 
@@ -189,9 +189,9 @@ def iterations_done() -> int | None:
     return getattr(global_arguments(), "curr_iteration", None)
 
 
-def options() -> Options:
+def options() -> ScriptOptions:
     """Return the options from the flags of Megatron's training scripts, or the defaults without the scripts."""
-    return from_flags(global_arguments())
+    return options_of(global_arguments())
 
 
 def seed_scripts(options: Any, seed: int) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from megatron_unickpt.framework.flags import add_flags, options_of
 from megatron_unickpt.framework.marks import BACKEND
 from unickpt.base.errors import ConfigError
-from unickpt.base.options.job import add_flags, from_flags
 from unickpt.base.round_folder import note_saver
 from unickpt.checkpoint.save import requests
 from unickpt.checkpoint.save.requests import SaveOptions
@@ -40,7 +40,7 @@ def add_arguments(wrapped: Callable[..., Any], parser: argparse.ArgumentParser) 
 
 def save_options(arguments: argparse.Namespace) -> SaveOptions:
     """Return how the scripts save, by their arguments."""
-    found = requests.save_options(from_flags(arguments), asynchronous=_wants_asynchronous(arguments))
+    found = requests.save_options(options_of(arguments), asynchronous=_wants_asynchronous(arguments))
     every = getattr(arguments, RETAIN_INTERVAL, None) or 0
     return replace(found, retention=replace(found.retention, also_every=every)) if every else found
 
@@ -53,7 +53,7 @@ def _wants_asynchronous(options: argparse.Namespace) -> bool:
     """
     if getattr(options, "non_persistent_ckpt_type", None) == "local":
         return bool(getattr(options, "async_save", False))
-    return bool(getattr(options, ASKED_ASYNC, False)) and not from_flags(options).sync_save
+    return bool(getattr(options, ASKED_ASYNC, False)) and not options_of(options).sync_save
 
 
 def set_asynchronous(options: argparse.Namespace) -> None:
@@ -76,7 +76,7 @@ def asynchronous_arguments(options: argparse.Namespace) -> dict[str, Any]:
 def parse_arguments(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap ``parse_args``: replace ``--ckpt-format unickpt`` with the format whose branches the scripts take."""
     parsed = wrapped(*args, **kwargs)
-    options = from_flags(parsed)
+    options = options_of(parsed)
     timing = options.timing
     if options.precision:  # imported only then
         from megatron_unickpt.measuring import precision
@@ -118,7 +118,7 @@ def _check_sharding(parsed: argparse.Namespace) -> None:
 
 def accepted_changes(arguments: argparse.Namespace) -> frozenset[str]:
     """Return the arguments of the model that may differ from those of a checkpoint (``--unickpt-accept-changed``)."""
-    words = from_flags(arguments).accept_changed.replace("-", "_").split(",")
+    words = options_of(arguments).accept_changed.replace("-", "_").split(",")
     return frozenset(filter(None, (word.strip().strip("_") for word in words)))
 
 
@@ -147,7 +147,7 @@ def _check_places(parsed: argparse.Namespace) -> None:
                 f"--{name} {where}: Megatron's scripts need a local directory. Save into one, and let --unickpt-upload-to URL "
                 "copy the checkpoints while training continues. To resume from a copy, download it with the store's own tool."
             )
-    upload_to = from_flags(parsed).upload_to
+    upload_to = options_of(parsed).upload_to
     reason = unusable_reason(upload_to) if upload_to else ""
     if reason:
         raise ConfigError(f"--unickpt-upload-to: {reason}")

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_unickpt.framework.flags import options_of
 from megatron_unickpt.pretraining import non_persistent
 from megatron_unickpt.pretraining.arguments import IN_MEMORY, save_options
 from megatron_unickpt.runtime import Runtime
 from unickpt.base.errors import CoordinationError, UnickptError
-from unickpt.base.options.job import MemoryOptions, from_flags
+from unickpt.base.options.job import MemoryOptions
 from unickpt.checkpoint.checkpoint_folder import tracked_iteration
 from unickpt.checkpoint.memory.offers import MemoryResume
 from unickpt.checkpoint.memory.tier import MemoryTier, Turn
@@ -25,15 +26,15 @@ from unickpt.checkpoint.storage.base import absolute
 logger = logging.getLogger("unickpt")
 
 
-def options_of(arguments: Any) -> MemoryOptions:
+def memory_options(arguments: Any) -> MemoryOptions:
     """Return the options of the memory tier. ``--non-persistent-ckpt-type in_memory`` enables it."""
-    found = from_flags(arguments).memory
+    found = options_of(arguments).memory
     return replace(found, to_disk_every=found.to_disk_every or 1) if getattr(arguments, IN_MEMORY, False) else found
 
 
 def tier_of(runtime: Runtime, arguments: Any) -> MemoryTier:
     """Return the memory tier of the job."""
-    return runtime.memory(options_of(arguments), save_options(arguments))
+    return runtime.memory(memory_options(arguments), save_options(arguments))
 
 
 def folder_of(arguments: Any, folder: str) -> str:

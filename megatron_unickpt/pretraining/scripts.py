@@ -24,6 +24,7 @@ from megatron_unickpt.dist_checkpointing import loading, masters, metadata, savi
 from megatron_unickpt.dist_checkpointing.lacking import ERROR
 from megatron_unickpt.framework import internals, marks
 from megatron_unickpt.framework.errors import MegatronCheckpointError, MegatronSaveError, as_megatron_errors
+from megatron_unickpt.framework.flags import options_of
 from megatron_unickpt.framework.marks import BACKEND
 from megatron_unickpt.held_state import foreign_state
 from megatron_unickpt.held_state.foreign_state import Receiver
@@ -40,7 +41,6 @@ from megatron_unickpt.pretraining.arguments import (
 from megatron_unickpt.pretraining.tracker import Diverted
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from unickpt.base.errors import MismatchError, NotACheckpointError, StorageError
-from unickpt.base.options.job import from_flags
 from unickpt.checkpoint.format.topology import describe
 from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -231,7 +231,7 @@ def load_checkpoint(runtime: Runtime, wrapped: Callable[..., Any], *args: Any, *
             attempt,
             partial(_nothing, runtime, wrapped, bound, options, str(load_dir)),
             where=str(load_dir),
-            fall_back=from_flags(options).fall_back,
+            fall_back=options_of(options).fall_back,
         )
 
 
@@ -384,7 +384,7 @@ def _weights_alone(options: argparse.Namespace) -> bool:
 def _optimizer_refusal(options: argparse.Namespace, stored: Any, optimizer: Any) -> str:
     """Return why a checkpoint without an optimizer is refused; '' if it has one, or if the job loads none."""
     lacks = bool(getattr(stored, "no_save_optim", False))
-    if not lacks or _weights_alone(options) or optimizer is None or from_flags(options).missing_state != ERROR:
+    if not lacks or _weights_alone(options) or optimizer is None or options_of(options).missing_state != ERROR:
         return ""
     return (
         "was saved with --no-save-optim: it has no optimizer. Pass --no-load-optim or --finetune to load the weights alone, or "

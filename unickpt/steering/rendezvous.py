@@ -36,7 +36,7 @@ from unickpt.base.errors import ConfigError
 from unickpt.base.left_workers import AGENT, WorkerRecord, digest_of, end_all, left_behind
 from unickpt.base.left_workers import Left as LeftWorker
 from unickpt.base.logs import make_visible, printable
-from unickpt.base.options.job import SteeringOptions, from_rendezvous
+from unickpt.base.options.steering import SteeringOptions, from_rendezvous
 from unickpt.base.round_folder import RINGS, Failed
 from unickpt.checkpoint.fence import FENCE, ROUND
 from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY

@@ -36,7 +36,7 @@ from tests.jobs.faults.memory_job import (
 )
 from tests.jobs.faults.state import JOBS
 from tests.jobs.faults.tally import Tally, spread
-from unickpt.base.options.job import UNLIMITED
+from unickpt.base.options.declared import UNLIMITED
 
 LOST = ("", ", loss of one host", ", loss of one host, another number of ranks", ", a flipped bit", ", loss of two hosts")
 NONE, ONE, RESHAPED, BIT, TWO = LOST

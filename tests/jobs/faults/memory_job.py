@@ -23,7 +23,8 @@ from tests.jobs.faults.ranks import KEEP, Meeting
 from tests.jobs.faults.state import JOBS, Resumed, judged, resume
 from tests.support.rank_threads import on_all_ranks
 from unickpt.base.errors import CoordinationError, UnickptError
-from unickpt.base.options.job import UNLIMITED, MemoryOptions
+from unickpt.base.options.declared import UNLIMITED
+from unickpt.base.options.job import MemoryOptions
 from unickpt.checkpoint.checkpoint_folder import latest_tag, read_manifest
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.load.failure import DAMAGE, failure_of

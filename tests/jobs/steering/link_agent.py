@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from unickpt.base.options.job import SteeringOptions
+from unickpt.base.options.steering import SteeringOptions
 from unickpt.steering.agent.peer import Peer
 from unickpt.steering.policy.decisions import Decisions
 from unickpt.steering.policy.policy import Fault, Finding

@@ -9,13 +9,25 @@ import re
 
 import pytest
 
+from megatron_unickpt.framework.flags import (
+    FLAG_ONLY,
+    FLAGS,
+    SCRIPT_OPTIONS,
+    ScriptOptions,
+    add_flags,
+    options_of,
+    reason_without_flag,
+)
 from tests.support.repository import REPO
 from unickpt.base.errors import ConfigError
-from unickpt.base.options.job import UNLIMITED, Option, Options, add_flags, declared, from_flags, from_json
+from unickpt.base.options.declared import UNLIMITED, Option
+from unickpt.base.options.flags import help_of
+from unickpt.base.options.job import Options, declared
+from unickpt.base.options.json_section import from_json
 from unickpt.checkpoint.save.requests import SaveOptions, save_options
 
 PAGE = (REPO / "docs" / "reference" / "options.md").read_text()
-ALL = list(declared())
+ALL = [*declared(), *SCRIPT_OPTIONS]
 SCHEMA = json.loads((REPO / "configs" / "unickpt.schema.json").read_text())["properties"]["unickpt"]
 
 
@@ -35,28 +47,29 @@ def row_of(option: Option) -> str:
 @pytest.mark.parametrize("option", ALL, ids=lambda option: f"{option.section}.{option.key}")
 def test_both_adapters_have_every_option_or_the_docs_give_a_reason(option: Option) -> None:
     properties = (SCHEMA["properties"][option.section] if option.section else SCHEMA)["properties"]
-    action = next((action for action in parser()._actions if option.flag and option.flag in action.option_strings), None)
-    if option.no_key:
+    if option.path in FLAG_ONLY:
         assert option.key not in properties
-        assert row_of(option).startswith(f"| none: {option.no_key} |")
+        assert row_of(option).startswith(f"| none: {FLAG_ONLY[option.path]} |")
     else:
         about = properties[option.key]
         assert about["description"] == option.text
         assert about.get("default", UNLIMITED) == option.default
         assert row_of(option).startswith(f"| `{option.key}` |")
-    if option.no_flag:
-        assert action is None
-        assert f"| none: {option.no_flag} |" in row_of(option)
+    actions = {flag: action for action in parser()._actions for flag in action.option_strings}
+    flags = [flag for flag in actions if FLAGS.get(flag) == option]
+    if reason := reason_without_flag(option):
+        assert flags == []
+        assert f"| none: {reason} |" in row_of(option)
     else:
-        assert action is not None
-        assert action.default == option.default
-        assert action.help == option.flag_text
-        assert re.search(rf"\| `{option.flag}[` ]", row_of(option))
-    assert not (option.no_key and option.no_flag)
+        assert actions[flags[0]].default == option.default
+        assert actions[flags[0]].help == help_of(option)
+        assert re.search(rf"\| `{flags[0]}[` ]", row_of(option))
+    assert not (option.path in FLAG_ONLY and reason)
 
 
 def test_the_defaults_are_the_same_everywhere() -> None:
-    assert from_json({}) == from_json({"timing": {}}) == from_flags(parser().parse_args([])) == from_flags(None) == Options()
+    assert from_json({}) == from_json({"timing": {}}) == Options()
+    assert options_of(parser().parse_args([])) == options_of(None) == ScriptOptions()
     assert save_options(Options(), asynchronous=False) == SaveOptions()
 
 
@@ -67,7 +80,10 @@ def test_a_flag_has_the_meaning_of_its_key() -> None:
         "direct_io": False, "keep_last": 3, "staging_gigabytes": 2, "fall_back": False, "verify": "off",
         "timing": {"enabled": True, "watch": False, "records": 9},
     }  # fmt: skip
-    assert from_flags(parser().parse_args(words.split())) == from_json(section)
+    found, expected = options_of(parser().parse_args(words.split())), from_json(section)
+    assert {name: getattr(found, name) for name in Options.__slots__} == {
+        name: getattr(expected, name) for name in Options.__slots__
+    }
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.steering.made import running
-from unickpt.base.options.job import SteeringOptions
+from unickpt.base.options.steering import SteeringOptions
 from unickpt.steering.agent.local_copy import LocalCopy
 from unickpt.steering.policy.decisions import AGAIN_S, Decisions
 from unickpt.steering.policy.policy import Fault, Finding

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.steering.peers import Job, begin_round, hosts, until
-from unickpt.base.options.job import SteeringOptions
+from unickpt.base.options.steering import SteeringOptions
 from unickpt.cli.main import main
 from unickpt.steering.policy.decisions import Decisions
 from unickpt.steering.publishing.chronicle import SUFFIX, Chronicle, HistoryFile, read_history

@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
 from tests.support.repository import REPO
-from unickpt.base.options.job import from_rendezvous
+from unickpt.base.options.steering import from_rendezvous
 from unickpt.steering.rendezvous import limits_of
 
 yaml: Any = pytest.importorskip("yaml")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.steering.made import running
 from tests.unit.steering.peers import KEY, Job, Slowly, hosts, until
-from unickpt.base.options.job import SteeringOptions
+from unickpt.base.options.steering import SteeringOptions
 from unickpt.steering.agent.peer import Peer
 from unickpt.steering.links.link_check import check
 from unickpt.steering.policy.decisions import Decisions

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.unit.steering.peers import KEY, Job, begin_round, hosts, until
-from unickpt.base.options.job import SteeringOptions
+from unickpt.base.options.steering import SteeringOptions
 from unickpt.cli.main import main
 from unickpt.steering.agent.peer import Peer
 from unickpt.steering.policy.decisions import Decisions

@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from tests.unit.steering.peers import KEY, Job, begin_round, hosts, until
 from unickpt.base.errors import ConfigError
-from unickpt.base.options.job import SteeringOptions
+from unickpt.base.options.steering import SteeringOptions
 from unickpt.steering.agent.peer import Peer
 from unickpt.steering.rendezvous import _reserve, create, limits_of
 from unickpt.steering.state.limits import Limits

@@ -18,7 +18,8 @@ import pytest
 from tests.support.repository import REPO
 from tests.unit.steering.made import running as job
 from unickpt.base.errors import ConfigError
-from unickpt.base.options.job import SteeringOptions, declared_for_steering, from_rendezvous
+from unickpt.base.options.declared import declarations
+from unickpt.base.options.steering import SteeringOptions, from_rendezvous
 from unickpt.diagnosis.detectors.hangs import BEFORE_S
 from unickpt.diagnosis.detectors.verdicts import (
     CallRef,
@@ -509,5 +510,5 @@ def test_a_wrong_option_is_named(given: dict[str, str], message: str) -> None:
 
 def test_every_option_of_steering_is_documented() -> None:
     page = (REPO / "docs" / "guides" / "steering-options.md").read_text()
-    assert [option.key for option in declared_for_steering() if f"| `{option.key}` |" not in page] == []
+    assert [option.key for option in declarations(SteeringOptions) if f"| `{option.key}` |" not in page] == []
     assert transition(job(), Paused(), 5.0).phase is Phase.RUNNING

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.steering.made import running
-from unickpt.base.options.job import SteeringOptions
+from unickpt.base.options.steering import SteeringOptions
 from unickpt.steering.publishing.metrics import steering_measurements
 from unickpt.steering.publishing.observers import Observers
 from unickpt.steering.state.history import Entry, Kind

@@ -16,7 +16,7 @@ import pytest
 from tests.unit.steering.made import running
 from tests.unit.steering.peers import until
 from unickpt.base.errors import ConfigError
-from unickpt.base.options.job import SteeringOptions
+from unickpt.base.options.steering import SteeringOptions
 from unickpt.steering.policy.policy import Fault, Finding
 from unickpt.steering.policy.reports import HubReport
 from unickpt.steering.publishing.observers import Observers

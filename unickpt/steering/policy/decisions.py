@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 
-from unickpt.base.options.job import SteeringOptions
+from unickpt.base.options.steering import SteeringOptions
 from unickpt.steering.policy.policy import Fault, Finding, History, decide
 from unickpt.steering.policy.reports import HubReport
 from unickpt.steering.state.link_verdicts import Blame, LinkFinding, Pair, pair

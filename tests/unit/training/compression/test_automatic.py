@@ -8,7 +8,8 @@ import pytest
 
 from tests.unit.training.compression.advised_jobs import DEAR, FREE, MEGABYTE, RANKS, STEPS, job
 from unickpt.base.errors import ConfigError, FormatError
-from unickpt.base.options.job import AUTO, from_json
+from unickpt.base.options.job import AUTO
+from unickpt.base.options.json_section import from_json
 from unickpt.training.compression.automatic import CONSIDERED, Choice, chosen, timed_candidates
 from unickpt.training.compression.settings import NONE, Compression
 
