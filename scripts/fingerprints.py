@@ -31,7 +31,7 @@ ReadText = Callable[[str], str | None]  # path in the tree -> its text
 def hooks_of(framework: str) -> list[Hook]:
     adapter = {"deepspeed": "ds_unickpt", "megatron": "megatron_unickpt", "transformers": "ds_unickpt"}[framework]
     declared: list[Hook] = import_module(f"{adapter}.hooks").DECLARED
-    declared = [*declared, *import_module(f"{adapter}.timing").all_timing_hooks()]
+    declared = [*declared, *import_module(f"{adapter}.measuring.timing").all_timing_hooks()]
     return [hook for hook in declared if hook.module.partition(".")[0] == framework]
 
 

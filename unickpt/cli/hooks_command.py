@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from typing import Any
 
 from unickpt.base import hooks
@@ -127,8 +127,9 @@ def _import(adapter: str, framework: str, installers: dict[str, str]) -> _Adapte
                 if _exists(module):
                     import_module(module)
                     _install(module, installer)
-            for part in iter_modules(package.__path__):  # hooks import them when a job calls them
-                import_module(f"{adapter}.{part.name}")
+            for part in walk_packages(package.__path__, f"{adapter}."):  # hooks import them when a job calls them
+                if not part.name.startswith(f"{adapter}.testing"):
+                    import_module(part.name)
     except Exception as err:  # whatever a broken installation raises is what the user needs to see
         return _Adapter(adapter, framework, None, "failed", f"{type(err).__name__}: {err}")
     version = getattr(sys.modules.get(framework), "__version__", None)
@@ -156,10 +157,13 @@ def _not_installed(known: list[HookStatus], adapters: list[_Adapter]) -> list[Ho
     found = []
     for adapter in (each.adapter for each in adapters if each.state == "imported"):
         declarations = import_module(f"{adapter}.hooks")
-        enabled_by_option = [*getattr(declarations, "OPTIONAL", []), *import_module(f"{adapter}.timing").all_timing_hooks()]
+        enabled_by_option = [
+            *getattr(declarations, "OPTIONAL", []),
+            *import_module(f"{adapter}.measuring.timing").all_timing_hooks(),
+        ]
         others = [hook for hook in declarations.DECLARED if hook not in enabled_by_option]
         found += [_without_status(hook) for hook in others if hook.name not in names]
-        version = import_module(f"{adapter}.versions").version()
+        version = import_module(f"{adapter}.framework.versions").version()
         optional = [hook for hook in enabled_by_option if hook.name not in names]
         found += [replace(hooks.examine(hook, version), state="not enabled") for hook in optional]
     return found
@@ -176,7 +180,7 @@ def _without_status(hook: Hook) -> HookStatus:
 
 def _declared(adapter: str) -> list[Hook]:
     declared: list[Hook] = import_module(f"{adapter}.hooks").DECLARED
-    return [*declared, *import_module(f"{adapter}.timing").all_timing_hooks()]
+    return [*declared, *import_module(f"{adapter}.measuring.timing").all_timing_hooks()]
 
 
 def _exists(module: str) -> bool:
