@@ -18,9 +18,3 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def victim(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "victim"))
-
-
-@pytest.fixture
-def old_victim(victim: Path) -> Path:
-    """A checkpoint of format version 1."""
-    return handmade.to_version_1(victim)

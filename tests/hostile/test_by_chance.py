@@ -62,18 +62,15 @@ def test_the_watch_sees_files_opened_elsewhere(pickles: tuple[PickleAttacker, Wa
         (tmp_path / "secret").write_bytes(b"")
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_random_cells_of_the_index(sound: Path, tmp_path: Path, version: int) -> None:
+def test_random_cells_of_the_index(sound: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     for number in range(60):
-        chance = random.Random(f"cells/{version}/{number}")
+        chance = random.Random(f"cells/2/{number}")
         shutil.rmtree(victim, ignore_errors=True)
         shutil.copytree(sound, victim)
-        if version == 1:
-            handmade.to_version_1(victim)
         parts = IndexParts(victim)
         column = chance.choice(sorted(parts.columns))
-        if version == 2 and chance.random() < 0.5:
+        if chance.random() < 0.5:
             parts.columns[column] = parts.columns[column].astype(np.uint64)
         values = parts.columns[column].reshape(-1)
         limits = np.iinfo(values.dtype)

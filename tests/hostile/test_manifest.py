@@ -186,22 +186,22 @@ def test_a_false_manifest_is_refused(victim: Path, name: str) -> None:
 
 RAW_MANIFESTS: dict[str, bytes] = {
     "empty": b"",
-    "not UTF-8": b'{"format": "unickpt", "version": 1, "x": "\xff\xfe"}',
-    "UTF-16": '{"format": "unickpt", "version": 1}'.encode("utf-16"),
+    "not UTF-8": b'{"format": "unickpt", "version": 2, "x": "\xff\xfe"}',
+    "UTF-16": '{"format": "unickpt", "version": 2}'.encode("utf-16"),
     "a list": b"[1, 2]",
-    "another format": b'{"format": "web", "version": 1}',
-    "NaN": b'{"format": "unickpt", "version": 1, "step": NaN}',
-    "infinite": b'{"format": "unickpt", "version": 1, "step": 1e999}',
-    "integer of 5000 digits": b'{"format": "unickpt", "version": 1, "step": ' + b"1" * 5000 + b"}",
-    "nested 960 deep": b'{"format": "unickpt", "version": 1, "x": ' + b"[" * 960 + b"]" * 960 + b"}",
-    "nested 100000 deep": b'{"format": "unickpt", "version": 1, "x": ' + b'{"":' * 100_000,
+    "another format": b'{"format": "web", "version": 2}',
+    "NaN": b'{"format": "unickpt", "version": 2, "step": NaN}',
+    "infinite": b'{"format": "unickpt", "version": 2, "step": 1e999}',
+    "integer of 5000 digits": b'{"format": "unickpt", "version": 2, "step": ' + b"1" * 5000 + b"}",
+    "nested 960 deep": b'{"format": "unickpt", "version": 2, "x": ' + b"[" * 960 + b"]" * 960 + b"}",
+    "nested 100000 deep": b'{"format": "unickpt", "version": 2, "x": ' + b'{"":' * 100_000,
     "a key twice": b'{"format": "unickpt", "version": 2, "format": "unickpt"}',
     "34 million values": b'{"format": "unickpt", "version": 2, "x": [' + b"[]," * 17_000_000 + b"1]}",
     "version 0": b'{"format": "unickpt", "version": 0}',
     "version true": b'{"format": "unickpt", "version": true}',
-    "version of 10**400": b'{"format": "unickpt", "version": 1' + b"0" * 400 + b"}",
-    "no checksum": b'{"format": "unickpt", "version": 1}',
-    "checksum of another type": b'{"format": "unickpt", "version": 1, "checksum": [[]]}',
+    "version of 10**400": b'{"format": "unickpt", "version": 2' + b"0" * 400 + b"}",
+    "no checksum": b'{"format": "unickpt", "version": 2}',
+    "checksum of another type": b'{"format": "unickpt", "version": 2, "checksum": [[]]}',
 }
 
 
@@ -211,7 +211,8 @@ RAW_REASONS: Reasons = {
     "not JSON": ["empty", "not UTF-8", "UTF-16", "NaN", "integer of 5000 digits", "nested 960 deep", "nested 100000 deep"],
     "not JSON compliant": ["infinite"],
     "not a unickpt manifest": ["a list", "another format"],
-    "is not a positive integer": ["version 0", "version true"],
+    "format version 0, expected 2": ["version 0"],
+    "format version True, expected 2": ["version true"],
     "upgrade unickpt": ["version of 10**400"],
     "the checksum does not match": ["no checksum", "checksum of another type"],
 }

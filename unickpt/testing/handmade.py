@@ -203,7 +203,7 @@ class IndexParts:
         self.path = read_manifest(directory)["index"]
         header, data = split_safetensors((directory / self.path).read_bytes())
         self.metadata: dict[str, str] = header.pop("__metadata__")
-        kinds = {"I32": "<i4", "I64": "<i8", "U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8"}
+        kinds = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8"}
         self.columns = {
             name: np.frombuffer(data[slice(*slot["data_offsets"])], kinds[slot["dtype"]]).reshape(slot["shape"]).copy()
             for name, slot in header.items()
@@ -233,35 +233,6 @@ class IndexParts:
     def write(self) -> None:
         """Write the index and update the manifest."""
         replace_file(self.directory, self.path, self.to_bytes())
-
-
-def to_version_1(directory: Path) -> Path:
-    """Convert a checkpoint to version 1 of the format, in place. Return its directory."""
-    parts = IndexParts(directory)
-    old = parts.columns
-    ndim = sum(name.startswith("start.") for name in old)
-    rows: dict[str, list[Any]] = {name: [] for name in ("tensor", "file", "start", "shape")}
-    first = end = 0
-    for tensor, (count, same) in enumerate(zip(old["fragments"].tolist(), old["same_boxes"].tolist(), strict=True)):
-        if not same:
-            first, end = end, end + count
-        for box in range(first, first + count):
-            rows["tensor"].append(tensor)
-            rows["file"].append(old["file"][box])
-            for name in ("start", "shape"):
-                rows[name].append([old[f"{name}.{dim}"][box] for dim in range(ndim)])
-    parts.columns = {
-        "tensor": np.array(rows["tensor"], np.int32),
-        "file": np.array(rows["file"], np.int32),
-        "offset_bytes": old["offset_bytes"].astype(np.int64),
-        "checksum": old["checksum"],
-        "start": np.array(rows["start"], np.int64),
-        "shape": np.array(rows["shape"], np.int64),
-    }
-    parts.metadata["version"] = "1"
-    parts.write()
-    edit_manifest(directory, lambda body: body.update(version=1))
-    return directory
 
 
 def index_of(rows: Sequence[FragmentRow], *, file: str = "data/x", tensors: Sequence[TensorInfo] = ()) -> Index:

@@ -1,8 +1,8 @@
-"""Codec of the index file. It writes version 2 and reads versions 1 and 2.
+"""Codec of the index file.
 
-``docs/reference/format.md`` is the normative description. Version 2 is smaller in three ways. A column has the
-narrowest type that holds its largest value. Rows are counted per tensor instead of numbered. Consecutive
-tensors with the same boxes in the same files, such as the states of a parameter, share their boxes.
+``docs/reference/format.md`` is the normative description. Three things keep the file small. A column has the narrowest type
+that holds its largest value. Rows are counted per tensor, not numbered. Consecutive tensors with the same boxes in the same
+files, such as the states of a parameter, share their boxes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -93,6 +93,13 @@ def from_bytes(data: bytes, *, where: str) -> Index:
     header, table = _header_and_table(data, where)
     if header.metadata.get("format") != "unickpt-index":
         raise FormatError(f"{where}: not a unickpt index")
+    version = header.metadata.get("version")
+    if version in (None, "0", "1"):
+        raise FormatError(f"{where}: index version {version!r}, expected {FORMAT_VERSION}")
+    if version != str(FORMAT_VERSION):
+        raise NewerFormatError(
+            f"{where}: index version {version!r}, this release reads up to {FORMAT_VERSION}; upgrade unickpt to load it"
+        )
     with tensor_table.collector_paused():
         tensors = tensor_table.from_text(table, where=where)
     del table
@@ -100,15 +107,7 @@ def from_bytes(data: bytes, *, where: str) -> Index:
     if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
         raise FormatError(f"{where}: the file list must be a list of strings")
     columns = {slot.name: _column(data, header, slot, where) for slot in header.slots}
-    match header.metadata.get("version"):
-        case "2":
-            return _version_2(columns, tensors, tuple(files), where)
-        case "1" | None:  # early files of version 1 have no version
-            return _version_1(columns, tensors, tuple(files), where)
-        case version:
-            raise NewerFormatError(
-                f"{where}: index version {version!r}, this release reads up to {FORMAT_VERSION}; upgrade unickpt to load it"
-            )
+    return _index(columns, tensors, tuple(files), where)
 
 
 def _header_and_table(data: bytes, where: str) -> tuple[Header, str | bytes]:
@@ -136,28 +135,19 @@ def _header_and_table(data: bytes, where: str) -> tuple[Header, str | bytes]:
     return header, header.metadata.get("tensors", "")
 
 
-_DTYPES: dict[str, type[np.integer[Any]]] = {"I32": np.int32, "I64": np.int64, **_UNSIGNED}
-
-
 def _column(data: bytes, header: Header, slot: TensorSlot, where: str) -> Column:
-    if slot.dtype not in _DTYPES:
-        raise FormatError(f"{where}: column {slot.name!r} is {slot.dtype}, expected one of {', '.join(_DTYPES)}")
-    flat = np.frombuffer(data, _DTYPES[slot.dtype], math.prod(slot.shape), header.header_bytes + slot.begin_byte)
+    if slot.dtype not in _UNSIGNED:
+        raise FormatError(f"{where}: column {slot.name!r} is {slot.dtype}, expected one of {', '.join(_UNSIGNED)}")
+    flat = np.frombuffer(data, _UNSIGNED[slot.dtype], math.prod(slot.shape), header.header_bytes + slot.begin_byte)
     return flat.reshape(slot.shape)
 
 
-def _check_names(columns: Mapping[str, Column], expected: Iterable[str], where: str) -> None:
-    if set(columns) != set(expected):
-        raise FormatError(f"{where}: index columns are {sorted(columns)}, expected {sorted(expected)}")
-
-
-# ---------------------------------------------------------------- version 2
-
-
-def _version_2(columns: dict[str, Column], tensors: TensorTable, files: tuple[str, ...], where: str) -> Index:
+def _index(columns: dict[str, Column], tensors: TensorTable, files: tuple[str, ...], where: str) -> Index:
     ndim = sum(name.startswith("start.") for name in columns)
     boxes = [f"{part}.{dim}" for part in ("start", "shape") for dim in range(ndim)]
-    _check_names(columns, ["fragments", "same_boxes", "file", "offset_bytes", "checksum", *boxes], where)
+    expected = {"fragments", "same_boxes", "file", "offset_bytes", "checksum", *boxes}
+    if set(columns) != expected:
+        raise FormatError(f"{where}: index columns are {sorted(columns)}, expected {sorted(expected)}")
     if ndim > MAX_NDIM:
         raise FormatError(f"{where}: boxes of {ndim} dimensions, more than {MAX_NDIM}")
     counts = _unsigned(columns, "fragments", len(tensors), 2**31, where).astype(np.int64)
@@ -182,9 +172,9 @@ def _version_2(columns: dict[str, Column], tensors: TensorTable, files: tuple[st
 
 
 def _unsigned(columns: Mapping[str, Column], name: str, count: int, limit: int, where: str) -> Column:
-    """Return a column after checking that it has ``count`` unsigned numbers below ``limit``."""
+    """Return a column after checking that it has ``count`` numbers below ``limit``."""
     column = columns[name]
-    if column.dtype.kind != "u" or column.shape != (count,):
+    if column.shape != (count,):
         raise FormatError(f"{where}: column {name!r} is {column.dtype} {column.shape}, expected {count} unsigned integers")
     largest = int(column.max(initial=0))
     if largest >= limit:
@@ -204,38 +194,3 @@ def _check_same(tensors: TensorTable, counts: Ints, same: npt.NDArray[np.bool_],
 
 def _shape(tensors: TensorTable, at: int) -> tuple[int, ...]:
     return tensors.forms[int(tensors.form[at])].shape
-
-
-# ---------------------------------------------------------------- version 1
-
-_COLUMNS_1 = {
-    "tensor": "int32", "file": "int32", "offset_bytes": "int64", "checksum": "uint64", "start": "int64", "shape": "int64",
-}  # fmt: skip
-
-
-def _version_1(columns: dict[str, Column], tensors: TensorTable, files: tuple[str, ...], where: str) -> Index:
-    _check_names(columns, _COLUMNS_1, where)
-    count = len(columns["tensor"]) if columns["tensor"].ndim == 1 else -1
-    for name, dtype in _COLUMNS_1.items():
-        column = columns[name]
-        if column.dtype != dtype or column.ndim != (2 if name in ("start", "shape") else 1) or len(column) != count:
-            raise FormatError(f"{where}: column {name!r} is {column.dtype} {column.shape}, expected {dtype} of {count} rows")
-    start, shape = columns["start"], columns["shape"]
-    if start.shape != shape.shape or start.shape[1] > MAX_NDIM:
-        raise FormatError(f"{where}: columns 'start' {start.shape} and 'shape' {shape.shape} do not match")
-    start, shape = (np.asfortranarray(column) for column in (start, shape))
-    tensor, file, offset, checksum = (columns[name] for name in ("tensor", "file", "offset_bytes", "checksum"))
-    if count:
-        if tensor.min() < 0 or tensor.max() >= len(tensors):
-            raise FormatError(f"{where}: a fragment refers to tensor {tensor.max()}, the index has {len(tensors)}")
-        if file.min() < 0 or file.max() >= len(files):
-            raise FormatError(f"{where}: a fragment refers to file {file.max()}, the index has {len(files)}")
-        if np.any(np.diff(tensor) < 0):
-            raise FormatError(f"{where}: fragments are not sorted by tensor")
-        if offset.min() < 0:
-            raise FormatError(f"{where}: negative byte offset")
-    none = np.zeros(len(tensors), bool)
-    counts = np.bincount(tensor, minlength=len(tensors)).astype(np.int64)
-    index = Index(tensors, files, counts, none, file, tuple(start.T), tuple(shape.T), offset, checksum)
-    check_boxes(index, where)
-    return index.shared()

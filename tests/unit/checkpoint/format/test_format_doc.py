@@ -17,10 +17,8 @@ from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.safetensors_header import MAX_HEADER_BYTES
 from unickpt.checkpoint.load.checkpoint import Checkpoint
-from unickpt.checkpoint.load.verify import verify_checkpoint
 from unickpt.checkpoint.save.shards import Shard
 from unickpt.testing import handmade
-from unickpt.transform.edit.remove_tensors import remove_tensors
 
 DOCUMENT = (REPO / "docs/reference/format.md").read_text()
 
@@ -59,21 +57,6 @@ def test_the_reader_of_the_document_reads_every_tensor(reader_class: Any, tmp_pa
         assert torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), (name, state)
     assert torch.equal(torch.from_numpy(reader.read("head.weight", "weight")), handmade.embed())
     assert torch.equal(torch.from_numpy(reader.read("layer.weight", "weight")).view(torch.bfloat16), handmade.weight())
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_a_checkpoint_of_version_1_reads_the_same(tmp_path: Path, world: int) -> None:
-    """The index made over as section 12 has it, by the tests' own code."""
-    new = handmade.save_ranks(tmp_path / "new", world)
-    old = handmade.to_version_1(handmade.save_ranks(tmp_path / "old", world))
-    assert (Checkpoint.open(new).manifest.version, Checkpoint.open(old).manifest.version) == (2, 1)
-    assert not verify_checkpoint(old).problems
-    for info in Checkpoint.open(new).index.tensors:
-        found, expected = (Checkpoint.open(at).read_tensor(info.name, info.state) for at in (old, new))
-        assert torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), info
-    remove_tensors(old, lambda _, state: state == "exp_avg")  # what is written anew is of the newest version
-    assert Checkpoint.open(old).manifest.version == 2
-    assert not verify_checkpoint(old).problems
 
 
 def test_the_cast_of_the_document_is_the_one_of_torch(reader_class: Any, tmp_path: Path) -> None:
@@ -147,7 +130,6 @@ def test_the_document_names_every_column_of_the_index(tmp_path: Path) -> None:
     assert ranges == {f"{part}.{dim}" for part in ("start", "shape") for dim in range(len(ranges) // 2)}
     named = {"start.0", "start.", "shape.0", "shape."}
     assert set(first_cells(section(5))) - named == set(parts.columns) - ranges
-    assert set(first_cells(section(12))) == set(handmade.IndexParts(handmade.to_version_1(parts.directory)).columns)
     assert all(f"`{key}`" in section(5) for key in parts.metadata)
     assert all(f"`{kind}`" in section(5) for kind in index_module.KINDS)
     assert f"at most {index_module.MAX_NDIM} integers" in " ".join(section(5).split())
