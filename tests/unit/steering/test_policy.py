@@ -83,7 +83,6 @@ ROWS: list[tuple[Row, Finding, Membership, SteeringOptions, History, Order]] = [
     (Row.COMMON, found(Fault.HUNG, "h1", "h2", "h3"), job(4, 1), DEFAULTS, History(), restarted(Row.COMMON)),
     (Row.PROGRAM, found(Fault.MISMATCH, "h1", age_s=1), job(), DEFAULTS, History(), restarted(Row.PROGRAM)),
     (Row.PROGRAM, found(Fault.DEADLOCK, "h1", age_s=1), job(), DEFAULTS, History(), restarted(Row.PROGRAM)),
-    (Row.PROGRAM, found(Fault.EXCEPTION, "h1", age_s=1), job(), DEFAULTS, History(), restarted(Row.PROGRAM)),
     (Row.NETWORK, found(Fault.NETWORK, age_s=300), job(), DEFAULTS, History(), restarted(Row.NETWORK)),
     (
         Row.LINK_CHECK, found(Fault.SLOW_LINK, "h2", "h1"), job(), DEFAULTS, History(),

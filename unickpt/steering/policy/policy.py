@@ -34,7 +34,6 @@ class Fault(enum.Enum):
     HUNG = "hung"
     MISMATCH = "mismatch"
     DEADLOCK = "deadlock"
-    EXCEPTION = "exception"
     DEAD_LINK = "dead link"
     NETWORK = "network"
     SLOW = "slow"
@@ -49,7 +48,7 @@ class Row(enum.Enum):
     HUNG_OUT = "a rank hangs by its own doing: its host is out"
     AT_FAULT_BUT_NEEDED = "without the host too few hosts are left: restart in place"
     COMMON = "more than half of the hosts are blamed: restart in place, because the cause is none of them"
-    PROGRAM = "mismatched calls, a deadlock or an exception: restart in place"
+    PROGRAM = "mismatched calls or a deadlock: restart in place"
     NETWORK = "a call does not end, and no rank or link is at fault: restart in place"
     LINK_CHECK = "a link is slow or dead: check both ends before one is blamed"
     LINK_OUT = "a link is dead and the check blames one end: its host is out"
@@ -191,7 +190,7 @@ def _orders(finding: Finding, history: History, state: Membership, options: Stee
         return _out(Row.STOPPED_OUT, finding, finding.hosts, history, state, options)
     if fault is Fault.HUNG and hangs and _stands(finding, options) and not finding.at_work:
         return _out(Row.HUNG_OUT, finding, finding.hosts, history, state, options)
-    if fault in (Fault.MISMATCH, Fault.DEADLOCK, Fault.EXCEPTION):
+    if fault in (Fault.MISMATCH, Fault.DEADLOCK):
         return _restart(Row.PROGRAM, finding, history, options)
     if fault is Fault.NETWORK and hangs:
         return _restart(Row.NETWORK, finding, history, options)
