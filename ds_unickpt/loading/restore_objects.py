@@ -27,7 +27,7 @@ from unickpt.checkpoint.load import lr_progress, rng
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.lr_progress import Progress
 from unickpt.checkpoint.load.report import Entry, LoadReport
-from unickpt.transform.convert.deepspeed import lr_schedulers
+from unickpt.transform.convert.training_progress import DEEPSPEED_SCHEDULERS
 from unickpt.transform.dialects.translated_checkpoint import TranslatedCheckpoint
 
 logger = logging.getLogger("unickpt")
@@ -186,7 +186,7 @@ class RestoredObjects:
         The state is set to one step less. The last step is taken, so that the scheduler sets the learning rates.
         """
         kind = type(target).__name__
-        meaning = lr_schedulers.SCHEDULERS.get(kind)
+        meaning = DEEPSPEED_SCHEDULERS.get(kind)
         before = dataclasses.replace(progress, steps=progress.steps - 1)
         state = lr_progress.state_at(meaning, target.state_dict(), before)
         if state is None:
