@@ -8,13 +8,12 @@ from ds_unickpt.batch import batches
 from ds_unickpt.batch.batches import Batch
 from unickpt.base.errors import UnickptError
 from unickpt.base.options.job import Options
+from unickpt.base.round_folder import ROUND
 from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.load.candidates import Candidates
 from unickpt.checkpoint.load.failure import DAMAGE, failure_of
 from unickpt.checkpoint.storage.base import join
 from unickpt.checkpoint.storage.open import open_storage
-
-ROUND = "UNICKPT_ROUND"  # set by the rendezvous backend ``unickpt``: term of the leader and number of the round, as in 1.3
 
 
 def under_steering() -> bool:

@@ -25,11 +25,12 @@ from pathlib import Path
 
 from unickpt.base.left_workers import AGENT, TERM_S, WORKER, digest_of, first_to_end, left_in, records_folder, send
 from unickpt.base.process_identity import ProcessIdentity, environment_of
+from unickpt.base.round_folder import RUN_ID
 
 logger = logging.getLogger("unickpt")
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_TORCHRUN, _DEEPSPEED = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK"), ("CROSS_RANK", "MASTER_PORT", "RANK")
+_TORCHRUN, _DEEPSPEED = (RUN_ID, "MASTER_PORT", "RANK"), ("CROSS_RANK", "MASTER_PORT", "RANK")
 _MOST = 16  # generations of processes between a worker and its launcher
 _watching = 0  # process that watches; a forked child does not
 
@@ -69,7 +70,7 @@ def launcher_of_this() -> Launcher | None:
     mark = _Mark.of_this()
     if known_launcher() == "" or (mark is not None and mark.worker != os.getpid()):
         return None
-    variables = _TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _DEEPSPEED
+    variables = _TORCHRUN if RUN_ID in os.environ else _DEEPSPEED
     own = {f"{name}={os.environ.get(name, '')}".encode() for name in variables}
     given = ProcessIdentity.parse(os.environ.get(AGENT, ""))
     child, parent = os.getpid(), os.getppid()
@@ -135,7 +136,7 @@ class _Mark:
 
 def known_launcher() -> str:
     """Return the name of the program that has started this process as a worker, as its environment says; '' for none."""
-    if os.environ.get("TORCHELASTIC_RUN_ID") is not None:
+    if os.environ.get(RUN_ID) is not None:
         return "torchrun"
     return "deepspeed" if os.environ.get("CROSS_RANK") is not None and "LOCAL_SIZE" in os.environ else ""
 

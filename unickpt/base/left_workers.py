@@ -21,12 +21,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from unickpt.base.private_files import create, make_folder, read_text, replacing
+from unickpt.base.private_files import SHARED_MEMORY, create, make_folder, read_text, replacing
 from unickpt.base.process_identity import ProcessIdentity, boot_id, environment_of, stat_of
 
 AGENT = "UNICKPT_AGENT"  # in the environment of the workers: identity of their agent
 WORKER = "UNICKPT_WORKER"  # in the environment of a worker and of what it starts: which process is the worker
-SHARED_MEMORY = Path("/dev/shm")
 TERM_S = 30.0  # torchrun's own time between SIGTERM and SIGKILL
 KILL_S = 10.0  # a process in uninterruptible sleep does not even react to SIGKILL
 _LONGEST, _POLL_S = 1 << 20, 0.05

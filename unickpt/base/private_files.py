@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
 
+SHARED_MEMORY = Path("/dev/shm")
+TOKEN = "[0-9a-f]{32}"  # pattern of what nobody guesses: ``secrets.token_hex(16)`` in the name of a folder or an address
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking, because opening a FIFO waits for a writer
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -31,7 +34,7 @@ def free_bytes(folder: Path) -> int:
 
 def more_room(folder: Path) -> str:
     """Return what to do if a folder has too little room, for a message."""
-    if folder.is_relative_to("/dev/shm"):
+    if folder.is_relative_to(SHARED_MEMORY):
         return (
             "Enlarge /dev/shm (docker run --shm-size=1g; in Kubernetes a volume emptyDir with medium: Memory at /dev/shm; else "
             "mount -o remount,size=1g /dev/shm)"
@@ -45,6 +48,11 @@ def no_room(path: Path, size_bytes: int, err: OSError) -> str:
     if err.errno not in (errno.ENOSPC, errno.EDQUOT):
         return f"{path}: {why}"
     return f"{path}: {why}; {path.parent} has {free_bytes(path.parent):,} bytes free. {more_room(path.parent)}"
+
+
+def file_name(text: str) -> str:
+    """Return a text with ``_`` for each character that has a meaning in paths or shells."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", text)
 
 
 def make_folder(path: Path) -> None:

@@ -15,7 +15,9 @@ from pathlib import Path
 
 from unickpt.base.private_files import read_text, replacing
 
-RINGS, RINGS_JOB = "UNICKPT_RINGS", "UNICKPT_RINGS_JOB"  # environment of the workers
+# environment of the workers: torchrun's own name of the job, and what ``--rdzv-backend unickpt`` adds
+RUN_ID, RINGS, RINGS_JOB = "TORCHELASTIC_RUN_ID", "UNICKPT_RINGS", "UNICKPT_RINGS_JOB"
+ROUND = "UNICKPT_ROUND"  # term of the leader and number of the round, as in 1.3
 COMMITS, _LONGEST = "commits", 32
 ENDED, _LONGEST_ENDED = "ended", 1 << 20
 FAILED, _LONGEST_FAILED = "failed", 8192
@@ -42,7 +44,7 @@ def folder_of_round() -> Path | None:
     A job that a worker starts in its turn inherits the environment, and is not meant.
     """
     given, job = os.environ.get(RINGS, ""), os.environ.get(RINGS_JOB)
-    return Path(given) if given and job == os.environ.get("TORCHELASTIC_RUN_ID") else None
+    return Path(given) if given and job == os.environ.get(RUN_ID) else None
 
 
 def note_saver() -> None:

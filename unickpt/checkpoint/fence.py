@@ -29,13 +29,14 @@ from typing import Any
 from unickpt.base.errors import StorageError, UnickptError
 from unickpt.base.launcher_watch import known_launcher
 from unickpt.base.process_identity import ProcessIdentity
+from unickpt.base.round_folder import ROUND
 from unickpt.checkpoint.storage.base import Storage, absolute, split
 from unickpt.checkpoint.storage.open import open_storage
 
 logger = logging.getLogger("unickpt")
 
 FENCE_FILE, FENCE_LOCK = "unickpt-writer.json", "unickpt-writer.lock"
-FENCE, ROUND = "UNICKPT_FENCE", "UNICKPT_ROUND"  # in the environment of the workers of a round
+FENCE = "UNICKPT_FENCE"  # in the environment of the workers of a round
 LOCK_S, _POLL_S = 10.0, 0.02
 _SCHEMA, _LONGEST = 1, 1 << 16
 _OF_TRAINER = re.compile(r"checkpoint[-_]\d+")  # the folder of one checkpoint of transformers or Accelerate

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.base.errors import FormatError, NotACheckpointError
-from unickpt.base.private_files import read_text
+from unickpt.base.private_files import SHARED_MEMORY, read_text
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
 from unickpt.diagnosis.agent.launch import ADDRESS, read_address
@@ -19,7 +19,7 @@ from unickpt.diagnosis.agent.server import fetch
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.host.exit_file import read_exits
-from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY, has_living, own_jobs, read_folder
+from unickpt.diagnosis.recording.ring_folder import has_living, own_jobs, read_folder
 from unickpt.diagnosis.reports.host_folders import placed
 from unickpt.diagnosis.reports.verdict_line import clock_time
 from unickpt.diagnosis.reports.verdict_text import render_all

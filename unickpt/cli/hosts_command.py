@@ -12,11 +12,11 @@ from pathlib import Path
 
 from unickpt.base.errors import ConfigError
 from unickpt.base.logs import printable
+from unickpt.base.private_files import SHARED_MEMORY
 from unickpt.checkpoint.memory.contact import GenerationRow, MemoryJob, age_s, as_json, jobs, look
 from unickpt.checkpoint.memory.generations import folder_of
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output, human_bytes
-from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY
 from unickpt.steering.state.hosts import host_rows, table
 from unickpt.steering.wire import asking
 from unickpt.steering.wire.codec import secret_key

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.base.errors import ConfigError, CorruptCheckpointError
+from unickpt.base.private_files import SHARED_MEMORY
 from unickpt.checkpoint.checkpoint_folder import latest_tag, read_manifest
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import Index
@@ -23,7 +24,6 @@ from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.locate import locate
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.rendering import render, render_settings
-from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY
 
 JSON_SCHEMA = 1
 _SHOWN_PARAMETERS = 40

@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import logging
 import os
-import re
 import subprocess
 import time
 import weakref
@@ -23,8 +22,8 @@ import torch.distributed as dist
 from unickpt.base.io_times import IoTime
 from unickpt.base.memory_status import MemoryStatus, write_status
 from unickpt.base.options.job import TimingOptions
-from unickpt.base.private_files import make_named_folder
-from unickpt.base.round_folder import folder_of_round
+from unickpt.base.private_files import SHARED_MEMORY, file_name, make_named_folder
+from unickpt.base.round_folder import RUN_ID, folder_of_round
 from unickpt.diagnosis.agent import launch
 from unickpt.diagnosis.host import stack_dumps
 from unickpt.diagnosis.layer_costs.measured import SUFFIX as LAYERS
@@ -38,7 +37,6 @@ from unickpt.diagnosis.recording.recorder import CallRecorder
 from unickpt.diagnosis.recording.records import Phase
 from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingWriter
 from unickpt.diagnosis.recording.ring_folder import (
-    SHARED_MEMORY,
     SessionNote,
     remove_old,
     shared_folder,
@@ -301,6 +299,6 @@ def _store() -> Any:
 
 def job_name() -> str:
     """Return a name that all ranks of a job share: the launcher's run, the master's address and port."""
-    parts = [os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")]
+    parts = [os.environ.get(RUN_ID, ""), os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")]
     text = "-".join(part for part in parts if part and part != "none")
-    return re.sub(r"[^A-Za-z0-9._-]", "_", text) or "job"
+    return file_name(text) or "job"

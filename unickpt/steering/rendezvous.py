@@ -37,9 +37,9 @@ from unickpt.base.left_workers import AGENT, WorkerRecord, digest_of, end_all, l
 from unickpt.base.left_workers import Left as LeftWorker
 from unickpt.base.logs import make_visible, printable
 from unickpt.base.options.steering import SteeringOptions, from_rendezvous
-from unickpt.base.round_folder import RINGS, Failed
-from unickpt.checkpoint.fence import FENCE, ROUND
-from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY
+from unickpt.base.private_files import SHARED_MEMORY
+from unickpt.base.round_folder import RINGS, ROUND, RUN_ID, Failed
+from unickpt.checkpoint.fence import FENCE
 from unickpt.steering.agent.end_signal import EndSignal
 from unickpt.steering.agent.peer import Peer
 from unickpt.steering.host.host_agent import HostAgent
@@ -77,7 +77,6 @@ logger = logging.getLogger("unickpt")
 BACKEND = "unickpt"
 PORT = 29400  # torch's default
 TIMEOUT_S = 600.0  # torch's default time limit of a rendezvous
-RUN_ID = "TORCHELASTIC_RUN_ID"  # torchrun sets it in the environment of the workers
 CONNECT_S, STORE_S = 10.0, 300.0
 NOTICE_S = 30.0
 

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import psutil
 
 from tests.support.repository import REPO
-from unickpt.base.private_files import own_folders
-from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY
+from unickpt.base.private_files import SHARED_MEMORY, own_folders
 from unickpt.testing.launch import end, environment, free_port
 
 LIMIT_S = 240.0  # on a busy machine

@@ -13,6 +13,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from unickpt.base.process_identity import boot_id
+
 _SAY_S = 2.0  # limit for the last message of a process, whose store may be gone
 _PROC = Path("/proc")
 _BEGUN, _ENDED = "begun", "ended"
@@ -84,8 +86,7 @@ class Ends:
 def _host() -> str:
     """Return what all processes that see each other's numbers have in common; '' if it is not known."""
     with contextlib.suppress(OSError):
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}-{os.readlink(_PROC / 'self/ns/pid')}" if boot else ""
+        return f"{boot_id()}-{os.readlink(_PROC / 'self/ns/pid')}" if boot_id() else ""
     return ""
 
 

@@ -22,7 +22,8 @@ from typing import TypeVar
 import numpy as np
 
 from unickpt.base.errors import HostPeerFailedError, StorageError
-from unickpt.base.private_files import check_folder, create, make_folder, no_room, own_folders
+from unickpt.base.private_files import SHARED_MEMORY, check_folder, create, make_folder, no_room, own_folders
+from unickpt.base.process_identity import boot_id
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.format.boxes import Ints
@@ -30,7 +31,6 @@ from unickpt.checkpoint.format.boxes import Ints
 logger = logging.getLogger("unickpt")
 T = TypeVar("T")
 
-FOLDER = Path("/dev/shm")
 _PREFIX = "unickpt-load-"
 _STALE_S = 3600.0
 _YIELDS = 20  # before the first pause: a peer is mostly less than one copy behind
@@ -221,7 +221,7 @@ def prepare_peers(
     host, folder, problem = _host() if share and failure is None and exchange.world > 1 else "", None, None
     try:
         if host:
-            folder = FOLDER / f"{_PREFIX}{uuid.uuid4().hex}-{exchange.rank}"
+            folder = SHARED_MEMORY / f"{_PREFIX}{uuid.uuid4().hex}-{exchange.rank}"
             problem = _prepare(folder, exchange.world, rows, wanted_bytes)
         encoded = None if failure is None else failure.to_json()
         message = {"failure": encoded, "host": "" if problem else host, "identity": identity, "folder": str(folder)}
@@ -277,8 +277,7 @@ def _failures(messages: list[Message]) -> list[Message]:
 def _host() -> str:
     """Return a key that is equal exactly for processes that can share memory, or '' if there is no shared memory."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{FOLDER.stat().st_dev}/{os.getuid()}"
+        return f"{boot_id()}/{SHARED_MEMORY.stat().st_dev}/{os.getuid()}" if boot_id() else ""
     except OSError:
         return ""
 
@@ -326,7 +325,7 @@ def _remove(folder: Path | None) -> None:
 
 def _remove_stale() -> None:
     """Remove the folders of loads that were killed before they opened their files."""
-    for path in own_folders(FOLDER, _PREFIX):
+    for path in own_folders(SHARED_MEMORY, _PREFIX):
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime > _STALE_S:
                 shutil.rmtree(path, ignore_errors=True)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from unickpt.base.errors import ConfigError, FormatError, NotACheckpointError, StorageError, UnickptError
-from unickpt.base.private_files import own_folders, read_text, replacing
+from unickpt.base.private_files import TOKEN, own_folders, read_text, replacing
 from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.format.manifest import Manifest
 from unickpt.checkpoint.memory.generations import ABOUT_FILE, Inventory, folder_of, missing, number_of
@@ -24,7 +24,6 @@ from unickpt.checkpoint.memory.peer_storage import PeerStorage
 
 FILE, _LONGEST = "job.json", 16 << 20
 _ANSWER_S = 3.0  # of a keeper
-_TOKEN = "[0-9a-f]{32}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ def jobs(parent: Path) -> list[MemoryJob]:
     """
     prefix = folder_prefix()
     found = [path.name.removeprefix(prefix) for path in own_folders(parent, prefix)]
-    return [_job(parent, token) for token in found if re.fullmatch(_TOKEN, token)]
+    return [_job(parent, token) for token in found if re.fullmatch(TOKEN, token)]
 
 
 def _job(parent: Path, token: str) -> MemoryJob:
@@ -109,8 +108,8 @@ def named(name: str, parent: Path) -> PeerStorage | None:
         ConfigError: this user has no such job on this host.
         NotACheckpointError: there is no such generation, or none that can be loaded.
     """
-    url = re.fullmatch(rf"memory://({_TOKEN})(?:/(g\d{{1,20}}))?/?", name)
-    path = None if "://" in name else re.fullmatch(rf"{folder_name('')}({_TOKEN})(?:/(g\d{{1,20}}))?", _tail(Path(name)))
+    url = re.fullmatch(rf"memory://({TOKEN})(?:/(g\d{{1,20}}))?/?", name)
+    path = None if "://" in name else re.fullmatch(rf"{folder_name('')}({TOKEN})(?:/(g\d{{1,20}}))?", _tail(Path(name)))
     found = url or path
     if found is None:
         return None

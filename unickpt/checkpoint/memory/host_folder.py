@@ -19,14 +19,13 @@ import shutil
 from pathlib import Path
 
 from unickpt.base.errors import FormatError, StorageError
-from unickpt.base.private_files import make_folder
+from unickpt.base.private_files import TOKEN, make_folder
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.format.file_names import DATA_FOLDER, MANIFEST_FILE, ROWS_FOLDER
 from unickpt.checkpoint.memory.generations import ABOUT_FILE, Inventory, folder_of, is_file_of_generation, number_of
 from unickpt.checkpoint.storage.open import open_storage
 
 TOKEN_FILE = ".unickpt-memory"
-_TOKEN = re.compile(r"[0-9a-f]{32}")
 _SPARE = "spare"
 _FOLDERS = ("", DATA_FOLDER, ROWS_FOLDER)
 
@@ -43,7 +42,7 @@ def read_token(save_dir: str) -> str:
     if size is None:
         return ""
     text = place.read(TOKEN_FILE, 0, min(size, 64)).decode(errors="replace").strip()
-    if not _TOKEN.fullmatch(text):
+    if not re.fullmatch(TOKEN, text):
         raise FormatError(
             f"{place.where(TOKEN_FILE)} holds {text[:40]!r} instead of 32 hexadecimal digits. Remove the file: checkpoints in "
             "the memory of hosts are then not found, and those on disk are"

@@ -6,8 +6,8 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from unickpt.base.process_identity import boot_id
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.memory.host_folder import HostFolder
 from unickpt.checkpoint.memory.keeper_process import KeeperProcess, reach_of_job
@@ -116,11 +116,10 @@ def connect(
 def _key(parent: str) -> str:
     """Return a text that is equal exactly for processes that share the directory in memory."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         about = os.stat(parent)
     except OSError as err:
         return f"{socket.gethostname()} {err}"
-    return f"{boot}/{about.st_dev}/{about.st_ino}/{os.geteuid()}"
+    return f"{boot_id() or socket.gethostname()}/{about.st_dev}/{about.st_ino}/{os.geteuid()}"
 
 
 def _grouped(keys: Sequence[str]) -> list[list[int]]:

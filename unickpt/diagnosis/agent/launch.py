@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.base import isolated_process
-from unickpt.base.private_files import read_text, replacing
+from unickpt.base.private_files import TOKEN, read_text, replacing
 from unickpt.diagnosis.recording.ring_folder import start_of_workers
 
 logger = logging.getLogger("unickpt")
 
 ADDRESS = "agent"  # in the folder of the rings: where the job's first agent listens, for its owner alone to read
 LONGEST_ADDRESS = 1024
-_VALID = re.compile(r"http://[^\s/]{1,300}:\d{1,5}/[0-9a-f]{32}")
+_VALID = re.compile(rf"http://[^\s/]{{1,300}}:\d{{1,5}}/{TOKEN}")
 _LOOKS_S, _GIVES_UP_S = 1.0, 600.0
 
 

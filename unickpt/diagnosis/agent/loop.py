@@ -21,6 +21,7 @@ from unickpt.base.limited_http import RateLimitedLog
 from unickpt.base.logs import printable
 from unickpt.base.memory_status import read_status
 from unickpt.base.private_files import append, read_text, replacing
+from unickpt.base.process_identity import boot_id
 from unickpt.diagnosis.agent import server
 from unickpt.diagnosis.agent.cpu_starvation import CpuWaitSampler
 from unickpt.diagnosis.agent.layer_prior import LayerPrior
@@ -38,7 +39,6 @@ from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.host.stack_dumps import Frame
 from unickpt.diagnosis.host.tcp_counters import connections_of
 from unickpt.diagnosis.layer_costs.store import default_store
-from unickpt.diagnosis.recording.ring import boot_id
 from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
 from unickpt.diagnosis.reports.verdict_text import VerdictText, render, render_all
 from unickpt.diagnosis.snapshot.clocks import on_one_clock

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.base.private_files import read_text, replacing
+from unickpt.base.process_identity import boot_id
 from unickpt.diagnosis.host.process_state import State, state_of
 from unickpt.diagnosis.recording.rank_ranges import MOST_RANKS
-from unickpt.diagnosis.recording.ring import boot_id
 
 _PREFIX, _BYTES = "launched-", 4096
 _MOST_PER_HOST = 4096

@@ -27,6 +27,7 @@ import numpy as np
 
 from unickpt.base.errors import ConfigError, FormatError
 from unickpt.base.private_files import free_bytes, make_named_folder, more_room, open_regular, replacing
+from unickpt.base.process_identity import boot_id
 from unickpt.diagnosis.recording.rank_ranges import MOST_RANKS
 from unickpt.diagnosis.recording.records import (
     CALL_OFFSET,
@@ -92,14 +93,6 @@ class Identity:
     def is_here(self) -> bool:
         """The writer runs, or ran, on this host since it was started."""
         return self.host == socket.gethostname() and self.boot == boot_id()
-
-
-def boot_id() -> str:
-    """Of this host (``random(4)``); '' if the system does not tell."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def ring_bytes(capacity: int) -> int:

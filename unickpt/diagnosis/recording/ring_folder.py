@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.base.errors import CoordinationError, FormatError, NotACheckpointError
-from unickpt.base.private_files import make_folder, own_folders, read_text, replacing
+from unickpt.base.private_files import TOKEN, file_name, make_folder, own_folders, read_text, replacing
+from unickpt.base.round_folder import ROUND
 from unickpt.diagnosis.host.process_state import State, state_of
 from unickpt.diagnosis.recording.launched import AbsentRank, LaunchNote, absent_ranks, read_launches
 from unickpt.diagnosis.recording.ring import SUFFIX, Identity, RingContents, RingReader
 
-SHARED_MEMORY = Path("/dev/shm")
 _JOB_CHARACTERS = 64  # of a job's name, in the name of its folder
 NOTE, _NOTE_BYTES = "session", 65_536  # in the folder of a round: what its workers want of the agent
-_TOKEN = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ def start_of_workers() -> str:
     torchrun's restart count differs between hosts when some of them have joined later. With ``--rdzv-backend unickpt`` the
     environment has the number of the round.
     """
-    return os.environ.get("UNICKPT_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return os.environ.get(ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def read_folder(folder: Path, *, last: int | None = None) -> HostRings:
@@ -130,7 +129,7 @@ def shared_folder(parent: Path, job: str, store: Any) -> Path:
         raise CoordinationError("the process group has no store to agree on a folder with: set the option timing.folder")
     key = f"unickpt/rings/{start_of_workers()}"
     token = store.compare_set(key, "", secrets.token_hex(16)).decode(errors="replace")
-    if not _TOKEN.fullmatch(token):
+    if not re.fullmatch(TOKEN, token):
         raise CoordinationError(f"the job's store holds {token[:80]!r} at {key}, not the name of a folder")
     folder = parent / f"{_own_prefix()}{job[:_JOB_CHARACTERS]}-{token}"
     make_folder(folder)
@@ -143,7 +142,7 @@ def fresh_folder(parent: Path, job: str) -> Path:
     Raises:
         OSError: the folder cannot be created.
     """
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", job)[:_JOB_CHARACTERS] or "job"
+    name = file_name(job)[:_JOB_CHARACTERS] or "job"
     folder = parent / f"{_own_prefix()}{name}-{secrets.token_hex(16)}"
     make_folder(folder)
     return folder

@@ -21,9 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from unickpt.base.logs import printable
+from unickpt.base.private_files import SHARED_MEMORY
 from unickpt.base.round_folder import RINGS, RINGS_JOB, read_commits, remove_note
 from unickpt.diagnosis.agent.launch import run_isolated
-from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY, fresh_folder, remove_old
+from unickpt.diagnosis.recording.ring_folder import fresh_folder, remove_old
 from unickpt.steering.host.watcher import Assignment, end_line
 from unickpt.steering.policy.reports import HubReport, report_from_json
 from unickpt.steering.wire.addresses import LOOPBACKS, is_loopback, listening_socket, loopback_of

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from unickpt.base.left_workers import rank_in
 from unickpt.base.process_identity import environment_of
-from unickpt.base.round_folder import Failed, note_ended, read_failure
+from unickpt.base.round_folder import RUN_ID, Failed, note_ended, read_failure
 from unickpt.diagnosis.host.process_exits import ExitWatcher
 
 LOOK_S = 0.2  # interval of looks for workers that have ended
 FIRST_LOOK_S, FIRST_S = 0.02, 10.0  # interval of looks for workers that have begun, and for how long
+_OF_TORCHRUN = f"{RUN_ID}=".encode()
 SHORT_S = 30.0  # a worker that ends by itself in this time, without saying why, has not made a step
 
 
@@ -29,7 +30,7 @@ def kill_stopped_workers() -> list[int]:
     killed = []
     for pid in _children():
         with contextlib.suppress(OSError):
-            if _state(pid) == "T" and b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{pid}/environ").read_bytes():
+            if _state(pid) == "T" and _OF_TORCHRUN in Path(f"/proc/{pid}/environ").read_bytes():
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
     return killed
@@ -45,7 +46,7 @@ def kill_workers_of_ranks(ranks: Collection[int]) -> list[int]:
     for pid in _children() if wanted else []:
         with contextlib.suppress(OSError):
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if wanted.intersection(variables) and any(each.startswith(b"TORCHELASTIC_RUN_ID=") for each in variables):
+            if wanted.intersection(variables) and any(each.startswith(_OF_TORCHRUN) for each in variables):
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
     return killed

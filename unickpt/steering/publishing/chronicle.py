@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
 from collections import deque
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from unickpt.base.logs import printable
-from unickpt.base.private_files import append, make_named_folder, open_regular
+from unickpt.base.private_files import append, file_name, make_named_folder, open_regular
 from unickpt.diagnosis.recording.ring_folder import fresh_folder
 from unickpt.steering.policy.reports import HubReport
 from unickpt.steering.state.history import LONGEST_LINE, Entry, Kind, entries, entry_of, line_of
@@ -131,7 +130,7 @@ class HistoryFile:
             make_named_folder(self.folder)
         else:
             self.folder = fresh_folder(parent, f"{run_id[:40]}-history")
-        self._path = self.folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', host)[:64]}-{incarnation}{SUFFIX}"
+        self._path = self.folder / f"{file_name(host)[:64]}-{incarnation}{SUFFIX}"
         self._chronicle: Chronicle | None = None
         self._outbox: Outbox[Entry] = Outbox("keeping the history", self._write, idle_s=ALIVE_S, idle=self._alive)
 

@@ -13,7 +13,7 @@ from unickpt.base.errors import ConfigError
 from unickpt.base.limited_http import ConnectionLimits, LimitedHandler, LimitedServer
 from unickpt.base.logs import printable
 from unickpt.base.options.steering import SteeringOptions
-from unickpt.diagnosis.recording.ring_folder import SHARED_MEMORY
+from unickpt.base.private_files import SHARED_MEMORY
 from unickpt.diagnosis.reports.metrics import exposition
 from unickpt.steering.publishing.chronicle import Chronicle, HistoryFile, Take
 from unickpt.steering.publishing.metrics import HELP, steering_measurements

@@ -33,8 +33,8 @@ SMALL: list[Group] = [
 
 @pytest.fixture(autouse=True)
 def own_shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="unickpt-test-", dir=host_peers.FOLDER) as folder:
-        monkeypatch.setattr(host_peers, "FOLDER", Path(folder))
+    with tempfile.TemporaryDirectory(prefix="unickpt-test-", dir=host_peers.SHARED_MEMORY) as folder:
+        monkeypatch.setattr(host_peers, "SHARED_MEMORY", Path(folder))
         yield
 
 
@@ -186,4 +186,4 @@ def test_no_rank_waits_for_a_rank_that_failed(monkeypatch: pytest.MonkeyPatch, r
     assert isinstance(first, HostPeerFailedError)
     assert isinstance(third, HostPeerFailedError)
     assert "rank 1 of this host failed" in str(first)
-    assert not list(host_peers.FOLDER.glob("unickpt-load-*"))
+    assert not list(host_peers.SHARED_MEMORY.glob("unickpt-load-*"))

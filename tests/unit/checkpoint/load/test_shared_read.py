@@ -92,13 +92,13 @@ def loaded(
 @pytest.fixture(autouse=True)
 def own_shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder of this test's own, so that loads of other processes on this machine do not show."""
-    with tempfile.TemporaryDirectory(prefix="unickpt-test-", dir=host_peers.FOLDER) as folder:
-        monkeypatch.setattr(host_peers, "FOLDER", Path(folder))
+    with tempfile.TemporaryDirectory(prefix="unickpt-test-", dir=host_peers.SHARED_MEMORY) as folder:
+        monkeypatch.setattr(host_peers, "SHARED_MEMORY", Path(folder))
         yield
 
 
 def left_behind() -> list[Path]:
-    return list(host_peers.FOLDER.glob("unickpt-load-*"))
+    return list(host_peers.SHARED_MEMORY.glob("unickpt-load-*"))
 
 
 @pytest.mark.parametrize("verify", ["always", "off"])
@@ -253,7 +253,7 @@ def test_a_rank_that_cannot_open_the_memory_of_another_tells_the_others() -> Non
         assert isinstance(near, partial)
         if exchange.rank == 1:
             with pytest.raises(StorageError, match=r"rank 1 cannot open the memory .* No such file or directory"):
-                HostPeers({**near.args[0], 2: host_peers.FOLDER / "unickpt-load-absent"}, 1, timeout_s=20.0)
+                HostPeers({**near.args[0], 2: host_peers.SHARED_MEMORY / "unickpt-load-absent"}, 1, timeout_s=20.0)
             return "cannot open"
         with near() as peers:
             try:

@@ -171,7 +171,7 @@ def test_a_load_shares_no_memory_in_a_folder_planted_by_another_user(
     tmp_path: Path, shared: Path, precious: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Even if the name of the folder was guessed. The rank reads for itself then, and the others share theirs."""
-    monkeypatch.setattr(host_peers, "FOLDER", shared)
+    monkeypatch.setattr(host_peers, "SHARED_MEMORY", shared)
     monkeypatch.setattr(host_peers.uuid, "uuid4", lambda: uuid.UUID(int=7))
     folder = shared / f"unickpt-load-{uuid.UUID(int=7).hex}-0"
     if kind == "link":
