@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # imported when they are used: hooks are also installed in jo
     from unickpt.checkpoint.coordination.owners import Owner, Owners
     from unickpt.checkpoint.load.checkpoint import Checkpoint
     from unickpt.checkpoint.load.report import LoadReport
-    from unickpt.checkpoint.memory.tier import MemoryTier, Turn
+    from unickpt.checkpoint.memory.tier import MemoryTier, MemoryTurn
     from unickpt.checkpoint.save.requests import SaveOptions, SaveResult
     from unickpt.checkpoint.save.saver import Saver
 
@@ -58,7 +58,7 @@ class ScriptCall:
     receiver: Receiver | None = None
     directory: str = ""
     complete: bool = False
-    memory: Turn | None = None
+    memory: MemoryTurn | None = None
     memory_folder: str = ""
     order: int = 0
     replaces: bool = True

@@ -31,7 +31,7 @@ from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
 from unickpt.training.compression.carried import OF_OPTIMIZERS as STORED
-from unickpt.training.compression.carried import Residuals, Tensors, resized
+from unickpt.training.compression.carried import NamedTensors, Residuals, resized
 
 _SENT, _RETURNED, _PADDING, _ACCUMULATED = "worker_error", "server_error", "padding", "momentum_accumulator"
 _LOCAL = (_ACCUMULATED, "exp_avg")
@@ -84,10 +84,10 @@ class _OneBit:
         """Whether the ranks step by themselves between two exchanges (``ZeroOneAdam``)."""
         return bool(getattr(self.base, "freeze_key", False))
 
-    def captured(self) -> tuple[Tensors, Tensors]:
+    def captured(self) -> tuple[NamedTensors, NamedTensors]:
         """Return what this rank did not send, and what it did not send back. The tensors are live, 1-D."""
-        sent: Tensors = {}
-        returned: Tensors = {}
+        sent: NamedTensors = {}
+        returned: NamedTensors = {}
         if self.numbered and self.base.worker_errors:
             sent[f"{_SENT}:{self._all}"], returned[f"{_RETURNED}:{self._all}"] = (
                 self.base.worker_errors[0],

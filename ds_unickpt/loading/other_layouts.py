@@ -18,13 +18,13 @@ from unickpt.checkpoint.storage.base import is_url
 from unickpt.transform.convert import run_folder
 from unickpt.transform.convert.deepspeed.files import MODEL, OPTIMIZER, File, is_deepspeed, read_file
 from unickpt.transform.convert.deepspeed.universal_reader import is_universal
-from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 
 _KEY = ', with "unickpt": {"enabled": true} in the DeepSpeed JSON'
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FilesLayout:
     """What DeepSpeed's files depend on.
 
     Attributes:
@@ -43,7 +43,7 @@ class Layout:
         words = [f"ZeRO stage {self.stage}", self.precision, f"{self.data} data parallel rank{'s' * (self.data != 1)}"]
         return ", ".join(filter(None, [*words, f"{self.model} model parallel ranks" * (self.model != 1)]))
 
-    def loads(self, saved: Layout) -> bool:
+    def loads(self, saved: FilesLayout) -> bool:
         """Whether DeepSpeed loads its own checkpoint of another layout under this one."""
         precision = not saved.precision or saved.precision == self.precision
         ranks = self.data == saved.data or self.stage == 0  # without ZeRO, one rank has everything
@@ -103,28 +103,28 @@ def _resumed(made: run_folder.Suggested, name: str, tag: Any) -> str:
     return f"call load_checkpoint({directory!r})"
 
 
-def _layout_of(engine: Any) -> Layout:
+def _layout_of(engine: Any) -> FilesLayout:
     precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
     data = int(getattr(engine, "seq_dp_world_size", None) or engine.dp_world_size)
-    return Layout(int(engine.zero_optimization_stage()), precision, data, int(engine.mp_world_size))
+    return FilesLayout(int(engine.zero_optimization_stage()), precision, data, int(engine.mp_world_size))
 
 
-def _saved(folder: Path) -> Layout:
+def _saved(folder: Path) -> FilesLayout:
     """Return the layout that saved a checkpoint: from its first file, or else from the names of its files."""
     names = sorted(path.name for path in folder.iterdir())
     models = [(name, match) for name in names if (match := MODEL.fullmatch(name))]
     optimizers = [(name, match) for name in names if (match := OPTIMIZER.fullmatch(name))]
     stage = 3 if any(match["data"] for _, match in models) else 1 if optimizers else 0
     data = len({match["data"] for _, match in optimizers}) or 1
-    by_name = Layout(stage, "", data, len({match["model"] for _, match in models}))
+    by_name = FilesLayout(stage, "", data, len({match["model"] for _, match in models}))
     try:
-        with Files() as files:
+        with OpenFiles() as files:
             return _described(read_file(folder / models[0][0], files, ()), by_name)
     except (UnickptError, OSError):
         return by_name
 
 
-def _described(file: File, by_name: Layout) -> Layout:
+def _described(file: File, by_name: FilesLayout) -> FilesLayout:
     config: Mapping[str, Any] = file.get("ds_config", dict, {})
     if not config:
         return by_name
@@ -132,7 +132,7 @@ def _described(file: File, by_name: Layout) -> Layout:
     zero = config.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else by_name.stage if zero else 0
     data, model = file.get("dp_world_size", int, by_name.data), file.get("mp_world_size", int, by_name.model)
-    return Layout(int(stage), precision, data, model)
+    return FilesLayout(int(stage), precision, data, model)
 
 
 _PRECISIONS = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}
@@ -143,7 +143,7 @@ def _enabled(config: Mapping[str, Any], key: str) -> bool:
     return bool(section.get("enabled")) if isinstance(section, dict) else False
 
 
-def _missing(folder: Path, saved: Layout) -> str:
+def _missing(folder: Path, saved: FilesLayout) -> str:
     """Return how many optimizer files of a checkpoint are missing, with the first; '' if none is."""
     if saved.stage == 0:
         return ""

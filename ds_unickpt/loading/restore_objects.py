@@ -295,7 +295,7 @@ class RestoredObjects:
         placed, before = partitions.placement(self.engine), self.checkpoint.manifest.writer.topology.get("tensor", 1)
         return Generators.of(placed, before if isinstance(before, int) else 1)
 
-    def _rng_of(self, rank: int) -> rng.State | None:
+    def _rng_of(self, rank: int) -> rng.RngState | None:
         return self._rank_objects[rank].get("rng")
 
 

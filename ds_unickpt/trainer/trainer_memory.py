@@ -26,7 +26,7 @@ from ds_unickpt.loops import trainer_folders
 from ds_unickpt.saving import hints
 from unickpt.base.errors import CoordinationError, FormatError, SaveFailedError
 from unickpt.checkpoint.load.checkpoint import Checkpoint
-from unickpt.checkpoint.memory.tier import Turn
+from unickpt.checkpoint.memory.tier import MemoryTurn
 from unickpt.checkpoint.storage.base import split
 from unickpt.checkpoint.storage.posix import PosixStorage
 
@@ -118,7 +118,7 @@ def _on_disk(native: Callable[[], Any], ours: UnickptCheckpointEngine, run: str)
         ours.trainer = None
 
 
-def _in_memory(native: Callable[[], Any], ours: UnickptCheckpointEngine, turn: Turn, trainer: Any, run: str) -> bool:
+def _in_memory(native: Callable[[], Any], ours: UnickptCheckpointEngine, turn: MemoryTurn, trainer: Any, run: str) -> bool:
     """Save into memory. Returns whether the save has begun; if not, the checkpoint has to go to disk.
 
     Raises:

@@ -20,7 +20,7 @@ from unickpt.base.logs import make_visible
 from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.load.resume import AgreedFailureError, Offer, Together
-from unickpt.checkpoint.memory.finding import Found
+from unickpt.checkpoint.memory.finding import FoundGeneration
 from unickpt.checkpoint.memory.generations import folder_of
 from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier
 from unickpt.checkpoint.storage.base import join
@@ -98,7 +98,7 @@ def _step_of(disk: str | None, disk_step: Callable[[str], int | None]) -> int:
     return -1 if step is None else step
 
 
-def _brought(tier: MemoryTier, load: MemoryLoad, found: Found, together: Together, run: str, *, checked: bool) -> str:
+def _brought(tier: MemoryTier, load: MemoryLoad, found: FoundGeneration, together: Together, run: str, *, checked: bool) -> str:
     """Write Trainer's files of a generation to this host. Raises ``AgreedFailureError`` on all ranks if one cannot."""
     if checked:
         together.step("check", lambda: tier.check(run, found.number))

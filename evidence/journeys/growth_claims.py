@@ -23,7 +23,7 @@ import torch
 from examples.demo.data import corpus
 from tests.support.grown_models import model_of_table, table_of_model, value_of
 from unickpt.transform.edit.table import Table
-from unickpt.transform.grow.schedule import Schedule
+from unickpt.transform.grow.schedule import RateSchedule
 from unickpt.transform.grow.step import Grow
 
 LENGTH, BATCH, RATE, WARMUP, EVERY = 64, 8, 3e-3, 25, 20
@@ -127,7 +127,7 @@ def against_scratch(data: Data, steps: int, seed: int) -> Iterator[dict[str, Any
     begin = time.monotonic()
     _, held = train(scratch, optimizer_of(scratch), data, steps, steps, seed + 10)
     yield {"part": SCRATCH, "seed": seed, "held": held, "seconds": time.monotonic() - begin}
-    own = Schedule(steps, 0)
+    own = RateSchedule(steps, 0)
     for part, decay, warmup in ((USUAL, steps, WARMUP), (SCHEDULED, own.decay_steps, own.warmup_steps)):
         made, of_made = grown(small, state)
         begin = time.monotonic()

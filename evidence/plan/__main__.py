@@ -29,12 +29,12 @@ from evidence.plan import precision
 from tests.support.cli import json_of
 from tests.support.result_lines import results_in
 from unickpt.diagnosis.recording.layer_times import LayerTimes, TimedLayer
-from unickpt.planning.plan.parallel import ParallelLayout
-from unickpt.planning.plan.partition import Partition
+from unickpt.planning.plan.parallel import PlannedLayout
+from unickpt.planning.plan.partition import StageCut
 from unickpt.planning.plan.records import recorded
 from unickpt.planning.plan.sources import read_layers
 from unickpt.planning.replay.price import analyse
-from unickpt.planning.replay.programs import Schedule
+from unickpt.planning.replay.programs import PipelineSchedule
 from unickpt.planning.replay.sources import read_trace
 from unickpt.testing.launch import fork_ranks, torchrun
 
@@ -74,8 +74,8 @@ def deepspeed(folder: Path) -> Iterator[dict[str, Any]]:
     yield {"part": "deepspeed", "what": "measured", **first}
     for parts in CUTS:
         stages = len(parts) - 1
-        cut = Partition(tuple(parts), tuple(range(stages)), (), 0.0)
-        expected = predicted_s(cut, files.layers, [Device()] * stages, MICROBATCHES, known, Schedule.DEEPSPEED)
+        cut = StageCut(tuple(parts), tuple(range(stages)), (), 0.0)
+        expected = predicted_s(cut, files.layers, [Device()] * stages, MICROBATCHES, known, PipelineSchedule.DEEPSPEED)
         chosen = plans[stages]["parts"] == parts
         found = job(folder, f"cut-{'-'.join(map(str, parts))}", stages, **base, parts=parts, save=save if chosen else "")
         yield {"part": "deepspeed", "what": "cut", "parts": parts, "predicted_s": expected, "chosen": chosen, **found}
@@ -93,7 +93,7 @@ def megatron(folder: Path) -> Iterator[dict[str, Any]]:
             "--most-chunks", "2", "--per-host", "4", "--show", "1000", "--store", str(folder / "store"),
         )["layouts"]  # fmt: skip
     for at, each in enumerate(plan):
-        chosen = ParallelLayout(*(each[name] for name in ParallelLayout.__slots__))
+        chosen = PlannedLayout(*(each[name] for name in PlannedLayout.__slots__))
         if len(MEGATRON_S) % (chosen.pipeline * chosen.chunks):
             continue  # the small model of the tests has no such layout
         name = f"gpt-tp{chosen.tensor}pp{chosen.pipeline}vpp{chosen.chunks}dp{chosen.data}-dist"

@@ -26,7 +26,7 @@ from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from unickpt.base.logs import make_visible
 from unickpt.checkpoint.coordination.message_exchange import Message
 from unickpt.checkpoint.coordination.owners import as_json
-from unickpt.checkpoint.memory.tier import Turn
+from unickpt.checkpoint.memory.tier import MemoryTurn
 from unickpt.checkpoint.save.requests import PendingSave, SaveRequest
 from unickpt.checkpoint.save.shards import Contribution
 from unickpt.checkpoint.save.upload import tags_of
@@ -48,7 +48,7 @@ def save(
     share: bool = True,
     validate_access_integrity: bool = True,
     preprocess_common: Callable[[Any], Any] | None = None,
-    turn: Turn | None = None,
+    turn: MemoryTurn | None = None,
 ) -> Any:
     """Save a sharded state dict. All ranks call it.
 
@@ -116,7 +116,7 @@ def save(
     return AsyncRequest(Background(pending, in_memory=turn is not None), (), finalizers)
 
 
-def refuse(runtime: Runtime, err: Exception, *, turn: Turn | None = None) -> MegatronSaveError:
+def refuse(runtime: Runtime, err: Exception, *, turn: MemoryTurn | None = None) -> MegatronSaveError:
     """Take part in the other ranks' save, on a rank that failed before it began one.
 
     Args:
@@ -136,7 +136,7 @@ def _nothing(_: Message) -> Contribution:
     raise AssertionError("a rank that failed before the save contributes nothing")
 
 
-def _begun(runtime: Runtime, request: SaveRequest, *, asynchronous: bool, turn: Turn | None) -> MegatronSave:
+def _begun(runtime: Runtime, request: SaveRequest, *, asynchronous: bool, turn: MemoryTurn | None) -> MegatronSave:
     with as_megatron_errors():
         if turn is not None:
             return MegatronSave(turn.save(request))

@@ -23,7 +23,7 @@ PLACEMENT = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class OffloadedCopy:
     """The copy of a parameter that an inner optimizer steps on.
 
     Attributes:
@@ -69,12 +69,12 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     return list(optimizer.sub_optimizers) if is_hybrid(optimizer) else [optimizer]
 
 
-def copies(optimizer: Any) -> dict[int, Copy]:
+def copies(optimizer: Any) -> dict[int, OffloadedCopy]:
     """Return the copies by the id of the parameter in the outer groups. Empty for any other optimizer."""
     if not is_hybrid(optimizer):
         return {}
     places = {
-        id(stepped): Copy(inner, group, stepped)
+        id(stepped): OffloadedCopy(inner, group, stepped)
         for inner in optimizer.sub_optimizers
         for group in inner.param_groups
         for stepped in group["params"]
@@ -88,7 +88,7 @@ def publish_states(optimizer: Any) -> None:
         optimizer._sync_sub_optimizers_state_to_hdo()
 
 
-def copy_back(outer: torch.Tensor, copy: Copy) -> None:
+def copy_back(outer: torch.Tensor, copy: OffloadedCopy) -> None:
     """Write a loaded master into the outer parameter if that is a master too. (A 16-bit one is the model's weight.)"""
     if outer is not copy.stepped and outer.dtype == copy.stepped.dtype:
         outer.data.copy_(copy.stepped.data)

@@ -74,7 +74,7 @@ class Leaf:
     held: list[Held] = field(default_factory=list)
     elsewhere: list[torch.nn.Parameter] = field(default_factory=list)
     instance: int | None = None
-    copies: dict[int, cpu_offload.Copy] = field(default_factory=dict)
+    copies: dict[int, cpu_offload.OffloadedCopy] = field(default_factory=dict)
 
 
 def unsupported_reason(optimizer: Any) -> str:

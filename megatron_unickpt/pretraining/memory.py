@@ -20,7 +20,7 @@ from unickpt.base.errors import CoordinationError, UnickptError
 from unickpt.base.options.job import MemoryOptions
 from unickpt.checkpoint.checkpoint_folder import tracked_iteration
 from unickpt.checkpoint.memory.offers import MemoryResume
-from unickpt.checkpoint.memory.tier import MemoryTier, Turn
+from unickpt.checkpoint.memory.tier import MemoryTier, MemoryTurn
 from unickpt.checkpoint.storage.base import absolute
 
 logger = logging.getLogger("unickpt")
@@ -53,7 +53,7 @@ def _divided(arguments: Any) -> bool:
     return kind == non_persistent.GLOBAL and bool(getattr(arguments, "non_persistent_save_interval", None))
 
 
-def turn_of(runtime: Runtime, arguments: Any, call: Mapping[str, Any]) -> Turn | None:
+def turn_of(runtime: Runtime, arguments: Any, call: Mapping[str, Any]) -> MemoryTurn | None:
     """Decide whether a checkpoint goes into memory. All ranks call it.
 
     Args:

@@ -26,7 +26,7 @@ from tests.hostile.mutation import Target, changed_bytes
 from tests.hostile.source_folders import dcp, deepspeed_state, everything, megatron_state
 from unickpt.base.errors import UnickptError
 from unickpt.checkpoint.format.objects import encode
-from unickpt.transform.convert.pickles.lazy_tensor import Files, Located
+from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
 from unickpt.transform.convert.pickles.plain_values import NotPlainError, plain
 from unickpt.transform.convert.pickles.safe_pickle import load, load_plain
 
@@ -323,7 +323,7 @@ class PickleAttacker:
 
     def use_stream(self, data: bytes) -> None:
         """Yield the pickle as a ``torch.save`` file, and as a plain pickle."""
-        with Files() as files:
+        with OpenFiles() as files:
             refused: list[UnickptError] = []
             for way in (lambda: load(streams.archive(self._path, data), files), lambda: load_plain(data, self._path, files)):
                 try:
@@ -336,7 +336,7 @@ class PickleAttacker:
 
     def use_file(self, data: bytes) -> None:
         self._path.write_bytes(data)
-        with Files() as files:
+        with OpenFiles() as files:
             walk(load(self._path, files))
 
     def use_table(self, data: bytes) -> None:

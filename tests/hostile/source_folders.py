@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from unickpt.cli.main import main
 from unickpt.transform.convert.detect import open_source
-from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 
 
 def dcp(folder: Path) -> Path:
@@ -74,7 +74,7 @@ def megatron_state() -> dict[str, Any]:
 
 def everything(folder: Path) -> None:
     """Open a source, and read everything that a conversion would write."""
-    with Files() as files:
+    with OpenFiles() as files:
         source = open_source(folder, files)
         for portion in source.portions:
             for part in portion.parts:

@@ -24,7 +24,7 @@ from tests.hostile.streams import FLOATS, ORDERED, archive, many, mapping, numbe
 from tests.support.repository import REPO
 from unickpt.base.errors import FormatError
 from unickpt.testing.launch import environment
-from unickpt.transform.convert.pickles.lazy_tensor import Files, Located
+from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
 from unickpt.transform.convert.pickles.plain_values import plain
 from unickpt.transform.convert.pickles.safe_pickle import load, load_plain
 
@@ -98,14 +98,14 @@ STATES: dict[str, bytes] = {
 def test_only_records_have_a_state(tmp_path: Path, name: str) -> None:
     """BUILD on an allowed function changed its defaults for later loads."""
     state = mapping({"__defaults__": many([number(1)]), "__doc__": text("x"), "dtype": text("x")})
-    with Files() as files, pytest.raises(FormatError, match="sets the state of"):
+    with OpenFiles() as files, pytest.raises(FormatError, match="sets the state of"):
         load_plain(stream(STATES[name] + state + b"b"), tmp_path / "x", files)
 
 
 def test_nothing_stays_changed_for_later_loads(tmp_path: Path) -> None:
     hostile = stream(b"c_codecs\nencode\n" + mapping({"__defaults__": many([text("rot13")])}) + b"b")
     sound = stream(b"c_codecs\nencode\n" + many([text("ab")]) + b"R")
-    with Files() as files:
+    with OpenFiles() as files:
         with pytest.raises(FormatError):
             load_plain(hostile, tmp_path / "x", files)
         assert load_plain(sound, tmp_path / "x", files) == b"ab"
@@ -134,7 +134,7 @@ CALLS: dict[str, bytes] = {
 @pytest.mark.parametrize("name", cases(CALLS))
 def test_opcodes_that_no_checkpoint_needs_are_refused(tmp_path: Path, name: str) -> None:
     path = archive(tmp_path / "a.pt", stream(CALLS[name]))
-    with Files() as files, pytest.raises(FormatError):
+    with OpenFiles() as files, pytest.raises(FormatError):
         load(path, files)
 
 
@@ -188,7 +188,7 @@ BOMBS: dict[str, bytes] = {
 def test_a_bomb_is_refused_in_time_and_memory(tmp_path: Path, name: str) -> None:
     path = archive(tmp_path / "a.pt", stream(BOMBS[name]))
     begin = time.process_time()
-    with limited_memory(), Files() as files, pytest.raises(FormatError):
+    with limited_memory(), OpenFiles() as files, pytest.raises(FormatError):
         load(path, files)
     assert time.process_time() - begin < DEADLINE_S
 
@@ -214,7 +214,7 @@ def test_a_large_tensor_many_times_is_refused(tmp_path: Path) -> None:
     """1 MiB on disk; 20 GiB if every reference becomes a tensor."""
     body = b"(" + tensor(1 << 18, [1 << 18], [1]) + b"q\0" + b"h\0" * 20_000 + b"t"
     path = archive(tmp_path / "a.pt", stream(body), [bytes(1 << 20)])
-    with Files() as files, pytest.raises(FormatError, match="its tensors would take"):
+    with OpenFiles() as files, pytest.raises(FormatError, match="its tensors would take"):
         load(path, files)
 
 
@@ -222,7 +222,7 @@ def test_a_compressed_pickle_is_refused_before_it_is_inflated(tmp_path: Path) ->
     big = stream(b"N0" * (30 << 20) + b"N")
     path = archive(tmp_path / "a.pt", big, method=zipfile.ZIP_DEFLATED)
     assert path.stat().st_size < 200_000
-    with limited_memory(), Files() as files, pytest.raises(FormatError, match="compressed or encrypted"):
+    with limited_memory(), OpenFiles() as files, pytest.raises(FormatError, match="compressed or encrypted"):
         load(path, files)
 
 
@@ -232,7 +232,7 @@ def test_a_pickle_that_claims_to_be_huge_is_not_read(tmp_path: Path) -> None:
     at = data.index(b"PK\1\2")
     data[at + 20 : at + 28] = (0x7FFFFFFF).to_bytes(4, "little") * 2
     path.write_bytes(data)
-    with limited_memory(), Files() as files, pytest.raises(FormatError):
+    with limited_memory(), OpenFiles() as files, pytest.raises(FormatError):
         load(path, files)
 
 
@@ -266,7 +266,7 @@ ARCHIVES: dict[str, tuple[list[tuple[str, bytes]], str]] = {
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_an_archive_that_torch_does_not_write_is_refused(tmp_path: Path, name: str) -> None:
     members, words = ARCHIVES[name]
-    with Files() as files, pytest.raises(FormatError, match=words):
+    with OpenFiles() as files, pytest.raises(FormatError, match=words):
         load(entries(tmp_path / "a.pt", members), files)
 
 
@@ -274,14 +274,14 @@ def test_entries_that_share_bytes_are_refused(tmp_path: Path) -> None:
     members = [("x/data.pkl", SOUND), ("x/data/0", bytes(32)), ("x/data/1", bytes(32))]
     path = entries(tmp_path / "a.pt", members)
     shifted(path, 1, 2)
-    with Files() as files, pytest.raises(FormatError, match="is not at the offset in the central directory"):
+    with OpenFiles() as files, pytest.raises(FormatError, match="is not at the offset in the central directory"):
         load(path, files)
     path = entries(tmp_path / "b.pt", members)
     data = path.read_bytes()
     at = [at for at in range(len(data)) if data[at : at + 4] == b"PK\1\2"][1]
     larger = (300).to_bytes(4, "little")
     path.write_bytes(data[: at + 20] + larger + larger + data[at + 28 :])
-    with Files() as files, pytest.raises(FormatError, match="overlaps the next entry"):
+    with OpenFiles() as files, pytest.raises(FormatError, match="overlaps the next entry"):
         load(path, files)
 
 
@@ -289,7 +289,7 @@ def test_bytes_around_an_archive_are_refused(tmp_path: Path) -> None:
     whole = archive(tmp_path / "a.pt", SOUND).read_bytes()
     for data in (b"x" + whole, whole + b"x", whole[:-2] + b"\1\0x"):
         (tmp_path / "b.pt").write_bytes(data)
-        with Files() as files, pytest.raises(FormatError, match=r"b\.pt"):
+        with OpenFiles() as files, pytest.raises(FormatError, match=r"b\.pt"):
             load(tmp_path / "b.pt", files)
 
 
@@ -313,7 +313,7 @@ def sample() -> dict[str, Any]:
 def test_the_reader_returns_the_same_values_as_python(tmp_path: Path, protocol: int) -> None:
     value = sample()
     torch.save(value, tmp_path / "a.pt", pickle_protocol=protocol)
-    with Files() as files:
+    with OpenFiles() as files:
         found = plain(load(tmp_path / "a.pt", files))
         assert found.keys() == value.keys()
         for key, tensor_ in value["module"].items():
@@ -330,7 +330,7 @@ def test_the_reader_returns_the_same_values_as_python(tmp_path: Path, protocol: 
 def test_plain_values_of_every_protocol(tmp_path: Path, protocol: int) -> None:
     value = {key: each for key, each in sample().items() if key not in ("module", "small", "dtype", "size", "default")}
     value["texts"] = [each for each in value["texts"] if isinstance(each, str)] if protocol < 3 else value["texts"]
-    with Files() as files:
+    with OpenFiles() as files:
         assert load_plain(pickle.dumps(value, protocol), tmp_path / "x", files) == value
         unframed = io.BytesIO()
         pickle._Pickler(unframed, protocol).dump(value)  # type: ignore[attr-defined]
@@ -344,6 +344,6 @@ def test_views_far_apart_are_read_in_pieces(tmp_path: Path) -> None:
     with path.open("wb") as file:
         os.truncate(file.fileno(), size)
         os.pwrite(file.fileno(), b"\0\0\x80?", size - 4)
-    with limited_memory(), Files() as files:
+    with limited_memory(), OpenFiles() as files:
         found = Located(files, path, 0, "F32", (2, 2), (size // 4 - 1, 0))
         assert found.read().tolist() == [0.0, 0.0, 1.0, 1.0]

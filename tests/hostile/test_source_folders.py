@@ -32,7 +32,7 @@ from unickpt.base.errors import FormatError, UnickptError
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
 from unickpt.transform.convert.detect import open_source
-from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.convert.pickles.plain_values import plain
 
 WRONG = [None, True, -1, 2**63, 0.5, "x", "../x", b"x", [], [[]], {}, {"": None}, (), {1: 2}, torch.ones(3), torch.float32]
@@ -53,7 +53,7 @@ def test_a_path_that_a_table_names_stays_below_the_folder(tmp_path: Path) -> Non
     assert converted(folder, tmp_path / "inside")
     file.unlink()
     file.symlink_to(secret)
-    with Files() as files, pytest.raises(FormatError, match=r"leads to .*, outside of"):
+    with OpenFiles() as files, pytest.raises(FormatError, match=r"leads to .*, outside of"):
         open_source(folder, files)
     file.unlink()
     (folder / "linked").symlink_to(private)
@@ -122,7 +122,7 @@ def test_a_configuration_that_is_a_pipe_is_passed_over(tmp_path: Path, make: Cal
     os.mkfifo(folder / "config.json")
     assert converted(folder, tmp_path / "out")
     os.mkfifo(folder / "metadata.json")
-    with Files() as files:
+    with OpenFiles() as files:
         open_source(folder, files)
 
 
@@ -132,12 +132,12 @@ def test_a_configuration_that_is_a_pipe_is_passed_over(tmp_path: Path, make: Cal
 def test_a_large_number_in_a_file_name_needs_no_memory(tmp_path: Path) -> None:
     folder = deepspeed(tmp_path / "source")
     shutil.copy(folder / "mp_rank_00_model_states.pt", folder / "mp_rank_99999999999_model_states.pt")
-    with limited_memory(), Files() as files, pytest.raises(FormatError, match=r"mp_rank_01_model_states\.pt is missing"):
+    with limited_memory(), OpenFiles() as files, pytest.raises(FormatError, match=r"mp_rank_01_model_states\.pt is missing"):
         open_source(folder, files)
     (folder / "mp_rank_99999999999_model_states.pt").unlink()
     state = {"optimizer_state_dict": {"zero_stage": 1}}
     torch.save(state, folder / "zero_pp_rank_99999999999_mp_rank_00_optim_states.pt")
-    with limited_memory(), Files() as files, pytest.raises(FormatError, match="optimizer states"):
+    with limited_memory(), OpenFiles() as files, pytest.raises(FormatError, match="optimizer states"):
         open_source(folder, files)
 
 
@@ -147,7 +147,7 @@ def test_false_parallel_sizes_need_no_time(tmp_path: Path) -> None:
     state = megatron_state()
     state["args"].tensor_model_parallel_size = state["args"].expert_model_parallel_size = (1 << 20) - 1
     torch.save(state, folder / "mp_rank_00" / "model_optim_rng.pt")
-    with limited_memory(), Files() as files, pytest.raises(FormatError, match="more than 1,048,576 files"):
+    with limited_memory(), OpenFiles() as files, pytest.raises(FormatError, match="more than 1,048,576 files"):
         open_source(folder, files)
 
 
@@ -162,7 +162,7 @@ def test_a_table_that_names_the_same_bytes_again_and_again_is_refused(tmp_path: 
         metadata.storage_data[type(index)(name, index.offset, index.index)] = metadata.storage_data[index]
         metadata.planner_data[name] = ("model", f"w{number}")
     (tmp_path / "source" / ".metadata").write_bytes(pickle.dumps(metadata))
-    with Files() as files, pytest.raises(FormatError, match="share the same bytes"):
+    with OpenFiles() as files, pytest.raises(FormatError, match="share the same bytes"):
         open_source(tmp_path / "source", files)
 
 
@@ -171,13 +171,13 @@ def test_a_configuration_of_any_size_or_depth_is_harmless(tmp_path: Path) -> Non
     for data in (b"[" * 100_000, b'{"a":' * 50_000 + b"1" + b"}" * 50_000, b"[1]", b"\xff", b'{"n": ' + b"9" * 10_000 + b"}"):
         for name in ("config.json", "metadata.json"):
             (folder / name).write_bytes(data)
-        with Files() as files:
+        with OpenFiles() as files:
             open_source(folder, files)
     os.truncate(folder / "config.json", 1 << 31)
-    with limited_memory(), Files() as files:
+    with limited_memory(), OpenFiles() as files:
         open_source(folder, files)
     (folder / "model.safetensors.index.json").write_bytes(b"[" * 100_000)
-    with Files() as files, pytest.raises(FormatError, match="not a valid safetensors index"):
+    with OpenFiles() as files, pytest.raises(FormatError, match="not a valid safetensors index"):
         open_source(folder, files)
 
 

@@ -20,10 +20,10 @@ from unickpt.transform.convert.huggingface.files import configuration
 from unickpt.transform.convert.huggingface.vllm import export_vllm
 from unickpt.transform.convert.megatron import dist_writer
 from unickpt.transform.convert.megatron.fsdp_writer import export_fsdp
-from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.convert.pipeline import Converted, convert
 from unickpt.transform.convert.torch_dcp import writer as dcp_writer
-from unickpt.transform.quantise.encoding import Cast
+from unickpt.transform.quantise.encoding import CastEncoding
 
 FORMATS = ("hf", "vllm", "deepspeed-universal", "dcp", "torch-dist", "fsdp-dtensor")
 
@@ -57,7 +57,7 @@ def convert_checkpoint(
         CoverageError: the source has holes or overlaps. No checkpoint is written.
         OSError, StorageError: a file cannot be read or written.
     """
-    with Files() as files:
+    with OpenFiles() as files:
         return convert(open_source(Path(source), files, also=take), Path(directory), workers=max(workers, 1))
 
 
@@ -153,7 +153,7 @@ def export_checkpoint(
         written = export_vllm(checkpoint, folder, bits=bits, dtype=dtype, config_from=config_from, shard_bytes=shard_bytes)
     else:
         written = huggingface_writer.export(
-            checkpoint, folder, config_from=config_from, encoding=Cast(dtype), shard_bytes=shard_bytes
+            checkpoint, folder, config_from=config_from, encoding=CastEncoding(dtype), shard_bytes=shard_bytes
         )
     tied = (f"tied, not written: {', '.join(written.tied)}",) if written.tied else ()
     return Export(folder, written.size_bytes, (*written.notes, *tied))

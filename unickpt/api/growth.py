@@ -12,7 +12,7 @@ from unickpt.base.errors import CorruptCheckpointError
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.verify import verify_checkpoint
 from unickpt.transform.convert.huggingface.files import configuration
-from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.convert.pipeline import convert
 from unickpt.transform.edit.table import Table, table_of
 from unickpt.transform.edit.write import source_of
@@ -114,7 +114,7 @@ def _made(source: Folder, directory: Folder, step: Grow | Upcycle, named: Folder
     def opened(checkpoint: str) -> Table:
         return table_of(Checkpoint.open(checkpoint))
 
-    with Files() as files:
+    with OpenFiles() as files:
         table, config = step.result(open_source(os.fspath(source), files, opened))
         if verify and not is_model(os.fspath(source)):
             problems = verify_checkpoint(source).problems

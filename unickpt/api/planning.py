@@ -15,7 +15,7 @@ from unickpt.base.errors import ConfigError, MismatchError
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.load.checkpoint import Checkpoint
-from unickpt.planning.plan.bits import BitPlan, Choices, LayerBits, Option
+from unickpt.planning.plan.bits import BitPlan, LayerBits, UnitChoices, UnitOption
 from unickpt.planning.plan.bits import plan_bits as best_bits
 from unickpt.planning.plan.partition import Device, Unmet
 from unickpt.transform.convert.huggingface.files import configuration
@@ -25,14 +25,14 @@ from unickpt.transform.convert.pickles.regular_files import read_json
 from unickpt.transform.dialects.hf_layouts import in_files
 from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.quantise.divergence import DIVERGENCE, errors_of
-from unickpt.transform.quantise.encoding import Cast
+from unickpt.transform.quantise.encoding import CastEncoding
 from unickpt.transform.quantise.inputs import read_inputs
 from unickpt.transform.quantise.measure import (
     INDICATORS,
     SECOND_MOMENT,
     WEIGHT_ERROR,
-    Measured,
     Measurement,
+    UnitErrors,
     has_moments,
     measure,
 )
@@ -174,7 +174,7 @@ def planned_bits(
     return _document(found, [number for number, _ in layers], [layer for _, layer in layers], measured, request, indicator)
 
 
-def _known(measured: Measured, errors: Mapping[str, Mapping[str, float]], request: BitsRequest) -> Measured:
+def _known(measured: UnitErrors, errors: Mapping[str, Mapping[str, float]], request: BitsRequest) -> UnitErrors:
     """Return the unit with the errors of a file. Raises MismatchError if the file has none."""
     unit = measured.unit.name
     own = {scheme: errors.get(unit, {}).get(str(scheme)) if scheme.rounds else 0.0 for scheme in measured.errors}
@@ -185,7 +185,7 @@ def _known(measured: Measured, errors: Mapping[str, Mapping[str, float]], reques
 
 
 def _used(info: TensorInfo, dtype: torch.dtype | None) -> torch.dtype:
-    return torch_dtype(Cast(dtype).dtype(info))
+    return torch_dtype(CastEncoding(dtype).dtype(info))
 
 
 def _tied(checkpoint: Checkpoint, sizes: Mapping[str, int], request: BitsRequest) -> int:
@@ -216,7 +216,7 @@ def _cache_bytes(
 
 
 def _layers(
-    measured: Sequence[Measured], infos: Mapping[str, TensorInfo], sizes: Mapping[str, int], cache_bytes: int, tied_bytes: int
+    measured: Sequence[UnitErrors], infos: Mapping[str, TensorInfo], sizes: Mapping[str, int], cache_bytes: int, tied_bytes: int
 ) -> list[tuple[int, LayerBits]]:
     """Return the number and the choices of each layer. The first also has the embedding, the last norm and head."""
     rounded = {f"{module}.weight" for each in measured for module in each.unit.modules}
@@ -226,20 +226,20 @@ def _layers(
     for name in infos.keys() - rounded:
         layer = layer_of(name)
         fixed[layer if layer is not None else numbers[0 if "embed" in name else -1]] += sizes[name]
-    choices: dict[int, list[Choices]] = {number: [] for number in numbers}
+    choices: dict[int, list[UnitChoices]] = {number: [] for number in numbers}
     for each in measured:
         unit, first = each.unit, f"{each.unit.modules[0]}.weight"
         itemsize = sizes[first] // infos[first].numel
         options = tuple(
-            Option(str(scheme), sum(scheme.size_bytes(shape, itemsize) for shape in unit.shapes), error)
+            UnitOption(str(scheme), sum(scheme.size_bytes(shape, itemsize) for shape in unit.shapes), error)
             for scheme, error in each.errors.items()
         )
-        choices[unit.layer].append(Choices(unit.name, options))
+        choices[unit.layer].append(UnitChoices(unit.name, options))
     return [(number, LayerBits(fixed[number], tuple(choices[number]))) for number in numbers]
 
 
 def _document(
-    plan: BitPlan, numbers: Sequence[int], layers: Sequence[LayerBits], measured: Sequence[Measured], request: BitsRequest,
+    plan: BitPlan, numbers: Sequence[int], layers: Sequence[LayerBits], measured: Sequence[UnitErrors], request: BitsRequest,
     indicator: str,
 ) -> dict[str, Any]:  # fmt: skip
     by_name = {each.unit.name: each for each in measured}

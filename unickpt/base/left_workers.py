@@ -33,7 +33,7 @@ _OLD_S = 7 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class LeftWorker:
     """A worker whose agent has ended.
 
     Attributes:
@@ -109,7 +109,7 @@ def remove_record(path: Path) -> None:
         path.unlink()
 
 
-def left_in(record: Path) -> list[Left]:
+def left_in(record: Path) -> list[LeftWorker]:
     """Return the living workers of one record; none while its agent lives."""
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         said = json.loads(read_text(record, _LONGEST) or "{}")
@@ -120,7 +120,7 @@ def left_in(record: Path) -> list[Left]:
         noted = [(ProcessIdentity(pid, start, agent.boot, agent.namespace), rank) for pid, (start, rank) in known.items()]
         variables = frozenset(str(each).encode() for each in said["variables"])
         unnoted = _not_noted(variables, {rank for _, rank in noted}) if variables else {}
-        return [Left(process, rank, agent, record) for process, rank in [*noted, *unnoted.values()] if process.lives]
+        return [LeftWorker(process, rank, agent, record) for process, rank in [*noted, *unnoted.values()] if process.lives]
     return []
 
 
@@ -160,10 +160,10 @@ def _leads_session(pid: int) -> bool:
         return False
 
 
-def left_behind(job: str, folder: Path | None = None) -> list[Left]:
+def left_behind(job: str, folder: Path | None = None) -> list[LeftWorker]:
     """Return the living workers of a job on this host whose agents have ended. Records without such workers are removed."""
     folder = folder or records_folder()
-    found: list[Left] = []
+    found: list[LeftWorker] = []
     with contextlib.suppress(OSError):
         for record in sorted(folder.iterdir()):
             if "." in record.name or not record.name.startswith(f"{digest_of(job)}-"):
@@ -192,7 +192,7 @@ def _remove_if_old(path: Path) -> None:
             path.unlink()
 
 
-def end_all(found: Collection[Left], sleep: Callable[[float], None] = time.sleep) -> list[Left]:
+def end_all(found: Collection[LeftWorker], sleep: Callable[[float], None] = time.sleep) -> list[LeftWorker]:
     """End workers that were left behind: SIGTERM, and SIGKILL after ``TERM_S``. Wait until they have ended.
 
     Returns:

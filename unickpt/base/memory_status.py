@@ -15,7 +15,7 @@ _LONGEST = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class HostMemory:
+class HostUsage:
     """What one host holds.
 
     Attributes:
@@ -46,7 +46,7 @@ class MemoryStatus:
         skipped: saves that went to disk because of such a failure.
     """
 
-    hosts: tuple[HostMemory, ...] = ()
+    hosts: tuple[HostUsage, ...] = ()
     generation: int = 0
     step: int = 0
     begun_s: float = 0.0
@@ -74,7 +74,7 @@ def read_status(folder: Path) -> MemoryStatus | None:
     try:
         said = json.loads(text)
         hosts = tuple(
-            HostMemory(str(each["host"]), int(each["rank"]), int(each["held_bytes"]), int(each["refused"]))
+            HostUsage(str(each["host"]), int(each["rank"]), int(each["held_bytes"]), int(each["refused"]))
             for each in said.pop("hosts")
         )
         status = MemoryStatus(hosts, **{name: _number(value) for name, value in said.items()})

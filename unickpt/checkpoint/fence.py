@@ -48,7 +48,7 @@ class FencedError(StorageError):
     """A copy of the job that was started later writes into the folder."""
 
 
-class Verdict(enum.Enum):
+class FenceVerdict(enum.Enum):
     """What a copy does about the fence of a folder."""
 
     OWN = "it is this copy's"
@@ -57,7 +57,7 @@ class Verdict(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class JobCopy:
     """One start of the workers of a job.
 
     Attributes:
@@ -81,7 +81,7 @@ class Copy:
         return f"{of_round}{self.where}, started at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.began_s))}"
 
 
-def copy_of_this() -> Copy | None:
+def copy_of_this() -> JobCopy | None:
     """Return the copy of the job to which this process belongs. None without a known launcher: then nobody restarts it."""
     me = ProcessIdentity.of(os.getpid()) if known_launcher() else None
     if me is None:
@@ -90,13 +90,13 @@ def copy_of_this() -> Copy | None:
     term, _, number = os.environ.get(ROUND, "").partition(".")
     steered = bool(instance) and term.isdigit() and number.isdigit()
     ran_s = time.clock_gettime(time.CLOCK_BOOTTIME) - me.start / os.sysconf("SC_CLK_TCK")
-    return Copy(
+    return JobCopy(
         job if steered else "", instance if steered else "", (int(term), int(number)) if steered else (0, 0), str(me),
         time.time() - max(ran_s, 0.0), f"{socket.gethostname()} process {me.pid}",
     )  # fmt: skip
 
 
-def writing_copy(one_writer: bool, world: int) -> Copy | None:
+def writing_copy(one_writer: bool, world: int) -> JobCopy | None:
     """Return the copy of the job that writes a checkpoint; None if others may write beside it.
 
     Without steering, copies are told apart by rank 0 of the whole job, so the saves of a group of ranks are not looked at.
@@ -109,7 +109,7 @@ def writing_copy(one_writer: bool, world: int) -> Copy | None:
     return own if own is not None and (own.instance or os.environ.get("WORLD_SIZE", "") == str(world)) else None
 
 
-def verdict_on(found: Copy | None, own: Copy, *, owned: bool, lives: bool | None) -> Verdict:
+def verdict_on(found: JobCopy | None, own: JobCopy, *, owned: bool, lives: bool | None) -> FenceVerdict:
     """Return what a copy does before a commit. Pure.
 
     Args:
@@ -120,17 +120,17 @@ def verdict_on(found: Copy | None, own: Copy, *, owned: bool, lives: bool | None
             nothing: it may have been another job, and a restart of it takes the folder again. A steered job has a next round.
     """
     if found is None:
-        return Verdict.TAKE
+        return FenceVerdict.TAKE
     if own.instance and (found.job, found.instance) == (own.job, own.instance):
         if found.round == own.round:
-            return Verdict.OWN
-        return Verdict.TAKE if found.round < own.round else Verdict.REFUSED
+            return FenceVerdict.OWN
+        return FenceVerdict.TAKE if found.round < own.round else FenceVerdict.REFUSED
     if found.process == own.process:
-        return Verdict.OWN
+        return FenceVerdict.OWN
     later = found.began_s > own.began_s
     ended = lives is False and (not own.job or own.job != found.job)
     refused = later and (lives or (owned and not ended))
-    return Verdict.REFUSED if refused else Verdict.TAKE
+    return FenceVerdict.REFUSED if refused else FenceVerdict.TAKE
 
 
 def line_folder(save_dir: str) -> str:
@@ -140,7 +140,7 @@ def line_folder(save_dir: str) -> str:
 
 
 @contextlib.contextmanager
-def guarded(save_dir: str, own: Copy | None, owned: MutableSet[str] = _owned) -> Iterator[None]:
+def guarded(save_dir: str, own: JobCopy | None, owned: MutableSet[str] = _owned) -> Iterator[None]:
     """Take the folder for this copy. Others cannot take it until the block ends.
 
     Args:
@@ -175,18 +175,18 @@ def guarded(save_dir: str, own: Copy | None, owned: MutableSet[str] = _owned) ->
 
 
 @contextlib.contextmanager
-def _taken(folder: str, own: Copy, owned: MutableSet[str]) -> Iterator[None]:
+def _taken(folder: str, own: JobCopy, owned: MutableSet[str]) -> Iterator[None]:
     place = open_storage(folder)
     with _locked(place):
         found = read_fence(place)
         verdict = verdict_on(found, own, owned=folder in owned, lives=_lives(found))
-        if verdict is Verdict.REFUSED:
+        if verdict is FenceVerdict.REFUSED:
             raise FencedError(
                 f"{place.where(FENCE_FILE)} names a copy of this job that was started later ({found}). This one ({own}) must "
                 "not write there any more, so its checkpoint is not committed. End this copy: its launcher has probably been "
                 "killed alone. If they are two jobs, give each a folder of its own"
             )
-        if verdict is Verdict.TAKE:
+        if verdict is FenceVerdict.TAKE:
             _write(place, own)
         owned.add(folder)
         yield
@@ -209,7 +209,7 @@ def take_on_resume(folder: str) -> None:
                 pass
 
 
-def read_fence(place: Storage) -> Copy | None:
+def read_fence(place: Storage) -> JobCopy | None:
     """Return the copy that a folder's fence names; None if there is no fence, or it cannot be understood.
 
     Raises:
@@ -223,18 +223,18 @@ def read_fence(place: Storage) -> Copy | None:
         said: dict[str, Any] = json.loads(text)
         if said["schema"] == _SCHEMA:
             term, number = said["round"]
-            return Copy(
+            return JobCopy(
                 str(said["job"]), str(said["instance"]), (int(term), int(number)), str(said["process"]),
                 float(said["began_s"]), str(said["where"])[:200],
             )  # fmt: skip
     return None
 
 
-def _write(place: Storage, own: Copy) -> None:
+def _write(place: Storage, own: JobCopy) -> None:
     place.write_atomic(FENCE_FILE, json.dumps({"schema": _SCHEMA, **asdict(own)}, indent=1).encode())
 
 
-def _lives(found: Copy | None) -> bool | None:
+def _lives(found: JobCopy | None) -> bool | None:
     """Return whether the coordinator of a copy runs; None if it cannot be seen from here."""
     process = None if found is None else ProcessIdentity.parse(found.process)
     return process.lives if process is not None and process.is_near else None

@@ -14,7 +14,7 @@ from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output, human_bytes
 from unickpt.cli.progress import progress_bar
 from unickpt.transform.convert.detect import open_source
-from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.convert.pipeline import Source, convert
 from unickpt.transform.convert.run_folder import RunFolder, copy_files, require_apart, run_folder
 
@@ -75,7 +75,7 @@ def _convert_all(program: RunFolder, directory: Path, args: argparse.Namespace, 
 
 
 def _open(folder: Path, args: argparse.Namespace, opened: ExitStack) -> Source:
-    return open_source(folder, opened.enter_context(Files()), also=args.take)
+    return open_source(folder, opened.enter_context(OpenFiles()), also=args.take)
 
 
 def _convert(source: Source, directory: Path, args: argparse.Namespace, out: Output) -> None:

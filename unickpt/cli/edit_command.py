@@ -22,7 +22,7 @@ from unickpt.transform.edit.patterns import Selection
 from unickpt.transform.edit.rename import Rename, Renaming
 from unickpt.transform.edit.residuals import ResizeResiduals
 from unickpt.transform.edit.resize_vocab import Resize
-from unickpt.transform.edit.round_weights import Round
+from unickpt.transform.edit.round_weights import RoundWeights
 from unickpt.transform.edit.select import Drop, Keep, NoOptimizer
 from unickpt.transform.edit.table import Step
 from unickpt.transform.edit.write import after
@@ -150,7 +150,7 @@ def _step(option: str, value: Any, args: argparse.Namespace) -> Step:
         experts, top_k, granularity = (*numbers, 1)[:3]
         return Upcycle(experts, top_k, granularity)
     if option == "--bits":
-        return Round.parse(value)
+        return RoundWeights.parse(value)
     if option == "--residuals":
         return ResizeResiduals(number(value, option))
     if not value.isdecimal():

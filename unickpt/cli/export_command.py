@@ -24,7 +24,7 @@ from unickpt.transform.convert.huggingface.writer import as_huggingface, check_n
 from unickpt.transform.convert.megatron import dist_writer
 from unickpt.transform.convert.megatron.fsdp_writer import export_fsdp
 from unickpt.transform.convert.torch_dcp import writer
-from unickpt.transform.quantise.encoding import Cast
+from unickpt.transform.quantise.encoding import CastEncoding
 
 HF, VLLM, UNIVERSAL, DCP, TORCH_DIST, FSDP = "hf", "vllm", "deepspeed-universal", "dcp", "torch-dist", "fsdp-dtensor"
 FOLDERS = (HF, VLLM)  # folders of a model
@@ -196,7 +196,7 @@ def _huggingface(checkpoint: Checkpoint, args: argparse.Namespace, config: Path 
         if args.to == VLLM:
             made = export_vllm(checkpoint, args.output, bits=args.bits or "16", dtype=dtype, progress=advance, **common)
         else:
-            made = export(checkpoint, args.output, encoding=Cast(dtype), progress=advance, **common)
+            made = export(checkpoint, args.output, encoding=CastEncoding(dtype), progress=advance, **common)
     _summary(made.files, made.tensors, made.size_bytes, args, out)
     for note in made.notes:
         out.line(note)

@@ -15,11 +15,11 @@ from unickpt.cli.edit_common import check_destination, configure_writing, opened
 from unickpt.cli.exit_codes import SOUND, UNUSABLE
 from unickpt.cli.output import Output
 from unickpt.transform.convert.huggingface.files import configuration
-from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.edit.table import Table
 from unickpt.transform.grow.folders import configuration_folder, is_model, open_source, write_configuration
 from unickpt.transform.grow.refusals import NotLosslessError
-from unickpt.transform.grow.schedule import FILE, Schedule
+from unickpt.transform.grow.schedule import FILE, RateSchedule
 from unickpt.transform.grow.step import Grow
 
 JSON_SCHEMA = 1
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     check_destination(args.destination)
     place = None if args.place is None else tuple(number(each, "--place") for each in args.place.split(","))
     changes = dict(change(each) for each in args.changes)
-    with Files() as files:
+    with OpenFiles() as files:
         table = open_source(args.source, files, opened)
         folder = configuration_folder(args.config, args.source)
         config = configuration(folder) if folder is not None else {}
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             return refused_as_json(err, args, out)
         code = write(grown, [step], new_config, folder, args, out)
         if args.schedule and code == SOUND and not args.dry_run:
-            made = Schedule(args.schedule, grown.step).as_json()
+            made = RateSchedule(args.schedule, grown.step).as_json()
             (Path(args.destination) / FILE).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
         return code
 

@@ -15,7 +15,7 @@ from unickpt.diagnosis.layer_costs.compute import ComputeCosts
 from unickpt.diagnosis.layer_costs.measured import MeasuredLayer
 from unickpt.diagnosis.layer_costs.store import default_store, remember, remembered
 from unickpt.planning.plan.parallel import (
-    Measured,
+    MeasuredJob,
     RatedLayout,
     Space,
     UnmetLayout,
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     layers, known = files.layers, recorded(read_trace(args.places), files.ranks)
     remember(store, layers)
     compute = ComputeCosts([*remembered(store), *layers])
-    measured = Measured(layers, known.tensor, args.micro_batch, compute, known.links, known.rest_s)
+    measured = MeasuredJob(layers, known.tensor, args.micro_batch, compute, known.links, known.rest_s)
     space = Space(
         args.devices, args.global_batch, args.memory * 1e9, args.per_host, tuple(sorted(set(args.tensor))),
         args.most_micro_batch, args.most_chunks, not args.whole_optimizer,

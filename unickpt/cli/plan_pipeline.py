@@ -16,10 +16,10 @@ from unickpt.diagnosis.layer_costs.measured import MeasuredLayer
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.recording.ring import SUFFIX
 from unickpt.planning.plan.layers import cost_of, megatron_arguments, vllm_partition
-from unickpt.planning.plan.partition import Device, Partition, Unmet, plan_stages
+from unickpt.planning.plan.partition import Device, StageCut, Unmet, plan_stages
 from unickpt.planning.plan.records import Recorded, recorded
 from unickpt.planning.plan.sources import read_layers
-from unickpt.planning.replay.programs import Schedule, step_time
+from unickpt.planning.replay.programs import PipelineSchedule, step_time
 from unickpt.planning.replay.sources import read_trace
 
 JSON_SCHEMA = 1
@@ -101,10 +101,10 @@ def _devices(args: argparse.Namespace) -> list[Device]:
 
 
 def _document(
-    found: Partition, layers: list[MeasuredLayer], devices: list[Device], microbatches: int, known: Recorded
+    found: StageCut, layers: list[MeasuredLayer], devices: list[Device], microbatches: int, known: Recorded
 ) -> dict[str, Any]:
     roles = [each.role for each in layers]
-    steps = {each.value: predicted_s(found, layers, devices, microbatches, known, each) for each in Schedule}
+    steps = {each.value: predicted_s(found, layers, devices, microbatches, known, each) for each in PipelineSchedule}
     return {
         "step_s": steps, "parts": list(found.bounds), "layers": list(found.counts), "times_s": list(found.times_s),
         "devices": [devices[kind].name for kind in found.kinds], "megatron_arguments": megatron_arguments(roles, found.bounds),
@@ -113,7 +113,12 @@ def _document(
 
 
 def predicted_s(
-    found: Partition, layers: list[MeasuredLayer], devices: list[Device], microbatches: int, known: Recorded, schedule: Schedule
+    found: StageCut,
+    layers: list[MeasuredLayer],
+    devices: list[Device],
+    microbatches: int,
+    known: Recorded,
+    schedule: PipelineSchedule,
 ) -> float:
     """Return the simulated step in seconds."""
     parts = [layers[begin:end] for begin, end in pairwise(found.bounds)]

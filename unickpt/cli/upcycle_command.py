@@ -9,7 +9,7 @@ from unickpt.cli.edit_common import check_destination, configure_writing, opened
 from unickpt.cli.grow_command import configure_model, refused_as_json, write
 from unickpt.cli.output import Output
 from unickpt.transform.convert.huggingface.files import configuration
-from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.grow.folders import configuration_folder, open_source
 from unickpt.transform.grow.refusals import NotLosslessError
 from unickpt.transform.grow.upcycle import Upcycle
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     check_destination(args.destination)
     if min(args.experts, args.top_k, args.granularity) < 1:
         raise ConfigError("--experts, --top-k and --granularity are 1 or more")
-    with Files() as files:
+    with OpenFiles() as files:
         table = open_source(args.source, files, opened)
         folder = configuration_folder(args.config, args.source)
         config = configuration(folder) if folder is not None else {}

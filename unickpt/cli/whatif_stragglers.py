@@ -10,7 +10,7 @@ from unickpt.base.errors import FormatError
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
 from unickpt.planning.replay.parquet_traces import SUFFIX, read_operations
-from unickpt.planning.replay.stragglers import Share, Stragglers, find_stragglers
+from unickpt.planning.replay.stragglers import SlowdownShare, Stragglers, find_stragglers
 
 JSON_SCHEMA = 1
 _SHOWN = 8  # rows of a table
@@ -62,7 +62,7 @@ def _tell(found: Stragglers, out: Output) -> None:
     _table("worker", found.by_rank, out)
 
 
-def _share(share: Share) -> str:
+def _share(share: SlowdownShare) -> str:
     return f"{share.removed:.1%}"
 
 

@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from unickpt.base.errors import ConfigError
 from unickpt.base.left_workers import AGENT, WorkerRecord, digest_of, end_all, left_behind
-from unickpt.base.left_workers import Left as LeftWorker
+from unickpt.base.left_workers import LeftWorker as LeftWorker
 from unickpt.base.logs import make_visible, printable
 from unickpt.base.options.steering import SteeringOptions, from_rendezvous
 from unickpt.base.private_files import SHARED_MEMORY
@@ -54,11 +54,11 @@ from unickpt.steering.state.membership import (
     CannotStart,
     Committed,
     Event,
+    JobPhase,
     Leaving,
     Left,
     Membership,
     Opened,
-    Phase,
     Ready,
     Round,
     Standing,
@@ -184,7 +184,7 @@ class SteeringHandler(RendezvousHandler):
         self._commits = ((0, 0), 0)  # round, and its commits that the leader knows of
         self._ends = ""  # signal that tells this agent to end
         self._signal = EndSignal(self._told_to_end)
-        atexit.register(self._leave, Left(peer.name, peer.incarnation))
+        atexit.register(self._leave, LeftWorker(peer.name, peer.incarnation))
 
     def get_backend(self) -> str:
         """See base class."""
@@ -298,7 +298,7 @@ class SteeringHandler(RendezvousHandler):
                 info = self._part_in(state)
                 if info is not None:
                     return info
-                if state.phase is Phase.RUNNING:
+                if state.phase is JobPhase.RUNNING:
                     began_s = now_s  # a spare waits as long as the others work
             if now_s - began_s > self._timeout_s:
                 raise RendezvousTimeoutError(f"unickpt: no round began within {self._timeout_s:.0f} s: {self._waiting(state)}")
@@ -347,7 +347,7 @@ class SteeringHandler(RendezvousHandler):
         if rank < 0 or round_ is None or round_.epoch == self._epoch:
             self._say()
             return None
-        if state.phase is Phase.OPENING:
+        if state.phase is JobPhase.OPENING:
             self._connect(rank, round_)
             return None
         store = self._stores.get(round_.epoch)
@@ -443,7 +443,7 @@ class SteeringHandler(RendezvousHandler):
         state = self._peer.read()
         if state is None:
             return False
-        return bool(state.closed) or state.round is None or state.round.epoch != epoch or state.phase is Phase.GATHERING
+        return bool(state.closed) or state.round is None or state.round.epoch != epoch or state.phase is JobPhase.GATHERING
 
     def _is_out(self, state: Membership | None) -> bool:
         """Whether this host waits while it is parked or a spare."""

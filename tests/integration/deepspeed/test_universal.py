@@ -18,7 +18,7 @@ from unickpt.cli.main import main
 from unickpt.testing.launch import fork_ranks
 from unickpt.transform.convert.deepspeed.universal_writer import export
 from unickpt.transform.convert.detect import open_source
-from unickpt.transform.convert.pickles.lazy_tensor import MAX_OPEN, Files, Located
+from unickpt.transform.convert.pickles.lazy_tensor import MAX_OPEN, Located, OpenFiles
 from unickpt.transform.convert.pickles.safe_pickle import UnsafePickleError
 from unickpt.transform.convert.pipeline import convert
 
@@ -159,7 +159,7 @@ def copied(folder: Path, tmp_path: Path, name: str = "z2w2fp32") -> Path:
 
 
 def refused(source: Path, tmp_path: Path) -> str:
-    with Files() as files, pytest.raises(FormatError) as caught:
+    with OpenFiles() as files, pytest.raises(FormatError) as caught:
         convert(open_source(source, files), tmp_path / "made")
     assert not (tmp_path / "made" / "manifest.json").exists()
     return str(caught.value)
@@ -189,7 +189,7 @@ def test_a_tensor_of_another_shape(folder: Path, tmp_path: Path, name: str) -> N
 def test_pickles_may_not_name_other_classes(folder: Path, tmp_path: Path) -> None:
     source = copied(folder, tmp_path)
     torch.save({"param": torch.zeros(1), "run": print}, source / "zero" / "gain" / "fp32.pt")
-    with Files() as files, pytest.raises(UnsafePickleError, match=r"builtins\.print"):
+    with OpenFiles() as files, pytest.raises(UnsafePickleError, match=r"builtins\.print"):
         open_source(source, files)
 
 
@@ -229,7 +229,7 @@ def test_more_files_than_may_be_open(tmp_path: Path) -> None:
     for at in range(MAX_OPEN + 20):
         (tmp_path / str(at)).write_bytes(at.to_bytes(8, "little"))
     before = len(list(Path("/proc/self/fd").iterdir()))
-    with Files() as files:
+    with OpenFiles() as files:
         found = [Located(files, tmp_path / str(at), 0, "I64", (1,), (1,)).read().item() for at in range(MAX_OPEN + 20)]
         again = Located(files, tmp_path / "0", 0, "I64", (1,), (1,)).read().item()
         assert len(list(Path("/proc/self/fd").iterdir())) <= before + MAX_OPEN

@@ -125,7 +125,7 @@ def test_an_optimizer_that_knows_parameters_by_number(tmp_path: Path) -> None:
 def test_unused_files_are_not_opened(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks are opened as they are read, not all at the start."""
     from unickpt.transform.convert.detect import open_source
-    from unickpt.transform.convert.pickles.lazy_tensor import Files
+    from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
     from unickpt.transform.convert.pickles.torch_archive import Archive
 
     opened: list[int] = []
@@ -136,7 +136,7 @@ def test_unused_files_are_not_opened(plain: Path, tmp_path: Path, monkeypatch: p
         make(self, *arguments)
 
     monkeypatch.setattr(Archive, "__init__", counting)
-    with Files() as files:
+    with OpenFiles() as files:
         source = open_source(plain, files)
         assert len(opened) == 1  # the object
         part = source.portions[0].parts[0]

@@ -16,7 +16,7 @@ from unickpt.steering.policy.decisions import Decisions
 from unickpt.steering.policy.policy import Fault, Finding
 from unickpt.steering.policy.reports import HubReport
 from unickpt.steering.state.limits import Limits
-from unickpt.steering.state.membership import Arrived, Event, Opened, Phase, Ready, rank_in_round
+from unickpt.steering.state.membership import Arrived, Event, JobPhase, Opened, Ready, rank_in_round
 from unickpt.steering.wire.codec import key_of
 
 
@@ -49,10 +49,10 @@ def main() -> None:
         if state is not None and state.round is not None and rank >= 0:
             epoch = state.round.epoch
             news = [Ready(name, peer.incarnation, epoch)] if rank else [Opened(name, peer.incarnation, epoch, "s:1", "m:1")]
-            if state.phase is Phase.RUNNING and said != epoch:
+            if state.phase is JobPhase.RUNNING and said != epoch:
                 said = epoch
                 print(f"round {epoch[1]} of {len(state.round.members)} runs", flush=True)
-            news = [] if state.phase is Phase.RUNNING else news
+            news = [] if state.phase is JobPhase.RUNNING else news
         peer.say(*news)
         time.sleep(0.1)
 

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from ds_unickpt.loading.other_layouts import Layout, with_advice
+from ds_unickpt.loading.other_layouts import FilesLayout, with_advice
 from tests.hostile.source_folders import deepspeed_state
 
 
@@ -118,5 +118,5 @@ def test_a_folder_of_another_kind_gives_no_advice(tmp_path: Path) -> None:
 
 
 def test_pipelines_count_as_model_parallel_ranks() -> None:
-    assert not Layout(1, "fp32", 2, 1).loads(Layout(1, "fp32", 2, 2))
-    assert Layout(2, "fp32", 2, 2).loads(Layout(1, "", 2, 2))
+    assert not FilesLayout(1, "fp32", 2, 1).loads(FilesLayout(1, "fp32", 2, 2))
+    assert FilesLayout(2, "fp32", 2, 2).loads(FilesLayout(1, "", 2, 2))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from deepspeed.runtime.pipe import schedule as ds
 
-from unickpt.planning.replay.programs import Message, Schedule, Work, program
+from unickpt.planning.replay.programs import PipelineSchedule, StageMessage, Work, program
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
 def test_deepspeeds_program_is_that_of_its_schedule(stages: int, microbatches: int) -> None:
     for stage in range(stages):
-        expected: list[Message | Work] = []
+        expected: list[StageMessage | Work] = []
         counts: dict[str, int] = {}
         for commands in ds.TrainSchedule(microbatches, stages, stage).steps():
             for command in commands:
@@ -23,9 +23,9 @@ def test_deepspeeds_program_is_that_of_its_schedule(stages: int, microbatches: i
                     expected.append(Work(name == "BackwardPass", 0, at))
                 elif name in ("SendGrad", "RecvGrad", "SendActivation", "RecvActivation"):
                     source = stage if name.startswith("Send") else stage + (1 if name == "RecvGrad" else -1)
-                    expected.append(Message(name.endswith("Grad"), source, at))
-        found: list[Message | Work] = []
-        for item in program(stage, stages, microbatches, Schedule.DEEPSPEED):
+                    expected.append(StageMessage(name.endswith("Grad"), source, at))
+        found: list[StageMessage | Work] = []
+        for item in program(stage, stages, microbatches, PipelineSchedule.DEEPSPEED):
             assert len(item.messages) <= 1
             found += [*item.messages, *([item.work] if item.work is not None else [])]
         assert found == expected

@@ -17,7 +17,7 @@ from ds_unickpt.trainer.trainer_memory import FILES, STATE, Files
 from tests.support.memory_jobs import Job, jobs_in, request
 from unickpt.base.errors import CorruptCheckpointError, FormatError
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
-from unickpt.checkpoint.memory.finding import Found
+from unickpt.checkpoint.memory.finding import FoundGeneration
 from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier
 from unickpt.checkpoint.save.requests import SaveRequest
 from unickpt.checkpoint.save.shards import Contribution
@@ -134,7 +134,10 @@ def test_a_checkpoint_that_belongs_on_disk_does_not_go_into_memory(job: Callable
 
 
 def test_a_generation_is_offered_twice_and_then_an_error_names_the_run() -> None:
-    resumed, load = trainer_resume.Resumed("/run", 7), MemoryLoad([Found(9, 8, "global_step8"), Found(7, 6, "global_step6")])
+    resumed, load = (
+        trainer_resume.Resumed("/run", 7),
+        MemoryLoad([FoundGeneration(9, 8, "global_step8"), FoundGeneration(7, 6, "global_step6")]),
+    )
     tried: list[tuple[int, bool]] = []
     offers = [trainer_resume.offer(resumed, load, "/resume/checkpoint-6", tried) for _ in range(2)]
     assert [(offer.generation, offer.checked, offer.name) for offer in offers] == [

@@ -12,14 +12,14 @@ import pytest
 from unickpt.diagnosis.detectors.examine import examine
 from unickpt.diagnosis.detectors.hangs import BEFORE_S, deadline_s
 from unickpt.diagnosis.detectors.medians import grouped_quantiles, medians_of_others, row_medians
-from unickpt.diagnosis.detectors.p2p_links import TRANSFER, Transfers, slow_links
+from unickpt.diagnosis.detectors.p2p_links import TRANSFER, TransferRows, slow_links
 from unickpt.diagnosis.detectors.stragglers import stragglers
 from unickpt.diagnosis.detectors.verdicts import Cause, Direction, LongSteps, SlowTransfers, Syndrome
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.records import RECORD, Op
 from unickpt.diagnosis.snapshot.progress import PROGRESS
 from unickpt.diagnosis.snapshot.snapshot import CALL, GroupInfo, RankSnapshot, Snapshot
-from unickpt.diagnosis.snapshot.steps import STEP, Steps, steps_of
+from unickpt.diagnosis.snapshot.steps import STEP, StepRows, steps_of
 
 MS = 1_000_000
 STEPS = 30
@@ -50,7 +50,7 @@ def record(number: int, op: Op, begin_ms: float, end_ms: float, step: int, eleme
     return (number, begin, 0, begin, end, number, elements, elements, 0, int(op), 2, 0, 0, 0, -1, 0, step, 0, number)
 
 
-def job(own: Callable[[int, int], float], world: int = 4, **of_rank: Any) -> Steps:
+def job(own: Callable[[int, int], float], world: int = 4, **of_rank: Any) -> StepRows:
     """Steps of all ranks; the call of a step ends 1 ms after the last one has come."""
     computes = [[own(rank, step) for step in range(STEPS)] for rank in range(world)]
     ends, begin = [], 0.0
@@ -177,7 +177,7 @@ def test_differences_among_healthy_ranks_give_no_verdict() -> None:
 def test_pauses_that_all_have_now_and_then_are_nobodys_fault() -> None:
     """In a third of the steps, whoever it hits: some are hit in most of their last twenty."""
 
-    def paused(seed: int, always: int = -1) -> Steps:
+    def paused(seed: int, always: int = -1) -> StepRows:
         random = np.random.default_rng(seed)
         return job(lambda rank, _: 40.0 if rank == always or random.random() < 0.35 else 30.0, world=100)
 
@@ -224,7 +224,7 @@ def test_middles_of_groups() -> None:
     assert len(grouped_quantiles(np.zeros(0, np.int64), np.zeros(0))[0]) == 0
 
 
-def transfers(slow: Callable[[int, int], float], world: int = 4) -> Transfers:
+def transfers(slow: Callable[[int, int], float], world: int = 4) -> TransferRows:
     random = np.random.default_rng(3)
     rows = [
         (a, b, 1 << 20, 1e6 * slow(a, b) * float(random.uniform(0.9, 1.1)))

@@ -9,11 +9,11 @@ from unickpt.steering.state.membership import (
     Arrived,
     Event,
     Heard,
+    JobPhase,
     Joined,
     Membership,
     Opened,
     Paused,
-    Phase,
     Ready,
     Tick,
     holds_name,
@@ -37,20 +37,20 @@ def checked(before: Membership, event: Event, now_s: float) -> Membership:
     assert set(after.heard) == set(after.hosts)
     round_ = after.round
     if round_ is None:
-        assert after.phase is Phase.GATHERING
+        assert after.phase is JobPhase.GATHERING
         return after
     names = [name for name, _ in round_.members]
     assert len(set(names)) == len(names), "no host twice"
     assert after.limits.size(len(names)) == len(names), "the size is allowed"
     assert [rank_in_round(after, *member) for member in round_.members] == (
-        [-1] * len(names) if after.phase is Phase.GATHERING else list(range(len(names)))
+        [-1] * len(names) if after.phase is JobPhase.GATHERING else list(range(len(names)))
     )
-    assert (after.phase is Phase.RUNNING) <= (round_.ready == set(names) and bool(round_.store))
+    assert (after.phase is JobPhase.RUNNING) <= (round_.ready == set(names) and bool(round_.store))
     assert before.round is None or before.round.epoch <= round_.epoch
     if before.round is None or before.round.epoch != round_.epoch:
         assert not before.closed, "a closed job has no new round"
         assert not set(names) & set(after.parked)
-        assert after.phase is Phase.OPENING
+        assert after.phase is JobPhase.OPENING
         assert all(holds_name(after, *member) for member in round_.members)
         old = [name for name in sorted(before.seats, key=before.seats.__getitem__) if name in names]
         assert [name for name in names if name in old] == old, "a host keeps its place"
@@ -74,12 +74,12 @@ def arrive(state: Membership, *names: str, now_s: float = 0.0) -> Membership:
 
 def connect(state: Membership, now_s: float = 0.0) -> Membership:
     """Let all members of an opened round connect."""
-    assert state.phase is Phase.OPENING
+    assert state.phase is JobPhase.OPENING
     assert state.round is not None
     epoch, members = state.round.epoch, state.round.members
     state = run(state, Opened(*members[0], epoch, "store:1", "master:2"), now_s=now_s)
     state = run(state, *(Ready(name, incarnation, epoch) for name, incarnation in members[1:]), now_s=now_s)
-    assert state.phase is Phase.RUNNING
+    assert state.phase is JobPhase.RUNNING
     return state
 
 

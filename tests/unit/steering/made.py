@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unickpt.steering.state.limits import Limits
-from unickpt.steering.state.membership import Arrived, Joined, Membership, Opened, Phase, Ready
+from unickpt.steering.state.membership import Arrived, JobPhase, Joined, Membership, Opened, Ready
 from unickpt.steering.state.transitions import transition
 
 
@@ -18,5 +18,5 @@ def running(count: int = 4, low: int = 2, spares: int = 0) -> Membership:
     state = transition(state, Opened("h0", "1", epoch, "s:1", "m:1"), 0.0)
     for name in names[1:count]:
         state = transition(state, Ready(name, "1", epoch), 0.0)
-    assert state.phase is Phase.RUNNING
+    assert state.phase is JobPhase.RUNNING
     return state

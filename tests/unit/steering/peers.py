@@ -12,7 +12,7 @@ from unickpt.steering.agent.peer import Peer
 from unickpt.steering.policy.decisions import Decisions
 from unickpt.steering.publishing.chronicle import Chronicle
 from unickpt.steering.state.limits import Limits
-from unickpt.steering.state.membership import Arrived, Heard, Opened, Phase, Ready
+from unickpt.steering.state.membership import Arrived, Heard, JobPhase, Opened, Ready
 from unickpt.steering.wire.codec import join_address, key_of
 from unickpt.testing.launch import free_port
 
@@ -39,11 +39,11 @@ def begin_round(a: Peer, b: Peer) -> None:
     """Let two hosts, of which ``a`` leads, begin their first round."""
     for peer in (a, b):
         peer.say(Arrived(peer.name, peer.incarnation), Heard(peer.name, peer.incarnation))
-    until(lambda: (state := b.read()) and state.phase is Phase.OPENING)
+    until(lambda: (state := b.read()) and state.phase is JobPhase.OPENING)
     a.say(Opened("a", a.incarnation, (1, 1), "s:1", "m:1"))
     until(lambda: (state := b.read()) and state.round and state.round.store)
     b.say(Ready("b", b.incarnation, (1, 1)))
-    until(lambda: (state := b.read()) and state.phase is Phase.RUNNING)
+    until(lambda: (state := b.read()) and state.phase is JobPhase.RUNNING)
     b.say()
     a.say()
 

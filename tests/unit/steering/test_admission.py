@@ -15,7 +15,7 @@ from unickpt.base.errors import UnickptError
 from unickpt.base.round_folder import RINGS, RINGS_JOB, note_commit, note_saver, read_commits
 from unickpt.steering.state.hosts import host_rows
 from unickpt.steering.state.limits import Limits
-from unickpt.steering.state.membership import Committed, Membership, Phase, Tick
+from unickpt.steering.state.membership import Committed, JobPhase, Membership, Tick
 
 
 def job(hosts: int = 2, **limits: object) -> Membership:
@@ -42,27 +42,27 @@ def reason(state: Membership, host: str, now_s: float) -> str:
 def test_a_round_grows_right_after_a_commit_when_the_framework_has_written_its_own_files() -> None:
     state = committed(job(join_s=30.0), 0, 1.0)
     state = arrive(alive(committed(state, 1, 60.0), 90.0), "h3", now_s=90.0)
-    assert state.phase is Phase.RUNNING
+    assert state.phase is JobPhase.RUNNING
     assert reason(state, "h3", 95.0) == "waits for the next checkpoint"
     state = committed(alive(state, 400.0), 2, 400.0)
-    assert state.phase is Phase.RUNNING
+    assert state.phase is JobPhase.RUNNING
     grown = alive(state, 401.0)
-    assert (grown.phase, grown.reason, grown.commits) == (Phase.GATHERING, "h3 can be used", 2)
+    assert (grown.phase, grown.reason, grown.commits) == (JobPhase.GATHERING, "h3 can be used", 2)
     missed = alive(state, 411.0)  # the leader was away: the steps since then would be lost
-    assert missed.phase is Phase.RUNNING
+    assert missed.phase is JobPhase.RUNNING
 
 
 def test_a_round_without_checkpoints_waits_for_a_time_and_one_that_has_just_begun_does_not() -> None:
     limits = {"join_s": 30.0, "boundary_s": 100.0}
     state = committed(job(**limits), 0, 1.0)
-    assert arrive(state, "h3", now_s=10.0).phase is Phase.GATHERING
+    assert arrive(state, "h3", now_s=10.0).phase is JobPhase.GATHERING
     waits = arrive(alive(state, 50.0), "h3", now_s=50.0)
-    assert alive(waits, 149.0).phase is Phase.RUNNING
-    assert alive(waits, 150.0).phase is Phase.GATHERING
+    assert alive(waits, 149.0).phase is JobPhase.RUNNING
+    assert alive(waits, 150.0).phase is JobPhase.GATHERING
 
 
 def test_a_job_that_does_not_say_when_it_saves_grows_at_once() -> None:
-    assert arrive(alive(job(), 500.0), "h3", now_s=500.0).phase is Phase.GATHERING
+    assert arrive(alive(job(), 500.0), "h3", now_s=500.0).phase is JobPhase.GATHERING
 
 
 def test_commits_are_of_the_running_round_and_only_more_of_them_count() -> None:
@@ -77,7 +77,7 @@ def test_a_host_that_comes_and_goes_waits_twice_as_long_each_time_but_a_round_wi
     for losses in range(6):
         alone = replace(job(1, out_s=100.0, longest_out_s=350.0), losses={"h2": losses})
         alone = arrive(alone, "h2")
-        waits.append(next((s for s in range(0, 500, 50) if alive(alone, float(s)).phase is Phase.GATHERING), None))
+        waits.append(next((s for s in range(0, 500, 50) if alive(alone, float(s)).phase is JobPhase.GATHERING), None))
         gathering = arrive(arrive(alone, "h1"), "h2")
         assert gathering.round is not None
         assert len(gathering.round.members) == 2

@@ -18,7 +18,7 @@ from unickpt.steering.policy.policy import Fault, Finding
 from unickpt.steering.policy.reports import HubReport, report_as_json, report_from_json
 from unickpt.steering.state.limits import Limits
 from unickpt.steering.state.link_verdicts import Blame, LinkFinding, Pair
-from unickpt.steering.state.membership import Arrived, Joined, Left, Membership, Opened, Ordered, Phase, Reached, Ready
+from unickpt.steering.state.membership import Arrived, JobPhase, Joined, Left, Membership, Opened, Ordered, Reached, Ready
 from unickpt.steering.state.transitions import transition
 from unickpt.steering.wire.codec import SteeringError
 
@@ -49,14 +49,14 @@ def again(state: Membership, now_s: float = 0.0) -> Membership:
     state = transition(state, Opened(*first, epoch, "s:1", "m:1"), now_s)
     for name, incarnation in others:
         state = transition(state, Ready(name, incarnation, epoch), now_s)
-    assert state.phase is Phase.RUNNING
+    assert state.phase is JobPhase.RUNNING
     return state
 
 
 def test_an_order_changes_the_membership_and_every_host_can_log_it() -> None:
     state = after(running(4), report(STOPPED, step=7))
     assert state.parked["h1"].reason == "STOPPED_OUT: rank 1 is stopped"
-    assert (state.phase, state.evictions, state.reached) == (Phase.GATHERING, {"h1": 1}, 7)
+    assert (state.phase, state.evictions, state.reached) == (JobPhase.GATHERING, {"h1": 1}, 7)
     (order,) = state.orders
     assert (order.number, order.epoch, order.ranks) == (1, (1, 1), (1,))
     assert order.text == "park h1 for 300 s: STOPPED_OUT: rank 1 is stopped"

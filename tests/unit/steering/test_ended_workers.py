@@ -11,7 +11,7 @@ from tests.unit.steering.checked_events import members, run, started
 from tests.unit.steering.peers import until
 from unickpt.base.round_folder import read_ended
 from unickpt.steering.host.workers import EndedWorkers
-from unickpt.steering.state.membership import Arrived, Joined, Left, Lost, Membership, Phase, WorkersEnded
+from unickpt.steering.state.membership import Arrived, JobPhase, Joined, Left, Lost, Membership, WorkersEnded
 
 VARIABLES = (b"TORCHELASTIC_RUN_ID=job", b"UNICKPT_ROUND=1.1")
 
@@ -30,7 +30,7 @@ def epoch_of(state: Membership) -> tuple[int, int]:
 def test_the_state_names_the_ranks_of_the_round_that_have_ended() -> None:
     state = job()
     told = run(state, WorkersEnded("h2", "1", epoch_of(state), (3,)))
-    assert (told.ended, told.phase) == ({3}, Phase.RUNNING)
+    assert (told.ended, told.phase) == ({3}, JobPhase.RUNNING)
     assert run(state, WorkersEnded("h2", "1", (1, 99), (3,))).ended == frozenset()
     assert run(state, WorkersEnded("h2", "2", epoch_of(state), (3,))).ended == frozenset()
 
@@ -43,7 +43,7 @@ def test_all_ranks_of_a_lost_host_have_ended_and_none_of_the_next_round() -> Non
     state = run(state, WorkersEnded("h3", "1", epoch_of(state), (4,)), Lost("h2", "1"))
     assert state.ended == {2, 3, 4}
     later = run(state, *(Arrived(name, "1", epoch_of(state)) for name in ("h1", "h3")))
-    assert (later.phase, members(later), later.ended) == (Phase.OPENING, ["h1", "h3"], frozenset())
+    assert (later.phase, members(later), later.ended) == (JobPhase.OPENING, ["h1", "h3"], frozenset())
 
 
 def test_the_end_of_a_worker_is_told_while_the_agent_is_busy(tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ from unickpt.cli.main import main
 from unickpt.steering.policy.decisions import Decisions
 from unickpt.steering.publishing.chronicle import SUFFIX, Chronicle, HistoryFile, read_history
 from unickpt.steering.publishing.observers import Observers
-from unickpt.steering.state.history import Entry, Kind, entries, entry_of, line_of, merged
+from unickpt.steering.state.history import HistoryEntry, Kind, entries, entry_of, line_of, merged
 from unickpt.steering.state.limits import Limits
 from unickpt.steering.state.membership import (
     Arrived,
+    JobPhase,
     Joined,
     Left,
     Lost,
@@ -27,7 +28,6 @@ from unickpt.steering.state.membership import (
     Opened,
     Ordered,
     Park,
-    Phase,
     Reached,
     Ready,
     Restart,
@@ -66,14 +66,14 @@ class Simulated:
         self.apply(Opened(*members[0], epoch, "s:1", "m:1"))
         for name, incarnation in members[1:]:
             self.apply(Ready(name, incarnation, epoch))
-        assert self.state.phase is Phase.RUNNING
+        assert self.state.phase is JobPhase.RUNNING
 
     def step(self, at_s: float, step: int) -> None:
         """Report a step."""
         self.now_s = at_s
         assert self.state.round is not None
         self.apply(Reached(self.state.round.epoch, step))
-        self.found.append(Entry(Kind.STEP, BEGIN_S + at_s, self.state.round.epoch, step=step, moved_s=BEGIN_S + at_s))
+        self.found.append(HistoryEntry(Kind.STEP, BEGIN_S + at_s, self.state.round.epoch, step=step, moved_s=BEGIN_S + at_s))
 
 
 def simulated() -> Simulated:
@@ -169,7 +169,7 @@ def test_empty_and_unfinished_histories_have_times() -> None:
     job = Simulated(2)
     assert job_times(merged([job.found])).rounds == ()
     job.start()
-    alive = Entry(Kind.ALIVE, BEGIN_S + 50, (1, 1))
+    alive = HistoryEntry(Kind.ALIVE, BEGIN_S + 50, (1, 1))
     times = job_times(merged([[*job.found, alive]]))
     assert (times.wall_s, times.training_s, times.rounds[0].cause) == (50, 48, "")
     json.dumps(as_json(times))
@@ -230,7 +230,7 @@ def test_a_history_that_cannot_be_kept_is_one_warning(tmp_path: Path, caplog: py
 
 
 def test_a_chronicle_that_fails_never_raises(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(_: Entry) -> None:
+    def broken(_: HistoryEntry) -> None:
         raise ZeroDivisionError
 
     chronicle = Chronicle([broken])

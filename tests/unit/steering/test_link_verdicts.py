@@ -18,7 +18,7 @@ from unickpt.steering.policy.policy import Fault, Finding
 from unickpt.steering.policy.reports import HubReport
 from unickpt.steering.state.limits import Limits
 from unickpt.steering.state.link_verdicts import Blame, LinkSpeed, Pair, judge, pair, pairs_to_measure, thirds
-from unickpt.steering.state.membership import Arrived, Lost, Opened, Phase, Ready
+from unickpt.steering.state.membership import Arrived, JobPhase, Lost, Opened, Ready
 from unickpt.steering.state.transitions import transition
 from unickpt.steering.wire.codec import dial
 from unickpt.steering.wire.probing import Probe
@@ -114,7 +114,7 @@ def begin(job: Job, names: str) -> list[Peer]:
     until(lambda: all((state := peer.read()) and state.round and state.round.store for peer in peers))
     for peer in peers[1:]:
         peer.say(Ready(peer.name, peer.incarnation, (1, 1)))
-    until(lambda: all((state := peer.read()) and state.phase is Phase.RUNNING for peer in peers))
+    until(lambda: all((state := peer.read()) and state.phase is JobPhase.RUNNING for peer in peers))
     for peer in peers:
         peer.say()
     return peers

@@ -12,6 +12,7 @@ from unickpt.steering.state.membership import (
     Close,
     GivenOrder,
     Heard,
+    JobPhase,
     Joined,
     Left,
     Lost,
@@ -20,7 +21,6 @@ from unickpt.steering.state.membership import (
     Ordered,
     Park,
     Paused,
-    Phase,
     Reached,
     Ready,
     Restart,
@@ -45,7 +45,7 @@ def test_the_first_round_waits_for_all_hosts_or_for_the_time_to_join() -> None:
     state = arrive(state, "h2", "h1", now_s=1)
     for now_s in range(2, 31):
         state = run(state, Heard("h1", "1"), Heard("h2", "1"), now_s=now_s)
-        assert state.phase is Phase.GATHERING
+        assert state.phase is JobPhase.GATHERING
     assert members(run(state, Tick(), now_s=31)) == ["h1", "h2"]
     assert members(arrive(state, "h3", now_s=30)) == ["h1", "h2", "h3"]
 
@@ -53,7 +53,7 @@ def test_the_first_round_waits_for_all_hosts_or_for_the_time_to_join() -> None:
 def test_a_single_host_starts_at_once() -> None:
     state = arrive(Membership(Limits(1, 1), "h1"), "h1")
     assert members(state) == ["h1"]
-    assert connect(state).phase is Phase.RUNNING
+    assert connect(state).phase is JobPhase.RUNNING
 
 
 def test_a_crashed_worker_starts_a_new_round_with_the_same_ranks() -> None:
@@ -84,7 +84,7 @@ def test_a_spare_takes_the_place_of_a_lost_host_and_nobody_else_moves() -> None:
     state = started(3, 3, 3)
     state = arrive(state, "spare")
     assert standing(state, "spare") is Standing.SPARE
-    assert state.phase is Phase.RUNNING
+    assert state.phase is JobPhase.RUNNING
     state = run(state, Lost("h2", "1"))
     state = connect(arrive(state, "h3", "h1"))
     assert members(state) == ["h1", "spare", "h3"]
@@ -129,7 +129,7 @@ def test_a_round_takes_an_allowed_size_and_the_rest_wait() -> None:
 def test_a_silent_host_is_out_after_the_expiry() -> None:
     state = started(3, 1, 3)
     state = run(state, Heard("h1", "1"), Heard("h2", "1"), now_s=8)
-    assert state.phase is Phase.RUNNING
+    assert state.phase is JobPhase.RUNNING
     state = run(state, Tick(), now_s=11)
     assert state.reason == "h3 is gone"
     assert standing(state, "h3") is Standing.GONE
@@ -137,7 +137,7 @@ def test_a_silent_host_is_out_after_the_expiry() -> None:
 
 def test_silence_while_the_leader_did_not_run_proves_nothing() -> None:
     state = run(started(3, 1, 3), Paused(), now_s=1000)
-    assert state.phase is Phase.RUNNING
+    assert state.phase is JobPhase.RUNNING
 
 
 def test_of_two_separated_groups_at_most_one_goes_on() -> None:
@@ -158,7 +158,7 @@ def test_a_minority_whose_workers_have_ended_does_not_go_on_alone() -> None:
     for alone, goes_on in (("h3", False), ("h1", False), ("h1 h2", True), ("h2 h3", True)):
         state = arrive(started(3, 1, 3), *alone.split(), now_s=9)
         state = run(state, *(Heard(name, "1") for name in alone.split()), now_s=15)
-        assert (state.phase is Phase.OPENING) is goes_on, alone
+        assert (state.phase is JobPhase.OPENING) is goes_on, alone
         assert members(state) == (alone.split() if goes_on else ["h1", "h2", "h3"])
 
 
@@ -170,14 +170,14 @@ def test_only_rank_0_of_this_round_opens_its_stores_and_once() -> None:
         state, Opened("h1", "1", (1, 2), "s:1", "m:1"), Opened("h1", "1", (1, 2), "t:1", "t:2"), Ready("h2", "1", (1, 1))
     )
     assert state.round is not None
-    assert (state.round.store, state.round.master, state.phase) == ("s:1", "m:1", Phase.OPENING)
+    assert (state.round.store, state.round.master, state.phase) == ("s:1", "m:1", JobPhase.OPENING)
 
 
 def test_without_a_quorum_a_running_round_is_left_alone() -> None:
     state = run(started(2, 1, 2), Heard("h2", "1"), now_s=9)
     state = run(state, Tick(), now_s=15)
     assert list(state.hosts) == ["h2"]
-    assert state.phase is Phase.RUNNING
+    assert state.phase is JobPhase.RUNNING
     assert members(connect(arrive(run(state, Lost("h1", "1"), now_s=15), "h2", now_s=15), 15)) == ["h2"]
     alone = run(replace(state, limits=replace(state.limits, lone=True)), Tick(), now_s=15)
     assert alone.reason == "h1 is gone"
@@ -185,7 +185,7 @@ def test_without_a_quorum_a_running_round_is_left_alone() -> None:
 
 def test_a_host_that_does_not_stop_its_workers_does_not_hold_up_the_others() -> None:
     state = arrive(run(started(3, 1, 3), Lost("h1", "1")), "h2")
-    assert state.phase is Phase.GATHERING
+    assert state.phase is JobPhase.GATHERING
     state = run(state, Heard("h2", "1"), Heard("h3", "1"), now_s=9)
     state = run(state, Heard("h2", "1"), Heard("h3", "1"), now_s=18)
     assert members(run(state, Tick(), now_s=21)) == ["h2"]
@@ -237,7 +237,7 @@ def test_parking_for_a_time_ends_by_itself() -> None:
     state = connect(arrive(run(started(2, 1, 2), Park("h2", "hung", 60)), "h1", "h2"))
     state = run(state, Paused(), now_s=59)
     assert members(state) == ["h1"]
-    assert state.phase is Phase.RUNNING
+    assert state.phase is JobPhase.RUNNING
     assert run(state, Tick(), now_s=60).reason == "h2 can be used"
 
 
@@ -250,15 +250,15 @@ def test_a_restart_is_of_one_round() -> None:
 def test_two_processes_cannot_have_one_name() -> None:
     state = run(started(2, 1, 2), Joined("h2", "other", "h9:1"), Arrived("h2", "other"))
     assert holds_name(state, "h2", "1")
-    assert state.phase is Phase.RUNNING
+    assert state.phase is JobPhase.RUNNING
 
 
 def test_an_opening_round_is_given_up_when_a_member_dies_or_never_connects() -> None:
     state = arrive(started(3, 1, 3), "h1", "h2", "h3")
-    assert state.phase is Phase.OPENING
+    assert state.phase is JobPhase.OPENING
     state = run(state, Opened("h1", "1", (1, 2), "s:1", "m:1"))
     lost = run(state, Lost("h1", "1"))
-    assert (members(lost), lost.phase, lost.round and lost.round.store) == (["h2", "h3"], Phase.OPENING, "")
+    assert (members(lost), lost.phase, lost.round and lost.round.store) == (["h2", "h3"], JobPhase.OPENING, "")
     state = run(state, Paused(), Ready("h2", "1", (1, 2)), now_s=19)
     late = run(state, Paused(), now_s=21)
     assert late.reason == "h3 did not connect in time"
@@ -267,7 +267,7 @@ def test_an_opening_round_is_given_up_when_a_member_dies_or_never_connects() -> 
 def test_a_new_leader_keeps_a_running_round_and_ends_an_opening_one() -> None:
     state = arrive(started(3, 1, 3), "spare")
     state = run(state, TookOver("h2", 2, frozenset({"spare"})), now_s=500)
-    assert (state.phase, state.leader, state.term) == (Phase.RUNNING, "h2", 2)
+    assert (state.phase, state.leader, state.term) == (JobPhase.RUNNING, "h2", 2)
     assert set(state.hosts) == {"h1", "h2", "h3"}
     lost = run(state, TookOver("h3", 3, frozenset({"h2"})), now_s=900)
     assert lost.reason == "h2 is gone"
@@ -281,21 +281,21 @@ def test_a_new_leader_keeps_a_running_round_and_ends_an_opening_one() -> None:
 def test_a_leader_of_several_hosts_waits_a_moment_before_the_first_round() -> None:
     """Another leader of the same job, which has moved, can object."""
     state = arrive(Membership(Limits(2, 2, join_s=30), "h1"), "h1", "h2")
-    assert run(state, Tick(), now_s=0.9).phase is Phase.GATHERING
-    assert run(state, Tick(), now_s=1.0).phase is Phase.OPENING
+    assert run(state, Tick(), now_s=0.9).phase is JobPhase.GATHERING
+    assert run(state, Tick(), now_s=1.0).phase is JobPhase.OPENING
 
 
 def test_an_agent_that_has_become_the_leader_has_another_address() -> None:
     state = run(started(2, 1, 2), Joined("h1", "1", "endpoint:29400"))
     assert state.hosts["h1"].address == "endpoint:29400"
-    assert state.phase is Phase.RUNNING
+    assert state.phase is JobPhase.RUNNING
 
 
 def test_silence_does_not_end_a_round_that_could_not_begin_again() -> None:
     state = run(started(3, 3, 3), Heard("h1", "1"), Heard("h2", "1"), now_s=9)
     state = run(state, Tick(), now_s=15)
-    assert (list(state.hosts), state.phase) == (["h1", "h2"], Phase.RUNNING)
-    assert run(state, Lost("h3", "1"), now_s=15).phase is Phase.GATHERING  # its workers have ended as well
+    assert (list(state.hosts), state.phase) == (["h1", "h2"], JobPhase.RUNNING)
+    assert run(state, Lost("h3", "1"), now_s=15).phase is JobPhase.GATHERING  # its workers have ended as well
 
 
 def test_of_several_spares_the_one_that_has_not_failed_is_taken() -> None:
@@ -312,17 +312,17 @@ def test_a_round_grows_after_the_time_to_settle_and_only_if_it_may() -> None:
         state = started(2, 1, 2)
         limits = Limits(1, 4, settle_s=5.0, grow=grow)
         state = run(replace(state, limits=limits), Joined("h3", "1", "h3:1"), Arrived("h3", "1"))
-        assert run(state, Tick(), now_s=4.9).phase is Phase.RUNNING
+        assert run(state, Tick(), now_s=4.9).phase is JobPhase.RUNNING
         state = run(state, Joined("h4", "1", "h4:1"), Arrived("h4", "1"), now_s=4.9)
-        assert run(state, Tick(), now_s=5.0).phase is Phase.RUNNING  # h4 has just come
+        assert run(state, Tick(), now_s=5.0).phase is JobPhase.RUNNING  # h4 has just come
         late = run(state, Tick(), now_s=9.9)
-        assert late.phase is (Phase.GATHERING if grow else Phase.RUNNING)
+        assert late.phase is (JobPhase.GATHERING if grow else JobPhase.RUNNING)
         assert not grow or late.reason == "h3, h4 can be used"
 
 
 def test_a_spare_that_ends_says_nothing_about_the_program() -> None:
     state = run(arrive(started(2, 2, 2), "spare"), Left("spare", "1", finished=True))
-    assert (state.closed, state.finished, state.phase) == ("", False, Phase.RUNNING)
+    assert (state.closed, state.finished, state.phase) == ("", False, JobPhase.RUNNING)
 
 
 def test_only_orders_for_a_time_count_as_evictions_and_each_once() -> None:
@@ -371,7 +371,7 @@ def failing(retries: int | None, *steps: int) -> Membership:
 def test_a_program_that_fails_again_and_again_without_progress_ends_the_job() -> None:
     assert failing(2, 7, 7).closed == ""
     closed = failing(2, 7, 7, 7)
-    assert (closed.phase, closed.finished, closed.fruitless) == (Phase.GATHERING, False, 2)
+    assert (closed.phase, closed.finished, closed.fruitless) == (JobPhase.GATHERING, False, 2)
     assert closed.closed.startswith(
         "2 rounds in a row have failed without progress: the workers of h1 have ended again, and the"
     )
@@ -385,7 +385,7 @@ def test_a_program_that_fails_again_and_again_without_progress_ends_the_job() ->
 def test_a_parked_host_does_not_count_when_a_round_could_begin_again() -> None:
     state = run(arrive(started(2, 2, 2), "s"), Park("s", "asked"), Heard("h1", "1"), Heard("s", "1"), now_s=9)
     silent = run(state, Tick(), now_s=15)
-    assert (sorted(silent.hosts), silent.phase) == (["h1", "s"], Phase.RUNNING)
+    assert (sorted(silent.hosts), silent.phase) == (["h1", "s"], JobPhase.RUNNING)
     failed = run(state, Left("h2", "1", failed="no restarts"), now_s=9)
     assert failed.closed == "h2 gave up (no restarts); 1 hosts are left, and 2 are needed"
 
@@ -410,7 +410,7 @@ def test_nobody_is_ready_before_the_stores_are_open() -> None:
 def test_an_opening_round_is_given_up_when_a_member_is_silent_even_without_a_quorum() -> None:
     state = run(arrive(started(2, 1, 2), "h1", "h2"), Heard("h2", "1"), now_s=9)
     state = run(state, Tick(), now_s=15)
-    assert (state.phase, state.reason, list(state.hosts)) == (Phase.GATHERING, "h1 is gone", ["h2"])
+    assert (state.phase, state.reason, list(state.hosts)) == (JobPhase.GATHERING, "h1 is gone", ["h2"])
 
 
 def test_the_end_of_a_later_process_proves_nothing_about_the_workers_of_an_earlier_one() -> None:

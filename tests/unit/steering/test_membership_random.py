@@ -16,6 +16,7 @@ from unickpt.steering.state.membership import (
     Committed,
     Event,
     Heard,
+    JobPhase,
     Joined,
     Left,
     Lost,
@@ -23,7 +24,6 @@ from unickpt.steering.state.membership import (
     Membership,
     Opened,
     Park,
-    Phase,
     Ready,
     Restart,
     Tick,
@@ -130,7 +130,7 @@ class Job:
             self.send(Opened(agent.name, agent.incarnation, round_.epoch, "s:1", "m:1"), loss)
         elif rank > 0 and round_.store:
             self.send(Ready(agent.name, agent.incarnation, round_.epoch), loss)
-        if rank >= 0 and view.phase is Phase.RUNNING:
+        if rank >= 0 and view.phase is JobPhase.RUNNING:
             agent.after, agent.waits = round_.epoch, False
 
     def step(self, loss: float) -> None:
@@ -214,7 +214,7 @@ def test_random_jobs_keep_their_invariants_and_recover(part: int) -> None:
                 job.start(name)
         for _ in range(120):
             job.step(loss=0.0)
-        assert job.state.phase is Phase.RUNNING, (seed, job.state)
+        assert job.state.phase is JobPhase.RUNNING, (seed, job.state)
         at_work = {name for name, agent in job.agents.items() if not agent.waits}
         assert at_work == set(members(job.state)), seed
         assert len(at_work) == count, (seed, job.state)

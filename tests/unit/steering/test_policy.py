@@ -42,11 +42,11 @@ from unickpt.diagnosis.snapshot.snapshot import GroupInfo
 from unickpt.steering.policy.policy import Fault, Finding, History, Row, decide, finding_of
 from unickpt.steering.state.hosts import host_rows, table
 from unickpt.steering.state.membership import (
+    JobPhase,
     Joined,
     Membership,
     Park,
     Paused,
-    Phase,
 )
 from unickpt.steering.state.orders import Action, Order, events
 from unickpt.steering.state.transitions import transition
@@ -217,7 +217,7 @@ def test_one_order_at_a_time_the_most_certain_first() -> None:
 
 def test_no_order_without_a_running_round() -> None:
     state = transition(job(), Park("h0", "asked"), 0.0)
-    assert state.phase is Phase.GATHERING
+    assert state.phase is JobPhase.GATHERING
     assert decide([found(Fault.DEAD, "h1")], History(), state, DEFAULTS) == []
     assert decide([found(Fault.DEAD, "h1")], History(), replace(job(), closed="asked"), DEFAULTS) == []
 
@@ -253,7 +253,7 @@ def test_orders_act_on_the_membership() -> None:
     again = job()
     for event in events(restarted(Row.PROGRAM), again):
         again = transition(again, event, 0.0)
-    assert (again.phase, again.reason) == (Phase.GATHERING, "PROGRAM: evidence")
+    assert (again.phase, again.reason) == (JobPhase.GATHERING, "PROGRAM: evidence")
     for event in events(Order(Action.STOP, (), "NO_PROGRESS", "why"), again):
         again = transition(again, event, 0.0)
     assert again.closed == "NO_PROGRESS: why"
@@ -510,4 +510,4 @@ def test_a_wrong_option_is_named(given: dict[str, str], message: str) -> None:
 def test_every_option_of_steering_is_documented() -> None:
     page = (REPO / "docs" / "guides" / "steering-options.md").read_text()
     assert [option.key for option in declarations(SteeringOptions) if f"| `{option.key}` |" not in page] == []
-    assert transition(job(), Paused(), 5.0).phase is Phase.RUNNING
+    assert transition(job(), Paused(), 5.0).phase is JobPhase.RUNNING

@@ -20,7 +20,7 @@ from unickpt.steering.links import self_check, self_measure
 from unickpt.steering.links.self_check import SelfCheck, partners
 from unickpt.steering.state.hosts import host_rows
 from unickpt.steering.state.limits import Limits
-from unickpt.steering.state.membership import Admit, Lost, Measured, Membership, Park, Phase, Tick
+from unickpt.steering.state.membership import Admit, JobPhase, Lost, Measured, Membership, Park, Tick
 from unickpt.steering.state.scores import Score, described, failure
 
 USUAL = Score(100.0, 0.0, 20.0, 2.0, 1.0)
@@ -96,12 +96,12 @@ def back(state: Membership) -> Membership:
 
 def test_a_host_that_returns_waits_for_its_self_check() -> None:
     state = back(job())
-    assert (state.phase, state.suspects) == (Phase.RUNNING, {"h2": 1})
+    assert (state.phase, state.suspects) == (JobPhase.RUNNING, {"h2": 1})
     assert next(row.reason for row in host_rows(state, 0.0) if row.host == "h2") == "measures itself before it is admitted"
     ignored = run(state, Measured("h2", "1", 0, USUAL), Measured("h2", "1", 9, USUAL), Measured("h2", "7", 1, USUAL))
     assert ignored.suspects == state.suspects
     state = run(state, Measured("h2", "1", 1, USUAL))
-    assert (state.phase, state.reason, state.suspects) == (Phase.GATHERING, "h2 can be used", {})
+    assert (state.phase, state.reason, state.suspects) == (JobPhase.GATHERING, "h2 can be used", {})
     assert state.orders[-1].text.startswith("admit h2, which has passed its self-check: compute 100 GFLOP/s, memory 20 GB/s")
 
 
@@ -148,7 +148,7 @@ def test_who_is_checked() -> None:
 def test_a_round_waits_a_moment_for_a_host_of_the_last_one() -> None:
     state = arrive(run(job(), Lost("h2", "1")), "h2")
     state = arrive(state, "h1")
-    assert state.phase is Phase.GATHERING
+    assert state.phase is JobPhase.GATHERING
     assert members(run(state, Measured("h2", "1", 1, USUAL))) == ["h1", "h2"]
     assert members(run(state, Tick(), now_s=10.0)) == ["h1"]
 

@@ -17,7 +17,7 @@ from tests.unit.steering.checked_events import arrive, connect, members, run, st
 from tests.unit.steering.peers import until
 from unickpt.base.round_folder import RINGS, RINGS_JOB, Failed, note_failure, read_failure, remove_note
 from unickpt.steering.host.workers import EndedWorkers
-from unickpt.steering.state.membership import Arrived, CannotStart, Committed, Leaving, Left, Membership, Phase, must_stop
+from unickpt.steering.state.membership import Arrived, CannotStart, Committed, JobPhase, Leaving, Left, Membership, must_stop
 from unickpt.steering.wire.codec import event_as_json, event_from_json, state_as_json, state_from_json
 from unickpt.testing.launch import environment
 
@@ -69,19 +69,19 @@ def test_nobody_begins_a_round_before_a_host_that_is_told_to_end_has_left() -> N
     state = replace(state, limits=replace(state.limits, min_nodes=1))
     epoch = epoch_of(state)
     state = run(state, Leaving("h2", "1", "SIGTERM"))
-    assert (state.phase, state.reason) == (Phase.GATHERING, "h2 is told to end (SIGTERM)")
+    assert (state.phase, state.reason) == (JobPhase.GATHERING, "h2 is told to end (SIGTERM)")
     assert must_stop(state, epoch), "the workers of h1 are asked to end at the same time"
     state = run(state, Arrived("h1", "1", epoch), Leaving("h2", "1", "SIGTERM"))
-    assert state.phase is Phase.GATHERING
+    assert state.phase is JobPhase.GATHERING
     state = run(state, Left("h2", "1"))
-    assert (state.phase, members(state)) == (Phase.OPENING, ["h1"])
+    assert (state.phase, members(state)) == (JobPhase.OPENING, ["h1"])
     for event in (Leaving("h2", "1", "SIGTERM"), CannotStart("h1", "1", (1, 1), "a", ERROR)):
         assert event_from_json(event_as_json(event)) == event
 
 
 def test_a_spare_that_is_told_to_end_changes_nothing_for_the_others() -> None:
     state = arrive(started(2, 1, 2), "h3")
-    assert run(state, Leaving("h3", "1", "SIGTERM")).phase is Phase.RUNNING
+    assert run(state, Leaving("h3", "1", "SIGTERM")).phase is JobPhase.RUNNING
 
 
 PROGRAM = """

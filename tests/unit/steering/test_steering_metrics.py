@@ -11,7 +11,7 @@ from tests.unit.steering.made import running
 from unickpt.base.options.steering import SteeringOptions
 from unickpt.steering.publishing.metrics import steering_measurements
 from unickpt.steering.publishing.observers import Observers
-from unickpt.steering.state.history import Entry, Kind
+from unickpt.steering.state.history import HistoryEntry, Kind
 from unickpt.steering.state.membership import Lost, Ordered, Park
 from unickpt.steering.state.transitions import transition
 from unickpt.testing.launch import free_port
@@ -48,11 +48,14 @@ def test_the_endpoint_counts_orders_hosts_and_rounds(tmp_path: Path, caplog: pyt
 
 def test_downtime_and_the_last_repair_are_those_of_the_report() -> None:
     history = [
-        Entry(Kind.BEGIN, 100.0), Entry(Kind.RUNNING, 105.0, (1, 1), ("a", "b"), 4),
-        Entry(Kind.STEP, 110.0, (1, 1), step=1, moved_s=110.0),
-        Entry(Kind.STEP, 150.0, (1, 1), step=9, moved_s=150.0), Entry(Kind.ENDED, 160.0, (1, 1), cause="host lost"),
-        Entry(Kind.RUNNING, 162.0, (1, 2), ("a",), 2), Entry(Kind.STEP, 168.0, (1, 2), step=10, furthest=9, moved_s=168.0),
-    ]  # fmt: skip
+        HistoryEntry(Kind.BEGIN, 100.0),
+        HistoryEntry(Kind.RUNNING, 105.0, (1, 1), ("a", "b"), 4),
+        HistoryEntry(Kind.STEP, 110.0, (1, 1), step=1, moved_s=110.0),
+        HistoryEntry(Kind.STEP, 150.0, (1, 1), step=9, moved_s=150.0),
+        HistoryEntry(Kind.ENDED, 160.0, (1, 1), cause="host lost"),
+        HistoryEntry(Kind.RUNNING, 162.0, (1, 2), ("a",), 2),
+        HistoryEntry(Kind.STEP, 168.0, (1, 2), step=10, furthest=9, moved_s=168.0),
+    ]
     found = {(each.name, *each.labels.values()): each.value for each in steering_measurements(None, history, 0.0, 200.0)}
     assert found["unickpt_steering_last_repair_seconds",] == 18
     assert found["unickpt_steering_downtime_seconds_total", "host lost"] == 18

@@ -42,7 +42,7 @@ class Comparison(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class TensorCopy:
     """A copy between dense CPU tensors.
 
     Attributes:
@@ -72,7 +72,7 @@ def comparison(source: torch.dtype, value: torch.dtype) -> Comparison | None:
     return Comparison.BFLOAT16 if (source, value) == (torch.float32, torch.bfloat16) else None
 
 
-def copy_all(copies: Sequence[Copy], threads: int, *, extension: bool = True) -> list[bool]:
+def copy_all(copies: Sequence[TensorCopy], threads: int, *, extension: bool = True) -> list[bool]:
     """Copy, and return of each copy whether ``value`` is the cast of ``source``; True without a ``value``.
 
     Args:
@@ -91,7 +91,7 @@ def copy_all(copies: Sequence[Copy], threads: int, *, extension: bool = True) ->
     return made(range(len(copies)))
 
 
-def _divided(copies: Sequence[Copy], parts: int) -> list[range]:
+def _divided(copies: Sequence[TensorCopy], parts: int) -> list[range]:
     """Divide the positions of copies into ranges with about the same number of bytes."""
     least = -(-sum(each.source.nbytes for each in copies) // parts)
     found, begin, size = [], 0, 0
@@ -103,13 +103,13 @@ def _divided(copies: Sequence[Copy], parts: int) -> list[range]:
     return found
 
 
-def _kind(copy: Copy) -> Comparison:
+def _kind(copy: TensorCopy) -> Comparison:
     kind = Comparison.NOTHING if copy.value is None else comparison(copy.source.dtype, copy.value.dtype)
     assert kind is not None  # condition of ``copy_all``
     return kind
 
 
-def _copied_by_extension(copies: Sequence[Copy], positions: range) -> list[bool]:
+def _copied_by_extension(copies: Sequence[TensorCopy], positions: range) -> list[bool]:
     table = array("Q")
     for at in positions:
         each = copies[at]
@@ -118,11 +118,11 @@ def _copied_by_extension(copies: Sequence[Copy], positions: range) -> list[bool]
     return list(map(bool, _copies(table.tobytes())))
 
 
-def _copied(copies: Sequence[Copy], positions: range) -> list[bool]:
+def _copied(copies: Sequence[TensorCopy], positions: range) -> list[bool]:
     return [_copied_by_libraries(copies[at]) for at in positions]
 
 
-def _copied_by_libraries(copy: Copy) -> bool:
+def _copied_by_libraries(copy: TensorCopy) -> bool:
     target, source, value = copy.target.detach(), copy.source.detach(), copy.value
     if not source.nbytes:
         return True

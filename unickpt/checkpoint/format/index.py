@@ -40,7 +40,7 @@ class FragmentRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class IndexRows:
     """Some rows of an index.
 
     Attributes:
@@ -160,13 +160,13 @@ class Index:
         start, shape = (tuple(int(column[at]) for column in part[:ndim]) for part in (self.box_start, self.box_shape))
         return Box(start, shape)
 
-    def take(self, rows: Ints) -> Rows:
+    def take(self, rows: Ints) -> IndexRows:
         """Return some rows, in the given order."""
         tensor = np.searchsorted(self.first_row, rows, side="right") - 1
         box = rows + self.to_box[tensor]
         start, shape = (_matrix([column[box] for column in part], len(box)) for part in (self.box_start, self.box_shape))
         size = volumes(shape) * self.itemsizes()[tensor]
-        return Rows(tensor, self.box_file[box].astype(np.int64), self.offset[rows].astype(np.int64), start, shape, size)
+        return IndexRows(tensor, self.box_file[box].astype(np.int64), self.offset[rows].astype(np.int64), start, shape, size)
 
     def itemsizes(self) -> Ints:
         """Return int64 ``[t]``: the size of an element of every tensor in bytes."""

@@ -18,7 +18,7 @@ import torch
 
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.format import dtypes, object_types
-from unickpt.checkpoint.format.object_types import MAX_DIGITS, ROWS, Row
+from unickpt.checkpoint.format.object_types import MAX_DIGITS, ROWS, TypeRow
 
 MAX_DEPTH = 128
 
@@ -172,7 +172,7 @@ class _Encoder:
             return value
         return {"$int": str(value)} if abs(value) < 10**MAX_DIGITS else self._opaque(value, path)
 
-    def _row(self, row: Row, value: Any, path: str, depth: int) -> Any:
+    def _row(self, row: TypeRow, value: Any, path: str, depth: int) -> Any:
         try:
             parts = row.parts(value)
         except Exception:  # such as a time zone with rules of its own: the table has no form for it

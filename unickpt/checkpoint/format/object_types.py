@@ -39,7 +39,7 @@ _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class TypeRow:
     """How values of one type are stored.
 
     Attributes:
@@ -416,67 +416,67 @@ def _ordered(pairs: Any) -> collections.OrderedDict[Any, Any]:
 
 
 _UPDATE: Any = dict.update
-ROWS: Mapping[type, Row] = {
-    tuple: Row("$tuple", list, _listed(tuple)),
-    set: Row("$set", list, _listed(set)),
-    frozenset: Row("$frozenset", list, _listed(frozenset)),
-    collections.OrderedDict: Row(
+ROWS: Mapping[type, TypeRow] = {
+    tuple: TypeRow("$tuple", list, _listed(tuple)),
+    set: TypeRow("$set", list, _listed(set)),
+    frozenset: TypeRow("$frozenset", list, _listed(frozenset)),
+    collections.OrderedDict: TypeRow(
         "$ordered", _items, _ordered, lambda _: collections.OrderedDict(), lambda to, other: to.update(other)
     ),
-    collections.Counter: Row("$counter", _items, _counter, lambda _: collections.Counter(), _UPDATE),
-    collections.defaultdict: Row(
+    collections.Counter: TypeRow("$counter", _items, _counter, lambda _: collections.Counter(), _UPDATE),
+    collections.defaultdict: TypeRow(
         "$defaultdict", _defaultdict_parts, _defaultdict, lambda parts: collections.defaultdict(_factory(parts[0])), _UPDATE
     ),
-    collections.deque: Row(
+    collections.deque: TypeRow(
         "$deque", lambda v: [v.maxlen, list(v)], _deque, lambda parts: collections.deque(maxlen=_optional(parts[0])),
         lambda to, other: to.extend(other),
     ),
-    argparse.Namespace: Row(
+    argparse.Namespace: TypeRow(
         "$namespace", _members, lambda found: argparse.Namespace(**found), lambda _: argparse.Namespace(), _update_members
     ),
-    types.SimpleNamespace: Row("$simple_namespace", _members, _simple, lambda _: types.SimpleNamespace(), _update_members),
-    bytes: Row("$bytes", _b64, _unb64),
-    bytearray: Row("$bytearray", _b64, lambda text: bytearray(_unb64(text))),
-    array.array: Row("$array", lambda v: [v.typecode, v.tolist()], lambda parts: array.array(parts[0], parts[1])),
-    complex: Row("$complex", lambda v: [v.real, v.imag], lambda parts: complex(*parts)),
-    decimal.Decimal: Row("$decimal", _decimal_parts, _decimal),
-    fractions.Fraction: Row("$fraction", lambda v: [v.numerator, v.denominator], _fraction),
-    range: Row("$range", lambda v: [v.start, v.stop, v.step], lambda parts: range(*map(_integer, parts))),
-    slice: Row("$slice", lambda v: [v.start, v.stop, v.step], _listed(lambda parts: slice(*parts))),
-    type(Ellipsis): Row("$ellipsis", lambda _: None, lambda _: Ellipsis),
-    uuid.UUID: Row("$uuid", lambda v: v.hex, _text(uuid.UUID)),
-    pathlib.PosixPath: Row("$path", str, _text(pathlib.Path)),
-    pathlib.PurePosixPath: Row("$posix_path", str, _text(pathlib.PurePosixPath)),
-    pathlib.PureWindowsPath: Row("$windows_path", str, _text(pathlib.PureWindowsPath)),
-    datetime.datetime: Row("$datetime", _datetime_parts, _datetime),
-    datetime.date: Row("$date", lambda v: v.isoformat(), _text(datetime.date.fromisoformat)),
-    datetime.time: Row("$time", _time_parts, _time),
-    datetime.timedelta: Row("$timedelta", lambda v: [v.days, v.seconds, v.microseconds], _timedelta),
-    datetime.timezone: Row("$timezone", lambda v: v.utcoffset(None), lambda offset: datetime.timezone(offset)),
-    torch.Size: Row("$size", list, _size),
-    torch.dtype: Row("$dtype", str, lambda text: torch_constant(torch.dtype, text)),
-    torch.layout: Row("$layout", str, lambda text: torch_constant(torch.layout, text)),
-    torch.memory_format: Row("$memory_format", str, lambda text: torch_constant(torch.memory_format, text)),
-    torch.device: Row("$device", str, _text(torch.device)),
-    torch.Generator: Row("$generator", lambda v: [str(v.device), v.get_state()], _torch_generator),
-    random.Random: Row("$random", lambda v: v.getstate(), _random),
-    np.random.RandomState: Row("$random_state", lambda v: v.get_state(legacy=False), _random_state),
-    np.random.Generator: Row(
+    types.SimpleNamespace: TypeRow("$simple_namespace", _members, _simple, lambda _: types.SimpleNamespace(), _update_members),
+    bytes: TypeRow("$bytes", _b64, _unb64),
+    bytearray: TypeRow("$bytearray", _b64, lambda text: bytearray(_unb64(text))),
+    array.array: TypeRow("$array", lambda v: [v.typecode, v.tolist()], lambda parts: array.array(parts[0], parts[1])),
+    complex: TypeRow("$complex", lambda v: [v.real, v.imag], lambda parts: complex(*parts)),
+    decimal.Decimal: TypeRow("$decimal", _decimal_parts, _decimal),
+    fractions.Fraction: TypeRow("$fraction", lambda v: [v.numerator, v.denominator], _fraction),
+    range: TypeRow("$range", lambda v: [v.start, v.stop, v.step], lambda parts: range(*map(_integer, parts))),
+    slice: TypeRow("$slice", lambda v: [v.start, v.stop, v.step], _listed(lambda parts: slice(*parts))),
+    type(Ellipsis): TypeRow("$ellipsis", lambda _: None, lambda _: Ellipsis),
+    uuid.UUID: TypeRow("$uuid", lambda v: v.hex, _text(uuid.UUID)),
+    pathlib.PosixPath: TypeRow("$path", str, _text(pathlib.Path)),
+    pathlib.PurePosixPath: TypeRow("$posix_path", str, _text(pathlib.PurePosixPath)),
+    pathlib.PureWindowsPath: TypeRow("$windows_path", str, _text(pathlib.PureWindowsPath)),
+    datetime.datetime: TypeRow("$datetime", _datetime_parts, _datetime),
+    datetime.date: TypeRow("$date", lambda v: v.isoformat(), _text(datetime.date.fromisoformat)),
+    datetime.time: TypeRow("$time", _time_parts, _time),
+    datetime.timedelta: TypeRow("$timedelta", lambda v: [v.days, v.seconds, v.microseconds], _timedelta),
+    datetime.timezone: TypeRow("$timezone", lambda v: v.utcoffset(None), lambda offset: datetime.timezone(offset)),
+    torch.Size: TypeRow("$size", list, _size),
+    torch.dtype: TypeRow("$dtype", str, lambda text: torch_constant(torch.dtype, text)),
+    torch.layout: TypeRow("$layout", str, lambda text: torch_constant(torch.layout, text)),
+    torch.memory_format: TypeRow("$memory_format", str, lambda text: torch_constant(torch.memory_format, text)),
+    torch.device: TypeRow("$device", str, _text(torch.device)),
+    torch.Generator: TypeRow("$generator", lambda v: [str(v.device), v.get_state()], _torch_generator),
+    random.Random: TypeRow("$random", lambda v: v.getstate(), _random),
+    np.random.RandomState: TypeRow("$random_state", lambda v: v.get_state(legacy=False), _random_state),
+    np.random.Generator: TypeRow(
         "$numpy_generator", lambda v: _bits(v.bit_generator), lambda state: np.random.Generator(_bit_generator(state))
     ),
     **{
-        getattr(np.random, name): Row("$bit_generator", _bits, _bit_generator)
+        getattr(np.random, name): TypeRow("$bit_generator", _bits, _bit_generator)
         for name in _BIT_GENERATORS
     },
 }  # fmt: skip
-DICT = Row("$dict", _items, _dict, lambda _: {}, _UPDATE)
-LIST = Row("", _same, _same, lambda _: [], lambda to, other: to.extend(other))
-PARAMETER = Row("$parameter", lambda v: [v.detach(), v.requires_grad], _parameter)
-LEAF = Row("$requires_grad", lambda v: v.detach(), lambda tensor: tensor.requires_grad_())
-VIEWED = Row("$viewed", _viewed_parts, _viewed)
-RAW = Row("$raw_array", _raw_parts, _raw)
-RAW_SCALAR = Row("$raw_scalar", _raw_parts, lambda parts: _raw(parts)[()])
+DICT = TypeRow("$dict", _items, _dict, lambda _: {}, _UPDATE)
+LIST = TypeRow("", _same, _same, lambda _: [], lambda to, other: to.extend(other))
+PARAMETER = TypeRow("$parameter", lambda v: [v.detach(), v.requires_grad], _parameter)
+LEAF = TypeRow("$requires_grad", lambda v: v.detach(), lambda tensor: tensor.requires_grad_())
+VIEWED = TypeRow("$viewed", _viewed_parts, _viewed)
+RAW = TypeRow("$raw_array", _raw_parts, _raw)
+RAW_SCALAR = TypeRow("$raw_scalar", _raw_parts, lambda parts: _raw(parts)[()])
 OPEN = frozenset(row.tag for kind, row in ROWS.items() if row.empty is not None or kind in (tuple, set, frozenset, slice)) | {
     DICT.tag
 }  # rows whose parts are any values
-BUILT: Mapping[str, Row] = {row.tag: row for row in (*ROWS.values(), DICT, PARAMETER, LEAF, VIEWED, RAW, RAW_SCALAR)}
+BUILT: Mapping[str, TypeRow] = {row.tag: row for row in (*ROWS.values(), DICT, PARAMETER, LEAF, VIEWED, RAW, RAW_SCALAR)}

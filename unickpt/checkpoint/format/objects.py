@@ -23,7 +23,7 @@ import torch
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.format import object_types
 from unickpt.checkpoint.format.object_encoder import MAX_DEPTH, Encoded, encode
-from unickpt.checkpoint.format.object_types import BUILT, DICT, LIST, MAX_DIGITS, OPEN, ROWS, NotHereError, Row
+from unickpt.checkpoint.format.object_types import BUILT, DICT, LIST, MAX_DIGITS, OPEN, ROWS, NotHereError, TypeRow
 
 __all__ = ["JOB_PREFIX", "TAGS", "Decoded", "Encoded", "Opaque", "decode", "encode", "rank_prefix"]
 
@@ -87,7 +87,7 @@ class _LeftOutError(Exception):
         self.type_name = type_name
 
 
-_EMPTY: Mapping[str, Row] = {row.tag: row for row in (*ROWS.values(), DICT) if row.empty is not None}
+_EMPTY: Mapping[str, TypeRow] = {row.tag: row for row in (*ROWS.values(), DICT) if row.empty is not None}
 _PAIRS = ("$dict", "$ordered", "$counter")
 _CONTENTS: Mapping[str, type] = {"$enum": str, "$namedtuple": list, "$dataclass": dict}
 _MISSING = object()
@@ -292,7 +292,7 @@ class _Decoder:
             raise self._left_out(body["type"], f"{body['type']} ({type(err).__name__}: {err})") from None
 
 
-def _emptied(body: Any) -> tuple[Row | None, Any]:
+def _emptied(body: Any) -> tuple[TypeRow | None, Any]:
     """Return how to make the empty object of an encoded one, and its parts; None if it cannot contain itself."""
     if isinstance(body, list):
         return LIST, body

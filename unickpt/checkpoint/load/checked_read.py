@@ -30,7 +30,7 @@ _LONG_BYTES = 241  # the extension checks ranges from this size on; as LONG in `
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FileRange:
     """A range of a file and where it goes.
 
     Attributes:
@@ -43,7 +43,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class NeededPart:
     """A part of a fragment that is needed.
 
     Attributes:
@@ -58,13 +58,13 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class NeededParts:
     """A fragment and the parts of it that are needed. Its elements are of ``dtype``."""
 
     offset_bytes: int
     size_bytes: int
     dtype: torch.dtype
-    pieces: Sequence[Piece]
+    pieces: Sequence[NeededPart]
 
     def are_castable(self) -> bool:
         """Whether ``read_pieces`` can fill the targets."""
@@ -77,7 +77,7 @@ def can_read_pieces(reader: Reader) -> bool:
     return isinstance(reader, DescriptorReader) and available()
 
 
-def read_pieces(reader: Reader, fragments: Sequence[Pieces], *, checks: bool = True) -> list[int] | None:
+def read_pieces(reader: Reader, fragments: Sequence[NeededParts], *, checks: bool = True) -> list[int] | None:
     """Read fragments through a buffer that stays in the cache of the core, and copy what is needed.
 
     Args:
@@ -126,7 +126,7 @@ def available() -> bool:
 
 
 def read_checked(
-    reader: Reader, offset_bytes: int, parts: Sequence[Part], *, checks: bool = True, extension: bool = True
+    reader: Reader, offset_bytes: int, parts: Sequence[FileRange], *, checks: bool = True, extension: bool = True
 ) -> list[int]:
     """Read adjacent ranges of a file.
 
@@ -153,8 +153,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().view(torch.uint8).numpy().data)
 
 
-def _by_extension(reader: DescriptorReader, offset_bytes: int, parts: Sequence[Part], *, checks: bool) -> list[int]:
-    table, later = array("Q"), list[Part]()
+def _by_extension(reader: DescriptorReader, offset_bytes: int, parts: Sequence[FileRange], *, checks: bool) -> list[int]:
+    table, later = array("Q"), list[FileRange]()
     for part in parts:
         second, kind = part.second, Comparison.NOTHING
         if second is not None:
@@ -177,7 +177,7 @@ def _by_extension(reader: DescriptorReader, offset_bytes: int, parts: Sequence[P
     return sums
 
 
-def _by_python(reader: Reader, offset_bytes: int, parts: Sequence[Part], *, checks: bool) -> list[int]:
+def _by_python(reader: Reader, offset_bytes: int, parts: Sequence[FileRange], *, checks: bool) -> list[int]:
     sums, running = [0] * len(parts), RunningChecksum()
     views = [(at, bytes_of(part.target)) for at, part in enumerate(parts)]
     for block in read_blocks(reader, offset_bytes, views, reader.block_bytes):

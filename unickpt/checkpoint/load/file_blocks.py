@@ -16,7 +16,7 @@ from typing import TypeVar
 from unickpt.checkpoint.storage.base import CachedReader, Reader
 
 T = TypeVar("T")
-Turn = contextlib.AbstractContextManager[object]
+ReadTurn = contextlib.AbstractContextManager[object]
 
 
 def cores_of(ranks: int) -> threading.BoundedSemaphore:
@@ -36,8 +36,8 @@ def core_count(ranks: int) -> int:
 
 
 def in_turns(
-    reader: Reader, ranges: Iterable[T], span: Callable[[T], tuple[int, int]], cores: Turn
-) -> Iterator[tuple[Sequence[T], Turn]]:
+    reader: Reader, ranges: Iterable[T], span: Callable[[T], tuple[int, int]], cores: ReadTurn
+) -> Iterator[tuple[Sequence[T], ReadTurn]]:
     """Divide the ranges of a file among threads.
 
     Args:

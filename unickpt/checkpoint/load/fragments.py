@@ -15,7 +15,7 @@ from unickpt.checkpoint.format.boxes import Box, flat_range, split_flat_range
 from unickpt.checkpoint.format.casts import is_dense
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.index import Index, TensorInfo
-from unickpt.checkpoint.load.checked_read import Piece, Pieces
+from unickpt.checkpoint.load.checked_read import NeededPart, NeededParts
 from unickpt.checkpoint.load.read_plan import ReadPlan
 
 CopyOf = Callable[[torch.Tensor, torch.Tensor], object]  # from the second to the first
@@ -67,7 +67,7 @@ class Fragment:
     uses: list[Use] = field(default_factory=list)
     direct: torch.Tensor | None = None  # part of an output that the whole fragment fills byte for byte
     second: torch.Tensor | None = None  # part of another output that receives the cast of the whole fragment
-    pieces: Pieces | None = None  # if it is not direct: its parts that fill dense parts of outputs, with a cast
+    pieces: NeededParts | None = None  # if it is not direct: its parts that fill dense parts of outputs, with a cast
 
     @property
     def end(self) -> int:
@@ -138,7 +138,7 @@ def _joins(before: Fragment, fragment: Fragment) -> bool:
     return fragment.direct is not None and before.end == fragment.offset
 
 
-def _pieces(fragment: Fragment) -> Pieces | None:
+def _pieces(fragment: Fragment) -> NeededParts | None:
     """Return the parts of a fragment that its uses need, if each is dense in the fragment and in its output; otherwise None."""
     dtype, found = torch_dtype(fragment.info.dtype), []
     for use in fragment.uses:
@@ -148,8 +148,8 @@ def _pieces(fragment: Fragment) -> Pieces | None:
         if source is None or place is None or not out.is_contiguous():
             return None
         target = out.detach().view(-1)[place[0] : place[1]]
-        found.append(Piece(source[0] * dtype.itemsize, (source[1] - source[0]) * dtype.itemsize, target))
-    pieces = Pieces(fragment.offset, fragment.size_bytes, dtype, found)
+        found.append(NeededPart(source[0] * dtype.itemsize, (source[1] - source[0]) * dtype.itemsize, target))
+    pieces = NeededParts(fragment.offset, fragment.size_bytes, dtype, found)
     return pieces if pieces.are_castable() else None
 
 

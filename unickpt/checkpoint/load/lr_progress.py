@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Unit = Literal["steps", "samples"]
+ProgressUnit = Literal["steps", "samples"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class CountedProgress:
         others: further keys that increase with it, and their values before the first step.
     """
 
-    unit: Unit
+    unit: ProgressUnit
     key: str
     first: int
     others: Mapping[str, int] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import numpy as np
 
 from unickpt.base.errors import CoverageError
 from unickpt.checkpoint.format.boxes import Box, Ints, find_overlap, intersect_many
-from unickpt.checkpoint.format.index import Index, Rows
+from unickpt.checkpoint.format.index import Index, IndexRows
 from unickpt.checkpoint.format.linear_order import ranges, volumes
 
 
@@ -88,7 +88,7 @@ def plan_reads(index: Index, targets: Sequence[Target], *, allow_partial: frozen
     return ReadPlan(fragment[order], aim[order], common_start[order], common_shape[order])
 
 
-def _near(index: Index, ids: Ints, start: Ints, shape: Ints) -> tuple[Ints, Ints, Rows, Ints]:
+def _near(index: Index, ids: Ints, start: Ints, shape: Ints) -> tuple[Ints, Ints, IndexRows, Ints]:
     """Return ``(target, rows, near, row)``: all pairs of a target and a fragment, ``rows[row]``, that can overlap.
 
     ``rows`` are numbers of rows of the index, and ``near`` are these rows.

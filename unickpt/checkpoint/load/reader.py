@@ -23,8 +23,8 @@ from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.checksums import RunningChecksum
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.index import Index
-from unickpt.checkpoint.load.checked_read import Part, bytes_of, can_read_pieces, read_checked, read_pieces
-from unickpt.checkpoint.load.file_blocks import Turn, core_count, cores_of, in_turns
+from unickpt.checkpoint.load.checked_read import FileRange, bytes_of, can_read_pieces, read_checked, read_pieces
+from unickpt.checkpoint.load.file_blocks import ReadTurn, core_count, cores_of, in_turns
 from unickpt.checkpoint.load.fragments import (
     Fragment,
     Request,
@@ -92,7 +92,7 @@ def execute(
     with between_kernels(requests), contextlib.closing(Scratches(request.out for request in requests)) as scratches:
         for at in range(0, len(names), OPEN_FILES):
             with contextlib.ExitStack() as files:
-                work: list[tuple[Reader, Sequence[list[Fragment]], Turn]] = []
+                work: list[tuple[Reader, Sequence[list[Fragment]], ReadTurn]] = []
                 for name, fragments in names[at : at + OPEN_FILES]:
                     reader = files.enter_context(storage.reader(name))
                     batches = batches_of(fragments, with_pieces=can_read_pieces(reader))
@@ -106,7 +106,7 @@ def execute(
 
 
 def _run(
-    work: Sequence[tuple[Reader, Sequence[list[Fragment]], Turn]], verify: str, scratches: Scratches, *, alone: bool
+    work: Sequence[tuple[Reader, Sequence[list[Fragment]], ReadTurn]], verify: str, scratches: Scratches, *, alone: bool
 ) -> Iterator[tuple[int, int]]:
     """Read batches, in a pool of threads. What one thread does best is done by the caller's (``alone``), and what is small."""
     near = len(work) == 1 or all(isinstance(reader, CachedReader) for reader, _, _ in work)
@@ -165,7 +165,7 @@ def are_cached(storage: Storage, index: Index, plan: ReadPlan) -> bool:
 
 
 def _read(
-    reader: Reader, batches: Sequence[list[Fragment]], verify: str, turn: Turn, scratches: Scratches
+    reader: Reader, batches: Sequence[list[Fragment]], verify: str, turn: ReadTurn, scratches: Scratches
 ) -> tuple[int, int]:  # fmt: skip
     """Read batches in order. Return bytes read and bytes needed."""
     read = needed = 0
@@ -184,7 +184,7 @@ def _read(
 
 def _read_in_place(reader: Reader, batch: list[Fragment], verify: str) -> None:
     """Read adjacent fragments into their outputs, and check them."""
-    parts = [Part(fragment.direct, fragment.second) for fragment in batch if fragment.direct is not None]
+    parts = [FileRange(fragment.direct, fragment.second) for fragment in batch if fragment.direct is not None]
     sums = read_checked(reader, batch[0].offset, parts, checks=verify != "off")
     for fragment, found in zip(batch, sums, strict=True) if verify != "off" else ():
         check(fragment, found, reader.path)

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-State = dict[str, Any]
+RngState = dict[str, Any]
 
 
-def capture() -> State:
+def capture() -> RngState:
     """Return the states of the generators of Python, NumPy and torch as tensors and plain values."""
-    state: State = {
+    state: RngState = {
         "python": _python(random.getstate()),
         "numpy": _numpy(np.random.get_state(legacy=True)),
         "torch": torch.get_rng_state(),
@@ -36,12 +36,12 @@ def capture() -> State:
     return state
 
 
-def _python(state: Any) -> State:
+def _python(state: Any) -> RngState:
     version, words, gauss = state
     return {"version": version, "words": torch.tensor(words, dtype=torch.int64).to(torch.uint32), "gauss": gauss}
 
 
-def _numpy(state: Any) -> State:
+def _numpy(state: Any) -> RngState:
     kind, keys, position, has_gauss, cached = state
     return {
         "kind": str(kind),
@@ -57,14 +57,14 @@ def is_state(value: Any) -> bool:
     return isinstance(value, Mapping) and value.keys() - {"cuda"} == {"python", "numpy", "torch"}
 
 
-def of_seed(seed: int, like: State) -> State:
+def of_seed(seed: int, like: RngState) -> RngState:
     """Return the state of generators with this seed, in the form of ``capture``. Changes no generator.
 
     Args:
         seed: not negative, less than 2**63.
         like: which generators there are.
     """
-    state: State = {
+    state: RngState = {
         "python": _python(random.Random(seed).getstate()),
         "numpy": _numpy(np.random.RandomState(seed % 2**32).get_state(legacy=True)),
         "torch": torch.Generator().manual_seed(seed).get_state(),
@@ -138,7 +138,7 @@ def counted(ranks: int, what: str = "") -> str:
     return f"{ranks} {what}{' ' if what else ''}rank{'' if ranks == 1 else 's'}"
 
 
-def restore(state: State) -> list[str]:
+def restore(state: RngState) -> list[str]:
     """Set the generators.
 
     Returns:
@@ -156,7 +156,7 @@ def restore(state: State) -> list[str]:
     return []
 
 
-def reseed(state: State, rank: int) -> None:
+def reseed(state: RngState, rank: int) -> None:
     """Seed all generators from a hash of a saved state and the rank. The result is deterministic."""
     digest = hashlib.sha256(bytes(state["torch"].numpy()) + rank.to_bytes(8, "little")).digest()
     seed = int.from_bytes(digest[:8], "little") >> 1
@@ -165,7 +165,7 @@ def reseed(state: State, rank: int) -> None:
     torch.manual_seed(seed)
 
 
-def equal(a: State, b: State) -> bool:
+def equal(a: RngState, b: RngState) -> bool:
     """Whether all generators of two states are equal."""
     return (
         a["python"]["gauss"] == b["python"]["gauss"]

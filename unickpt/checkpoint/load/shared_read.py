@@ -49,7 +49,7 @@ class Block:
 
 
 @dataclass(slots=True)
-class Schedule:
+class BlockSchedule:
     """Assignment of blocks to ranks and rounds.
 
     Attributes:
@@ -74,7 +74,7 @@ def is_faster(index: Index, host_peers: HostPeers) -> bool:
     return sum(int(sizes[rows].sum()) for rows in host_peers.rows) > _MOST_TIMES * together
 
 
-def schedule(index: Index, wanted: Sequence[Ints], slot_bytes: int) -> Schedule:
+def schedule(index: Index, wanted: Sequence[Ints], slot_bytes: int) -> BlockSchedule:
     """Return the schedule, which is the same on every rank of a host.
 
     Args:
@@ -84,7 +84,7 @@ def schedule(index: Index, wanted: Sequence[Ints], slot_bytes: int) -> Schedule:
     """
     rows, count = np.unique(np.concatenate([np.asarray(r, np.int64) for r in wanted]), return_counts=True)
     rows = rows[count > 1]
-    plan = Schedule(rows)
+    plan = BlockSchedule(rows)
     if not len(rows):
         return plan
     users = np.stack([np.isin(rows, each) for each in wanted])

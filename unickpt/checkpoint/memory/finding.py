@@ -27,7 +27,7 @@ _ABOUT_BYTES, _PART_BYTES = 1 << 16, 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundGeneration:
     """A generation of which the hosts of this job hold every file.
 
     Attributes:
@@ -41,7 +41,7 @@ class Found:
     tag: str
 
 
-def find(hosts: JobHosts, exchange: MessageExchange) -> tuple[list[Found], list[str]]:
+def find(hosts: JobHosts, exchange: MessageExchange) -> tuple[list[FoundGeneration], list[str]]:
     """Return the generations that can be loaded, newest first, and why others cannot. Every rank calls this.
 
     Args:
@@ -62,7 +62,7 @@ def find(hosts: JobHosts, exchange: MessageExchange) -> tuple[list[Found], list[
             return {"found": [], "problems": [f"{type(err).__name__}: {err}"]}
 
     told = exchange.combined("memory-inventory", {"inventory": own}, complete)
-    return [Found(**each) for each in told["found"]], told["problems"]
+    return [FoundGeneration(**each) for each in told["found"]], told["problems"]
 
 
 def _remove_damaged_records(folder: HostFolder) -> None:
@@ -82,7 +82,7 @@ def _remove_damaged_records(folder: HostFolder) -> None:
                     continue
 
 
-def _complete(hosts: JobHosts, inventories: Sequence[Inventory]) -> tuple[list[Found], list[str]]:
+def _complete(hosts: JobHosts, inventories: Sequence[Inventory]) -> tuple[list[FoundGeneration], list[str]]:
     found, problems = [], []
     for number in numbers(inventories):
         storage = PeerStorage(hosts.folder, number, hosts.peers)
@@ -94,7 +94,7 @@ def _complete(hosts: JobHosts, inventories: Sequence[Inventory]) -> tuple[list[F
                 problems.append(f"no host of this job holds {absent[0]}{more} of step {manifest.step} in memory")
                 continue
             about = storage.read(ABOUT_FILE, 0, min(storage.size_bytes(ABOUT_FILE) or 0, _ABOUT_BYTES))
-            found.append(Found(number, manifest.step, parse_about(about, where=storage.where(ABOUT_FILE))))
+            found.append(FoundGeneration(number, manifest.step, parse_about(about, where=storage.where(ABOUT_FILE))))
         except UnickptError as err:
             problems.append(str(err))
     return found, problems

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from unickpt.base.errors import CoordinationError, StorageError, UnickptError
-from unickpt.base.memory_status import HostMemory, MemoryStatus
+from unickpt.base.memory_status import HostUsage, MemoryStatus
 from unickpt.base.options.job import MemoryOptions
 from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
@@ -230,7 +230,7 @@ class MemorySaver(Saver):
         messages = task.exchange.gather("memory-copied", told)
         if messages is not None:
             self.status = replace(self.status, hosts=tuple(
-                HostMemory(name, ranks[0], messages[ranks[0]]["held"], messages[ranks[0]]["refused"])
+                HostUsage(name, ranks[0], messages[ranks[0]]["held"], messages[ranks[0]]["refused"])
                 for name, ranks in zip(self.hosts.names, self.hosts.ranks, strict=True)
             ))  # fmt: skip
             problems = [message["problem"] for message in messages if message["problem"]]

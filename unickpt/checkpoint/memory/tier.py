@@ -14,7 +14,7 @@ from unickpt.base.options.job import MemoryOptions
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.memory.contact import publish
-from unickpt.checkpoint.memory.finding import Found, find, open_generation, remove_damaged, sources_read
+from unickpt.checkpoint.memory.finding import FoundGeneration, find, open_generation, remove_damaged, sources_read
 from unickpt.checkpoint.memory.host_folder import make_token, read_token
 from unickpt.checkpoint.memory.hosts import JobHosts, connect
 from unickpt.checkpoint.memory.peer_storage import PeerStorage
@@ -51,13 +51,13 @@ class MemoryLoad:
         storage: the opened generation; None if a checkpoint on disk is loaded.
     """
 
-    found: list[Found] = field(default_factory=list)
+    found: list[FoundGeneration] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     storage: PeerStorage | None = None
 
 
 @dataclass(frozen=True)
-class Turn:
+class MemoryTurn:
     """The next checkpoint goes into memory.
 
     Attributes:
@@ -144,8 +144,8 @@ class MemoryTier:
         turn = self.turn(request.save_dir, exchange, never=never)
         return None if turn is None else turn.save(request, on_end)
 
-    def turn(self, save_dir: str, exchange: MessageExchange, *, always: bool = False, never: bool = False) -> Turn | None:
-        """Decide where the next checkpoint goes. Every rank calls this, and then ``Turn.save`` if it goes into memory.
+    def turn(self, save_dir: str, exchange: MessageExchange, *, always: bool = False, never: bool = False) -> MemoryTurn | None:
+        """Decide where the next checkpoint goes. Every rank calls this, and then ``MemoryTurn.save`` if it goes into memory.
 
         Args:
             save_dir: the directory in which it would be on disk.
@@ -175,7 +175,7 @@ class MemoryTier:
         if not plan or known.saver is None:
             known.since_disk = 0
             return None
-        return Turn(known, known.saver, plan, exchange)
+        return MemoryTurn(known, known.saver, plan, exchange)
 
     def _connected(self, save_dir: str, exchange: MessageExchange) -> _Folder:
         """Start the tier of a save directory."""
@@ -304,7 +304,9 @@ def _tell(save: PendingSave, known: _Folder) -> None:
     known.failing = True
 
 
-def choose(load: MemoryLoad, disk_step: Callable[[], int | None], tried: list[tuple[int, bool]]) -> tuple[Found, bool] | None:
+def choose(
+    load: MemoryLoad, disk_step: Callable[[], int | None], tried: list[tuple[int, bool]]
+) -> tuple[FoundGeneration, bool] | None:
     """Return the generation to try next, and whether to check its files first; None for the checkpoint on disk.
 
     A generation that is damaged is tried once more after each host has removed its damaged files.

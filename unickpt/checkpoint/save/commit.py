@@ -92,7 +92,7 @@ def _structure(index: Index, excluded: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommittedCheckpoint:
     """A committed checkpoint.
 
     Attributes:
@@ -112,7 +112,7 @@ def commit(
     *,
     proceed: Callable[[], None] | None = None,
     claim: Claim | None = None,
-) -> Committed:
+) -> CommittedCheckpoint:
     """Merge the rows of all ranks, check that the tensors are complete, and write index and manifest.
 
     Args:
@@ -152,7 +152,7 @@ def commit(
         notes=part.notes,
     )
     durable = publish(storage, manifest, table, proceed=proceed)
-    return Committed(sum(record.size_bytes for record in manifest.files), durable)
+    return CommittedCheckpoint(sum(record.size_bytes for record in manifest.files), durable)
 
 
 def index_record(table: bytes, generation: int) -> FileRecord:

@@ -47,7 +47,7 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Run:
+class MemoryRun:
     """Data that is adjacent in memory."""
 
     address: int
@@ -71,7 +71,7 @@ class Run:
         return memoryview(whole).cast("B")
 
 
-def extend(runs: list[Run], data: memoryview) -> None:
+def extend(runs: list[MemoryRun], data: memoryview) -> None:
     """Add data to the last run if it is adjacent to it in memory, and as a new run otherwise. Empty data is left out."""
     if not len(data):
         return
@@ -79,7 +79,7 @@ def extend(runs: list[Run], data: memoryview) -> None:
     if runs and runs[-1].end == address:
         runs[-1].append(data)
     else:
-        runs.append(Run(address, len(data), [data]))
+        runs.append(MemoryRun(address, len(data), [data]))
 
 
 class DataFile:
@@ -103,7 +103,7 @@ class DataFile:
         self._sink, self._pace = sink, pace
         self._whole = RunningDigest()
         self.rows: list[FragmentRow] = []
-        self._batch: list[Run] = []
+        self._batch: list[MemoryRun] = []
         self._batch_bytes = 0
         self._whole.update(self._head)
         self._put(memoryview(self._head))

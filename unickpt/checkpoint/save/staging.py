@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from unickpt.checkpoint.format.casts import Copy, comparison, copy_all, is_cast_of, is_dense
+from unickpt.checkpoint.format.casts import TensorCopy, comparison, copy_all, is_cast_of, is_dense
 from unickpt.checkpoint.save.device_copy import SUPPORTED, DeviceCopies
 from unickpt.checkpoint.save.shards import Shard
 from unickpt.checkpoint.storage.direct_io import BLOCK_BYTES
@@ -125,7 +125,7 @@ class _DenseCopies:
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
-        self._waiting: list[Copy] = []
+        self._waiting: list[TensorCopy] = []
         self._values: dict[int, torch.Tensor] = {}  # by address of ``unless``
         self._unless: dict[int, int] = {}  # address of ``unless`` of each shard in ``_values``, by ``id``
         self._same: dict[int, bool] = {}  # of the copies that compared, by address of their source
@@ -139,7 +139,7 @@ class _DenseCopies:
         """Note a copy, which ``run`` makes."""
         value = self._values.get(source.data_ptr()) if self._values else None
         fits = value is not None and value.numel() == source.numel() and comparison(source.dtype, value.dtype) is not None
-        self._waiting.append(Copy(target, source, value if fits else None))
+        self._waiting.append(TensorCopy(target, source, value if fits else None))
 
     def run(self) -> None:
         """Make the copies that were noted."""

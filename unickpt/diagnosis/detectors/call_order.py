@@ -11,7 +11,7 @@ import numpy as np
 
 from unickpt.diagnosis.snapshot.snapshot import Calls
 
-Key = tuple[int, ...]  # of calls that are alike: communicator, source, destination, operation, data type, shape
+CallKey = tuple[int, ...]  # of calls that are alike: communicator, source, destination, operation, data type, shape
 _KEY = ["comm", "source", "destination", "op", "dtype", "shape"]
 _ALIKE = 12  # newest calls that are compared
 FEWEST = 2  # of them that must be like earlier ones
@@ -28,7 +28,7 @@ class CallOrder:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
 
-    def place(self, rank: int, comm: int, seq: int) -> tuple[Sequence[Key], int]:
+    def place(self, rank: int, comm: int, seq: int) -> tuple[Sequence[CallKey], int]:
         """Return the keys of a rank's calls, and the position of one of its collectives among them; -1 if it is not there."""
         own = self._calls[self._calls["rank"] == rank]
         own = own[np.lexsort((own["seq"], own["call_ns"]))]
@@ -64,7 +64,7 @@ class CallOrder:
         return True, usual.index(keys[at]) if keys[at] in usual else 0
 
 
-def usual_after(keys: Sequence[Key]) -> list[Key]:
+def usual_after(keys: Sequence[CallKey]) -> list[CallKey]:
     """Return the calls that came after the newest earlier piece that is like the end of ``keys``; empty without one."""
     best, length = -1, FEWEST - 1
     for end in range(len(keys) - 1, 0, -1):

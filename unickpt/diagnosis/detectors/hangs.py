@@ -28,7 +28,7 @@ from unickpt.diagnosis.detectors.mismatches import mismatches
 from unickpt.diagnosis.detectors.verdicts import CircularWait, NotEntered, Syndrome, Unfinished, Verdict
 from unickpt.diagnosis.detectors.waits import Groups, Members, PendingCall, calls_waited_in, group_of
 from unickpt.diagnosis.snapshot.progress import ProgressTable
-from unickpt.diagnosis.snapshot.steps import Steps
+from unickpt.diagnosis.snapshot.steps import StepRows
 
 SHORTEST_S, BEFORE_S, LONGEST_S = 5.0, 120.0, 1800.0
 ENOUGH_STEPS = 5
@@ -36,7 +36,7 @@ TIMES_LONGEST = 3.0  # deadline, in units of the longest known step or call
 FOLLOWED = 32  # verdicts whose indirect victims are counted; for the others only direct ones are
 
 
-def deadline_s(steps: Steps, waits_ns: npt.ArrayLike) -> float:
+def deadline_s(steps: StepRows, waits_ns: npt.ArrayLike) -> float:
     """Return the number of seconds that a call may take.
 
     Args:

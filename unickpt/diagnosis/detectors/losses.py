@@ -14,7 +14,7 @@ import numpy.typing as npt
 from unickpt.diagnosis.detectors.medians import Floats, medians_of_others, row_medians
 from unickpt.diagnosis.detectors.stragglers import at_least
 from unickpt.diagnosis.detectors.verdicts import Cause, LongStepsNowAndThen, RotatingPauses, Syndrome, Verdict
-from unickpt.diagnosis.snapshot.steps import Steps
+from unickpt.diagnosis.snapshot.steps import StepRows
 
 OVER = 64  # newest steps that are compared
 FEWEST_STEPS = 24  # of them that must be known
@@ -26,7 +26,7 @@ ALONE = 0.8  # share of the late steps of the job that are those of the rank
 WARM_UP = 5
 
 
-def losses(steps: Steps) -> list[Verdict]:
+def losses(steps: StepRows) -> list[Verdict]:
     """Return verdicts on ranks that are late now and then; otherwise on garbage collections in turn.
 
     Args:
@@ -41,7 +41,7 @@ def losses(steps: Steps) -> list[Verdict]:
 _COLUMNS = ("begin_ns", "end_ns", "own_ns", "garbage_ns", "data_ns", "long")
 
 
-def _tables(steps: Steps) -> tuple[npt.NDArray[np.int32], Floats]:
+def _tables(steps: StepRows) -> tuple[npt.NDArray[np.int32], Floats]:
     """Return the ranks, and for the newest steps that all of them have ``[column, rank, step]``."""
     ranks, row = np.unique(steps["rank"], return_inverse=True)
     numbers, count = np.unique(steps["number"], return_counts=True)

@@ -30,7 +30,7 @@ TRANSFER = np.dtype(
         ("ns", "f8"),  # from the entry of the later side to the end on the receiver
     ]
 )
-Transfers = npt.NDArray[Any]  # of dtype ``TRANSFER``
+TransferRows = npt.NDArray[Any]  # of dtype ``TRANSFER``
 Ints = npt.NDArray[np.int64]
 
 
@@ -40,7 +40,7 @@ def begun(send_call_ns: Ints, receive_call_ns: Ints, receive_wait_ns: Ints) -> I
     return found
 
 
-def transfers_of(calls: Calls) -> Transfers:
+def transfers_of(calls: Calls) -> TransferRows:
     """Return transfers, from the time at which both sides had entered and the receiver waited to the end on the receiver.
 
     A late rank does not make its link look slow. Data that arrived before the receiver waited is left out: gloo shows the end
@@ -63,12 +63,12 @@ def transfers_of(calls: Calls) -> Transfers:
     out["bytes"] = receives["bytes"]
     out["ns"] = np.maximum(receives["end_ns"] - begun(sends["call_ns"], receives["call_ns"], receives["wait_ns"]), 0)
     unknown = (receives["wait_ns"] > np.maximum(sends["call_ns"], receives["call_ns"])) & (out["ns"] < AT_ONCE_NS)
-    known: Transfers = out[~unknown]
+    known: TransferRows = out[~unknown]
     return known
 
 
 def slow_links(
-    transfers: Transfers, *, fewest: int = 8, hosts: npt.ArrayLike | None = None, clock_error_ns: float = 0.0
+    transfers: TransferRows, *, fewest: int = 8, hosts: npt.ArrayLike | None = None, clock_error_ns: float = 0.0
 ) -> list[Verdict]:
     """Return verdicts on links that are slower than others of the same size in three of four transfers, the slowest first.
 

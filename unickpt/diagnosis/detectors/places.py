@@ -12,7 +12,7 @@ from unickpt.diagnosis.detectors.verdicts import (
     CallAlone,
     CallVariant,
     CircularWait,
-    Place,
+    RankPlaces,
     Syndrome,
     Unfinished,
     Verdict,
@@ -80,11 +80,11 @@ def with_places(verdict: Verdict, snapshot: Snapshot) -> Verdict:
     return dataclasses.replace(verdict, state=state if in_process else None, at=at, places=places)
 
 
-def _places(ranks: tuple[int, ...], snapshot: Snapshot, *, waiting: bool) -> list[Place]:
+def _places(ranks: tuple[int, ...], snapshot: Snapshot, *, waiting: bool) -> list[RankPlaces]:
     found: dict[Frame, list[int]] = defaultdict(list)
     for rank in ranks[:MOST]:
         one = snapshot.ranks.get(rank)
         frame = place_of(one.stack) if one is not None else None
         if frame is not None:
             found[frame].append(rank)
-    return [Place(frame, tuple(ranks), waiting) for frame, ranks in found.items()]
+    return [RankPlaces(frame, tuple(ranks), waiting) for frame, ranks in found.items()]

@@ -21,7 +21,7 @@ import numpy as np
 from unickpt.diagnosis.detectors.stragglers import peers_known, stragglers
 from unickpt.diagnosis.detectors.verdicts import Cause, SlowLayers, Syndrome, Verdict
 from unickpt.diagnosis.snapshot.snapshot import LayerSample, Snapshot
-from unickpt.diagnosis.snapshot.steps import Steps
+from unickpt.diagnosis.snapshot.steps import StepRows
 
 MARGIN, SPREADS = 0.25, 4.0  # smallest excess over the expected time, and as a multiple of the spread
 SAMPLES = 3  # steps in which the layers were sampled
@@ -66,19 +66,19 @@ def slow_layers(snapshot: Snapshot) -> list[Verdict]:
     return found
 
 
-def _alone(rank: int, own: Steps, evidence: SlowLayers, others: int) -> Verdict:
+def _alone(rank: int, own: StepRows, evidence: SlowLayers, others: int) -> Verdict:
     return Verdict(
         Syndrome.NON_COMMUNICATION_SLOW, (rank,), int(own["begin_ns"].min()), victims=others, cause=Cause.COMPUTE,
         evidence=(evidence,),
     )  # fmt: skip
 
 
-def _newest(steps: Steps, rank: int) -> Steps:
+def _newest(steps: StepRows, rank: int) -> StepRows:
     own = steps[(steps["rank"] == rank) & (steps["number"] > WARM_UP)]
-    newest: Steps = own[np.argsort(own["number"], kind="stable")][-LAST:]
+    newest: StepRows = own[np.argsort(own["number"], kind="stable")][-LAST:]
     return newest
 
 
-def _still_slow(own: Steps, sample: LayerSample) -> bool:
+def _still_slow(own: StepRows, sample: LayerSample) -> bool:
     """Return whether the steps since then are long enough for layers that are still slow."""
     return float(np.median(own["own_ns"])) * 1e-9 > (sample.took_s + sample.expected_s) / 2

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from unickpt.diagnosis.detectors.medians import Floats, medians_of_others, row_medians
 from unickpt.diagnosis.detectors.verdicts import Cause, LongSteps, Syndrome, Verdict
-from unickpt.diagnosis.snapshot.steps import Steps
+from unickpt.diagnosis.snapshot.steps import StepRows
 
 SMALLEST_NS = 2_000_000.0  # smallest excess to report, whatever the step takes
 SHARE, OF_FEW = 0.005, 0.2  # smallest excess as a share of the step, plus OF_FEW / number of peers
@@ -32,7 +32,7 @@ FEW = 8  # ranks below which usual differences cannot be estimated
 MIDDLE = 1.25  # standard error of a median of n, times sqrt(n) / sigma
 
 
-def stragglers(steps: Steps, *, last: int = 20, fewest: int = 16, warm_up: int = 5) -> list[Verdict]:
+def stragglers(steps: StepRows, *, last: int = 20, fewest: int = 16, warm_up: int = 5) -> list[Verdict]:
     """Return verdicts on ranks whose own time exceeds that of their peers in most steps, the slowest rank first.
 
     Args:
@@ -47,20 +47,20 @@ def stragglers(steps: Steps, *, last: int = 20, fewest: int = 16, warm_up: int =
     return [verdict for _, verdict in sorted(found, key=lambda each: -each[0])]
 
 
-def peers_known(steps: Steps, *, last: int = 20, fewest: int = 16, warm_up: int = 5) -> dict[int, bool]:
+def peers_known(steps: StepRows, *, last: int = 20, fewest: int = 16, warm_up: int = 5) -> dict[int, bool]:
     """Return for each rank with peers whether ``stragglers``, with the same arguments, judges it."""
     classes = _classes(steps, last, fewest, warm_up)
     return {rank: judged for each in classes for rank, judged in zip(each.ranks.tolist(), each.judged.tolist(), strict=True)}
 
 
-def _classes(steps: Steps, last: int, fewest: int, warm_up: int) -> list[_Compared]:
+def _classes(steps: StepRows, last: int, fewest: int, warm_up: int) -> list[_Compared]:
     steps = steps[steps["number"] > warm_up]
     steps = steps[np.lexsort((steps["number"], steps["rank"]))]
     left = np.searchsorted(steps["rank"], steps["rank"], side="right") - np.arange(len(steps))
     return [_compared(peers, last, fewest) for peers in _alike(steps[left <= last])]
 
 
-def _alike(steps: Steps) -> list[Steps]:
+def _alike(steps: StepRows) -> list[StepRows]:
     """Split steps by the calls that their ranks usually make; classes of a single rank are left out."""
     if not len(steps):
         return []
@@ -94,7 +94,7 @@ class _Compared:
         own_ns: median own time of a step.
     """
 
-    steps: Steps
+    steps: StepRows
     ranks: npt.NDArray[np.int32]
     row: npt.NDArray[np.int64]
     excess: Floats
@@ -106,7 +106,7 @@ class _Compared:
     own_ns: float
 
 
-def _compared(steps: Steps, last: int, fewest: int) -> _Compared:
+def _compared(steps: StepRows, last: int, fewest: int) -> _Compared:
     ranks, row = np.unique(steps["rank"], return_inverse=True)
     numbers, count = np.unique(steps["number"], return_counts=True)
     numbers = numbers[count > len(ranks) / 2][-last:]

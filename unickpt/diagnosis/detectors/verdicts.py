@@ -352,7 +352,7 @@ Hint = OffTrack | SameSideFirst | OneCallMore | EndedEarly | LooksAtProcess | Co
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlaces:
     """Where ranks are.
 
     Attributes:
@@ -406,7 +406,7 @@ class Verdict:
     state: State | None = None
     at: Frame | None = None
     waiting: tuple[int, ...] = ()
-    places: tuple[Place, ...] = ()
+    places: tuple[RankPlaces, ...] = ()
     next: Hint | None = None
     gone_on: tuple[int, ...] = ()
 

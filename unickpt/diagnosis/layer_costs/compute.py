@@ -16,7 +16,7 @@ import numpy as np
 
 from unickpt.diagnosis.layer_costs.measured import MeasuredLayer
 
-Key = tuple[str, str, str]  # device, class and data type of a layer
+LayerKey = tuple[str, str, str]  # device, class and data type of a layer
 SIGMA = 1.4826  # standard deviation / median absolute deviation
 
 
@@ -39,12 +39,12 @@ class ComputeCosts:
     """
 
     def __init__(self, samples: Iterable[MeasuredLayer]) -> None:
-        points: dict[Key, dict[float, list[float]]] = {}
+        points: dict[LayerKey, dict[float, list[float]]] = {}
         for each in samples:
             time_s = each.forward_s + each.backward_s
             if each.tokens and each.parameters and time_s > 0:
                 points.setdefault(key_of(each), {}).setdefault(work_of(each), []).append(time_s)
-        self.lines: Mapping[Key, WorkLine] = {key: _line(found) for key, found in points.items()}
+        self.lines: Mapping[LayerKey, WorkLine] = {key: _line(found) for key, found in points.items()}
         self._works = {key: sorted(found) for key, found in points.items()}
         self._points = points
 
@@ -89,7 +89,7 @@ class ComputeCosts:
         return median(ratios) if ratios else None
 
 
-def key_of(layer: MeasuredLayer) -> Key:
+def key_of(layer: MeasuredLayer) -> LayerKey:
     """Return what layers of one line have in common."""
     return layer.device, layer.kind, layer.dtype
 

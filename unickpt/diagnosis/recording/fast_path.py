@@ -74,7 +74,7 @@ class RecorderState(Protocol):
         """Return the number of a new record."""
 
 
-class State:
+class PythonRecorderState:
     """``RecorderState`` in Python."""
 
     __slots__ = ("_numbers", "blocked", "groups", "last", "pending", "phase", "step", "waits_blocked")
@@ -105,7 +105,7 @@ def state_of(ring: RingWriter, dtype_codes: dict[torch.dtype, int], *, extension
         extension: use the extension if it is installed.
     """
     if _fast is None or not extension:
-        return State()
+        return PythonRecorderState()
     import numpy as np
 
     memory = np.frombuffer(ring.map, np.uint8)

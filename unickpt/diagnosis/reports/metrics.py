@@ -33,7 +33,7 @@ from unickpt.diagnosis.snapshot.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class MetricValue:
     """One value.
 
     Attributes:
@@ -77,7 +77,7 @@ _OF_STEPS = {
 
 def measurements(
     jobs: Sequence[HostRings], verdicts: Sequence[Verdict], clock_offsets_ns: Mapping[str, int] | None = None
-) -> list[Measurement]:
+) -> list[MetricValue]:
     """Return all values from rings, by ascending step.
 
     Args:
@@ -89,29 +89,29 @@ def measurements(
     return [*_of_ranks(job), *_of_steps(job), *_of_groups(job), *of_verdicts(verdicts)]
 
 
-def _of_ranks(job: JobRecords) -> Iterator[Measurement]:
+def _of_ranks(job: JobRecords) -> Iterator[MetricValue]:
     for number, rank in job.ranks.items():
-        yield Measurement("unickpt_rank_step", {"rank": str(number)}, float(rank.ring.step))
+        yield MetricValue("unickpt_rank_step", {"rank": str(number)}, float(rank.ring.step))
         yield from _states(number, rank.ring.identity.host, rank.state)
 
 
-def _states(rank: int, host: str, now: State) -> Iterator[Measurement]:
+def _states(rank: int, host: str, now: State) -> Iterator[MetricValue]:
     for state in State:
         labels = {"rank": str(rank), "host": host, "state": state.value}
-        yield Measurement("unickpt_rank_state", labels, float(state is now))
+        yield MetricValue("unickpt_rank_state", labels, float(state is now))
 
 
-def _of_steps(job: JobRecords) -> Iterator[Measurement]:
+def _of_steps(job: JobRecords) -> Iterator[MetricValue]:
     table = by_step(job)
     for measure, name in _OF_STEPS.items():
         for number, values in zip(table.ranks.tolist(), table.values[measure], strict=True):
             labels = {"rank": str(number)}
             for step, value in zip(table.steps.tolist(), values.tolist(), strict=True):
                 if value == value:  # not NaN: known
-                    yield Measurement(name, labels, value / 1e9, step)
+                    yield MetricValue(name, labels, value / 1e9, step)
 
 
-def _of_groups(job: JobRecords) -> Iterator[Measurement]:
+def _of_groups(job: JobRecords) -> Iterator[MetricValue]:
     begun: dict[int, int] = {}
     calls: dict[tuple[str, str], int] = defaultdict(int)
     given: dict[tuple[str, str], int] = defaultdict(int)
@@ -131,13 +131,13 @@ def _of_groups(job: JobRecords) -> Iterator[Measurement]:
     for number, count in begun.items():
         totals[job.groups[number].label] += count
     for label, count in sorted(totals.items()):
-        yield Measurement("unickpt_collectives_total", {"group": label}, float(count))
+        yield MetricValue("unickpt_collectives_total", {"group": label}, float(count))
     for name, counts in (("unickpt_recorded_calls", calls), ("unickpt_recorded_bytes", given)):
         for (op_label, label), count in sorted(counts.items()):
-            yield Measurement(name, {"op": op_label, "group": label}, float(count))
+            yield MetricValue(name, {"op": op_label, "group": label}, float(count))
 
 
-def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Measurement]:
+def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[MetricValue]:
     """Return the number of verdicts by syndrome, rank, cause and kind of what to look at next."""
     counts: dict[tuple[str, str, str, str], int] = defaultdict(int)
     for verdict in verdicts:
@@ -147,18 +147,18 @@ def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Measurement]:
             counts[verdict.syndrome.value, str(rank), cause, following] += 1
     for (syndrome, rank_label, cause, following), count in counts.items():
         labels = {"syndrome": syndrome, "rank": rank_label, "cause": cause, "next": following}
-        yield Measurement("unickpt_verdicts", labels, float(count))
+        yield MetricValue("unickpt_verdicts", labels, float(count))
 
 
-def of_memory(status: MemoryStatus | None) -> list[Measurement]:
+def of_memory(status: MemoryStatus | None) -> list[MetricValue]:
     """Return the values of the memory tier; none without one."""
-    return [Measurement(name, labels, value) for name, labels, value in memory_tier.memory_values(status, time.time())]
+    return [MetricValue(name, labels, value) for name, labels, value in memory_tier.memory_values(status, time.time())]
 
 
 # ---------------------------------------------------------------- a running job
 
 
-def live_measurements(snapshot: Snapshot, verdicts: Sequence[Verdict], memory: MemoryStatus | None = None) -> list[Measurement]:
+def live_measurements(snapshot: Snapshot, verdicts: Sequence[Verdict], memory: MemoryStatus | None = None) -> list[MetricValue]:
     """All values that a snapshot has, of its newest steps.
 
     Args:
@@ -176,43 +176,43 @@ def live_measurements(snapshot: Snapshot, verdicts: Sequence[Verdict], memory: M
     ]
 
 
-def _live_ranks(snapshot: Snapshot) -> Iterator[Measurement]:
+def _live_ranks(snapshot: Snapshot) -> Iterator[MetricValue]:
     for number, rank in sorted(snapshot.ranks.items()):
-        yield Measurement("unickpt_rank_step", {"rank": str(number)}, float(rank.step))
+        yield MetricValue("unickpt_rank_step", {"rank": str(number)}, float(rank.step))
         yield from _states(number, rank.host, rank.state)
 
 
-def _live_steps(snapshot: Snapshot) -> Iterator[Measurement]:
+def _live_steps(snapshot: Snapshot) -> Iterator[MetricValue]:
     steps = snapshot.steps[np.lexsort((snapshot.steps["number"], snapshot.steps["rank"]))]
     newest = steps[np.append(steps["rank"][1:] != steps["rank"][:-1], True)] if len(steps) else steps
     columns = ["rank", "number", "begin_ns", "end_ns", "own_ns", "data_ns", "garbage_ns"]
     for rank, number, begin, end, own, data, garbage in newest[columns].tolist():
         values = {"own": own, "waiting": end - begin - own, "data": data, "garbage": garbage}
         for name, value in values.items():
-            yield Measurement(f"unickpt_rank_{name}_seconds", {"rank": str(rank)}, value / 1e9, number)
+            yield MetricValue(f"unickpt_rank_{name}_seconds", {"rank": str(rank)}, value / 1e9, number)
 
 
-def _live_groups(snapshot: Snapshot) -> Iterator[Measurement]:
+def _live_groups(snapshot: Snapshot) -> Iterator[MetricValue]:
     totals: dict[str, int] = defaultdict(int)
     rows = snapshot.rows[snapshot.rows["source"] < 0]
     for number, group in enumerate(snapshot.groups):
         here = rows["entered"][rows["comm"] == number]
         totals[group.label or group.name] += int(here.max(initial=0))
     for label, count in sorted(totals.items()):
-        yield Measurement("unickpt_collectives_total", {"group": label}, float(count))
+        yield MetricValue("unickpt_collectives_total", {"group": label}, float(count))
 
 
-def _live_links(snapshot: Snapshot) -> Iterator[Measurement]:
+def _live_links(snapshot: Snapshot) -> Iterator[MetricValue]:
     for source, destination, ns_per_byte in links_of(snapshot.windows)[["source", "destination", "ns_per_byte"]].tolist():
         if ns_per_byte == ns_per_byte:  # something was sent
             labels = {"source": str(source), "destination": str(destination)}
-            yield Measurement("unickpt_link_seconds_per_byte", labels, ns_per_byte / 1e9)
+            yield MetricValue("unickpt_link_seconds_per_byte", labels, ns_per_byte / 1e9)
 
 
 # ---------------------------------------------------------------- exporters
 
 
-def exposition(measured: Sequence[Measurement], about: Mapping[str, str] = HELP) -> str:
+def exposition(measured: Sequence[MetricValue], about: Mapping[str, str] = HELP) -> str:
     """Return Prometheus' text format. Of a value for several steps, the newest counts.
 
     Args:
@@ -245,7 +245,7 @@ def exposition(measured: Sequence[Measurement], about: Mapping[str, str] = HELP)
     return text
 
 
-def write_scalars(measured: Sequence[Measurement], folder: Path) -> int:
+def write_scalars(measured: Sequence[MetricValue], folder: Path) -> int:
     """Write values by step as TensorBoard scalars, ``own_seconds/rank 3``; return their number.
 
     Raises:

@@ -29,7 +29,7 @@ from unickpt.diagnosis.recording.records import Flag, Op, Records, begins_ns, by
 from unickpt.diagnosis.recording.ring import RingContents
 from unickpt.diagnosis.recording.ring_folder import HostRings
 from unickpt.diagnosis.snapshot.progress import PROGRESS, ProgressTable, number_groups, rank_progress
-from unickpt.diagnosis.snapshot.steps import STEP, Steps, steps_of
+from unickpt.diagnosis.snapshot.steps import STEP, StepRows, steps_of
 from unickpt.diagnosis.snapshot.tcp_windows import WINDOW, Windows
 
 CALL = np.dtype(
@@ -189,7 +189,7 @@ class Snapshot:
     ranks: Mapping[int, RankSnapshot]
     groups: Sequence[GroupInfo]
     rows: ProgressTable
-    steps: Steps
+    steps: StepRows
     calls: Calls
     windows: Windows = field(default_factory=lambda: np.zeros(0, WINDOW))
     longest_wait_ns: int = 0

@@ -30,11 +30,11 @@ STEP = np.dtype(
     ]
 )
 _LONG = [int(Phase.CHECKPOINT), int(Phase.EVALUATION)]
-Steps = npt.NDArray[Any]  # of dtype ``STEP``
+StepRows = npt.NDArray[Any]  # of dtype ``STEP``
 Ints = npt.NDArray[np.int64]
 
 
-def steps_of(rank: int, records: Records, *, offset_ns: int = 0) -> Steps:
+def steps_of(rank: int, records: Records, *, offset_ns: int = 0) -> StepRows:
     """Return the steps of a rank, without steps whose begin may have left the ring.
 
     Args:

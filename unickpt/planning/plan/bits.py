@@ -24,7 +24,7 @@ STEPS, TABLE_STEPS = 1 << 18, 1 << 15  # most steps of memory: of one choice, an
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class UnitOption:
     """A way to store a unit.
 
     Attributes:
@@ -39,11 +39,11 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class UnitChoices:
     """A unit and its options, at least one."""
 
     unit: str
-    options: tuple[Option, ...]
+    options: tuple[UnitOption, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class LayerBits:
     """
 
     fixed_bytes: int
-    units: tuple[Choices, ...]
+    units: tuple[UnitChoices, ...]
 
     @property
     def least_bytes(self) -> int:
@@ -76,7 +76,7 @@ class BitPlan:
         exact: whether no other plan can have a smaller error.
     """
 
-    chosen: tuple[tuple[Option, ...], ...]
+    chosen: tuple[tuple[UnitOption, ...], ...]
     bounds: tuple[int, ...]
     devices: tuple[int, ...]
     error: float
@@ -113,7 +113,7 @@ def plan_bits(layers: Sequence[LayerBits], devices: Sequence[Device], *, reorder
         if found is None:
             return _unmet(layers, devices)
         bounds, order = found.bounds, _positions(found.kinds, kinds)
-    chosen: list[tuple[Option, ...]] = []
+    chosen: list[tuple[UnitOption, ...]] = []
     for device, begin, end in zip(order, bounds, bounds[1:], strict=False):
         stage, fine = _choose(layers[begin:end], devices[device].memory_bytes)
         chosen += stage
@@ -148,9 +148,9 @@ def _unmet(layers: Sequence[LayerBits], devices: Sequence[Device]) -> Unmet:
     return Unmet(Binds.MEMORY, sum(needed), sum(device.memory_bytes for device in devices), placed=placed)
 
 
-def _options(unit: Choices) -> list[Option]:
+def _options(unit: UnitChoices) -> list[UnitOption]:
     """Return the options that can be best, from the smallest on: each one larger has a smaller error."""
-    found: list[Option] = []
+    found: list[UnitOption] = []
     for option in sorted(unit.options, key=lambda option: (option.bytes, option.error)):
         if not found or option.error < found[-1].error:
             found.append(option)
@@ -172,7 +172,7 @@ def _grain(layers: Sequence[LayerBits], room: float, steps: int) -> tuple[int, b
     return (common, True) if common >= wanted else (wanted, False)
 
 
-def _added(best: Floats, own: Sequence[Option], grain: int) -> tuple[Floats, npt.NDArray[np.uint8]]:
+def _added(best: Floats, own: Sequence[UnitOption], grain: int) -> tuple[Floats, npt.NDArray[np.uint8]]:
     """Return the least errors with one more unit by steps of memory, and the option that gives each.
 
     Args:
@@ -193,7 +193,7 @@ def _added(best: Floats, own: Sequence[Option], grain: int) -> tuple[Floats, npt
     return found, taken
 
 
-def _choose(layers: Sequence[LayerBits], memory_bytes: float) -> tuple[list[tuple[Option, ...]], bool]:
+def _choose(layers: Sequence[LayerBits], memory_bytes: float) -> tuple[list[tuple[UnitOption, ...]], bool]:
     """Return the best options of layers that fit on one device, and whether they are exact."""
     room = memory_bytes - sum(layer.least_bytes for layer in layers)
     grain, exact = _grain(layers, room, STEPS)
@@ -205,7 +205,7 @@ def _choose(layers: Sequence[LayerBits], memory_bytes: float) -> tuple[list[tupl
         best, taken = _added(best, own, grain)
         steps.append((own, taken))
     at = len(best) - 1
-    picked: list[Option] = []
+    picked: list[UnitOption] = []
     for own, taken in reversed(steps):
         option = own[taken[at]]
         at -= -(-(option.bytes - own[0].bytes) // grain)

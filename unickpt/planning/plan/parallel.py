@@ -17,7 +17,7 @@ from unickpt.diagnosis.layer_costs.measured import LAYER, MeasuredLayer
 from unickpt.diagnosis.recording.records import Op
 from unickpt.planning.plan.layers import cost_of, megatron_layout
 from unickpt.planning.plan.links import LinkCosts
-from unickpt.planning.plan.partition import Device, LayerCost, Partition, Unmet, plan_stages
+from unickpt.planning.plan.partition import Device, LayerCost, StageCut, Unmet, plan_stages
 from unickpt.planning.replay.programs import in_flight, step_time
 
 GRADIENT_BYTES, WEIGHT_BYTES = 4, 2  # of a parameter in the sum of gradients, and in the gathering of weights
@@ -26,7 +26,7 @@ _REDUCTIONS = 2  # all-reduces of a tensor parallel group in each forward, and i
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredJob:
     """What is known of the job.
 
     Attributes:
@@ -72,7 +72,7 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelLayout:
+class PlannedLayout:
     """One layout.
 
     Attributes:
@@ -105,7 +105,7 @@ class RatedLayout:
         memory_bytes: memory of the fullest device.
     """
 
-    layout: ParallelLayout
+    layout: PlannedLayout
     bounds: tuple[int, ...]
     step_s: float
     pipeline_s: float
@@ -134,7 +134,7 @@ class UnmetLayout:
     text: str
 
 
-def layouts(space: Space, layers: int) -> Iterator[ParallelLayout]:
+def layouts(space: Space, layers: int) -> Iterator[PlannedLayout]:
     """Yield every layout that divides devices, rows and layers evenly enough to run."""
     allowed = space.tensors or tuple(1 << at for at in range(space.per_host.bit_length()) if 1 << at <= space.per_host)
     for tensor in allowed:
@@ -146,14 +146,14 @@ def layouts(space: Space, layers: int) -> Iterator[ParallelLayout]:
                 microbatches = space.batch // data // rows
                 for chunks in range(1, space.most_chunks + 1 if pipeline > 1 else 2):
                     if chunks == 1 or (microbatches % pipeline == 0 and pipeline * chunks <= layers):
-                        yield ParallelLayout(tensor, pipeline, chunks, data, rows, microbatches)
+                        yield PlannedLayout(tensor, pipeline, chunks, data, rows, microbatches)
 
 
 def _divisors(value: int, most: int) -> list[int]:
     return [each for each in range(1, min(value, most) + 1) if value % each == 0]
 
 
-def plan_layouts(measured: Measured, space: Space) -> list[RatedLayout] | UnmetLayout:
+def plan_layouts(measured: MeasuredJob, space: Space) -> list[RatedLayout] | UnmetLayout:
     """Return all layouts within the limits, the fastest first, or the limit that binds."""
     tried = list(layouts(space, len(measured.layers)))
     if not tried:
@@ -179,7 +179,7 @@ def plan_layouts(measured: Measured, space: Space) -> list[RatedLayout] | UnmetL
     return sorted(rated, key=lambda each: (each.step_s, each.memory_bytes))
 
 
-def rate(measured: Measured, space: Space, layout: ParallelLayout) -> RatedLayout | float:
+def rate(measured: MeasuredJob, space: Space, layout: PlannedLayout) -> RatedLayout | float:
     """Return the prediction for one layout; the memory in bytes that a device needs if it does not fit."""
     layers = [_resized(measured, layout, each) for each in measured.layers]
     per_parameter = SHARED_BYTES + SHARDED_BYTES / (layout.data if space.sharded else 1)
@@ -189,7 +189,7 @@ def rate(measured: Measured, space: Space, layout: ParallelLayout) -> RatedLayou
     cut = plan_stages(costs, [Device(memory_bytes=limit)] * stages, layout.microbatches)
     if isinstance(cut, Unmet):
         free = plan_stages(costs, [Device()] * stages, layout.microbatches)
-        return memory_of(costs, free.bounds, layout) if isinstance(free, Partition) else float("inf")
+        return memory_of(costs, free.bounds, layout) if isinstance(free, StageCut) else float("inf")
     memory = memory_of(costs, cut.bounds, layout)
     if memory > space.memory_bytes:
         return memory
@@ -206,7 +206,7 @@ def rate(measured: Measured, space: Space, layout: ParallelLayout) -> RatedLayou
     return RatedLayout(layout, cut.bounds, pipeline_s + gradients_s, pipeline_s, gradients_s, memory)
 
 
-def memory_of(costs: Sequence[LayerCost], bounds: Sequence[int], layout: ParallelLayout) -> float:
+def memory_of(costs: Sequence[LayerCost], bounds: Sequence[int], layout: PlannedLayout) -> float:
     """Return the memory of the fullest stage in bytes."""
     most = 0.0
     for stage in range(layout.pipeline):
@@ -217,7 +217,7 @@ def memory_of(costs: Sequence[LayerCost], bounds: Sequence[int], layout: Paralle
     return most
 
 
-def _resized(measured: Measured, layout: ParallelLayout, layer: MeasuredLayer) -> MeasuredLayer:
+def _resized(measured: MeasuredJob, layout: PlannedLayout, layer: MeasuredLayer) -> MeasuredLayer:
     """Return a layer at the sizes of a layout, with the communication of its tensor parallel group."""
     reduced = layer.role == LAYER
     before = _reductions_s(measured, measured.tensor, layer.input_bytes) if reduced else 0.0
@@ -229,11 +229,11 @@ def _resized(measured: Measured, layout: ParallelLayout, layer: MeasuredLayer) -
     return replace(found, forward_s=found.forward_s + after, backward_s=found.backward_s + after)
 
 
-def _reductions_s(measured: Measured, tensor: int, size: int) -> float:
+def _reductions_s(measured: MeasuredJob, tensor: int, size: int) -> float:
     return _REDUCTIONS * measured.links.seconds(Op.ALL_REDUCE, tensor, size)
 
 
-def _gradients_s(measured: Measured, space: Space, layout: ParallelLayout, layers: Sequence[MeasuredLayer]) -> float:
+def _gradients_s(measured: MeasuredJob, space: Space, layout: PlannedLayout, layers: Sequence[MeasuredLayer]) -> float:
     parameters = sum(each.parameters for each in layers)
     across = layout.tensor * layout.data > space.per_host
     if not space.sharded:

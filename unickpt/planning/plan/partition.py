@@ -91,7 +91,7 @@ class Unmet:
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
+class StageCut:
     """A cut into stages.
 
     Attributes:
@@ -169,7 +169,7 @@ def any_order(counts: Sequence[int], table: Mapping[tuple[int, int], Floats]) ->
     ]  # fmt: skip
 
 
-def partition(choices: Sequence[StageChoice], microbatches: int) -> Partition | None:
+def partition(choices: Sequence[StageChoice], microbatches: int) -> StageCut | None:
     """Return the best cut; None if no cut has a finite cost.
 
     Args:
@@ -198,17 +198,17 @@ def partition(choices: Sequence[StageChoice], microbatches: int) -> Partition | 
     return best
 
 
-def _rated(found: Partition, microbatches: int) -> Partition:
+def _rated(found: StageCut, microbatches: int) -> StageCut:
     step_s = (microbatches - 1) * max(found.times_s) + sum(found.times_s)
-    return Partition(found.bounds, found.kinds, found.times_s, step_s)
+    return StageCut(found.bounds, found.kinds, found.times_s, step_s)
 
 
-def _at_most(choices: Sequence[StageChoice], limit: float) -> Partition | None:
+def _at_most(choices: Sequence[StageChoice], limit: float) -> StageCut | None:
     """Return the cut with the least sum whose stages take at most ``limit``."""
     return _least(choices, bottleneck=False, limit=limit)
 
 
-def _least(choices: Sequence[StageChoice], *, bottleneck: bool, limit: float = np.inf) -> Partition | None:
+def _least(choices: Sequence[StageChoice], *, bottleneck: bool, limit: float = np.inf) -> StageCut | None:
     """Return the cut with the least slowest stage, or with the least sum. ``step_s`` is that value."""
     last = max(each.after for each in choices)
     layers = len(choices[0].costs) - 1
@@ -236,7 +236,7 @@ def _least(choices: Sequence[StageChoice], *, bottleneck: bool, limit: float = n
     path.reverse()
     times = tuple(float(choices[at].costs[begin, end]) for at, begin, end in path)
     bounds = (0, *(end for _, _, end in path))
-    return Partition(bounds, tuple(choices[at].kind for at, _, _ in path), times, float(best[last, layers]))
+    return StageCut(bounds, tuple(choices[at].kind for at, _, _ in path), times, float(best[last, layers]))
 
 
 def in_flight_1f1b(stage: int, stages: int, microbatches: int) -> int:
@@ -246,7 +246,7 @@ def in_flight_1f1b(stage: int, stages: int, microbatches: int) -> int:
 
 def plan_stages(
     layers: Sequence[LayerCost], devices: Sequence[Device], microbatches: int, *, reorder: bool = False
-) -> Partition | Unmet:
+) -> StageCut | Unmet:
     """Return the best cut of layers over devices under the schedule 1F1B, or the limit that binds.
 
     Args:
@@ -274,7 +274,7 @@ def plan_stages(
     found = partition(choices, microbatches)
     if found is None:
         return _unmet(layers, devices, choices, microbatches)
-    return Partition(found.bounds, tuple(devices.index(kinds[kind]) for kind in found.kinds), found.times_s, found.step_s)
+    return StageCut(found.bounds, tuple(devices.index(kinds[kind]) for kind in found.kinds), found.times_s, found.step_s)
 
 
 def _unmet(layers: Sequence[LayerCost], devices: Sequence[Device], choices: Sequence[StageChoice], microbatches: int) -> Unmet:

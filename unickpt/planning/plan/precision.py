@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from unickpt.diagnosis.layer_costs.measured import LAYER, MeasuredLayer
-from unickpt.planning.plan.bits import Choices, LayerBits, Option, plan_bits
+from unickpt.planning.plan.bits import LayerBits, UnitChoices, UnitOption, plan_bits
 from unickpt.planning.plan.layers import RankLayers
 from unickpt.planning.plan.partition import Device, Unmet
 
@@ -23,7 +23,7 @@ _NS = 1e-9
 _ROUNDING = 1e-9  # of a step
 _LEAST_ERROR = 1e-9  # of the largest error: a layer without an error is not lowered for nothing
 
-Steps = Callable[[Sequence[Mapping[int, float]]], Sequence[float]]
+PredictSteps = Callable[[Sequence[Mapping[int, float]]], Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,9 @@ def lowerable(measured: RankLayers) -> list[tuple[int, MeasuredLayer]]:
     return [(number, layer) for number, layer in measured.layers.items() if layer.role == LAYER]
 
 
-def plan_precision(groups: Sequence[SlowRanks], work_s: Mapping[int, float], steps: Steps, *, within: float) -> PrecisionPlan:
+def plan_precision(
+    groups: Sequence[SlowRanks], work_s: Mapping[int, float], steps: PredictSteps, *, within: float
+) -> PrecisionPlan:
     """Return the plan with the least predicted error, of those whose step is nearly the shortest possible one.
 
     Args:
@@ -159,7 +161,7 @@ def plan_precision(groups: Sequence[SlowRanks], work_s: Mapping[int, float], ste
     return PrecisionPlan(tuple(chosen), step_s, lowest_s, unhindered_s)
 
 
-def _least(saved: Callable[[float], Mapping[int, float]], steps: Steps, goal_s: float, most: float) -> float:
+def _least(saved: Callable[[float], Mapping[int, float]], steps: PredictSteps, goal_s: float, most: float) -> float:
     """Return the smallest part, up to ``most``, from which on the steps reach the goal; ``most`` if no other does."""
     low, high = 0.0, most
     for _ in range(2):
@@ -175,7 +177,7 @@ def _chosen(group: SlowRanks, needed_s: float) -> Lowered:
     """Return the layers with the least error that save enough."""
     least = max((layer.error for layer in group.layers), default=0.0) * _LEAST_ERROR or 1.0
     rows = [
-        LayerBits(0, (Choices(layer.name, (Option("full", _ns(layer.full_s), 0.0), *_low_option(layer, least))),))
+        LayerBits(0, (UnitChoices(layer.name, (UnitOption("full", _ns(layer.full_s), 0.0), *_low_option(layer, least))),))
         for layer in group.layers
     ]
     whole = sum(_ns(layer.full_s) for layer in group.layers)
@@ -187,9 +189,9 @@ def _chosen(group: SlowRanks, needed_s: float) -> Lowered:
     return Lowered(group.ranks, tuple(layer.name for layer in low), needed_s, saved_s, sum(layer.error for layer in low))
 
 
-def _low_option(layer: LayerChoice, least: float) -> tuple[Option, ...]:
+def _low_option(layer: LayerChoice, least: float) -> tuple[UnitOption, ...]:
     """Return the lower precision as an option, if it is faster."""
-    return (Option("low", _ns(layer.low_s), max(layer.error, least)),) if _ns(layer.low_s) < _ns(layer.full_s) else ()
+    return (UnitOption("low", _ns(layer.low_s), max(layer.error, least)),) if _ns(layer.low_s) < _ns(layer.full_s) else ()
 
 
 def _ns(seconds: float) -> int:

@@ -26,8 +26,8 @@ MOST_TRIED = 20_000  # orders
 LEAST_GAIN = 0.001  # of a step, for an exchange that is worth it
 _TOGETHER = 32  # orders that are replayed together
 
-Order = tuple[int, ...]
-Predict = Callable[[Sequence[Order]], list[float | None]]
+RankOrder = tuple[int, ...]
+PredictOrders = Callable[[Sequence[RankOrder]], list[float | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class OrderPlan:
         unknown: number of orders that cannot be predicted, because no transfer like theirs was measured.
     """
 
-    order: Order
+    order: RankOrder
     step_s: float
     now_s: float
     tried: int
@@ -64,7 +64,7 @@ def blocks_of(trace: Trace) -> list[list[int]]:
     return blocks
 
 
-def best_order(blocks: Sequence[Sequence[int]], predict: Predict) -> OrderPlan:
+def best_order(blocks: Sequence[Sequence[int]], predict: PredictOrders) -> OrderPlan:
     """Return the best order of the blocks.
 
     Args:
@@ -75,7 +75,7 @@ def best_order(blocks: Sequence[Sequence[int]], predict: Predict) -> OrderPlan:
     start = predict([_order(blocks, now)])[0]
     assert start is not None  # the present order moves nothing
     best, best_s, tried, unknown = now, start, 1, 0
-    rounds: Iterator[Iterator[Order]]
+    rounds: Iterator[Iterator[RankOrder]]
     rounds = iter([islice(permutations(now), 1, None)]) if len(blocks) <= ALL_ORDERS else _exchanges(lambda: best)
     for candidates in rounds:
         better = best_s * (1 - LEAST_GAIN)
@@ -92,20 +92,20 @@ def best_order(blocks: Sequence[Sequence[int]], predict: Predict) -> OrderPlan:
     return OrderPlan(_order(blocks, best), best_s, start, tried, unknown)
 
 
-def _exchanges(best: Callable[[], Order]) -> Iterator[Iterator[Order]]:
+def _exchanges(best: Callable[[], RankOrder]) -> Iterator[Iterator[RankOrder]]:
     """Yield rounds of exchanges of two blocks of the best order."""
     while True:
         now = best()
         yield (_exchanged(now, a, b) for a, b in combinations(range(len(now)), 2))
 
 
-def _exchanged(order: Order, a: int, b: int) -> Order:
+def _exchanged(order: RankOrder, a: int, b: int) -> RankOrder:
     found = list(order)
     found[a], found[b] = found[b], found[a]
     return tuple(found)
 
 
-def _order(blocks: Sequence[Sequence[int]], of: Order) -> Order:
+def _order(blocks: Sequence[Sequence[int]], of: RankOrder) -> RankOrder:
     """Return the order of ranks from the order of blocks."""
     found = [0] * sum(map(len, blocks))
     for own, taken in zip(blocks, (blocks[each] for each in of), strict=True):
@@ -127,7 +127,7 @@ def plan_order(trace: Trace, steps: tuple[int, int] | None = None) -> OrderPlan:
     graph = graph_of(window_of(trace, steps))
     pieces, schedule, now = pieces_of(graph), schedule_of(graph), measured(graph)
 
-    def predict(orders: Sequence[Order]) -> list[float | None]:
+    def predict(orders: Sequence[RankOrder]) -> list[float | None]:
         found: list[float | None] = [None] * len(orders)
         known = []
         for at, order in enumerate(orders):
@@ -145,22 +145,22 @@ def plan_order(trace: Trace, steps: tuple[int, int] | None = None) -> OrderPlan:
     return best_order(blocks_of(trace), predict)
 
 
-def host_order(trace: Trace, order: Order) -> list[str]:
+def host_order(trace: Trace, order: RankOrder) -> list[str]:
     """Return the hosts in the order in which the next run should number their ranks."""
     return list(dict.fromkeys(trace.hosts[place] for place in order))
 
 
-def hostfile(trace: Trace, order: Order) -> str:
+def hostfile(trace: Trace, order: RankOrder) -> str:
     """Return DeepSpeed's and MPI's host file: ``HOST slots=N`` for each host in order."""
     return "".join(f"{host} slots={trace.hosts.count(host)}\n" for host in host_order(trace, order))
 
 
-def rendezvous_order(trace: Trace, order: Order) -> str:
+def rendezvous_order(trace: Trace, order: RankOrder) -> str:
     """Return the option of ``--rdzv-conf`` with which the rendezvous backend numbers the hosts in this order."""
     return f"order={'+'.join(host_order(trace, order))}"
 
 
-def rankfile(trace: Trace, order: Order) -> str:
+def rankfile(trace: Trace, order: RankOrder) -> str:
     """Return a rank file of Open MPI: ``rank N=HOST slot=M`` for each rank."""
     lines = []
     for rank, place in enumerate(order):

@@ -22,7 +22,7 @@ _STAGE = "pp"
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class OwnTimes:
     """Own times by piece: arrays ``[pieces]``.
 
     Attributes:
@@ -50,7 +50,7 @@ class Pieces:
         return np.maximum(self.own_ns - sum(self.pauses_ns.values()), 0.0)
 
 
-def pieces_of(graph: Graph) -> Pieces:
+def pieces_of(graph: Graph) -> OwnTimes:
     """Return the own times of a graph."""
     events, trace = graph.events, graph.window.trace
     ends = np.flatnonzero((events.kind == CALLED) | (events.kind == STEP_ENDS))
@@ -65,7 +65,7 @@ def pieces_of(graph: Graph) -> Pieces:
     place = np.arange(len(ends)) - np.repeat(first, lengths)
     role = _roles(graph, ends, first, lengths, place)
     pauses = {name: np.minimum(_paused(trace, op, graph, ends), own) for name, op in PAUSES.items()}
-    return Pieces(of_event, rank, step, own, pauses, role, place, ends)
+    return OwnTimes(of_event, rank, step, own, pauses, role, place, ends)
 
 
 def stages_of(trace: Trace) -> Ints:
@@ -109,7 +109,7 @@ def _paused(trace: Trace, op: int, graph: Graph, ends: Ints) -> Floats:
     return out
 
 
-def like_others(pieces: Pieces, values: Floats, *, without: Ints | None = None) -> Floats:
+def like_others(pieces: OwnTimes, values: Floats, *, without: Ints | None = None) -> Floats:
     """Return float64 ``[pieces]``: median of the same piece of other ranks with this role; NaN without such a rank.
 
     Args:
@@ -130,7 +130,7 @@ def like_others(pieces: Pieces, values: Floats, *, without: Ints | None = None) 
     return out
 
 
-def like_all(pieces: Pieces, values: Floats) -> Floats:
+def like_all(pieces: OwnTimes, values: Floats) -> Floats:
     """Return float64 ``[pieces]``: lower median of the same piece of all ranks with this role.
 
     With two ranks the lower median is the faster one: one of two ranks that is slow does not raise the ideal.
@@ -141,7 +141,7 @@ def like_all(pieces: Pieces, values: Floats) -> Floats:
     return out
 
 
-def _by_role(pieces: Pieces) -> list[Ints]:
+def _by_role(pieces: OwnTimes) -> list[Ints]:
     """Return for each role int64 ``[ranks, pieces of a step]``: numbers of the pieces."""
     order = np.lexsort((pieces.place, pieces.rank, pieces.role))
     role = pieces.role[order]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from unickpt.diagnosis.recording.records import Op
-from unickpt.planning.replay.alike import Floats, Pieces, like_all, like_others, stages_of
+from unickpt.planning.replay.alike import Floats, OwnTimes, like_all, like_others, stages_of
 from unickpt.planning.replay.graph import CALLED, RETURNS, Graph
 from unickpt.planning.replay.trace import Ints
 
@@ -31,7 +31,7 @@ def measured(graph: Graph) -> Durations:
     return Durations(graph.events.own_ns.astype(np.float64), graph.transfers.took_ns.astype(np.float64))
 
 
-def with_own_times(now: Durations, pieces: Pieces, wanted_ns: Floats) -> Durations:
+def with_own_times(now: Durations, pieces: OwnTimes, wanted_ns: Floats) -> Durations:
     """Set the own times of pieces; NaN keeps a piece. The events of a piece are scaled together."""
     changed = np.isfinite(wanted_ns)
     empty = changed & (pieces.own_ns <= 0)
@@ -41,7 +41,7 @@ def with_own_times(now: Durations, pieces: Pieces, wanted_ns: Floats) -> Duratio
     return replace(now, own_ns=own)
 
 
-def with_ranks(now: Durations, pieces: Pieces, wanted_ns: Floats, ranks: Ints) -> Durations:
+def with_ranks(now: Durations, pieces: OwnTimes, wanted_ns: Floats, ranks: Ints) -> Durations:
     """Set the own times of some ranks only."""
     return with_own_times(now, pieces, np.where(np.isin(pieces.rank, ranks), wanted_ns, np.nan))
 
@@ -51,7 +51,7 @@ def without_delays(now: Durations, graph: Graph) -> Durations:
     return replace(now, own_ns=np.where(graph.events.kind == RETURNS, 0.0, now.own_ns))
 
 
-def without_pauses(now: Durations, pieces: Pieces, kinds: Sequence[str]) -> Durations:
+def without_pauses(now: Durations, pieces: OwnTimes, kinds: Sequence[str]) -> Durations:
     """No rank has pauses of these kinds (``alike.PAUSES``)."""
     paused = np.sum([pieces.pauses_ns[kind] for kind in kinds], axis=0)
     return with_own_times(now, pieces, np.maximum(pieces.own_ns - paused, 0.0))
@@ -106,7 +106,7 @@ def constant_times(graph: Graph, took_ns: Floats) -> Floats:
     return found
 
 
-def others_own_times(graph: Graph, pieces: Pieces) -> Floats:
+def others_own_times(graph: Graph, pieces: OwnTimes) -> Floats:
     """Return float64 ``[pieces]``: the own time that a rank would have if it were like its peers.
 
     A rank whose role no other rank has is compared by its total: its pieces are scaled to the median total of the other ranks.
@@ -128,7 +128,7 @@ def others_own_times(graph: Graph, pieces: Pieces) -> Floats:
     return found
 
 
-def has_peers(pieces: Pieces, ranks: int) -> list[bool]:
+def has_peers(pieces: OwnTimes, ranks: int) -> list[bool]:
     """Return for each rank whether another one has its role in every step."""
     alone = np.isnan(like_others(pieces, pieces.own_ns))
     lonely = np.zeros(ranks, bool)
@@ -136,7 +136,7 @@ def has_peers(pieces: Pieces, ranks: int) -> list[bool]:
     return [not each for each in lonely.tolist()]
 
 
-def balanced_stage(graph: Graph, pieces: Pieces, work_ns: Floats, stage: int) -> Floats:
+def balanced_stage(graph: Graph, pieces: OwnTimes, work_ns: Floats, stage: int) -> Floats:
     """Return float64 ``[pieces]``: ``work_ns`` with one pipeline stage scaled to the mean of the other stages."""
     stages = stages_of(graph.window.trace)
     of = stages[pieces.rank]
@@ -146,7 +146,7 @@ def balanced_stage(graph: Graph, pieces: Pieces, work_ns: Floats, stage: int) ->
     return np.where(of == stage, work_ns * factor, work_ns)
 
 
-def ideal(now: Durations, graph: Graph, pieces: Pieces) -> Durations:
+def ideal(now: Durations, graph: Graph, pieces: OwnTimes) -> Durations:
     """No pauses, every rank like the lower median of its role, every transfer like the median of its class."""
     return replace(with_own_times(now, pieces, like_all(pieces, pieces.work_ns)), took_ns=like_class(graph, now.took_ns))
 
@@ -188,7 +188,7 @@ def like_class(graph: Graph, took_ns: Floats) -> Floats:
     return _medians(kind, took_ns)[kind]
 
 
-def typical(now: Durations, graph: Graph, pieces: Pieces) -> Durations:
+def typical(now: Durations, graph: Graph, pieces: OwnTimes) -> Durations:
     """Every step has the same durations: medians over the steps of the window in which a rank makes as many calls."""
     steps = len(graph.window.steps)
     row = pieces.rank * steps + pieces.step

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from unickpt.base.errors import FormatError
 from unickpt.planning.replay.graph import CALLED, RETURNS, STEP_ENDS, Events, Graph, Transfers
-from unickpt.planning.replay.schedule import Schedule, schedule_of, simulate
+from unickpt.planning.replay.schedule import Levels, schedule_of, simulate
 from unickpt.planning.replay.trace import CALL, MARK, PAUSE, Ints, Trace, Window
 
 Floats = npt.NDArray[np.float64]
@@ -87,7 +87,7 @@ class OperationGraph:
     """
 
     graph: Graph
-    schedule: Schedule
+    schedule: Levels
     event: Ints
     transfer: Ints
     shared: npt.NDArray[np.bool_]

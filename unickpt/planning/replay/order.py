@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 
 from unickpt.base.errors import FormatError
-from unickpt.planning.replay.alike import Floats, Pieces, like_all
+from unickpt.planning.replay.alike import Floats, OwnTimes, like_all
 from unickpt.planning.replay.edits import Durations, operations_of_transfers, parties_of_transfers, with_own_times
 from unickpt.planning.replay.graph import Graph
 from unickpt.planning.replay.trace import Ints, Trace
 
 
-def with_order(now: Durations, graph: Graph, pieces: Pieces, order: Ints) -> Durations:
+def with_order(now: Durations, graph: Graph, pieces: OwnTimes, order: Ints) -> Durations:
     """Return the durations if ranks exchange their places.
 
     A place has a speed: the own time of its rank in relation to the lower median of all ranks with its role. The own times

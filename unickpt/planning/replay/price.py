@@ -16,13 +16,13 @@ import numpy.typing as npt
 from unickpt.base.errors import FormatError
 from unickpt.diagnosis.recording.records import Op
 from unickpt.planning.replay import edits
-from unickpt.planning.replay.alike import PAUSES, Floats, Pieces, like_all, like_others, pieces_of, stages_of
+from unickpt.planning.replay.alike import PAUSES, Floats, OwnTimes, like_all, like_others, pieces_of, stages_of
 from unickpt.planning.replay.edits import Durations
 from unickpt.planning.replay.graph import Graph, graph_of
 from unickpt.planning.replay.interleaved import interleaved_gain_s
 from unickpt.planning.replay.microbatches import microbatches_of, with_microbatches
 from unickpt.planning.replay.order import with_order
-from unickpt.planning.replay.schedule import Schedule, columns, schedule_of, simulate, step_times
+from unickpt.planning.replay.schedule import Levels, columns, schedule_of, simulate, step_times
 from unickpt.planning.replay.trace import Ints, Trace, window_of
 
 MOST_ELEMENTS = 1 << 24  # events times sets of durations that are replayed together
@@ -35,7 +35,7 @@ Change = Callable[[Durations], Durations]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Prediction:
     """What a step would take with one change.
 
     Attributes:
@@ -98,7 +98,7 @@ class WhatIf:
     exposed_operations: Mapping[str, float]
     measured_steps_s: tuple[float, ...]
     replayed_steps_s: tuple[float, ...]
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[Prediction, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return the result as JSON types, with keys as text."""
@@ -153,8 +153,8 @@ class Questions:
 @dataclass(frozen=True, slots=True)
 class _Model:
     graph: Graph
-    schedule: Schedule
-    pieces: Pieces
+    schedule: Levels
+    pieces: OwnTimes
     now: Durations
     others_ns: Floats = field(repr=False)
 
@@ -225,7 +225,7 @@ def analyse(trace: Trace, steps: tuple[int, int] | None = None, questions: Quest
         priced(_each_cause(model)), priced(_each_kind(model)), priced(_each_operation(model)),
         tuple(measured_steps.tolist()), tuple(table[:, 0].tolist()),
         tuple(
-            Answer(question, step_s - (whole - seconds), whole - seconds, error_s * max(seconds / whole, 1.0))
+            Prediction(question, step_s - (whole - seconds), whole - seconds, error_s * max(seconds / whole, 1.0))
             for question, seconds in answered
         ),
     )  # fmt: skip

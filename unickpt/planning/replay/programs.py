@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Schedule(enum.Enum):
+class PipelineSchedule(enum.Enum):
     """Whose 1F1B schedule it is."""
 
     MEGATRON = "megatron"
@@ -35,7 +35,7 @@ class Work(NamedTuple):
     microbatch: int
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """An activation or a gradient from one stage to the next or to the one before."""
 
     gradient: bool
@@ -50,7 +50,7 @@ class Message(NamedTuple):
 class Item(NamedTuple):
     """Part of a stage's program: it posts messages, waits for all of them, and computes."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[StageMessage, ...]
     work: Work | None
 
 
@@ -93,13 +93,13 @@ def in_flight(stage: int, stages: int, microbatches: int, chunks: int = 1) -> li
     return best
 
 
-def program(stage: int, stages: int, microbatches: int, schedule: Schedule) -> list[Item]:
+def program(stage: int, stages: int, microbatches: int, schedule: PipelineSchedule) -> list[Item]:
     """Return the program of a stage without chunks."""
-    if schedule is Schedule.DEEPSPEED:
+    if schedule is PipelineSchedule.DEEPSPEED:
         return _deepspeed_program(stage, stages, microbatches)
     order = order_of(stage, stages, microbatches)
     found: list[Item] = []
-    pending: tuple[Message, ...] = ()  # what the computation before has made
+    pending: tuple[StageMessage, ...] = ()  # what the computation before has made
     warm_up = min(stages - stage - 1, microbatches)
     for at, work in enumerate(order):
         needed, made = _messages(stage, stages, work)
@@ -134,18 +134,18 @@ def _deepspeed_program(stage: int, stages: int, microbatches: int) -> list[Item]
     return [*found, Item(made, None)] if made else found
 
 
-def _messages(stage: int, stages: int, work: Work) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+def _messages(stage: int, stages: int, work: Work) -> tuple[tuple[StageMessage, ...], tuple[StageMessage, ...]]:
     """Return what a computation receives and what it sends."""
     source, ends = (stage + 1, stages - 1) if work.backward else (stage - 1, 0)
     last = 0 if work.backward else stages - 1
-    needed = (Message(work.backward, source, work.microbatch),) if stage != ends else ()
-    made = (Message(work.backward, stage, work.microbatch),) if stage != last else ()
+    needed = (StageMessage(work.backward, source, work.microbatch),) if stage != ends else ()
+    made = (StageMessage(work.backward, stage, work.microbatch),) if stage != last else ()
     return needed, made
 
 
 def step_time(
     forward_s: Sequence[Sequence[float]], backward_s: Sequence[Sequence[float]], microbatches: int, send_s: float = 0.0,
-    schedule: Schedule = Schedule.MEGATRON,
+    schedule: PipelineSchedule = PipelineSchedule.MEGATRON,
 ) -> float:  # fmt: skip
     """Return the seconds until the last stage is done.
 
@@ -159,7 +159,7 @@ def step_time(
         return _interleaved(forward_s, backward_s, microbatches, send_s)
     stages = len(forward_s)
     programs = [program(stage, stages, microbatches, schedule) for stage in range(stages)]
-    posted: dict[Message, list[float]] = defaultdict(list)
+    posted: dict[StageMessage, list[float]] = defaultdict(list)
     clock, place, waits = [0.0] * stages, [0] * stages, [False] * stages
     todo = list(range(stages))
     while todo:

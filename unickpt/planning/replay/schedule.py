@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class Levels:
     """Nodes by level. Positions in ``segments`` and ``transfers`` are by level too.
 
     Attributes:
@@ -54,7 +54,7 @@ class Schedule:
     need_starts: Ints
 
 
-def schedule_of(graph: Graph) -> Schedule:
+def schedule_of(graph: Graph) -> Levels:
     """Return the levels of a graph.
 
     Raises:
@@ -82,7 +82,7 @@ def schedule_of(graph: Graph) -> Schedule:
     need_order = np.argsort(at_t[moved.need], kind="stable")
     need_counts = np.bincount(at_t[moved.need], minlength=len(by_t))
     numbers = np.arange(count + 1)
-    return Schedule(
+    return Levels(
         by_s, by_t, np.searchsorted(levels_s[by_s], numbers), np.searchsorted(levels_t[by_t], numbers),
         at_s[segment], first[by_s], last[by_s], at_s[previous[by_s]], at_t[waits_for[by_s]], at_t[moved.before[by_t]],
         moved.event[need_order], np.append(0, np.cumsum(need_counts)),
@@ -146,7 +146,7 @@ def _less(missing: Ints, touched: Ints) -> Ints:
     return np.unique(touched[missing[touched] == 0])
 
 
-def simulate(graph: Graph, schedule: Schedule, own_ns: Floats, took_ns: Floats) -> Floats:
+def simulate(graph: Graph, schedule: Levels, own_ns: Floats, took_ns: Floats) -> Floats:
     """Return when each host ends each step, for several sets of durations.
 
     Args:

@@ -14,8 +14,8 @@ from unickpt.diagnosis.recording.records import Flag, Op, Records, begins_ns, by
 from unickpt.diagnosis.reports.host_folders import read_hosts
 from unickpt.diagnosis.reports.job_records import JobRecords, RankRecords, coordinates, gather_records
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
-from unickpt.diagnosis.snapshot.steps import Steps, steps_of
-from unickpt.planning.replay.trace import CALL, MARK, PAUSE, Table, Trace, TraceGroup
+from unickpt.diagnosis.snapshot.steps import StepRows, steps_of
+from unickpt.planning.replay.trace import CALL, MARK, PAUSE, CallTable, Trace, TraceGroup
 
 _ROOTED = (int(Op.BROADCAST), int(Op.REDUCE), int(Op.GATHER), int(Op.SCATTER))
 _PAUSES = (int(Op.DATA), int(Op.GARBAGE), int(Op.CHECKPOINT))
@@ -86,7 +86,7 @@ def trace_of_snapshot(snapshot: Snapshot) -> Trace:
     )  # fmt: skip
 
 
-def _calls(at: int, rank: RankRecords) -> Table:
+def _calls(at: int, rank: RankRecords) -> CallTable:
     chosen = rank.records["op"] <= Op.RECEIVE
     records = rank.records[chosen]
     out = np.zeros(len(records), CALL)
@@ -104,7 +104,7 @@ def _calls(at: int, rank: RankRecords) -> Table:
     return out
 
 
-def _marks(at: int, steps: Steps) -> Table:
+def _marks(at: int, steps: StepRows) -> CallTable:
     out = np.zeros(len(steps), MARK)
     out["rank"] = at
     for name in ("number", "begin_ns", "end_ns"):
@@ -112,7 +112,7 @@ def _marks(at: int, steps: Steps) -> Table:
     return out
 
 
-def _pauses(at: int, rank: RankRecords) -> Table:
+def _pauses(at: int, rank: RankRecords) -> CallTable:
     """Return waits for data, garbage collections and phases of checkpoints that training waited for."""
     records: Records = rank.records[rank.records["op"] >= Op.GARBAGE]
     waited = (records["flags"] & int(Flag.ASYNC)) == 0
@@ -124,7 +124,7 @@ def _pauses(at: int, rank: RankRecords) -> Table:
     return out
 
 
-def _with_ends(calls: Table) -> Table:
+def _with_ends(calls: CallTable) -> CallTable:
     """Return the calls.
 
     Raises:

@@ -21,7 +21,7 @@ WORST = 0.03  # of the workers
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SlowdownShare:
     """What some operations explain of the slowdown.
 
     Attributes:
@@ -65,8 +65,8 @@ class Stragglers:
     by_kind: Mapping[str, float]
     by_rank: Mapping[int, float]
     worst_ranks: tuple[int, ...]
-    worst: Share
-    last_stage: Share
+    worst: SlowdownShare
+    last_stage: SlowdownShare
 
     def as_json(self) -> dict[str, Any]:
         """Return the result as JSON types, with keys as text."""
@@ -133,12 +133,12 @@ class _Analysis:
     def _slowdown_by(self, here: npt.NDArray[np.bool_]) -> float:
         return self._mean_s(np.where(here, self.measured, self.ideal)) / self.ideal_s
 
-    def _share(self, here: npt.NDArray[np.bool_]) -> Share:
+    def _share(self, here: npt.NDArray[np.bool_]) -> SlowdownShare:
         whole = self.replayed_s - self.ideal_s
         if whole == 0:
-            return Share(0.0, 0.0)
+            return SlowdownShare(0.0, 0.0)
         without, alone = np.where(here, self.ideal, self.measured), np.where(here, self.measured, self.ideal)
-        return Share((self.replayed_s - self._mean_s(without)) / whole, (self._mean_s(alone) - self.ideal_s) / whole)
+        return SlowdownShare((self.replayed_s - self._mean_s(without)) / whole, (self._mean_s(alone) - self.ideal_s) / whole)
 
 
 def ideal_durations(kind: tuple[str, ...], took_s: Floats) -> Floats:

@@ -34,7 +34,7 @@ CALL = np.dtype(
 MARK = np.dtype([("rank", "i4"), ("number", "i8"), ("begin_ns", "i8"), ("end_ns", "i8")])
 # One row per wait for data, garbage collection and checkpoint in the foreground.
 PAUSE = np.dtype([("rank", "i4"), ("op", "u1"), ("begin_ns", "i8"), ("end_ns", "i8")])
-Table = npt.NDArray[Any]
+CallTable = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class Trace:
     hosts: tuple[str, ...]
     places: tuple[Mapping[str, int], ...]
     groups: Sequence[TraceGroup]
-    calls: Table
-    marks: Table
-    pauses: Table
+    calls: CallTable
+    marks: CallTable
+    pauses: CallTable
     clock_error_ns: int = 0
 
 
@@ -130,7 +130,7 @@ def window_of(trace: Trace, steps: tuple[int, int] | None = None) -> Window:
     return Window(replace(trace, calls=calls, pauses=pauses), whole, begin, ends)
 
 
-def _within(table: Table, column: str, begin: Ints, ends: Ints) -> Table:
+def _within(table: CallTable, column: str, begin: Ints, ends: Ints) -> CallTable:
     moment = table[column]
-    found: Table = table[(moment >= begin[table["rank"]]) & (moment < ends[table["rank"], -1])]
+    found: CallTable = table[(moment >= begin[table["rank"]]) & (moment < ends[table["rank"], -1])]
     return found

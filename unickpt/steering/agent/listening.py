@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unickpt.base.logs import printable
-from unickpt.steering.links.link_speed import LIMIT_S, Transfers
+from unickpt.steering.links.link_speed import LIMIT_S, TransferServer
 from unickpt.steering.state.membership import Event, Joined
 from unickpt.steering.wire.addresses import listening_socket
 from unickpt.steering.wire.codec import SteeringError, accept, event_from_json
@@ -41,7 +41,7 @@ class Listener:
         self._stopped = threading.Event()
         self._sockets: list[socket.socket] = []
         self._connections = 0
-        self._transfers = Transfers()
+        self._transfers = TransferServer()
         self.refused = 0
 
     def open(self, host: str, port: int) -> socket.socket | None:

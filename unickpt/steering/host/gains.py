@@ -10,7 +10,7 @@ from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
 
 # snapshot, ranks at fault, link -> fraction of a step, 0 to 1. It raises UnickptError if the snapshot does not tell.
-Predict = Callable[[Snapshot, Sequence[int], tuple[int, int] | None], float]
+PredictGain = Callable[[Snapshot, Sequence[int], tuple[int, int] | None], float]
 ASK_S = 10.0  # between two predictions for one verdict
 SHARE = 50.0  # predictions take at most one part of so many of the time
 
@@ -23,7 +23,7 @@ class Gains:
         clock: seconds.
     """
 
-    def __init__(self, predict: Predict | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, predict: PredictGain | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._predict, self._clock = predict, clock
         self._known: dict[str, tuple[float, float | None]] = {}  # time of the prediction, and its result, by key of the verdict
         self._free_s = 0.0  # no prediction before this time

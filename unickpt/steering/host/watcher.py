@@ -35,7 +35,7 @@ from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.ring_folder import SessionNote, read_folder, read_note
 from unickpt.diagnosis.reports.verdict_text import render
 from unickpt.diagnosis.snapshot.snapshot import Snapshot
-from unickpt.steering.host.gains import Gains, Predict
+from unickpt.steering.host.gains import Gains, PredictGain
 from unickpt.steering.policy.policy import Finding, finding_of
 from unickpt.steering.policy.reports import LONGEST_TEXT, MOST_FINDINGS, HubReport, report_as_json
 
@@ -109,7 +109,7 @@ class RoundWatch:
     """
 
     def __init__(
-        self, assignment: Assignment, note: SessionNote, collector: Collector | None, predict: Predict | None = None
+        self, assignment: Assignment, note: SessionNote, collector: Collector | None, predict: PredictGain | None = None
     ) -> None:
         self.assignment, self.folder = assignment, Path(note.folder)
         self._collector, key = collector, bytes.fromhex(assignment.key)
@@ -208,7 +208,7 @@ class Watcher:
         record: record of the handler's workers; None for none.
     """
 
-    def __init__(self, listener: socket, predict: Predict | None = None, record: Path | None = None) -> None:
+    def __init__(self, listener: socket, predict: PredictGain | None = None, record: Path | None = None) -> None:
         self._predict, self._record = predict, record
         self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._hub: tuple[Collector, str] = (Collector(), "")

@@ -76,7 +76,7 @@ def _transferred(frames: Frames, size: int, latency_s: float, end_s: float) -> t
     return LinkSpeed(latency_s, size / sent_s, size / received_s), min(sent_s, received_s)
 
 
-class Transfers:
+class TransferServer:
     """Serves the measurements of other agents, a few at a time."""
 
     def __init__(self) -> None:

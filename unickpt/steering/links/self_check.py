@@ -14,7 +14,7 @@ from unickpt.base.logs import printable
 from unickpt.diagnosis.agent.launch import run_isolated
 from unickpt.steering.links.link_speed import measure
 from unickpt.steering.links.self_measure import DEVICES
-from unickpt.steering.state.membership import Host, Measured, Membership, Phase, natural
+from unickpt.steering.state.membership import Host, JobPhase, Measured, Membership, natural
 from unickpt.steering.state.scores import Score, best, failure, score_from
 from unickpt.steering.wire.codec import SteeringError
 
@@ -123,7 +123,7 @@ class SelfCheck:
 
 def partners(state: Membership, name: str, attempt: int) -> list[Host]:
     """Return the other hosts, members of a running round first, beginning with the one after this host. Pure."""
-    running = state.round.members if state.round is not None and state.phase is Phase.RUNNING else ()
+    running = state.round.members if state.round is not None and state.phase is JobPhase.RUNNING else ()
     names = [member for member, _ in running if member in state.hosts] or sorted(state.hosts, key=natural)
     if len(names) < 2 and name in names:
         return []

@@ -11,7 +11,7 @@ from unickpt.base.options.steering import SteeringOptions
 from unickpt.steering.policy.policy import Fault, Finding, History, decide
 from unickpt.steering.policy.reports import HubReport
 from unickpt.steering.state.link_verdicts import Blame, LinkFinding, Pair, pair
-from unickpt.steering.state.membership import Event, Membership, Ordered, Phase, Reached, Round
+from unickpt.steering.state.membership import Event, JobPhase, Membership, Ordered, Reached, Round
 from unickpt.steering.state.orders import Action, Order, events
 
 NOTED_S = 60.0  # interval at which the step of the job is noted in the state
@@ -42,7 +42,7 @@ class Decisions:
             now_s: time on the clock of the state.
         """
         round_ = state.round
-        if state.closed or state.phase is not Phase.RUNNING or round_ is None or round_.epoch != report.epoch:
+        if state.closed or state.phase is not JobPhase.RUNNING or round_ is None or round_.epoch != report.epoch:
             return []
         progress = Reached(report.epoch, report.step, report.pause_s)
         found: list[Event] = []

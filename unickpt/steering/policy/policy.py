@@ -22,7 +22,7 @@ from unickpt.diagnosis.detectors.verdicts import (
     Verdict,
 )
 from unickpt.diagnosis.host.process_state import State
-from unickpt.steering.state.membership import Membership, Phase
+from unickpt.steering.state.membership import JobPhase, Membership
 from unickpt.steering.state.orders import Action, Order
 
 
@@ -167,7 +167,7 @@ def decide(findings: Iterable[Finding], history: History, state: Membership, opt
     Returns:
         Orders whose reason is the name of a row and whose evidence is the text of the finding. Empty while no round runs.
     """
-    if state.closed or state.phase is not Phase.RUNNING or state.round is None:
+    if state.closed or state.phase is not JobPhase.RUNNING or state.round is None:
         return []
     members = {name for name, _ in state.round.members}
     order = list(Fault)

@@ -13,8 +13,8 @@ from unickpt.base.logs import printable
 from unickpt.base.private_files import append, file_name, make_named_folder, open_regular
 from unickpt.diagnosis.recording.ring_folder import fresh_folder
 from unickpt.steering.policy.reports import HubReport
-from unickpt.steering.state.history import LONGEST_LINE, Entry, Kind, entries, entry_of, line_of
-from unickpt.steering.state.membership import Membership, Phase
+from unickpt.steering.state.history import LONGEST_LINE, HistoryEntry, Kind, entries, entry_of, line_of
+from unickpt.steering.state.membership import JobPhase, Membership
 from unickpt.steering.wire.outbox import Outbox
 
 logger = logging.getLogger("unickpt")
@@ -23,7 +23,7 @@ SUFFIX = ".history.jsonl"
 ALIVE_S = 60.0
 KEPT = 10_000  # entries that metrics are made from
 CLOSE_S = 2.0
-Take = Callable[[Entry], None]
+Take = Callable[[HistoryEntry], None]
 
 
 class Chronicle:
@@ -41,7 +41,7 @@ class Chronicle:
     ) -> None:  # fmt: skip
         self._takers, self._clock, self._reporters = (self._keep, *takers), clock, tuple(reporters)
         self._lock = threading.Lock()
-        self._kept: deque[Entry] = deque(maxlen=KEPT)
+        self._kept: deque[HistoryEntry] = deque(maxlen=KEPT)
         self._state: Membership | None = None
         self._moved: tuple[tuple[int, int], int, float] = ((0, 0), 0, 0.0)  # round, its last step, and when it was new
         self._runs = (0, 0)  # round that runs
@@ -54,10 +54,10 @@ class Chronicle:
             with self._lock:
                 epoch, step, moved_s = self._moved
                 self._state = after
-                self._runs = after.round.epoch if after.round is not None and after.phase is Phase.RUNNING else (0, 0)
+                self._runs = after.round.epoch if after.round is not None and after.phase is JobPhase.RUNNING else (0, 0)
             for entry in found:
                 if entry.kind in (Kind.ENDED, Kind.CLOSED) and entry.epoch == epoch and step:
-                    self._tell(Entry(Kind.STEP, entry.at_s, epoch, step=step, furthest=after.furthest, moved_s=moved_s))
+                    self._tell(HistoryEntry(Kind.STEP, entry.at_s, epoch, step=step, furthest=after.furthest, moved_s=moved_s))
                 self._tell(entry)
         except Exception as err:
             self._warn(err)
@@ -79,22 +79,24 @@ class Chronicle:
         with self._lock:
             (epoch, step, moved_s), runs = self._moved, self._runs
         same = epoch == runs
-        self._tell(Entry(Kind.ALIVE, self._clock(), runs, step=step if same else 0, moved_s=moved_s if same and step else 0.0))
+        self._tell(
+            HistoryEntry(Kind.ALIVE, self._clock(), runs, step=step if same else 0, moved_s=moved_s if same and step else 0.0)
+        )
 
-    def known(self) -> tuple[Membership | None, list[Entry]]:
+    def known(self) -> tuple[Membership | None, list[HistoryEntry]]:
         """Return the newest state, and the newest entries by time, the last of them up to date."""
         with self._lock:
             (epoch, step, moved_s), found = self._moved, list(self._kept)
             if step and epoch == self._runs:
-                found.append(Entry(Kind.ALIVE, self._clock(), epoch, step=step, moved_s=moved_s))
+                found.append(HistoryEntry(Kind.ALIVE, self._clock(), epoch, step=step, moved_s=moved_s))
             return self._state, sorted(found, key=lambda entry: entry.at_s)
 
-    def _keep(self, entry: Entry) -> None:
+    def _keep(self, entry: HistoryEntry) -> None:
         if entry.kind is not Kind.ALIVE:
             with self._lock:
                 self._kept.append(entry)
 
-    def _tell(self, entry: Entry) -> None:
+    def _tell(self, entry: HistoryEntry) -> None:
         for take in self._takers:
             take(entry)
 
@@ -132,13 +134,13 @@ class HistoryFile:
             self.folder = fresh_folder(parent, f"{run_id[:40]}-history")
         self._path = self.folder / f"{file_name(host)[:64]}-{incarnation}{SUFFIX}"
         self._chronicle: Chronicle | None = None
-        self._outbox: Outbox[Entry] = Outbox("keeping the history", self._write, idle_s=ALIVE_S, idle=self._alive)
+        self._outbox: Outbox[HistoryEntry] = Outbox("keeping the history", self._write, idle_s=ALIVE_S, idle=self._alive)
 
     def attend(self, chronicle: Chronicle) -> None:
         """Ask this chronicle for signs of life."""
         self._chronicle = chronicle
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: HistoryEntry) -> None:
         """Add an entry. Never raises or waits."""
         self._outbox.put(entry)
 
@@ -146,7 +148,7 @@ class HistoryFile:
         """Write what waits."""
         self._outbox.close(CLOSE_S)
 
-    def _write(self, entry: Entry) -> None:
+    def _write(self, entry: HistoryEntry) -> None:
         append(self._path, line_of(entry))
 
     def _alive(self) -> None:
@@ -159,7 +161,7 @@ def is_history(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob(f"*{SUFFIX}"))
 
 
-def read_history(folder: Path) -> tuple[list[list[Entry]], list[str]]:
+def read_history(folder: Path) -> tuple[list[list[HistoryEntry]], list[str]]:
     """Return the entries of each file in a folder, and what could not be read.
 
     A last line without an end is being written, and is left out.

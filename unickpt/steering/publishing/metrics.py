@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from unickpt.diagnosis.reports.metrics import Measurement
-from unickpt.steering.state.history import Entry, Kind
+from unickpt.diagnosis.reports.metrics import MetricValue
+from unickpt.steering.state.history import HistoryEntry, Kind
 from unickpt.steering.state.hosts import host_rows
 from unickpt.steering.state.membership import Membership, Standing
 from unickpt.steering.state.orders import Action
@@ -24,7 +24,9 @@ HELP = {
 }
 
 
-def steering_measurements(state: Membership | None, entries: Sequence[Entry], now_s: float, wall_s: float) -> list[Measurement]:
+def steering_measurements(
+    state: Membership | None, entries: Sequence[HistoryEntry], now_s: float, wall_s: float
+) -> list[MetricValue]:
     """Return the metrics.
 
     Args:
@@ -35,21 +37,21 @@ def steering_measurements(state: Membership | None, entries: Sequence[Entry], no
     """
     rounds = state.round.epoch[1] if state is not None and state.round is not None else 0
     found = [
-        Measurement("unickpt_steering_rounds_total", {}, float(rounds)),
-        Measurement("unickpt_steering_restarts_total", {}, float(max(rounds - 1, 0))),
+        MetricValue("unickpt_steering_rounds_total", {}, float(rounds)),
+        MetricValue("unickpt_steering_restarts_total", {}, float(max(rounds - 1, 0))),
     ]
     orders = Counter(entry.action for entry in entries if entry.kind is Kind.ORDER)
-    found += [Measurement("unickpt_steering_orders_total", {"kind": kind.value}, float(orders[kind.value])) for kind in Action]
+    found += [MetricValue("unickpt_steering_orders_total", {"kind": kind.value}, float(orders[kind.value])) for kind in Action]
     if state is not None:
         hosts = Counter(row.state for row in host_rows(state, now_s))
-        found += [Measurement("unickpt_steering_hosts", {"state": each.value}, float(hosts[each])) for each in Standing]
+        found += [MetricValue("unickpt_steering_hosts", {"state": each.value}, float(hosts[each])) for each in Standing]
     closed = state is not None and bool(state.closed)
-    times = job_times([*entries, *([] if closed else [Entry(Kind.ALIVE, wall_s)])])
-    found.append(Measurement("unickpt_steering_ranks", {}, float(times.rounds[-1].world if times.rounds else 0)))
+    times = job_times([*entries, *([] if closed else [HistoryEntry(Kind.ALIVE, wall_s)])])
+    found.append(MetricValue("unickpt_steering_ranks", {}, float(times.rounds[-1].world if times.rounds else 0)))
     for cause, (_, seconds) in times.by_cause().items():
-        found.append(Measurement("unickpt_steering_downtime_seconds_total", {"cause": cause}, seconds))
+        found.append(MetricValue("unickpt_steering_downtime_seconds_total", {"cause": cause}, seconds))
     repaired = [each for each in times.downtimes if each.repaired and each.cause != START]
     if repaired:
-        found.append(Measurement("unickpt_steering_last_repair_seconds", {}, repaired[-1].seconds))
-    found.append(Measurement("unickpt_steering_effective_training_ratio", {}, times.effective))
+        found.append(MetricValue("unickpt_steering_last_repair_seconds", {}, repaired[-1].seconds))
+    found.append(MetricValue("unickpt_steering_effective_training_ratio", {}, times.effective))
     return found

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from unickpt.base.errors import ConfigError
 from unickpt.steering.policy.reports import HubReport
-from unickpt.steering.state.history import LONGEST_TEXT, Entry, Kind
+from unickpt.steering.state.history import LONGEST_TEXT, HistoryEntry, Kind
 from unickpt.steering.state.membership import Ending
 from unickpt.steering.wire.outbox import Outbox
 
@@ -98,7 +98,7 @@ class Webhook:
         self._told: tuple[tuple[int, int], set[object]] = ((0, 0), set())
         self.outbox: Outbox[dict[str, Any]] = Outbox(f"an alert to {url.scheme}://{url.hostname}", self._send, most=MOST)
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: HistoryEntry) -> None:
         """Send orders, rounds that end for another reason than growth, and the end of the job."""
         about: dict[str, Any] = {"cause": entry.cause, "text": entry.text}
         if entry.kind is Kind.ORDER:

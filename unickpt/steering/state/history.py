@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from unickpt.steering.state.membership import Membership, Phase, Round, ranks_of
+from unickpt.steering.state.membership import JobPhase, Membership, Round, ranks_of
 
 MOST_NAMES, LONGEST_TEXT, LONGEST_LINE = 4096, 4096, 1 << 20  # hosts of an entry; characters; bytes of a line
 _LATEST = 1 << 62
@@ -33,7 +33,7 @@ class Kind(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class HistoryEntry:
     """One event.
 
     Attributes:
@@ -67,7 +67,7 @@ class Entry:
     finished: bool = False
 
 
-def entries(before: Membership | None, after: Membership, now_s: float, wall_s: float) -> list[Entry]:
+def entries(before: Membership | None, after: Membership, now_s: float, wall_s: float) -> list[HistoryEntry]:
     """Return what happened between two states, in order.
 
     Args:
@@ -78,19 +78,19 @@ def entries(before: Membership | None, after: Membership, now_s: float, wall_s: 
     """
     old, new = (before.round if before is not None else None), after.round
     other = new is not None and (old is None or old.epoch != new.epoch)
-    found = [Entry(Kind.BEGIN, wall_s)] if before is None else []
+    found = [HistoryEntry(Kind.BEGIN, wall_s)] if before is None else []
     known = before.orders[-1].number if before is not None and before.orders else 0
     for order in after.orders if before is not None else ():
         if order.number > known:
             found.append(
-                Entry(Kind.ORDER, wall_s, order.epoch, number=order.number, action=order.action, cause=order.cause,
+                HistoryEntry(Kind.ORDER, wall_s, order.epoch, number=order.number, action=order.action, cause=order.cause,
                       text=order.text)
             )  # fmt: skip
-    over = other or after.phase is Phase.GATHERING
-    if before is not None and old is not None and before.phase is not Phase.GATHERING and over:
+    over = other or after.phase is JobPhase.GATHERING
+    if before is not None and old is not None and before.phase is not JobPhase.GATHERING and over:
         step = max(before.reached, 0 if other else after.reached)
         found.append(
-            Entry(Kind.ENDED, wall_s, old.epoch, world=world_of(before), step=step, furthest=before.furthest,
+            HistoryEntry(Kind.ENDED, wall_s, old.epoch, world=world_of(before), step=step, furthest=before.furthest,
                   cause=after.ending.value, text=after.reason)
         )  # fmt: skip
     if new is not None:
@@ -100,7 +100,7 @@ def entries(before: Membership | None, after: Membership, now_s: float, wall_s: 
     if after.closed and (before is None or not before.closed):
         epoch = new.epoch if new is not None else (0, 0)
         found.append(
-            Entry(Kind.CLOSED, wall_s, epoch, step=after.reached, cause=after.ending.value, text=after.closed,
+            HistoryEntry(Kind.CLOSED, wall_s, epoch, step=after.reached, cause=after.ending.value, text=after.closed,
                   finished=after.finished)
         )  # fmt: skip
     return found
@@ -108,17 +108,17 @@ def entries(before: Membership | None, after: Membership, now_s: float, wall_s: 
 
 def _of_round(
     before: Membership | None, after: Membership, new: Round, other: bool, now_s: float, wall_s: float
-) -> list[Entry]:  # fmt: skip
+) -> list[HistoryEntry]:  # fmt: skip
     hosts, since_s = tuple(name for name, _ in new.members), wall_s - max(now_s - new.since_s, 0.0)
-    found = [Entry(Kind.OPENED, since_s, new.epoch, hosts, furthest=after.furthest)] if other else []
-    if after.phase is Phase.RUNNING and (other or before is None or before.phase is not Phase.RUNNING):
+    found = [HistoryEntry(Kind.OPENED, since_s, new.epoch, hosts, furthest=after.furthest)] if other else []
+    if after.phase is JobPhase.RUNNING and (other or before is None or before.phase is not JobPhase.RUNNING):
         at_s = since_s if before is None else wall_s
-        found.append(Entry(Kind.RUNNING, at_s, new.epoch, hosts, world_of(after), furthest=after.furthest))
+        found.append(HistoryEntry(Kind.RUNNING, at_s, new.epoch, hosts, world_of(after), furthest=after.furthest))
     return found
 
 
-def _step(state: Membership, round_: Round, wall_s: float) -> Entry:
-    return Entry(
+def _step(state: Membership, round_: Round, wall_s: float) -> HistoryEntry:
+    return HistoryEntry(
         Kind.STEP, wall_s, round_.epoch, world=world_of(state), step=state.reached, furthest=state.furthest, moved_s=wall_s
     )
 
@@ -134,17 +134,17 @@ def world_of(state: Membership) -> int:
 # ---------------------------------------------------------------- lines
 
 
-def line_of(entry: Entry) -> bytes:
+def line_of(entry: HistoryEntry) -> bytes:
     """Return an entry as a line of JSON. Fields with their default are left out."""
     value: dict[str, Any] = {"kind": entry.kind.value}
-    for field in dataclasses.fields(Entry):
+    for field in dataclasses.fields(HistoryEntry):
         found = getattr(entry, field.name)
         if field.name != "kind" and found != field.default:
             value[field.name] = found
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
-def entry_of(line: bytes) -> Entry:
+def entry_of(line: bytes) -> HistoryEntry:
     """Return the entry on a line.
 
     Raises:
@@ -156,7 +156,7 @@ def entry_of(line: bytes) -> Entry:
         hosts = value.get("hosts", [])
         if not isinstance(hosts, list) or len(hosts) > MOST_NAMES or not isinstance(value.get("finished", False), bool):
             raise ValueError("hosts or finished are wrong")
-        return Entry(
+        return HistoryEntry(
             Kind(value["kind"]), _time(value["at_s"]), (_count(term), _count(number)), tuple(_text(host) for host in hosts),
             _count(value.get("world", 0)), _count(value.get("step", 0)), _count(value.get("furthest", -1), least=-1),
             _time(value.get("moved_s", 0.0)), _count(value.get("number", 0)), _text(value.get("action", "")),
@@ -184,10 +184,10 @@ def _time(value: Any) -> float:
     return float(value)
 
 
-def merged(files: Iterable[Sequence[Entry]]) -> list[Entry]:
+def merged(files: Iterable[Sequence[HistoryEntry]]) -> list[HistoryEntry]:
     """Return the entries of all agents of a job by time, each event once: the earliest entry about it."""
     every = sorted((entry for file in files for entry in file), key=lambda entry: entry.at_s)
-    found: dict[object, Entry] = {}
+    found: dict[object, HistoryEntry] = {}
     for entry in every:
         key: object = (entry.kind, entry.epoch, entry.number)
         if entry.kind in (Kind.STEP, Kind.ALIVE, Kind.BEGIN):

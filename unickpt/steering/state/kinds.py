@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 
-class Phase(enum.Enum):
+class JobPhase(enum.Enum):
     """Phase of the job."""
 
     GATHERING = "gathering"  # hosts arrive; no workers run, or those of the last round are being stopped

@@ -4,7 +4,7 @@
 
 One agent, the leader, applies the events. All other agents hold a copy of the state, so that one of them can take over.
 
-A round is one start of the workers on a set of hosts. It passes through the phases of ``Phase``: hosts arrive, members are
+A round is one start of the workers on a set of hosts. It passes through the phases of ``JobPhase``: hosts arrive, members are
 chosen, rank 0's host opens stores that no earlier round has used, the members connect to them, and workers run. The round
 ends when a member leaves, arrives again because its workers failed, or is parked, or when more hosts can be used.
 
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from unickpt.steering.state.kinds import Ending as Ending
-from unickpt.steering.state.kinds import Phase as Phase
+from unickpt.steering.state.kinds import JobPhase as JobPhase
 from unickpt.steering.state.kinds import Standing as Standing
 from unickpt.steering.state.limits import Limits
 from unickpt.steering.state.scores import Score
@@ -157,7 +157,7 @@ class Membership:
     instance: str = ""
     term: int = 1
     version: int = 0
-    phase: Phase = Phase.GATHERING
+    phase: JobPhase = JobPhase.GATHERING
     hosts: Mapping[str, Host] = field(default_factory=dict)
     heard: Mapping[str, float] = field(default_factory=dict)
     parked: Mapping[str, Parking] = field(default_factory=dict)
@@ -409,7 +409,7 @@ def holds_name(state: Membership, name: str, incarnation: str) -> bool:
 
 def rank_in_round(state: Membership, name: str, incarnation: str) -> int:
     """Return the rank of a host in the round that is being opened or runs; -1 if it is not a member."""
-    if state.round is None or state.phase is Phase.GATHERING:
+    if state.round is None or state.phase is JobPhase.GATHERING:
         return -1
     return state.round.rank(name, incarnation)
 
@@ -422,7 +422,7 @@ def available(state: Membership) -> list[Host]:
 
 def ranks_of(state: Membership, name: str) -> range:
     """Return the ranks of the workers of a host in the round that is being opened or runs; empty if they are unknown."""
-    return range(0) if state.phase is Phase.GATHERING else last_ranks_of(state, name)
+    return range(0) if state.phase is JobPhase.GATHERING else last_ranks_of(state, name)
 
 
 def last_ranks_of(state: Membership, name: str) -> range:
@@ -450,7 +450,7 @@ def must_stop(state: Membership, epoch: tuple[int, int]) -> bool:
         return False
     if state.closed:
         return True
-    return state.round.epoch != epoch or state.phase is not Phase.RUNNING
+    return state.round.epoch != epoch or state.phase is not JobPhase.RUNNING
 
 
 def fruitful(state: Membership, now_s: float) -> bool:
@@ -471,10 +471,10 @@ def standing(state: Membership, name: str) -> Standing:
     if host is None:
         return Standing.GONE
     if rank_in_round(state, name, host.incarnation) >= 0:
-        return Standing.RUNNING if state.phase is Phase.RUNNING else Standing.ARRIVED
+        return Standing.RUNNING if state.phase is JobPhase.RUNNING else Standing.ARRIVED
     if host.arrived_s is None:
         return Standing.STOPPING
-    return Standing.SPARE if state.phase is not Phase.GATHERING else Standing.ARRIVED
+    return Standing.SPARE if state.phase is not JobPhase.GATHERING else Standing.ARRIVED
 
 
 def successors(state: Membership) -> list[str]:

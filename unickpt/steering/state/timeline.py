@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from unickpt.steering.state.history import Entry, Kind
+from unickpt.steering.state.history import HistoryEntry, Kind
 
 START = "start of the job"
 PARTS = ("training", "repeating", "starting", "regrouping", "stalled")
@@ -110,7 +110,7 @@ class JobTimes:
     steps_known: bool
     rounds: tuple[RoundTimes, ...]
     downtimes: tuple[Downtime, ...]
-    orders: tuple[Entry, ...]
+    orders: tuple[HistoryEntry, ...]
     closed: str = ""
     finished: bool = False
 
@@ -138,7 +138,7 @@ class JobTimes:
         return dict(sorted(sums.items(), key=lambda item: -item[1][1]))
 
 
-def job_times(history: Sequence[Entry]) -> JobTimes:
+def job_times(history: Sequence[HistoryEntry]) -> JobTimes:
     """Return the times of a job.
 
     Args:
@@ -159,8 +159,10 @@ def job_times(history: Sequence[Entry]) -> JobTimes:
     )  # fmt: skip
 
 
-def _rounds(history: Sequence[Entry], closed: Entry | None, end_s: float, steps_known: bool) -> Iterator[RoundTimes]:
-    of_round: dict[tuple[int, int], list[Entry]] = defaultdict(list)
+def _rounds(
+    history: Sequence[HistoryEntry], closed: HistoryEntry | None, end_s: float, steps_known: bool
+) -> Iterator[RoundTimes]:
+    of_round: dict[tuple[int, int], list[HistoryEntry]] = defaultdict(list)
     for entry in history:
         of_round[entry.epoch].append(entry)
     for epoch, entries in sorted(of_round.items()):
@@ -187,7 +189,7 @@ def _rounds(history: Sequence[Entry], closed: Entry | None, end_s: float, steps_
         )  # fmt: skip
 
 
-def _cause(entries: Sequence[Entry], ended: Entry | None) -> tuple[str, str]:
+def _cause(entries: Sequence[HistoryEntry], ended: HistoryEntry | None) -> tuple[str, str]:
     """Return why a round ended. An order that was executed says more than the end that it caused."""
     if ended is None:
         return "", ""
@@ -198,7 +200,7 @@ def _cause(entries: Sequence[Entry], ended: Entry | None) -> tuple[str, str]:
 
 
 def _downtimes(
-    rounds: Sequence[RoundTimes], begin_s: float, end_s: float, closed: Entry | None
+    rounds: Sequence[RoundTimes], begin_s: float, end_s: float, closed: HistoryEntry | None
 ) -> Iterator[Downtime]:  # fmt: skip
     """Return the downtimes. A round that makes no progress adds to the downtime before it."""
     now = Downtime(START, "", begin_s)

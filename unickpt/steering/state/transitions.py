@@ -18,6 +18,7 @@ from unickpt.steering.state.membership import (
     Event,
     GivenOrder,
     Host,
+    JobPhase,
     Joined,
     Leaving,
     Left,
@@ -29,7 +30,6 @@ from unickpt.steering.state.membership import (
     Park,
     Parking,
     Paused,
-    Phase,
     Reached,
     Ready,
     Restart,
@@ -84,14 +84,14 @@ def _applied(state: Membership, event: Event, now_s: float) -> Membership:
     if isinstance(event, Admit):
         return _let_in(state, [event.name])
     if isinstance(event, Restart):
-        runs = state.round is not None and state.round.epoch == event.epoch and state.phase is Phase.RUNNING
+        runs = state.round is not None and state.round.epoch == event.epoch and state.phase is JobPhase.RUNNING
         return _gather(_judged(state, now_s), Ending.RESTART, event.reason, now_s) if runs else state
     if isinstance(event, Close):
         return state if state.closed else replace(state, closed=event.reason)
     if isinstance(event, Ordered):
         return _ordered(state, event)
     if isinstance(event, Reached):
-        runs = state.round is not None and state.round.epoch == event.epoch and state.phase is Phase.RUNNING
+        runs = state.round is not None and state.round.epoch == event.epoch and state.phase is JobPhase.RUNNING
         further = {"reached": max(state.reached, event.step), "pause_s": max(state.pause_s, event.pause_s)}
         return replace(state, **further) if runs else state  # type: ignore[arg-type]
     if isinstance(event, Tick):
@@ -201,7 +201,7 @@ def _arrived(state: Membership, event: Arrived, now_s: float) -> Membership:
     if rank >= 0 and state.round is not None:
         if event.after != state.round.epoch:
             return state  # sent before it heard that it is a member
-        if state.phase is Phase.RUNNING:
+        if state.phase is JobPhase.RUNNING:
             state = _judged(state, now_s)
             if not state.closed and _is_hopeless(state):
                 state = replace(state, closed=_hopeless(state, event.name))
@@ -214,7 +214,7 @@ def _arrived(state: Membership, event: Arrived, now_s: float) -> Membership:
 
 def _connected(state: Membership, event: Opened | Ready) -> Membership:
     round_ = state.round
-    if round_ is None or round_.epoch != event.epoch or state.phase is not Phase.OPENING:
+    if round_ is None or round_.epoch != event.epoch or state.phase is not JobPhase.OPENING:
         return state
     rank = round_.rank(event.name, event.incarnation)
     if isinstance(event, Opened):
@@ -228,12 +228,12 @@ def _connected(state: Membership, event: Opened | Ready) -> Membership:
         return replace(state, round=round_)
     running = {name for name, _ in round_.members}
     hosts = {name: replace(host, arrived_s=None) if name in running else host for name, host in state.hosts.items()}
-    return replace(state, round=round_, phase=Phase.RUNNING, hosts=hosts, electorate=round_.members)
+    return replace(state, round=round_, phase=JobPhase.RUNNING, hosts=hosts, electorate=round_.members)
 
 
 def _committed(state: Membership, event: Committed, now_s: float) -> Membership:
     round_ = state.round
-    runs = round_ is not None and round_.epoch == event.epoch and state.phase is Phase.RUNNING
+    runs = round_ is not None and round_.epoch == event.epoch and state.phase is JobPhase.RUNNING
     if not runs or event.count <= state.commits:
         return state
     return replace(state, commits=event.count, committed_s=now_s if event.count else state.committed_s)
@@ -288,7 +288,7 @@ def _leaving(state: Membership, event: Leaving, now_s: float) -> Membership:
 
 def _left(state: Membership, event: Left) -> Membership:
     member = rank_in_round(state, event.name, event.incarnation) >= 0
-    if event.finished and member and state.phase is Phase.RUNNING:
+    if event.finished and member and state.phase is JobPhase.RUNNING:
         state, hosts = _proven(state, event), _without(state.hosts, [event.name])
         closed = state.closed or f"the program has finished on {event.name}"
         return replace(state, hosts=hosts, heard=_without(state.heard, [event.name]), closed=closed, finished=True)
@@ -327,12 +327,12 @@ def _took_over(state: Membership, event: TookOver, now_s: float) -> Membership:
     if lost in heard:
         heard[lost] = now_s - event.silent_s
     state = replace(state, leader=event.leader, term=event.term, heard=heard)
-    return _gather(state, Ending.LEADER, "the leader was lost", now_s) if state.phase is Phase.OPENING else state
+    return _gather(state, Ending.LEADER, "the leader was lost", now_s) if state.phase is JobPhase.OPENING else state
 
 
 def _gather(state: Membership, ending: Ending, reason: str, now_s: float) -> Membership:
     """End the round. Members whose workers have not started stay arrived."""
-    return replace(state, phase=Phase.GATHERING, gathering_s=now_s, reason=reason, ending=ending)
+    return replace(state, phase=JobPhase.GATHERING, gathering_s=now_s, reason=reason, ending=ending)
 
 
 def _settled(state: Membership, now_s: float) -> Membership:
@@ -345,7 +345,7 @@ def _settled(state: Membership, now_s: float) -> Membership:
         state = _let_in(state, over)
     if state.closed:
         return state
-    if state.phase is not Phase.GATHERING and state.round is not None:
+    if state.phase is not JobPhase.GATHERING and state.round is not None:
         ending, reason = _end_of_round(state, state.round, now_s)
         if ending is Ending.NONE:
             return state
@@ -360,10 +360,10 @@ def _end_of_round(state: Membership, round_: Round, now_s: float) -> tuple[Endin
         if name in state.parked:
             return Ending.PARKED, f"{name} is parked: {state.parked[name].reason}"
         if not holds_name(state, name, incarnation):
-            ended = state.phase is Phase.OPENING or (name, incarnation) not in state.electorate
+            ended = state.phase is JobPhase.OPENING or (name, incarnation) not in state.electorate
             if ended or _could_go_on(state):
                 return Ending.GONE, f"{name} is gone"
-    if state.phase is Phase.OPENING:
+    if state.phase is JobPhase.OPENING:
         late = [name for name, _ in round_.members if name not in round_.ready]
         overdue = now_s - round_.since_s > state.limits.arrive_s
         return (Ending.LATE, f"{', '.join(late)} did not connect in time") if overdue else goes_on
@@ -406,7 +406,7 @@ def _formed(state: Membership, now_s: float) -> Membership:
     members = tuple((name, state.hosts[name].incarnation) for name in sorted(seats, key=seats.__getitem__))
     number = state.round.epoch[1] + 1 if state.round is not None else 1
     return replace(
-        state, phase=Phase.OPENING, round=Round((state.term, number), members, now_s), seats=seats, enough_s=None,
+        state, phase=JobPhase.OPENING, round=Round((state.term, number), members, now_s), seats=seats, enough_s=None,
         furthest=state.furthest if state.round is None else max(state.furthest, state.reached), reached=0,
         commits=min(state.commits, 0), committed_s=None, ended=frozenset(),
     )  # fmt: skip

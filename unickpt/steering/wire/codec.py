@@ -20,7 +20,7 @@ from typing import Any
 from unickpt.base.errors import ConfigError, UnickptError
 from unickpt.steering.state import membership
 from unickpt.steering.state.limits import Limits
-from unickpt.steering.state.membership import NEVER_S, Ending, Event, GivenOrder, Host, Membership, Parking, Phase, Round
+from unickpt.steering.state.membership import NEVER_S, Ending, Event, GivenOrder, Host, JobPhase, Membership, Parking, Round
 from unickpt.steering.state.scores import score_from
 
 LONGEST_FRAME = 8 << 20  # bytes: a state of 10,000 hosts has 2 MB
@@ -157,7 +157,7 @@ def _state(value: Any, now_s: float) -> Membership:
     return Membership(
         limits=Limits(**{**value["limits"], "sizes": sizes, "order": order}), leader=str(value["leader"]),
         instance=str(value["instance"])[:_NAME], term=int(value["term"]), version=int(value["version"]),
-        phase=Phase(value["phase"]),
+        phase=JobPhase(value["phase"]),
         hosts={host.name: host for host in hosts}, heard={host.name: now_s for host in hosts},
         parked={
             str(name): Parking(str(reason), now_s - float(ago), NEVER_S if left is None else now_s + float(left))

@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from unickpt.diagnosis.detectors.hangs import deadline_s, hangs
 from unickpt.diagnosis.detectors.medians import Floats
-from unickpt.diagnosis.detectors.p2p_links import Transfers, slow_links
+from unickpt.diagnosis.detectors.p2p_links import TransferRows, slow_links
 from unickpt.diagnosis.detectors.stragglers import stragglers
 from unickpt.diagnosis.detectors.verdicts import Cause, Direction, SlowTransfers, Syndrome, Verdict
 from unickpt.diagnosis.detectors.waits import Groups, Members
 from unickpt.diagnosis.snapshot.progress import ProgressTable
-from unickpt.diagnosis.snapshot.steps import Steps
+from unickpt.diagnosis.snapshot.steps import StepRows
 from unickpt.testing.simulation.calls import (
     MS,
     CallSequence,
@@ -98,8 +98,8 @@ class Scene:
     members: Members
     groups: Groups
     gone: frozenset[int]
-    steps: Steps
-    transfers: Transfers
+    steps: StepRows
+    transfers: TransferRows
     hosts: npt.NDArray[np.int64]
     waits_ns: Floats
     now_ns: int

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from unickpt.diagnosis.detectors.medians import Floats
-from unickpt.diagnosis.detectors.p2p_links import TRANSFER, Transfers
-from unickpt.diagnosis.snapshot.steps import STEP, Steps
+from unickpt.diagnosis.detectors.p2p_links import TRANSFER, TransferRows
+from unickpt.diagnosis.snapshot.steps import STEP, StepRows
 from unickpt.testing.simulation.calls import BACKWARD_NS, FORWARD_NS, MS, OPTIMIZER_NS, TRANSFER_NS
 from unickpt.testing.simulation.layout import ParallelLayout
 
@@ -61,8 +61,8 @@ class Timed:
         end_ns: end of the last step, on the job's clock.
     """
 
-    steps: Steps
-    transfers: Transfers
+    steps: StepRows
+    transfers: TransferRows
     end_ns: int
 
 
@@ -172,7 +172,7 @@ def _pipeline(forward: Floats, backward: Floats, carried: Floats) -> float:
     return float(free.max())
 
 
-def _transfers(layout: ParallelLayout, carried: Floats, skews: Floats) -> Transfers:
+def _transfers(layout: ParallelLayout, carried: Floats, skews: Floats) -> TransferRows:
     """Return the transfers as seen from two clocks."""
     ranks = np.arange(layout.world).reshape(skews.shape)
     out = np.zeros(carried.shape, TRANSFER)
@@ -181,5 +181,5 @@ def _transfers(layout: ParallelLayout, carried: Floats, skews: Floats) -> Transf
     difference = skews[1:] - skews[:-1]
     out["ns"] = np.maximum(carried + np.stack([difference, -difference])[:, None], 0.0)
     out["bytes"] = TRANSFERRED_BYTES
-    found: Transfers = out.ravel()
+    found: TransferRows = out.ravel()
     return found

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from unickpt.diagnosis.recording.records import Op
-from unickpt.planning.replay.trace import CALL, MARK, PAUSE, Table, Trace, TraceGroup
+from unickpt.planning.replay.trace import CALL, MARK, PAUSE, CallTable, Trace, TraceGroup
 from unickpt.testing.simulation.calls import Disturbance, ProgramItem, play, program
 from unickpt.testing.simulation.layout import ParallelLayout
 
@@ -70,7 +70,7 @@ def _groups(layout: ParallelLayout) -> list[TraceGroup]:
     ]
 
 
-def _tiled(layout: ParallelLayout, calls: list[Table]) -> list[Table]:
+def _tiled(layout: ParallelLayout, calls: list[CallTable]) -> list[CallTable]:
     """Return the calls of all replicas from those of the first one."""
     found = []
     for replica in range(layout.dp):
@@ -88,7 +88,7 @@ def _tiled(layout: ParallelLayout, calls: list[Table]) -> list[Table]:
     return found
 
 
-def _tiled_marks(layout: ParallelLayout, marks: list[Table]) -> list[Table]:
+def _tiled_marks(layout: ParallelLayout, marks: list[CallTable]) -> list[CallTable]:
     found = []
     for replica in range(layout.dp):
         for own in marks:

@@ -18,7 +18,7 @@ from unickpt.planning.replay import edits
 from unickpt.planning.replay.alike import Floats
 from unickpt.planning.replay.edits import Durations
 from unickpt.planning.replay.graph import CALLED, Graph, graph_of
-from unickpt.planning.replay.schedule import Schedule, columns, schedule_of, simulate, step_times
+from unickpt.planning.replay.schedule import Levels, columns, schedule_of, simulate, step_times
 from unickpt.planning.replay.trace import Ints, Trace, window_of
 
 NO = "none"
@@ -29,7 +29,7 @@ _SEEN = 0.1  # share of a transfer that a host must have waited for it
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkModel:
     """Time of a collective: a constant, and a time for each byte of the gradients that it reduces.
 
     Attributes:
@@ -41,7 +41,7 @@ class Link:
     beta_s: float
 
     @classmethod
-    def fitted(cls, sizes: Floats, seconds: Floats) -> Link:
+    def fitted(cls, sizes: Floats, seconds: Floats) -> LinkModel:
         """Return the line through the median durations of each size; through the origin if there is one size only."""
         distinct = np.unique(sizes)
         medians = np.array([np.median(seconds[sizes == size]) for size in distinct])
@@ -101,7 +101,7 @@ class Advice:
 
     step_s: float
     advised_s: float
-    link: Link
+    link: LinkModel
     buckets: tuple[BucketAdvice, ...]
 
     @property
@@ -130,14 +130,14 @@ class BucketReplay:
             window = window_of(trace, (int(window.steps[-STEPS]), int(window.steps[-1])))
         self.candidates = candidates
         self._graph: Graph = graph_of(window)
-        self._schedule: Schedule = schedule_of(self._graph)
+        self._schedule: Levels = schedule_of(self._graph)
         self._now = edits.measured(self._graph)
         self.transfers = _buckets(self._graph, label)
         calls = window.trace.calls
         self.sizes = np.array([int(calls["bytes"][self._graph.transfers.call[each]].max()) for each in self.transfers])
         seen = self._seen()
         sizes = calls["bytes"][self._graph.transfers.call[seen]].astype(np.float64)
-        self.link = Link.fitted(sizes, self._now.took_ns[seen] / _NS)
+        self.link = LinkModel.fitted(sizes, self._now.took_ns[seen] / _NS)
         self._called = [self._events(each) for each in self.transfers]
 
     def _seen(self) -> Ints:

@@ -16,7 +16,7 @@ import torch
 
 from unickpt.base.errors import FormatError
 
-Tensors = dict[str, torch.Tensor]
+NamedTensors = dict[str, torch.Tensor]
 STORED = "gradient_residuals/"  # + rank, or + COMMON: names among the shared objects of a checkpoint
 COMMON = "common"
 OF_OPTIMIZERS = "optimizer_residuals/"  # + rank: those of DeepSpeed's 1-bit optimizers and of LoCo-ZeRO++
@@ -40,8 +40,8 @@ class Residuals:
 
     rank: int
     world: int
-    sent: Tensors = field(default_factory=dict)
-    returned: Tensors = field(default_factory=dict)
+    sent: NamedTensors = field(default_factory=dict)
+    returned: NamedTensors = field(default_factory=dict)
 
     def to_object(self) -> dict[str, Any]:
         """Return the state as an object of a checkpoint. The tensors are live."""
@@ -62,7 +62,7 @@ class Residuals:
         raise FormatError("the residuals of compressed gradients do not have the expected form")
 
 
-def _tensors(value: Any) -> Tensors | None:
+def _tensors(value: Any) -> NamedTensors | None:
     if not isinstance(value, Mapping) or not all(isinstance(each, torch.Tensor) and each.dim() == 1 for each in value.values()):
         return None
     return {str(name): each.float() for name, each in value.items()}
@@ -78,7 +78,7 @@ class Common:
     """
 
     counts: dict[str, int] = field(default_factory=dict)
-    factors: Tensors = field(default_factory=dict)
+    factors: NamedTensors = field(default_factory=dict)
 
     def to_object(self) -> dict[str, Any]:
         """Return the state as an object of a checkpoint. The tensors are live."""
@@ -103,7 +103,7 @@ def resized(
     Raises:
         FormatError: the residuals of a rank are missing.
     """
-    total: Tensors = {}
+    total: NamedTensors = {}
     slices: dict[str, list[torch.Tensor]] = {}
     number, before = 0, 0
     for number, state in enumerate(states, start=1):

@@ -19,11 +19,11 @@ import torch
 
 from unickpt.training.compression.carried import Common, Residuals, resized, slice_of
 from unickpt.training.compression.powersgd import factored, first_factor, orthogonal
-from unickpt.training.compression.schemes import Cast, Codec, codec_of, seed_of
+from unickpt.training.compression.schemes import Codec, NarrowFloat, codec_of, seed_of
 from unickpt.training.compression.settings import Compression
 from unickpt.training.compression.wire import Wire
 
-_EXACT = Cast(torch.float32)
+_EXACT = NarrowFloat(torch.float32)
 
 
 @dataclass

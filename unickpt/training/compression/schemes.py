@@ -59,14 +59,14 @@ def codec_of(settings: Compression, elements: int) -> Codec:
         elements: size of the parameter.
     """
     if settings.scheme in (NONE, POWERSGD) or elements < settings.least_elements:
-        return Cast(torch.float32)
+        return NarrowFloat(torch.float32)
     if settings.scheme == "top-k":
         return TopK(settings.ratio)
     if settings.scheme == "random-k":
         return RandomK(settings.ratio)
     if settings.scheme == "int8":
         return Int8(settings.block)
-    return Sign() if settings.scheme == "sign" else Cast(torch.float16 if settings.scheme == "fp16" else torch.bfloat16)
+    return Sign() if settings.scheme == "sign" else NarrowFloat(torch.float16 if settings.scheme == "fp16" else torch.bfloat16)
 
 
 def seed_of(settings: Compression, name: str, count: int) -> int:
@@ -89,7 +89,7 @@ def _kept(ratio: float, elements: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class NarrowFloat:
     """Elements in a narrower float type; float32 sends them as they are."""
 
     dtype: torch.dtype

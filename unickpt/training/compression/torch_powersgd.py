@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from unickpt.base.errors import ConfigError
-from unickpt.training.compression.carried import Common, Residuals, Tensors, resized
+from unickpt.training.compression.carried import Common, NamedTensors, Residuals, resized
 
 
 class CarriedPowerSGD:
@@ -49,8 +49,8 @@ class CarriedPowerSGD:
             raise ConfigError("CarriedPowerSGD does not support batch_tensors_with_same_shape")
         self.state = state
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._errors: Tensors = {}
-        self._factors: Tensors = {}
+        self._errors: NamedTensors = {}
+        self._factors: NamedTensors = {}
         self._buckets: dict[int, list[tuple[str, torch.Tensor]]] = {}
 
     # ---------------------------------------------------------------- buckets
@@ -101,9 +101,9 @@ class CarriedPowerSGD:
             for held in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
                 held.pop(index, None)
 
-    def _by_name(self, buckets: Sequence[int]) -> tuple[Tensors, Tensors]:
-        errors: Tensors = {}
-        factors: Tensors = {}
+    def _by_name(self, buckets: Sequence[int]) -> tuple[NamedTensors, NamedTensors]:
+        errors: NamedTensors = {}
+        factors: NamedTensors = {}
         for index in buckets:
             own = self._buckets[index]
             if index in self.state.error_dict:

@@ -24,7 +24,7 @@ from unickpt.transform.convert.megatron.dist_reader import BACKEND, backend_of, 
 from unickpt.transform.convert.megatron.fsdp_reader import is_megatron_fsdp, megatron_fsdp
 from unickpt.transform.convert.megatron.torch_files import is_megatron_torch
 from unickpt.transform.convert.megatron.torch_reader import megatron_torch
-from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.convert.pipeline import Source
 from unickpt.transform.convert.torch_dcp.reader import dcp, is_dcp
 
@@ -40,7 +40,7 @@ class _Kind:
 
     name: str
     is_kind: Callable[[Path], bool]
-    open: Callable[[Path, Files, Sequence[str]], Source]
+    open: Callable[[Path, OpenFiles, Sequence[str]], Source]
 
 
 def _is_transformers(folder: Path) -> bool:
@@ -68,7 +68,7 @@ _EXPECTED = (
 )
 
 
-def open_source(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source:
+def open_source(folder: Path, files: OpenFiles, *, also: Sequence[str] = ()) -> Source:
     """Open a checkpoint that another program wrote.
 
     Args:

@@ -219,14 +219,14 @@ def _overlap(pieces: Sequence[GridPiece], ndim: int) -> tuple[GridPiece, GridPie
     return None if found is None else (pieces[owner[found[0]]], pieces[owner[found[1]]])
 
 
-Part = tuple[tuple[int, int], tuple[int, int]]
+GridPart = tuple[tuple[int, int], tuple[int, int]]
 
 
-def _residues(start: int, link: Link | None, step: int) -> list[Part]:
+def _residues(start: int, link: Link | None, step: int) -> list[GridPart]:
     """Return the elements in one dimension as boxes ``(start, shape)`` of (remainder, quotient)."""
     if link is None:
         return [((start % step, start // step), (1, 1))]
-    found: list[Part] = []
+    found: list[GridPart] = []
     times = step // link.target_step
     for turn in range(min(times, link.extent)):
         first = start + turn * link.target_step
@@ -234,8 +234,8 @@ def _residues(start: int, link: Link | None, step: int) -> list[Part]:
     return found
 
 
-def _product(parts: Iterable[list[Part]]) -> list[list[Part]]:
-    found: list[list[Part]] = [[]]
+def _product(parts: Iterable[list[GridPart]]) -> list[list[GridPart]]:
+    found: list[list[GridPart]] = [[]]
     for each in parts:
         found = [[*before, part] for before in found for part in each]
     return found

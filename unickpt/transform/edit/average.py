@@ -17,7 +17,7 @@ from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.transform.convert.readings import Reading
 from unickpt.transform.edit.cast import is_float
-from unickpt.transform.edit.table import Key, Table, TableEntry, count_of, some_of
+from unickpt.transform.edit.table import Table, TableEntry, TensorKey, count_of, some_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def _check_same_model(first: Table, other: Table) -> None:
         raise MismatchError(f"{both}: their tied parameters differ")
 
 
-def _shapes(table: Table) -> dict[Key, tuple[tuple[int, ...], str | None]]:
+def _shapes(table: Table) -> dict[TensorKey, tuple[tuple[int, ...], str | None]]:
     return {
         entry.info.key: (entry.info.shape, entry.info.derived_from)
         for entry in table.tensors()

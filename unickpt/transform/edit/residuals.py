@@ -16,7 +16,7 @@ from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.layout import SHARED_PREFIX, SHARED_TENSORS_PREFIX
 from unickpt.training.compression.carried import COMMON, OF_OPTIMIZERS, STORED, Residuals, resized, slice_of
-from unickpt.transform.edit.table import Key, Table, TableEntry, count_of
+from unickpt.transform.edit.table import Table, TableEntry, TensorKey, count_of
 
 _OBJECT, _TENSORS = f"{SHARED_PREFIX}{STORED}", f"{SHARED_TENSORS_PREFIX}{STORED}"
 _OF_OPTIMIZERS = (f"{SHARED_PREFIX}{OF_OPTIMIZERS}", f"{SHARED_TENSORS_PREFIX}{OF_OPTIMIZERS}")
@@ -62,7 +62,7 @@ def without_residuals(table: Table, why: str = "they belong to the steps of an o
     return replace(table, entries=left).with_left_out(f"residuals of compressed gradients: {why}")
 
 
-def _keys(table: Table) -> list[Key]:
+def _keys(table: Table) -> list[TensorKey]:
     return [key for key in table.entries if key[0].startswith((_OBJECT, _TENSORS))]
 
 
@@ -74,7 +74,7 @@ def _of_rank(name: str) -> bool:
 class _Named(Mapping[str, torch.Tensor]):
     """Stands for the tensors of an object without reading them, and notes the key of each."""
 
-    entries: Mapping[Key, TableEntry]
+    entries: Mapping[TensorKey, TableEntry]
     keys_of: dict[int, str] = field(default_factory=dict)
     marks: list[torch.Tensor] = field(default_factory=list)
 

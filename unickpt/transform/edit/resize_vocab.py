@@ -21,7 +21,7 @@ from unickpt.transform.edit.cast import cast, is_float
 from unickpt.transform.edit.patterns import Selection
 from unickpt.transform.edit.table import Table, TableEntry, count_of, some_of
 
-Fill = Literal["mean", "zeros"]
+NewRows = Literal["mean", "zeros"]
 AXIS = "vocab"  # name of the axis in dialects and facts
 _BLOCK_ELEMENTS = 4 << 20
 
@@ -44,7 +44,7 @@ class Resize:
 
     rows: int = 0
     multiple: int = 0
-    fill: Fill = "mean"
+    fill: NewRows = "mean"
     selection: Selection | None = None
     dim: int = 0
 
@@ -142,7 +142,7 @@ def _facts(table: Table, model: Model, old: int, new: int, exact: bool) -> dict[
     return {**table.writer.model, "facts": {**table.writer.model["facts"], **dict.fromkeys(resized, new)}}
 
 
-def _resized(entry: TableEntry, dim: int, rows: int, real: int, fill: Fill, master: TableEntry | None) -> TableEntry:
+def _resized(entry: TableEntry, dim: int, rows: int, real: int, fill: NewRows, master: TableEntry | None) -> TableEntry:
     info = entry.info
     old = info.shape[dim]
     shape = (*info.shape[:dim], rows, *info.shape[dim + 1 :])

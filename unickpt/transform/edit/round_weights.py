@@ -31,7 +31,7 @@ from unickpt.transform.quantise.scheme import Scheme
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundWeights:
     """Round the weights of Linear modules. The optimizer is dropped: its masters are not rounded.
 
     Attributes:
@@ -43,7 +43,7 @@ class Round:
     plan: Mapping[str, Any] | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Round:
+    def parse(cls, text: str) -> RoundWeights:
         """Parse a scheme such as ``4/32``, or read the file of a plan.
 
         Raises:

@@ -20,7 +20,7 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.storage.posix import PosixStorage
 from unickpt.transform.convert.readings import Reading
 
-Key = tuple[str, str]  # name and state
+TensorKey = tuple[str, str]  # name and state
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Table:
     """
 
     where: str
-    entries: Mapping[Key, TableEntry]
+    entries: Mapping[TensorKey, TableEntry]
     step: int
     writer: Writer
     optimizer: OptimizerRecord | None = None
@@ -138,9 +138,9 @@ def table_of(checkpoint: Checkpoint) -> Table:
     )  # fmt: skip
 
 
-def by_key(entries: Iterable[TableEntry], where: str) -> dict[Key, TableEntry]:
+def by_key(entries: Iterable[TableEntry], where: str) -> dict[TensorKey, TableEntry]:
     """Return entries by name and state. Raises MismatchError if two have the same."""
-    found: dict[Key, TableEntry] = {}
+    found: dict[TensorKey, TableEntry] = {}
     for entry in entries:
         other = found.setdefault(entry.info.key, entry)
         if other is not entry:

@@ -13,7 +13,7 @@ from unickpt.transform.convert.detect import TRANSFORMERS, kind_of
 from unickpt.transform.convert.huggingface.files import CONFIG, configuration
 from unickpt.transform.convert.huggingface.reader import huggingface
 from unickpt.transform.convert.huggingface.writer import copy_model_files
-from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.edit.table import Table, TableEntry, by_key
 
 
@@ -22,7 +22,7 @@ def is_model(directory: str) -> bool:
     return not is_url(directory) and kind_of(Path(directory)) == TRANSFORMERS.name
 
 
-def open_source(directory: str, files: Files, opened: Callable[[str], Table]) -> Table:
+def open_source(directory: str, files: OpenFiles, opened: Callable[[str], Table]) -> Table:
     """Open a checkpoint or a folder of transformers weights as a table.
 
     Args:
@@ -41,7 +41,7 @@ def open_source(directory: str, files: Files, opened: Callable[[str], Table]) ->
         return table_of_model(Path(directory), files)
 
 
-def table_of_model(folder: Path, files: Files) -> Table:
+def table_of_model(folder: Path, files: OpenFiles) -> Table:
     """Return a folder of transformers weights as a table.
 
     Args:

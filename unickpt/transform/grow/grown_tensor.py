@@ -13,10 +13,12 @@ import torch
 from unickpt.checkpoint.format.boxes import Box, cut
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.transform.convert.readings import Reading
-from unickpt.transform.grow.origins import Ints, Run, copies_of, runs
+from unickpt.transform.grow.origins import Ints, PositionRun, copies_of, runs
 
 _BLOCK_ELEMENTS = 4 << 20
-Fill = Callable[[Box, tuple[Run, ...]], torch.Tensor]  # box of new elements and its runs -> values that broadcast to the box
+FillBox = Callable[
+    [Box, tuple[PositionRun, ...]], torch.Tensor
+]  # box of new elements and its runs -> values that broadcast to the box
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class GrownTensor:
     read: Reading
     dtype: str
     origins: Sequence[Ints]
-    fill: Fill
+    fill: FillBox
     factor: float = 1.0
     shared: int = 0
 
@@ -59,7 +61,7 @@ class GrownTensor:
                 place.copy_(self.fill(part, cell))
         return found.reshape(-1)
 
-    def _scaled(self, values: torch.Tensor, cell: Sequence[Run]) -> torch.Tensor:
+    def _scaled(self, values: torch.Tensor, cell: Sequence[PositionRun]) -> torch.Tensor:
         factor = self.factor
         for run in cell:
             factor /= run.copies**self.shared
@@ -74,7 +76,7 @@ class Mean:
         self._lock = threading.Lock()
         self._value: float | None = None
 
-    def __call__(self, _box: Box, _cell: tuple[Run, ...]) -> torch.Tensor:
+    def __call__(self, _box: Box, _cell: tuple[PositionRun, ...]) -> torch.Tensor:
         with self._lock:
             if self._value is None:
                 whole = Box.whole(self._shape)
@@ -84,12 +86,12 @@ class Mean:
             return torch.tensor(self._value, dtype=torch.float64)
 
 
-def constant(value: float) -> Fill:
+def constant(value: float) -> FillBox:
     """Return a fill with one value."""
     return lambda _box, _cell: torch.tensor(value, dtype=torch.float64)
 
 
-def mean_along(read: Reading, dim: int, size: int) -> Fill:
+def mean_along(read: Reading, dim: int, size: int) -> FillBox:
     """Return a fill with the mean of the source along one dimension, and zeros where another dimension is new.
 
     Args:
@@ -98,7 +100,7 @@ def mean_along(read: Reading, dim: int, size: int) -> Fill:
         size: its extent in the source.
     """
 
-    def fill(box: Box, cell: tuple[Run, ...]) -> torch.Tensor:
+    def fill(box: Box, cell: tuple[PositionRun, ...]) -> torch.Tensor:
         if any(run.origin < 0 for at, run in enumerate(cell) if at != dim):
             return torch.zeros((), dtype=torch.float64)
         start = tuple(0 if at == dim else run.origin for at, run in enumerate(cell))

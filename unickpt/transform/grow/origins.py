@@ -19,7 +19,7 @@ GROUP, QUERY = Axis("group"), Axis("query")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PositionRun:
     """Consecutive positions of a dimension.
 
     Attributes:
@@ -81,13 +81,13 @@ def origins(arrangement: Arrangement, old: Mapping[str, int], new: Mapping[str, 
     return [_origin(node, old, new, heads)[0] for node in arrangement.dimensions]
 
 
-def runs(origin: Ints, start: int, stop: int, copies: Ints) -> list[Run]:
+def runs(origin: Ints, start: int, stop: int, copies: Ints) -> list[PositionRun]:
     """Return the runs of positions ``start`` to ``stop``. ``copies`` has the number of copies of each position."""
     part, count = origin[start:stop], copies[start:stop]
     step = np.diff(part)
     breaks = np.where(part[1:] < 0, part[:-1] >= 0, (step != 1) | (part[:-1] < 0)) | (np.diff(count) != 0)
     firsts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(part)]
-    return [Run(start + a, b - a, int(part[a]), int(count[a])) for a, b in itertools.pairwise(firsts) if b > a]
+    return [PositionRun(start + a, b - a, int(part[a]), int(count[a])) for a, b in itertools.pairwise(firsts) if b > a]
 
 
 def copies_of(origin: Ints) -> Ints:

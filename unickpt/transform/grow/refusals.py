@@ -8,12 +8,12 @@ from typing import Literal
 
 from unickpt.base.errors import MismatchError
 
-Kind = Literal[
+RefusalKind = Literal[
     "smaller", "unknown-size", "head-dim", "kv-heads", "divide", "square-heads", "post-norm", "layer-dependent", "epsilon",
     "place", "state", "no-rule", "experts", "vocabulary", "latent-rank", "activation", "bias", "family", "top-k", "granularity",
 ]  # fmt: skip
 
-_TEXTS: dict[Kind, str] = {
+_TEXTS: dict[RefusalKind, str] = {
     "smaller": "{name} {old} to {new}: a smaller model cannot have the same outputs",
     "unknown-size": "{name}: this family has no such size; known are {more}",
     "head-dim": "head_dim {old} to {new}: rotary positions give each element of a head a frequency that depends on head_dim",
@@ -49,7 +49,7 @@ class Refusal:
         more: further text, such as known names.
     """
 
-    kind: Kind
+    kind: RefusalKind
     name: str = ""
     old: int = 0
     new: int = 0

@@ -10,7 +10,7 @@ SHARE, WARMUP_SHARE, LEAST_RATIO = 0.5, 0.05, 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class RateSchedule:
     """A schedule.
 
     Attributes:

@@ -16,18 +16,18 @@ from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.transform.convert.readings import Reading
 from unickpt.transform.dialects.growth import STREAM, Flow, Norm
 from unickpt.transform.grow.free_values import normal
-from unickpt.transform.grow.grown_tensor import Fill, GrownTensor, Mean, constant, mean_along
+from unickpt.transform.grow.grown_tensor import FillBox, GrownTensor, Mean, constant, mean_along
 from unickpt.transform.grow.origins import Ints
 from unickpt.transform.grow.sizes import Sizes
 
 _VALUES = ("weight", "master")
 _FIRST = ("exp_avg", "momentum_buffer", "momentum")
 _SECOND = ("exp_avg_sq", "max_exp_avg_sq", "sum")
-Order = Literal[0, 1, 2]
-_ORDERS: dict[Order, tuple[str, ...]] = {0: _VALUES, 1: _FIRST, 2: _SECOND}
+MomentOrder = Literal[0, 1, 2]
+_ORDERS: dict[MomentOrder, tuple[str, ...]] = {0: _VALUES, 1: _FIRST, 2: _SECOND}
 
 
-def order_of(state: str) -> Order | None:
+def order_of(state: str) -> MomentOrder | None:
     """Return 0 for values, 1 and 2 for first and second moments, and None for other states."""
     return next((order for order, names in _ORDERS.items() if state in names), None)
 
@@ -71,7 +71,7 @@ def grown(
 
 def _values(
     name: str, shape: Sequence[int], read: Reading, flow: Flow, sizes: Sizes, norm: Norm, seed: int, std: float, new: bool
-) -> Fill:
+) -> FillBox:
     if flow.role == "reads":
         return lambda box, _cell: normal(seed, name, shape, box, std)
     if flow.role in ("gain", "inner"):

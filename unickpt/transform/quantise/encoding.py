@@ -44,7 +44,7 @@ def is_float(info: TensorInfo) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class CastEncoding:
     """Tensors under their own names; floating point ones in ``to``, or as stored for None."""
 
     to: torch.dtype | None = None
@@ -63,7 +63,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Weights of modules with a scheme rounded and packed; all other tensors as ``Cast`` writes them.
+    """Weights of modules with a scheme rounded and packed; all other tensors as ``CastEncoding`` writes them.
 
     Attributes:
         schemes: scheme by name of the module.
@@ -71,7 +71,7 @@ class Packed:
     """
 
     schemes: Mapping[str, Scheme]
-    others: Cast
+    others: CastEncoding
 
     def dtype(self, info: TensorInfo) -> str:
         return self.others.dtype(info)

@@ -48,7 +48,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class UnitErrors:
     """Errors of a unit.
 
     Attributes:
@@ -87,7 +87,7 @@ def has_moments(checkpoint: Checkpoint, units: Sequence[Unit]) -> bool:
 def measure(
     checkpoint: Checkpoint, weights: Mapping[str, TensorInfo], units: Sequence[Unit], how: Measurement,
     progress: Callable[[int], None] = lambda _: None,
-) -> list[Measured]:  # fmt: skip
+) -> list[UnitErrors]:  # fmt: skip
     """Round every weight with every scheme, and measure the errors.
 
     Args:
@@ -126,7 +126,7 @@ def measure(
         if not math.isfinite(total):
             raise MismatchError(f"{checkpoint.storage}: {unit.name} has values that are not finite")
         relative = {scheme: math.sqrt(change / total) if total else 0.0 for scheme, change in changes.items()}
-        found.append(Measured(unit, errors, relative))
+        found.append(UnitErrors(unit, errors, relative))
     return found
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unickpt.checkpoint.format import casts
-from unickpt.checkpoint.format.casts import Copy, available, cast_flags, copy_all, is_cast_of
+from unickpt.checkpoint.format.casts import TensorCopy, available, cast_flags, copy_all, is_cast_of
 
 with_extension = pytest.mark.parametrize("extension", [True, False])
 
@@ -90,7 +90,7 @@ def test_copies_of_any_size_at_any_place(extension: bool, threads: int) -> None:
             changed = value is not None and bool(count) and number % 2 == 1
             if changed and value is not None:
                 value.view(torch.uint8)[(number * 131) % (count * value.element_size())] ^= 1
-            copies.append((Copy(target[shift : shift + count], source, value), target, shift, count))
+            copies.append((TensorCopy(target[shift : shift + count], source, value), target, shift, count))
             expected.append(not changed)
     assert copy_all([each for each, *_ in copies], threads, extension=extension) == expected
     for each, target, shift, count in copies:

@@ -19,7 +19,15 @@ from unickpt.checkpoint.format.checksums import fragment_checksum
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.load import checked_read
 from unickpt.checkpoint.load import reader as reader_module
-from unickpt.checkpoint.load.checked_read import Part, Piece, Pieces, available, bytes_of, read_checked, read_pieces
+from unickpt.checkpoint.load.checked_read import (
+    FileRange,
+    NeededPart,
+    NeededParts,
+    available,
+    bytes_of,
+    read_checked,
+    read_pieces,
+)
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.fragments import Request, batches_of, by_file
 from unickpt.checkpoint.save.saver import save
@@ -36,17 +44,17 @@ def test_the_extension_is_installed_where_the_processor_has_its_instructions() -
     assert available() is ("avx2" in Path("/proc/cpuinfo").read_text().split())
 
 
-def parts_of(sizes: list[int], chosen: random.Random) -> list[Part]:
+def parts_of(sizes: list[int], chosen: random.Random) -> list[FileRange]:
     """Return a part for each size in bytes: floats with a second place, bytes otherwise."""
     found = []
     for size in sizes:
         if size % 4:
             found.append(
-                Part(torch.zeros(size, dtype=torch.uint8), chosen.choice([None, torch.zeros(size, dtype=torch.uint8)]))
+                FileRange(torch.zeros(size, dtype=torch.uint8), chosen.choice([None, torch.zeros(size, dtype=torch.uint8)]))
             )
         else:
             dtype = chosen.choice(SECONDS)
-            found.append(Part(torch.zeros(size // 4), None if dtype is None else torch.zeros(size // 4, dtype=dtype)))
+            found.append(FileRange(torch.zeros(size // 4), None if dtype is None else torch.zeros(size // 4, dtype=dtype)))
     return found
 
 
@@ -95,7 +103,7 @@ def test_a_cast_rounds_as_torch_does(tmp_path: Path, extension: bool) -> None:
     bits = torch.arange(0, 1 << 32, 4099, dtype=torch.int64).to(torch.int32).view(torch.float32)
     numbers = torch.cat([torch.tensor(SPECIAL), bits])
     (tmp_path / "x").write_bytes(bytes(bytes_of(numbers)))
-    part = Part(torch.zeros_like(numbers), torch.zeros(len(numbers), dtype=torch.bfloat16))
+    part = FileRange(torch.zeros_like(numbers), torch.zeros(len(numbers), dtype=torch.bfloat16))
     assert part.second is not None
     with PosixStorage(tmp_path).reader("x") as reader:
         read_checked(reader, 0, [part], extension=extension)
@@ -107,7 +115,7 @@ def test_a_cast_rounds_as_torch_does(tmp_path: Path, extension: bool) -> None:
 @BOTH
 def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path, extension: bool) -> None:
     (tmp_path / "x").write_bytes(bytes(1000))
-    parts = [Part(torch.zeros(100)), Part(torch.zeros(200))]
+    parts = [FileRange(torch.zeros(100)), FileRange(torch.zeros(200))]
     ends = pytest.raises(StorageError, match=r"x: ends at byte 1000, expected 250 more bytes")
     with PosixStorage(tmp_path).reader("x") as reader, ends:
         read_checked(reader, 50, parts, extension=extension)
@@ -132,12 +140,12 @@ def test_pieces_have_their_elements_and_fragments_their_checksums(tmp_path: Path
             lo = chosen.randrange(count)
             hi = chosen.randrange(lo, count + 1)
             dtype = torch.uint8 if item == 1 else chosen.choice([torch.float32, torch.bfloat16])
-            pieces.append(Piece(lo * item, (hi - lo) * item, torch.zeros(hi - lo, dtype=dtype)))
+            pieces.append(NeededPart(lo * item, (hi - lo) * item, torch.zeros(hi - lo, dtype=dtype)))
             stored = torch.frombuffer(
                 bytearray(data[offset : offset + size]), dtype=torch.uint8 if item == 1 else torch.float32
             )
             expected.append(stored[lo:hi].to(dtype))
-        fragments.append(Pieces(offset, size, torch.uint8 if item == 1 else torch.float32, pieces))
+        fragments.append(NeededParts(offset, size, torch.uint8 if item == 1 else torch.float32, pieces))
     assert all(fragment.are_castable() for fragment in fragments)
     with PosixStorage(tmp_path).reader("x") as reader:
         reader.block_bytes = block_bytes  # type: ignore[misc]
@@ -150,7 +158,7 @@ def test_pieces_have_their_elements_and_fragments_their_checksums(tmp_path: Path
 
 def test_pieces_that_no_copy_can_fill_are_told() -> None:
     def castable(size: int, dtype: torch.dtype, target: torch.Tensor) -> bool:
-        return Pieces(0, size, dtype, [Piece(0, 4 * target.numel(), target)]).are_castable()
+        return NeededParts(0, size, dtype, [NeededPart(0, 4 * target.numel(), target)]).are_castable()
 
     assert castable(400, torch.float32, torch.zeros(100))
     assert castable(400, torch.float32, torch.zeros(100, dtype=torch.bfloat16))
@@ -162,7 +170,10 @@ def test_pieces_that_no_copy_can_fill_are_told() -> None:
 @pytest.mark.skipif(not available(), reason="the extension is not installed")
 def test_a_fragment_beyond_the_end_of_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(1000))
-    fragments = [Pieces(0, 400, torch.float32, []), Pieces(800, 400, torch.float32, [Piece(0, 400, torch.zeros(100))])]
+    fragments = [
+        NeededParts(0, 400, torch.float32, []),
+        NeededParts(800, 400, torch.float32, [NeededPart(0, 400, torch.zeros(100))]),
+    ]
     ends = pytest.raises(StorageError, match=r"x: ends at byte 1000, expected 200 more bytes")
     with PosixStorage(tmp_path).reader("x") as reader, ends:
         read_pieces(reader, fragments)
@@ -175,7 +186,7 @@ def test_an_error_of_the_system_names_the_file(tmp_path: Path, extension: bool) 
         assert isinstance(reader, DescriptorReader)
         reader.descriptor = os.open(tmp_path, os.O_RDONLY)  # type: ignore[misc]
         with pytest.raises(StorageError, match=r"x: cannot be read .*directory"):
-            read_checked(reader, 0, [Part(torch.zeros(100))], extension=extension)
+            read_checked(reader, 0, [FileRange(torch.zeros(100))], extension=extension)
         os.close(reader.descriptor)
 
 

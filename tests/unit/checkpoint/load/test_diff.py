@@ -20,7 +20,7 @@ from unickpt.checkpoint.load.diff import differences
 from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.cli.main import main
 from unickpt.transform.convert.huggingface.writer import export
-from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.dialects.translated_checkpoint import translated
 from unickpt.transform.dialects.translation import counterpart_shapes
 
@@ -132,17 +132,17 @@ def test_an_interrupted_conversion_continues(
 ) -> None:
     saved(tmp_path / "a", values_of(HF), aliases={})
     folder = folder_of(tmp_path / "a", tmp_path / "model", "--shard-gigabytes", "1e-6")
-    read, files = Files.read_into, sorted(folder.glob("*.safetensors"))
+    read, files = OpenFiles.read_into, sorted(folder.glob("*.safetensors"))
 
-    def until_the_last(self: Files, path: Path, *more: Any) -> None:
+    def until_the_last(self: OpenFiles, path: Path, *more: Any) -> None:
         if path == files[-1]:
             raise OSError("the disk is gone")
         read(self, path, *more)
 
-    monkeypatch.setattr(Files, "read_into", until_the_last)
+    monkeypatch.setattr(OpenFiles, "read_into", until_the_last)
     assert main(["convert", str(folder), str(tmp_path / "b"), "--workers", "1"]) == 2
     assert not is_checkpoint(tmp_path / "b")
-    monkeypatch.setattr(Files, "read_into", read)
+    monkeypatch.setattr(OpenFiles, "read_into", read)
     os.utime(files[0])  # changed meanwhile, for all one knows
     capsys.readouterr()
     assert main(["convert", str(folder), str(tmp_path / "b")]) == 0

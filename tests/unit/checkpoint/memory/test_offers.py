@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unickpt.checkpoint.load.resume import Offer
-from unickpt.checkpoint.memory.finding import Found
+from unickpt.checkpoint.memory.finding import FoundGeneration
 from unickpt.checkpoint.memory.offers import MemoryOffers
 from unickpt.checkpoint.memory.tier import MemoryLoad
 
@@ -15,7 +15,7 @@ _NOTHING = Offer()
 def tried(memory: list[int], disk: list[Offer], *, native: int = -1) -> list[tuple[str, int, bool]]:
     """Return name, generation and check of the offers until nothing is left."""
     left: Iterator[Offer] = iter(disk)
-    load = MemoryLoad([Found(step, step, f"iter_{step}") for step in memory])
+    load = MemoryLoad([FoundGeneration(step, step, f"iter_{step}") for step in memory])
     offers = MemoryOffers(load, "/c", lambda: next(left, _NOTHING), lambda: native)
     found = []
     while (offer := offers.next()).directory and len(found) < 20:

@@ -202,9 +202,9 @@ def test_a_flipped_bit_is_found_and_the_copy_serves(job: Callable[..., Job], tmp
 
 def test_a_checkpoint_on_disk_that_is_newer_wins() -> None:
     assert choose(MemoryLoad(), lambda: None, []) is None
-    from unickpt.checkpoint.memory.finding import Found
+    from unickpt.checkpoint.memory.finding import FoundGeneration
 
-    load = MemoryLoad([Found(2, 20, "b"), Found(1, 10, "a")])
+    load = MemoryLoad([FoundGeneration(2, 20, "b"), FoundGeneration(1, 10, "a")])
     assert choose(load, lambda: 20, []) is None
     tried: list[tuple[int, bool]] = []
     assert [choose(load, lambda: 15, tried) for _ in range(3)] == [(load.found[0], False), (load.found[0], True), None]

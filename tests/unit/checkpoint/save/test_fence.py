@@ -21,9 +21,9 @@ from unickpt.checkpoint.fence import (
     FENCE,
     FENCE_FILE,
     ROUND,
-    Copy,
     FencedError,
-    Verdict,
+    FenceVerdict,
+    JobCopy,
     copy_of_this,
     guarded,
     line_folder,
@@ -36,9 +36,9 @@ from unickpt.checkpoint.save.requests import SaveOptions
 from unickpt.checkpoint.save.saver import Saver
 from unickpt.checkpoint.storage.open import open_storage
 
-OLD = Copy("", "", (0, 0), "1.1.boot.ns", 100.0, "host process 1")
+OLD = JobCopy("", "", (0, 0), "1.1.boot.ns", 100.0, "host process 1")
 NEW = replace(OLD, process="2.2.boot.ns", began_s=200.0)
-FIRST = Copy("job", "instance", (1, 1), "1.1.boot.ns", 100.0, "host process 1")
+FIRST = JobCopy("job", "instance", (1, 1), "1.1.boot.ns", 100.0, "host process 1")
 
 
 @pytest.fixture
@@ -52,23 +52,23 @@ def steered(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 def test_the_copy_that_was_started_last_writes() -> None:
     for owned, lives in itertools.product((True, False), (True, None, False)):
-        assert verdict_on(None, OLD, owned=owned, lives=lives) is Verdict.TAKE
-        assert verdict_on(OLD, OLD, owned=owned, lives=lives) is Verdict.OWN
-        assert verdict_on(OLD, NEW, owned=owned, lives=lives) is Verdict.TAKE
+        assert verdict_on(None, OLD, owned=owned, lives=lives) is FenceVerdict.TAKE
+        assert verdict_on(OLD, OLD, owned=owned, lives=lives) is FenceVerdict.OWN
+        assert verdict_on(OLD, NEW, owned=owned, lives=lives) is FenceVerdict.TAKE
         refused = lives or (owned and lives is None)  # one that has ended holds nothing
-        assert verdict_on(NEW, OLD, owned=owned, lives=lives) is (Verdict.REFUSED if refused else Verdict.TAKE)
+        assert verdict_on(NEW, OLD, owned=owned, lives=lives) is (FenceVerdict.REFUSED if refused else FenceVerdict.TAKE)
 
 
 def test_rounds_of_a_job_are_ordered_without_a_clock() -> None:
     later = replace(FIRST, round=(2, 2), process="2.2.boot.ns", began_s=1.0)  # on a host whose clock is wrong
     other_host = replace(FIRST, process="9.9.other.ns", began_s=500.0)
     for owned, lives in itertools.product((True, False), (True, None, False)):
-        assert verdict_on(FIRST, later, owned=owned, lives=lives) is Verdict.TAKE
-        assert verdict_on(later, FIRST, owned=owned, lives=lives) is Verdict.REFUSED
-        assert verdict_on(other_host, FIRST, owned=owned, lives=lives) is Verdict.OWN
+        assert verdict_on(FIRST, later, owned=owned, lives=lives) is FenceVerdict.TAKE
+        assert verdict_on(later, FIRST, owned=owned, lives=lives) is FenceVerdict.REFUSED
+        assert verdict_on(other_host, FIRST, owned=owned, lives=lives) is FenceVerdict.OWN
     again = replace(FIRST, instance="another", process="3.3.boot.ns", began_s=300.0)  # all agents were started again
-    assert verdict_on(FIRST, again, owned=False, lives=False) is Verdict.TAKE
-    assert verdict_on(again, FIRST, owned=True, lives=False) is Verdict.REFUSED, "it may be between two rounds"
+    assert verdict_on(FIRST, again, owned=False, lives=False) is FenceVerdict.TAKE
+    assert verdict_on(again, FIRST, owned=True, lives=False) is FenceVerdict.REFUSED, "it may be between two rounds"
 
 
 @pytest.mark.parametrize("place", ["folder", "memory"])

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unickpt.base.errors import StorageError
-from unickpt.checkpoint.save.data_file import Run, extend
+from unickpt.checkpoint.save.data_file import MemoryRun, extend
 from unickpt.checkpoint.storage import direct_io
 from unickpt.checkpoint.storage.direct_io import BLOCK_BYTES
 from unickpt.checkpoint.storage.posix import PosixStorage
@@ -37,7 +37,7 @@ def test_the_file_is_the_concatenation_of_its_parts(
         at += 0 if touching else gap
         parts.append(memory[at : at + size])
         at += size
-    runs: list[Run] = []
+    runs: list[MemoryRun] = []
     for part in parts:
         extend(runs, part)
     if touching:

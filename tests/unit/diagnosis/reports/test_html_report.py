@@ -26,7 +26,7 @@ from unickpt.diagnosis.recording.ring_folder import HostRings, read_folder
 from unickpt.diagnosis.reports.html_report import contents, page, write_report
 from unickpt.diagnosis.reports.job_records import gather_records
 from unickpt.diagnosis.reports.verdict_text import VerdictText
-from unickpt.steering.state.history import Entry, Kind
+from unickpt.steering.state.history import HistoryEntry, Kind
 from unickpt.steering.state.timeline import as_json, job_times
 
 
@@ -159,12 +159,16 @@ def history(host: str) -> dict[str, Any]:
     """Two rounds of 100 s: 72 s of training, then a cause of the same kind as the name of the host."""
     cause = hostile("cause") if host != "node1" else "host lost"
     rows = [
-        Entry(Kind.BEGIN, 0.0), Entry(Kind.RUNNING, 5.0, (1, 1), (host, "b"), 4),
-        Entry(Kind.STEP, 10.0, (1, 1), step=1, moved_s=10.0), Entry(Kind.STEP, 50.0, (1, 1), step=9, moved_s=50.0),
-        Entry(Kind.ORDER, 55.0, (1, 1), number=1, action="admit", text=f"admit {host}"),
-        Entry(Kind.ENDED, 60.0, (1, 1), cause=cause, text=f"{host} is gone"), Entry(Kind.RUNNING, 62.0, (1, 2), (host,), 2),
-        Entry(Kind.STEP, 68.0, (1, 2), step=10, furthest=9, moved_s=68.0), Entry(Kind.CLOSED, 100.0, (1, 2), finished=True),
-    ]  # fmt: skip
+        HistoryEntry(Kind.BEGIN, 0.0),
+        HistoryEntry(Kind.RUNNING, 5.0, (1, 1), (host, "b"), 4),
+        HistoryEntry(Kind.STEP, 10.0, (1, 1), step=1, moved_s=10.0),
+        HistoryEntry(Kind.STEP, 50.0, (1, 1), step=9, moved_s=50.0),
+        HistoryEntry(Kind.ORDER, 55.0, (1, 1), number=1, action="admit", text=f"admit {host}"),
+        HistoryEntry(Kind.ENDED, 60.0, (1, 1), cause=cause, text=f"{host} is gone"),
+        HistoryEntry(Kind.RUNNING, 62.0, (1, 2), (host,), 2),
+        HistoryEntry(Kind.STEP, 68.0, (1, 2), step=10, furthest=9, moved_s=68.0),
+        HistoryEntry(Kind.CLOSED, 100.0, (1, 2), finished=True),
+    ]
     return as_json(job_times(rows))
 
 

@@ -9,19 +9,19 @@ import random
 import pytest
 
 from unickpt.planning.plan import bits
-from unickpt.planning.plan.bits import BitPlan, Choices, LayerBits, Option, plan_bits
+from unickpt.planning.plan.bits import BitPlan, LayerBits, UnitChoices, UnitOption, plan_bits
 from unickpt.planning.plan.partition import Binds, Device, Unmet
 
 
 def model(rng: random.Random, layers: int, units: int, grain: int = 1) -> list[LayerBits]:
     """Layers with random sizes and errors; errors do not always fall with the size."""
 
-    def options() -> tuple[Option, ...]:
+    def options() -> tuple[UnitOption, ...]:
         sizes = [grain * rng.randint(1, 30) for _ in range(rng.randint(1, 3))]
-        return tuple(Option(str(at), size, round(rng.random() * 100 / size, 3)) for at, size in enumerate(sizes))
+        return tuple(UnitOption(str(at), size, round(rng.random() * 100 / size, 3)) for at, size in enumerate(sizes))
 
     return [
-        LayerBits(rng.randint(0, 9), tuple(Choices(f"{layer}.{unit}", options()) for unit in range(units)))
+        LayerBits(rng.randint(0, 9), tuple(UnitChoices(f"{layer}.{unit}", options()) for unit in range(units)))
         for layer in range(layers)
     ]
 
@@ -98,7 +98,7 @@ def test_a_coarse_step_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_limit_that_binds_is_named() -> None:
     def layer(size: int) -> LayerBits:
-        return LayerBits(0, (Choices("unit", (Option("4", size, 1.0),)),))
+        return LayerBits(0, (UnitChoices("unit", (UnitOption("4", size, 1.0),)),))
 
     layers = [layer(10), layer(30), layer(10)]
     found = plan_bits(layers, [Device(memory_bytes=20), Device(memory_bytes=25)])

@@ -11,8 +11,8 @@ from unickpt.diagnosis.layer_costs.measured import EMBEDDING, LAYER, LOSS, Measu
 from unickpt.planning.plan.links import Line, LinkCosts
 from unickpt.planning.plan.parallel import (
     LayoutBinds,
-    Measured,
-    ParallelLayout,
+    MeasuredJob,
+    PlannedLayout,
     RatedLayout,
     Space,
     UnmetLayout,
@@ -30,12 +30,12 @@ def model(count: int = 8) -> list[MeasuredLayer]:
     return [*found, MeasuredLayer("loss", LOSS, 0.0, 0.0, 1000, 0, 64, 8, "Linear", "cpu")]
 
 
-def measured(layers: list[MeasuredLayer] | None = None, *, links: LinkCosts | None = None) -> Measured:
+def measured(layers: list[MeasuredLayer] | None = None, *, links: LinkCosts | None = None) -> MeasuredJob:
     layers = layers or model()
-    return Measured(layers, 1, 1, ComputeCosts(layers), links or LinkCosts({}))
+    return MeasuredJob(layers, 1, 1, ComputeCosts(layers), links or LinkCosts({}))
 
 
-def rated(layout: ParallelLayout, links: LinkCosts | None = None, space: Space | None = None) -> RatedLayout:
+def rated(layout: PlannedLayout, links: LinkCosts | None = None, space: Space | None = None) -> RatedLayout:
     found = rate(measured(links=links), space or Space(4, 16), layout)
     assert isinstance(found, RatedLayout)
     return found
@@ -43,23 +43,23 @@ def rated(layout: ParallelLayout, links: LinkCosts | None = None, space: Space |
 
 def test_without_communication_every_sound_layout_takes_the_time_of_its_schedule() -> None:
     """A row takes 0.24 s on one device."""
-    assert rated(ParallelLayout(1, 1, 1, 4, 1, 4)).step_s == pytest.approx(4 * 0.24)
-    assert rated(ParallelLayout(4, 1, 1, 1, 1, 16)).step_s == pytest.approx(16 * 0.06)
-    assert rated(ParallelLayout(1, 4, 1, 1, 1, 16)).step_s == pytest.approx((16 + 3) * 0.06)
-    assert rated(ParallelLayout(1, 4, 1, 1, 4, 4)).step_s == pytest.approx((4 + 3) * 0.24)
-    assert rated(ParallelLayout(1, 2, 2, 2, 1, 8)).step_s == pytest.approx((8 + 1 / 2) * 0.12)
+    assert rated(PlannedLayout(1, 1, 1, 4, 1, 4)).step_s == pytest.approx(4 * 0.24)
+    assert rated(PlannedLayout(4, 1, 1, 1, 1, 16)).step_s == pytest.approx(16 * 0.06)
+    assert rated(PlannedLayout(1, 4, 1, 1, 1, 16)).step_s == pytest.approx((16 + 3) * 0.06)
+    assert rated(PlannedLayout(1, 4, 1, 1, 4, 4)).step_s == pytest.approx((4 + 3) * 0.24)
+    assert rated(PlannedLayout(1, 2, 2, 2, 1, 8)).step_s == pytest.approx((8 + 1 / 2) * 0.12)
 
 
 def test_groups_pay_for_their_communication() -> None:
     links = LinkCosts({(False, False): Line(0.001, 0.0), (True, False): Line(0.0005, 0.0)})
     # each of 8 layers of 16 microbatches: two all-reduces of 2 (4 - 1) steps forward, and two backward
-    tensor = rated(ParallelLayout(4, 1, 1, 1, 1, 16), links)
+    tensor = rated(PlannedLayout(4, 1, 1, 1, 1, 16), links)
     assert tensor.step_s == pytest.approx(16 * (0.06 + 8 * 4 * 6 * 0.001))
-    data = rated(ParallelLayout(1, 1, 1, 4, 1, 4), links)
+    data = rated(PlannedLayout(1, 1, 1, 4, 1, 4), links)
     assert data.gradients_s == pytest.approx(3 * 0.001 + 3 * 0.001)
-    plain = rated(ParallelLayout(1, 1, 1, 4, 1, 4), links, Space(4, 16, sharded=False))
+    plain = rated(PlannedLayout(1, 1, 1, 4, 1, 4), links, Space(4, 16, sharded=False))
     assert plain.gradients_s == pytest.approx(6 * 0.001)
-    pipeline = rated(ParallelLayout(1, 4, 1, 1, 1, 1), links)
+    pipeline = rated(PlannedLayout(1, 4, 1, 1, 1, 1), links)
     assert pipeline.step_s == pytest.approx(0.24 + 6 * 0.0005)
 
 
@@ -118,7 +118,7 @@ def test_memory_leaves_out_layouts_and_is_named_when_none_fits() -> None:
 
 def test_a_layout_is_written_in_the_words_of_each_framework() -> None:
     space = Space(8, 32)
-    found = rated(ParallelLayout(2, 2, 2, 2, 1, 16), space=space)
+    found = rated(PlannedLayout(2, 2, 2, 2, 1, 16), space=space)
     arguments = megatron_arguments(found, space, model())
     assert arguments == [
         "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1",

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unickpt.planning.plan.partition import Binds, Device, LayerCost, Partition, Unmet, in_flight_1f1b, plan_stages
+from unickpt.planning.plan.partition import Binds, Device, LayerCost, StageCut, Unmet, in_flight_1f1b, plan_stages
 
 
 def all_cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
@@ -53,7 +53,7 @@ def test_no_other_cut_is_faster(layers: list[LayerCost], devices: list[Device], 
     if least == float("inf"):
         assert isinstance(found, Unmet)
         return
-    assert isinstance(found, Partition)
+    assert isinstance(found, StageCut)
     assert found.step_s == pytest.approx(least)
     assert time_of(layers, found.bounds, [devices[each] for each in found.kinds], microbatches) == pytest.approx(least)
     if not reorder:
@@ -63,7 +63,7 @@ def test_no_other_cut_is_faster(layers: list[LayerCost], devices: list[Device], 
 def test_layers_of_unlike_time_are_cut_by_time_and_not_by_number() -> None:
     layers = [LayerCost(1.0, 2.0)] * 6 + [LayerCost(2.0, 4.0)] * 3
     found = plan_stages(layers, [Device()] * 2, 8)
-    assert isinstance(found, Partition)
+    assert isinstance(found, StageCut)
     assert found.bounds == (0, 6, 9)
     assert found.counts == (6, 3)
     assert found.times_s == (18.0, 18.0)
@@ -75,8 +75,8 @@ def test_a_faster_device_has_more_layers_and_stands_where_memory_allows_it() -> 
     devices = [Device("fast", 2.0, 8.0), Device("slow", 1.0)]
     fixed = plan_stages(layers, devices, 4)
     free = plan_stages(layers, devices, 4, reorder=True)
-    assert isinstance(fixed, Partition)
-    assert isinstance(free, Partition)
+    assert isinstance(fixed, StageCut)
+    assert isinstance(free, StageCut)
     assert fixed.counts == (2, 4)  # the first stage keeps two microbatches: 8 bytes hold two layers
     assert free.counts == (2, 4)  # the last stage keeps one: 8 bytes hold four layers
     assert (fixed.kinds, free.kinds) == ((0, 1), (1, 0))
@@ -88,8 +88,8 @@ def test_with_few_microbatches_the_sum_counts() -> None:
     layers = [LayerCost(0.0, 1.0)] * 6
     devices = [Device("fast", 4.0), Device("slow", 1.0)]
     one, many = plan_stages(layers, devices, 1), plan_stages(layers, devices, 1000)
-    assert isinstance(one, Partition)
-    assert isinstance(many, Partition)
+    assert isinstance(one, StageCut)
+    assert isinstance(many, StageCut)
     assert one.counts == (5, 1)
     assert max(many.times_s) == 1.25
 
@@ -114,5 +114,5 @@ def test_a_hundred_layers_on_two_kinds_of_devices_take_less_than_some_seconds() 
     layers = [LayerCost(float(each), float(2 * each), 1.0, 0.1) for each in varied.uniform(1, 3, 100)]
     devices = [Device("a", 1.0, 40.0), Device("b", 1.7, 25.0)] * 4
     found = plan_stages(layers, devices, 32, reorder=True)
-    assert isinstance(found, Partition)
+    assert isinstance(found, StageCut)
     assert sum(found.counts) == 100

@@ -14,7 +14,7 @@ from unickpt.base.errors import FormatError
 from unickpt.cli.main import main
 from unickpt.diagnosis.recording.records import Op
 from unickpt.planning.plan import ranks
-from unickpt.planning.plan.ranks import Order, best_order, host_order, hostfile, plan_order, rankfile, rendezvous_order
+from unickpt.planning.plan.ranks import RankOrder, best_order, host_order, hostfile, plan_order, rankfile, rendezvous_order
 from unickpt.planning.replay.trace import Trace, TraceGroup
 
 MS = 1_000_000
@@ -54,7 +54,7 @@ def test_many_blocks_are_exchanged_until_none_helps() -> None:
     """The cost of an order is the sum of what each block costs at its place: exchanges find the least of them."""
     costs = np.random.default_rng(3).uniform(0.5, 2.0, (7, 7))
 
-    def predict(orders: list[Order]) -> list[float | None]:
+    def predict(orders: list[RankOrder]) -> list[float | None]:
         return [float(sum(costs[rank, place] for rank, place in enumerate(order))) for order in orders]
 
     found = best_order([[at] for at in range(7)], predict)  # type: ignore[arg-type]

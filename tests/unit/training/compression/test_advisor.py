@@ -10,7 +10,7 @@ import pytest
 from tests.unit.training.compression.advised_jobs import DEAR, FREE, GROUP, MEGABYTE, job
 from unickpt.base.errors import FormatError
 from unickpt.planning.replay.trace import Trace
-from unickpt.training.compression.advisor import NO, BucketReplay, Candidate, Link, advise
+from unickpt.training.compression.advisor import NO, BucketReplay, Candidate, LinkModel, advise
 
 
 def test_hidden_communication_is_left_alone() -> None:
@@ -60,7 +60,7 @@ def test_links_from_durations_of_several_sizes() -> None:
 
 
 def test_a_link_of_one_size_has_no_constant() -> None:
-    assert advise(job([8, 8, 8], blocks=True), {}).link == Link(0.0, pytest.approx(8e-3 / MEGABYTE))
+    assert advise(job([8, 8, 8], blocks=True), {}).link == LinkModel(0.0, pytest.approx(8e-3 / MEGABYTE))
 
 
 def test_compression_of_small_buckets_costs_a_second_collective() -> None:

@@ -20,7 +20,7 @@ from unickpt.checkpoint.save.shards import Shard
 from unickpt.checkpoint.storage.direct_io import DirectSink, address_of
 from unickpt.checkpoint.storage.posix import _DescriptorSink
 from unickpt.transform.convert import read_ahead
-from unickpt.transform.convert.pickles.lazy_tensor import Files, Located
+from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
 from unickpt.transform.convert.pipeline import Portion, Source, SourcePart, convert
 from unickpt.transform.convert.read_ahead import Unread, WriteBehind, write_all
 from unickpt.transform.convert.readings import BoxOf
@@ -80,7 +80,7 @@ def test_a_write_that_was_waited_for_is_forgotten() -> None:
 def test_a_box_of_a_file_is_read_into_place(tmp_path: Path, shape: tuple[int, ...]) -> None:
     tensor = torch.arange(Box.whole(shape).numel, dtype=torch.int64).reshape(shape)
     (tmp_path / "x").write_bytes(b"12345678" + tensor.numpy().tobytes())
-    with Files() as files:
+    with OpenFiles() as files:
         read = BoxOf(Box.whole(shape), Located(files, tmp_path / "x", 8, "I64", shape, strides_of(shape)))
         for lo in range(shape[-1]):
             box = Box((*(0,) * (len(shape) - 1), lo), (*shape[:-1], shape[-1] - lo))
@@ -101,7 +101,7 @@ def test_another_dtype_or_number_of_elements_is_refused(found: torch.Tensor) -> 
     ("target", "what"), [(torch.zeros(4), "4 of torch.float32"), (torch.zeros(3, dtype=torch.int64), "3 of")]
 )
 def test_memory_of_another_dtype_or_size_is_refused(tmp_path: Path, target: torch.Tensor, what: str) -> None:
-    with Files() as files, pytest.raises(FormatError, match=rf"x: has 4 elements of I64, expected {what}"):
+    with OpenFiles() as files, pytest.raises(FormatError, match=rf"x: has 4 elements of I64, expected {what}"):
         Located(files, tmp_path / "x", 0, "I64", (4,), (1,)).read_into(Box.whole((4,)), target)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from unickpt.base.errors import FormatError
 from unickpt.cli.main import main
-from unickpt.transform.convert.pickles.lazy_tensor import Files, Located
+from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
 from unickpt.transform.convert.pickles.safe_pickle import Record, UnsafePickleError, load, load_plain
 
 
@@ -48,7 +48,7 @@ def stored(path: Path, value: Any, **options: Any) -> Path:
 
 
 def read(value: Any, path: Path, *also: str) -> Any:
-    with Files() as files:
+    with OpenFiles() as files:
         return filled(load(stored(path, value), files, also=also))
 
 
@@ -82,7 +82,7 @@ def test_boxes_of_a_tensor(tmp_path: Path) -> None:
     from unickpt.checkpoint.format.boxes import Box
 
     base = torch.arange(60.0).reshape(3, 4, 5)
-    with Files() as files:
+    with OpenFiles() as files:
         for value in (base, base.transpose(0, 2), base[:, ::2]):
             found = load(stored(tmp_path / "a.pt", {"t": value}), files)["t"]
             files.close()
@@ -154,7 +154,7 @@ def test_records_do_not_run_either(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A class of an allowed module that would do something when it is made, filled or called."""
     monkeypatch.chdir(tmp_path)
     text = b"cdeepspeed.utils.os\nsystem\n(Vtouch ran\ntR."
-    with Files() as files:
+    with OpenFiles() as files:
         found = load_plain(text, tmp_path / "x", files)
     assert isinstance(found, Record)
     assert found.arguments == ("touch ran",)
@@ -165,7 +165,7 @@ def test_a_chain_from_an_allowed_name_leads_nowhere(tmp_path: Path) -> None:
     """Protocol 4 looks up dotted names: ``collections`` -> ``OrderedDict.__init__.__globals__``."""
     for dotted in ("OrderedDict.__init__", "OrderedDict.fromkeys", "abc.sys"):
         text = b"\x80\x04\x8c\x0bcollections\x8c" + bytes([len(dotted)]) + dotted.encode() + b"\x93."
-        with Files() as files, pytest.raises(UnsafePickleError):
+        with OpenFiles() as files, pytest.raises(UnsafePickleError):
             load_plain(text, tmp_path / "x", files)
 
 
@@ -196,7 +196,7 @@ def broken(path: Path, change: Any) -> Path:
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, change: Any, message: str) -> None:
-    with Files() as files, pytest.raises(FormatError, match=message):
+    with OpenFiles() as files, pytest.raises(FormatError, match=message):
         load(broken(tmp_path / "a.pt", change), files)
 
 
@@ -204,10 +204,10 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     whole = stored(tmp_path / "a.pt", {"w": torch.arange(1000.0)}).read_bytes()
     for data in (b"", b"PK", whole[: len(whole) // 2], os.urandom(500)):
         (tmp_path / "b.pt").write_bytes(data)
-        with Files() as files, pytest.raises(FormatError, match=r"b\.pt"):
+        with OpenFiles() as files, pytest.raises(FormatError, match=r"b\.pt"):
             load(tmp_path / "b.pt", files)
     stored(tmp_path / "old.pt", {"w": torch.ones(2)}, _use_new_zipfile_serialization=False)
-    with Files() as files, pytest.raises(FormatError, match="save them again"):
+    with OpenFiles() as files, pytest.raises(FormatError, match="save them again"):
         load(tmp_path / "old.pt", files)
 
 
@@ -219,7 +219,7 @@ def test_random_damage_is_refused_or_harmless(tmp_path: Path) -> None:
         for _ in range(int(random.integers(1, 4))):
             damaged[int(random.integers(len(damaged)))] = int(random.integers(256))
         (tmp_path / "b.pt").write_bytes(damaged)
-        with Files() as files, contextlib.suppress(FormatError, OSError):
+        with OpenFiles() as files, contextlib.suppress(FormatError, OSError):
             filled(load(tmp_path / "b.pt", files))
 
 
@@ -248,5 +248,5 @@ def test_tensors_beyond_their_storage_are_refused(tmp_path: Path) -> None:
         with zipfile.ZipFile(tmp_path / "a.pt", "w") as new:
             new.writestr("x/data.pkl", text.getvalue())
             new.writestr("x/data/0", bytes(32))
-        with Files() as files, pytest.raises(FormatError, match="tensor of shape"):
+        with OpenFiles() as files, pytest.raises(FormatError, match="tensor of shape"):
             load(tmp_path / "a.pt", files)

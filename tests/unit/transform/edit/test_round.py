@@ -15,7 +15,7 @@ from unickpt.base.errors import ConfigError, FormatError, MismatchError
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.cli.main import main
 from unickpt.transform.convert.pipeline import convert
-from unickpt.transform.edit.round_weights import Round
+from unickpt.transform.edit.round_weights import RoundWeights
 from unickpt.transform.edit.table import table_of
 from unickpt.transform.edit.write import source_of
 from unickpt.transform.quantise.rounding import restored, rounded, unpacked
@@ -30,7 +30,7 @@ def llama(folder: Path) -> Any:
 
 def test_any_box_has_the_values_of_whole_rows(tmp_path: Path) -> None:
     table = llama(tmp_path)
-    made = Round.parse("4/channel").apply(table)
+    made = RoundWeights.parse("4/channel").apply(table)
     weight = values_of(HF)[UP, "weight"]
     whole = restored(*rounded(weight, Scheme(4), torch.bfloat16)).to(torch.bfloat16)
     entry = made.entries[UP, "weight"]
@@ -67,11 +67,11 @@ def test_the_values_are_those_of_the_exported_files(family: str, bits: str, dtyp
 
 def test_what_cannot_be_rounded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected 4, 8 or 16 bits"):
-        Round.parse("5")
+        RoundWeights.parse("5")
     plan = tmp_path / "plan.json"
     plan.write_text('{"schema": 1, "units": []}')
     with pytest.raises(MismatchError, match="it lacks model"):
-        Round.parse(str(plan)).apply(llama(tmp_path / "run"))
+        RoundWeights.parse(str(plan)).apply(llama(tmp_path / "run"))
     plan.write_text("[]")
     with pytest.raises(FormatError):
-        Round.parse(str(plan))
+        RoundWeights.parse(str(plan))

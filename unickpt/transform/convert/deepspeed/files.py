@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.base.errors import FormatError, NotACheckpointError
-from unickpt.transform.convert.pickles.lazy_tensor import Files, Located
+from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
 from unickpt.transform.convert.pickles.safe_pickle import load
 
 MODEL = re.compile(r"(?:zero_pp_rank_(?P<data>\d+)_)?mp_rank_(?P<model>\d+)_model_states\.pt")
@@ -118,7 +118,7 @@ def is_deepspeed(folder: Path) -> bool:
     return folder.is_dir() and any(MODEL.fullmatch(path.name) for path in folder.iterdir())
 
 
-def read_folder(folder: Path, files: Files, also: Sequence[str]) -> Folder:
+def read_folder(folder: Path, files: OpenFiles, also: Sequence[str]) -> Folder:
     """Read all files of a tag, without the elements of tensors.
 
     Raises:
@@ -168,7 +168,7 @@ def first_missing(numbers: Collection[int]) -> int | None:
     return next(number for number in range(len(numbers) + 1) if number not in numbers)
 
 
-def read_file(path: Path, files: Files, also: Sequence[str]) -> File:
+def read_file(path: Path, files: OpenFiles, also: Sequence[str]) -> File:
     """Read one file, without the elements of tensors. Raises FormatError, OSError."""
     content = load(path, files, also=also)
     if not isinstance(content, dict):

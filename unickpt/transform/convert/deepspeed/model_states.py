@@ -24,7 +24,7 @@ from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, 
 from unickpt.transform.convert.deepspeed.files import MODEL, File, is_deepspeed, read_file
 from unickpt.transform.convert.huggingface.files import configuration
 from unickpt.transform.convert.optimizer_class import class_of_states
-from unickpt.transform.convert.pickles.lazy_tensor import Files, Located
+from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
 from unickpt.transform.convert.pickles.safe_pickle import Record
 from unickpt.transform.convert.pipeline import SourcePart
 from unickpt.transform.convert.readings import BoxOf, Reading, Regions
@@ -65,7 +65,7 @@ class Parameters:
         return TensorInfo(name, state, dtype, self.shapes[name], kind)
 
 
-def read_files(folder: Path, pattern: re.Pattern[str], files: Files, also: Sequence[str]) -> dict[tuple[int, int], File]:
+def read_files(folder: Path, pattern: re.Pattern[str], files: OpenFiles, also: Sequence[str]) -> dict[tuple[int, int], File]:
     """Read the files that match a pattern, by (model parallel rank, data parallel rank). Raises as ``read_file``."""
     found = {}
     for path in sorted(folder.iterdir()):
@@ -205,7 +205,7 @@ class ModelStates(SourceBuilder):
         model: the parameters.
     """
 
-    def __init__(self, folder: Path, files: Files, also: Sequence[str], pattern: re.Pattern[str] = MODEL) -> None:
+    def __init__(self, folder: Path, files: OpenFiles, also: Sequence[str], pattern: re.Pattern[str] = MODEL) -> None:
         if not is_deepspeed(folder):
             raise NotACheckpointError(f"{folder}: has no file mp_rank_*_model_states.pt")
         self.files = read_files(folder, pattern, files, also)

@@ -23,12 +23,12 @@ from unickpt.transform.convert.deepspeed.model_states import as_number, is_flat,
 from unickpt.transform.convert.deepspeed.zero_shards import ShardCollector, ShardedParameter
 from unickpt.transform.convert.limits import bounded
 from unickpt.transform.convert.parameter_order import NoOrderError, match_names
-from unickpt.transform.convert.pickles.lazy_tensor import Files, Located
+from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
 from unickpt.transform.convert.pipeline import Portion, Source, SourcePart
 
 
 @bounded
-def deepspeed(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source:
+def deepspeed(folder: Path, files: OpenFiles, *, also: Sequence[str] = ()) -> Source:
     """Open the tag folder (``global_step1000``) of a native DeepSpeed checkpoint. Arguments and errors: see ``bounded``."""
     return _NativeReader(read_folder(folder, files, also)).source()
 

@@ -27,7 +27,7 @@ from unickpt.transform.convert.deepspeed.model_states import (
     require_tensor,
 )
 from unickpt.transform.convert.limits import bounded
-from unickpt.transform.convert.pickles.lazy_tensor import Files, Located
+from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
 from unickpt.transform.convert.pickles.safe_pickle import load
 from unickpt.transform.convert.pipeline import Portion, Source, SourcePart
 
@@ -44,7 +44,7 @@ def is_universal(folder: Path) -> bool:
 
 
 @bounded
-def deepspeed_universal(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source:
+def deepspeed_universal(folder: Path, files: OpenFiles, *, also: Sequence[str] = ()) -> Source:
     """Open the tag folder (``global_step1000_universal``) of a universal checkpoint of ZeRO 1 to 3.
 
     Arguments and errors: see ``bounded``.
@@ -55,7 +55,7 @@ def deepspeed_universal(folder: Path, files: Files, *, also: Sequence[str] = ())
 class _UniversalReader(ModelStates):
     """Builder of the source from the files of a universal checkpoint."""
 
-    def __init__(self, folder: Path, files: Files, also: Sequence[str]) -> None:
+    def __init__(self, folder: Path, files: OpenFiles, also: Sequence[str]) -> None:
         if not is_universal(folder):
             raise NotACheckpointError(f"{folder}: has no {FOLDER}/{OPTIMIZER_FILE} beside mp_rank_*_model_states.pt")
         both = read_files(folder, MODEL_FILE_WHOLE, files, also)  # a folder can have both kinds, for jobs of any stage

@@ -17,7 +17,7 @@ from unickpt.checkpoint.format.manifest import Writer
 from unickpt.checkpoint.format.safetensors_header import Header, header_bytes_of, parse_header
 from unickpt.transform.convert.huggingface.files import INDEX, configuration
 from unickpt.transform.convert.limits import bounded
-from unickpt.transform.convert.pickles.lazy_tensor import Files, Located
+from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
 from unickpt.transform.convert.pickles.regular_files import open_regular, read_json
 from unickpt.transform.convert.pipeline import Portion, Source, SourcePart
 from unickpt.transform.dialects.model_facts import Model
@@ -28,7 +28,7 @@ _BESIDE = re.compile(r"(adapter_model|consolidated)(\.\d+|-\d{5}-of-\d{5})?\.saf
 
 
 @bounded
-def huggingface(folder: Path, files: Files) -> Source:
+def huggingface(folder: Path, files: OpenFiles) -> Source:
     """Open a transformers model as a source: weights at step 0, without an optimizer.
 
     Args:

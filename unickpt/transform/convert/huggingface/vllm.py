@@ -18,7 +18,7 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.transform.convert.huggingface.writer import ExportedModel, export, weights
 from unickpt.transform.convert.pickles.regular_files import read_json
 from unickpt.transform.dialects.hf_layouts import in_files
-from unickpt.transform.quantise.encoding import Cast, Encoding, Packed
+from unickpt.transform.quantise.encoding import CastEncoding, Encoding, Packed
 from unickpt.transform.quantise.modules import layer_of, units_of
 from unickpt.transform.quantise.recipe import Recipe, planned, some, uniform
 from unickpt.transform.quantise.scheme import Scheme
@@ -54,7 +54,7 @@ def for_vllm(checkpoint: Checkpoint, bits: str | os.PathLike[str] = "16", dtype:
     """
     infos = weights(in_files(checkpoint))
     recipe = _recipe(infos, bits)
-    cast = Cast(compute_dtype(infos) if dtype is None else dtype)
+    cast = CastEncoding(compute_dtype(infos) if dtype is None else dtype)
     matrices = [info for info in infos if info.name.endswith(".weight") and len(info.shape) == 2]
     dtypes = {str(torch_dtype(cast.dtype(info))).removeprefix("torch.") for info in matrices}
     settings: dict[str, Any] = {"dtype": dtypes.pop()} if len(dtypes) == 1 else {}

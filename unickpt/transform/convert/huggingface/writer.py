@@ -29,7 +29,7 @@ from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.dialects.registry import choose
 from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE, shapes_of, translated
 from unickpt.transform.dialects.translation import counterpart_shapes
-from unickpt.transform.quantise.encoding import Cast, Encoding, is_float
+from unickpt.transform.quantise.encoding import CastEncoding, Encoding, is_float
 
 ADDED_TEMPLATES = "additional_chat_templates"  # folder of a tokenizer's additional chat templates
 # Files of a transformers model besides weights and code. Files that Trainer adds (state, checkpoints) are not listed.
@@ -43,7 +43,7 @@ _MODEL_FILES = (
 _CODE = "*.py"
 _ADAPTER = re.compile(r"(^|\.)lora_|\.modules_to_save\.|^base_model\.model\.")
 _METADATA = {"format": "pt"}  # transformers requires it
-_AS_STORED = Cast()
+_AS_STORED = CastEncoding()
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,12 +31,12 @@ from unickpt.transform.convert.megatron.common_state import (
     writer_of,
 )
 from unickpt.transform.convert.megatron.keys import MASTER, WEIGHT, is_expert, tensor_of
-from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.convert.pickles.plain_values import NotPlainError, plain
 from unickpt.transform.convert.pickles.regular_files import read_json
 from unickpt.transform.convert.pickles.safe_pickle import load
 from unickpt.transform.convert.pipeline import Source
-from unickpt.transform.convert.torch_dcp.files import METADATA, DcpTable, Stored, portions_of
+from unickpt.transform.convert.torch_dcp.files import METADATA, DcpTable, StoredTensor, portions_of
 
 CONFIG, COMMON, BACKEND = "metadata.json", "common.pt", "torch_dist"
 _BUCKETS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(gbuf_idx_\d+\.)?")
@@ -51,7 +51,7 @@ def backend_of(folder: Path) -> str:
 
 
 @bounded
-def megatron_dist(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source:
+def megatron_dist(folder: Path, files: OpenFiles, *, also: Sequence[str] = ()) -> Source:
     """Open the iteration folder (``iter_0001000``) of a checkpoint of ``--ckpt-format torch_dist``.
 
     Arguments and errors: see ``bounded``. It is also a FormatError if the optimizer is in a form that only the same job reads.
@@ -64,7 +64,7 @@ def megatron_dist(folder: Path, files: Files, *, also: Sequence[str] = ()) -> So
 class _TorchDistReader:
     """Builder of the source from the files of an iteration."""
 
-    def __init__(self, folder: Path, files: Files, also: Sequence[str]) -> None:
+    def __init__(self, folder: Path, files: OpenFiles, also: Sequence[str]) -> None:
         self.folder = folder
         self.left_out: list[str] = []
         common = load(folder / COMMON, files, also=also)
@@ -106,8 +106,8 @@ class _TorchDistReader:
             shared_objects=self._shared(), left_out=self.left_out,
         )  # fmt: skip
 
-    def _named(self) -> dict[tuple[str, str], Stored]:
-        found: dict[tuple[str, str], Stored] = {}
+    def _named(self) -> dict[tuple[str, str], StoredTensor]:
+        found: dict[tuple[str, str], StoredTensor] = {}
         for key, stored in self._table.tensors.items():
             name = tensor_of(key)
             if name in found and not stored.is_same_as(found[name]):
@@ -116,8 +116,8 @@ class _TorchDistReader:
         return found
 
     def _tensors(
-        self, named: Mapping[tuple[str, str], Stored], trained: Sequence[str]
-    ) -> Iterator[tuple[TensorInfo, Stored, Stored | None]]:
+        self, named: Mapping[tuple[str, str], StoredTensor], trained: Sequence[str]
+    ) -> Iterator[tuple[TensorInfo, StoredTensor, StoredTensor | None]]:
         """Yield every tensor in the form of the adapter: a trained parameter has a master, and its weight is derived.
 
         An optimizer that updates the weights directly has no masters in Megatron's files: the masters are the weights.
@@ -161,7 +161,7 @@ class _TorchDistReader:
 
     # ---------------------------------------------------------------- hyperparameters
 
-    def _record(self, named: Mapping[tuple[str, str], Stored], trained: Sequence[str]) -> OptimizerRecord | None:
+    def _record(self, named: Mapping[tuple[str, str], StoredTensor], trained: Sequence[str]) -> OptimizerRecord | None:
         """Return the hyperparameters and the step.
 
         The files do not contain the assignment of parameters to groups. For Megatron's default groups it is known

@@ -35,12 +35,12 @@ from unickpt.transform.convert.megatron.common_state import (
 )
 from unickpt.transform.convert.megatron.fsdp_names import EXPERTS, META, MODEL, NORMS, STATE
 from unickpt.transform.convert.megatron.keys import MASTER, WEIGHT
-from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.convert.pickles.plain_values import NotPlainError, plain
 from unickpt.transform.convert.pickles.regular_files import open_regular
 from unickpt.transform.convert.pipeline import Portion, Source, SourcePart
 from unickpt.transform.convert.readings import Reading
-from unickpt.transform.convert.torch_dcp.files import METADATA, DcpTable, Stored
+from unickpt.transform.convert.torch_dcp.files import METADATA, DcpTable, StoredTensor
 
 _MODEL, _STATE, _META = f"{MODEL}.", f"{'.'.join(STATE)}.", f"{'.'.join(META)}."
 _LAYER = re.compile(r"^(.*?\blayers)\.(\d+)\.(.+)$")
@@ -61,7 +61,7 @@ class _Placed:
     name: str
     layer: int | None
     half: int | None
-    stored: Stored
+    stored: StoredTensor
 
     def boxes(self, layers: int) -> tuple[tuple[int, ...], list[tuple[Box, Reading]]]:
         """Return the shape of the whole tensor, and the boxes of this part of it with the functions that read them."""
@@ -105,7 +105,7 @@ def is_megatron_fsdp(folder: Path) -> bool:
 
 
 @bounded
-def megatron_fsdp(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source:
+def megatron_fsdp(folder: Path, files: OpenFiles, *, also: Sequence[str] = ()) -> Source:
     """Open the iteration folder (``iter_0001000``) of a checkpoint of ``--ckpt-format fsdp_dtensor``.
 
     Arguments and errors: see ``bounded``. It is also a FormatError if the model has experts.
@@ -116,7 +116,7 @@ def megatron_fsdp(folder: Path, files: Files, *, also: Sequence[str] = ()) -> So
 class _FsdpReader:
     """Builder of the source from the table of a folder."""
 
-    def __init__(self, folder: Path, files: Files, also: Sequence[str]) -> None:
+    def __init__(self, folder: Path, files: OpenFiles, also: Sequence[str]) -> None:
         self.folder = folder
         self.left_out: list[str] = []
         self._table = DcpTable(folder, files, also)
@@ -128,7 +128,7 @@ class _FsdpReader:
                 name, _, state = key.removeprefix(_STATE).rpartition(".")
                 self._add(name, state, stored)
 
-    def _add(self, key: str, state: str, stored: Stored) -> None:
+    def _add(self, key: str, state: str, stored: StoredTensor) -> None:
         if EXPERTS in key:
             raise FormatError(
                 f"{self.folder}: {key}: experts in fsdp_dtensor are not supported. Load the checkpoint with Megatron FSDP, "
@@ -139,7 +139,7 @@ class _FsdpReader:
         if all((each.layer, each.half) != (placed.layer, placed.half) for each in parts):  # else the second name of a norm
             parts.append(placed)
 
-    def _placed(self, key: str, stored: Stored) -> _Placed:
+    def _placed(self, key: str, stored: StoredTensor) -> _Placed:
         name = _renamed(key)
         half = _HALVES.get(name[-2:]) if name.endswith(tuple(_HALVES)) else None
         name = name[:-2] if half is not None else name

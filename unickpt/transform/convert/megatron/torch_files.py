@@ -14,7 +14,7 @@ from typing import Any
 from unickpt.base.errors import FormatError, NotACheckpointError
 from unickpt.transform.convert.megatron.common_state import arguments_of
 from unickpt.transform.convert.megatron.shard_rules import writing_ranks
-from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.convert.pickles.safe_pickle import load
 
 MODEL, BUFFERS = "model_optim_rng.pt", "distrib_optim.pt"
@@ -23,7 +23,7 @@ _LAYER_WISE = "layer_wise_optimizer_*.pt"
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ParallelSizes:
     """Parallel sizes. ``data`` is the number of data and context parallel ranks."""
 
     tensor: int
@@ -74,7 +74,7 @@ class MegatronFolder:
 
     folder: Path
     arguments: argparse.Namespace
-    sizes: Sizes
+    sizes: ParallelSizes
     ranks: Sequence[MegatronRank]
     left_out: list[str]
 
@@ -89,7 +89,7 @@ def is_megatron_torch(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob(f"mp_rank_*/{MODEL}"))
 
 
-def read_job(folder: Path, files: Files, also: Sequence[str]) -> MegatronFolder:
+def read_job(folder: Path, files: OpenFiles, also: Sequence[str]) -> MegatronFolder:
     """Read all files of an iteration, without the elements of tensors.
 
     Args:
@@ -142,7 +142,7 @@ def save_otherwise() -> str:
     )
 
 
-def _content(path: Path, files: Files, also: Sequence[str]) -> Mapping[str, Any]:
+def _content(path: Path, files: OpenFiles, also: Sequence[str]) -> Mapping[str, Any]:
     content = load(path, files, also=also)
     if not isinstance(content, dict):
         raise FormatError(f"{path}: contains a {type(content).__name__}, expected a dictionary")
@@ -152,7 +152,7 @@ def _content(path: Path, files: Files, also: Sequence[str]) -> Mapping[str, Any]
     return content
 
 
-def _sizes(arguments: argparse.Namespace, path: Path) -> Sizes:
+def _sizes(arguments: argparse.Namespace, path: Path) -> ParallelSizes:
     def size(name: str, default: int) -> int:
         found = getattr(arguments, name, None)
         if found is None:
@@ -165,7 +165,9 @@ def _sizes(arguments: argparse.Namespace, path: Path) -> Sizes:
     pipeline, expert = size("pipeline_model_parallel_size", 1), size("expert_model_parallel_size", 1)
     context = size("context_parallel_size", 1)
     world = size("world_size", tensor * pipeline * context)
-    found = Sizes(tensor, pipeline, expert, size("expert_tensor_parallel_size", tensor), max(world // (tensor * pipeline), 1))
+    found = ParallelSizes(
+        tensor, pipeline, expert, size("expert_tensor_parallel_size", tensor), max(world // (tensor * pipeline), 1)
+    )
     if found.pipeline * found.expert * found.expert_tensor > MAX_FILES:
         raise FormatError(f"{path}: by its arguments the job has {_sizes_text(found)} ranks, more than {MAX_FILES:,} files")
     if len({place[0] for place in writing_ranks(tensor, expert, found.expert_tensor)}) < tensor or found.expert_tensor > tensor:
@@ -176,7 +178,7 @@ def _sizes(arguments: argparse.Namespace, path: Path) -> Sizes:
     return found
 
 
-def _name(sizes: Sizes, tensor: int, stage: int, expert: int) -> str:
+def _name(sizes: ParallelSizes, tensor: int, stage: int, expert: int) -> str:
     return (
         f"mp_rank_{tensor:02d}"
         + (f"_{stage:03d}" if sizes.pipeline > 1 else "")
@@ -184,7 +186,7 @@ def _name(sizes: Sizes, tensor: int, stage: int, expert: int) -> str:
     )
 
 
-def _sizes_text(sizes: Sizes) -> str:
+def _sizes_text(sizes: ParallelSizes) -> str:
     return f"{sizes.tensor} tensor, {sizes.pipeline} pipeline and {sizes.expert} expert parallel"
 
 

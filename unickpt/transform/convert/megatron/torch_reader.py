@@ -47,7 +47,7 @@ from unickpt.transform.convert.megatron.shard_rules import (
 )
 from unickpt.transform.convert.megatron.torch_files import MegatronFolder, MegatronRank, is_chunk, read_job
 from unickpt.transform.convert.megatron.torch_layout import TorchLayout, chunk_weights
-from unickpt.transform.convert.pickles.lazy_tensor import Files, Located
+from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles, Located
 from unickpt.transform.convert.pickles.plain_values import NotPlainError, plain
 from unickpt.transform.convert.pickles.safe_pickle import load
 from unickpt.transform.convert.pipeline import Portion, Source, SourcePart
@@ -58,7 +58,7 @@ _NOT_COMMON = ("args", "optimizer", "rng_state", "rerun_state_machine")
 
 
 @bounded
-def megatron_torch(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source:
+def megatron_torch(folder: Path, files: OpenFiles, *, also: Sequence[str] = ()) -> Source:
     """Open the iteration folder (``iter_0001000``) of a checkpoint of ``--ckpt-format torch``.
 
     Arguments and errors: see ``bounded``. It is also a FormatError if the parameter of an optimizer state is unknown.
@@ -69,7 +69,7 @@ def megatron_torch(folder: Path, files: Files, *, also: Sequence[str] = ()) -> S
 class _TorchFormatReader:
     """Builder of the source from the files of an iteration."""
 
-    def __init__(self, job: MegatronFolder, files: Files, also: Sequence[str]) -> None:
+    def __init__(self, job: MegatronFolder, files: OpenFiles, also: Sequence[str]) -> None:
         self.job, self._files, self._also = job, files, also
         self.left_out = job.left_out
         self._layout = TorchLayout(job)

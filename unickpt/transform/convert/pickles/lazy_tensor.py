@@ -28,14 +28,14 @@ class _Opened:
     readers: int = 0
 
 
-class Files:
+class OpenFiles:
     """A cache of open files, read at given offsets. Threads may share it. Close it when done."""
 
     def __init__(self) -> None:
         self._open: dict[Path, _Opened] = {}  # most recently used last
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> OpenFiles:
         return self
 
     def __exit__(self, _type: type[BaseException] | None, _error: BaseException | None, _where: TracebackType | None) -> None:
@@ -98,7 +98,7 @@ class Located:
         shape, strides: in elements. The creator has checked that all elements are within the file.
     """
 
-    files: Files
+    files: OpenFiles
     path: Path
     begin_byte: int
     dtype: str

@@ -20,7 +20,7 @@ import torch
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.format.dtypes import itemsize_bytes, name_of, names, torch_dtype
 from unickpt.checkpoint.format.tensor_table import collector_paused
-from unickpt.transform.convert.pickles.lazy_tensor import Files, Located
+from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
 from unickpt.transform.convert.pickles.nesting_limits import check_unfolding
 from unickpt.transform.convert.pickles.pickle_callables import KNOWN, StorageType, first
 from unickpt.transform.convert.pickles.pickle_opcodes import interpret
@@ -59,7 +59,7 @@ class StorageHandle(Record):
         self.extent, self.dtype = extent, dtype
 
 
-def load(path: Path, files: Files, *, also: Sequence[str] = ()) -> Any:
+def load(path: Path, files: OpenFiles, *, also: Sequence[str] = ()) -> Any:
     """Return the object in a file of ``torch.save``. Its tensors are ``Located``.
 
     Args:
@@ -75,13 +75,13 @@ def load(path: Path, files: Files, *, also: Sequence[str] = ()) -> Any:
     return load_archive(path, 0, files.size_bytes(path), files, also=also)
 
 
-def load_archive(path: Path, begin: int, size: int, files: Files, *, also: Sequence[str] = ()) -> Any:
+def load_archive(path: Path, begin: int, size: int, files: OpenFiles, *, also: Sequence[str] = ()) -> Any:
     """Return the object in an archive inside a file: ``size`` bytes from ``begin`` on. Otherwise as ``load``."""
     archive = Archive(files, path, begin, size)
     return _load(archive.pickle(), _Rules(path, files, also, archive), size)
 
 
-def load_plain(data: bytes, path: Path, files: Files, *, also: Sequence[str] = ()) -> Any:
+def load_plain(data: bytes, path: Path, files: OpenFiles, *, also: Sequence[str] = ()) -> Any:
     """Return the object in a plain pickle without tensors. Raises the errors of ``load``."""
     return _load(data, _Rules(path, files, also, None), 0)
 
@@ -101,7 +101,7 @@ def _load(data: bytes, rules: _Rules, file_bytes: int) -> Any:
 class _Rules:
     """Allowed names in the pickle of one file, and their values."""
 
-    def __init__(self, path: Path, files: Files, also: Sequence[str], archive: Archive | None) -> None:
+    def __init__(self, path: Path, files: OpenFiles, also: Sequence[str], archive: Archive | None) -> None:
         self.path, self._files, self._archive = path, files, archive
         records = (*RECORDS, *also)
         self._prefixes, self._records = tuple(each for each in records if each.endswith(".")), frozenset(records)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unickpt.base.errors import FormatError
-from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 
 MAX_PICKLE_BYTES = 1 << 30
 MAX_DIRECTORY_BYTES = 64 << 20  # about 600,000 storages
@@ -62,7 +62,7 @@ class Archive:
         size_bytes: size of the archive.
     """
 
-    def __init__(self, files: Files, path: Path, begin: int, size: int) -> None:
+    def __init__(self, files: OpenFiles, path: Path, begin: int, size: int) -> None:
         """Read the central directory.
 
         Raises:

@@ -19,7 +19,7 @@ from unickpt.base.errors import FormatError
 from unickpt.checkpoint.format.boxes import Box, find_overlap
 from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import MAX_NDIM, TensorInfo
-from unickpt.transform.convert.pickles.lazy_tensor import Files, Located
+from unickpt.transform.convert.pickles.lazy_tensor import Located, OpenFiles
 from unickpt.transform.convert.pickles.regular_files import named_file
 from unickpt.transform.convert.pickles.safe_pickle import Record, load_archive, load_plain
 from unickpt.transform.convert.pipeline import Portion, SourcePart
@@ -32,7 +32,7 @@ _PARTS_OF_A_METADATA = "torch.distributed.checkpoint.metadata."
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ArchivePlace:
     """Position of an archive.
 
     Attributes:
@@ -52,7 +52,7 @@ class StoredChunk(InPlace):
 
     __slots__ = ("_found", "_table", "box", "dtype", "name", "place")
 
-    def __init__(self, table: DcpTable, name: str, dtype: str, box: Box, place: Place) -> None:
+    def __init__(self, table: DcpTable, name: str, dtype: str, box: Box, place: ArchivePlace) -> None:
         self._table, self.name, self.dtype, self.box, self.place = table, name, dtype, box, place
         self._found: Located | None = None
 
@@ -87,7 +87,7 @@ class StoredChunk(InPlace):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A stored tensor.
 
     Attributes:
@@ -106,7 +106,7 @@ class Stored:
     def numel(self) -> int:
         return Box.whole(self.shape).numel
 
-    def is_same_as(self, other: Stored) -> bool:
+    def is_same_as(self, other: StoredTensor) -> bool:
         """Return whether both names refer to the same bytes."""
         boxes, others = ({chunk.box: chunk.place for chunk in each.chunks} for each in (self, other))
         return (self.dtype, self.shape, boxes) == (other.dtype, other.shape, others)
@@ -127,7 +127,7 @@ class DcpTable:
         version: version of the format in the table.
     """
 
-    def __init__(self, folder: Path, files: Files, also: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, files: OpenFiles, also: Sequence[str] = ()) -> None:
         """Read the table without data.
 
         Raises:
@@ -149,8 +149,8 @@ class DcpTable:
         state = self._state(root, "Metadata")
         self.version = str(state.get("version") or "")
         places = self._places(state.get("storage_data"))
-        self.tensors: dict[str, Stored] = {}
-        self.objects: dict[str, Place] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        self.objects: dict[str, ArchivePlace] = {}
         for name, entry in self._dict(state.get("state_dict_metadata"), "state_dict_metadata").items():
             kind = entry.kind.removeprefix(_PARTS_OF_A_METADATA) if isinstance(entry, Record) else ""
             if not isinstance(name, str):
@@ -168,7 +168,7 @@ class DcpTable:
             if isinstance(name, str) and isinstance(path, tuple) and path
         }
 
-    def load(self, place: Place, name: str) -> Any:
+    def load(self, place: ArchivePlace, name: str) -> Any:
         """Return the object in an archive. Its tensors are ``Located``. Raises FormatError."""
         if place.size_bytes < 2 or self._files.read(place.path, place.begin_byte, 2) != b"PK":
             raise FormatError(
@@ -207,7 +207,7 @@ class DcpTable:
             )
         return found
 
-    def _place(self, places: Mapping[Any, Mapping[str, Any]], name: str, offset: tuple[int, ...] | None) -> Place:
+    def _place(self, places: Mapping[Any, Mapping[str, Any]], name: str, offset: tuple[int, ...] | None) -> ArchivePlace:
         state = places.get((name, offset))
         at = "" if offset is None else f" at {list(offset)}"
         if state is None:
@@ -227,9 +227,9 @@ class DcpTable:
             raise FormatError(
                 f"{path}: has {self._sizes[relative]:,} bytes, but {name}{at} is at bytes {begin:,} to {begin + size:,}"
             )
-        return Place(path, relative, begin, size)
+        return ArchivePlace(path, relative, begin, size)
 
-    def _tensor(self, name: str, state: Mapping[str, Any], places: Mapping[Any, Mapping[str, Any]]) -> Stored:
+    def _tensor(self, name: str, state: Mapping[str, Any], places: Mapping[Any, Mapping[str, Any]]) -> StoredTensor:
         dtype = self._dtype(name, state.get("properties"))
         shape = self._numbers(state.get("size"), f"the shape of {name}")
         entries = state.get("chunks")
@@ -248,7 +248,7 @@ class DcpTable:
             if 0 not in extent:
                 chunks.append(StoredChunk(self, name, dtype, Box(start, extent), self._place(places, name, start)))
         self._check_cover(name, shape, [chunk.box for chunk in chunks])
-        return Stored(name, dtype, shape, chunks)
+        return StoredTensor(name, dtype, shape, chunks)
 
     def _dtype(self, name: str, properties: Any) -> str:
         """Return the dtype in ``TensorProperties``, which can also be a tuple with the dtype first (``ShardedTensor``)."""
@@ -270,7 +270,9 @@ class DcpTable:
             raise FormatError(f"{self.where}: {name} is incomplete: its chunks have {found:,} of {expected:,} elements")
 
 
-def portions_of(tensors: Iterable[tuple[TensorInfo, Stored, Stored | None]]) -> tuple[list[Portion], list[TensorInfo]]:
+def portions_of(
+    tensors: Iterable[tuple[TensorInfo, StoredTensor, StoredTensor | None]],
+) -> tuple[list[Portion], list[TensorInfo]]:
     """Return one portion per file.
 
     Args:
@@ -301,7 +303,7 @@ def portions_of(tensors: Iterable[tuple[TensorInfo, Stored, Stored | None]]) -> 
 class _Origins:
     """Source of a derived tensor, readable by box."""
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: StoredTensor) -> None:
         self._stored = stored
         self._exact = {chunk.box: chunk for chunk in stored.chunks}
         self._start = np.array([chunk.box.start for chunk in stored.chunks], np.int64).reshape(len(stored.chunks), -1)

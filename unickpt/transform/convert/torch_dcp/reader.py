@@ -25,10 +25,10 @@ from unickpt.transform.convert.huggingface.files import configuration
 from unickpt.transform.convert.limits import bounded
 from unickpt.transform.convert.optimizer_class import class_of_states
 from unickpt.transform.convert.parameter_order import NoOrderError, match_names
-from unickpt.transform.convert.pickles.lazy_tensor import Files
+from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.convert.pickles.plain_values import NotPlainError, plain
 from unickpt.transform.convert.pipeline import Source
-from unickpt.transform.convert.torch_dcp.files import MAX_OBJECT_BYTES, METADATA, DcpTable, Stored, portions_of
+from unickpt.transform.convert.torch_dcp.files import MAX_OBJECT_BYTES, METADATA, DcpTable, StoredTensor, portions_of
 from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.dialects.translated_checkpoint import HUGGINGFACE
 
@@ -48,7 +48,7 @@ def is_dcp(folder: Path) -> bool:
 
 
 @bounded
-def dcp(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source:
+def dcp(folder: Path, files: OpenFiles, *, also: Sequence[str] = ()) -> Source:
     """Open a folder with ``.metadata`` and ``*.distcp`` of ``FileSystemWriter``. Arguments and errors: see ``bounded``."""
     return _DcpReader(folder, files, also).source()
 
@@ -56,7 +56,7 @@ def dcp(folder: Path, files: Files, *, also: Sequence[str] = ()) -> Source:
 class _DcpReader:
     """Builder of the source from the table of a folder."""
 
-    def __init__(self, folder: Path, files: Files, also: Sequence[str]) -> None:
+    def __init__(self, folder: Path, files: OpenFiles, also: Sequence[str]) -> None:
         self.folder = folder
         self.left_out: list[str] = []
         self._table = DcpTable(folder, files, also)
@@ -87,7 +87,7 @@ class _DcpReader:
         path = self._table.paths.get(key, (key,))[:-1]
         return "".join(f"{part}." for part in path)
 
-    def _models_prefix(self, rest: Mapping[str, Stored]) -> str:
+    def _models_prefix(self, rest: Mapping[str, StoredTensor]) -> str:
         """Return the prefix of the tensors of the model, from the names in the optimizer, or from the dictionaries."""
         named = [each.rpartition(".")[0] for _, _, each in self._rests("state", self._table.tensors)]
         named = [name for name in dict.fromkeys(named) if name and not name.isdigit()]
@@ -115,7 +115,7 @@ class _DcpReader:
             raise FormatError(f"{self.folder}: has no tensors of a model (found {', '.join([*self._table.tensors][:6])})")
         self._number_parameters()
         states, scalars = self._states()
-        tensors: list[tuple[TensorInfo, Stored, Stored | None]] = []
+        tensors: list[tuple[TensorInfo, StoredTensor, StoredTensor | None]] = []
         for name, stored in self.weights.items():
             kind = "parameter" if stored.dtype.startswith(("F", "BF")) or (name in scalars) else "buffer"
             tensors.append((TensorInfo(name, "weight", stored.dtype, stored.shape, kind), stored, None))
@@ -174,9 +174,9 @@ class _DcpReader:
             for group, names in zip(groups, found, strict=True):
                 self._numbers |= {(root, str(number)): name for number, name in zip(group, names, strict=True)}
 
-    def _states(self) -> tuple[dict[tuple[str, str], Stored], dict[str, dict[str, Any]]]:
+    def _states(self) -> tuple[dict[tuple[str, str], StoredTensor], dict[str, dict[str, Any]]]:
         """Return the tensor states, and the scalar states by parameter."""
-        tensors: dict[tuple[str, str], Stored] = {}
+        tensors: dict[tuple[str, str], StoredTensor] = {}
         scalars: dict[str, dict[str, Any]] = {}
         unknown: list[str] = []
         for key, root, rest in self._rests("state", [*self._table.tensors, *self._table.objects]):
