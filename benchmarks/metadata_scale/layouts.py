@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.metadata_scale.models import Model, Parameter
-from unickpt.checkpoint.format.boxes import Box, Ints
+from unickpt.base.arrays import Ints
+from unickpt.checkpoint.format.boxes import Box
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ import numpy as np
 
 from benchmarks.metadata_scale.layouts import Layout, Pieces, pieces_of_stage
 from benchmarks.metadata_scale.models import Model, Parameter
-from unickpt.checkpoint.format.boxes import Box, Ints
+from unickpt.base.arrays import Ints
+from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import Index, TensorInfo
 from unickpt.checkpoint.load.read_plan import Target
 from unickpt.checkpoint.save import shards

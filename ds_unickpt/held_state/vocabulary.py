@@ -15,7 +15,8 @@ from ds_unickpt.framework.internals import plain
 from ds_unickpt.held_state.names import ModuleNames
 from ds_unickpt.placing import autotp, megatron_deepspeed
 from ds_unickpt.placing.megatron_layers import INFO, info_of
-from ds_unickpt.placing.slices import Shape, Slice
+from ds_unickpt.placing.slices import Slice
+from unickpt.base.arrays import Shape
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.vocabulary import Rows, Vocabulary, rows_of
 from unickpt.transform.convert.deepspeed.patterns import VOCABULARY, matches

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ds_unickpt.framework import internals
-from ds_unickpt.placing.slices import Shape, Slice, Slices, local_shape
+from ds_unickpt.placing.slices import Slice, Slices, local_shape
+from unickpt.base.arrays import Shape
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.transform.convert.deepspeed.tensor_parallel import PlacedBox
 

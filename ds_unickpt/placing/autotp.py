@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ds_unickpt.framework.internals import ExpertLayer, expert_layers, is_expert, layer_of, submodules
-from ds_unickpt.placing.slices import Shape, Slice, Slices, local_shape
+from ds_unickpt.placing.slices import Slice, Slices, local_shape
+from unickpt.base.arrays import Shape
 from unickpt.base.errors import FormatError
 from unickpt.transform.convert.deepspeed.tensor_parallel import affine_boxes, split_boxes
 

@@ -22,7 +22,8 @@ from deepspeed.utils import bwc
 from ds_unickpt.framework import internals
 from ds_unickpt.framework.internals import is_expert, is_zero3, layer_of, plain
 from ds_unickpt.placing import megatron_deepspeed
-from ds_unickpt.placing.slices import Shape, Slice, Slices, local_shape
+from ds_unickpt.placing.slices import Slice, Slices, local_shape
+from unickpt.base.arrays import Shape
 from unickpt.base.errors import FormatError
 from unickpt.transform.convert.deepspeed.patterns import Cut, cut_of
 from unickpt.transform.convert.deepspeed.tensor_parallel import Division, affine_boxes, affine_entry, divided, merged

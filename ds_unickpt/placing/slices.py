@@ -12,10 +12,10 @@ from functools import lru_cache
 
 import torch
 
+from unickpt.base.arrays import Shape
 from unickpt.checkpoint.format.boxes import Box, split_flat_range
 from unickpt.transform.convert.deepspeed.tensor_parallel import PlacedBox
 
-Shape = tuple[int, ...]
 _KNOWN = 1 << 14  # results that are kept
 
 

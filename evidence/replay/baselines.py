@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from unickpt.base.arrays import Floats
 from unickpt.planning.plan.links import shape_of
 from unickpt.planning.replay.alike import pieces_of
 from unickpt.planning.replay.edits import others_own_times
 from unickpt.planning.replay.graph import Graph, graph_of
-from unickpt.planning.replay.schedule import Floats
 from unickpt.planning.replay.trace import Trace, window_of
 
 

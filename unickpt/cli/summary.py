@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from unickpt.base.arrays import Ints
 from unickpt.base.errors import ConfigError
-from unickpt.checkpoint.format.boxes import Ints
 from unickpt.checkpoint.format.index import Index, TensorInfo
 
 _FIRST_STATES = {"weight": 0, "master": 1, "object": 9}

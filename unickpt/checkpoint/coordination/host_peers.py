@@ -21,12 +21,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from unickpt.base.arrays import Ints
 from unickpt.base.errors import HostPeerFailedError, StorageError
 from unickpt.base.private_files import SHARED_MEMORY, check_folder, create, make_folder, no_room, own_folders
 from unickpt.base.process_identity import boot_id
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
-from unickpt.checkpoint.format.boxes import Ints
 
 logger = logging.getLogger("unickpt")
 T = TypeVar("T")

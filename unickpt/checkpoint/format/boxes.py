@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from unickpt.base.arrays import Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.arrays import Ints
 from unickpt.base.errors import CoverageError, FormatError
-from unickpt.checkpoint.format.boxes import Box, Ints, find_overlap
+from unickpt.checkpoint.format.boxes import Box, find_overlap
 from unickpt.checkpoint.format.dtypes import itemsize_bytes
 from unickpt.checkpoint.format.linear_order import BLOCK_ROWS, Column, LinearOrder, blocks, ranges, volumes
 from unickpt.checkpoint.format.tensor_info import KINDS as KINDS

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.arrays import Ints
 from unickpt.base.errors import FormatError, NewerFormatError
 from unickpt.checkpoint.format import tensor_table
-from unickpt.checkpoint.format.boxes import Ints
 from unickpt.checkpoint.format.index import MAX_NDIM, Index, check_boxes
 from unickpt.checkpoint.format.safetensors_header import (
     MAX_HEADER_BYTES,

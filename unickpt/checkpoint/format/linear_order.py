@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.arrays import Ints
 from unickpt.base.errors import FormatError
-from unickpt.checkpoint.format.boxes import Ints
 from unickpt.checkpoint.format.tensor_info import TensorInfo
 from unickpt.checkpoint.format.tensor_table import TensorTable
 

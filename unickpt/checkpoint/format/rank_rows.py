@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.arrays import Ints
 from unickpt.base.errors import CoverageError, FormatError
 from unickpt.checkpoint.format import table_text, tensor_table
-from unickpt.checkpoint.format.boxes import Ints, sort_order
+from unickpt.checkpoint.format.boxes import sort_order
 from unickpt.checkpoint.format.index import FragmentRow, Index, box_places, like_previous
 from unickpt.checkpoint.format.linear_order import Column, blocks
 from unickpt.checkpoint.format.row_columns import FIELDS, RowColumns

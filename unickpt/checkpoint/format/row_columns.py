@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from unickpt.checkpoint.format.boxes import Ints, sort_order
+from unickpt.base.arrays import Ints
+from unickpt.checkpoint.format.boxes import sort_order
 from unickpt.checkpoint.format.growing_column import GrowingColumn
 from unickpt.checkpoint.format.linear_order import Column, blocks
 

@@ -17,11 +17,12 @@ from itertools import count
 
 import torch
 
+from unickpt.base.arrays import Ints
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.coordination.host_peers import HostPeers
 from unickpt.checkpoint.format import objects as objects_module
-from unickpt.checkpoint.format.boxes import Box, Ints
+from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.index import Index, TensorInfo
 from unickpt.checkpoint.format.layout import SHARED_PREFIX, SHARED_TENSORS_PREFIX

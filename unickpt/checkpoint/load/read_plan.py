@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from unickpt.base.arrays import Ints
 from unickpt.base.errors import CoverageError
-from unickpt.checkpoint.format.boxes import Box, Ints, find_overlap, intersect_many
+from unickpt.checkpoint.format.boxes import Box, find_overlap, intersect_many
 from unickpt.checkpoint.format.index import Index, IndexRows
 from unickpt.checkpoint.format.linear_order import ranges, volumes
 

@@ -21,8 +21,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from unickpt.base.arrays import Ints
 from unickpt.checkpoint.coordination.host_peers import CONSUMED, READY, HostPeers
-from unickpt.checkpoint.format.boxes import Ints
 from unickpt.checkpoint.format.checksums import RunningChecksum
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.index import Index

@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from unickpt.diagnosis.detectors.medians import Floats, medians_of_others, row_medians
+from unickpt.base.arrays import Floats
+from unickpt.diagnosis.detectors.medians import medians_of_others, row_medians
 from unickpt.diagnosis.detectors.stragglers import at_least
 from unickpt.diagnosis.detectors.verdicts import Cause, LongStepsNowAndThen, RotatingPauses, Syndrome, Verdict
 from unickpt.diagnosis.snapshot.steps import StepRows

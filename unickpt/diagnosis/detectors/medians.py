@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from unickpt.base.arrays import Floats
 
 
 def row_medians(table: Floats) -> Floats:

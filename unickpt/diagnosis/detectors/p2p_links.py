@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unickpt.diagnosis.detectors.medians import Floats, grouped_quantiles, medians_of_others
+from unickpt.base.arrays import Floats, Ints
+from unickpt.diagnosis.detectors.medians import grouped_quantiles, medians_of_others
 from unickpt.diagnosis.detectors.verdicts import Baseline, Direction, SlowTransfers, Syndrome, Verdict
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.snapshot.snapshot import Calls
@@ -31,7 +32,6 @@ TRANSFER = np.dtype(
     ]
 )
 TransferRows = npt.NDArray[Any]  # of dtype ``TRANSFER``
-Ints = npt.NDArray[np.int64]
 
 
 def begun(send_call_ns: Ints, receive_call_ns: Ints, receive_wait_ns: Ints) -> Ints:

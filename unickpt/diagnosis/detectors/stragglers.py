@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from unickpt.diagnosis.detectors.medians import Floats, medians_of_others, row_medians
+from unickpt.base.arrays import Floats
+from unickpt.diagnosis.detectors.medians import medians_of_others, row_medians
 from unickpt.diagnosis.detectors.verdicts import Cause, LongSteps, Syndrome, Verdict
 from unickpt.diagnosis.snapshot.steps import StepRows
 

@@ -14,13 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from unickpt.base.arrays import Floats, Ints
 from unickpt.diagnosis.recording.records import Op, begins_ns
-from unickpt.diagnosis.reports.job_records import Ints, JobRecords
+from unickpt.diagnosis.reports.job_records import JobRecords
 from unickpt.diagnosis.snapshot.steps import STEP, steps_of
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from unickpt.base.arrays import Floats, Ints
 from unickpt.diagnosis.recording.records import Flag, Op, bytes_in
-from unickpt.diagnosis.reports.arrivals import Floats
-from unickpt.diagnosis.reports.job_records import OP_NAMES, Ints, JobRecords
+from unickpt.diagnosis.reports.job_records import OP_NAMES, JobRecords
 
 PHASES = tuple(OP_NAMES[op] for op in Op if op.checkpoint_io)
 

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.arrays import Floats, Ints
 from unickpt.base.errors import StorageError
 from unickpt.diagnosis.detectors.verdicts import Verdict
 from unickpt.diagnosis.recording.rank_ranges import progressions
 from unickpt.diagnosis.recording.records import Op, bytes_in
-from unickpt.diagnosis.reports.arrivals import MEASURES, Floats, StepTable, by_step
+from unickpt.diagnosis.reports.arrivals import MEASURES, StepTable, by_step
 from unickpt.diagnosis.reports.checkpoint_io import CheckpointIo, checkpoint_io
-from unickpt.diagnosis.reports.job_records import OP_NAMES, Ints, JobRecords, unended
+from unickpt.diagnosis.reports.job_records import OP_NAMES, JobRecords, unended
 from unickpt.diagnosis.reports.timeline import KINDS, timeline
 from unickpt.diagnosis.reports.transfer_delays import delay_matrix, transfer_times
 from unickpt.diagnosis.reports.verdict_text import VerdictText

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.arrays import Ints
 from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.rank_ranges import MOST_MEMBERS, Progressions, checked_progressions, count_of, expanded
 from unickpt.diagnosis.recording.rank_ranges import coordinates as place_among
@@ -20,7 +21,6 @@ from unickpt.diagnosis.recording.records import DTYPES, Flag, Op, Records
 from unickpt.diagnosis.recording.ring import RingContents
 from unickpt.diagnosis.recording.ring_folder import HostRings
 
-Ints = npt.NDArray[np.int64]
 _OPS = np.array([int(op) for op in Op])
 OP_NAMES = {int(op): op.name.lower() for op in Op}  # ``all_reduce``
 _ON_HOST = (

@@ -20,9 +20,10 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from unickpt.base.arrays import Ints
 from unickpt.base.errors import StorageError
 from unickpt.diagnosis.recording.records import DTYPES, Flag, Op, Phase, bytes_in, bytes_out
-from unickpt.diagnosis.reports.job_records import OP_NAMES, Ints, JobRecords, RankRecords, unended
+from unickpt.diagnosis.reports.job_records import OP_NAMES, JobRecords, RankRecords, unended
 from unickpt.diagnosis.reports.transfer_delays import pairs
 
 # Thread numbers; viewers treat 0 as the idle thread. Groups follow, with several threads where calls overlap.

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.arrays import Floats, Ints
 from unickpt.diagnosis.recording.records import Op, Phase
-from unickpt.diagnosis.reports.arrivals import Floats
-from unickpt.diagnosis.reports.job_records import Ints, JobRecords, RankRecords, unended
+from unickpt.diagnosis.reports.job_records import JobRecords, RankRecords, unended
 
 KINDS = ("nothing known", "own time", "optimizer", "communication", "waits for data", "garbage collection", "checkpoint")
 NOTHING, OWN, OPTIMIZER, COMMUNICATION, DATA, GARBAGE, CHECKPOINT = range(len(KINDS))

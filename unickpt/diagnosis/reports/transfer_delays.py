@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from unickpt.base.arrays import Floats, Ints
 from unickpt.diagnosis.detectors.p2p_links import begun
 from unickpt.diagnosis.recording.records import Op, begins_ns, bytes_in
-from unickpt.diagnosis.reports.arrivals import Floats
-from unickpt.diagnosis.reports.job_records import Ints, JobRecords
+from unickpt.diagnosis.reports.job_records import JobRecords
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from unickpt.base.arrays import Ints
 from unickpt.diagnosis.recording.records import Op
 from unickpt.diagnosis.snapshot.snapshot import Calls, Snapshot, merge_snapshots
 
-Ints = npt.NDArray[np.int64]
 _TOGETHER = (
     Op.ALL_REDUCE,
     Op.ALL_GATHER,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.arrays import Ints
 from unickpt.diagnosis.recording.records import Flag, Op, Phase, Records
 
 # One row per rank and step.
@@ -31,7 +32,6 @@ STEP = np.dtype(
 )
 _LONG = [int(Phase.CHECKPOINT), int(Phase.EVALUATION)]
 StepRows = npt.NDArray[Any]  # of dtype ``STEP``
-Ints = npt.NDArray[np.int64]
 
 
 def steps_of(rank: int, records: Records, *, offset_ns: int = 0) -> StepRows:

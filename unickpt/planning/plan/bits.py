@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from unickpt.planning.plan.partition import Binds, Device, Floats, Unmet, any_order, chain, partition
+from unickpt.base.arrays import Floats
+from unickpt.planning.plan.partition import Binds, Device, Unmet, any_order, chain, partition
 
 STEPS, TABLE_STEPS = 1 << 18, 1 << 15  # most steps of memory: of one choice, and of the table of all runs of layers
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.arrays import Floats
 from unickpt.diagnosis.recording.records import Op
 from unickpt.planning.replay.edits import operations_of_transfers
 from unickpt.planning.replay.graph import Graph
 
-Floats = npt.NDArray[np.float64]
 _HALF = (int(Op.REDUCE_SCATTER), int(Op.ALL_GATHER))
 _PAIRS = (int(Op.SEND), int(Op.RECEIVE))
 SMALL_BYTES = 1 << 16  # transfers up to this size show the latency of a link, not its bandwidth

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from unickpt.base.arrays import Floats
 
 
 @dataclass(frozen=True, slots=True)

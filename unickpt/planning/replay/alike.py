@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from unickpt.base.arrays import Floats, Ints
 from unickpt.diagnosis.recording.records import Op
 from unickpt.planning.replay.graph import CALLED, STEP_ENDS, Graph
-from unickpt.planning.replay.trace import Ints, Trace
+from unickpt.planning.replay.trace import Trace
 
-Floats = npt.NDArray[np.float64]
 PAUSES = {"data": int(Op.DATA), "garbage collection": int(Op.GARBAGE), "checkpoint": int(Op.CHECKPOINT)}
 _STAGE = "pp"
 

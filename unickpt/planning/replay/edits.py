@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from unickpt.base.arrays import Floats, Ints
 from unickpt.diagnosis.recording.records import Op
-from unickpt.planning.replay.alike import Floats, OwnTimes, like_all, like_others, stages_of
+from unickpt.planning.replay.alike import OwnTimes, like_all, like_others, stages_of
 from unickpt.planning.replay.graph import CALLED, RETURNS, Graph
-from unickpt.planning.replay.trace import Ints
 
 
 @dataclass(frozen=True, slots=True)

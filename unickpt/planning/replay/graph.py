@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.arrays import Ints
 from unickpt.diagnosis.recording.records import Op
-from unickpt.planning.replay.trace import Ints, Window
+from unickpt.planning.replay.trace import Window
 
 CALLED, WAITS, RETURNS, STEP_ENDS = range(4)  # kinds of events
 _ROOTED = (int(Op.BROADCAST), int(Op.REDUCE), int(Op.GATHER), int(Op.SCATTER))

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.arrays import Ints
 from unickpt.base.errors import FormatError
 from unickpt.diagnosis.recording.records import Op
 from unickpt.planning.replay.graph import CALLED, RETURNS, STEP_ENDS, Events, Graph, Transfers
-from unickpt.planning.replay.trace import Ints
 
 _PAIRS = (int(Op.SEND), int(Op.RECEIVE))
 

@@ -24,12 +24,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.arrays import Floats, Ints
 from unickpt.base.errors import FormatError
 from unickpt.planning.replay.graph import CALLED, RETURNS, STEP_ENDS, Events, Graph, Transfers
 from unickpt.planning.replay.schedule import Levels, schedule_of, simulate
-from unickpt.planning.replay.trace import CALL, MARK, PAUSE, Ints, Trace, Window
-
-Floats = npt.NDArray[np.float64]
+from unickpt.planning.replay.trace import CALL, MARK, PAUSE, Trace, Window
 
 FORWARD, BACKWARD = "forward-compute", "backward-compute"
 MESSAGES = ("forward-send", "forward-recv", "backward-send", "backward-recv")

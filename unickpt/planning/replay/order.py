@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from unickpt.base.arrays import Floats, Ints
 from unickpt.base.errors import FormatError
-from unickpt.planning.replay.alike import Floats, OwnTimes, like_all
+from unickpt.planning.replay.alike import OwnTimes, like_all
 from unickpt.planning.replay.edits import Durations, operations_of_transfers, parties_of_transfers, with_own_times
 from unickpt.planning.replay.graph import Graph
-from unickpt.planning.replay.trace import Ints, Trace
+from unickpt.planning.replay.trace import Trace
 
 
 def with_order(now: Durations, graph: Graph, pieces: OwnTimes, order: Ints) -> Durations:

@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.arrays import Floats, Ints
 from unickpt.base.errors import FormatError
 from unickpt.diagnosis.recording.records import Op
 from unickpt.planning.replay import edits
-from unickpt.planning.replay.alike import PAUSES, Floats, OwnTimes, like_all, like_others, pieces_of, stages_of
+from unickpt.planning.replay.alike import PAUSES, OwnTimes, like_all, like_others, pieces_of, stages_of
 from unickpt.planning.replay.edits import Durations
 from unickpt.planning.replay.graph import Graph, graph_of
 from unickpt.planning.replay.interleaved import interleaved_gain_s
 from unickpt.planning.replay.microbatches import microbatches_of, with_microbatches
 from unickpt.planning.replay.order import with_order
 from unickpt.planning.replay.schedule import Levels, columns, schedule_of, simulate, step_times
-from unickpt.planning.replay.trace import Ints, Trace, window_of
+from unickpt.planning.replay.trace import Trace, window_of
 
 MOST_ELEMENTS = 1 << 24  # events times sets of durations that are replayed together
 MOST_PRICED = 64  # ranks, hosts, links and groups; those with the largest excess. The others have the price 0

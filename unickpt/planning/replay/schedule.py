@@ -14,11 +14,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.arrays import Floats, Ints
 from unickpt.base.errors import FormatError
 from unickpt.planning.replay.graph import RETURNS, STEP_ENDS, Graph
-from unickpt.planning.replay.trace import Ints
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unickpt.planning.replay.operations import COMMUNICATION, MESSAGES, Floats, OperationGraph, Operations, graph_of_operations
+from unickpt.base.arrays import Floats
+from unickpt.planning.replay.operations import COMMUNICATION, MESSAGES, OperationGraph, Operations, graph_of_operations
 
 WORST = 0.03  # of the workers
 

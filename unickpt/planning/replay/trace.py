@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.arrays import Ints
 from unickpt.base.errors import FormatError
 
-Ints = npt.NDArray[np.int64]
 DEFAULT_STEPS = 20  # newest steps of a window
 
 # One row per call of a rank. ``rank`` is a position in ``Trace.ranks``.

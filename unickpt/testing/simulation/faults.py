@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from unickpt.base.arrays import Floats
 from unickpt.diagnosis.detectors.hangs import deadline_s, hangs
-from unickpt.diagnosis.detectors.medians import Floats
 from unickpt.diagnosis.detectors.p2p_links import TransferRows, slow_links
 from unickpt.diagnosis.detectors.stragglers import stragglers
 from unickpt.diagnosis.detectors.verdicts import Cause, Direction, SlowTransfers, Syndrome, Verdict

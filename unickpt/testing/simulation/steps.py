@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from unickpt.diagnosis.detectors.medians import Floats
+from unickpt.base.arrays import Floats
 from unickpt.diagnosis.detectors.p2p_links import TRANSFER, TransferRows
 from unickpt.diagnosis.snapshot.steps import STEP, StepRows
 from unickpt.testing.simulation.calls import BACKWARD_NS, FORWARD_NS, MS, OPTIMIZER_NS, TRANSFER_NS

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from unickpt.base.arrays import Floats, Ints
 from unickpt.base.errors import FormatError
 from unickpt.diagnosis.recording.records import Op
 from unickpt.planning.replay import edits
-from unickpt.planning.replay.alike import Floats
 from unickpt.planning.replay.edits import Durations
 from unickpt.planning.replay.graph import CALLED, Graph, graph_of
 from unickpt.planning.replay.schedule import Levels, columns, schedule_of, simulate, step_times
-from unickpt.planning.replay.trace import Ints, Trace, window_of
+from unickpt.planning.replay.trace import Trace, window_of
 
 NO = "none"
 LEAST_GAIN = 0.01  # of a step; below it compression is not advised

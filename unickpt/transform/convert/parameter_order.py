@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-Shape = tuple[int, ...]
+from unickpt.base.arrays import Shape
+
 Places = tuple[int, ...]
 _LIMIT = 10_000  # partial assignments that are tracked at a time
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from unickpt.base.arrays import Ints
 from unickpt.checkpoint.format.boxes import Box, cut
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.transform.convert.readings import Reading
-from unickpt.transform.grow.origins import Ints, PositionRun, copies_of, runs
+from unickpt.transform.grow.origins import PositionRun, copies_of, runs
 
 _BLOCK_ELEMENTS = 4 << 20
 FillBox = Callable[

@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from unickpt.base.arrays import Ints
 from unickpt.transform.dialects.arrangement import Arrangement, Axis, Concatenation, Node
 
-Ints = npt.NDArray[np.int64]
 GROUP, QUERY = Axis("group"), Axis("query")
 
 

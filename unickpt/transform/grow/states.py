@@ -12,12 +12,12 @@ from typing import Literal
 
 import numpy as np
 
+from unickpt.base.arrays import Ints
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.transform.convert.readings import Reading
 from unickpt.transform.dialects.growth import STREAM, Flow, Norm
 from unickpt.transform.grow.free_values import normal
 from unickpt.transform.grow.grown_tensor import FillBox, GrownTensor, Mean, constant, mean_along
-from unickpt.transform.grow.origins import Ints
 from unickpt.transform.grow.sizes import Sizes
 
 _VALUES = ("weight", "master")

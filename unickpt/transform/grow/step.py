@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from unickpt.base.arrays import Ints
 from unickpt.base.errors import MismatchError
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup
@@ -25,7 +26,7 @@ from unickpt.transform.edit.residuals import without_residuals
 from unickpt.transform.edit.table import Table, TableEntry, count_of, some_of
 from unickpt.transform.edit.transformers_names import under_memory_names
 from unickpt.transform.grow.configuration import grown_config, grown_model, refusals
-from unickpt.transform.grow.origins import Ints, origins
+from unickpt.transform.grow.origins import origins
 from unickpt.transform.grow.refusals import NotLosslessError, Refusal
 from unickpt.transform.grow.sizes import HEADS, LAYERS, Placed, Sizes, flows_of, planned, sizes_of
 from unickpt.transform.grow.states import grown, order_of, scale_of

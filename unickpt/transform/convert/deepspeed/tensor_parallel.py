@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from unickpt.base.arrays import Shape
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.format.boxes import Box, contiguous_runs, strides_of
 from unickpt.transform.convert.deepspeed.patterns import VOCABULARY, Cut, cut_of, matches
@@ -18,7 +19,6 @@ from unickpt.transform.convert.deepspeed.patterns import VOCABULARY, Cut, cut_of
 AFFINE_VERSION = 1
 # Power of the scale of a piece, by state (SCALE_POWER_BY_STATE in affine.py).
 SCALE_POWERS = {"weight": 1, "master": 1, "exp_avg": -1, "exp_avg_sq": -2}
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from unickpt.base.arrays import Shape
 from unickpt.checkpoint.format.boxes import Box
 
-Shape = tuple[int, ...]
 
 EXTRA_STATE = "_extra_state"
 # Persistent buffers of the modules (moe/router.py), which are not trained.
