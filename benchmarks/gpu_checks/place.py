@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +11,52 @@ from typing import Any
 
 import torch
 
-from unickpt.diagnosis.recording.device_events import CudaEvents, EventSource, HostEvents
+from unickpt.diagnosis.recording.device_events import CudaEvents, EventSource, TimedEvent
 
 _ALWAYS = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_FR_BUFFER_SIZE": "2000"}  # the flight recorder counts calls
+
+
+class HostEvent:
+    """The time of the host's clock at ``record``. It has passed at once."""
+
+    __slots__ = ("at_ns",)
+
+    def __init__(self) -> None:
+        self.at_ns = 0
+
+    def record(self) -> None:
+        self.at_ns = time.monotonic_ns()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: HostEvent, /) -> float:
+        return (end_event.at_ns - self.at_ns) / 1e6
+
+
+class HostEvents:
+    """Events on the host's clock.
+
+    Args:
+        backends: names of the backends whose calls these events time. These calls end on the host: the thread that waits for
+            one continues when it has ended, and an event that is recorded then has its time.
+    """
+
+    def __init__(self, backends: tuple[str, ...] = ("gloo",)) -> None:
+        self.backends = backends
+        self.lock = threading.Lock()
+
+    def make(self) -> TimedEvent:
+        return HostEvent()
+
+    def usable(self) -> bool:
+        return True
+
+    def place(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        """Nothing has been changed."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from unickpt.base.listing import some
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord
 
-ERROR, FRESH = "error", "fresh"  # values of the option missing_state
+ERROR = "error"  # value of the option missing_state
 _DECORATIONS = ("hybrid", "cpu", "fused")
 _FAMILIES = {"adamw": "adam"}
 

@@ -179,7 +179,7 @@ def test_padding_of_a_vocabulary_may_differ_and_entries_may_not() -> None:
         return PaddedRows({"words": entries}, {"words": known}).rows("words", "words", (stored, 3), (own, 3))
 
     assert rows(12, 16, 10, 10) == Rows(zeros=(12, 16))
-    assert rows(16, 12, 10, 10) == Rows(padding_left_out=(12, 16))
+    assert rows(16, 12, 10, 10) == Rows()
     assert "10 of them entries" in getattr(rows(16, 9, 10, None), "refused", "")
     assert "14 entries in this job" in getattr(rows(12, 16, 10, 14), "refused", "")
     assert getattr(rows(16, 12, None, 10), "refused", "")

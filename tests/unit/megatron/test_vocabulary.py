@@ -12,8 +12,8 @@ from unickpt.checkpoint.load.vocabulary import Rows, Vocabulary, rows_of
     ("stored_rows", "own_rows", "vocabulary", "expected"),
     [
         (1024, 1152, Vocabulary(1000, 1000), Rows(zeros=(1024, 1152))),
-        (1152, 1024, Vocabulary(1000, 1000), Rows(padding_left_out=(1024, 1152))),
-        (1152, 1024, Vocabulary(1024, None), Rows(padding_left_out=(1024, 1152))),
+        (1152, 1024, Vocabulary(1000, 1000), Rows()),
+        (1152, 1024, Vocabulary(1024, None), Rows()),
         (512, 1152, Vocabulary(500, 1100), Rows(initialised=(512, 1100), zeros=(1100, 1152))),
         (512, 1152, Vocabulary(None, 1100), Rows(initialised=(512, 1100), zeros=(1100, 1152))),
         (512, 640, Vocabulary(None, None), Rows(zeros=(512, 640))),

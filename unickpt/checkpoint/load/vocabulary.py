@@ -38,13 +38,11 @@ class Rows:
     """What a load does with the rows of one tensor. Intervals are half-open. (0, 0) is an empty one.
 
     Attributes:
-        padding_left_out: padding rows of the checkpoint that this job lacks.
         initialised: rows of entries that the checkpoint lacks. They keep the model's initial values.
         zeros: padding rows that the checkpoint lacks.
         refused: why the tensor cannot be loaded, or ''.
     """
 
-    padding_left_out: tuple[int, int] = (0, 0)
     initialised: tuple[int, int] = (0, 0)
     zeros: tuple[int, int] = (0, 0)
     refused: str = ""
@@ -71,7 +69,7 @@ def rows_of(stored_rows: int, own_rows: int, vocabulary: Vocabulary) -> Rows:
         entry_rows = f"{entries:,} of them entries of its tokenizer"
         reason = f"{stored_rows:,} rows in the checkpoint, {entry_rows}, {own_rows:,} in this job"
         return Rows(refused=reason)
-    return Rows(padding_left_out=(own_rows, stored_rows))
+    return Rows()
 
 
 def _interval(first: int, last: int) -> tuple[int, int]:

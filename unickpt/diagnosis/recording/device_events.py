@@ -1,7 +1,6 @@
 """Sources of timed events: instants on a device that are read after they have passed.
 
-``CudaEvents`` is for NCCL. ``HostEvents`` reads the host's clock, for calls that end on the host:
-the same code paths run with gloo on a machine without a device.
+``CudaEvents`` is for NCCL.
 
 Rules of a CUDA event (``c10/cuda/CUDAEvent.h``, ``torch/cuda/graphs.py`` of torch 2.13):
 
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -141,46 +139,3 @@ class CudaEvents:
     def _over(self) -> None:
         with self.lock:
             self._captures = max(self._captures - 1, 0)
-
-
-class HostEvent:
-    """The time of the host's clock at ``record``. It has passed at once."""
-
-    __slots__ = ("at_ns",)
-
-    def __init__(self) -> None:
-        self.at_ns = 0
-
-    def record(self) -> None:
-        self.at_ns = time.monotonic_ns()
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end_event: HostEvent, /) -> float:
-        return (end_event.at_ns - self.at_ns) / 1e6
-
-
-class HostEvents:
-    """Events on the host's clock.
-
-    Args:
-        backends: names of the backends whose calls these events time. These calls end on the host: the thread that waits for
-            one continues when it has ended, and an event that is recorded then has its time.
-    """
-
-    def __init__(self, backends: tuple[str, ...] = ("gloo",)) -> None:
-        self.backends = backends
-        self.lock = threading.Lock()
-
-    def make(self) -> TimedEvent:
-        return HostEvent()
-
-    def usable(self) -> bool:
-        return True
-
-    def place(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        """Nothing has been changed."""

@@ -28,7 +28,6 @@ class Arrivals:
     Attributes:
         rank, group, seq: int64: rank, communicator and number of the call.
         step: int64: step of the rank.
-        entered_ns: int64, on the job's clock.
         behind_first_ns, behind_median_ns: float64: after the first member, and after the median one (negative if before).
     """
 
@@ -36,7 +35,6 @@ class Arrivals:
     group: Ints
     seq: Ints
     step: Ints
-    entered_ns: Ints
     behind_first_ns: Floats
     behind_median_ns: Floats
 
@@ -70,7 +68,7 @@ def arrivals(job: JobRecords) -> Arrivals:
     low, high = entered[first + (counts - 1) // 2], entered[first + counts // 2]
     middle = np.repeat(low + (high - low) / 2 - entered[first], counts)  # small numbers, exact as floats
     behind = (entered - np.repeat(entered[first], counts)).astype(np.float64)
-    return Arrivals(table[0], table[1], table[2], table[3], entered, behind, behind - middle)
+    return Arrivals(table[0], table[1], table[2], table[3], behind, behind - middle)
 
 
 MEASURES = ("behind_first", "behind_median", "own", "waiting", "data", "garbage")

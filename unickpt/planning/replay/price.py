@@ -6,7 +6,7 @@ change that would make the job slower has the price 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,8 +31,6 @@ MOST_PRICED = 64  # ranks, hosts, links and groups; those with the largest exces
 MOST_ROWS = 100  # of the table in the report
 SMALLEST = 0.001  # smallest price that is shown, of a step
 _NS = 1e-9
-
-Change = Callable[[Durations], Durations]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ restriction to a box, and composition.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -157,14 +157,6 @@ def _common(a: int, a_step: int, a_extent: int, b: int, b_step: int, b_extent: i
         at += -(-(low - at) // step) * step
     high = min(a + a_step * (a_extent - 1), b + b_step * (b_extent - 1))
     return None if at > high else (at, step, (high - at) // step + 1)
-
-
-def compose(first: Mapping[str, Sequence[GridPiece]], second: Mapping[str, Sequence[GridPiece]]) -> dict[str, list[GridPiece]]:
-    """Compose maps from a to b and from b to c. All maps are pieces by target name."""
-    return {
-        target: [made for two in pieces for one in first.get(two.source, ()) if (made := one.then(two)) is not None]
-        for target, pieces in second.items()
-    }
 
 
 def check_cover(name: str, shape: Sequence[int], pieces: Sequence[GridPiece], *, less: int = 0) -> None:

@@ -52,16 +52,6 @@ def packed(levels: torch.Tensor, bits: int) -> torch.Tensor:
     return values.contiguous().view(torch.int32)
 
 
-def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the levels of packed words, int8 ``[rows, in]``."""
-    _need_little_endian()
-    values = words.contiguous().view(torch.uint8)
-    if bits == 4:
-        values = torch.stack((values & 15, values >> 4), dim=2).flatten(1)
-    levels: torch.Tensor = values.to(torch.int16) - 2 ** (bits - 1)
-    return levels.to(torch.int8)
-
-
 def _need_little_endian() -> None:
     if sys.byteorder != "little":
         raise NotImplementedError("packed weights are only supported on little-endian machines")

@@ -16,7 +16,7 @@ from tests.support.translations import Array, carried_out, numbered
 from unickpt.base.errors import LanguageError
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.transform.dialects.arrangement import PADDING, Arrangement, Axis, Concatenation, Node, Product
-from unickpt.transform.dialects.pieces import GridPiece, Link, check_cover, compose
+from unickpt.transform.dialects.pieces import GridPiece, Link, check_cover
 from unickpt.transform.dialects.rules import Rule
 from unickpt.transform.dialects.translation import Translation, translate
 
@@ -135,6 +135,14 @@ def test_a_rule_equals_its_numpy_expression(made: tuple[Rule, dict[str, int], bo
     only = np.zeros(whole["w"].shape, whole["w"].dtype)
     only[box.slices()] = whole["w"][box.slices()]
     assert np.array_equal(carried_out(some, whole, arrays)["w"], only)
+
+
+def compose(first: Mapping[str, Sequence[GridPiece]], second: Mapping[str, Sequence[GridPiece]]) -> dict[str, list[GridPiece]]:
+    """Compose maps from a to b and from b to c. All maps are pieces by target name."""
+    return {
+        target: [made for two in pieces for one in first.get(two.source, ()) if (made := one.then(two)) is not None]
+        for target, pieces in second.items()
+    }
 
 
 def outward_inverse(outward: Translation, arrays: Mapping[str, Array]) -> list[GridPiece]:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests.support.grown_models import source, table_of_model
 from tests.support.llama import FACTS, HF, saved, values_of
+from tests.support.packed_levels import unpacked
 from unickpt.base.errors import ConfigError, FormatError, MismatchError
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.cli.main import main
@@ -18,7 +19,7 @@ from unickpt.transform.convert.pipeline import convert
 from unickpt.transform.edit.round_weights import RoundWeights
 from unickpt.transform.edit.table import table_of
 from unickpt.transform.edit.write import source_of
-from unickpt.transform.quantise.rounding import restored, rounded, unpacked
+from unickpt.transform.quantise.rounding import restored, rounded
 from unickpt.transform.quantise.scheme import Scheme
 
 UP = "model.layers.1.mlp.up_proj.weight"

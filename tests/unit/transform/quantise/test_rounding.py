@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.packed_levels import unpacked
 from unickpt.base.errors import ConfigError
-from unickpt.transform.quantise.rounding import packed, restored, rounded, unpacked
+from unickpt.transform.quantise.rounding import packed, restored, rounded
 from unickpt.transform.quantise.scheme import Scheme
 
 SCHEMES = [Scheme(4, 32), Scheme(4, 128), Scheme(4), Scheme(8, 64), Scheme(8)]
