@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.base.errors import UnickptError
+from unickpt.checkpoint.format.file_names import LATEST_FILE
 from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.checkpoint.storage.base import is_url
 from unickpt.transform.convert import run_folder
-from unickpt.transform.convert.deepspeed.files import MODEL, OPTIMIZER, File, is_deepspeed, read_file
+from unickpt.transform.convert.deepspeed.files import MODEL, OPTIMIZER, UNIVERSAL_LATEST, File, is_deepspeed, read_file
 from unickpt.transform.convert.deepspeed.universal_reader import is_universal
 from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 
@@ -68,7 +69,7 @@ def with_advice(error: Exception, engine: Any, load_dir: Any, tag: Any, *, enabl
 
 def _advice(error: Exception, engine: Any, load_dir: Path, tag: Any, *, enabled: bool) -> str:
     universal = bool(engine.load_universal_checkpoint())
-    pointer = load_dir / ("latest_universal" if universal else "latest")
+    pointer = load_dir / (UNIVERSAL_LATEST if universal else LATEST_FILE)
     name = str(tag) if tag is not None else pointer.read_text().strip()
     folder = load_dir / name
     if not is_deepspeed(folder) or is_checkpoint(folder):

@@ -26,6 +26,7 @@ from ds_unickpt.loops import trainer_folders
 from ds_unickpt.saving import hints
 from unickpt.base.errors import CoordinationError, FormatError, SaveFailedError
 from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.folders import TRAINER_STATE
 from unickpt.checkpoint.memory.tier import MemoryTurn
 from unickpt.checkpoint.storage.base import split
 from unickpt.checkpoint.storage.posix import PosixStorage
@@ -33,7 +34,6 @@ from unickpt.checkpoint.storage.posix import PosixStorage
 logger = logging.getLogger("unickpt")
 
 FILES = "trainer_files"  # key in the objects of a rank
-STATE = "trainer_state.json"
 _OWN = ("_save_checkpoint", "save_model", "_save", "_get_output_dir", "_save_optimizer_and_scheduler", "_save_rng_state")
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # of ``save_pretrained``, without the index of shards
 
@@ -223,7 +223,7 @@ def write_files(folder: Path, files: Files) -> None:
         StorageError: they cannot be written.
     """
     storage = PosixStorage(folder)
-    for name in sorted(files, key=lambda name: (name == STATE, name)):
+    for name in sorted(files, key=lambda name: (name == TRAINER_STATE, name)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         storage.write_atomic(name, files[name])
 
@@ -254,9 +254,9 @@ def number_in(files: Files) -> int:
         FormatError: there is no valid ``trainer_state.json``.
     """
     try:
-        number = json.loads(files[STATE])["global_step"]
+        number = json.loads(files[TRAINER_STATE])["global_step"]
     except (KeyError, ValueError, TypeError, RecursionError):
         number = None
     if type(number) is not int or number < 0:
-        raise FormatError(f"{STATE} is missing or malformed, so Trainer did not make this checkpoint")
+        raise FormatError(f"{TRAINER_STATE} is missing or malformed, so Trainer did not make this checkpoint")
     return number

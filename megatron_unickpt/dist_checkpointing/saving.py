@@ -24,6 +24,7 @@ from megatron_unickpt.framework.errors import MegatronSaveError, as_megatron_err
 from megatron_unickpt.held_state import optimizer_forms, sharded_tensors
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from unickpt.base.logs import make_visible
+from unickpt.checkpoint.checkpoint_folder import ITERATION
 from unickpt.checkpoint.coordination.message_exchange import Message
 from unickpt.checkpoint.coordination.owners import as_json
 from unickpt.checkpoint.memory.tier import MemoryTurn
@@ -78,7 +79,7 @@ def save(
     owner = runtime.owner(sharded_state_dict)
     call = runtime.call if runtime.purpose is Purpose.SAVE else None
     by_scripts = call is not None  # they can save in Megatron's own format instead
-    if call is not None and tag.startswith("iter_"):
+    if call is not None and tag.startswith(ITERATION):
         turn = call.memory
 
     def contribute(_: Message) -> Contribution:

@@ -13,6 +13,7 @@ from megatron_unickpt.framework import marks
 from megatron_unickpt.pretraining import tracker
 from unickpt.base.errors import FormatError, StorageError, UnickptError
 from unickpt.checkpoint.checkpoint_folder import (
+    ITERATION,
     TRACKER,
     complete_checkpoints,
     iteration_name,
@@ -134,7 +135,7 @@ class Choices:
 
 def _has(folder: Path) -> str:
     """Return a sentence about the checkpoints in a folder, of any format."""
-    names = sorted((path.name for path in folder.glob("iter_*") if tracker.is_complete(str(path))), reverse=True)
+    names = sorted((path.name for path in folder.glob(f"{ITERATION}*") if tracker.is_complete(str(path))), reverse=True)
     return f"It has {', '.join(names[:_SHOWN])}." if names else "It has no complete checkpoint."
 
 
@@ -149,4 +150,4 @@ def step_of(directory: str | Path) -> int:
 def _iterations(folder: Path, *, without: set[str]) -> list[int]:
     """Return the iterations that may be loaded, newest first."""
     found = loadable(folder, without=without)
-    return sorted((int(name[5:]) for _, name in found if name.startswith("iter_") and name[5:].isdigit()), reverse=True)
+    return sorted((number for _, name in found if (number := tracker.iteration_of(name)) is not None), reverse=True)

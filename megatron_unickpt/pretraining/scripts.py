@@ -41,6 +41,7 @@ from megatron_unickpt.pretraining.arguments import (
 from megatron_unickpt.pretraining.tracker import Diverted
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from unickpt.base.errors import MismatchError, NotACheckpointError, StorageError
+from unickpt.checkpoint.checkpoint_folder import ITERATION
 from unickpt.checkpoint.format.topology import describe
 from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -294,7 +295,7 @@ def _local_is_newer(options: argparse.Namespace, bound: inspect.BoundArguments, 
 
 def _marked(offer: Offer) -> Offer:
     """Write Megatron's mark into the directory of an offer; called on the coordinator."""
-    if offer.name.startswith("iter_"):
+    if offer.name.startswith(ITERATION):
         with contextlib.suppress(OSError, StorageError):  # the directory may be read-only
             marks.mark(offer.directory)
     return offer

@@ -16,7 +16,14 @@ from pathlib import Path
 
 from megatron_unickpt.framework import marks
 from unickpt.base.errors import StorageError, UnickptError
-from unickpt.checkpoint.checkpoint_folder import TRACKER, complete_checkpoints, iteration_name, tracked_iteration
+from unickpt.checkpoint.checkpoint_folder import (
+    ITERATION,
+    RELEASE,
+    TRACKER,
+    complete_checkpoints,
+    iteration_name,
+    tracked_iteration,
+)
 from unickpt.checkpoint.format.layout import MARK_FILE
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.save import retention
@@ -26,8 +33,6 @@ from unickpt.checkpoint.storage.open import open_storage
 
 logger = logging.getLogger("unickpt")
 
-RELEASE = "release"  # the name of a checkpoint without an iteration, and what the tracker file says then
-_PREFIX = "iter_"
 _NATIVE_MARKS = (MARK_FILE, ".metadata")  # Megatron writes one of them when a checkpoint of its own is complete
 
 
@@ -178,8 +183,8 @@ def is_complete(directory: str) -> bool:
 
 def iteration_of(name: str) -> int | None:
     """Return the iteration of a directory name of Megatron's scripts; None for any other name."""
-    digits = name.removeprefix(_PREFIX)
-    return int(digits) if name.startswith(_PREFIX) and digits.isascii() and digits.isdigit() else None
+    digits = name.removeprefix(ITERATION)
+    return int(digits) if name.startswith(ITERATION) and digits.isascii() and digits.isdigit() else None
 
 
 def _text_of(name: str) -> str:

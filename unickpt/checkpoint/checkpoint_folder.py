@@ -13,6 +13,8 @@ from unickpt.checkpoint.storage.base import Storage
 from unickpt.checkpoint.storage.open import open_storage
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's scripts name it so (megatron/training/checkpointing.py)
+ITERATION = "iter_"  # their folder names begin so
+RELEASE = "release"  # a checkpoint without an iteration, from which a job starts at iteration 0
 _MAX_LATEST_BYTES = 4096
 
 
@@ -101,7 +103,7 @@ def manifests_in(folder: str | os.PathLike[str]) -> list[tuple[str, Manifest]]:
 
 def iteration_name(iteration: int) -> str:
     """Return the directory name that Megatron's scripts give an iteration."""
-    return f"iter_{iteration:07d}"
+    return f"{ITERATION}{iteration:07d}"
 
 
 def tracked_iteration(folder: str | os.PathLike[str]) -> int | None:
@@ -118,7 +120,7 @@ def tracked_iteration(folder: str | os.PathLike[str]) -> int | None:
     text = place.read(TRACKER, 0, min(size, _MAX_LATEST_BYTES)).decode("utf-8", "replace").strip()
     if text.isdecimal() and text.isascii() and size <= _MAX_LATEST_BYTES:
         return int(text)
-    if text == "release":
+    if text == RELEASE:
         return None
     raise FormatError(
         f"{place.where(TRACKER)} holds {text[:40]!r} instead of an iteration (was the job killed while it was written?)"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 from pathlib import Path
 from typing import Any
 
+from unickpt.cli.argument_types import positive
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
 from unickpt.diagnosis.layer_costs.compute import ComputeCosts
@@ -36,19 +36,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "places", metavar="DIR", nargs="+",
         help="folders with the ring files of a job, one per host, in which timing.layers_every has left times of layers",
     )  # fmt: skip
-    parser.add_argument("--devices", type=_positive, required=True, metavar="N", help="number of devices of the next run")
-    parser.add_argument("--global-batch", type=_positive, required=True, metavar="ROWS", help="rows of a step, on all devices")
+    parser.add_argument("--devices", type=positive, required=True, metavar="N", help="number of devices of the next run")
+    parser.add_argument("--global-batch", type=positive, required=True, metavar="ROWS", help="rows of a step, on all devices")
     parser.add_argument(
-        "--micro-batch", type=_positive, default=1, metavar="ROWS", help="rows of a microbatch of the measured job (default: 1)"
+        "--micro-batch", type=positive, default=1, metavar="ROWS", help="rows of a microbatch of the measured job (default: 1)"
     )
     parser.add_argument("--memory", type=float, default=float("inf"), metavar="GB", help="memory of a device (default: any)")
-    parser.add_argument("--per-host", type=_positive, default=8, metavar="N", help="devices of a host (default: 8)")
+    parser.add_argument("--per-host", type=positive, default=8, metavar="N", help="devices of a host (default: 8)")
     parser.add_argument(
-        "--tensor", type=_positive, action="append", default=[], metavar="N",
+        "--tensor", type=positive, action="append", default=[], metavar="N",
         help="allowed tensor parallel size; may be repeated (default: powers of two up to --per-host)",
     )  # fmt: skip
-    parser.add_argument("--most-micro-batch", type=_positive, default=64, metavar="N", help="largest microbatch (default: 64)")
-    parser.add_argument("--most-chunks", type=_positive, default=4, metavar="N", help="most chunks of a stage (default: 4)")
+    parser.add_argument("--most-micro-batch", type=positive, default=64, metavar="N", help="largest microbatch (default: 64)")
+    parser.add_argument("--most-chunks", type=positive, default=4, metavar="N", help="most chunks of a stage (default: 4)")
     parser.add_argument(
         "--whole-optimizer", action="store_true", help="each data parallel rank has all optimizer states (no ZeRO)"
     )
@@ -56,14 +56,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--store", type=Path, metavar="FILE",
         help="file with the layers of earlier jobs, to which this one is added (default: in the cache folder of the user)",
     )  # fmt: skip
-    parser.add_argument("--show", type=_positive, default=10, metavar="N", help="layouts to show (default: 10)")
+    parser.add_argument("--show", type=positive, default=10, metavar="N", help="layouts to show (default: 10)")
     parser.add_argument("--json", action="store_true", help="the plan as one JSON document")
-
-
-def _positive(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,8}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
-    return int(text)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

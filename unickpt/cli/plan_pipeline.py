@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.base.errors import ConfigError
+from unickpt.cli.argument_types import positive
 from unickpt.cli.exit_codes import DAMAGED, SOUND
 from unickpt.cli.output import Output
 from unickpt.diagnosis.layer_costs.measured import MeasuredLayer
@@ -35,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--stages", type=int, default=0, metavar="N", help="number of stages (default: one for each --device)")
     parser.add_argument(
-        "--microbatches", type=_positive, default=0, metavar="N", help="microbatches of a step (default: four for each stage)"
+        "--microbatches", type=positive, default=0, metavar="N", help="microbatches of a step (default: four for each stage)"
     )
     parser.add_argument(
         "--device", type=_device, action="append", default=[], metavar="NAME=SPEED,GB",
@@ -48,12 +49,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="memory of a parameter with its gradient and optimizer states, on one rank (default: 18)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="the plan as one JSON document")
-
-
-def _positive(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
-    return int(text)
 
 
 def _device(text: str) -> Device:

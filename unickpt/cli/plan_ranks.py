@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import re
 
+from unickpt.cli.argument_types import steps
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
 from unickpt.planning.plan.ranks import host_order, hostfile, plan_order, rankfile, rendezvous_order
@@ -16,18 +16,11 @@ JSON_SCHEMA = 1
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("places", metavar="DIR", nargs="+", help="folders with the ring files of a job, one per host")
-    parser.add_argument("--steps", type=_steps, metavar="A:B", help="first and last step (default: the newest 20 steps)")
+    parser.add_argument("--steps", type=steps, metavar="A:B", help="first and last step (default: the newest 20 steps)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--hostfile", action="store_true", help="print only a host file, for DeepSpeed's launcher and MPI")
     form.add_argument("--rankfile", action="store_true", help="print only a rank file, for Open MPI")
     form.add_argument("--json", action="store_true", help="the plan as one JSON document")
-
-
-def _steps(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    if found is None or int(found[1]) > int(found[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST, such as 100:119")
-    return int(found[1]), int(found[2])
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

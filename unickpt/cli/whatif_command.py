@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unickpt.cli import whatif_stragglers
+from unickpt.cli.argument_types import positive, steps
 from unickpt.cli.exit_codes import SOUND
 from unickpt.cli.output import Output
 from unickpt.planning.replay.price import SMALLEST, Questions, WhatIf, analyse
@@ -25,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "TRACE.parquet of ByteDance's straggler analysis, for its slowdown by the definitions of that analysis",
     )  # fmt: skip
     parser.add_argument(
-        "--steps", type=_steps, metavar="A:B", help="first and last step of the window (default: the newest 20 steps)"
+        "--steps", type=steps, metavar="A:B", help="first and last step of the window (default: the newest 20 steps)"
     )
     parser.add_argument(
         "--without-rank", type=int, action="append", default=[], metavar="R",
@@ -50,11 +51,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--microbatches", type=_count, action="append", default=[], metavar="N",
+        "--microbatches", type=positive, action="append", default=[], metavar="N",
         help="predict a step of a 1F1B pipeline with N microbatches, each like those measured; may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--chunks", type=_count, action="append", default=[], metavar="N",
+        "--chunks", type=positive, action="append", default=[], metavar="N",
         help="predict a step of a 1F1B pipeline with N chunks of each stage, in Megatron's interleaved schedule; may be "
         "repeated",
     )  # fmt: skip
@@ -68,13 +69,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="description of the job of a TRACE.parquet. Other sizes than those of the trace are an error",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="the result as one JSON document")
-
-
-def _steps(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    if found is None or int(found[1]) > int(found[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST, such as 100:119")
-    return int(found[1]), int(found[2])
 
 
 def _link(text: str) -> tuple[int, int]:
@@ -93,12 +87,6 @@ def _speed(text: str) -> tuple[tuple[int, int] | str, float]:
     if not name or not 0 < speed < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not LINK=FACTOR with a positive factor, such as 3-7=2")
     return (_link(name) if re.fullmatch(r"\d+-\d+", name) else name), speed
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
-    return int(text)
 
 
 def _order(text: str) -> tuple[int, ...]:

@@ -13,10 +13,11 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from ds_unickpt.trainer import trainer_memory, trainer_resume
-from ds_unickpt.trainer.trainer_memory import FILES, STATE, Files
+from ds_unickpt.trainer.trainer_memory import FILES, Files
 from tests.support.memory_jobs import Job, jobs_in, request
 from unickpt.base.errors import CorruptCheckpointError, FormatError
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
+from unickpt.checkpoint.load.folders import TRAINER_STATE
 from unickpt.checkpoint.memory.finding import FoundGeneration
 from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier
 from unickpt.checkpoint.save.requests import SaveRequest
@@ -32,7 +33,7 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 def files(step: int, rank: int) -> Files:
     own = {f"rng_state_{rank}.pth": b"generators %d %d" % (step, rank)}
-    state = {STATE: json.dumps({"global_step": step}).encode(), "config.json": CONFIG, "adapter/empty": b""}
+    state = {TRAINER_STATE: json.dumps({"global_step": step}).encode(), "config.json": CONFIG, "adapter/empty": b""}
     return own | (state if rank == 0 else {})
 
 
@@ -165,6 +166,6 @@ def test_the_state_of_trainer_is_written_last(tmp_path: Path, monkeypatch: pytes
             super().write_atomic(name, data)
 
     monkeypatch.setattr(trainer_memory, "PosixStorage", Noting)
-    trainer_memory.write_files(tmp_path, {STATE: b"{}", "z": b"", "a/b": b"1"})
-    assert order == ["a/b", "z", STATE]
-    assert trainer_memory.read_files(tmp_path) == {STATE: b"{}", "z": b"", "a/b": b"1"}
+    trainer_memory.write_files(tmp_path, {TRAINER_STATE: b"{}", "z": b"", "a/b": b"1"})
+    assert order == ["a/b", "z", TRAINER_STATE]
+    assert trainer_memory.read_files(tmp_path) == {TRAINER_STATE: b"{}", "z": b"", "a/b": b"1"}

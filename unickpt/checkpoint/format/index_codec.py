@@ -32,7 +32,7 @@ from unickpt.checkpoint.format.safetensors_header import (
 )
 from unickpt.checkpoint.format.tensor_table import TensorTable
 
-FORMAT_VERSION = 2
+_FORMAT, FORMAT_VERSION = "unickpt-index", 2
 MAX_UNPACKED_BYTES = 1 << 32  # memory limit of a reader
 _TABLE_KEY = b'"tensors":"'
 _TABLE_MARK = "the table of tensors"
@@ -52,7 +52,7 @@ def to_bytes(index: Index) -> bytes:
     arrays = {name: narrow(column) for name, column in columns.items()} | {"checksum": index.checksum}
     names = sorted(arrays, key=lambda name: -arrays[name].itemsize)  # keeps every column aligned to its item size
     metadata = {
-        "format": "unickpt-index",
+        "format": _FORMAT,
         "version": str(FORMAT_VERSION),
         "files": json.dumps(index.files),
         "tensors": _TABLE_MARK,
@@ -91,7 +91,7 @@ def from_bytes(data: bytes, *, where: str) -> Index:
             range, a box is outside its tensor, or a dtype or kind is unknown.
     """
     header, table = _header_and_table(data, where)
-    if header.metadata.get("format") != "unickpt-index":
+    if header.metadata.get("format") != _FORMAT:
         raise FormatError(f"{where}: not a unickpt index")
     version = header.metadata.get("version")
     if version in (None, "0", "1"):

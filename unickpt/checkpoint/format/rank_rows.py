@@ -29,6 +29,7 @@ from unickpt.checkpoint.format.tensor_table import TensorTable
 
 _BATCH_BYTES = 1 << 22  # ranks are parsed together until their rows take this much memory
 _SLOTS = [("rows", "I64", 2), ("tensors", "U8", 1), ("own", "U8", 1)]  # name, dtype, dimensions; in this order
+_FORMAT = "unickpt-rows"
 
 
 def to_bytes(rows: Sequence[FragmentRow], tensors: Sequence[TensorInfo] = ()) -> bytes:
@@ -75,7 +76,7 @@ def pack(rows: Ints, shared: bytes, own: Sequence[TensorInfo]) -> bytes:
     """
     tables = (shared, tensor_table.to_text(own).encode())
     slots = [("rows", "I64", rows.shape), *((n, "U8", (len(t),)) for n, t in zip(("tensors", "own"), tables, strict=True))]
-    head, _ = build_header(slots, {"format": "unickpt-rows"})
+    head, _ = build_header(slots, {"format": _FORMAT})
     return b"".join((head, np.ascontiguousarray(rows).tobytes(), *tables))
 
 
@@ -302,7 +303,7 @@ class _RankRowsReader:
 def _shape(data: bytes, where: str) -> _Shape:
     header = parse_header(data, file_bytes=len(data), where=where)
     slots = [(slot.name, slot.dtype, len(slot.shape)) for slot in header.slots]
-    if header.metadata.get("format") != "unickpt-rows" or slots != _SLOTS:
+    if header.metadata.get("format") != _FORMAT or slots != _SLOTS:
         raise FormatError(f"{where}: not an index-rows file of a rank")
     rows, tensors, own = header.slots
     fields = rows.shape[1]

@@ -15,6 +15,7 @@ from pathlib import Path
 from unickpt.base.errors import ConfigError, FormatError, NotACheckpointError, StorageError, UnickptError
 from unickpt.base.private_files import TOKEN, own_folders, read_text, replacing
 from unickpt.checkpoint.checkpoint_folder import read_manifest
+from unickpt.checkpoint.format.layout import RankFiles
 from unickpt.checkpoint.format.manifest import Manifest
 from unickpt.checkpoint.memory.generations import ABOUT_FILE, Inventory, folder_of, missing, number_of
 from unickpt.checkpoint.memory.host_folder import HostFolder, folder_name, folder_prefix, parse_about
@@ -197,7 +198,7 @@ def _held(job: MemoryJob, at: int, number: int, inventory: Inventory | None) -> 
         return None
     files = inventory.files.get(number, {})
     data = {name for name in files if name.startswith("data/")}
-    own = {f"data/rank{rank:05d}.safetensors" for rank in (job.hosts[at].ranks if job.hosts else ())}
+    own = {RankFiles(rank, 0).data for rank in (job.hosts[at].ranks if job.hosts else ())}
     return sum(files.values()), len(data & own), len(data - own)
 
 

@@ -18,6 +18,7 @@ import torch
 
 from unickpt.base.errors import StorageError
 from unickpt.base.private_files import no_room
+from unickpt.checkpoint.format.file_names import DATA_FORMAT
 from unickpt.checkpoint.format.layout import fragment_key
 from unickpt.checkpoint.format.safetensors_header import MAX_HEADER_BYTES, build_header
 from unickpt.checkpoint.memory.host_folder import HostFolder
@@ -128,7 +129,7 @@ def _text_bytes(text: str) -> int:
 
 
 def _exact_space(shards: Sequence[Shard]) -> int:
-    metadata = {"format": "unickpt-data", "rank": "0" * _STEP_DIGITS, "step": "0" * _STEP_DIGITS}
+    metadata = {"format": DATA_FORMAT, "rank": "0" * _STEP_DIGITS, "step": "0" * _STEP_DIGITS}
     _, header = build_header(
         ((fragment_key(s.tensor, s.box), s.tensor.dtype, s.box.shape) for s in shards), metadata, alignment=BLOCK_BYTES
     )

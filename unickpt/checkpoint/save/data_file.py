@@ -13,6 +13,7 @@ import torch
 from unickpt.base.errors import CoverageError
 from unickpt.checkpoint.format import rank_rows as rows_module
 from unickpt.checkpoint.format.checksums import RunningChecksum, RunningDigest, digest
+from unickpt.checkpoint.format.file_names import DATA_FORMAT
 from unickpt.checkpoint.format.index import FragmentRow, TensorInfo
 from unickpt.checkpoint.format.layout import fragment_key
 from unickpt.checkpoint.format.manifest import FileRecord
@@ -96,7 +97,7 @@ class DataFile:
     def __init__(self, sink: Sink, shards: Sequence[Shard], *, rank: int, step: int, pace: Pace, header_bytes: int = 0) -> None:
         self._head, self._header = build_header(
             ((fragment_key(s.tensor, s.box), s.tensor.dtype, s.box.shape) for s in shards),
-            {"format": "unickpt-data", "rank": str(rank), "step": str(step)},
+            {"format": DATA_FORMAT, "rank": str(rank), "step": str(step)},
             alignment=BLOCK_BYTES,
             least_bytes=header_bytes,
         )

@@ -13,22 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unickpt.base.errors import NotACheckpointError
+from unickpt.checkpoint.checkpoint_folder import TRACKER, iteration_name
+from unickpt.checkpoint.format.file_names import LATEST_FILE
 from unickpt.checkpoint.format.layout import DATA_FOLDER, ROWS_FOLDER
 from unickpt.checkpoint.format.manifest import FORMAT_NAME, MANIFEST_FILE
-from unickpt.transform.convert.deepspeed.files import is_deepspeed
+from unickpt.transform.convert.deepspeed.files import UNIVERSAL_LATEST, is_deepspeed
 from unickpt.transform.convert.deepspeed.reader import deepspeed
 from unickpt.transform.convert.deepspeed.universal_reader import deepspeed_universal, is_universal
 from unickpt.transform.convert.huggingface.files import INDEX, SINGLE
 from unickpt.transform.convert.huggingface.reader import huggingface
-from unickpt.transform.convert.megatron.dist_reader import BACKEND, backend_of, megatron_dist
+from unickpt.transform.convert.megatron.dist_reader import backend_of, megatron_dist
 from unickpt.transform.convert.megatron.fsdp_reader import is_megatron_fsdp, megatron_fsdp
+from unickpt.transform.convert.megatron.keys import BACKEND
 from unickpt.transform.convert.megatron.torch_files import is_megatron_torch
 from unickpt.transform.convert.megatron.torch_reader import megatron_torch
 from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.convert.pipeline import Source
 from unickpt.transform.convert.torch_dcp.reader import dcp, is_dcp
 
-_POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest_universal")
+_POINTERS = (LATEST_FILE, TRACKER, UNIVERSAL_LATEST)
 _MAX_TEXT_BYTES = 4096
 _OUR_HEADER = b'{"__metadata__":{"format":"unickpt-'  # start of the header of every safetensors file of unickpt
 _SHOWN = 8  # names in a message
@@ -232,6 +235,6 @@ def _pointer(folder: Path) -> list[tuple[str, str]]:
         pointer = folder / name
         if pointer.is_file() and pointer.stat().st_size < _MAX_TEXT_BYTES:
             tag = pointer.read_text(encoding="utf-8", errors="replace").strip()
-            tag = f"iter_{int(tag):07d}" if tag.isdecimal() else tag  # Megatron writes an iteration, or "release"
+            tag = iteration_name(int(tag)) if tag.isdecimal() else tag  # Megatron writes an iteration, or "release"
             found.append((name, tag))
     return found

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.format.layout import LATEST_FILE
+from unickpt.checkpoint.load.folders import TRAINER_STATE
 from unickpt.checkpoint.storage.posix import PosixStorage
 from unickpt.transform.convert.deepspeed.files import is_deepspeed
 from unickpt.transform.convert.pickles.regular_files import open_regular
 
-_TRAINER_STATE = "trainer_state.json"  # transformers: TRAINER_STATE_NAME
 TRAINER, ACCELERATE, LIGHTNING = "Trainer", "Accelerate", "Lightning"
 _MODELS = re.compile(r"pytorch_model(_\d+)?")  # accelerate: MODEL_NAME; one checkpoint per model
 _LIGHTNING_TAG = "checkpoint"  # lightning: the tag of DeepSpeedStrategy.save_checkpoint
@@ -73,7 +73,7 @@ def run_folder(folder: Path) -> RunFolder | None:
         OSError: the folder cannot be read.
     """
     latest = _latest(folder)
-    if latest and (folder / _TRAINER_STATE).is_file() and is_deepspeed(folder / latest):
+    if latest and (folder / TRAINER_STATE).is_file() and is_deepspeed(folder / latest):
         return RunFolder(folder, TRAINER, (latest,), latest)
     models = [entry.name for entry in sorted(folder.glob("pytorch_model*")) if _MODELS.fullmatch(entry.name)]
     if models and all(is_deepspeed(folder / name) for name in models):

@@ -20,6 +20,7 @@ LAYER = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<model>\d+))?-model_states
 EXPERT = re.compile(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<model>\d+)_model_states\.pt")
 EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."  # in names, before the number of an expert
 EXTRA_STATE = "_extra_state"  # PyTorch's name for the extra state of a module, which can have any type
+UNIVERSAL_LATEST = "latest_universal"  # in the save directory: the tag of a universal checkpoint
 _KNOWN = (MODEL, OPTIMIZER, EXPERTS_OPTIMIZER, LAYER, EXPERT)
 
 

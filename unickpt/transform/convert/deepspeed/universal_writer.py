@@ -36,10 +36,10 @@ from unickpt.checkpoint.format.manifest import ParameterGroup
 from unickpt.checkpoint.load.checked_read import bytes_of
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.diff import BLOCK_ELEMENTS
+from unickpt.transform.convert.deepspeed.files import UNIVERSAL_LATEST
 from unickpt.transform.convert.deepspeed.model_states import OWN_KEYS
 from unickpt.transform.convert.deepspeed.universal_reader import FOLDER, MASTER, OPTIMIZER_FILE, STEP
 
-POINTER = "latest_universal"
 MODEL_FILE, MODEL_FILE_ZERO3 = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
 DEEPSPEED_VERSION = "0.19.8"  # version of the written form
 UNIVERSAL_VERSION = 0.4  # deepspeed/checkpoint/constants.py, UNIVERSAL_CHECKPOINT_VERSION_VALUE
@@ -140,9 +140,9 @@ def export(
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-    pointer = folder / f"{POINTER}.part"
+    pointer = folder / f"{UNIVERSAL_LATEST}.part"
     pointer.write_text(tag)
-    pointer.replace(folder / POINTER)
+    pointer.replace(folder / UNIVERSAL_LATEST)
     return ExportedUniversal(tag, len(trained.tensors), trained.size_bytes, tuple(notes.lines))
 
 

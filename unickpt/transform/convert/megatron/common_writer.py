@@ -23,7 +23,7 @@ from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.transform.convert import training_progress
 from unickpt.transform.convert.megatron.common_state import Report, dimensions
-from unickpt.transform.convert.megatron.keys import CONTENT_METADATA, DIALECT, GROUP_IDENTITY, MARK, is_expert
+from unickpt.transform.convert.megatron.keys import BACKEND, CONTENT_METADATA, DIALECT, GROUP_IDENTITY, MARK, is_expert
 from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.dialects.translated_checkpoint import TranslatedCheckpoint
 
@@ -103,7 +103,7 @@ def _arguments(stored: argparse.Namespace, checkpoint: Checkpoint, trained: bool
     if unreadable:
         report(f"left out of args: {', '.join(unreadable)}; a job with --use-checkpoint-args uses its own values for them")
     made = argparse.Namespace(**plain)
-    made.ckpt_format = "torch_dist"
+    made.ckpt_format = BACKEND
     made.no_save_optim = not trained
     made.no_save_rng = not any(name.startswith("rng_state/") for name in checkpoint.shared_names())
     return made
@@ -151,7 +151,7 @@ def _translated(checkpoint: Checkpoint, trained: bool, report: Report) -> dict[s
         found["args"] = argparse.Namespace(
             num_layers=facts["layers"], hidden_size=embedding.shape[1], num_attention_heads=facts["heads"],
             consumed_train_samples=job.samples or 0, skipped_train_samples=0, consumed_valid_samples=0,
-            ckpt_format="torch_dist", no_save_optim=not trained, no_save_rng=True,
+            ckpt_format=BACKEND, no_save_optim=not trained, no_save_rng=True,
         )  # fmt: skip
         report("args has only values that follow from the checkpoint; a job describes its model by its own arguments")
     else:

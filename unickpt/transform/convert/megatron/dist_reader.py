@@ -30,7 +30,7 @@ from unickpt.transform.convert.megatron.common_state import (
     step_of,
     writer_of,
 )
-from unickpt.transform.convert.megatron.keys import MASTER, WEIGHT, is_expert, tensor_of
+from unickpt.transform.convert.megatron.keys import BACKEND, MASTER, WEIGHT, is_expert, tensor_of
 from unickpt.transform.convert.pickles.lazy_tensor import OpenFiles
 from unickpt.transform.convert.pickles.plain_values import NotPlainError, plain
 from unickpt.transform.convert.pickles.regular_files import read_json
@@ -38,7 +38,7 @@ from unickpt.transform.convert.pickles.safe_pickle import load
 from unickpt.transform.convert.pipeline import Source
 from unickpt.transform.convert.torch_dcp.files import METADATA, DcpTable, StoredTensor, portions_of
 
-CONFIG, COMMON, BACKEND = "metadata.json", "common.pt", "torch_dist"
+CONFIG, COMMON = "metadata.json", "common.pt"
 _BUCKETS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(gbuf_idx_\d+\.)?")
 
 

@@ -27,9 +27,9 @@ from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.transform.convert.megatron.common_state import Report
 from unickpt.transform.convert.megatron.common_writer import common_of, is_translated
-from unickpt.transform.convert.megatron.dist_reader import BACKEND, COMMON, CONFIG
+from unickpt.transform.convert.megatron.dist_reader import COMMON, CONFIG
 from unickpt.transform.convert.megatron.iteration_folder import filled, target_of
-from unickpt.transform.convert.megatron.keys import DIALECT, MASTER, WEIGHT, keys_of
+from unickpt.transform.convert.megatron.keys import BACKEND, DIALECT, MASTER, WEIGHT, keys_of
 from unickpt.transform.convert.pickles.pickle_records import BYTES_IO_KEY
 from unickpt.transform.convert.torch_dcp.files_writer import DcpWriter, write_tensor
 from unickpt.transform.dialects.hf_layouts import in_memory

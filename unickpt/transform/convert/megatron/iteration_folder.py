@@ -12,14 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unickpt.base.errors import MismatchError
-from unickpt.checkpoint.checkpoint_folder import TRACKER
-
-RELEASE = "release"  # a checkpoint of step 0, from which a job starts at iteration 0
+from unickpt.checkpoint.checkpoint_folder import RELEASE, TRACKER, iteration_name
 
 
 def target_of(folder: Path, step: int) -> Path:
     """Return the folder of an iteration. Raises MismatchError if it exists."""
-    target = folder / (f"iter_{step:07d}" if step else RELEASE)
+    target = folder / (iteration_name(step) if step else RELEASE)
     if target.exists():
         raise MismatchError(f"{target}: exists already; choose another folder")
     return target

@@ -13,6 +13,7 @@ CONTENT_METADATA = "content_metadata"  # key of the common state: metadata that 
 # (megatron/core/optimizer/optimizer.py, ``param_group_identifier_keys``).
 GROUP_IDENTITY: Mapping[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 # Content metadata of a checkpoint whose optimizer is described per parameter, as the adapter writes it.
+BACKEND = "torch_dist"  # of distributed checkpoints
 MARK = "unickpt"
 BY_PARAMETER: Mapping[str, Any] = {MARK: True, "distrib_optim_sharding_type": "fully_sharded_model_space"}
 # Name endings of the tensors of megatron-core with one row per entry of the vocabulary.
