@@ -15,7 +15,7 @@ from megatron_unickpt.dist_checkpointing import saving
 from megatron_unickpt.pretraining import non_persistent, tracker
 from megatron_unickpt.runtime import Runtime, ScriptCall
 from unickpt.base.errors import UnickptError
-from unickpt.checkpoint.checkpoint_folder import iteration_name
+from unickpt.checkpoint.checkpoint_folder import RELEASE, iteration_name
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.save.upload import tags_of
 from unickpt.checkpoint.storage.base import absolute, join, split
@@ -33,7 +33,7 @@ def name_native(runtime: Runtime, options: argparse.Namespace, given: Mapping[st
         given: arguments of the ``save_checkpoint`` call.
         call: the save.
     """
-    name = tracker.RELEASE if given.get("release") else iteration_name(int(given["iteration"]))
+    name = RELEASE if given.get("release") else iteration_name(int(given["iteration"]))
     directory = absolute(join(non_persistent.save_folder(options, given), name))
     try:
         open_storage(directory).delete(MANIFEST_FILE)  # left by an earlier save of unickpt of this iteration

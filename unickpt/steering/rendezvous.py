@@ -33,8 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from unickpt.base.errors import ConfigError
-from unickpt.base.left_workers import AGENT, WorkerRecord, digest_of, end_all, left_behind
-from unickpt.base.left_workers import LeftWorker as LeftWorker
+from unickpt.base.left_workers import AGENT, LeftWorker, WorkerRecord, digest_of, end_all, left_behind
 from unickpt.base.logs import make_visible, printable
 from unickpt.base.options.steering import SteeringOptions, from_rendezvous
 from unickpt.base.private_files import SHARED_MEMORY
@@ -184,7 +183,7 @@ class SteeringHandler(RendezvousHandler):
         self._commits = ((0, 0), 0)  # round, and its commits that the leader knows of
         self._ends = ""  # signal that tells this agent to end
         self._signal = EndSignal(self._told_to_end)
-        atexit.register(self._leave, LeftWorker(peer.name, peer.incarnation))
+        atexit.register(self._leave, Left(peer.name, peer.incarnation))
 
     def get_backend(self) -> str:
         """See base class."""
