@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import machine
-from tests.jobs.deepspeed import pairs
+from tests.jobs import pairs
 from tests.jobs.deepspeed.megatron_names import MegatronLayout
 from tests.support.repository import REPO
 
@@ -59,9 +59,10 @@ def measured(direction: str, steps: int) -> dict[str, Any]:
     wanted, begin = PAIRS[direction], time.monotonic()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         folder = Path(place)
-        pairs.run("megatron", wanted, folder, timeout_s=3600, ranks=8, steps=(BEFORE, steps))
+        more = ("mpu", "--steps", str(BEFORE), str(steps))
+        pairs.run(pairs.DEEPSPEED, *more, pairs=wanted, folder=folder, timeout_s=3600, ranks=8)
         found = pairs.results(wanted, folder)
-        alone = {source.name: json.loads((folder / f"{source.name}.json").read_text()) for source, _ in wanted}
+        alone = {source.name: json.loads((folder / f"{source.name}.json").read_text())["losses"] for source, _ in wanted}
     rows = [
         {
             "source": label(source), "target": label(target), "alone": alone[source.name],

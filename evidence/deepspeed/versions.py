@@ -11,6 +11,7 @@ Nothing is hidden: a scenario that fails is named in the table with the last lin
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -24,14 +25,15 @@ from typing import Any
 
 from packaging.version import Version
 
-from tests.jobs.deepspeed.jobs_names import layout_names
+from tests.jobs import pairs
+from tests.jobs.deepspeed.zero_names import layouts
 from tests.support.repository import REPO
 from unickpt.testing.launch import torchrun
 
 VERSIONS = ("0.19.8", "0.18.6", "0.17.6")
 WORLDS = (1, 2)
 GROUPS = ("state", "promises", "errors")
-PARALLELISMS = {"pipelines": "pipeline", "3D parallelism through an `mpu`": "megatron", "experts": "expert", "AutoTP": "tensor"}
+PARALLELISMS = {"pipelines": "pipelines", "3D parallelism through an `mpu`": "mpu", "experts": "experts", "AutoTP": "tensors"}
 COMPILED = ("cpu_adam_offloaded", "cpu_adam_to_torch_adam_and_back", "lion", "fused_adam_without_zero_in_bf16")
 # Their world of two ranks loads what their world of one rank has saved. Here each scenario runs on two ranks only.
 AFTER_ONE_RANK = (
@@ -61,11 +63,10 @@ NOTES = """
   overflow (`has_overflow` in `stage_1_and_2.py` reduces only if gradients are partitioned; 0.18 always does). The rank that
   skips its step leaves the other one waiting. 0.17 also makes `FP16_Optimizer` or `FP16_UnfusedOptimizer` where others make
   `BF16_Optimizer`, because `BFLOAT16` and `DDP_BFLOAT16` are the same text in its `runtime/constants.py`.
-- **Parallelisms**: the pairs of layouts that the test suite runs with the installed version (`test_pipeline_matrix.py` and so
-  on). In 0.18.6 DeepSpeed's own step fails with experts under `BF16_Optimizer` on a CPU (`to_tensor` in `runtime/utils.py`
-  gives a float to `FloatTensor`), and AutoTP ends with a segmentation fault in its compiled all-reduce for CPUs
-  (`inference_all_reduce`), in the first forward pass. The AutoTP of 0.17.6 has no `partition_config`, by which the test divides
-  its model.
+- **Parallelisms**: the pairs of layouts that the test suite runs with the installed version (`test_matrix.py`). In 0.18.6
+  DeepSpeed's own step fails with experts under `BF16_Optimizer` on a CPU (`to_tensor` in `runtime/utils.py` gives a float to
+  `FloatTensor`), and AutoTP ends with a segmentation fault in its compiled all-reduce for CPUs (`inference_all_reduce`), in the
+  first forward pass. The AutoTP of 0.17.6 has no `partition_config`, by which the test divides its model.
 - Scenarios that need DeepSpeed's compiled optimizers (DeepSpeedCPUAdam, Lion, FusedAdam), or two worlds one after the other,
   run in the test suite with the installed version only.
 """
@@ -104,8 +105,8 @@ def examine(folder: Path, version: str, *, newest: str) -> dict[str, str]:
     for group in GROUPS:
         here = folder / "scenarios" / version / group
         row[group] = attempt(place / f"{group}.log", lambda here=here, g=group: scenarios(here, g, version, env))
-    for name, file in PARALLELISMS.items():
-        row[name] = attempt(place / f"{file}.log", lambda file=file: parallelism(file, env))
+    for name, each in PARALLELISMS.items():
+        row[name] = attempt(place / f"{each}.log", lambda each=each: parallelism(each, env))
     if version != newest:
         row["from newest"] = attempt(place / "from.log", lambda: matrix(folder / "matrix" / newest, place, env, save=False))
         newest_env = {**env, "PYTHONPATH": str(install(folder, newest))}
@@ -147,25 +148,21 @@ def hooks(env: dict[str, str]) -> str:
 
 def matrix(sources: Path, targets: Path, env: dict[str, str], *, save: bool) -> str:
     """Load sources of one folder into this version; ``targets`` keeps the results. A quarter of all pairs."""
-    if save:
-        for world in WORLDS:
-            torchrun(world, "tests.jobs.deepspeed.matrix_worker", "save", str(sources), env=env, timeout_s=600)
-    names = [name for world in WORLDS for name in layout_names(world)]
-    chosen = {t: [s for i, s in enumerate(names) if (i + 3 * j) % 4 == 0 or s == t] for j, t in enumerate(names)}
-    (sources / "pairs.json").write_text(json.dumps(chosen))
-    results: list[dict[str, Any]] = []
-    for world in WORLDS:
-        torchrun(world, "tests.jobs.deepspeed.matrix_worker", "load", str(sources), env=env, timeout_s=900)
-        results += json.loads((sources / f"results-w{world}.json").read_text())
-    bad = [f"{r['source']} to {r['target']}: {r['problems'][0]}" for r in results if r["problems"]]
-    (targets / "last.json").write_text(json.dumps(results))
+    every = list(enumerate(layout for world in WORLDS for layout in layouts(world)))
+    chosen = [(s, t) for (j, t), (i, s) in itertools.product(every, every) if (i + 3 * j) % 4 == 0 or s == t]
+    pairs.write(chosen, sources)
+    for kind in ("save", "load") if save else ("load",):
+        torchrun(WORLDS[-1], pairs.DEEPSPEED, str(sources), "zero", "--only", kind, env=env, timeout_s=1200)
+    results = pairs.results(chosen, sources)
+    (targets / "last.json").write_text(json.dumps(list(results.values())))
+    bad = [f"{source} to {target}: {found['problems'][0]}" for (source, target), found in results.items() if found["problems"]]
     return f"{len(results) - len(bad)} of {len(results)} pairs equal" + "".join(f"; {b[:120]}" for b in bad[:3])
 
 
-def parallelism(file: str, env: dict[str, str]) -> str:
+def parallelism(matrix: str, env: dict[str, str]) -> str:
     """Run the pairs of layouts of a parallelism that the test suite has."""
-    module = f"tests/integration/deepspeed/test_{file}_matrix.py"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", module, "-k", "every_state"]
+    test = f"tests/integration/test_matrix.py::test_every_state_is_bit_equal_after_load[{matrix}]"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", test]
     full = {**os.environ, "DS_ACCELERATOR": "cpu", **env, "PYTHONPATH": f"{env['PYTHONPATH']}{os.pathsep}{REPO}"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=full)
     assert done.returncode == 0, done.stdout

@@ -28,6 +28,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 
+from tests.jobs import pairs
 from tests.support.repository import REPO
 from unickpt.testing.launch import environment, torchrun
 
@@ -156,23 +157,17 @@ def summary(count: int, failed: dict[str, str]) -> str:
     return "; ".join([cell, *(f"{name}: `{reason}`" for name, reason in failed.items())])
 
 
-def matrix(folder: Path, pairs: Any, saving: dict[str, str], loading: dict[str, str]) -> str:
+def matrix(folder: Path, names: Any, saving: dict[str, str], loading: dict[str, str]) -> str:
     """Save the sources with one tree, load them with another; every state compared bit by bit."""
     from megatron_unickpt.testing.layouts import Layout
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "pairs.json").write_text(json.dumps(pairs))
-    worlds = [{Layout.parse(pair[side]).world for pair in pairs} for side in (0, 1)]
-    for world in sorted(worlds[0]):
-        torchrun(world, "tests.jobs.megatron.matrix_worker", "save", str(folder), env=saving)
-    failed, count = {}, 0
-    for world in sorted(worlds[1]):
-        torchrun(world, "tests.jobs.megatron.matrix_worker", "load", str(folder), env=loading)
-        for result in json.loads((folder / f"results-w{world}.json").read_text()):
-            count += 1
-            if result["problems"]:
-                failed[f"{result['source']} to {result['target']}"] = result["problems"][0][:160]
-    return summary(count, failed)
+    chosen = [(Layout.parse(source), Layout.parse(target)) for source, target in names]
+    pairs.write(chosen, folder)
+    for kind, env in (("save", saving), ("load", loading)):
+        torchrun(4, pairs.MEGATRON, str(folder), "--only", kind, env=env)
+    found = pairs.problems(chosen, folder)
+    return summary(len(chosen), {f"{source} to {target}": each[0][:160] for (source, target), each in found.items()})
 
 
 def scripts(tree: Path, place: Path, chosen: str) -> str:

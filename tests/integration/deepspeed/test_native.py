@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs.deepspeed.jobs_names import layout_names
+from tests.jobs.deepspeed.zero_names import layouts
 from tests.support.rounding import assert_continues
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
@@ -31,8 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("native")
     jobs = [":".join([kind, str(world), named(job), *options]) for job in JOBS for kind, world, *options in [job]]
     fork_ranks(4, WORKER, str(folder), f"plain:{WORLD}:plain", *jobs)
-    for name in layout_names(WORLD):
-        source = folder / f"plain-{name}"
+    for layout in layouts(WORLD):
+        source = folder / f"plain-{layout.name}"
         assert main(["convert", str(source), str(source / "converted")]) == 0
     return folder
 
@@ -41,7 +41,7 @@ def named(job: Any) -> str:
     return "-".join(map(str, job))
 
 
-@pytest.mark.parametrize("layout", layout_names(WORLD))
+@pytest.mark.parametrize("layout", [layout.name for layout in layouts(WORLD)])
 def test_every_stage_and_precision(folder: Path, layout: str) -> None:
     found = Checkpoint.open(folder / f"plain-{layout}" / "converted")
     truth = torch.load(folder / f"plain-{layout}.truth", weights_only=False)

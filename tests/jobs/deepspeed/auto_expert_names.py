@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 EXPERTS = 4  # of each layer
 HAS_AUTO_EP = (Path(importlib.util.find_spec("deepspeed").origin).parent / "module_inject" / "auto_ep.py").exists()
@@ -35,9 +34,6 @@ class AutoExpertLayout:
     def name(self) -> str:
         sequence, tensor = f"sp{self.sequence}" if self.sequence > 1 else "", f"tp{self.tensor}" if self.tensor > 1 else ""
         return f"{sequence}{tensor}aep{self.expert}w{self.world}z{self.stage}{self.precision}"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 _DEGREES = ((0, 1), (0, 2), (1, 1), (1, 2), (2, 2), (1, 4), (2, 4), (4, 4))

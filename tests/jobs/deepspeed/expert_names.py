@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 HAS_AUTOTP = (Path(importlib.util.find_spec("deepspeed").origin).parent / "checkpoint" / "affine.py").exists()  # from 0.19 on
 EXPERTS = (4, 6)  # of the two expert layers of the model
@@ -44,9 +43,6 @@ class ExpertLayout:
             f"tp{self.tensor}{self.experts}" if self.tensor > 1 else ""
         )
         return f"{more}ep{self.expert}w{self.world}z{self.stage}{self.precision}"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 _DEGREES = ((1, 1), (1, 2), (2, 2), (1, 3), (3, 3), (1, 4), (2, 4), (4, 4))
@@ -134,9 +130,6 @@ class PipedExpertLayout:
     @property
     def name(self) -> str:
         return f"pp{self.stages}ep{self.expert}dp{self.data}z{self.stage}{self.precision}"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 PIPED = [

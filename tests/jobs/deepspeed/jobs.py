@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import deepspeed
@@ -14,36 +13,10 @@ from deepspeed import comm as dist
 from deepspeed.utils import groups
 
 from tests.jobs.deepspeed.model import Model, batch
+from tests.jobs.deepspeed.zero_names import Layout
 from tests.support.rounding import move_weights
 
 BATCH = 12
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One layout of the matrix. ``precision`` is fp32, bf16, or bf16o (BF16_Optimizer: ZeRO-1, fp32 accumulation)."""
-
-    stage: int
-    world: int
-    precision: str = "fp32"
-
-    @property
-    def name(self) -> str:
-        return f"z{self.stage}w{self.world}{self.precision}"
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of the weights in the model: fp32 or bf16."""
-        return "fp32" if self.precision == "fp32" else "bf16"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def layouts(world: int) -> list[Layout]:
-    """Return the layouts of every stage and precision at one world size."""
-    found = [Layout(stage, world, precision) for precision in ("fp32", "bf16") for stage in (0, 1, 2, 3)]
-    return [*found, Layout(1, world, "bf16o")]
 
 
 def config(layout: Layout, **extra: Any) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,6 @@ class MegatronLayout:
     def name(self) -> str:
         sequence = f"sp{self.sequence}" if self.sequence > 1 else ""
         return f"{sequence}tp{self.tensor}pp{self.stages}dp{self.data}z{self.stage}{self.precision}"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 CHOSEN = [

@@ -18,8 +18,9 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 
-from tests.jobs.deepspeed.jobs import Layout, build, in_a_group, layouts, scramble, train
+from tests.jobs.deepspeed.jobs import build, in_a_group, scramble, train
 from tests.jobs.deepspeed.truth import consolidated, differences, optimizer_of
+from tests.jobs.deepspeed.zero_names import Layout, layouts
 from tests.support import deepspeed_imports  # noqa: F401
 from tests.support.turns import in_turn
 from unickpt.testing.launch import leave

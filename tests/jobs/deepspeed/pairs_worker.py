@@ -1,13 +1,15 @@
-"""Forked ranks: save every source layout, then load the sources into every target layout. See ``pairs.py``.
+"""Forked ranks: save every source layout, then load the sources into every target layout. See ``tests/jobs/pairs.py``.
 
-pairs_worker JOBS DIR BEFORE AFTER    JOBS is a key of ``JOBS``. DIR/pairs.json has the sources of each target. BEFORE and AFTER
-                                      are numbers of steps. Writes DIR/<layout>/..., .truth, .json, DIR/results-*.json
+pairs_worker DIR JOBS [--steps BEFORE AFTER] [--only save|load]
+
+JOBS is a key of ``JOBS``. BEFORE and AFTER are the steps of a source before its save, and those after the save and a load. Also
+writes DIR/<layout>/, DIR/<layout>.truth.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,23 +26,23 @@ from tests.jobs.deepspeed import (
     pipeline_jobs,
     tensor_expert_jobs,
     tensor_jobs,
+    zero_jobs,
 )
 from tests.jobs.deepspeed.jobs import in_a_group
-from tests.jobs.deepspeed.pairs import AnyLayout
-from tests.jobs.deepspeed.truth import Truth, differences
+from tests.jobs.deepspeed.truth import comparable, differences
+from tests.jobs.pairs import STEPS, Layout
 from tests.support import deepspeed_imports  # noqa: F401
 from tests.support.turns import in_turn
 from unickpt.testing.launch import leave
 
 JOBS: dict[str, Any] = {
-    "pipelines": pipeline_jobs, "experts": expert_jobs, "tensors": tensor_jobs, "megatron": megatron_jobs,
-    "averaged": averaged_jobs, "piped experts": expert_pipeline_jobs, "auto experts": auto_expert_jobs,
-    "tensor experts": tensor_expert_jobs,
+    "zero": zero_jobs, "pipelines": pipeline_jobs, "experts": expert_jobs, "tensors": tensor_jobs, "mpu": megatron_jobs,
+    "averaged": averaged_jobs, "piped-experts": expert_pipeline_jobs, "auto-experts": auto_expert_jobs,
+    "tensor-experts": tensor_expert_jobs,
 }  # fmt: skip
-Steps = tuple[int, int]  # before the save of a source, and after the save or a load
 
 
-def save_all(jobs: Any, folder: Path, steps: Steps, layouts: list[AnyLayout]) -> None:
+def save_all(jobs: Any, folder: Path, steps: tuple[int, int], layouts: list[Layout]) -> None:
     for layout in layouts:
         engine = jobs.build(layout, seed=1)
         before = jobs.train(engine, steps[0])
@@ -51,10 +53,11 @@ def save_all(jobs: Any, folder: Path, steps: Steps, layouts: list[AnyLayout]) ->
         after = jobs.train(engine, steps[1])
         if dist.get_rank() == 0:
             torch.save(truth, folder / f"{layout.name}.truth")
-            (folder / f"{layout.name}.json").write_text(json.dumps(before + after))
+            (folder / f"{layout.name}.json").write_text(json.dumps({"losses": before + after}))
+        engine.destroy()
 
 
-def load_all(jobs: Any, folder: Path, steps: Steps, targets: list[tuple[AnyLayout, list[AnyLayout]]]) -> None:
+def load_all(jobs: Any, folder: Path, steps: int, targets: list[tuple[Layout, list[Layout]]]) -> None:
     for seed, (layout, sources) in enumerate(targets, start=20):
         engine = jobs.build(layout, seed=seed)
         results: list[dict[str, Any]] = []
@@ -67,41 +70,37 @@ def load_all(jobs: Any, folder: Path, steps: Steps, targets: list[tuple[AnyLayou
             if where is None or client["note"] != source.name:
                 problems.append(f"returned {where}, {client}")
             report = engine.checkpoint_engine.last_report
-            losses = jobs.train(engine, steps[1])
+            losses = jobs.train(engine, steps)
             tensors = sum(isinstance(value, torch.Tensor) for value in expected.values())
             results.append({
-                "source": source.name, "problems": problems, "tensors": tensors, "losses": losses, "report": report.count(),
+                "source": source.name, "target": layout.name, "problems": problems, "tensors": tensors, "losses": losses,
+                "report": report.count(),
             })  # fmt: skip
         if dist.get_rank() == 0:
             (folder / f"results-{layout.name}.json").write_text(json.dumps(results))
-
-
-def comparable(expected: Truth, found: Truth, source: AnyLayout, target: AnyLayout) -> tuple[Truth, Truth]:
-    """Return states that should be equal. Weights in another precision than the source's are the cast of its masters."""
-    low, high = (layout.precision != "fp32" for layout in (source, target))
-    if low != high:
-        dtype = torch.bfloat16 if high else torch.float32
-        for key in [k for k in expected if k.startswith("weight/")]:
-            expected[key] = expected.get(key.replace("weight/", "master/"), expected[key]).to(dtype)
-    for key in [k for k in expected if k.startswith("buffer/")]:
-        expected[key] = expected[key].to(found[key].dtype)
-    return expected, found
+        engine.destroy()
 
 
 def main() -> None:
-    jobs, folder, steps = JOBS[sys.argv[1]], Path(sys.argv[2]), (int(sys.argv[3]), int(sys.argv[4]))
-    chosen = [
-        (jobs.LAYOUT(**t), [jobs.LAYOUT(**s) for s in found]) for t, found in json.loads((folder / "pairs.json").read_text())
-    ]
-    layouts = list({s.name: s for _, sources in chosen for s in sources}.values())
-    each = [
-        (world, partial(save_all, jobs, folder, steps, [s for s in layouts if s.world == world]))
-        for world in sorted({layout.world for layout in layouts})
-    ]
-    each += [
-        (world, partial(load_all, jobs, folder, steps, [pair for pair in chosen if pair[0].world == world]))
-        for world in sorted({layout.world for layout, _ in chosen})
-    ]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("jobs", choices=JOBS)
+    parser.add_argument("--steps", type=int, nargs=2, default=STEPS)
+    parser.add_argument("--only", choices=("save", "load"))
+    given = parser.parse_args()
+    jobs, folder = JOBS[given.jobs], given.folder
+    chosen: dict[Layout, list[Layout]] = {}
+    for source, target in json.loads((folder / "pairs.json").read_text()):
+        chosen.setdefault(jobs.LAYOUT(**target), []).append(jobs.LAYOUT(**source))
+    # In the order of the targets: in bf16, the engines that a process had before have an effect on the rounding.
+    every = dict.fromkeys(source for found in chosen.values() for source in found)
+    sources = [layout for layout in dict.fromkeys([*chosen, *every]) if layout in every]
+    each: list[tuple[int, Any]] = []
+    for world in sorted({layout.world for layout in sources}) if given.only != "load" else []:
+        each.append((world, partial(save_all, jobs, folder, given.steps, [s for s in sources if s.world == world])))
+    for world in sorted({layout.world for layout in chosen}) if given.only != "save" else []:
+        targets = [(target, found) for target, found in chosen.items() if target.world == world]
+        each.append((world, partial(load_all, jobs, folder, given.steps[1], targets)))
     in_turn((world, partial(in_a_group, job)) for world, job in each)
     leave()
 

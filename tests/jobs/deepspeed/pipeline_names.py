@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -23,9 +22,6 @@ class PipelineLayout:
     @property
     def name(self) -> str:
         return f"{f'pp{self.stages}' if self.stages else 'plain'}dp{self.data}z{self.stage}{self.precision}"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 _DEGREES = ((1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 2), (4, 1))

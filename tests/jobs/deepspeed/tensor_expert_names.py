@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,6 @@ class TensorExpertLayout:
     def name(self) -> str:
         how, sequence = "s" if self.sliced else "w", f"sp{self.sequence}" if self.sequence > 1 else ""
         return f"{sequence}tp{self.tensor}pp{self.stages}dp{self.data}ep{self.expert}{how}z{self.stage}{self.precision}"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 EVERY = [

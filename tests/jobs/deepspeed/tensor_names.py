@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,6 @@ class TensorLayout:
     @property
     def name(self) -> str:
         return f"tp{self.tensor}dp{self.data}z{self.stage}{self.precision}{self.vocabulary}"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 _DEGREES = ((1, 1), (1, 2), (2, 1), (3, 1), (2, 2), (4, 1))

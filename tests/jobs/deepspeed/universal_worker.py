@@ -24,8 +24,8 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
 
 from tests.jobs.deepspeed.jobs import Layout, build, config, in_a_group, scramble, train
-from tests.jobs.deepspeed.matrix_worker import STATES, comparable
-from tests.jobs.deepspeed.truth import consolidated, differences, optimizer_of
+from tests.jobs.deepspeed.parallel_jobs import STATES
+from tests.jobs.deepspeed.truth import comparable, consolidated, differences, optimizer_of
 from tests.support.turns import in_turn
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.testing.launch import leave

@@ -1,16 +1,13 @@
-"""Under torchrun: save layouts of this world size, or load sources into them.
+"""Forked ranks: save every source layout, then load the sources into the target layouts. See ``tests/jobs/pairs.py``.
 
-matrix_worker save DIR          DIR/<layout>/, DIR/<layout>.truth, DIR/<layout>.json
-matrix_worker load DIR          DIR/results-w<world>.json
-matrix_worker both DIR          on every world size of the pairs: all saves, then all loads
-DIR/pairs.json: [[source, target], ...]
+pairs_worker DIR [--only save|load]    Also writes DIR/<layout>/, DIR/<layout>.truth. The losses have ``moved`` beside them:
+                                       those of weights that move in the last place
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +26,9 @@ from unickpt.testing.launch import leave
 from megatron_unickpt.testing.layouts import Layout, worlds
 from megatron_unickpt.testing.truth import consolidated, differences, in_a_group
 from tests.jobs.megatron.moved import moved_losses
+from tests.jobs.pairs import Pairs
 from tests.support.turns import in_turn
 
-Pairs = list[tuple[Layout, Layout]]
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 # torch 2.13 keeps three threads of a gloo group for each job that has trained, with experts of several groups: after 40 jobs
 # of four ranks these were 1,750 threads in each process, which occupied all processors.
@@ -89,17 +86,13 @@ def save_all(folder: Path, pairs: Pairs) -> None:
         save_one(folder, layout)
 
 
-def load_some(folder: Path, pairs: Pairs, first: int = 0, count: int | None = None) -> None:
-    """Load ``count`` pairs whose target has this world size, beginning with the one numbered ``first``.
-
-    Appends to the results of the pairs before ``first``.
-    """
+def load_some(folder: Path, pairs: Pairs, first: int) -> None:
+    """Load the pairs whose target has this world size, beginning with the one numbered ``first``: those of one process."""
     world = dist.get_world_size()
-    mine = list(enumerate(targets(pairs, world), start=20))[first:][:count]
+    mine = list(enumerate(targets(pairs, world), start=20))[first:][:PAIRS_OF_A_PROCESS]
     results = [load_one(folder, *pair, seed) for seed, pair in mine]
     if dist.get_rank() == 0:
-        path = folder / f"results-w{world}.json"
-        path.write_text(json.dumps([*(json.loads(path.read_text()) if first else []), *results]))
+        (folder / f"results-w{world}-{first}.json").write_text(json.dumps(results))
 
 
 def targets(pairs: Pairs, world: int) -> Pairs:
@@ -108,13 +101,18 @@ def targets(pairs: Pairs, world: int) -> Pairs:
 
 
 def main() -> None:
-    kind, folder = sys.argv[1], Path(sys.argv[2])
-    pairs = [(Layout.parse(a), Layout.parse(b)) for a, b in json.loads((folder / "pairs.json").read_text())]
-    known = worlds(layout for pair in pairs for layout in pair) if kind == "both" else [int(os.environ["WORLD_SIZE"])]
-    jobs = [(world, partial(save_all, folder, pairs)) for world in known] if kind in ("save", "both") else []
-    for world in known if kind in ("load", "both") else []:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", choices=("save", "load"))
+    given = parser.parse_args()
+    folder = given.folder
+    pairs = [(Layout(**a), Layout(**b)) for a, b in json.loads((folder / "pairs.json").read_text())]
+    jobs: list[tuple[int, Any]] = []
+    if given.only != "load":
+        jobs += [(world, partial(save_all, folder, pairs)) for world in worlds(source for source, _ in pairs)]
+    for world in worlds(target for _, target in pairs) if given.only != "save" else []:
         parts = range(0, len(targets(pairs, world)), PAIRS_OF_A_PROCESS)
-        jobs += [(world, partial(load_some, folder, pairs, first, PAIRS_OF_A_PROCESS)) for first in parts]
+        jobs += [(world, partial(load_some, folder, pairs, first)) for first in parts]
     in_turn((world, partial(in_a_group, job)) for world, job in jobs)
     leave()
 
