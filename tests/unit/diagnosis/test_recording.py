@@ -182,9 +182,11 @@ def test_a_ring_keeps_the_newest(tmp_path: Path) -> None:
 @pytest.mark.parametrize("newest", [3, 900, 19_990, 20_000, 20_010, 61_234])
 @pytest.mark.parametrize("unpublished", [0, 5, 700])
 def test_the_newest_are_found_without_reading_all(tmp_path: Path, newest: int, unpublished: int) -> None:
+    """A record far from the count of the header stands for all that need not be read: it would be the newest."""
     ring = RingWriter(tmp_path / "r.ring", here(), capacity=20_000)
     for number in range(1, newest + 1):
         put(ring, number)
+    put(ring, newest + 10_000)
     ring.state(heartbeat_ns=0, step=0, newest=max(newest - unpublished, 0), phase=0)  # it does not count the last ones
     found = RingReader(tmp_path / "r.ring").read(last=100).records["begun"].tolist()
     assert found == list(range(max(newest - 99, 1), newest + 1))
