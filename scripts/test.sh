@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
-# The tests, from nothing: an environment in .venv-test, then pytest with the arguments given.
+# The tests, from nothing: an environment, then pytest with the arguments given.
 #
-#   scripts/test.sh [arguments of pytest]        (environment variables: see venv.sh)
+#   scripts/test.sh [arguments of pytest]           in .venv-test, with all frameworks
+#   scripts/test.sh --unit [arguments of pytest]    in .venv-unit, with the core and torch: tests that need no framework
 #
-# Without arguments it runs everything, with two workers that share the files.
+# Environment variables: see venv.sh. Without arguments it runs everything, with two workers that share the files.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/venv.sh
-use_venv deepspeed,megatron,hf,demo,docs,dev .venv-test
-[ $# -gt 0 ] || set -- -n 2 --dist loadfile --no-loadscope-reorder
+extras=deepspeed,megatron,hf,demo,docs,dev venv=.venv-test tests=()
+if [ "${1:-}" = --unit ]; then
+  extras=test venv=.venv-unit tests=(tests/unit tests/hostile)
+  shift
+fi
+use_venv $extras $venv
+[ $# -gt 0 ] || set -- "${tests[@]}" -n 2 --dist loadfile --no-loadscope-reorder
 exec python -m pytest "$@"

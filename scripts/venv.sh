@@ -8,7 +8,7 @@
 # use_venv EXTRAS DEFAULT_DIR: make or update the environment, then put it in PATH. Run in the repository's root.
 use_venv() {
   local extras=$1 venv=${UNICKPT_VENV:-$2} torch=${UNICKPT_TORCH:-torch==2.13.0}
-  local python=${UNICKPT_PYTHON:-python3} stamp wanted
+  local python=${UNICKPT_PYTHON:-python3} stamp wanted compiling=""
   if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
     echo "unickpt needs Python 3.10 or newer; name one with UNICKPT_PYTHON" >&2
     return 1
@@ -20,7 +20,7 @@ use_venv() {
   export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$venv/torch_extensions}
   # Otherwise each process compiles the sources of torch and DeepSpeed again: 5 s instead of 2 s to import them.
   unset PYTHONDONTWRITEBYTECODE
-  require_compiler || return 1
+  [[ ",$extras," != *,deepspeed,* ]] || require_compiler || return 1
 
   stamp=$venv/unickpt-installed
   wanted="$(cat setup.py pyproject.toml unickpt/*/*/_*.c | sha256sum | cut -c1-64) $PWD $extras $torch"
@@ -30,11 +30,13 @@ use_venv() {
     # Python compiles a module when it is first imported, and most of what is installed never is.
     # shellcheck disable=SC2086  # may hold options of pip as well
     python -m pip install -qq --no-compile $torch || return 1
-    python -m pip install -qq --no-compile --editable ".[deepspeed]" || return 1
-    compile_operators "$venv/compile.log" & # while pip downloads the rest
-    local compiling=$!
-    python -m pip install -qq --no-compile --editable ".[$extras]" || { kill $compiling; return 1; }
-    wait $compiling || return 1
+    if [[ ",$extras," == *,deepspeed,* ]]; then
+      python -m pip install -qq --no-compile --editable ".[deepspeed]" || return 1
+      compile_operators "$venv/compile.log" & # while pip downloads the rest
+      compiling=$!
+    fi
+    python -m pip install -qq --no-compile --editable ".[$extras]" || { [ -z "$compiling" ] || kill $compiling; return 1; }
+    [ -z "$compiling" ] || wait $compiling || return 1
     echo "$wanted" >"$stamp"
   fi
 }

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+pytest.importorskip("megatron.core")
+
 from megatron_unickpt.framework import marks
 from megatron_unickpt.pretraining import tracker_hooks
 from megatron_unickpt.pretraining.tracker import Diverted, Trackers, is_complete, iteration_of, remove_old_non_persistent

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as arrow
-import pyarrow.parquet as parquet
 import pytest
 
 from unickpt.base.errors import FormatError
@@ -18,6 +16,9 @@ from unickpt.cli.main import main
 from unickpt.planning.replay.operations import graph_of_operations
 from unickpt.planning.replay.parquet_traces import Columns, operations_of_columns, sizes_of
 from unickpt.planning.replay.stragglers import Stragglers, find_stragglers
+
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
 
 STEPS = (4, 5, 9)
 TOOK_S = {

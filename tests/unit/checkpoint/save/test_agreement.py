@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_unickpt.framework.internals import plain
-from ds_unickpt.held_state.names import spelled_plainly
 from tests.support.rank_threads import on_all_ranks
 from unickpt.base.errors import CoordinationError, FormatError
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
@@ -105,13 +103,6 @@ def test_a_late_rank_that_knows_the_folder_by_a_link_joins_no_other_save(tmp_pat
 
 def _nothing(_: object) -> Contribution:
     raise AssertionError("nothing is saved")
-
-
-def test_names_of_compiled_modules_are_plain_unless_that_is_another_ones_name() -> None:
-    assert plain("_orig_mod.layers.0._orig_mod.weight") == "layers.0.weight"
-    names = ["_orig_mod.a", "b", "_orig_mod.b", "c._orig_mod", "c_orig_mod.d"]
-    assert spelled_plainly(names) == {"_orig_mod.a": "a", "b": "b", "_orig_mod.b": "_orig_mod.b", "c._orig_mod": "c",
-                                      "c_orig_mod.d": "c_orig_mod.d"}  # fmt: skip
 
 
 def test_types_of_scalars_survive_the_manifest_and_earlier_ones_have_none() -> None:
