@@ -60,7 +60,7 @@ def test_the_limits_of_the_guide_equal_the_table_that_a_save_checks(hooks_in_a_p
 
 def test_only_rows_of_the_table_make_deepspeed_save_by_itself() -> None:
     """Other modules of the adapter raise the error through a row (``Fallback.error``)."""
-    files = [path for path in (REPOSITORY / "ds_unickpt").glob("*.py") if "UnsupportedLayoutError(" in path.read_text()]
+    files = [path for path in (REPOSITORY / "ds_unickpt").rglob("*.py") if "UnsupportedLayoutError(" in path.read_text()]
     assert [path.name for path in files] == ["fallbacks.py"]
 
 
