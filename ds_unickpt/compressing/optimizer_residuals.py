@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ import torch
 from ds_unickpt.framework import internals
 from ds_unickpt.held_state import partition_updates
 from ds_unickpt.held_state.first_step import STEP
-from ds_unickpt.held_state.names import ModuleNames
+from ds_unickpt.held_state.names import ModuleNames, Naming
 from ds_unickpt.held_state.optimizer_record import place_of
 from ds_unickpt.held_state.partitions import Partition, partitions
 from unickpt.base.errors import FormatError
@@ -36,7 +36,6 @@ from unickpt.training.compression.carried import NamedTensors, Residuals, resize
 _SENT, _RETURNED, _PADDING, _ACCUMULATED = "worker_error", "server_error", "padding", "momentum_accumulator"
 _LOCAL = (_ACCUMULATED, "exp_avg")
 _LOCO = ("intra_ef_buf", "inter_ef_buf")  # each a list: int8 codes, scales
-Naming = Callable[[torch.nn.Parameter], str]
 
 
 def sizes_of(elements: int, world: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from ds_unickpt.placing.slices import RankValues, local_shape
 _TIED = "tied_modules"
 _OF_TIED = re.compile(rf"{_TIED}\.([^.@]+)(?:@(\d+))?(\..+)")
 _OF_A_RANK = re.compile(r"(.+)@tp([1-9]\d*)")
+Naming = Callable[[torch.nn.Parameter], str]  # the name of a parameter
 
 
 def spelled_plainly(names: Iterable[str]) -> dict[str, str]:

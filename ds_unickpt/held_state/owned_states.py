@@ -13,7 +13,7 @@ A block of such an optimizer may contain padding, so the padding of the owner's 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 
 from ds_unickpt.framework.internals import BF16, FP16_FUSED, ZERO_1_2, ZERO_3, layer_of
 from ds_unickpt.held_state.first_step import first_states
-from ds_unickpt.held_state.names import ModuleNames
+from ds_unickpt.held_state.names import ModuleNames, Naming
 from ds_unickpt.held_state.optimizer_record import classify, place_of
 from ds_unickpt.held_state.partitions import Partition, states_of
 from ds_unickpt.placing.placement import Placement
@@ -39,11 +39,10 @@ _ADVICE = (
     "the weights alone."
 )
 _FLAT = (ZERO_1_2, ZERO_3, BF16, FP16_FUSED)  # wrappers whose masters are flat
-Naming = Callable[[torch.nn.Parameter], str]
 
 
-def _owner(part: Partition, name: Naming, division: Division) -> list[Any]:
-    """Return an owner as JSON: shape, parameter ranges, and of parts of parameters ``Division.of``."""
+def _owner(part: Partition, name: Naming, division: OwnDivision) -> list[Any]:
+    """Return an owner as JSON: shape, parameter ranges, and of parts of parameters ``OwnDivision.of``."""
     divided = division.of(part)
     return [list(part.elements.shape), place_of(part, name), *([divided] if divided else [])]
 
@@ -53,7 +52,7 @@ def _key(owner: list[Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class OwnDivision:
     """How the parameters of this rank are divided among ranks.
 
     Attributes:
@@ -91,7 +90,7 @@ def captured(
 ) -> dict[str, Any]:
     """Return the shared objects that this rank stores. An owner that several ranks have is stored by one of them."""
     owned = classify(parts, base).owned
-    division = Division(names, slices, placed.tensor, placed.tensors)
+    division = OwnDivision(names, slices, placed.tensor, placed.tensors)
     owners, found = [], {}
     for number, part in enumerate(parts if owned else ()):
         held = states_of(base, part)
@@ -149,7 +148,7 @@ def restore(part: Partition, base: torch.optim.Optimizer, states: dict[str, Any]
 class OwnedStates:
     """The owned states of one load into one engine."""
 
-    def __init__(self, checkpoint: Checkpoint, name: Naming, division: Division, *, allow_pickle: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, name: Naming, division: OwnDivision, *, allow_pickle: bool) -> None:
         """``name`` gives the name of a parameter in the checkpoint."""
         self.checkpoint, self.name, self.division, self.allow_pickle = checkpoint, name, division, allow_pickle
         self._flat = checkpoint.manifest.writer.topology.get("optimizer_wrapper") in _FLAT

@@ -29,7 +29,7 @@ from ds_unickpt.loading.restore_objects import LoadArguments, RestoredObjects
 from ds_unickpt.loading.restore_optimizer import RestoredOptimizer
 from ds_unickpt.placing import tensor_parallel
 from ds_unickpt.placing.placement import Placement
-from ds_unickpt.placing.slices import Place, Slice, places
+from ds_unickpt.placing.slices import FlatPlace, Slice, places
 from ds_unickpt.saving.capture import SCALARS, topology
 from unickpt.base.errors import MismatchError
 from unickpt.base.options.job import Options
@@ -62,7 +62,7 @@ class _Override:
     """
 
     parameter: torch.nn.Parameter
-    place: Place
+    place: FlatPlace
     common: Box
     data: torch.Tensor
 

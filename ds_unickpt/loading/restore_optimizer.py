@@ -18,7 +18,7 @@ from ds_unickpt.held_state import owned_states, partition_updates
 from ds_unickpt.held_state.first_step import STEP, FirstStates, first_states, known
 from ds_unickpt.held_state.names import ModuleNames
 from ds_unickpt.held_state.optimizer_record import RankScalars, layout_of
-from ds_unickpt.held_state.owned_states import Division, OwnedStates
+from ds_unickpt.held_state.owned_states import OwnDivision, OwnedStates
 from ds_unickpt.held_state.partitions import Partition, states_of
 from ds_unickpt.held_state.swap_files import SwappedPartition
 from ds_unickpt.loading.beginning import Beginning
@@ -82,7 +82,7 @@ class RestoredOptimizer:
                 f"{self.checkpoint.storage} was trained with {self.saved.record.name} (states {held}), "
                 f"this job uses {own}. The states cannot be converted. {_HINT}."
             )
-        division = Division(self.names, self.slices, tensor_parallel.rank(self.engine), tensor_parallel.degree(self.engine))
+        division = OwnDivision(self.names, self.slices, tensor_parallel.rank(self.engine), tensor_parallel.degree(self.engine))
         owned = OwnedStates(self.checkpoint, self._stored_name, division, allow_pickle=self.allow_pickle)
         for part in self.parts:
             states, found = self._planned(part, owned)

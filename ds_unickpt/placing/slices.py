@@ -99,7 +99,7 @@ class RankValues:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FlatPlace:
     """A region of a flat range, and its position in the global tensor.
 
     Attributes:
@@ -119,7 +119,7 @@ class Place:
     index: tuple[slice, ...] | None
 
     @classmethod
-    def made(cls, whole: Box, local: Box, run: Box, at: int) -> Place:
+    def made(cls, whole: Box, local: Box, run: Box, at: int) -> FlatPlace:
         return cls(whole, local, run, at, run.numel, None if local == run else local.within(run).slices())
 
     def of(self, flat: torch.Tensor, begin: int = 0) -> torch.Tensor:
@@ -134,7 +134,7 @@ class Place:
 
 
 @lru_cache(maxsize=_KNOWN)
-def places(shape: Shape, boxes: tuple[PlacedBox, ...], lo: int, hi: int) -> tuple[Place, ...]:
+def places(shape: Shape, boxes: tuple[PlacedBox, ...], lo: int, hi: int) -> tuple[FlatPlace, ...]:
     """Return the global positions of the flat range ``[lo, hi)`` of a rank's tensor.
 
     They are the same at every save, and for every state of a parameter, so they are kept.
@@ -149,6 +149,6 @@ def places(shape: Shape, boxes: tuple[PlacedBox, ...], lo: int, hi: int) -> tupl
         for box in boxes:
             common = box.common(run)
             if common is not None:
-                found.append(Place.made(common[1], common[0], run, at))
+                found.append(FlatPlace.made(common[1], common[0], run, at))
         at += run.numel
     return tuple(found)

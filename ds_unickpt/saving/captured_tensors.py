@@ -13,7 +13,7 @@ from ds_unickpt.held_state.names import ModuleNames
 from ds_unickpt.held_state.optimizer_record import ElementStates, classify
 from ds_unickpt.held_state.partitions import Partition, states_of
 from ds_unickpt.placing.placement import Placement
-from ds_unickpt.placing.slices import Place, Slice, Slices, places
+from ds_unickpt.placing.slices import FlatPlace, Slice, Slices, places
 from unickpt.base.options.job import Options
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.dtypes import name_of
@@ -25,7 +25,7 @@ _info = lru_cache(maxsize=1 << 16)(TensorInfo)  # the same at every save
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredBoxes:
     """The boxes of a rank's slice that the rank stores, and the shape of its tensor."""
 
     local: tuple[int, ...]
@@ -37,13 +37,13 @@ class Stored:
         return self.local, self.boxes
 
     @classmethod
-    def of(cls, part: Slice, *, stored: bool, across: bool = False) -> Stored:
+    def of(cls, part: Slice, *, stored: bool, across: bool = False) -> StoredBoxes:
         """Return what a rank stores. ``stored`` and ``across`` are those of ``Partition``."""
         return cls(part.local, (part.boxes if across else part.own) if stored else ())
 
 
 def _add(
-    out: Description, info: TensorInfo, found: Sequence[Place], at: int, flat: torch.Tensor, copies: Copies | None = None,
+    out: Description, info: TensorInfo, found: Sequence[FlatPlace], at: int, flat: torch.Tensor, copies: Copies | None = None,
     unless: tuple[int, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Add a flat range of this rank's slice of a tensor.
@@ -83,7 +83,7 @@ def add_optimized(
             infos["weight"] = _info(name, "weight", name_of(parameter.dtype), own.shape, "parameter", "master")
             known[id(parameter)] = infos
             out.tensors += infos.values()
-            stored[id(parameter)] = Stored.of(own, stored=part.stored and name not in names.elsewhere, across=part.across)
+            stored[id(parameter)] = StoredBoxes.of(own, stored=part.stored and name not in names.elsewhere, across=part.across)
         found = [(piece, places(*stored[id(piece.parameter)].key, piece.lo, piece.hi)) for piece in part.pieces]
         copies = {id(p): placed.copies(names.holders(names.name(p))) if part.replicated else None for p in part.parameters}
         for key, flat in flats.items():
@@ -123,7 +123,7 @@ def add_others(
         held = partitions.held(parameter, placed)
         if held is None:
             continue
-        place = Stored.of(part, stored=held.stored and name not in names.elsewhere, across=held.across)
+        place = StoredBoxes.of(part, stored=held.stored and name not in names.elsewhere, across=held.across)
         copies = placed.copies(names.holders(name)) if held.replicated else None
         _add(out, info, places(*place.key, held.lo, held.hi), 0, held.data, copies)
     return tuple(excluded)

@@ -14,7 +14,7 @@ from megatron_unickpt.framework import internals
 from megatron_unickpt.held_state import hyperparameters, sharded_tensors
 from megatron_unickpt.held_state.common_state import COMMON, VOCABULARY, readable, step_of
 from megatron_unickpt.held_state.hyperparameters import OptimizerPart
-from megatron_unickpt.held_state.sharded_tensors import MASTER, WEIGHT, Found, Piece, StateTensor
+from megatron_unickpt.held_state.sharded_tensors import MASTER, WEIGHT, FoundItem, Piece, StateTensor
 from unickpt import __version__
 from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
@@ -77,7 +77,7 @@ def contribution(state: Any, common: Any, *, share: bool = True) -> Contribution
     )
 
 
-def description(found: Iterable[Found], *, share: bool) -> Description:
+def description(found: Iterable[FoundItem], *, share: bool) -> Description:
     """Return what this rank holds. ``share`` is that of ``contribution``."""
     tensors = [(f, *sharded_tensors.tensor_of(f.item.key)) for f in found if isinstance(f.item, ShardedTensor)]
     mastered = {name for _, name, state in tensors if state == MASTER}
@@ -106,7 +106,7 @@ def description(found: Iterable[Found], *, share: bool) -> Description:
     return out
 
 
-def _copies(f: Found, weight: Any, share: bool) -> Copies | None:
+def _copies(f: FoundItem, weight: Any, share: bool) -> Copies | None:
     """Return the ranks that divide the copies of a tensor. None: this rank alone writes it.
 
     The last coordinate of a replica id counts data parallel copies, by megatron-core's convention (see

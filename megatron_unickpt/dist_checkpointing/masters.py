@@ -134,7 +134,7 @@ def _leaves(wanted: Collection[int]) -> Iterator[optimizers.Leaf]:
             yield from optimizers.leaves(found, allocate=False, masters_of=wanted)
 
 
-def _follow(leaf: optimizers.Leaf, held: optimizers.Held, whole: torch.Tensor, unless_equal: bool) -> None:
+def _follow(leaf: optimizers.Leaf, held: optimizers.HeldRange, whole: torch.Tensor, unless_equal: bool) -> None:
     main = held.main.detach().view(-1)
     own: Any = internals.dequantized(held.parameter.detach()).reshape(-1)[held.lo : held.hi]
     if main.data_ptr() == own.data_ptr():

@@ -300,7 +300,7 @@ class Restore:
             left_out.extend(decoded.left_out if name == item.unique_key else ())
             return decoded.value
 
-        stored = generators.Stored(self._names_of(item.key), read, self.checkpoint.manifest.writer.topology)
+        stored = generators.StoredGenerators(self._names_of(item.key), read, self.checkpoint.manifest.writer.topology)
         found = generators.found_for(item, stored, internals.topology(), internals.coordinates())
         if left_out and found.outcome == "restored":
             found = replace(found, outcome="left out", reason="; ".join(left_out))

@@ -30,7 +30,7 @@ _TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldRange:
     """A flat range of a local model parameter, and the state of this rank's optimizer for it.
 
     Attributes:
@@ -65,13 +65,13 @@ class Leaf:
         inner: torch or fused optimizer inside the wrapper.
         held: ranges that the optimizer holds on this rank.
         elsewhere: parameters of this rank's model whose state other data parallel ranks hold.
-        instance: see ``Held``; applies to ``elsewhere``.
+        instance: see ``HeldRange``; applies to ``elsewhere``.
         copies: with CPU offload, what the optimizer steps on, by the id of the parameter in its groups.
     """
 
     optimizer: Any
     inner: Any
-    held: list[Held] = field(default_factory=list)
+    held: list[HeldRange] = field(default_factory=list)
     elsewhere: list[torch.nn.Parameter] = field(default_factory=list)
     instance: int | None = None
     copies: dict[int, cpu_offload.OffloadedCopy] = field(default_factory=dict)
@@ -240,7 +240,7 @@ def _fill_distributed(leaf: Leaf, masters_of: Collection[int] | None) -> None:
                     continue
                 part = ranges[id(parameter)]
                 found = _states_of(leaf, shard, master_alone=masters_of is not None)
-                leaf.held.append(Held(parameter, part.start, part.end, *found, group=group, instance=leaf.instance))
+                leaf.held.append(HeldRange(parameter, part.start, part.end, *found, group=group, instance=leaf.instance))
     here = {id(h.parameter) for h in leaf.held}
     for buffer in optimizer.buffers:
         leaf.elsewhere += [p for p in buffer.params if id(p) not in here]
@@ -260,7 +260,7 @@ def _fill_plain(leaf: Leaf, masters_of: Collection[int] | None, *, sharded: bool
                 continue
             instance = 0 if sharded else None
             found = _states_of(leaf, stepped, master_alone=masters_of is not None)
-            leaf.held.append(Held(parameter, 0, parameter.numel(), *found, group=group, instance=instance))
+            leaf.held.append(HeldRange(parameter, 0, parameter.numel(), *found, group=group, instance=instance))
 
 
 def _precision_aware(optimizer: Any) -> bool:
@@ -275,7 +275,7 @@ def _precision_aware(optimizer: Any) -> bool:
 def _states_of(
     leaf: Leaf, stepped: torch.Tensor, *, master_alone: bool = False
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, Any], dict[str, torch.Tensor]]:
-    """Return main, states, scalars and others of a parameter (see ``Held``); of ``master_alone`` the main only."""
+    """Return main, states, scalars and others of a parameter (see ``HeldRange``); of ``master_alone`` the main only."""
     copy = leaf.copies.get(id(stepped))
     state = leaf.inner.state.get(stepped, {}) if copy is None else copy.state
     main = stepped if copy is None else copy.stepped
@@ -313,7 +313,7 @@ def _one_by_one(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def write_back(leaf: Leaf, held: Held) -> None:
+def write_back(leaf: Leaf, held: HeldRange) -> None:
     """Write the filled tensors of ``held`` into a precision-aware optimizer, which returns copies of its tensors.
 
     With CPU offload the tensors are the optimizer's own, and a master that it has on the device too is written there.
@@ -353,7 +353,7 @@ def name_of(leaf: Leaf) -> str:
     return type(cpu_offload.inner_optimizers(leaf.inner)[0]).__name__
 
 
-def set_step(leaf: Leaf, held: Held, step: float) -> None:
+def set_step(leaf: Leaf, held: HeldRange, step: float) -> None:
     """Set the step count of a parameter."""
     for stepped in held.group["params"]:
         copy = leaf.copies.get(id(stepped))

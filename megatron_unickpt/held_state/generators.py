@@ -36,7 +36,7 @@ def are_in(item: ShardedObject) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredGenerators:
     """The generators of one key in a checkpoint.
 
     Attributes:
@@ -74,7 +74,7 @@ class _Seeds:
         return seed
 
 
-def found_for(item: ShardedObject, stored: Stored, layout: Mapping[str, Any], place: Mapping[str, int]) -> Found:
+def found_for(item: ShardedObject, stored: StoredGenerators, layout: Mapping[str, Any], place: Mapping[str, int]) -> Found:
     """Return the generators of a rank.
 
     Args:
@@ -100,7 +100,7 @@ def _has_more(own: Any, stored: Any) -> bool:
     return isinstance(own, list) and isinstance(stored, list) and len(own) > len(stored) > 0
 
 
-def _of_more_ranks(item: ShardedObject, value: list[Any], stored: Stored, place: Mapping[str, int]) -> Found:
+def _of_more_ranks(item: ShardedObject, value: list[Any], stored: StoredGenerators, place: Mapping[str, int]) -> Found:
     before, now = len(value), len(item.data)
     base = rng.seed_from(stored.first)
     new = [_states(own, _Seeds(base, place, at)) for at, own in enumerate(item.data[before:], before)]
@@ -108,7 +108,9 @@ def _of_more_ranks(item: ShardedObject, value: list[Any], stored: Stored, place:
     return Found([*value, *new], reason=rng.change(rng.counted(before, _DATA), str(now), how), outcome="re-seeded")
 
 
-def _of_other_data_ranks(item: ShardedObject, stored: Stored, layout: Mapping[str, Any], place: Mapping[str, int]) -> Found:
+def _of_other_data_ranks(
+    item: ShardedObject, stored: StoredGenerators, layout: Mapping[str, Any], place: Mapping[str, int]
+) -> Found:
     """Return the generators under another data parallel size, where every data parallel rank stores its own."""
     *here, data = item.global_offset
     shape = item.global_shape
@@ -133,7 +135,7 @@ def _of_other_data_ranks(item: ShardedObject, stored: Stored, layout: Mapping[st
 
 
 def _seeded(
-    item: ShardedObject, stored: Stored, layout: Mapping[str, Any], place: Mapping[str, int], *, data: int = 0
+    item: ShardedObject, stored: StoredGenerators, layout: Mapping[str, Any], place: Mapping[str, int], *, data: int = 0
 ) -> Found:
     """Return generators that are seeded from the first stored ones and the position."""
     first = stored.first

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_unickpt.framework import optimizer_internals as internals
-from megatron_unickpt.framework.optimizer_internals import Held, Leaf
+from megatron_unickpt.framework.optimizer_internals import HeldRange, Leaf
 from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup
 from unickpt.transform.convert.megatron import keys
@@ -56,7 +56,7 @@ def record_of(part: OptimizerPart, *, alone: bool = True) -> OptimizerRecord | N
     groups: list[ParameterGroup] = []
     scalars: list[ParameterGroup] = []
     for leaf in part.leaves:
-        by_group: dict[int, tuple[dict[str, Any], list[Held]]] = {}
+        by_group: dict[int, tuple[dict[str, Any], list[HeldRange]]] = {}
         for held in leaf.held:
             by_group.setdefault(id(held.group), (held.group, []))[1].append(held)
         for group in leaf.inner.param_groups:

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch.overrides import TorchFunctionMode
 
 from megatron_unickpt.framework import optimizer_internals as internals
-from megatron_unickpt.framework.optimizer_internals import Held
+from megatron_unickpt.framework.optimizer_internals import HeldRange
 from megatron_unickpt.held_state import sharded_tensors
 from megatron_unickpt.held_state.hyperparameters import OptimizerPart, restore_hyperparameters
 from megatron_unickpt.held_state.sharded_tensors import MASTER, StateTensor
@@ -179,7 +179,7 @@ def _replica(replica_id: int | tuple[int, ...], instance: int | None) -> int | t
     return instance if isinstance(replica_id, int) else (*replica_id[:-1], instance)
 
 
-def _states(parts: list[ShardedTensor], held: Held) -> Iterator[ShardedTensor]:
+def _states(parts: list[ShardedTensor], held: HeldRange) -> Iterator[ShardedTensor]:
     """Yield every state of a held range."""
     for state, data in {MASTER: held.main, **held.states}.items():
         yield from _sharded(parts, held, state, data)
@@ -187,7 +187,7 @@ def _states(parts: list[ShardedTensor], held: Held) -> Iterator[ShardedTensor]:
         yield _of_another_shape(parts, held, state, data)
 
 
-def _of_another_shape(parts: list[ShardedTensor], held: Held, state: str, data: torch.Tensor) -> ShardedTensor:
+def _of_another_shape(parts: list[ShardedTensor], held: HeldRange, state: str, data: torch.Tensor) -> ShardedTensor:
     """Return a state that is not elementwise, as a global tensor of its own shape.
 
     It belongs to the whole local parameter, so it loads where the parameter is divided in the same way. A parameter that is
@@ -219,7 +219,7 @@ def _of_another_shape(parts: list[ShardedTensor], held: Held, state: str, data: 
     )
 
 
-def _sharded(parts: list[ShardedTensor], held: Held, state: str, data: torch.Tensor) -> Iterator[ShardedTensor]:
+def _sharded(parts: list[ShardedTensor], held: HeldRange, state: str, data: torch.Tensor) -> Iterator[ShardedTensor]:
     """Yield one state of a held range, as boxes of the global tensors."""
     flat = data.detach().view(-1)
     origin = held.parameter.storage_offset()

@@ -49,7 +49,7 @@ class StateTensor(ShardedTensor):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundItem:
     """A sharded tensor or object of a state dict.
 
     Attributes:
@@ -73,15 +73,15 @@ def walk(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def sharded(tree: Any) -> Iterator[Found]:
+def sharded(tree: Any) -> Iterator[FoundItem]:
     """Return every sharded tensor and object, with factories built. Does not change the tree."""
     for leaf in walk(tree):
         if isinstance(leaf, ShardedTensorFactory):
             for part in walk(leaf.build()):
                 if isinstance(part, (ShardedTensor, ShardedObject)):
-                    yield Found(part, leaf.data)
+                    yield FoundItem(part, leaf.data)
         elif isinstance(leaf, (ShardedTensor, ShardedObject)):
-            yield Found(leaf, leaf.data)
+            yield FoundItem(leaf, leaf.data)
 
 
 def common(tree: Any) -> Any:

@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_unickpt.held_state.generators import Stored, are_in, found_for
+from megatron_unickpt.held_state.generators import StoredGenerators, are_in, found_for
 from megatron_unickpt.held_state.positions import PositionFree
 
 PLACE = {"pipeline": 0, "tensor": 0, "expert": 0, "expert_tensor": 0, "data": 0}
@@ -22,9 +22,9 @@ def state(seed: int) -> dict[str, Any]:
     return {"torch_rng_state": made, "rng_tracker_states": {"model-parallel-rng": made}, "other": "kept"}
 
 
-def stored(values: list[Any], layout: dict[str, int]) -> Stored:
+def stored(values: list[Any], layout: dict[str, int]) -> StoredGenerators:
     named = {f"rng_state/shard_0.0.{at}_1.1.{len(values)}": value for at, value in enumerate(values)}
-    return Stored(tuple(named), named.__getitem__, layout)
+    return StoredGenerators(tuple(named), named.__getitem__, layout)
 
 
 def request(data: int, count: int, own: Any = None) -> ShardedObject:
@@ -65,7 +65,7 @@ def test_another_layout_seeds_also_positions_of_the_same_number() -> None:
 
 def test_the_generators_of_a_whole_job_do_not_depend_on_the_layout() -> None:
     item = ShardedObject("sampler.rng_state", state(9), (1,), (0,))
-    source = Stored((item.unique_key,), {item.unique_key: state(1)}.__getitem__, {"tensor": 2})
+    source = StoredGenerators((item.unique_key,), {item.unique_key: state(1)}.__getitem__, {"tensor": 2})
     found = found_for(item, source, {"tensor": 1}, PLACE)
     assert found.outcome == "restored"
     assert torch.equal(found.value["torch_rng_state"], state(1)["torch_rng_state"])

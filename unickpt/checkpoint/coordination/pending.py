@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 from unickpt.base.errors import CoordinationError
 
 
-class Outcome(Protocol):
+class Committable(Protocol):
     """Result of background work."""
 
     @property
@@ -16,7 +16,7 @@ class Outcome(Protocol):
         """Whether the checkpoint exists."""
 
 
-OutcomeT = TypeVar("OutcomeT", bound=Outcome)
+OutcomeT = TypeVar("OutcomeT", bound=Committable)
 
 
 class Pending(Generic[OutcomeT]):

@@ -36,7 +36,7 @@ _UNSENT_MS = 60_000  # after which the kernel gives a silent receiver up
 _LOOK_S = 1.0
 
 
-class Copies:
+class CopyWorker:
     """Copies from other hosts, one at a time. Thread-safe.
 
     Args:
@@ -152,7 +152,7 @@ def serve(folder: HostFolder, listener: socket.socket, secret: str) -> LimitedSe
         listener: bound, listening socket.
         secret: first part of all paths.
     """
-    copies = Copies(folder)
+    copies = CopyWorker(folder)
 
     class KeeperHandler(LimitedHandler):
         protocol_version = "HTTP/1.1"

@@ -34,6 +34,7 @@ from unickpt.transform.convert.read_ahead import Unread, WriteBehind, write_all
 from unickpt.transform.convert.readings import BoxOf, Reading
 
 _EMPTY = torch.empty(0)
+OnBytes = Callable[[int], None]  # is told how many more bytes are done
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from unickpt.checkpoint.load.diff import BLOCK_ELEMENTS
 from unickpt.transform.convert.deepspeed.files import UNIVERSAL_LATEST
 from unickpt.transform.convert.deepspeed.model_states import OWN_KEYS
 from unickpt.transform.convert.deepspeed.universal_reader import FOLDER, MASTER, OPTIMIZER_FILE, STEP
+from unickpt.transform.convert.pipeline import OnBytes
 
 MODEL_FILE, MODEL_FILE_ZERO3 = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
 DEEPSPEED_VERSION = "0.19.8"  # version of the written form
@@ -47,8 +48,6 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTERS = ("F32", "BF16", "F16")  # dtypes that fp32 represents exactly
 _COUNTS_IN_NUMBERS = ("FusedAdam", "DeepSpeedCPUAdam")  # deepspeed/ops/adam: step is a number; in torch it is a tensor
 _ALIGNMENT = 64
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ def size_bytes(checkpoint: Checkpoint) -> int:
 
 
 def export(
-    checkpoint: Checkpoint, folder: Path, *, tag: str = "", verify: str = "off", progress: Progress = lambda _: None
+    checkpoint: Checkpoint, folder: Path, *, tag: str = "", verify: str = "off", progress: OnBytes = lambda _: None
 ) -> ExportedUniversal:
     """Write a universal checkpoint.
 
@@ -221,7 +220,7 @@ def _step(checkpoint: Checkpoint, trained: _Trained) -> Any:
 
 
 def _write_parameter(
-    checkpoint: Checkpoint, folder: Path, held: Mapping[str, TensorInfo], step: Any, verify: str, progress: Progress
+    checkpoint: Checkpoint, folder: Path, held: Mapping[str, TensorInfo], step: Any, verify: str, progress: OnBytes
 ) -> None:
     """Write the files of a parameter. DeepSpeed loads every file in its folder as a state."""
     folder.mkdir()

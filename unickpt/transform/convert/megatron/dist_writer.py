@@ -15,13 +15,14 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from unickpt.transform.convert.pipeline import OnBytes
 from unickpt.base.errors import MismatchError
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -45,7 +46,6 @@ _NOT_MEGATRONS = ("unickpt_rng/", "rerun_state_machine_state/")
 _EXPERT = "expert"  # placeholder of names in dialects; Megatron stacks the experts of a layer
 _ELSEWHERE = "load the checkpoint in Megatron with --ckpt-format unickpt"
 
-Progress = Callable[[int], None]
 Tensors = Mapping[str, Mapping[str, TensorInfo]]  # by name and state
 
 
@@ -104,7 +104,7 @@ def size_bytes(checkpoint: Checkpoint) -> int:
 
 def export(
     checkpoint: Checkpoint, folder: Path, *, separate_experts: bool | None = None, shard_bytes: int = 5 << 30,
-    verify: str = "off", progress: Progress = lambda _: None,
+    verify: str = "off", progress: OnBytes = lambda _: None,
 ) -> ExportedMegatron:  # fmt: skip
     """Write a folder that Megatron's ``--load`` accepts with ``--ckpt-format torch_dist``.
 
@@ -177,7 +177,7 @@ def without_states(step: int, trained: Mapping[str, Any]) -> list[str]:
 
 def _write(
     out: DcpWriter, checkpoint: Checkpoint, name: str, held: Mapping[str, TensorInfo], trained: bool, verify: str,
-    progress: Progress,
+    progress: OnBytes,
 ) -> list[TensorInfo]:  # fmt: skip
     """Write weight, master and states of a parameter, and equal tensors only once. Return the written tensors."""
     weight, master = held.get(WEIGHT), held.get(MASTER)

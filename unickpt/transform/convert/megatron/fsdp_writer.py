@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from unickpt.transform.convert.pipeline import OnBytes
 from unickpt.base.errors import MismatchError
 from unickpt.checkpoint.format.boxes import Box, cut
 from unickpt.checkpoint.format.index import TensorInfo
@@ -26,7 +27,6 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.transform.convert.megatron.common_writer import common_of, hyperparameters_of
 from unickpt.transform.convert.megatron.dist_writer import (
     ExportedMegatron,
-    Progress,
     tensors_by_name,
     trained_of,
     without_states,
@@ -54,7 +54,7 @@ class _Piece:
 
 def export_fsdp(
     checkpoint: Checkpoint, folder: Path, *, shard_bytes: int = 5 << 30, verify: str = "off",
-    progress: Progress = lambda _: None,
+    progress: OnBytes = lambda _: None,
 ) -> ExportedMegatron:  # fmt: skip
     """Write a folder that Megatron's ``--load`` accepts with ``--use-megatron-fsdp --ckpt-format fsdp_dtensor``.
 
@@ -101,7 +101,7 @@ def _weight(held: Mapping[str, TensorInfo]) -> TensorInfo:
 
 def _tensors(
     out: DcpWriter, checkpoint: Checkpoint, name: str, held: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int, ...]],
-    verify: str, progress: Progress,
+    verify: str, progress: OnBytes,
 ) -> list[TensorInfo]:  # fmt: skip
     """Write weight and states of a parameter, in pieces. Return the tensors that were written."""
     states = {WEIGHT: _weight(held), **{state: info for state, info in held.items() if state not in (WEIGHT, MASTER)}}
