@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:  # imported when it is used: hooks are also installed in jobs without the ``unickpt`` key
-    from ds_unickpt.compressing.automatic import Automatic
-    from ds_unickpt.compressing.compression import CompressedEngine
+    import torch
+
     from unickpt.checkpoint.coordination.message_exchange import MessageExchange
     from unickpt.checkpoint.coordination.owners import Owners
     from unickpt.checkpoint.memory.tier import MemoryTier
+
+
+class Compressed(Protocol):
+    """What hooks ask the compression of an engine's gradients (``CompressedEngine``)."""
+
+    def bucket_of_zero(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]: ...
+    def exchanged_bucket(self) -> bool: ...
+    def exchanged(self, gradients: Sequence[torch.Tensor]) -> bool: ...
+
+
+class Choosing(Protocol):
+    """What hooks tell the choice of a compression (``Automatic``)."""
+
+    def stepped(self, engine: Any) -> None: ...
 
 
 class EngineRuntime:
@@ -36,8 +52,8 @@ class EngineRuntime:
         self.reads_batch = False
         self.said: set[str] = set()
         self.memory: MemoryTier | None = None
-        self.compressed: WeakKeyDictionary[Any, CompressedEngine] = WeakKeyDictionary()
-        self.choosing: WeakKeyDictionary[Any, Automatic] = WeakKeyDictionary()
+        self.compressed: WeakKeyDictionary[Any, Compressed] = WeakKeyDictionary()
+        self.choosing: WeakKeyDictionary[Any, Choosing] = WeakKeyDictionary()
         self.owners: Owners | None = None
         self.script_found: str | None = None
 
