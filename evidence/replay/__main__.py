@@ -259,13 +259,14 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
         [
             "# Replay",
             "",
-            "What [`unickpt whatif`](../guides/whatif.md) says of real jobs, against what was run. Every job runs on gloo with "
-            "real DeepSpeed or Megatron code. Its layers sleep for a fixed time, twice as long backward as forward, so compute "
-            "times are known and repeatable. In the second half of the steps the layers of one rank sleep half as long again.",
+            "Is what [`unickpt whatif`](../guides/whatif.md) says of a job what happens when it is run?",
             "",
-            "The machine has two cores for all ranks. The jobs of the first three tables ran beside a few short unit tests, "
-            "those of the others partly beside other programs. Delays are part of all measured times: the same rank "
-            "is not equally fast in both halves.",
+            _beyond(runs),
+            "",
+            "Every job runs on gloo with real DeepSpeed or Megatron code, on two cores. Its layers sleep for a fixed time, "
+            "twice as long backward as forward, so compute times are known. In the second half of the steps the layers of "
+            "one rank sleep half as long again. Other programs ran beside the jobs, so the same rank is not equally fast in "
+            "both halves.",
             "",
             "Command: `python -m evidence.replay --keep results/replay.jsonl --page docs/evidence/replay.md`",
             "",
@@ -295,8 +296,6 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
             "|---|---|---|---|---|---|---|---|---|",
             *predicted,
             "",
-            _beyond(runs),
-            "",
             "## Three ways to predict",
             "",
             "As in dPRO's evaluation, errors of three predictions from the same records, as medians. *Sums* is the largest "
@@ -320,7 +319,7 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
             "",
             *(scale or ["Not measured."]),
             "",
-            "## Not shown",
+            "## Not tested",
             "",
             "Links between real hosts, other layouts than those above, devices. Prices of a job with "
             "one rank for each role cannot tell a slow rank from an uneven partition.",
