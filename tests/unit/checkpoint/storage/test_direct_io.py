@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import gc
 import mmap
 import os
 from pathlib import Path
@@ -129,3 +131,14 @@ def test_what_the_system_does_not_tell_is_unknown(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(os, "access", lambda *_, **__: False)
         assert not direct_io.mostly_cached(file.fileno(), 0, 100_000, False)
         assert direct_io.mostly_cached(file.fileno(), 0, 100_000)
+
+
+def test_pages_that_nobody_has_touched_are_not_in_memory() -> None:
+    pages = 8
+    with mmap.mmap(-1, pages * mmap.PAGESIZE) as region:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+        assert direct_io._resident(address, pages) == 0
+        for page in (0, 3, 7):
+            region[page * mmap.PAGESIZE] = 1
+        assert direct_io._resident(address, pages) == 3
+        gc.collect()  # the view of the address, without which the mapping could not be closed

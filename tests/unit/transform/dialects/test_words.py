@@ -54,6 +54,7 @@ def test_arrangements_that_are_none(text: str, message: str) -> None:
         ("w.{t", ["p"], "a hole is"),
         ("w.{a}.{a}", ["p.{a}"], "appears twice"),
         ("w.{a}{b} [h]", ["p [a b h]"], "two holes must be separated"),
+        ("w.{a}.{b}{c} [h]", ["p [a b c h]"], "two holes must be separated"),
         ("w [(a | b)]", ["p [a]", "p [b]"], "has a tensor twice"),
         ("w.{*a + 1}", ["p.{*a}"], "cannot have an offset"),
         ("w", [], "is empty"),

@@ -1,0 +1,53 @@
+"""Calls that wait for ranks that have ended in order: which side is at fault."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.diagnosis.agent.made import S, call, ring
+from unickpt.diagnosis.detectors.examine import examine
+from unickpt.diagnosis.detectors.verdicts import EndedEarly, OneCallMore, Syndrome, Verdict
+from unickpt.diagnosis.host.process_exits import ExitStatus
+from unickpt.diagnosis.recording.records import Phase
+from unickpt.diagnosis.recording.ring_folder import read_folder
+from unickpt.diagnosis.snapshot.snapshot import take_snapshot
+
+
+def verdicts(folder: Path, waiting: Collection[int], ended: Collection[int]) -> list[Verdict]:
+    """Return the verdicts on four ranks, some of which have waited in call 3 for three seconds, too short for a hang."""
+    now = time.monotonic_ns()
+    for rank in range(4):
+        made = ring(folder, rank)
+        for number in (1, 2):
+            call(made, number, now - 13 * S, now - 12 * S)
+        if rank in waiting:
+            call(made, 3, now - 3 * S, 0)
+        made.state(heartbeat_ns=now, step=20, newest=3, phase=int(Phase.BACKWARD))
+    seen = take_snapshot(read_folder(folder))
+    over = {rank: replace(seen.ranks[rank], closed=True, exit=ExitStatus()) for rank in ended}
+    return list(examine(replace(seen, ranks={**seen.ranks, **over})).verdicts)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "ended", "at_fault", "next_step"),
+    [((0, 1, 3), (2,), (2,), EndedEarly), ((0,), (1, 2, 3), (0,), OneCallMore), ((0, 1), (2, 3), (0, 1), OneCallMore)],
+    ids=["one has ended early", "one makes a call too many", "two of each, and no earlier step shows the order"],
+)
+def test_the_smaller_side_is_at_fault(
+    tmp_path: Path, waiting: tuple[int, ...], ended: tuple[int, ...], at_fault: tuple[int, ...], next_step: type
+) -> None:
+    (found,) = verdicts(tmp_path, waiting, ended)
+    assert (found.syndrome, found.ranks, found.victims) == (Syndrome.MISMATCH, at_fault, len(waiting))
+    assert isinstance(found.next, next_step)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "ended"), [((0, 1), (2,)), ((0, 1, 3), ()), ((), (2,))], ids=["one more may come", "none", "nobody waits"]
+)
+def test_a_call_that_may_still_end_is_not_judged(tmp_path: Path, waiting: tuple[int, ...], ended: tuple[int, ...]) -> None:
+    assert verdicts(tmp_path, waiting, ended) == []
