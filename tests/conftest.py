@@ -1,15 +1,27 @@
 """For all tests."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import settings
 
+from tests.support.repository import REPO
 from unickpt.testing.fork_server import shared_interpreters
 
 # no test may fail because the machine is busy
 settings.register_profile("unickpt", deadline=None)
 settings.load_profile("unickpt")
+
+# Seconds for a test without a framework, unless it has a bound of its own: the longest takes 50 on two cores. A product that
+# waits forever is then a failure after minutes. Jobs with frameworks have their own bounds (``fork_ranks``).
+HANGS_AFTER_S = 300
+WITHOUT_FRAMEWORK = (REPO / "tests/unit", REPO / "tests/hostile")
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        if any(item.path.is_relative_to(folder) for folder in WITHOUT_FRAMEWORK) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(HANGS_AFTER_S))
 
 
 @pytest.fixture(scope="session", autouse=True)
