@@ -62,11 +62,11 @@ CHOSEN = [
 
 
 def pairs(full: bool) -> list[tuple[ExpertLayout, ExpertLayout]]:
-    """Return the (source, target) pairs to load: all, or each layout into two others, and some into themselves."""
+    """Return the (source, target) pairs to load: all, or each layout into the next one, and some into themselves."""
     if full:
         return [(source, target) for source in FULL for target in FULL]
     count = len(CHOSEN)
-    onward = [(CHOSEN[at], CHOSEN[(at + by) % count]) for at in range(count) for by in (1, 3)]
+    onward = [(CHOSEN[at], CHOSEN[(at + 1) % count]) for at in range(count)]
     return [*onward, *((CHOSEN[at], CHOSEN[at]) for at in (0, 1, 4, 6))]
 
 

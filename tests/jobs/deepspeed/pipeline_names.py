@@ -44,8 +44,8 @@ CHOSEN = [
 
 
 def pairs(full: bool) -> list[tuple[PipelineLayout, PipelineLayout]]:
-    """Return the (source, target) pairs to load: all, or each layout into itself, its next one and the third after it."""
+    """Return the (source, target) pairs to load: all, or each layout into itself and into the next one."""
     if full:
         return [(source, target) for source in FULL for target in FULL]
     count = len(CHOSEN)
-    return [(CHOSEN[at], CHOSEN[(at + by) % count]) for at in range(count) for by in (0, 1, 3)]
+    return [(CHOSEN[at], CHOSEN[(at + by) % count]) for at in range(count) for by in (0, 1)]

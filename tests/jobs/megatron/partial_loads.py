@@ -77,10 +77,8 @@ def cells() -> list[Cell]:
 
 # In CI: every kind and every wrapper, and the cells that failed.
 CHOSEN = (
-    "weights gpt-dp2-fp32offload gpt-dp2-fp32offload", "weights gpt-tp2-dist gpt-dp2-offload",
-    "before gpt-dp2-plain gpt-dp2-plain",
-    "alone gpt-dp2-offload gpt-dp2-offload", "alone gpt-tp2-dist gpt-dp2-aware", "alone gpt-tp2-dist gpt-dp2-layers",
-    "half gpt-dp2-dist gpt-dp2-dist",
+    "weights gpt-tp2-dist gpt-dp2-offload", "before gpt-dp2-plain gpt-dp2-plain", "alone gpt-tp2-dist gpt-dp2-aware",
+    "alone gpt-tp2-dist gpt-dp2-layers", "half gpt-dp2-dist gpt-dp2-dist",
 )  # fmt: skip
 
 
