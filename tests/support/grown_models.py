@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from unickpt.checkpoint.format.boxes import Box
@@ -54,6 +55,7 @@ EPSILON = 1e-2  # large, so that a wrong epsilon shows
 
 def model_of(config: dict[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
     """Return a model of transformers with random weights, whose gains and biases are not those of an initialisation."""
+    pytest.importorskip("transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from tests.support.needs import needs, program
 from tests.support.repository import REPO
 from unickpt.base import hooks
 from unickpt.base.hooks import accepts, fingerprint_of_source
@@ -56,7 +57,7 @@ print([m for m in ("psutil", "pytest", "deepspeed", "megatron", "transformers", 
 
 
 def test_import_directions() -> None:
-    done = subprocess.run([Path(sys.executable).parent / "lint-imports"], capture_output=True, text=True, cwd=REPO, timeout=120)
+    done = subprocess.run([program("lint-imports")], capture_output=True, text=True, cwd=REPO, timeout=120)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
@@ -117,7 +118,7 @@ def test_integration_has_only_tests() -> None:
 
 @pytest.mark.parametrize("command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join)
 def test_style_and_types(command: list[str]) -> None:
-    done = subprocess.run([Path(sys.executable).parent / command[0], *command[1:]], capture_output=True, text=True, cwd=REPO)
+    done = subprocess.run([program(command[0]), *command[1:]], capture_output=True, text=True, cwd=REPO)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
@@ -126,6 +127,7 @@ def test_the_generated_docs_are_up_to_date() -> None:
     assert done.returncode == 0, "run python scripts/make_docs.py"
 
 
+@needs("mkdocs")
 def test_the_docs_site_builds_without_warnings(tmp_path: Path) -> None:
     """Every page is in the navigation, every link and anchor leads somewhere, every public name has a docstring."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
@@ -154,6 +156,7 @@ def test_importing_torch_loads_neither_deepspeed_nor_the_adapter() -> None:
     assert python(code) == "False False True"
 
 
+@needs("deepspeed")
 @pytest.mark.parametrize(
     ("code", "env", "expected"),
     [
@@ -171,6 +174,7 @@ def test_deepspeed_is_hooked_by_installation_or_by_import(code: str, env: dict[s
     assert python(code + check, **env).splitlines()[-1] == expected
 
 
+@needs("deepspeed")
 def test_an_unknown_deepspeed_keeps_its_own_behaviour() -> None:
     code = """
 import deepspeed, deepspeed.git_version_info as g
@@ -184,6 +188,7 @@ print({s.state for s in hooks.status()}, hooks.status()[0].reason)
     assert python(code, UNICKPT_AUTOLOAD="0").splitlines()[-2:] == ["False", "{'refused'} tested with <0.20,>=0.17.0"]
 
 
+@needs("deepspeed")
 def test_a_changed_source_is_refused() -> None:
     code = """
 import inspect, deepspeed.runtime.engine as e

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from megatron_unickpt.hooks import DECLARED
+from tests.support.needs import needs
 from tests.support.repository import REPO
 from unickpt.testing.launch import environment, torchrun
 
@@ -44,6 +45,7 @@ def added_lines(patch: Path) -> int:
     return sum(line.startswith("+") and not line.startswith("+++") for line in patch.read_text().splitlines())
 
 
+@needs("deepspeed")
 def test_a_patched_deepspeed_needs_no_hook_at_import(tmp_path: Path) -> None:
     """And an unpatched one without the hook saves its own format: the control."""
     spec = find_spec("deepspeed")
@@ -112,6 +114,7 @@ def pretrain(world: int, tree: Path, arguments: str, **env: str) -> str:
 
 
 @pytest.mark.skipif(not MEGATRON, reason="MEGATRON_LM names no Megatron-LM tree")
+@needs("megatron")
 def test_a_patched_megatron_behaves_like_a_hooked_one(tmp_path: Path) -> None:
     tree = megatron_tree(tmp_path, patched=True)
     seen = {}
@@ -130,6 +133,7 @@ def test_a_patched_megatron_behaves_like_a_hooked_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not MEGATRON, reason="MEGATRON_LM names no Megatron-LM tree")
+@needs("megatron")
 @pytest.mark.parametrize("case", ["unpatched", "patched, unickpt not installed"])
 def test_without_patch_or_package_megatron_does_not_know_the_format(tmp_path: Path, case: str) -> None:
     tree = megatron_tree(tmp_path, patched=case != "unpatched")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.needs import needs
 from tests.support.repository import REPO
 from unickpt.testing.launch import environment
 
@@ -78,6 +79,7 @@ def test_a_file_that_hides_the_package_is_named_and_not_run(tmp_path: Path, kind
     assert "Rename it" in done.stderr
 
 
+@needs("deepspeed")
 def test_a_clone_in_the_working_directory_does_not_hide_an_editable_installation(tmp_path: Path) -> None:
     hide(tmp_path, "folder")
     code = EDITABLE.format(repo=str(REPO)) + (

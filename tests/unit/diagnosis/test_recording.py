@@ -19,6 +19,7 @@ import torch
 from tests.jobs.diagnosis.calls_worker import LISTED
 from tests.jobs.diagnosis.counting import ENVIRONMENT, NAMES, flown, noted
 from tests.jobs.diagnosis.flights_worker import BEFORE
+from tests.support.needs import needs
 from tests.support.rings import here, put
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.format import dtypes
@@ -149,7 +150,13 @@ MEGATRON = (
 )
 
 
-@pytest.mark.parametrize(("kind", "names"), [("deepspeed", DEEPSPEED), ("megatron", MEGATRON)])
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        pytest.param("deepspeed", DEEPSPEED, marks=needs("deepspeed")),
+        pytest.param("megatron", MEGATRON, marks=needs("megatron")),
+    ],
+)
 def test_every_collective_of_a_framework_is_noted_once(kind: str, names: tuple[str, ...], tmp_path: Path) -> None:
     fork_ranks(2, "tests.jobs.diagnosis.frameworks_worker", str(tmp_path), kind, *names, env=ENVIRONMENT)
     for name in names:

@@ -151,6 +151,7 @@ def test_refusal_of_families() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_command(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder of transformers weights becomes a checkpoint and a folder that transformers loads."""
+    pytest.importorskip("transformers")
     from transformers import AutoModelForCausalLM
 
     model = source(family, dtype=F32)

@@ -66,6 +66,7 @@ def test_families() -> None:
 
 
 def test_command(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
     from transformers import AutoModelForCausalLM
 
     model = dense("qwen3")

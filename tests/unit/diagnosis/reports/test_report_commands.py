@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.needs import needs
 from tests.support.report_records import MS, call, group, ring
 from tests.support.repository import REPO
 from tests.unit.diagnosis.reports.jobs import job_of_four, records_of, trace_events
@@ -22,6 +23,7 @@ from unickpt.diagnosis.reports.transfer_delays import delay_matrix, transfer_tim
 from unickpt.testing.launch import environment, fork_ranks
 
 
+@needs("deepspeed")
 def test_reports_of_a_real_job(tmp_path: Path) -> None:
     """Two pipeline stages of two ranks: transfers, waits for data, and computation times."""
     fork_ranks(4, "tests.jobs.diagnosis.pictures_worker", str(tmp_path), "8", "0", env={"GLOO_SOCKET_IFNAME": "lo"})
