@@ -96,10 +96,12 @@ def table(found: Result) -> list[str]:
 
 HEAD = f"""# Diagnosis at scale
 
-This page gives accuracy and duration of a diagnosis on simulated jobs (`unickpt.testing.simulation`). A job is tensor,
-pipeline and data parallel. It has {STEPS} steps of varying length, clocks that differ slightly between hosts, more work in the
-first and the last stage, and one fault at a random place. Waits are simulated call by call. There is no network, process or
-ring, so the figures cover the detectors alone. [Diagnosis](diagnosis.md) has faults in running jobs.
+Does diagnosis name the right rank in a job of thousands of ranks, and how long does it take?
+
+The jobs are simulated (`unickpt.testing.simulation`). A job is tensor, pipeline and data parallel. It has {STEPS} steps of
+varying length, clocks that differ slightly between hosts, more work in the first and the last stage, and one fault at a random
+place. Waits are simulated call by call. There is no network, process or ring, so the figures cover the detectors alone.
+[Diagnosis](diagnosis.md) has faults in running jobs.
 
 | column | meaning |
 |---|---|

@@ -243,9 +243,11 @@ def page(plain: dict[str, list[float]], flights: dict[str, list[float]], made: d
 
 HEAD = """# Cost of recording every collective
 
-Median and range over rounds in which each recorder is switched on and off. torch's flight recorder cannot be switched off
-and is measured in a separate run. Processor time is that of the calling thread. The rest of a call waits for gloo's threads,
-which takes 10 to 80 µs. The rows of `deepspeed.comm` use DeepSpeed's own functions.
+What does the record of every collective cost?
+
+Each cell has median and range over rounds in which each recorder is switched on and off. torch's flight recorder cannot be
+switched off and is measured in a separate run. Processor time is that of the calling thread. The rest of a call waits for
+gloo's threads, which takes 10 to 80 µs. The rows of `deepspeed.comm` use DeepSpeed's own functions.
 """
 
 

@@ -41,10 +41,12 @@ CASES = (
 PAGE = """\
 # Gradient compression
 
-Real process groups of gloo on one machine with two cores, which other programs used as well. A network of three layers
+What does compression of gradients cost in loss, and does a restart lose it ([guide](../guides/compression.md))?
+
+Real process groups of gloo run on one machine with two cores, which other programs used as well. A network of three layers
 ({parameters:,} parameters) learns the outputs of a fixed one, by SGD with momentum. The ranks have different inputs, so their
 gradients differ and cancel each other near the end. Parameters below 256 elements travel as float32. torch 2.13.0, DeepSpeed
-0.19.8. [Guide](../guides/compression.md).
+0.19.8.
 
 ```
 python -m evidence.compression.shaped_links --keep results/compression-links.jsonl     # as root, 4 minutes
@@ -120,7 +122,7 @@ of 10 before the choice, and of 10 after it. *Resumed* is another engine that lo
 `tests/integration/compression/test_automatic.py`: if the store fails on one rank after the choice, no rank compresses, and
 training goes on.
 
-## Not shown
+## Not tested
 
 Devices, NCCL, models of useful size, Adam with compressed gradients. On gloo the communication hook itself does not run beside
 the backward pass, and the advisor does not know that.

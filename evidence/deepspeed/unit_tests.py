@@ -182,6 +182,7 @@ def page(rows: dict[str, Any], limit: float, tree: Path, files: list[str] | None
     source = (tree / "version.txt").read_text().strip() if (tree / "version.txt").exists() else "unknown"
     lines = [
         "# DeepSpeed's own unit tests", "",
+        "Do DeepSpeed's own tests still pass with the `unickpt` key?", "",
         f"`python -m evidence.deepspeed.unit_tests --deepspeed-tree /path/to/DeepSpeed{only}`", "",
         f"DeepSpeed {installed_version('deepspeed')} (tests: source tree of version {source}), "
         f"torch {installed_version('torch')}, Python {platform.python_version()}, CPU and gloo, up to {RANKS} ranks.", "",

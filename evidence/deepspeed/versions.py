@@ -202,7 +202,8 @@ def page(rows: dict[str, dict[str, str]], versions: list[str]) -> str:
         "into newest": f"saved here, loaded by {versions[0]}",
     }  # fmt: skip
     lines = [
-        "# DeepSpeed versions", "", f"`python -m evidence.deepspeed.versions --versions {' '.join(versions)}`", "",
+        "# DeepSpeed versions", "", "Which versions of DeepSpeed work?", "",
+        f"`python -m evidence.deepspeed.versions --versions {' '.join(versions)}`", "",
         f"Python {platform.python_version()}, torch {installed_version('torch')}, CPU.", "",
         "| | " + " | ".join(versions) + " |", "|---" * (len(versions) + 1) + "|",
     ]  # fmt: skip

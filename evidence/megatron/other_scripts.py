@@ -164,7 +164,7 @@ def words(place: Path) -> str:
 def page(results: dict[str, str], tree: str) -> str:
     """The document."""
     lines = [
-        "# Megatron's other scripts", "",
+        "# Megatron's other scripts", "", "Do Megatron's scripts other than `pretrain_gpt.py` resume under another layout?", "",
         "`MEGATRON_LM=/path/to/Megatron-LM python -m evidence.megatron.other_scripts`", "",
         f"Scripts of {tree}, unchanged; torch {installed_version('torch')}, Python {platform.python_version()}, CPU and gloo. "
         "A job of the first layout saves after three iterations. A job of the second layout loads this checkpoint and saves "

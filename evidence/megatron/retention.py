@@ -151,6 +151,8 @@ def page(found: dict[Case, Seen]) -> str:
     """Return the page of the documentation."""
     lines = [
         "# Megatron's retention", "",
+        "Does the folder of a job always have a complete checkpoint, and the tracker file its name, while old ones are "
+        "removed?", "",
         "`MEGATRON_LM=/path/to/Megatron-LM python -m evidence.megatron.retention --page "
         "docs/evidence/megatron-retention.md`", "",
         f"The unmodified `pretrain_gpt.py` of megatron-core {version('megatron-core')}, torch {version('torch')}, Python "

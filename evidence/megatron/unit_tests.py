@@ -200,6 +200,7 @@ def page(rows: dict[str, Any], limit: float, files: list[str] | None) -> str:
     fewer = ", ".join(f"{file}: {n}" for file, n in FEWER_RANKS.items())
     lines = [
         "# Megatron's own unit tests", "",
+        "Do Megatron's own tests of `dist_checkpointing` still pass when unickpt saves and loads?", "",
         f"`MEGATRON_LM=/path/to/Megatron-LM python -m evidence.megatron.unit_tests{only}`", "",
         f"megatron-core {installed_version('megatron-core')}, torch {installed_version('torch')}, "
         f"Python {platform.python_version()}, CPU and gloo, {WORLD} ranks ({fewer}).", "",

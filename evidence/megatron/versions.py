@@ -194,7 +194,7 @@ def page(rows: dict[str, dict[str, str]], newest: str, chosen: str) -> str:
     """The document."""
     titles = [title.format(newest=newest) for title in COLUMNS.values()]
     lines = [
-        "# Megatron versions", "",
+        "# Megatron versions", "", "Which trees of Megatron-LM work?", "",
         "`MEGATRON_TREES=/folder python -m evidence.megatron.versions`", "",
         f"Trees of Megatron-LM, unchanged; torch {installed_version('torch')}, Python {platform.python_version()}, CPU and "
         "gloo.", "", "| column | meaning |", "|---|---|",

@@ -213,18 +213,15 @@ def page(kept: list[dict[str, Any]]) -> str:
     lines = [
         "# Plan",
         "",
-        "What [`unickpt plan`](../guides/plan.md) predicts, against what was run: real DeepSpeed and Megatron code on gloo. "
-        "Layers "
-        "sleep for fixed times, twice as long backward as forward. Steps are medians of five. The machine has two cores for "
-        "all ranks, and other "
-        "programs ran beside the jobs.",
+        "Do the plans of [`unickpt plan`](../guides/plan.md) start, and run as predicted?",
+        "",
+        "Real DeepSpeed and Megatron code runs on gloo. Layers sleep for fixed times, twice as long backward as forward. Steps "
+        "are medians of five. The machine has two cores for all ranks, and other programs ran beside the jobs.",
         "",
         "Command: `python -m evidence.plan --keep results/plan.jsonl --page docs/evidence/plan.md`, with "
         "`MEGATRON_LM=/path/to/Megatron-LM` for the last part.",
         "",
-        "The runs of DeepSpeed were started one by one with `evidence.plan.planned_job` and the values of this "
-        "script, and "
-        "the predictions were made from their records afterwards.",
+        "The jobs of DeepSpeed were started one by one with `evidence.plan.planned_job` and the values of this script.",
         "",
         "## Pipeline stages",
         "",
@@ -266,8 +263,8 @@ def page(kept: list[dict[str, Any]]) -> str:
     earlier = [(each["layout"], each) for each in kept if each["part"] == EARLIER and each["what"] == "layout"]
     if earlier:
         lines += [
-            "In an earlier set the layers slept 20 ms for each row, and only PP2 DP2 was measured, so that the transfers of a "
-            f"tensor parallel group were unknown. {_errors(earlier)} The plan was the best layout of that set, too.",
+            "With layers of 20 ms and only PP2 DP2 measured, the transfers of a tensor parallel group are unknown. "
+            f"{_errors(earlier)} The plan is the best layout there, too.",
             "",
         ]
     for each in kept:
@@ -320,7 +317,7 @@ def page(kept: list[dict[str, Any]]) -> str:
     missing = [text for part, text in _NOT_SHOWN.items() if not any(each["part"] == part for each in kept)]
     if PRECISION.exists():
         lines += precision.section([json.loads(line) for line in PRECISION.read_text().splitlines()])
-    lines += ["## Not shown", "", *missing, "Unlike devices, orders of real hosts, devices other than processors.", ""]
+    lines += ["## Not tested", "", *missing, "Unlike devices, orders of real hosts, devices other than processors.", ""]
     return "\n".join(lines)
 
 
