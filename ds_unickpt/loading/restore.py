@@ -183,7 +183,9 @@ class EngineRestore:
             name = self.names.name(parameter)
             source = sources[id(parameter)] = self._reads.source(name, "master")
             if source is not None:
-                self._account_trained(name, parameter, source, dtype)
+                weight = self._account_trained(name, parameter, source, dtype)
+                if weight is not None:
+                    self._request_overrides(weight, parameter)
         for piece in part.pieces:
             source = sources[id(piece.parameter)]
             if source is not None:
@@ -191,18 +193,18 @@ class EngineRestore:
                 self._reads.fill(source, part_of, piece.lo, piece.hi, flat.narrow(0, piece.at, piece.hi - piece.lo))
         self._derived.request(part, sources)
 
-    def _account_trained(self, name: str, parameter: torch.nn.Parameter, info: TensorInfo, master: str) -> None:
+    def _account_trained(self, name: str, parameter: torch.nn.Parameter, info: TensorInfo, master: str) -> TensorInfo | None:
+        """Report what serves a master and its weight. Return the weight if fragments of it replace casts."""
         mean = self.matching.mean_of(name)
         if mean:
             self.report.add(name, "master", "cast", mean)
             self.report.add(name, "weight", "cast", f"{mean} (of the masters)")
-            return
+            return None
         self._reads.account(name, "master", info, master)
         weight, dtype = self._reads.source(name, "weight"), name_of(parameter.dtype)
         assert weight is not None  # ``info`` if there is no other
         self._reads.account(name, "weight", weight, dtype, self.matching.other_padding(name))
-        if weight.dtype == dtype and weight.derived_from is not None:
-            self._request_overrides(weight, parameter)
+        return weight if weight.dtype == dtype and weight.derived_from is not None else None
 
     def _request_overrides(self, weight: TensorInfo, parameter: torch.nn.Parameter) -> None:
         """Request what replaces the casts, which are computed after the read."""
