@@ -202,8 +202,9 @@ def begin(runtime: EngineRuntime, engine: Any, options: CompressionOptions) -> C
         if engine.global_rank == 0:
             logger.warning(
                 "unickpt: gradients are not compressed, although compression.scheme is %s. This job uses %s.",
-                settings.scheme, reason,
-            )  # fmt: skip
+                settings.scheme,
+                reason,
+            )
         return None
     compressed = enabled(engine, settings)
     if compressed is None:

@@ -384,9 +384,7 @@ def part_of(parameter: Any) -> torch.Tensor:
     return part
 
 
-def placement(
-    engine: Any, layers: Iterable[ExpertLayer] | None = None, values: RankValues | None = None
-) -> Placement:  # fmt: skip
+def placement(engine: Any, layers: Iterable[ExpertLayer] | None = None, values: RankValues | None = None) -> Placement:
     """Return where this rank stands among the ranks of the job.
 
     ZeRO-3 partitions over the sequence-parallel peers as well, so they are no replicas there.

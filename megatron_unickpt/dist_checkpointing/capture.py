@@ -34,8 +34,9 @@ def writer(vocabulary: int | None = None) -> Writer:
     model = internals.model()
     if vocabulary is not None:
         model = Model(model.family, {**model.facts, "tokens": vocabulary}, model.settings)
-    return Writer("megatron", megatron.core.__version__, __version__, torch.__version__, DIALECT, internals.topology(),
-                  model.as_json())  # fmt: skip
+    return Writer(
+        "megatron", megatron.core.__version__, __version__, torch.__version__, DIALECT, internals.topology(), model.as_json()
+    )
 
 
 def optimizer_parts(state: Any) -> list[OptimizerPart]:

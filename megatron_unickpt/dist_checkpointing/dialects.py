@@ -24,9 +24,12 @@ from unickpt.transform.dialects.translated_checkpoint import translated
 
 
 def as_named_here(
-    checkpoint: Checkpoint, items: Iterable[ShardedTensor], exchange: MessageExchange | None, receiver: Receiver | None = None,
+    checkpoint: Checkpoint,
+    items: Iterable[ShardedTensor],
+    exchange: MessageExchange | None,
+    receiver: Receiver | None = None,
     chosen: str = "",
-) -> Checkpoint:  # fmt: skip
+) -> Checkpoint:
     """Return the checkpoint under the keys of this job's model.
 
     Args:

@@ -310,8 +310,9 @@ def _warn_of_lost_states(left: list[TensorInfo], with_optimizer: bool) -> None:
     if lost and with_optimizer:
         logger.warning(
             "unickpt: the checkpoint has %s, which this job's optimizer does not keep or has not allocated. They keep "
-            "their initial values.", ", ".join(lost),
-        )  # fmt: skip
+            "their initial values.",
+            ", ".join(lost),
+        )
 
 
 def _lost_parameters(checkpoint: Checkpoint, left: Iterable[TensorInfo]) -> list[str]:
@@ -331,8 +332,10 @@ def _warn_of_fresh(fresh: Mapping[str, set[str]], stored: list[str]) -> None:
         if lack is Lack.NO_OPTIMIZER:
             logger.warning(
                 "unickpt: %s. The weights are loaded. This job's optimizer begins anew: masters from the weights, %d states "
-                "and all steps at zero.", lack.value, len(names),
-            )  # fmt: skip
+                "and all steps at zero.",
+                lack.value,
+                len(names),
+            )
         else:
             logger.warning(
                 "unickpt: %d optimizer states begin at zero: %s: %s. Restored: the other states (%s). An optimizer that counts "

@@ -71,8 +71,9 @@ def follow_loaded(alone: Iterable[Alone], loaded: Any) -> None:
         logger.warning(
             "unickpt: the masters of %d of the loaded parameters (fp8) are not set. Unless the optimizer is loaded too, call "
             "its reload_model_params() after the load_state_dict of the model: the next step otherwise writes the old masters "
-            "over the loaded weights.", sum(map(optimizers.has_master, left)),
-        )  # fmt: skip
+            "over the loaded weights.",
+            sum(map(optimizers.has_master, left)),
+        )
 
 
 def follow_weights(parameters: Iterable[torch.nn.Parameter]) -> None:

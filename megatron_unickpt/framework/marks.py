@@ -49,8 +49,10 @@ def mark(directory: str) -> None:
         return
     text = json.dumps(
         {
-            "sharded_backend": BACKEND, "sharded_backend_version": VERSION,
-            "common_backend": BACKEND, "common_backend_version": VERSION,
+            "sharded_backend": BACKEND,
+            "sharded_backend_version": VERSION,
+            "common_backend": BACKEND,
+            "common_backend_version": VERSION,
         }
-    )  # fmt: skip
+    )
     place.write_atomic(MARK_FILE, text.encode())

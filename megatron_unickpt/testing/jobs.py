@@ -79,9 +79,8 @@ class Job:
         for name, parameter in (each for chunk in self.chunks for each in chunk.named_parameters()):
             parameter.requires_grad = frozen is None or not frozen(name)
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=layout.distributed, overlap_grad_reduce=False,
-            bucket_size=None,
-        )  # fmt: skip
+            grad_reduce_in_fp32=True, use_distributed_optimizer=layout.distributed, overlap_grad_reduce=False, bucket_size=None
+        )
         self.chunks = [DistributedDataParallel(self.config, ddp, chunk) for chunk in self.chunks]
         low = layout.low
         if layout.optimizer == "aware":

@@ -131,8 +131,10 @@ def differences(expected: Truth, found: Truth) -> list[str]:
         if 1 in (a.dim(), b.dim()) and a.numel() == b.numel():  # before 0.15 torch_dist reads optimizer state back flat
             a, b = a.reshape(-1), b.reshape(-1)
         if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-            problems.append(f"{key}: {a.dtype} {tuple(a.shape)} sum {a.double().sum():.9g} expected, "
-                            f"{b.dtype} {tuple(b.shape)} sum {b.double().sum():.9g} found")  # fmt: skip
+            problems.append(
+                f"{key}: {a.dtype} {tuple(a.shape)} sum {a.double().sum():.9g} expected, "
+                f"{b.dtype} {tuple(b.shape)} sum {b.double().sum():.9g} found"
+            )
     return problems
 
 

@@ -132,9 +132,11 @@ def plan_bits(
 
 
 def planned_bits(
-    checkpoint: Checkpoint, request: BitsRequest, config: Mapping[str, Any] | None,
+    checkpoint: Checkpoint,
+    request: BitsRequest,
+    config: Mapping[str, Any] | None,
     progress: Callable[[int], None] = lambda _: None,
-) -> dict[str, Any] | Unmet:  # fmt: skip
+) -> dict[str, Any] | Unmet:
     """Return the document of a plan, or the limit that binds.
 
     Args:
@@ -239,9 +241,13 @@ def _layers(
 
 
 def _document(
-    plan: BitPlan, numbers: Sequence[int], layers: Sequence[LayerBits], measured: Sequence[UnitErrors], request: BitsRequest,
+    plan: BitPlan,
+    numbers: Sequence[int],
+    layers: Sequence[LayerBits],
+    measured: Sequence[UnitErrors],
+    request: BitsRequest,
     indicator: str,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     by_name = {each.unit.name: each for each in measured}
     units: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []

@@ -161,8 +161,10 @@ def _wait(launcher: Launcher, asked: bool) -> None:
     logger.error(
         "unickpt: the launcher of this process (%s) has ended without ending its workers. Process %d gets SIGTERM, and SIGKILL "
         "after %.0f s, so that it does not go on beside a copy of the job that is started again",
-        known_launcher(), me.pid, TERM_S,
-    )  # fmt: skip
+        known_launcher(),
+        me.pid,
+        TERM_S,
+    )
     if not asked and (launcher.record is None or first_to_end(launcher.record, me)):
         send(me, signal.SIGTERM)
     time.sleep(TERM_S)

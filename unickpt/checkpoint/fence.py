@@ -168,8 +168,10 @@ def guarded(save_dir: str, own: JobCopy | None, owned: MutableSet[str] = _owned)
             if not any(line_folder(each) == folder for each in owned):
                 logger.warning(
                     "unickpt: %s; each checkpoint there has the fence in its own folder, so two copies of this job that save "
-                    "other steps both write. Make %s writable", err, folder,
-                )  # fmt: skip
+                    "other steps both write. Make %s writable",
+                    err,
+                    folder,
+                )
             held.enter_context(_taken(save_dir, own, owned))
         yield
 

@@ -34,10 +34,12 @@ _MOST_BYTES, _MOST_BEFORE = 4 << 20, 16  # of verdicts.jsonl; earlier verdicts t
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "places", metavar="DIR-or-ADDRESS", nargs="*",
+        "places",
+        metavar="DIR-or-ADDRESS",
+        nargs="*",
         help="folders with the ring files of a job, one per host; or http://... of the job's agent, or "
         "DIR/agent, the file with that address (default: the one folder of your jobs in the shared memory of this host)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--after", type=float, metavar="SECONDS", help="time limit of a call (default: derived from the calls of the job)"
     )

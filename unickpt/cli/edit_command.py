@@ -79,13 +79,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     lora.add_argument("--lora-adapter", default="", metavar="NAME", help="name of the adapter, if there are several")
     lora.add_argument("--lora-base", metavar="DIR", help="checkpoint of the model, if SRC was saved without its weights")
     lora.add_argument(
-        "--lora-keep-dtype", action="store_true",
+        "--lora-keep-dtype",
+        action="store_true",
         help="round the product to the dtype of the adapters, as peft with autocast_adapter_dtype=False (default: float32)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--model-config", metavar="FOLDER",
+        "--model-config",
+        metavar="FOLDER",
         help="with --grow and --upcycle: folder with the config.json of SRC (default: SRC, or the folder above it)",
-    )  # fmt: skip
+    )
     configure_writing(parser)
 
 

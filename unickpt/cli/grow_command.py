@@ -37,9 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--place", metavar="N,N,...", help="number in the new model of every old layer (default: at equal distances)"
     )
     parser.add_argument(
-        "--zero-second-moments", action="store_true",
-        help="fill second moments with zeros instead of their mean, to compare",
-    )  # fmt: skip
+        "--zero-second-moments", action="store_true", help="fill second moments with zeros instead of their mean, to compare"
+    )
     parser.add_argument(
         "--schedule", type=int, default=0, metavar="STEPS",
         help="write schedule.json: a learning-rate schedule for a model that would take this number of steps from scratch",

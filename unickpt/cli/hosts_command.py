@@ -28,14 +28,18 @@ PARK, ADMIT = "park", "admit"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "action", nargs="?", choices=(PARK, ADMIT),
+        "action",
+        nargs="?",
+        choices=(PARK, ADMIT),
         help="park: the host is out until it is admitted; admit: it may take part again (default: show all hosts)",
-    )  # fmt: skip
+    )
     parser.add_argument("host", metavar="HOST", nargs="?", help="name of the host, as in the table")
     parser.add_argument(
-        "--rdzv-endpoint", metavar="HOST:PORT", default="",
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        default="",
         help="as given to torchrun, or the address of any agent (default: the agent on this host)",
-    )  # fmt: skip
+    )
     parser.add_argument("--rdzv-id", metavar="ID", default="", help="as given to torchrun; needed with --rdzv-endpoint")
     parser.add_argument("--secret-file", metavar="FILE", type=Path, help="as given to torchrun by --rdzv-conf secret_file=FILE")
     parser.add_argument(

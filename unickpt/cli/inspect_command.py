@@ -34,11 +34,12 @@ _SHOWN_NAMES = 20
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "directory", metavar="DIR",
+        "directory",
+        metavar="DIR",
         help="a checkpoint, a save directory (follows 'latest'), or the output directory of a Trainer run; a path or a URL. "
         "A checkpoint in memory: memory://TOKEN/gNUMBER as in the log and in 'unickpt hosts', or its folder in /dev/shm; "
         "without gNUMBER the newest that can be loaded. Or a model folder with rounded weights ('export --to vllm')",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--memory-folder", metavar="DIR", type=Path, default=SHARED_MEMORY,
         help="directory in memory that holds checkpoints, as the option memory.folder (default: /dev/shm)",
@@ -148,9 +149,7 @@ def _document(
     if tags is not None:
         save_directory = {"latest": latest_tag(directory), "tags": [asdict(tag) for tag in tags]}
     checkpoint = None if view is None else _checkpoint_document(view, pattern)
-    return {
-        "schema": JSON_SCHEMA, "directory": directory, "save_directory": save_directory, "checkpoint": checkpoint
-    }  # fmt: skip
+    return {"schema": JSON_SCHEMA, "directory": directory, "save_directory": save_directory, "checkpoint": checkpoint}
 
 
 def _checkpoint_document(view: _View, pattern: re.Pattern[str] | None) -> dict[str, Any]:

@@ -54,9 +54,10 @@ def show(out: Output, directory: str, model: RoundedModel, pattern: re.Pattern[s
     found = _matching(model, pattern)
     shown = found if show_all else found[:_SHOWN_MODULES]
     out.table(
-        f"modules with rounded weights ({len(found):,})", ["name", "bits/group", "shape", "bytes"],
+        f"modules with rounded weights ({len(found):,})",
+        ["name", "bits/group", "shape", "bytes"],
         [(each.name, str(each.scheme), list(each.shape), each.size_bytes) for each in shown],
-    )  # fmt: skip
+    )
     if len(shown) < len(found):
         out.line(f"and {len(found) - len(shown):,} more: --all shows them, --grep REGEX selects")
 

@@ -21,9 +21,10 @@ JSON_SCHEMA = 1
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "directory", metavar="DIR",
+        "directory",
+        metavar="DIR",
         help="a save directory, the output directory of a Trainer run (checkpoint-*), or a checkpoint; a path or a URL",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="path, checkpoint and step as one JSON document")
 
 

@@ -38,11 +38,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="schemes to choose from, as for 'export --bits', such as 4,4/32,8,16 (default: 4,8,16)",
     )  # fmt: skip
     parser.add_argument(
-        "--indicator", choices=("auto", *INDICATORS), default="auto",
+        "--indicator",
+        choices=("auto", *INDICATORS),
+        default="auto",
         help="predicted error of a weight. second-moment: the optimizer's squared gradients times the squared change. "
         "weight-error: the squared change. variance: LLM-PQ's. auto (default): the first if the checkpoint has it, otherwise "
         "the second",
-    )  # fmt: skip
+    )
     parser.add_argument("--inputs", type=Path, metavar="FILE", help="statistics of unickpt.InputStatistics, for the last two")
     parser.add_argument(
         "--errors", type=Path, metavar="FILE", help="errors of unickpt.measure_rounding, instead of an indicator"

@@ -33,9 +33,11 @@ JSON_SCHEMA = 1
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "places", metavar="DIR", nargs="+",
+        "places",
+        metavar="DIR",
+        nargs="+",
         help="folders with the ring files of a job, one per host, in which timing.layers_every has left times of layers",
-    )  # fmt: skip
+    )
     parser.add_argument("--devices", type=positive, required=True, metavar="N", help="number of devices of the next run")
     parser.add_argument("--global-batch", type=positive, required=True, metavar="ROWS", help="rows of a step, on all devices")
     parser.add_argument(
@@ -53,9 +55,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--whole-optimizer", action="store_true", help="each data parallel rank has all optimizer states (no ZeRO)"
     )
     parser.add_argument(
-        "--store", type=Path, metavar="FILE",
+        "--store",
+        type=Path,
+        metavar="FILE",
         help="file with the layers of earlier jobs, to which this one is added (default: in the cache folder of the user)",
-    )  # fmt: skip
+    )
     parser.add_argument("--show", type=positive, default=10, metavar="N", help="layouts to show (default: 10)")
     parser.add_argument("--json", action="store_true", help="the plan as one JSON document")
 

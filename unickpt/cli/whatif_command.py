@@ -21,10 +21,12 @@ _SHOWN = 16  # rows of a table
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "places", metavar="DIR-or-ADDRESS", nargs="+",
+        "places",
+        metavar="DIR-or-ADDRESS",
+        nargs="+",
         help="folders with the ring files of a job, one per host; or http://... of the job's agent, or DIR/agent; or one "
         "TRACE.parquet of ByteDance's straggler analysis, for its slowdown by the definitions of that analysis",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--steps", type=steps, metavar="A:B", help="first and last step of the window (default: the newest 20 steps)"
     )
@@ -65,9 +67,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--meta", type=Path, metavar="META.yaml",
+        "--meta",
+        type=Path,
+        metavar="META.yaml",
         help="description of the job of a TRACE.parquet. Other sizes than those of the trace are an error",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="the result as one JSON document")
 
 

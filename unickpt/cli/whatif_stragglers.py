@@ -30,9 +30,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """
     if len(args.places) > 1:
         raise FormatError(f"one {SUFFIX} file is a whole job; {len(args.places)} places are given")
-    changes = (
-        "without_rank", "rank_like_peers", "link", "hide", "link_speed", "microbatches", "chunks", "order",
-    )  # fmt: skip
+    changes = ("without_rank", "rank_like_peers", "link", "hide", "link_speed", "microbatches", "chunks", "order")
     asked = [f"--{name.replace('_', '-')}" for name in changes if getattr(args, name)]
     if asked:
         raise FormatError(f"a {SUFFIX} file has no records of unickpt, so {' and '.join(asked)} cannot be predicted from it")

@@ -72,9 +72,7 @@ class Session:
         OSError: the ring cannot be created.
     """
 
-    def __init__(
-        self, options: TimingOptions, labels: Labels, events: EventSource | None = None, *, number: int = 0
-    ) -> None:  # fmt: skip
+    def __init__(self, options: TimingOptions, labels: Labels, events: EventSource | None = None, *, number: int = 0) -> None:
         self._labels = labels
         events = events if events is not None or not options.device else _device_events()
         rank, world = dist.get_rank(), dist.get_world_size()

@@ -113,7 +113,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     record = WorkerRecord(key.hex())
     agent = HostAgent(
         params.run_id, key, lambda: peer.name, lambda: split_address(peer.address)[0], alone, peer.found, record.path
-    )  # fmt: skip
+    )
     check = SelfCheck(key, lambda: peer.loopbacks, peer.read, peer.keep)
     contact = _publish(peer, key)
     return SteeringHandler(peer, agent, check, params.run_id, timeout_s, record, contact, observers)
@@ -253,8 +253,9 @@ class SteeringHandler(RendezvousHandler):
         self._ends = name
         logger.info(
             "unickpt: steering: this agent is told to end (%s). The workers of all hosts are asked to end now, so that they "
-            "can save together, and no round begins before this host has left", name,
-        )  # fmt: skip
+            "can save together, and no round begins before this host has left",
+            name,
+        )
         self._peer.say(Leaving(self._peer.name, self._peer.incarnation, name))
 
     def _leave(self, event: Left) -> bool:
@@ -313,15 +314,16 @@ class SteeringHandler(RendezvousHandler):
         if left:
             logger.warning(
                 "unickpt: steering: ending workers that an agent of this job has left on this host at its end: %s. No round "
-                "begins here before they have ended", _names(left),
-            )  # fmt: skip
+                "begins here before they have ended",
+                _names(left),
+            )
         stuck = end_all(left)
         if stuck:
             logger.error(
                 "unickpt: steering: these workers do not end: %s. They may be in uninterruptible sleep and hold a GPU: "
                 "look at them before you trust this host. Their saves are refused as soon as the next round has begun",
                 _names(stuck),
-            )  # fmt: skip
+            )
 
     def _say(self, *news: Event) -> None:
         if self._ends:
@@ -401,8 +403,9 @@ class SteeringHandler(RendezvousHandler):
             logger.warning(
                 "unickpt: steering: round %s differs from --rdzv-conf order=: %s. Hosts that are not in the order fill gaps. "
                 "If a host should be in its place, compare the names with those of `unickpt hosts`",
-                _text(round_.epoch), printable(differs),
-            )  # fmt: skip
+                _text(round_.epoch),
+                printable(differs),
+            )
         guarded = RoundStore(store, lambda: self._is_over(round_.epoch), self._count_workers, 2 * STORE_S)
         return RendezvousInfo(guarded, rank, size, RendezvousStoreInfo(host, port))  # type: ignore[arg-type]
 

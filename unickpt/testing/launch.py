@@ -62,9 +62,12 @@ def command(world: int, *program: str) -> list[str]:
 
 
 def start(
-    world: int, *program: str, output: int | IO[str], folder: str | os.PathLike[str] | None = None,
+    world: int,
+    *program: str,
+    output: int | IO[str],
+    folder: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
-) -> subprocess.Popen[str]:  # fmt: skip
+) -> subprocess.Popen[str]:
     """Start a job in a new session and return the torchrun process. The caller ends the job with ``end``.
 
     Args:
@@ -78,9 +81,13 @@ def start(
 
 
 def start_forked(
-    world: int, module: str, *arguments: str, output: int | IO[str], folder: str | os.PathLike[str] | None = None,
+    world: int,
+    module: str,
+    *arguments: str,
+    output: int | IO[str],
+    folder: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
-) -> subprocess.Popen[str]:  # fmt: skip
+) -> subprocess.Popen[str]:
     """Start a job as ``start`` does, with ranks that are forked after the imports of a module; see ``fork_ranks``."""
     return _start(_forked(world, module, arguments), output, folder, env)
 
@@ -136,9 +143,14 @@ def _signal(processes: list[psutil.Process], number: int) -> None:
 
 
 def torchrun(
-    world: int, module: str, *arguments: str, timeout_s: float = 600, folder: str | os.PathLike[str] | None = None,
-    env: Mapping[str, str] | None = None, check: bool = True,
-) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    world: int,
+    module: str,
+    *arguments: str,
+    timeout_s: float = 600,
+    folder: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+) -> subprocess.CompletedProcess[str]:
     """Run ``torchrun --nproc-per-node WORLD -m MODULE ARGUMENTS`` to its end and return its exit status and output.
 
     Args:
@@ -159,9 +171,14 @@ def torchrun(
 
 
 def fork_ranks(
-    world: int, module: str, *arguments: str, timeout_s: float = 600, folder: str | os.PathLike[str] | None = None,
-    env: Mapping[str, str] | None = None, check: bool = True,
-) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    world: int,
+    module: str,
+    *arguments: str,
+    timeout_s: float = 600,
+    folder: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+) -> subprocess.CompletedProcess[str]:
     """Run a module on several ranks as ``torchrun`` does, with ranks that are forked after its imports.
 
     Saves the time of ``world`` imports (``unickpt.testing.forked_ranks``). The module must not start threads or read its rank

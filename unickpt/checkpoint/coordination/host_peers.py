@@ -271,7 +271,7 @@ def _failures(messages: list[Message]) -> list[Message]:
         ).to_json()
         for rank, message in enumerate(messages)
         if message["identity"] != messages[0]["identity"]
-    ]  # fmt: skip
+    ]
 
 
 def _host() -> str:

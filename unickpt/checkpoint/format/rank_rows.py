@@ -288,11 +288,7 @@ class _RankRowsReader:
                 position[len(order) :] = place[len(order) :][::-1]
                 return TensorTable.of_entries(done, forms), position
             self._objects = [entries]
-        numbers = [
-            self._table.number(info)
-            for each in self._objects
-            for info in TensorTable.of_entries(each, forms)
-        ]  # fmt: skip
+        numbers = [self._table.number(info) for each in self._objects for info in TensorTable.of_entries(each, forms)]
         order = sorted(range(len(infos)), key=lambda at: infos[at].key)
         position = np.empty(len(infos), np.int32)
         position[order] = np.arange(len(infos), dtype=np.int32)

@@ -166,7 +166,7 @@ def are_cached(storage: Storage, index: Index, plan: ReadPlan) -> bool:
 
 def _read(
     reader: Reader, batches: Sequence[list[Fragment]], verify: str, turn: ReadTurn, scratches: Scratches
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """Read batches in order. Return bytes read and bytes needed."""
     read = needed = 0
     with turn:

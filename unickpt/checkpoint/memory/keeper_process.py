@@ -52,8 +52,9 @@ class KeeperProcess:
         self._process = run_isolated(
             "unickpt.checkpoint.memory.keeper",
             [str(Path(self._parent).absolute()), self._token, "--listen", str(self._listener.fileno())],
-            packages=_PACKAGES, pass_fds=(self._listener.fileno(),),
-        )  # fmt: skip
+            packages=_PACKAGES,
+            pass_fds=(self._listener.fileno(),),
+        )
         assert self._process.stdin is not None
         self._process.stdin.write(f"{self._secret}\n".encode())
         self._process.stdin.flush()  # and stays open: its end tells the keeper that this process is gone

@@ -60,10 +60,15 @@ class PeerStorage(PosixStorage):
     """
 
     def __init__(
-        self, folder: HostFolder, number: int, peers: Sequence[str],
+        self,
+        folder: HostFolder,
+        number: int,
+        peers: Sequence[str],
         *,
-        slots: MappedSlots | None = None, data_name: str = "", timeout_s: float = TIMEOUT_S,
-    ) -> None:  # fmt: skip
+        slots: MappedSlots | None = None,
+        data_name: str = "",
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
         super().__init__(folder.generation(number))
         self._url = f"{folder.url}/{folder_of(number)}"
         self.counts = ReadCounts()

@@ -226,8 +226,9 @@ class MemoryTier:
             if removed:
                 logger.warning(
                     "unickpt: damaged in the memory of %s: %s. The copies on other hosts are read.",
-                    known.hosts.names[known.hosts.here], ", ".join(removed),
-                )  # fmt: skip
+                    known.hosts.names[known.hosts.here],
+                    ", ".join(removed),
+                )
 
     def open(self, save_dir: str, load: MemoryLoad, number: int) -> Checkpoint:
         """Open a generation that ``look`` has found.

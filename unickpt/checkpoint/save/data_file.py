@@ -164,9 +164,7 @@ class DataFile:
         return FileRecord(name, size, self._whole.value(), self._header.header_bytes, digest(self._head))
 
 
-def create_data_file(
-    storage: Storage, name: str, shards: Sequence[Shard], *, direct: bool
-) -> AbstractContextManager[Sink]:  # fmt: skip
+def create_data_file(storage: Storage, name: str, shards: Sequence[Shard], *, direct: bool) -> AbstractContextManager[Sink]:
     """Create a file for the given shards, as ``Storage.create`` does."""
     return storage.create(name, direct=direct, about_bytes=sum(shard.size_bytes for shard in shards))
 

@@ -68,8 +68,10 @@ class DeviceCopies:
             _clear_error()
             logger.warning(
                 "unickpt: %.1f GB of staging memory cannot be locked (cudaHostRegister returned %d; see ulimit -l): the host "
-                "waits for the copies of a save", size / 1e9, status,
-            )  # fmt: skip
+                "waits for the copies of a save",
+                size / 1e9,
+                status,
+            )
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Begin to copy. Returns a function that waits until the data are in host memory; any thread may call it, once.

@@ -24,10 +24,11 @@ class DirectoryLocks:
             return None
         if release is None:
             return Failure(
-                FailureKind.STORAGE, 0,
+                FailureKind.STORAGE,
+                0,
                 text=f"{storage.where(LOCK_FILE)} is locked: another process, or another engine of this one, is saving into "
                 "this directory. Give each job and each model its own directory, or end the other job.",
-            )  # fmt: skip
+            )
         self._releases[storage.where()] = release
         return None
 

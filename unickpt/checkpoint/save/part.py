@@ -148,7 +148,7 @@ class PartBuilder:
 
     def _write_ahead(
         self, prepared: Prepared, count: int, storage: Storage, names: RankFiles, exchange: MessageExchange
-    ) -> OpenDataFile:  # fmt: skip
+    ) -> OpenDataFile:
         """Write the first shards of the data file and keep it open."""
         stack = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:

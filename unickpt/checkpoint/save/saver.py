@@ -63,9 +63,12 @@ class Saver:
     """
 
     def __init__(
-        self, options: SaveOptions | None = None, *, pool: BufferPool | None = None,
+        self,
+        options: SaveOptions | None = None,
+        *,
+        pool: BufferPool | None = None,
         opener: Callable[[str], Storage] = open_storage,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.options = options or SaveOptions()
         self.open = opener
         self.counts = SaveCounts()
@@ -382,8 +385,9 @@ def _wait_for(save: PendingSave, directory: str, exchange: MessageExchange) -> N
     if exchange.rank == 0 and waited > 0.05:
         logger.warning(
             "unickpt: training waited %.1f s until the save of %s was written: saves are more frequent than the storage allows",
-            waited, split(save.directory)[1],
-        )  # fmt: skip
+            waited,
+            split(save.directory)[1],
+        )
 
 
 def save(

@@ -188,8 +188,9 @@ def _warn_of_opaque(encoded: objects.Encoded, where: str) -> None:
         logger.warning(
             "unickpt: values%s of types that unickpt does not store natively: %s. They are stored as pickles. A load leaves "
             "them out, unless allow_pickle is set. Store them in plain containers, numbers, strings, arrays and tensors.",
-            where, "; ".join(encoded.opaque[:8]),
-        )  # fmt: skip
+            where,
+            "; ".join(encoded.opaque[:8]),
+        )
 
 
 def _object_shards(value: Any, key: str, prefix: str) -> list[Shard]:

@@ -173,18 +173,23 @@ def _finish(why: str, since: float) -> None:
             if absent:
                 logger.error(
                     "unickpt: Gave up saving %s after %.1f s. No checkpoint was written; earlier checkpoints are intact.",
-                    directory, waited_s,
-                )  # fmt: skip
+                    directory,
+                    waited_s,
+                )
             else:
                 logger.error(
                     "unickpt: Stopped waiting for the save of %s after %.1f s. This rank has written its part; whether the "
-                    "checkpoint exists depends on rank 0. Earlier checkpoints are intact.", directory, waited_s,
-                )  # fmt: skip
+                    "checkpoint exists depends on rank 0. Earlier checkpoints are intact.",
+                    directory,
+                    waited_s,
+                )
         for upload in uploads[-1:]:
             logger.error(
                 "unickpt: Gave up uploading %s after %.1f s. %s was not written; the local checkpoint is complete.",
-                upload.source, time.monotonic() - since, upload.target,
-            )  # fmt: skip
+                upload.source,
+                time.monotonic() - since,
+                upload.target,
+            )
     for saver in list(_savers):
         saver.report()
 

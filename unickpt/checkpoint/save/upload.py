@@ -306,8 +306,10 @@ class _Upload:
         except Exception as err:  # the copy is committed
             logger.warning(
                 "unickpt: %s is uploaded, but the step after the commit failed (%s: %s)",
-                self.pending.target, type(err).__name__, err,
-            )  # fmt: skip
+                self.pending.target,
+                type(err).__name__,
+                err,
+            )
 
     def _log_end(self, result: UploadResult | None, error: CoordinationError | None) -> None:
         pending = self.pending
@@ -325,8 +327,10 @@ class _Upload:
             cause = sentence(() if result is None else result.failures) if error is None else str(error)
             logger.warning(
                 "unickpt: %s is NOT uploaded to %s (%s). The local checkpoint is complete; the next save is uploaded again.",
-                pending.source, pending.target, cause,
-            )  # fmt: skip
+                pending.source,
+                pending.target,
+                cause,
+            )
 
 
 def tags_of(uploads: list[PendingUpload], save_dir: str) -> set[str]:

@@ -65,9 +65,13 @@ def start(
 
 
 def run_isolated(
-    arguments: list[str], *, pass_fds: tuple[int, ...] = (), metrics: bool = False,
-    module: str = "unickpt.diagnosis.agent.__main__", stdout: int | None = None,
-) -> subprocess.Popen[bytes]:  # fmt: skip
+    arguments: list[str],
+    *,
+    pass_fds: tuple[int, ...] = (),
+    metrics: bool = False,
+    module: str = "unickpt.diagnosis.agent.__main__",
+    stdout: int | None = None,
+) -> subprocess.Popen[bytes]:
     """Run an agent, the function ``main`` of a module (``isolated_process``). ``metrics``: it needs Prometheus' package."""
     packages = ["unickpt", "numpy", *(["prometheus_client"] if metrics else [])]
     return isolated_process.run_isolated(module, arguments, packages=packages, pass_fds=pass_fds, stdout=stdout)

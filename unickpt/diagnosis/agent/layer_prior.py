@@ -127,11 +127,9 @@ def usual_layers(ranks: Iterable[RankSample], earlier: Sequence[MeasuredLayer]) 
             for layer in each.layers:
                 alike.setdefault((*key_of(layer), layer.tokens, layer.parameters), []).append(layer)
     return [
-        replace(
-            same[0], forward_s=median(each.forward_s for each in same), backward_s=median(each.backward_s for each in same)
-        )
+        replace(same[0], forward_s=median(each.forward_s for each in same), backward_s=median(each.backward_s for each in same))
         for same in alike.values()
-    ]  # fmt: skip
+    ]
 
 
 def parsed(document: Any, where: str) -> tuple[int, RankSample]:

@@ -351,9 +351,7 @@ class Agent:
             append_exits(self._folder, new)
 
     def _note(self, verdict: Verdict, text: VerdictText, found: Examination, snapshot: Snapshot) -> None:
-        entry = {
-            **verdict.as_json(), **text.as_json(), "at_ns": snapshot.now_ns, "deadline_s": found.deadline_s,
-        }  # fmt: skip
+        entry = {**verdict.as_json(), **text.as_json(), "at_ns": snapshot.now_ns, "deadline_s": found.deadline_s}
         with contextlib.suppress(OSError):
             append(self._folder / VERDICTS, f"{json.dumps(entry)}\n".encode())
 

@@ -52,9 +52,14 @@ def deadline_s(steps: StepRows, waits_ns: npt.ArrayLike) -> float:
 
 
 def hangs(
-    rows: ProgressTable, members: Members, groups: Groups, *, before_ns: int, gone: frozenset[int] = frozenset(),
+    rows: ProgressTable,
+    members: Members,
+    groups: Groups,
+    *,
+    before_ns: int,
+    gone: frozenset[int] = frozenset(),
     passed: ProgressTable | None = None,
-) -> list[Verdict]:  # fmt: skip
+) -> list[Verdict]:
     """Return verdicts on calls entered before a deadline that have not ended, the one with most victims first.
 
     Args:
@@ -176,9 +181,12 @@ def _deadlocks(calls: list[PendingCall], groups: Groups, rows: ProgressTable) ->
 
 
 def _not_like_others(
-    calls: Sequence[PendingCall], opposed: Sequence[tuple[int, int]], held_by: Sequence[Mapping[int, list[int]]],
-    groups: Groups, rows: ProgressTable,
-) -> set[int]:  # fmt: skip
+    calls: Sequence[PendingCall],
+    opposed: Sequence[tuple[int, int]],
+    held_by: Sequence[Mapping[int, list[int]]],
+    groups: Groups,
+    rows: ProgressTable,
+) -> set[int]:
     """Return the ranks that have skipped one of two calls that wait for each other; empty if both have as many waiters.
 
     Args:

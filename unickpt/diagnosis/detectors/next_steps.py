@@ -69,7 +69,7 @@ def _of_deadlock(verdict: Verdict, snapshot: Snapshot) -> Hint | None:
 
 def _off_track(
     sides: Sequence[tuple[tuple[int, ...], CallRef]], at_fault: tuple[int, ...], snapshot: Snapshot
-) -> OffTrack | None:  # fmt: skip
+) -> OffTrack | None:
     """Return which side has left the common order of the calls. Without earlier steps like this one, the side at fault."""
     order = CallOrder(snapshot.calls)
     names = {group.name: number for number, group in enumerate(snapshot.groups)}

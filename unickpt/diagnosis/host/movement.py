@@ -132,9 +132,7 @@ def _functions(sample: ProcessSample) -> list[tuple[str, str]]:
     return [(frame.file, frame.function) for frame in sample.stack]
 
 
-def sample(
-    pid: int, at_s: float, stack: tuple[Frame, ...], written_bytes: int = 0, tcp_bytes: int = 0
-) -> ProcessSample | None:  # fmt: skip
+def sample(pid: int, at_s: float, stack: tuple[Frame, ...], written_bytes: int = 0, tcp_bytes: int = 0) -> ProcessSample | None:
     """Return a look at a process; None if it cannot be seen.
 
     Args:

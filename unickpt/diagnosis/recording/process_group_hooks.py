@@ -81,8 +81,10 @@ class ProcessGroupHooks:
         if unknown:
             logger.warning(
                 "unickpt: torch %s has methods of process groups that this release does not know. If they communicate, they "
-                "are not timed: %s", torch.__version__, ", ".join(unknown),
-            )  # fmt: skip
+                "are not timed: %s",
+                torch.__version__,
+                ", ".join(unknown),
+            )
         self._replace(_ProcessGroup, "_start_coalescing", self._starts_coalescing(_ProcessGroup._start_coalescing))
         self._replace(_ProcessGroup, "_end_coalescing", self._ends_coalescing(_ProcessGroup._end_coalescing))
         self._replace(_Work, "wait", wait_method(state, _Work.wait, self._waits(_Work.wait)))

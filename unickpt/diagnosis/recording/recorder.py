@@ -59,9 +59,7 @@ class Communicator:
 
     __slots__ = ("_pairs", "given", "group", "number", "on_device", "ranks", "sequence", "timed")
 
-    def __init__(
-        self, number: int, group: Any, ranks: Sequence[int], *, on_device: bool = False, timed: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, number: int, group: Any, ranks: Sequence[int], *, on_device: bool = False, timed: bool = False) -> None:
         self.number, self.group, self.ranks, self.on_device = number, weakref.ref(group), tuple(ranks), on_device
         self.timed = timed
         self.sequence = itertools.count(1)
@@ -308,8 +306,10 @@ class CallRecorder:
         if self._errors == _MAX_ERRORS:
             logger.warning(
                 "unickpt: rank %d: collectives are no longer timed, training is not affected (%s: %s)",
-                self.ring.identity.rank, type(err).__name__, err,
-            )  # fmt: skip
+                self.ring.identity.rank,
+                type(err).__name__,
+                err,
+            )
         return self._errors >= _MAX_ERRORS
 
     def close(self, *, raised: bool = False) -> None:

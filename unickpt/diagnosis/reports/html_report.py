@@ -43,9 +43,13 @@ Verdicts = Sequence[tuple[Verdict, VerdictText]]
 
 
 def write_report(
-    job: JobRecords, verdicts: Verdicts, path: Path, rounds: dict[str, Any] | None = None, memory: dict[str, Any] | None = None,
+    job: JobRecords,
+    verdicts: Verdicts,
+    path: Path,
+    rounds: dict[str, Any] | None = None,
+    memory: dict[str, Any] | None = None,
     prices: dict[str, Any] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write the page.
 
     Args:
@@ -79,9 +83,12 @@ def page(data: dict[str, Any]) -> str:
 
 
 def contents(
-    job: JobRecords, verdicts: Verdicts, rounds: dict[str, Any] | None = None, memory: dict[str, Any] | None = None,
+    job: JobRecords,
+    verdicts: Verdicts,
+    rounds: dict[str, Any] | None = None,
+    memory: dict[str, Any] | None = None,
     prices: dict[str, Any] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the data of a page as JSON types: durations in nanoseconds, times on the job's clock in milliseconds.
 
     Args:
@@ -183,7 +190,7 @@ def _waiting(job: JobRecords, verdicts: Verdicts) -> dict[str, Any]:
         ],
         "plain": plain,
         "cut": cut,
-    }  # fmt: skip
+    }
 
 
 # ---------------------------------------------------------------- heat map

@@ -274,9 +274,14 @@ def _longest_wait_ns(calls: Records) -> int:
 
 
 def _rank(
-    rank: int, ring: RingContents, table: Sequence[GroupInfo], made: Records, job: HostRings, stack: tuple[Frame, ...],
+    rank: int,
+    ring: RingContents,
+    table: Sequence[GroupInfo],
+    made: Records,
+    job: HostRings,
+    stack: tuple[Frame, ...],
     exits: Mapping[int, ProcessExit],
-) -> RankSnapshot:  # fmt: skip
+) -> RankSnapshot:
     last = None
     done = made[made["end_ns"] > 0]
     if len(done):

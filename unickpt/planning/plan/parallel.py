@@ -221,9 +221,7 @@ def _resized(measured: MeasuredJob, layout: PlannedLayout, layer: MeasuredLayer)
     """Return a layer at the sizes of a layout, with the communication of its tensor parallel group."""
     reduced = layer.role == LAYER
     before = _reductions_s(measured, measured.tensor, layer.input_bytes) if reduced else 0.0
-    bare = replace(
-        layer, forward_s=max(layer.forward_s - before, 0.0), backward_s=max(layer.backward_s - before, 0.0)
-    )  # fmt: skip
+    bare = replace(layer, forward_s=max(layer.forward_s - before, 0.0), backward_s=max(layer.backward_s - before, 0.0))
     found = measured.compute.resized(bare, layout.rows / measured.rows, layout.tensor / measured.tensor)
     after = _reductions_s(measured, layout.tensor, found.input_bytes) if reduced else 0.0
     return replace(found, forward_s=found.forward_s + after, backward_s=found.backward_s + after)

@@ -103,9 +103,10 @@ def graph_of(window: Window) -> Graph:
     previous[returns] = np.maximum(previous[returns], end[transfer[returns]])
     own = np.maximum(at - previous, 0)
     return Graph(
-        window, Events(rank, kind, call, at, transfer, own),
+        window,
+        Events(rank, kind, call, at, transfer, own),
         Transfers(transfer_call, before, took, need, event_of_call[needed], node_of_call, alone),
-    )  # fmt: skip
+    )
 
 
 def _events(window: Window) -> tuple[Ints, Ints, Ints, Ints]:

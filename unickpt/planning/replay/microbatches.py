@@ -217,9 +217,10 @@ def _of_events(graph: Graph, picked: Ints) -> Graph:
     transfer = np.where(kind == RETURNS, node[np.where(kind == RETURNS, call, 0)] if nodes else -1, -1)
     window = replace(graph.window, trace=replace(graph.window.trace, calls=new))
     return Graph(
-        window, Events(rank, kind, call, events.at_ns[picked], transfer, events.own_ns[picked]),
+        window,
+        Events(rank, kind, call, events.at_ns[picked], transfer, events.own_ns[picked]),
         Transfers(of_node, before, np.rint(took).astype(np.int64), need, row[needed], node, alone),
-    )  # fmt: skip
+    )
 
 
 def _check_members(seq: Ints, queue: Ints, by_rank: Ints, new: int) -> None:

@@ -279,9 +279,7 @@ class _Dependencies:
             for direction, ahead in (("forward", 1), ("backward", -1)):
                 sent, received = messages[f"{direction}-send", stage], messages[f"{direction}-recv", (stage + ahead) % stages]
                 if len(sent) != len(received):
-                    raise FormatError(
-                        f"stage {stage} sends {len(sent)} messages {direction}, and {len(received)} are received"
-                    )  # fmt: skip
+                    raise FormatError(f"stage {stage} sends {len(sent)} messages {direction}, and {len(received)} are received")
                 self.members += [(list(pair), False) for pair in zip(sent, received, strict=True)]
         embeddings = sorted({op for stage in (0, stages - 1) for op in self._of(stage, EMBEDDINGS)})
         clipping = [op for stage in range(stages) for op in self._of(stage, CLIPPING)]

@@ -192,9 +192,7 @@ def analyse(trace: Trace, steps: tuple[int, int] | None = None, questions: Quest
     model = _Model(graph, schedule_of(graph), pieces, edits.measured(graph), edits.others_own_times(graph, pieces))
     ranks = window.trace.ranks
     bare = edits.without_delays(model.now, graph)
-    table = model.steps_s(
-        [model.now, bare, edits.ideal(model.now, graph, pieces), edits.typical(model.now, graph, pieces)]
-    )  # fmt: skip
+    table = model.steps_s([model.now, bare, edits.ideal(model.now, graph, pieces), edits.typical(model.now, graph, pieces)])
     whole, undelayed, ideal_s, typical_s = table.mean(axis=0).tolist()
     step_s = window.step_ns * _NS
     error_s = max(abs(step_s - whole), abs(step_s - undelayed), trace.clock_error_ns * _NS)
@@ -248,9 +246,7 @@ def _each_host(model: _Model) -> Iterator[tuple[str, Durations]]:
         return
     pieces = model.pieces
     wanted = like_others(pieces, pieces.own_ns, without=party)
-    excess = np.bincount(
-        party[pieces.rank], np.nan_to_num(np.maximum(pieces.own_ns - wanted, 0.0)), minlength=len(names)
-    )  # fmt: skip
+    excess = np.bincount(party[pieces.rank], np.nan_to_num(np.maximum(pieces.own_ns - wanted, 0.0)), minlength=len(names))
     for at in _most(excess):
         yield str(names[at]), edits.with_ranks(model.now, pieces, wanted, np.flatnonzero(party == at))
 

@@ -144,9 +144,12 @@ def _messages(stage: int, stages: int, work: Work) -> tuple[tuple[StageMessage, 
 
 
 def step_time(
-    forward_s: Sequence[Sequence[float]], backward_s: Sequence[Sequence[float]], microbatches: int, send_s: float = 0.0,
+    forward_s: Sequence[Sequence[float]],
+    backward_s: Sequence[Sequence[float]],
+    microbatches: int,
+    send_s: float = 0.0,
     schedule: PipelineSchedule = PipelineSchedule.MEGATRON,
-) -> float:  # fmt: skip
+) -> float:
     """Return the seconds until the last stage is done.
 
     Args:

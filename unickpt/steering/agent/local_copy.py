@@ -45,9 +45,7 @@ class LocalCopy:
         report: report of the agent on this host that is to be sent to the leader.
     """
 
-    def __init__(
-        self, incarnation: str, decisions: Decisions | None = None, chronicle: Chronicle | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, incarnation: str, decisions: Decisions | None = None, chronicle: Chronicle | None = None) -> None:
         self._incarnation, self._decisions, self._chronicle = incarnation, decisions, chronicle
         self.changed = threading.Condition()
         self.state: Membership | None = None
@@ -128,8 +126,9 @@ class LocalCopy:
                     self._warned_s = time.monotonic()
                     logger.warning(
                         "unickpt: steering: the policy failed, so it gives no order. Training is not affected (%s: %s)",
-                        type(err).__name__, printable(str(err)),
-                    )  # fmt: skip
+                        type(err).__name__,
+                        printable(str(err)),
+                    )
 
     def wanted_check(self, wait_s: float) -> tuple[Pair, Membership, float] | None:
         """Return the ends of a link that the leader checks next, the state and the time limit; None without one in time."""

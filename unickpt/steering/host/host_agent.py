@@ -178,7 +178,7 @@ class HostAgent:
                 "unickpt: steering: the diagnosis agent of this host has ended (status %d). Training is not affected. %s",
                 process.returncode,
                 "It is started again" if again else "Until the next round no verdict leads to an order",
-            )  # fmt: skip
+            )
             if not again:
                 return
             try:

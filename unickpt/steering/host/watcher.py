@@ -113,9 +113,7 @@ class RoundWatch:
     ) -> None:
         self.assignment, self.folder = assignment, Path(note.folder)
         self._collector, key = collector, bytes.fromhex(assignment.key)
-        self._agent = Agent(
-            self.folder, tell, collector, lambda: assignment.hub, name=assignment.host, key=key, movement=True
-        )  # fmt: skip
+        self._agent = Agent(self.folder, tell, collector, lambda: assignment.hub, name=assignment.host, key=key, movement=True)
         self._exits = ExitWatcher()
         self._before: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
@@ -162,9 +160,13 @@ class RoundWatch:
 
 
 def report_of(
-    epoch: tuple[int, int], found: Look, hosts: Mapping[int, str], pause_ns: int, slow_s: Mapping[str, float],
+    epoch: tuple[int, int],
+    found: Look,
+    hosts: Mapping[int, str],
+    pause_ns: int,
+    slow_s: Mapping[str, float],
     gains: Gains | None = None,
-) -> HubReport:  # fmt: skip
+) -> HubReport:
     """Return the report of a look.
 
     Args:

@@ -67,9 +67,13 @@ class EndedWorkers:
     """
 
     def __init__(
-        self, variables: Collection[bytes], folder: Path | None, ended: Callable[[], frozenset[int]],
-        tell: Callable[[tuple[int, ...]], None], begun: Callable[[Mapping[int, int]], None] = lambda _: None,
-    ) -> None:  # fmt: skip
+        self,
+        variables: Collection[bytes],
+        folder: Path | None,
+        ended: Callable[[], frozenset[int]],
+        tell: Callable[[tuple[int, ...]], None],
+        begun: Callable[[Mapping[int, int]], None] = lambda _: None,
+    ) -> None:
         self._variables, self._folder, self._ended, self._tell = frozenset(variables), folder, ended, tell
         self._begun = begun
         self._exits = ExitWatcher()

@@ -39,9 +39,12 @@ class SelfCheck:
     """
 
     def __init__(
-        self, key: bytes, addresses: Callable[[], list[str]], read: Callable[[], Membership | None],
+        self,
+        key: bytes,
+        addresses: Callable[[], list[str]],
+        read: Callable[[], Membership | None],
         done: Callable[[Measured], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._key, self._addresses, self._read, self._done = key, addresses, read, done
         self._begun: set[int] = set()
 

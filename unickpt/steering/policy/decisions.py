@@ -81,9 +81,11 @@ class Decisions:
     def _history(self, report: HubReport, state: Membership, round_: Round, now_s: float) -> History:
         fruitful = report.step > state.furthest or now_s - round_.since_s >= state.limits.fruitful_s
         return History(
-            longest_pause_s=max(state.pause_s, report.pause_s), fruitless=0 if fruitful else state.fruitless + 1,
-            evictions=state.evictions, checked=frozenset(self._checks),
-        )  # fmt: skip
+            longest_pause_s=max(state.pause_s, report.pause_s),
+            fruitless=0 if fruitful else state.fruitless + 1,
+            evictions=state.evictions,
+            checked=frozenset(self._checks),
+        )
 
     def _once(self, order: Order, epoch: tuple[int, int]) -> list[Event]:
         """Return the log entry of an order that does not change the job, the first time in a round."""

@@ -36,9 +36,11 @@ class Chronicle:
     """
 
     def __init__(
-        self, takers: Sequence[Take], clock: Callable[[], float] = time.time,
+        self,
+        takers: Sequence[Take],
+        clock: Callable[[], float] = time.time,
         reporters: Sequence[Callable[[HubReport, float], None]] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._takers, self._clock, self._reporters = (self._keep, *takers), clock, tuple(reporters)
         self._lock = threading.Lock()
         self._kept: deque[HistoryEntry] = deque(maxlen=KEPT)
@@ -104,9 +106,10 @@ class Chronicle:
         if not self._failed:
             self._failed = True
             logger.warning(
-                "unickpt: steering: the history has a gap. Training is not affected (%s: %s)", type(err).__name__,
+                "unickpt: steering: the history has a gap. Training is not affected (%s: %s)",
+                type(err).__name__,
                 printable(str(err)[:200]),
-            )  # fmt: skip
+            )
 
 
 class HistoryFile:

@@ -49,8 +49,9 @@ class Observers:
         except OSError as err:
             logger.warning(
                 "unickpt: steering: no history is kept, so 'unickpt report' has no rounds of this job. Training is not "
-                "affected (%s)", printable(str(err)),
-            )  # fmt: skip
+                "affected (%s)",
+                printable(str(err)),
+            )
         takers: list[Take] = [self._file.take] if self._file is not None else []
         hook = self._webhook
         self.chronicle = Chronicle([*takers, hook.take] if hook else takers, reporters=[hook.reported] if hook else [])

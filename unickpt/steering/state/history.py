@@ -108,7 +108,7 @@ def entries(before: Membership | None, after: Membership, now_s: float, wall_s: 
 
 def _of_round(
     before: Membership | None, after: Membership, new: Round, other: bool, now_s: float, wall_s: float
-) -> list[HistoryEntry]:  # fmt: skip
+) -> list[HistoryEntry]:
     hosts, since_s = tuple(name for name, _ in new.members), wall_s - max(now_s - new.since_s, 0.0)
     found = [HistoryEntry(Kind.OPENED, since_s, new.epoch, hosts, furthest=after.furthest)] if other else []
     if after.phase is JobPhase.RUNNING and (other or before is None or before.phase is not JobPhase.RUNNING):

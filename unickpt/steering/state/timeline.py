@@ -199,18 +199,17 @@ def _cause(entries: Sequence[HistoryEntry], ended: HistoryEntry | None) -> tuple
     return (ordered[-1].cause, ordered[-1].text) if ordered else (ended.cause or "closed", ended.text)
 
 
-def _downtimes(
-    rounds: Sequence[RoundTimes], begin_s: float, end_s: float, closed: HistoryEntry | None
-) -> Iterator[Downtime]:  # fmt: skip
+def _downtimes(rounds: Sequence[RoundTimes], begin_s: float, end_s: float, closed: HistoryEntry | None) -> Iterator[Downtime]:
     """Return the downtimes. A round that makes no progress adds to the downtime before it."""
     now = Downtime(START, "", begin_s)
     left_s = begin_s  # end of the round before
     for each in rounds:
         now = dataclasses.replace(
-            now, regrouping_s=now.regrouping_s + max(0.0, each.running_s - left_s),
+            now,
+            regrouping_s=now.regrouping_s + max(0.0, each.running_s - left_s),
             starting_s=now.starting_s + each.first_s - each.running_s,
             repeating_s=now.repeating_s + max(0.0, min(each.passed_s, max(each.last_s, each.first_s)) - each.first_s),
-        )  # fmt: skip
+        )
         left_s = each.ended_s
         stalled_s = max(0.0, each.ended_s - max(each.last_s, each.first_s))
         if each.passed_s < each.ended_s:

@@ -84,6 +84,8 @@ class Outbox(Generic[T]):
     def _warn(self, count: int, why: str) -> None:
         if count in (1, 100) or count % 10_000 == 0:
             logger.warning(
-                "unickpt: steering: %s failed (failure %d). Training is not affected (%s)", self._what, count,
+                "unickpt: steering: %s failed (failure %d). Training is not affected (%s)",
+                self._what,
+                count,
                 printable(why[:300]),
-            )  # fmt: skip
+            )

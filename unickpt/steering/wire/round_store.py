@@ -82,9 +82,12 @@ class RoundStore:
     """
 
     def __init__(
-        self, store: Any, is_over: Callable[[], bool], own_workers: Callable[[int], None] = lambda _: None,
+        self,
+        store: Any,
+        is_over: Callable[[], bool],
+        own_workers: Callable[[int], None] = lambda _: None,
         limit_s: float = float("inf"),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._store, self._is_over, self._own_workers, self._limit_s = store, is_over, own_workers, limit_s
         self._own: bytes = b"{}"
         self._lost = False
@@ -160,8 +163,9 @@ class RoundStore:
             logger.warning(
                 "unickpt: steering: the store of the round at %s:%s does not answer. The machine of rank 0's host may have "
                 "lost its power or its network. This host waits for the next round",
-                getattr(self._store, "host", "?"), getattr(self._store, "port", "?"),
-            )  # fmt: skip
+                getattr(self._store, "host", "?"),
+                getattr(self._store, "port", "?"),
+            )
             raise
         finally:
             self._lost = not call.ended.is_set()

@@ -16,9 +16,14 @@ _ELEMENT_BYTES = 4
 
 
 def simulated_trace(
-    layout: ParallelLayout, steps: int, microbatches: int, *, slow: Mapping[int, float] | None = None,
-    jitter: Callable[[], float] = lambda: 1.0, tiled: bool = False,
-) -> Trace:  # fmt: skip
+    layout: ParallelLayout,
+    steps: int,
+    microbatches: int,
+    *,
+    slow: Mapping[int, float] | None = None,
+    jitter: Callable[[], float] = lambda: 1.0,
+    tiled: bool = False,
+) -> Trace:
     """Return the trace of a simulated job.
 
     Args:

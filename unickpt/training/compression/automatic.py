@@ -64,9 +64,14 @@ class Choice:
 
 
 def chosen(
-    trace: Trace, candidates: Mapping[str, Candidate], settings: Compression, *, step: int, world: int,
+    trace: Trace,
+    candidates: Mapping[str, Candidate],
+    settings: Compression,
+    *,
+    step: int,
+    world: int,
     least_gain: float = LEAST_GAIN,
-) -> Choice:  # fmt: skip
+) -> Choice:
     """Choose the scheme with the shortest replayed step.
 
     Args:

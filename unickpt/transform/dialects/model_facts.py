@@ -47,9 +47,7 @@ SETTING_KEYS = {
     "rotary_percent": ("partial_rotary_factor", "rotary_pct"),
 }
 _ROPE = ("rope_parameters", "rope_scaling")  # a dictionary; transformers 5 and later use the first, which contains rope_theta
-CONFIG_NAMES = (
-    *{key for keys in (*CONFIG_KEYS.values(), *SETTING_KEYS.values()) for key in keys}, *_ROPE, *_WIDTH, _FAMILY,
-)  # fmt: skip
+CONFIG_NAMES = (*{key for keys in (*CONFIG_KEYS.values(), *SETTING_KEYS.values()) for key in keys}, *_ROPE, *_WIDTH, _FAMILY)
 
 
 def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:

@@ -42,9 +42,9 @@ def growth_of(family: str) -> Dialect:
         if each.growth is not None and family in each.families:
             more = [flow for name in each.growth.include if (other := files.get(name)) is not None for flow in other.flows]
             return replace(each, growth=replace(each.growth, flows=(*each.growth.flows, *more)))
-    known = sorted({
-        name for each in dialects() if each.growth is not None and not each.growth.refuse for name in each.families
-    })  # fmt: skip
+    known = sorted(
+        {name for each in dialects() if each.growth is not None and not each.growth.refuse for name in each.families}
+    )
     raise LanguageError(
         f"no growth rules for the family {family!r}; known are {', '.join(known)}. docs/guides/growing.md describes how to "
         "add one"

@@ -51,9 +51,11 @@ class Cast:
             info, parent = entry.info, (entry.info.name, entry.info.derived_from or "")
             if info.key in changed:
                 entry = replace(
-                    entry, info=replace(info, dtype=self.dtype), read=cast(entry.read, self.dtype),
+                    entry,
+                    info=replace(info, dtype=self.dtype),
+                    read=cast(entry.read, self.dtype),
                     origin=entry.origin_after(f"cast from {info.dtype}"),
-                )  # fmt: skip
+                )
             if info.derived_from is not None and {info.key, parent} & changed:
                 entry = replace(entry, overrides=(Box.whole(info.shape),))  # compared when it is read
             entries.append(entry)

@@ -117,9 +117,8 @@ def sizes_of(
 
 
 def planned(
-    dialect: Dialect, facts: Mapping[str, int], old: Mapping[str, int], changes: Mapping[str, int],
-    place: Sequence[int] | None,
-) -> tuple[Sizes | None, list[Refusal]]:  # fmt: skip
+    dialect: Dialect, facts: Mapping[str, int], old: Mapping[str, int], changes: Mapping[str, int], place: Sequence[int] | None
+) -> tuple[Sizes | None, list[Refusal]]:
     """Return the sizes of the grown model, or refusals.
 
     Args:

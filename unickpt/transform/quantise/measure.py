@@ -85,9 +85,12 @@ def has_moments(checkpoint: Checkpoint, units: Sequence[Unit]) -> bool:
 
 
 def measure(
-    checkpoint: Checkpoint, weights: Mapping[str, TensorInfo], units: Sequence[Unit], how: Measurement,
+    checkpoint: Checkpoint,
+    weights: Mapping[str, TensorInfo],
+    units: Sequence[Unit],
+    how: Measurement,
     progress: Callable[[int], None] = lambda _: None,
-) -> list[UnitErrors]:  # fmt: skip
+) -> list[UnitErrors]:
     """Round every weight with every scheme, and measure the errors.
 
     Args:

@@ -249,8 +249,10 @@ class _NativeReader(ShardCollector):
         for key, value in inner.get("state", {}).get(group, {}).items():
             if is_flat(value):
                 if value.numel != flats[group].numel:
-                    raise FormatError(f"{file.path}: {key} of group {group} has {value.numel:,} elements, its masters have "
-                                      f"{flats[group].numel:,} (DeepSpeed does not save states offloaded to NVMe)")  # fmt: skip
+                    raise FormatError(
+                        f"{file.path}: {key} of group {group} has {value.numel:,} elements, its masters have "
+                        f"{flats[group].numel:,} (DeepSpeed does not save states offloaded to NVMe)"
+                    )
                 held[key] = value.flat()
         return held
 

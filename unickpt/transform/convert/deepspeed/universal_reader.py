@@ -65,8 +65,10 @@ class _UniversalReader(ModelStates):
         others = read_files(folder, MODEL, files, also).values() if both else ()
         for file in others:
             if file.get("global_steps", int, 0) != self.number("global_steps"):
-                raise FormatError(f"{file.path}: has step {file.get('global_steps', int, 0)}, {self.first.path.name} has step "
-                                  f"{self.number('global_steps')}: the folder has files of two checkpoints")  # fmt: skip
+                raise FormatError(
+                    f"{file.path}: has step {file.get('global_steps', int, 0)}, {self.first.path.name} has step "
+                    f"{self.number('global_steps')}: the folder has files of two checkpoints"
+                )
 
     def source(self) -> Source:
         groups = self._groups()
@@ -116,8 +118,10 @@ class _UniversalReader(ModelStates):
         present = {path.name: path for path in (self.folder / FOLDER).iterdir() if path.is_dir()}
         missing = [name for name in trained if name not in present]
         if missing:
-            raise FormatError(f"{self.folder / FOLDER}: the folders of {len(missing)} of the {len(trained)} trained parameters "
-                              f"are missing; the first is {missing[0]}")  # fmt: skip
+            raise FormatError(
+                f"{self.folder / FOLDER}: the folders of {len(missing)} of the {len(trained)} trained parameters "
+                f"are missing; the first is {missing[0]}"
+            )
         return {name: present[name] for name in trained}
 
     def _parameters(self, groups: Sequence[Mapping[str, tuple[int, ...]]], stored: Mapping[str, Path]) -> dict[str, _States]:

@@ -252,9 +252,13 @@ def _sharded(infos: Sequence[TensorInfo], encoding: Encoding, limit: int) -> lis
 
 
 def _write(
-    checkpoint: Checkpoint, path: Path, infos: Sequence[TensorInfo], encoding: Encoding, verify: str,
+    checkpoint: Checkpoint,
+    path: Path,
+    infos: Sequence[TensorInfo],
+    encoding: Encoding,
+    verify: str,
     progress: Callable[[int], None],
-) -> int:  # fmt: skip
+) -> int:
     """Write one file. Return the bytes of its tensors.
 
     Tensors with the largest elements are the first, so that each one is aligned: readers map files into memory.

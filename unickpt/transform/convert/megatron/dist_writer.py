@@ -103,9 +103,14 @@ def size_bytes(checkpoint: Checkpoint) -> int:
 
 
 def export(
-    checkpoint: Checkpoint, folder: Path, *, separate_experts: bool | None = None, shard_bytes: int = 5 << 30,
-    verify: str = "off", progress: OnBytes = lambda _: None,
-) -> ExportedMegatron:  # fmt: skip
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    separate_experts: bool | None = None,
+    shard_bytes: int = 5 << 30,
+    verify: str = "off",
+    progress: OnBytes = lambda _: None,
+) -> ExportedMegatron:
     """Write a folder that Megatron's ``--load`` accepts with ``--ckpt-format torch_dist``.
 
     A checkpoint of step 0 is written as a ``release`` of Megatron: a job starts with its weights at iteration 0.
@@ -176,9 +181,14 @@ def without_states(step: int, trained: Mapping[str, Any]) -> list[str]:
 
 
 def _write(
-    out: DcpWriter, checkpoint: Checkpoint, name: str, held: Mapping[str, TensorInfo], trained: bool, verify: str,
+    out: DcpWriter,
+    checkpoint: Checkpoint,
+    name: str,
+    held: Mapping[str, TensorInfo],
+    trained: bool,
+    verify: str,
     progress: OnBytes,
-) -> list[TensorInfo]:  # fmt: skip
+) -> list[TensorInfo]:
     """Write weight, master and states of a parameter, and equal tensors only once. Return the written tensors."""
     weight, master = held.get(WEIGHT), held.get(MASTER)
     states = {state: (info, keys_of(name, state)) for state, info in held.items()}

@@ -53,9 +53,8 @@ class _Piece:
 
 
 def export_fsdp(
-    checkpoint: Checkpoint, folder: Path, *, shard_bytes: int = 5 << 30, verify: str = "off",
-    progress: OnBytes = lambda _: None,
-) -> ExportedMegatron:  # fmt: skip
+    checkpoint: Checkpoint, folder: Path, *, shard_bytes: int = 5 << 30, verify: str = "off", progress: OnBytes = lambda _: None
+) -> ExportedMegatron:
     """Write a folder that Megatron's ``--load`` accepts with ``--use-megatron-fsdp --ckpt-format fsdp_dtensor``.
 
     Arguments and errors: as for ``export`` in ``dist_writer.py``. It is also a MismatchError if the model has experts, or an
@@ -100,9 +99,14 @@ def _weight(held: Mapping[str, TensorInfo]) -> TensorInfo:
 
 
 def _tensors(
-    out: DcpWriter, checkpoint: Checkpoint, name: str, held: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int, ...]],
-    verify: str, progress: OnBytes,
-) -> list[TensorInfo]:  # fmt: skip
+    out: DcpWriter,
+    checkpoint: Checkpoint,
+    name: str,
+    held: Mapping[str, TensorInfo],
+    shapes: Mapping[str, tuple[int, ...]],
+    verify: str,
+    progress: OnBytes,
+) -> list[TensorInfo]:
     """Write weight and states of a parameter, in pieces. Return the tensors that were written."""
     states = {WEIGHT: _weight(held), **{state: info for state, info in held.items() if state not in (WEIGHT, MASTER)}}
     for piece in _pieces(name, shapes):

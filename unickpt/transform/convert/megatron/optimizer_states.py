@@ -187,9 +187,11 @@ def _searched(
 
 
 def _assigned(
-    naming: Sequence[Sequence[str]], by_key: Mapping[str, RankParameter], members: Sequence[Sequence[_Numbered]],
+    naming: Sequence[Sequence[str]],
+    by_key: Mapping[str, RankParameter],
+    members: Sequence[Sequence[_Numbered]],
     masters: Sequence[Sequence[Located]],
-) -> list[ParameterStates]:  # fmt: skip
+) -> list[ParameterStates]:
     """Return the states of each parameter under an assignment of keys. Raises NoOrderError if something contradicts it."""
     found = []
     for at, (keys, group) in enumerate(zip(naming, members, strict=True)):

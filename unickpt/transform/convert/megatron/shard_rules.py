@@ -48,12 +48,10 @@ _RULES: tuple[tuple[str, int | None], ...] = (
     (r"mlp\.router\.(?:weight|bias|expert_bias|local_tokens_per_expert|global_tokens_per_expert)", _WHOLE),
     (rf"(?:enorm|hnorm)\.{_NORM}", _WHOLE),
     (r"eh_proj\.weight", _COLUMN),
-)  # fmt: skip
+)
 _COMPILED = tuple((re.compile(pattern), axis) for pattern, axis in _RULES)
 # Multi-latent attention: divided in one layer spec and replicated in another; the global size decides.
-_DOWN = {
-    "self_attention.linear_q_down_proj.weight": "query", "self_attention.linear_kv_down_proj.weight": "latent",
-}  # fmt: skip
+_DOWN = {"self_attention.linear_q_down_proj.weight": "query", "self_attention.linear_kv_down_proj.weight": "latent"}
 _RENAMED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 _INNER = re.compile(r"^(?:transformer_layer|mtp_model_layer)\.(.+)$")  # module wrapped by a layer of multi-token prediction
 

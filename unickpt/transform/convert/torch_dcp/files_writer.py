@@ -113,9 +113,14 @@ class DcpWriter:
 
 
 def write_tensor(
-    out: DcpWriter, path: tuple[str, ...], checkpoint: Checkpoint, info: TensorInfo, *, verify: str,
+    out: DcpWriter,
+    path: tuple[str, ...],
+    checkpoint: Checkpoint,
+    info: TensorInfo,
+    *,
+    verify: str,
     progress: Callable[[int], None],
-) -> None:  # fmt: skip
+) -> None:
     """Write a tensor block by block.
 
     Args:

@@ -41,9 +41,13 @@ class ExportedDcp:
 
 
 def export_dcp(
-    checkpoint: Checkpoint, folder: Path, *, shard_bytes: int = 5 << 30, verify: str = "off",
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    shard_bytes: int = 5 << 30,
+    verify: str = "off",
     progress: Callable[[int], None] = lambda _: None,
-) -> ExportedDcp:  # fmt: skip
+) -> ExportedDcp:
     """Write a folder that ``torch.distributed.checkpoint.load`` reads, with weights, masters and states.
 
     Args:
