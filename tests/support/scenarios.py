@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.support.turns import forget_garbage
+
 Scenario = Callable[[Path], None]
 Scenarios = Mapping[str, tuple[tuple[int, ...], Scenario]]  # name -> world sizes and function
 
@@ -49,6 +51,7 @@ def run(scenarios: Scenarios, folder: Path, only: set[str]) -> None:
         found: list[str | None] = [None] * world
         dist.all_gather_object(found, failure)
         outcome[name] = {r: text for r, text in enumerate(found) if text is not None}
+        forget_garbage()
     if rank == 0:
         (folder / f"w{world}.json").write_text(json.dumps(outcome))
         (folder / f"w{world}-skipped.json").write_text(json.dumps(skipped))

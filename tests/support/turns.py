@@ -45,6 +45,16 @@ def in_turn(jobs: Iterable[tuple[int, Job]]) -> None:
         store.wait([f"next/{number}"])
 
 
+def forget_garbage() -> None:
+    """Keep collections short in a process that makes one engine after the other.
+
+    Frameworks collect all garbage for each engine, and what earlier engines leave in their globals makes that longer each time.
+    What is alive now is not looked at again, as before the fork.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def _in_a_fork(job: Job, world: int, port: str) -> None:
     """Run a job in a child process, which ends with this one. Raises SystemExit if the job fails."""
     gc.freeze()  # frameworks collect garbage all the time, in jobs that have hardly any

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.optimization import Adafactor  # before ranks fork
 
 from tests.jobs.deepspeed.truth import optimizer_of
 
@@ -65,8 +66,6 @@ def _blocks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def adafactor(params: Any) -> Any:
-    from transformers.optimization import Adafactor
-
     return Adafactor(params, lr=1e-2, relative_step=False, scale_parameter=False, beta1=0.9)
 
 

@@ -32,7 +32,7 @@ from tests.jobs.deepspeed.jobs import in_a_group
 from tests.jobs.deepspeed.truth import comparable, differences
 from tests.jobs.pairs import STEPS, Layout
 from tests.support import deepspeed_imports  # noqa: F401
-from tests.support.turns import in_turn
+from tests.support.turns import forget_garbage, in_turn
 from unickpt.testing.launch import leave
 
 JOBS: dict[str, Any] = {
@@ -55,6 +55,8 @@ def save_all(jobs: Any, folder: Path, steps: tuple[int, int], layouts: list[Layo
             torch.save(truth, folder / f"{layout.name}.truth")
             (folder / f"{layout.name}.json").write_text(json.dumps({"losses": before + after}))
         engine.destroy()
+        del engine
+        forget_garbage()
 
 
 def load_all(jobs: Any, folder: Path, steps: int, targets: list[tuple[Layout, list[Layout]]]) -> None:
@@ -79,6 +81,8 @@ def load_all(jobs: Any, folder: Path, steps: int, targets: list[tuple[Layout, li
         if dist.get_rank() == 0:
             (folder / f"results-{layout.name}.json").write_text(json.dumps(results))
         engine.destroy()
+        del engine
+        forget_garbage()
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from megatron_unickpt.testing.layouts import Layout, worlds
 from megatron_unickpt.testing.truth import consolidated, differences, in_a_group
 from tests.jobs.megatron.moved import moved_losses
 from tests.jobs.pairs import Pairs
-from tests.support.turns import in_turn
+from tests.support.turns import forget_garbage, in_turn
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 # torch 2.13 keeps three threads of a gloo group for each job that has trained, with experts of several groups: after 40 jobs
@@ -84,13 +84,17 @@ def _group_differences(expected: list[dict[str, Any]], found: list[dict[str, Any
 def save_all(folder: Path, pairs: Pairs) -> None:
     for layout in dict.fromkeys(a for a, _ in pairs if a.world == dist.get_world_size()):
         save_one(folder, layout)
+        forget_garbage()
 
 
 def load_some(folder: Path, pairs: Pairs, first: int) -> None:
     """Load the pairs whose target has this world size, beginning with the one numbered ``first``: those of one process."""
     world = dist.get_world_size()
     mine = list(enumerate(targets(pairs, world), start=20))[first:][:PAIRS_OF_A_PROCESS]
-    results = [load_one(folder, *pair, seed) for seed, pair in mine]
+    results = []
+    for seed, pair in mine:
+        results.append(load_one(folder, *pair, seed))
+        forget_garbage()
     if dist.get_rank() == 0:
         (folder / f"results-w{world}-{first}.json").write_text(json.dumps(results))
 
