@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("megatron.core")
@@ -75,3 +77,15 @@ def test_a_form_that_is_not_known_is_refused() -> None:
     found = found_for(request(0, 1, own="opaque"), stored(["a", "b"], {"tensor": 2}), {"tensor": 1}, PLACE)
     assert found.refused
     assert "form of generators" in found.reason
+
+
+def test_generators_of_python_and_numpy_are_seeded_in_their_own_form() -> None:
+    own = {"python": random.Random(1).getstate(), "numpy": np.random.RandomState(1).get_state(legacy=True)}
+    found = found_for(request(0, 1), stored([own, own], {"tensor": 2}), {"tensor": 1}, PLACE)
+    assert found.outcome == "re-seeded"
+    drawn, before = random.Random(), random.Random(1)
+    drawn.setstate(found.value["python"])
+    assert drawn.random() != before.random()
+    array = np.random.RandomState()
+    array.set_state(found.value["numpy"])
+    assert array.random_sample() != np.random.RandomState(1).random_sample()
