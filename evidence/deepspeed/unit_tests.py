@@ -206,11 +206,14 @@ def page(rows: dict[str, Any], limit: float, tree: Path, files: list[str] | None
     lines += [f"| all | {' | '.join(map(str, sums))} |", "", "## Pass stock and fail with the key", ""]
     done = ("passed", "not reached")
     failing = [(n, t) for _, ours, _ in rows.values() for n, t in ours.items() if t["outcome"] not in done]
+    by_reason: dict[str, list[str]] = {}
     for name, test in failing:
         reason = next((text for part, text in REASONS.items() if part in name), "reason not known")
-        lines.append(f"- `{_shown(name)}`: {reason} ({test['outcome']}: `{_first(test)}`)")
-    lines += [] if failing else ["None."]
-    lines += ["", "## Pass with the key and leave no unickpt checkpoint", ""]
+        by_reason.setdefault(reason, []).append(f"- `{_shown(name)}` ({test['outcome']}: `{_first(test)}`)")
+    for reason, tests in by_reason.items():
+        lines += [f"Each of these {reason}:", "", *tests, ""]
+    lines += [] if failing else ["None.", ""]
+    lines += ["## Pass with the key and leave no unickpt checkpoint", ""]
     for file, (_, ours, _) in rows.items():
         names = [name for name, test in ours.items() if test["outcome"] == "passed" and not test["universal"]]
         lines += [f"- `{file}` ({len(names)}): {WITHOUT.get(file) or _why_none(tree / UNIT, file, names)}"] if names else []
