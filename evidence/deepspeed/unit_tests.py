@@ -208,7 +208,7 @@ def page(rows: dict[str, Any], limit: float, tree: Path, files: list[str] | None
     failing = [(n, t) for _, ours, _ in rows.values() for n, t in ours.items() if t["outcome"] not in done]
     by_reason: dict[str, list[str]] = {}
     for name, test in failing:
-        reason = next((text for part, text in REASONS.items() if part in name), "reason not known")
+        reason = next((text for part, text in REASONS.items() if part in name), "fails for an unknown reason")
         by_reason.setdefault(reason, []).append(f"- `{_shown(name)}` ({test['outcome']}: `{_first(test)}`)")
     for reason, tests in by_reason.items():
         lines += [f"Each of these {reason}:", "", *tests, ""]
