@@ -16,18 +16,14 @@ import torch
 from ds_unickpt.held_state.first_step import STEP
 from ds_unickpt.held_state.names import ModuleNames
 from ds_unickpt.held_state.partitions import Partition, states_of
-from ds_unickpt.placing.fallbacks import ODD_SETTINGS
-from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.checksums import digest
-from unickpt.checkpoint.format.dtypes import name_of, torch_dtype
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup
+from unickpt.checkpoint.state.optimizer_record import encoded, of_parameters
 
 # Switches of the implementation and DeepSpeed's own bookkeeping. They are not restored.
 NOT_HYPERPARAMETERS = frozenset(
     {"params", "foreach", "fused", "capturable", "differentiable", "name", "moe", "_ds_source_param_group_id"}
 )
-
-Kinds = dict[str, tuple[str, tuple[int, ...], str]]  # see ``ParameterGroup.tensors``
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +68,14 @@ def record_of(partitions: Sequence[Partition], names: ModuleNames, base: torch.o
     scalars: dict[str, tuple[ParameterGroup, list[str]]] = {}
     for part in partitions:
         listed = [names.name(p) for p in part.parameters]
-        groups.setdefault(id(part.group), (_encoded(_settings(part.group)), []))[1].extend(listed)
+        groups.setdefault(id(part.group), (encoded(_settings(part.group)), []))[1].extend(listed)
         values = _scalars(part, base, kinds)
         repeated = (STEP,) if STEP in part.group and STEP not in values else ()
         # readers of before ``repeated`` take the group's step from here
-        group = _encoded(values | {key: part.group[key] for key in repeated}, repeated)
+        group = encoded(values | {key: part.group[key] for key in repeated}, repeated=repeated)
         scalars.setdefault(group.identity(), (group, []))[1].extend(listed)
-    return OptimizerRecord(
-        type(base).__name__,
-        tuple(_of(group, listed) for group, listed in groups.values()),
-        tuple(_of(group, listed) for group, listed in scalars.values() if group.hyperparameters),
-    )
-
-
-def _of(group: ParameterGroup, parameters: list[str]) -> ParameterGroup:
-    return ParameterGroup(group.hyperparameters, tuple(dict.fromkeys(parameters)), group.tensors, group.repeated)
+    named = (found for found in scalars.values() if found[0].hyperparameters)
+    return OptimizerRecord(type(base).__name__, of_parameters(groups.values()), of_parameters(named))
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,30 +88,6 @@ def _scalars(part: Partition, base: torch.optim.Optimizer, kinds: ElementStates)
     if part.stepped_by is not None and isinstance(found.get(STEP), torch.Tensor):
         found[STEP] = int(found[STEP])  # as the engine's own optimizer keeps it
     return found
-
-
-def _encoded(values: Mapping[str, Any], repeated: tuple[str, ...] = ()) -> ParameterGroup:
-    """Encode one-element tensors, such as capturable learning rates and steps, as numbers with dtype, shape and device."""
-    single = {k: v for k, v in values.items() if isinstance(v, torch.Tensor) and v.numel() == 1}
-    encoded = objects.encode({k: v.item() if k in single else v for k, v in values.items()}, prefix="optimizer")
-    if encoded.tensors or encoded.opaque:
-        raise ODD_SETTINGS.error(f"hyperparameters hold values that are not plain: {encoded.opaque or list(encoded.tensors)}")
-    tensors: Kinds = {k: (name_of(v.dtype), tuple(v.shape), v.device.type) for k, v in single.items()}
-    return ParameterGroup(encoded.value, (), tensors, repeated)
-
-
-def decoded(group: ParameterGroup, *, where: str, device: torch.device) -> dict[str, Any]:
-    """Return the values of a group with their original types. Tensors that were on a device go to ``device``.
-
-    Raises:
-        FormatError: a value is malformed.
-    """
-    values: dict[str, Any] = dict(objects.decode(group.hyperparameters, tensors={}, where=where).value)
-    for key, (dtype, shape, place) in (group.tensors or {}).items():
-        if key in values:
-            on = torch.device("cpu") if place == "cpu" else device
-            values[key] = torch.tensor(values[key], dtype=torch_dtype(dtype), device=on).reshape(shape)
-    return values
 
 
 # ---------------------------------------------------------------- scalars of one rank
@@ -148,8 +113,8 @@ class RankScalars:
         groups = {id(part.group): part.group for part in partitions}
         return cls(
             layout_of(partitions, names, base),
-            tuple(_encoded(_scalars(part, base, kinds)) for part in partitions),
-            tuple(_encoded(_settings(group)) for group in groups.values()),
+            tuple(encoded(_scalars(part, base, kinds)) for part in partitions),
+            tuple(encoded(_settings(group)) for group in groups.values()),
         )
 
     @classmethod

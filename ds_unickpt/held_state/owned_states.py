@@ -28,6 +28,7 @@ from ds_unickpt.held_state.partitions import Partition, states_of
 from ds_unickpt.placing.placement import Placement
 from ds_unickpt.placing.slices import Slices
 from unickpt.base.errors import MismatchError
+from unickpt.base.listing import some
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 
@@ -177,7 +178,8 @@ class OwnedStates:
         found = self.checkpoint.shared_object(f"{STATES}{key}", allow_pickle=self.allow_pickle)
         if found.left_out:
             raise MismatchError(
-                f"{self.checkpoint.storage}: optimizer states of {self._first(part)} are pickles: {'; '.join(found.left_out)}. "
+                f"{self.checkpoint.storage}: optimizer states of {self._first(part)} are pickles: "
+                f"{some(found.left_out, separator='; ')}. "
                 'Nothing is loaded. "allow_pickle" loads them, only from a checkpoint that you trust.'
             )
         return {kind: _on(values, part.master.device) for kind, values in found.value.items()}

@@ -10,22 +10,13 @@ from dataclasses import dataclass, field
 
 from ds_unickpt.held_state.first_step import STEP, FirstStates
 from unickpt.base.listing import some
+from unickpt.checkpoint.state.optimizer_record import family_of
 
 ALL = "all states"
-_FAMILIES = {"adamw": "adam"}
-_DECORATIONS = ("deepspeedcpu", "fused", "zenflow", "cpu")
 _SAME_MEANING: Mapping[str, frozenset[str]] = {  # families whose state of this key is the same mean of the gradients
     "exp_avg": frozenset(("adam", "nadam", "radam", "adamax", "lamb")),
     "exp_avg_sq": frozenset(("adam", "nadam", "radam", "lamb")),
 }
-
-
-def family_of(name: str) -> str:
-    """Return the family of an optimizer class. A family has the same states: Adam, AdamW, FusedAdam, DeepSpeedCPUAdam, ..."""
-    plain = name.lower()
-    for decoration in _DECORATIONS:
-        plain = plain.removeprefix(decoration)
-    return _FAMILIES.get(plain, plain)
 
 
 def shared_states(saved: str, own: str) -> frozenset[str]:

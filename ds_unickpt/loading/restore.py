@@ -41,7 +41,7 @@ from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.topology import describe
 from unickpt.checkpoint.load.checkpoint import Checkpoint, Planned
 from unickpt.checkpoint.load.report import LoadReport
-from unickpt.transform.dialects.translated_checkpoint import translated_from
+from unickpt.transform.dialects.translated_checkpoint import heading_of
 
 logger = logging.getLogger("unickpt")
 
@@ -88,12 +88,7 @@ class EngineRestore:
         self.placed = partitions.placement(engine, self.names.experts.values(), values)
         self.parts = partitions.partitions(engine, self.placed)
         self.base = internals.base_optimizer(engine)
-        source = checkpoint.manifest.writer
-        self.report = LoadReport(
-            source=f"{checkpoint.storage} (step {checkpoint.manifest.step}, {source.framework} "
-            f"{source.framework_version}, {describe(source.topology)}{translated_from(checkpoint)})",
-            target=describe(topology(engine, self.names, self.placed)),
-        )
+        self.report = LoadReport(heading_of(checkpoint), describe(topology(engine, self.names, self.placed)))
         self.report.notes = list(checkpoint.manifest.notes)
         padded = vocabulary.PaddedRows.of(checkpoint, engine, self.names)
         self.matching = Matching(checkpoint, self.names, self.names.volatile, padded, wanted.strict, self.report)

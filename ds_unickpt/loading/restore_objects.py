@@ -81,9 +81,8 @@ class RestoredObjects:
         """Read the state of the job, of this rank, and of the ranks whose generators it may use."""
         decoded = self.checkpoint.objects(allow_pickle=self.options.allow_pickle)
         self._saved = decoded.value
-        for line in decoded.left_out:
-            path, reason = line.split(":", 1)
-            self.report.add(path, "object", "left out", reason.strip())
+        for each in decoded.left_out:
+            self._object(each.path, "left out", each.reason)
         self._notes = list(self.checkpoint.job_notes) if isinstance(self.checkpoint, TranslatedCheckpoint) else []
         self.report.entries += [note for note in self._notes if note.outcome == "left out"]
         self._of_stages = self._extra_states_of_stages()

@@ -34,6 +34,7 @@ from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import ParameterGroup
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
+from unickpt.checkpoint.state.optimizer_record import LEFT_OUT, not_stored
 
 IN_A_MEAN = "used in the mean of the tensor-parallel ranks' values"
 _HINT = (
@@ -319,6 +320,8 @@ class RestoredOptimizer:
         parts = {id(part.group): part for part in reversed(self.parts)}
         for key, (number, listed) in self._groups.items():
             sources = self.saved.groups_of(listed)
+            for name in not_stored(sources):
+                self.report.add(f"param_groups[{number}].{name}", "hyperparameter", "left out", LEFT_OUT)
             if own is not None and len(own.groups) == len(self._groups):
                 sources = [own.groups[number]]
             self._set_group(number, parts[key], sources)

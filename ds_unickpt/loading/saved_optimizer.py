@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from ds_unickpt.held_state.first_step import STEP
-from ds_unickpt.held_state.optimizer_record import NOT_HYPERPARAMETERS, decoded
+from ds_unickpt.held_state.optimizer_record import NOT_HYPERPARAMETERS
 from ds_unickpt.held_state.partitions import Partition
-from ds_unickpt.loading.missing_states import family_of, shared_states
+from ds_unickpt.loading.missing_states import shared_states
 from unickpt.base.listing import some
 from unickpt.checkpoint.format.manifest import ParameterGroup
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import LoadReport
+from unickpt.checkpoint.state.optimizer_record import decoded, family_of
 
 
 class SavedOptimizer:

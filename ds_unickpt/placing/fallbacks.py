@@ -243,13 +243,12 @@ UNKNOWN_BUFFERS = Fallback(
     "buffers of an optimizer wrapper that do not have the known layout, as in a new DeepSpeed release",
     "a wrong description would be a wrong checkpoint",
 )
-ODD_SETTINGS = Fallback("settings of a parameter group that are not plain values", "they cannot be stored by parameter name")
 
 FALLBACKS = (
     AUTOTP_COMBINED, AUTOTP_EXPERTS, TENSOR_PARALLEL, TENSORS_ON_A_MESH, TENSORS_AND_SEQUENCES, MPU_CONTRADICTS,
     TENSOR_LAYOUT, MPU_LAYOUT,
     EXPERTS_ON_A_MESH, NESTED_EXPERTS, AUTO_EXPERTS, EXPERT_PARAMETERS, NODE_LOCAL, QUANTIZED, ZENFLOW,
-    SUPER_OFFLOAD, UNKNOWN_WRAPPER, UNKNOWN_BUFFERS, ODD_SETTINGS,
+    SUPER_OFFLOAD, UNKNOWN_WRAPPER, UNKNOWN_BUFFERS,
 )  # fmt: skip
 
 

@@ -13,10 +13,9 @@ from functools import cached_property
 from unickpt.base.listing import some
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord
+from unickpt.checkpoint.state.optimizer_record import family_of
 
 ERROR = "error"  # value of the option missing_state
-_DECORATIONS = ("hybrid", "cpu", "fused")
-_FAMILIES = {"adamw": "adam"}
 
 
 class Fit(enum.Enum):
@@ -99,14 +98,6 @@ class States:
         if any(isinstance(step, (int, float)) and step > 0 for step in steps):
             return False
         return self._step == 0 or not self._own or family_of(self._record.name) == family_of(self._own)
-
-
-def family_of(name: str) -> str:
-    """Return the family of an optimizer class. A family has the same states: Adam, AdamW, FusedAdam, CPUAdam."""
-    plain = name.lower()
-    for decoration in _DECORATIONS:
-        plain = plain.removeprefix(decoration)
-    return _FAMILIES.get(plain, plain)
 
 
 def refusal(absent: Mapping[Lack, set[tuple[str, str]]], saved_with: str, stored: Iterable[str]) -> str:

@@ -26,14 +26,14 @@ from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord
-from unickpt.checkpoint.format.topology import describe
 from unickpt.checkpoint.load.checkpoint import Checkpoint, Planned
 from unickpt.checkpoint.load.report import LoadReport, Outcome
 from unickpt.checkpoint.load.vocabulary import Rows, Vocabulary, rows_of
 from unickpt.checkpoint.state.filling import OBJECT, Filling
+from unickpt.checkpoint.state.optimizer_record import LEFT_OUT, not_stored
 from unickpt.transform.convert.megatron.keys import VOCABULARY_TENSORS
 from unickpt.transform.dialects.model_facts import Model
-from unickpt.transform.dialects.translated_checkpoint import TranslatedCheckpoint, translated_from
+from unickpt.transform.dialects.translated_checkpoint import TranslatedCheckpoint, heading_of
 
 OUTPUT_BIAS = "output_layer.bias"
 
@@ -66,12 +66,7 @@ class Restore:
     fresh: dict[Lack, set[tuple[str, str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        source = self.checkpoint.manifest.writer
-        self.report.source = (
-            f"{self.checkpoint.storage} (step {self.checkpoint.manifest.step}, {source.framework} "
-            f"{source.framework_version}, {describe(source.topology)}"
-            f"{translated_from(self.checkpoint)})"
-        )
+        self.report.source = heading_of(self.checkpoint)
         self._filling = Filling(self.checkpoint, self.report)
         self._states = States(self.record, self.checkpoint.manifest.step, stored_tensors(self.checkpoint), self.own)
         self._zeros: list[torch.Tensor] = []
@@ -245,9 +240,8 @@ class Restore:
     def common(self) -> Any:
         """Return Megatron's common state dict, and report the values that could not be stored as plain values."""
         decoded = self.checkpoint.objects(allow_pickle=self.allow_pickle)
-        for line in decoded.left_out:
-            path, _, reason = line.partition(":")
-            self.report.add(path, OBJECT, "left out", reason.strip())
+        for each in decoded.left_out:
+            self.report.add(each.path, OBJECT, "left out", each.reason)
         if isinstance(self.checkpoint, TranslatedCheckpoint):
             self.report.entries += self.checkpoint.job_notes
         return decoded.value.get(COMMON) or {}
@@ -273,7 +267,7 @@ class Restore:
             decoded = self.checkpoint.shared_object(item.unique_key, allow_pickle=self.allow_pickle)
             found[item.unique_key] = sharded_tensors.object_of(decoded.value)
             if decoded.left_out:
-                self.report.add(item.unique_key, OBJECT, "left out", "; ".join(decoded.left_out))
+                self.report.add(item.unique_key, OBJECT, "left out", "; ".join(map(str, decoded.left_out)))
             else:
                 self.report.add(item.unique_key, OBJECT, "restored")
         return found
@@ -297,7 +291,7 @@ class Restore:
 
         def read(name: str) -> Any:
             decoded = self.checkpoint.shared_object(name, allow_pickle=self.allow_pickle)
-            left_out.extend(decoded.left_out if name == item.unique_key else ())
+            left_out.extend(map(str, decoded.left_out) if name == item.unique_key else ())
             return decoded.value
 
         stored = generators.StoredGenerators(self._names_of(item.key), read, self.checkpoint.manifest.writer.topology)
@@ -337,6 +331,8 @@ class Restore:
                 self.report.add("optimizer", OBJECT, "left out", "the checkpoint has no hyperparameters")
             else:
                 self.report.add("optimizer", OBJECT, "restored", "hyperparameters and step, by parameter")
+                for key in not_stored(part.record.groups):
+                    self.report.add(f"param_groups.{key}", "hyperparameter", "left out", LEFT_OUT)
 
 
 def _fits(item: ShardedTensor, info: TensorInfo) -> bool:

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from megatron_unickpt.framework import optimizer_internals as internals
 from megatron_unickpt.framework.optimizer_internals import HeldRange, Leaf
-from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup
+from unickpt.checkpoint.state.optimizer_record import decoded, encoded, of_parameters
 from unickpt.transform.convert.megatron import keys
 
 
@@ -67,30 +65,19 @@ def record_of(part: OptimizerPart, *, alone: bool = True) -> OptimizerRecord | N
                 continue
             names = tuple(dict.fromkeys(n for held in members for n in part.names[id(held.parameter)]))
             values = {key: value for key, value in group.items() if key not in ("params", "step")}
-            groups.append(ParameterGroup(_plain(values), names))
-            by_value: dict[str, tuple[dict[str, Any], list[str]]] = {}
+            groups.append(encoded(values, names, typed=False))
+            by_value: dict[str, tuple[ParameterGroup, list[str]]] = {}
             for held in members:
                 found = {**held.scalars}
                 if "step" not in found and "step" in group:
                     found["step"] = group["step"]
-                encoded = _plain(found)
-                if encoded:
-                    by_value.setdefault(repr(encoded), (encoded, []))[1].extend(part.names[id(held.parameter)])
-            scalars += [ParameterGroup(values, tuple(dict.fromkeys(names))) for values, names in by_value.values()]
+                scalar = encoded(found, typed=False)
+                if scalar.hyperparameters:
+                    by_value.setdefault(scalar.identity(), (scalar, []))[1].extend(part.names[id(held.parameter)])
+            scalars += of_parameters(by_value.values())
     if not part.leaves or not (alone or groups):
         return None
     return OptimizerRecord(internals.name_of(part.leaves[0]), tuple(groups), tuple(scalars), internals.stepped(part.leaves))
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return encoded values, with one-element tensors as numbers. Values that cannot be encoded are left out."""
-    numbers = {k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in values.items()}
-    plain = {}
-    for key, value in numbers.items():
-        encoded = objects.encode(value, prefix="optimizer")
-        if not encoded.tensors and not encoded.opaque:
-            plain[key] = encoded.value
-    return plain
 
 
 def restore_hyperparameters(part: OptimizerPart, leaf: Leaf) -> None:
@@ -123,8 +110,7 @@ def restore_hyperparameters(part: OptimizerPart, leaf: Leaf) -> None:
 
 
 def _set_group(group: dict[str, Any], source: ParameterGroup) -> None:
-    decoded = objects.decode(source.hyperparameters, tensors={}, where="optimizer group").value
-    for key, value in decoded.items():
+    for key, value in decoded(source, where="optimizer group").items():
         if key not in internals.SWITCHES and (key in group or key in ("max_lr", "min_lr", "lr")):
             group[key] = value
 

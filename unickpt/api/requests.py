@@ -15,7 +15,7 @@ from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format.dtypes import name_of, torch_dtype
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.objects import Decoded
-from unickpt.checkpoint.state.filling import Filling, lost_parameters, mask_of, union_of, unrequested
+from unickpt.checkpoint.state.filling import MASTER, WEIGHT, Filling, lost_parameters, mask_of, union_of, unrequested
 
 
 @dataclass
@@ -33,22 +33,25 @@ class Wanted:
     left: list[TensorInfo] = field(default_factory=list)
 
     @classmethod
-    def of(cls, filling: Filling, state: Mapping[Key, Value], group: Group) -> Wanted:
-        """Match a state dict with the tensors of a checkpoint.
+    def of(cls, filling: Filling, state: Mapping[Key, Value], group: Group, *, fresh: bool) -> Wanted:
+        """Match a state dict with the tensors of a checkpoint. ``fresh``: it may lack states of an optimizer.
 
         Raises:
             MismatchError: tensors are missing in the checkpoint, or have another shape.
             ConfigError: a key or value of the state dict has the wrong type.
         """
         wanted, storage = cls(filling), filling.checkpoint.storage
-        missing = list[str]()
+        missing, states = list[str](), False
         for key, value in state.items():
             (name, part), shard = key_of(key), as_shard(key, value, group)
             if shard is None:
                 continue
             info = filling.source(name, part)
-            if info is None:
+            if info is None and fresh and part not in (WEIGHT, MASTER):
+                filling.report.add(name, part, "re-seeded", "the checkpoint lacks it (missing_state is fresh): keeps its value")
+            elif info is None:
                 missing.append(f"{name} ({part})")
+                states = states or part not in (WEIGHT, MASTER)
             elif info.shape != shard.global_shape:
                 raise MismatchError(
                     f"{storage}: {info.name} ({info.state}) has shape {list(info.shape)} in the checkpoint and "
@@ -58,7 +61,8 @@ class Wanted:
                 wanted._add(info, shard)
                 filling.account(name, part, info, name_of(shard.data.dtype))
         if missing:
-            raise MismatchError(f"{storage}: the checkpoint has no {some(missing)}")
+            advice = '. missing_state="fresh" keeps the values of states of an optimizer that it lacks' if states else ""
+            raise MismatchError(f"{storage}: the checkpoint has no {some(missing)}{advice}")
         return wanted
 
     def _add(self, info: TensorInfo, shard: LocalShard) -> None:
@@ -105,5 +109,5 @@ class Wanted:
             report.add(info.name, info.state, "left out", "no rank requested it")
         for name in checkpoint.manifest.objects:
             report.add(name, "object", "restored")
-        for path in decoded.left_out:
-            report.add(path, "object", "left out", "stored as a pickle; allow_pickle loads it")
+        for each in decoded.left_out:
+            report.add(each.path, "object", "left out", each.reason)

@@ -146,7 +146,9 @@ def describe(state: Mapping[Key, Value], group: Group) -> Description:
         info = TensorInfo(name, part, name_of(shard.data.dtype), shard.global_shape, kind)
         found.tensors.append(info)
         if shard.box.numel:
-            found.held.append(Held(info, shard.box, shard.data, Copies(shard.copies, group.rank) if shard.copies else None))
+            found.held.append(
+                Held(info, shard.box, shard.data.detach(), Copies(shard.copies, group.rank) if shard.copies else None)
+            )
     return found
 
 

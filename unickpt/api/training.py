@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,10 @@ def save_checkpoint(
 
             shard = unickpt.LocalShard(rows, start=(4 * rank, 0), global_shape=(8, 4))
             unickpt.save_checkpoint({"layer.weight": shard}, "out/step100", step=100)
+
+        A model of ``fully_shard`` (FSDP2, HSDP), whose DTensors say which rank has what::
+
+            unickpt.save_checkpoint(model.state_dict(), "out/step100", step=100)
 
     Args:
         state: tensors to save, by name or by (name, state). A plain ``torch.Tensor`` is the same on all ranks, and each rank
@@ -161,6 +165,7 @@ def load_checkpoint(
     *,
     fall_back: bool = True,
     strict: bool = False,
+    missing_state: Literal["error", "fresh"] = "error",
     verify: str = "always",
     allow_pickle: bool = False,
     group: dist.ProcessGroup | None = None,
@@ -187,6 +192,8 @@ def load_checkpoint(
         fall_back: load the newest complete older checkpoint of a save directory if a checkpoint is damaged. All ranks load the
             same one.
         strict: raise an error if the checkpoint has parameters that no rank requests. False: one warning names them.
+        missing_state: what to do about states of an optimizer that the checkpoint lacks, such as those of a parameter that was
+            frozen when it was saved. ``error``: nothing is loaded. ``fresh``: they keep the values that they have in ``state``.
         verify: checksums to check. ``always``: of every fragment that is read. ``sampled``: of a sample of the fragments
             that are needed in part, and of all others. ``off``: only manifest, index and headers.
         allow_pickle: unpickle values that are stored as pickles. This can run code: only for checkpoints that you trust.
@@ -198,8 +205,8 @@ def load_checkpoint(
 
     Raises:
         NotACheckpointError: the directory holds no checkpoint, or no ``latest`` file names one.
-        MismatchError: the checkpoint lacks a tensor of ``state``, or the shapes differ, or with ``strict`` no rank requests a
-            parameter. Raised before data is read.
+        MismatchError: the checkpoint lacks a tensor of ``state`` (see ``missing_state``), or the shapes differ, or with
+            ``strict`` no rank requests a parameter. Raised before data is read.
         CorruptCheckpointError, FormatError: the checkpoint is damaged and no other one can be used. The contents of the
             tensors of ``state`` are then undefined.
         ConfigError: a key or value of ``state`` has the wrong type, or this process is not in the group.
@@ -214,8 +221,9 @@ def load_checkpoint(
 
     def attempt(offer: Offer, skipped: tuple[str, ...]) -> Loaded:
         return _load(
-            exchange, offer.directory, state, Group.of(group), skipped, strict=strict, verify=verify, allow_pickle=allow_pickle
-        )
+            exchange, offer.directory, state, Group.of(group), skipped, strict=strict, fresh=missing_state == "fresh",
+            verify=verify, allow_pickle=allow_pickle,
+        )  # fmt: skip
 
     def nothing(offer: Offer) -> Loaded:
         present = some(offer.present)
@@ -241,14 +249,14 @@ def _offer(candidates: Candidates, folder: str) -> Offer:
 
 def _load(
     exchange: MessageExchange, directory: str, state: Mapping[Key, Value], group: Group, skipped: tuple[str, ...], *,
-    strict: bool, verify: str, allow_pickle: bool,
+    strict: bool, fresh: bool, verify: str, allow_pickle: bool,
 ) -> Loaded:  # fmt: skip
     begin = time.monotonic()
     together = Together(exchange, directory)
     report = LoadReport(
         source=directory, target=f"a state dict on {exchange.world} {'rank' if exchange.world == 1 else 'ranks'}"
     )
-    wanted = together.step("open", lambda: Wanted.of(Filling(Checkpoint.open(directory), report), state, group))
+    wanted = together.step("open", lambda: Wanted.of(Filling(Checkpoint.open(directory), report), state, group, fresh=fresh))
     filling, checkpoint = wanted.filling, wanted.filling.checkpoint
     planned, opener = together.plan(filling.plan, identity=lambda: checkpoint.identity, share=exchange.world > 1)
     wanted.agree(exchange)

@@ -79,16 +79,18 @@ class ParameterGroup:
         tensors: dtype, shape and device type of every hyperparameter that is a one-element tensor, by key. The
             others are plain values. None if the writer did not record it.
         repeated: keys of the parameter group that also appear among the scalars of its parameters.
+        left_out: keys of values that cannot be stored.
     """
 
     hyperparameters: dict[str, JSONValue]
     parameters: tuple[str, ...]
     tensors: dict[str, tuple[str, tuple[int, ...], str]] | None = None
     repeated: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def identity(self) -> str:
         """Return a text that is equal for groups with the same values of the same types."""
-        return json.dumps([self.hyperparameters, self.tensors, self.repeated], sort_keys=True)
+        return json.dumps([self.hyperparameters, self.tensors, self.repeated, self.left_out], sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,11 +346,11 @@ class _ManifestParser:
 
     def _group(self, entry: Any) -> ParameterGroup:
         hyperparameters, parameters = self._get(entry, "hyperparameters", dict), self._strings(entry, "parameters")
-        repeated = self._strings(entry, "repeated") if "repeated" in entry else ()
+        repeated, left_out = (self._strings(entry, key) if key in entry else () for key in ("repeated", "left_out"))
         tensors = entry.get("tensors")
         if tensors is not None:
             tensors = {name: self._scalar(value) for name, value in self._get(entry, "tensors", dict).items()}
-        return ParameterGroup(hyperparameters, parameters, tensors, repeated)
+        return ParameterGroup(hyperparameters, parameters, tensors, repeated, left_out)
 
     def _scalar(self, value: Any) -> tuple[str, tuple[int, ...], str]:
         """Return dtype, shape and device type of a one-element tensor."""

@@ -45,12 +45,23 @@ class Opaque:
     type_name: str
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A value that was not decoded: its path (``a.b[0]``), and why."""
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
 @dataclass(slots=True)
 class Decoded:
     """Result of ``decode``: the value, and a description of every value in it that could not be decoded."""
 
     value: Any
-    left_out: list[str] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
 
 
 def decode(value: Any, *, tensors: Mapping[str, torch.Tensor], allow_pickle: bool = False, where: str) -> Decoded:
@@ -210,7 +221,7 @@ class _Decoder:
 
     def _left_out(self, type_name: str, reason: str) -> _LeftOutError:
         """Note a value that cannot be decoded here, and return the exception that leaves it out."""
-        self._out.left_out.append(f"{self._where()}: {reason}")
+        self._out.left_out.append(LeftOut(self._where(), reason))
         return _LeftOutError(type_name)
 
     def _tensor(self, body: Any) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from unickpt.base.listing import some
 from unickpt.checkpoint.coordination.message_exchange import Message
+from unickpt.checkpoint.format.manifest import OptimizerRecord
 
 
 def message_of(different: Sequence[tuple[str, str]], replica: tuple[int, str] | None) -> Message:
@@ -16,6 +17,19 @@ def message_of(different: Sequence[tuple[str, str]], replica: tuple[int, str] | 
     if replica is not None:
         found["replica"] = list(replica)
     return found
+
+
+def notes_on_optimizer(record: OptimizerRecord | None) -> tuple[str, ...]:
+    """Return one sentence for each key of the optimizer that cannot be stored, for the log, the manifest, and a report."""
+    lacking: dict[str, list[str]] = {}
+    for group in () if record is None else (*record.groups, *record.scalars):
+        for key in group.left_out:
+            lacking.setdefault(key, []).extend(group.parameters)
+    return tuple(
+        f"not stored of the optimizer: {key} (of {some(names)}). Its value is neither plain nor one number. A load keeps the "
+        "value that its job has."
+        for key, names in lacking.items()
+    )
 
 
 def notes_of(messages: Sequence[Message]) -> tuple[str, ...]:

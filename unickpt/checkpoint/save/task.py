@@ -256,7 +256,7 @@ class SaveTask:
             for aliases, excluded in (message["names"] for message in messages if message.get("names")):
                 part.aliases = {**aliases, **part.aliases}
                 part.excluded = tuple(dict.fromkeys((*part.excluded, *excluded)))
-            part.notes = agreement.notes_of(messages)
+            part.notes = (*agreement.notes_of(messages), *agreement.notes_on_optimizer(part.optimizer))
             self._publish(files, part, verdict)
         except CoordinationError:
             raise

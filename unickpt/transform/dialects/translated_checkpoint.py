@@ -20,6 +20,7 @@ from unickpt.checkpoint.format import objects as objects_module
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import Index, TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup
+from unickpt.checkpoint.format.topology import describe
 from unickpt.checkpoint.load.checkpoint import Checkpoint, Planned
 from unickpt.checkpoint.load.fragments import Request
 from unickpt.checkpoint.load.reader import ReadStats
@@ -145,7 +146,7 @@ class TranslatedCheckpoint(Checkpoint):
             name for name, value in self.source.manifest.objects.items() if value not in ({}, None) and name not in known
         )
         reason = f"state of {self.source.manifest.writer.framework}, which has no counterpart here"
-        return objects_module.Decoded(dict(self.job_objects), [f"{name}: {reason}" for name in others])
+        return objects_module.Decoded(dict(self.job_objects), [objects_module.LeftOut(name, reason) for name in others])
 
     def rank_objects(self, rank: int, *, allow_pickle: bool = False) -> objects_module.Decoded:
         if self.job_objects is not None:
@@ -159,11 +160,13 @@ class TranslatedCheckpoint(Checkpoint):
         return self.source.shared_object(name, allow_pickle=allow_pickle)
 
 
-def translated_from(checkpoint: Checkpoint) -> str:
-    """Return text on the translation for the heading of a load report; '' without a translation."""
-    if not isinstance(checkpoint, TranslatedCheckpoint):
-        return ""
-    return f"; {len(checkpoint.translation.pieces)} tensors translated from {checkpoint.manifest.writer.dialect}"
+def heading_of(checkpoint: Checkpoint) -> str:
+    """Return what a load report says of a checkpoint, and of its translation if there is one."""
+    manifest, writer, more = checkpoint.manifest, checkpoint.manifest.writer, ""
+    if isinstance(checkpoint, TranslatedCheckpoint):
+        more = f"; {len(checkpoint.translation.pieces)} tensors translated from {writer.dialect}"
+    saved_by = f"{writer.framework} {writer.framework_version}, {describe(writer.topology)}"
+    return f"{checkpoint.storage} (step {manifest.step}, {saved_by}{more})"
 
 
 def _is_sum(pieces: Sequence[GridPiece]) -> bool:

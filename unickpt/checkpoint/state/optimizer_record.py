@@ -1,0 +1,82 @@
+"""Hyperparameters and scalar states of an optimizer, as the manifest has them by parameter. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from unickpt.checkpoint.format import objects
+from unickpt.checkpoint.format.dtypes import name_of, torch_dtype
+from unickpt.checkpoint.format.manifest import ParameterGroup
+
+LEFT_OUT = "the job that saved it had a value that no checkpoint stores: this job keeps its own"  # for the report
+
+_DECORATIONS = ("hybrid", "deepspeedcpu", "cpu", "fused", "zenflow")
+_FAMILIES = {"adamw": "adam"}
+
+
+def encoded(
+    values: Mapping[str, Any], parameters: Iterable[str] = (), *, typed: bool = True, repeated: tuple[str, ...] = ()
+) -> ParameterGroup:  # fmt: skip
+    """Return the values of a group. A one-element tensor, such as a capturable learning rate, is stored as a number.
+
+    A value that cannot be encoded does not fail the save. It is named in ``left_out``: the save warns of it, and a load reports
+    it and keeps the job's own.
+
+    Args:
+        values: by key.
+        parameters: names of the parameters. A name counts once.
+        typed: record dtype, shape and device of the tensors. False: a load takes all values as numbers.
+        repeated: as in ``ParameterGroup``.
+    """
+    plain: dict[str, Any] = {}
+    left_out: list[str] = []
+    single = {k: v for k, v in values.items() if isinstance(v, torch.Tensor) and v.numel() == 1}
+    for key, value in values.items():
+        found = objects.encode(value.item() if key in single else value, prefix="optimizer")
+        if found.tensors or found.opaque:
+            left_out.append(key)
+        else:
+            plain[key] = found.value
+    kinds = {k: (name_of(v.dtype), tuple(v.shape), v.device.type) for k, v in single.items()} if typed else None
+    return ParameterGroup(plain, tuple(dict.fromkeys(parameters)), kinds, repeated, tuple(left_out))
+
+
+def of_parameters(found: Iterable[tuple[ParameterGroup, Iterable[str]]]) -> tuple[ParameterGroup, ...]:
+    """Return groups with the parameters that they apply to. A name counts once in a group."""
+    return tuple(replace(group, parameters=tuple(dict.fromkeys(names))) for group, names in found)
+
+
+def decoded(group: ParameterGroup, *, where: str, device: torch.device | None = None) -> dict[str, Any]:
+    """Return the values of a group.
+
+    Args:
+        group: the group.
+        where: name of the checkpoint in messages.
+        device: place of tensors that were on a device. None: all tensors become numbers.
+
+    Raises:
+        FormatError: a value is malformed.
+    """
+    values: dict[str, Any] = dict(objects.decode(group.hyperparameters, tensors={}, where=where).value)
+    for key, (dtype, shape, place) in (group.tensors or {}).items() if device is not None else ():
+        if key in values:
+            on = torch.device("cpu") if place == "cpu" else device
+            values[key] = torch.tensor(values[key], dtype=torch_dtype(dtype), device=on).reshape(shape)
+    return values
+
+
+def not_stored(groups: Iterable[ParameterGroup]) -> list[str]:
+    """Return the keys that the job that saved could not store, sorted."""
+    return sorted({key for group in groups for key in group.left_out})
+
+
+def family_of(name: str) -> str:
+    """Return the family of an optimizer class. A family has the same states: Adam, AdamW, FusedAdam, DeepSpeedCPUAdam, ..."""
+    plain = name.lower()
+    for decoration in _DECORATIONS:
+        plain = plain.removeprefix(decoration)
+    return _FAMILIES.get(plain, plain)
