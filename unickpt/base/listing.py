@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def some(names: Iterable[object], *, most: int = 8, separator: str = ", ") -> str:
+def some(names: Iterable[object], most: int = 8, *, separator: str = ", ") -> str:
     """Return the first names as text, and how many there are more."""
     every = list(names)
     more = f"{separator.rstrip(', ')} and {len(every) - most:,} more" if len(every) > most else ""

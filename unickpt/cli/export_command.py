@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.base.errors import ConfigError, FormatError, UnickptError
+from unickpt.base.listing import some
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -30,7 +31,6 @@ HF, VLLM, UNIVERSAL, DCP, TORCH_DIST, FSDP = "hf", "vllm", "deepspeed-universal"
 FOLDERS = (HF, VLLM)  # folders of a model
 MEGATRON = (TORCH_DIST, FSDP)
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_SHOWN = 8  # names in a line
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         under_names = dist_writer.as_megatron if args.to in MEGATRON else as_huggingface
         checkpoint = under_names(checkpoint, chosen=args.dialect, config=settings_of(config))
     if checkpoint.unread:
-        out.line(f"left out, because no model reads them: {_some(tuple(checkpoint.unread))}")
+        out.line(f"left out, because no model reads them: {some(checkpoint.unread)}")
     if not args.no_verify:
         total = sum(record.size_bytes for record in checkpoint.manifest.files)
         with progress_bar("verify", total) as advance:
@@ -201,21 +201,17 @@ def _huggingface(checkpoint: Checkpoint, args: argparse.Namespace, config: Path 
     for note in made.notes:
         out.line(note)
     if made.tied:
-        out.line(f"tied, left to transformers: {_some(made.tied)}")
+        out.line(f"tied, left to transformers: {some(made.tied)}")
     if made.copied:
-        out.line(f"copied from {config}: {_some(made.copied)}")
+        out.line(f"copied from {config}: {some(made.copied)}")
     if args.config is not None and made.left:
-        out.line(f"not copied, not part of a model: {_some(made.left)}")
+        out.line(f"not copied, not part of a model: {some(made.left)}")
     if made.without_config:
         out.line(
             "there is no config.json yet, which from_pretrained needs: --config FOLDER copies that of a model of the same kind"
         )
     if made.needs_code:
         out.line("config.json names Python code (auto_map), which was not copied: --with-code copies *.py")
-
-
-def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")
 
 
 def model_folder(named: Path | None, checkpoint: str) -> Path | None:

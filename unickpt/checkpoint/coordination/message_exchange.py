@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from unickpt.base.errors import CoordinationError
+from unickpt.base.listing import some
 
 logger = logging.getLogger("unickpt")
 
@@ -324,5 +325,4 @@ class MessageExchange:
         return bool(self._call(lambda store: store.check(keys)))
 
     def _missing(self, keys: dict[int, str]) -> str:
-        ranks = [rank for rank, key in keys.items() if not self._present([key])]
-        return ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+        return some((rank for rank, key in keys.items() if not self._present([key])), most=16)

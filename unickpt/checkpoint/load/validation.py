@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from unickpt.base.errors import CorruptCheckpointError, CoverageError, FormatError, UnsafePathError
+from unickpt.base.listing import some
 from unickpt.checkpoint.format import index as index_module
 from unickpt.checkpoint.format import index_codec
 from unickpt.checkpoint.format.checksums import digest
@@ -52,8 +53,7 @@ def check_files(storage: Storage, manifest: Manifest) -> None:
         elif size != record.size_bytes:
             problems.append(f"{record.path} has {size:,} bytes, expected {record.size_bytes:,}")
     if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise CorruptCheckpointError(f"{storage}: {shown}. Resume from an older checkpoint.")
+        raise CorruptCheckpointError(f"{storage}: {some(problems, separator='; ')}. Resume from an older checkpoint.")
 
 
 def read_index(storage: Storage, manifest: Manifest) -> Index:

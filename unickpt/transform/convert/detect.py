@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unickpt.base.errors import NotACheckpointError
+from unickpt.base.listing import some
 from unickpt.checkpoint.checkpoint_folder import TRACKER, iteration_name
 from unickpt.checkpoint.format.file_names import LATEST_FILE
 from unickpt.checkpoint.format.layout import DATA_FOLDER, ROWS_FOLDER
@@ -34,7 +35,6 @@ from unickpt.transform.convert.torch_dcp.reader import dcp, is_dcp
 _POINTERS = (LATEST_FILE, TRACKER, UNIVERSAL_LATEST)
 _MAX_TEXT_BYTES = 4096
 _OUR_HEADER = b'{"__metadata__":{"format":"unickpt-'  # start of the header of every safetensors file of unickpt
-_SHOWN = 8  # names in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +200,7 @@ def _named(inside: dict[str, str]) -> str:
 
 
 def _some(inside: dict[str, str]) -> str:
-    names = [f"{name} ({kind})" for name, kind in inside.items()]
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")
+    return some((f"{name} ({kind})" for name, kind in inside.items()))
 
 
 def _weights_file(folder: Path) -> Path:

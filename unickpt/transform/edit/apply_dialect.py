@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from unickpt.base.errors import LanguageError, MismatchError
+from unickpt.base.listing import some
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import ParameterGroup
@@ -19,7 +20,7 @@ from unickpt.transform.dialects.dialect import MAX_BYTES, Dialect, parse
 from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.dialects.translated_checkpoint import TranslatedCheckpoint, shapes_of, translated
 from unickpt.transform.dialects.translation import counterpart_shapes
-from unickpt.transform.edit.table import Table, TableEntry, count_of, some_of
+from unickpt.transform.edit.table import Table, TableEntry, count_of
 from unickpt.transform.edit.table_checkpoint import as_checkpoint
 
 Shapes = dict[str, tuple[int, ...]]
@@ -53,7 +54,7 @@ class Translate:
             )
         if table.excluded:
             raise MismatchError(
-                f"{table.where}: was saved without {some_of(table.excluded)}, so the rules cannot be applied to them"
+                f"{table.where}: was saved without {some(table.excluded)}, so the rules cannot be applied to them"
             )
         within = rules.name == rules.other
         outward = own == rules.name and not within
@@ -63,16 +64,16 @@ class Translate:
         stored = {name: shape for name, shape in given.items() if name not in table.aliases}
         wanted = counterpart_shapes(rules.rules, stored, sizes, outward=outward)
         if not wanted:
-            raise MismatchError(f"{table.where}: {rules.where} has no rule for any of {some_of(stored, 4)}")
+            raise MismatchError(f"{table.where}: {rules.where} has no rule for any of {some(stored, 4)}")
         aliases = self._aliases(table, rules, given, wanted, sizes, outward)
         view = translated(source, rules.rules, wanted, sizes, outward=outward)
         absent = sorted(wanted.keys() - view.translation.pieces.keys())
         if absent:
             lacks = view.translation.without.get(absent[0], [])
-            raise MismatchError(f"{table.where}: {absent[0]} also needs {some_of(lacks)}, which the checkpoint lacks")
+            raise MismatchError(f"{table.where}: {absent[0]} also needs {some(lacks)}, which the checkpoint lacks")
         rest = [name for name in view.untranslated if not within or name not in given]
         if rest:
-            raise MismatchError(f"{table.where}: {rules.where} has no counterpart for {some_of(rest)}")
+            raise MismatchError(f"{table.where}: {rules.where} has no counterpart for {some(rest)}")
         kept = set(view.untranslated)
         entries = [_entry(view, at, info) for at, info in enumerate(view.index.tensors)]
         entries += [entry for entry in table.tensors() if entry.info.name in kept]
@@ -111,7 +112,7 @@ class Translate:
 def _entry(view: TranslatedCheckpoint, position: int, info: TensorInfo) -> TableEntry:
     names = sorted({view.stored[piece.source] for piece in view.translation.pieces[info.name]})
     overrides = tuple(view.override_boxes(position)) if info.derived_from is not None else ()
-    return TableEntry(info, partial(_read, view, info), f"of {some_of(names, 3)}", overrides)
+    return TableEntry(info, partial(_read, view, info), f"of {some(names, 3)}", overrides)
 
 
 def _read(checkpoint: Checkpoint, info: TensorInfo, box: Box) -> torch.Tensor:

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from unickpt.base.errors import ConfigError, MismatchError
+from unickpt.base.listing import some
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.transform.convert.readings import Reading
 from unickpt.transform.edit.cast import is_float
-from unickpt.transform.edit.table import Table, TableEntry, TensorKey, count_of, some_of
+from unickpt.transform.edit.table import Table, TableEntry, TensorKey, count_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ def _check_same_model(first: Table, other: Table) -> None:
     more = sorted(one.keys() ^ two.keys())
     if more:
         where = first.where if more[0] in one else other.where
-        names = some_of((f"{name} ({state})" for name, state in more), 4)
+        names = some((f"{name} ({state})" for name, state in more), 4)
         raise MismatchError(f"{both} have different models: only one of them has {names} (the first is in {where})")
     for key, (shape, derived) in one.items():
         if shape != two[key][0]:

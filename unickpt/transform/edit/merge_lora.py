@@ -23,12 +23,13 @@ from typing import Any
 import torch
 
 from unickpt.base.errors import FormatError, MismatchError
+from unickpt.base.listing import some
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.transform.convert.readings import Reading
 from unickpt.transform.edit.cast import is_float
 from unickpt.transform.edit.select import NoOptimizer
-from unickpt.transform.edit.table import Table, TableEntry, by_key, count_of, some_of
+from unickpt.transform.edit.table import Table, TableEntry, by_key, count_of
 
 PREFIX = "base_model.model."
 ADAPTER_CONFIG = "adapter_config.json"
@@ -383,7 +384,7 @@ def _merge_base(base: Table, model: Table, table: Table) -> Table:
     plain = NoOptimizer().apply(base)
     unknown = [name for name, _ in own if (name, "weight") not in plain.entries and name not in plain.aliases]
     if unknown:
-        raise MismatchError(f"{base.where}: the model has no {some_of(unknown)}, which {table.where} has")
+        raise MismatchError(f"{base.where}: the model has no {some(unknown)}, which {table.where} has")
     over = {}
     for key, entry in own.items():
         target = (plain.aliases.get(key[0], key[0]), "weight")
@@ -395,7 +396,7 @@ def _merge_base(base: Table, model: Table, table: Table) -> Table:
         over[target] = replace(entry, info=replace(entry.info, name=target[0]))
     missing = [name for name in model.excluded if (plain.aliases.get(name, name), "weight") not in plain.entries]
     if missing:
-        raise MismatchError(f"{base.where}: has no {some_of(missing)}, which {table.where} was saved without")
+        raise MismatchError(f"{base.where}: has no {some(missing)}, which {table.where} was saved without")
     entries = [over.get(entry.info.key, entry) for entry in plain.tensors()]
     objects = {key: entry for key, entry in model.entries.items() if entry.info.kind == "object"}
     return replace(

@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from unickpt.base.errors import LanguageError, MismatchError
+from unickpt.base.listing import some
 from unickpt.transform.dialects.name_templates import Template
-from unickpt.transform.edit.table import Table, TableEntry, some_of
+from unickpt.transform.edit.table import Table, TableEntry
 
 _STARS = 8
 
@@ -88,4 +89,4 @@ class Selection:
 def no_match(text: str, table: Table, kind: str | None = None) -> MismatchError:
     """Return the error of a pattern that selects nothing."""
     what = sorted({entry.info.state for entry in table.tensors()} if kind == "state" else table.names_of())
-    return MismatchError(f"{table.where}: {text!r} matches no tensor; the {kind or 'name'}s are {some_of(what, 4)}")
+    return MismatchError(f"{table.where}: {text!r} matches no tensor; the {kind or 'name'}s are {some(what, 4)}")

@@ -6,9 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from unickpt.base.errors import LanguageError, MismatchError
+from unickpt.base.listing import some
 from unickpt.transform.dialects.name_templates import Template
 from unickpt.transform.edit.patterns import no_match, template_of
-from unickpt.transform.edit.table import Table, by_key, count_of, map_names, some_of
+from unickpt.transform.edit.table import Table, by_key, count_of, map_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,9 @@ def _check(new: dict[str, str], table: Table) -> None:
     of: dict[str, list[str]] = {}
     for name, other in new.items():
         of.setdefault(other, []).append(name)
-    clashes = [f"{other} (from {some_of(names, 3)})" for other, names in of.items() if len(names) > 1]
+    clashes = [f"{other} (from {some(names, 3)})" for other, names in of.items() if len(names) > 1]
     if clashes:
-        raise MismatchError(f"{table.where}: several tensors would have the same name: {some_of(clashes, 4)}")
+        raise MismatchError(f"{table.where}: several tensors would have the same name: {some(clashes, 4)}")
     objects: Collection[str] = {entry.info.name for entry in table.entries.values() if entry.info.kind == "object"}
     taken = [other for name, other in new.items() if other != name and other in objects]
     if taken:

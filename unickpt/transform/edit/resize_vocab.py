@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from unickpt.base.errors import ConfigError, LanguageError, MismatchError
+from unickpt.base.listing import some
 from unickpt.checkpoint.format.boxes import Box, cut
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.transform.convert.megatron import keys
@@ -19,7 +20,7 @@ from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.dialects.registry import dialects
 from unickpt.transform.edit.cast import cast, is_float
 from unickpt.transform.edit.patterns import Selection
-from unickpt.transform.edit.table import Table, TableEntry, count_of, some_of
+from unickpt.transform.edit.table import Table, TableEntry, count_of
 
 NewRows = Literal["mean", "zeros"]
 AXIS = "vocab"  # name of the axis in dialects and facts
@@ -60,7 +61,7 @@ class Resize:
                 raise MismatchError(f"{table.where}: {name} of shape {list(shapes[name])} has no dimension {dim}")
         counts = {shapes[name][dim] for name, dim in dims.items()}
         if len(counts) > 1:
-            listed = some_of(f"{name} {list(shape)}" for name, shape in shapes.items())
+            listed = some(f"{name} {list(shape)}" for name, shape in shapes.items())
             raise MismatchError(f"{table.where}: the tensors of the vocabulary have different numbers of rows: {listed}")
         old = counts.pop()
         if not old:
@@ -86,7 +87,7 @@ class Resize:
             entries.append(found)
         how = f"{old:,} to {new:,} rows" + (f", new rows {self.fill}, in optimizer states zeros" if new > old else "")
         after = table.with_entries(entries, writer=replace(table.writer, model=_facts(table, model, old, new, bool(self.rows))))
-        after = after.with_done(f"{count_of(len(dims), 'name')} ({some_of(sorted(dims))}), {count_of(len(resized))}: {how}")
+        after = after.with_done(f"{count_of(len(dims), 'name')} ({some(sorted(dims))}), {count_of(len(resized))}: {how}")
         return after.with_left_out(f"the last {old - new:,} rows of the vocabulary") if new < old else after
 
     def _dims(self, table: Table) -> dict[str, int]:

@@ -158,12 +158,6 @@ def count_of(number: int, what: str = "tensor") -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
-def some_of(names: Iterable[str], most: int = 8) -> str:
-    """Return the first names for a message, and the number of the others."""
-    every = list(names)
-    return ", ".join(every[:most]) + (f" and {len(every) - most:,} more" if len(every) > most else "")
-
-
 def map_names(record: OptimizerRecord, names: Callable[[str], str | None], scalars: Callable[[str], bool]) -> OptimizerRecord:
     """Return an optimizer record with other parameter names.
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from unickpt.base.arrays import Ints
 from unickpt.base.errors import MismatchError
+from unickpt.base.listing import some
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup
 from unickpt.transform.dialects.dialect import Dialect
@@ -23,7 +24,7 @@ from unickpt.transform.dialects.model_facts import Model
 from unickpt.transform.dialects.registry import growth_of
 from unickpt.transform.edit.cast import cast
 from unickpt.transform.edit.residuals import without_residuals
-from unickpt.transform.edit.table import Table, TableEntry, count_of, some_of
+from unickpt.transform.edit.table import Table, TableEntry, count_of
 from unickpt.transform.edit.transformers_names import under_memory_names
 from unickpt.transform.grow.configuration import grown_config, grown_model, refusals
 from unickpt.transform.grow.origins import origins
@@ -72,7 +73,7 @@ class Grow:
             raise NotLosslessError(table.where, [Refusal("post-norm", model.family, more=growth.refuse)])
         table = without_residuals(under_memory_names(table, model))
         if table.excluded:
-            raise MismatchError(f"{table.where}: was saved without {some_of(table.excluded)}, so the model cannot grow")
+            raise MismatchError(f"{table.where}: was saved without {some(table.excluded)}, so the model cannot grow")
         flows, refused = flows_of(growth, table.names_of())
         refused += [
             Refusal("state", f"{entry.info.name} ({entry.info.state})") for entry in table.tensors()

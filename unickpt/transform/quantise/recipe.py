@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from unickpt.base.errors import FormatError, MismatchError
+from unickpt.base.listing import some
 from unickpt.transform.quantise.modules import Unit
 from unickpt.transform.quantise.scheme import BITS, Scheme
 
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"
 PLAN_SCHEMA = 1
-_SHOWN = 8  # names in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,3 @@ def _entry(entry: Any, where: str) -> tuple[str, Scheme]:
     if not isinstance(name, str) or scheme.bits not in BITS or not whole or (scheme.group and not scheme.rounds):
         raise FormatError(f"{where}: {name}: {scheme.bits} bits in groups of {scheme.group} are not possible")
     return name, scheme
-
-
-def some(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from unickpt.base.errors import MismatchError
+from unickpt.base.listing import some
 from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.boxes import Box, cut
 from unickpt.checkpoint.format.dtypes import torch_dtype
@@ -367,18 +368,14 @@ def _note_tensors(checkpoint: Checkpoint, trained: _Trained, notes: _Notes) -> N
         notes.add(f"{', '.join(more)}: ZeRO-3 reads only {' and '.join(_MOMENTS)}")
     untrained = sorted({info.name for info in tensors if info.kind in ("parameter", "buffer")} - trained.tensors.keys())
     if untrained:
-        notes.add(f"not trained: {_some(untrained)}. DeepSpeed's universal loading does not load them; they are under 'module' "
+        notes.add(f"not trained: {some(untrained)}. DeepSpeed's universal loading does not load them; they are under 'module' "
                   f"in {MODEL_FILE}")  # fmt: skip
     changed = sorted(
         info.name for at, info in enumerate(tensors)
         if info.name in trained.tensors and info.derived_from is not None and checkpoint.override_boxes(at)
     )  # fmt: skip
     if changed:
-        notes.add(f"weights that are not the cast of their masters: {_some(changed)}. DeepSpeed casts them from the masters")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        notes.add(f"weights that are not the cast of their masters: {some(changed)}. DeepSpeed casts them from the masters")
 
 
 def _without_opaque(value: Any) -> Any:

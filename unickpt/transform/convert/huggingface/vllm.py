@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from unickpt.base.errors import FormatError, MismatchError
+from unickpt.base.listing import some
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -20,7 +21,7 @@ from unickpt.transform.convert.pickles.regular_files import read_json
 from unickpt.transform.dialects.hf_layouts import in_files
 from unickpt.transform.quantise.encoding import CastEncoding, Encoding, Packed
 from unickpt.transform.quantise.modules import layer_of, units_of
-from unickpt.transform.quantise.recipe import Recipe, planned, some, uniform
+from unickpt.transform.quantise.recipe import Recipe, planned, uniform
 from unickpt.transform.quantise.scheme import Scheme
 
 

@@ -17,6 +17,7 @@ import torch
 
 from unickpt import __version__
 from unickpt.base.errors import FormatError
+from unickpt.base.listing import some
 from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.dtypes import itemsize_bytes
 from unickpt.checkpoint.format.index import TensorInfo
@@ -199,8 +200,7 @@ class _DcpReader:
             except NotPlainError as err:
                 self.left_out.append(str(err))
         if unknown:
-            more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
-            self.left_out.append(f"{', '.join(unknown[:4])}{more}: states without a tensor of the model")
+            self.left_out.append(f"{some(unknown, most=4)}: states without a tensor of the model")
         return tensors, scalars
 
     def _values(self, root: str) -> dict[str, Any]:
