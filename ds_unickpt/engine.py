@@ -210,9 +210,8 @@ def _compare_batches(engine: Any, exchange: MessageExchange) -> None:
     """
     exchange.begin("batch")
     batch = batches.of_engine(engine)
-    gathered = exchange.gather("batch", batch.to_json())
-    found = None if gathered is None else {"batches": [other for other in gathered if other != gathered[0]]}
-    if exchange.broadcast("batch-verdict", found, notice=False)["batches"]:
+    own = batch.to_json()
+    if exchange.combined("batch", own, lambda every: {"batches": [other for other in every if other != every[0]]})["batches"]:
         raise CoordinationError(
             f"ranks have different batches; this one has {batch}. They see different checkpoints in the folder from which "
             "the job resumes."

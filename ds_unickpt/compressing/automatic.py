@@ -79,9 +79,8 @@ class Automatic:
         """
         exchange = self._exchange
         exchange.begin("compression")
-        arrived = exchange.gather("steps", {"step": int(engine.global_steps)})  # all ranks have ended the step
-        found = None if arrived is None else self._asked(engine)
-        answer = exchange.broadcast("choice", found, notice=False)
+        # all ranks have ended the step
+        answer = exchange.combined("steps", {"step": int(engine.global_steps)}, lambda _: self._asked(engine))
         if answer["failure"]:
             if exchange.rank == 0:
                 logger.warning("unickpt: compression: none: %s", answer["failure"])

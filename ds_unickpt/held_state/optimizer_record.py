@@ -17,8 +17,8 @@ from ds_unickpt.held_state.first_step import STEP
 from ds_unickpt.held_state.names import ModuleNames
 from ds_unickpt.held_state.partitions import Partition, states_of
 from unickpt.checkpoint.format.checksums import digest
-from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup
-from unickpt.checkpoint.state.optimizer_record import encoded, of_parameters
+from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, merge_groups
+from unickpt.checkpoint.state.optimizer_record import encoded
 
 # Switches of the implementation and DeepSpeed's own bookkeeping. They are not restored.
 NOT_HYPERPARAMETERS = frozenset(
@@ -64,18 +64,20 @@ def _nature(key: str, value: Any, partition: Partition) -> str:
 def record_of(partitions: Sequence[Partition], names: ModuleNames, base: torch.optim.Optimizer) -> OptimizerRecord:
     """Return hyperparameters and scalar states by parameter name."""
     kinds = classify(partitions, base)
-    groups: dict[int, tuple[ParameterGroup, list[str]]] = {}
-    scalars: dict[str, tuple[ParameterGroup, list[str]]] = {}
+    groups: dict[int, tuple[Mapping[str, Any], list[str]]] = {}
+    scalars: list[ParameterGroup] = []
     for part in partitions:
         listed = [names.name(p) for p in part.parameters]
-        groups.setdefault(id(part.group), (encoded(_settings(part.group)), []))[1].extend(listed)
+        groups.setdefault(id(part.group), (part.group, []))[1].extend(listed)
         values = _scalars(part, base, kinds)
         repeated = (STEP,) if STEP in part.group and STEP not in values else ()
         # readers of before ``repeated`` take the group's step from here
-        group = encoded(values | {key: part.group[key] for key in repeated}, repeated=repeated)
-        scalars.setdefault(group.identity(), (group, []))[1].extend(listed)
-    named = (found for found in scalars.values() if found[0].hyperparameters)
-    return OptimizerRecord(type(base).__name__, of_parameters(groups.values()), of_parameters(named))
+        scalars.append(encoded(values | {key: part.group[key] for key in repeated}, listed, repeated=repeated))
+    return OptimizerRecord(
+        type(base).__name__,
+        tuple(encoded(_settings(group), listed) for group, listed in groups.values()),
+        merge_groups(group for group in scalars if group.hyperparameters),
+    )
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,28 +49,13 @@ def _nothing() -> None:
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class _Override:
-    """Stored weights that are not the cast of their masters. They replace the cast after it is computed.
-
-    Attributes:
-        parameter: owning parameter.
-        place: region of this rank's part of the parameter.
-        common: the part of ``place.whole`` to replace.
-        data: elements of ``common``, in its shape and the stored dtype.
-    """
-
-    parameter: torch.nn.Parameter
-    place: FlatPlace
-    common: Box
-    data: torch.Tensor
-
-    def apply(self, placed: Placement) -> None:
-        held, place = partitions.held(self.parameter, placed), self.place
-        assert held is not None  # or the override was not requested
-        live = place.of(held.data) if held.live else self.parameter.detach()[place.local.slices()]
-        live = live if live.shape == place.local.shape else live.view(place.local.shape)
-        live[self.common.within(place.whole).slices()].copy_(self.data)
+def _override(parameter: torch.nn.Parameter, place: FlatPlace, common: Box, data: torch.Tensor, placed: Placement) -> None:
+    """Replace the casts of masters by stored weights that differ from them: ``common``, a part of ``place.whole``."""
+    held = partitions.held(parameter, placed)
+    assert held is not None  # or nothing was requested
+    live = place.of(held.data) if held.live else parameter.detach()[place.local.slices()]
+    live = live if live.shape == place.local.shape else live.view(place.local.shape)
+    live[common.within(place.whole).slices()].copy_(data)
 
 
 class EngineRestore:
@@ -101,7 +85,7 @@ class EngineRestore:
         means = {names[0]: names for names in self.matching.means.values()}
         self._reads = Reads(checkpoint, self.report, stored=self._stored, means=means)
         self._derived = DerivedWeights(engine, self.slices, self._reads)
-        self._overrides: list[_Override] = []
+        self._overrides: list[tuple[torch.nn.Parameter, FlatPlace, Box, torch.Tensor]] = []
         self._custom_source: dict[str, torch.Tensor] = {}
         self._offload_again: Callable[[], None] = _nothing
         self._optimizer = RestoredOptimizer(
@@ -208,7 +192,7 @@ class EngineRestore:
             return
         for place in places(part.local, part.boxes, held.lo, held.hi):
             found = self._reads.overrides(weight, place.whole)
-            self._overrides += [_Override(parameter, place, common, data) for common, data in found]
+            self._overrides += [(parameter, place, common, data) for common, data in found]
 
     def _request_others(self) -> None:
         """Request the parameters outside the optimizer, such as frozen ones, and the buffers."""
@@ -258,7 +242,7 @@ class EngineRestore:
             derived = self._derived.complete(host_peers)
             partition_updates.refresh_weights(self.engine, self.parts, host_peers, derived=derived)
             for override in self._overrides:
-                override.apply(self.placed)
+                _override(*override, self.placed)
         if self.wanted.optimizer:
             self._optimizer.apply(self._objects.of_this_rank(SCALARS))
 

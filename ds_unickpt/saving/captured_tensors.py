@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -19,27 +18,13 @@ from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.state.held import Copies, Description, Held
-from unickpt.transform.convert.deepspeed.tensor_parallel import PlacedBox
 
 _info = lru_cache(maxsize=1 << 16)(TensorInfo)  # the same at every save
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBoxes:
-    """The boxes of a rank's slice that the rank stores, and the shape of its tensor."""
-
-    local: tuple[int, ...]
-    boxes: tuple[PlacedBox, ...]
-
-    @property
-    def key(self) -> tuple[tuple[int, ...], tuple[PlacedBox, ...]]:
-        """The first arguments of ``places``."""
-        return self.local, self.boxes
-
-    @classmethod
-    def of(cls, part: Slice, *, stored: bool, across: bool = False) -> StoredBoxes:
-        """Return what a rank stores. ``stored`` and ``across`` are those of ``Partition``."""
-        return cls(part.local, (part.boxes if across else part.own) if stored else ())
+def _stored(part: Slice, lo: int, hi: int, *, stored: bool, across: bool) -> tuple[FlatPlace, ...]:
+    """Return the parts of a flat range of a rank's slice that the rank stores. ``stored``, ``across``: as in ``Partition``."""
+    return places(part.local, part.boxes if across else part.own, lo, hi) if stored else ()
 
 
 def _add(
@@ -76,15 +61,18 @@ def add_optimized(
         held = {"master": part.elements, **_tensor_states(base, part, kinds)}
         flats = {key: tensor.detach().reshape(-1) for key, tensor in held.items()}
         states = [(key, name_of(tensor.dtype), "parameter" if key == "master" else "optimizer") for key, tensor in held.items()]
-        known, stored = {}, {}
+        known = {}
         for parameter in part.parameters:
             own, name = slices.of(parameter), names.name(parameter)
             infos = {key: _info(name, key, dtype, own.shape, kind) for key, dtype, kind in states}
             infos["weight"] = _info(name, "weight", name_of(parameter.dtype), own.shape, "parameter", "master")
             known[id(parameter)] = infos
             out.tensors += infos.values()
-            stored[id(parameter)] = StoredBoxes.of(own, stored=part.stored and name not in names.elsewhere, across=part.across)
-        found = [(piece, places(*stored[id(piece.parameter)].key, piece.lo, piece.hi)) for piece in part.pieces]
+        found = []
+        for piece in part.pieces:
+            stored = part.stored and names.name(piece.parameter) not in names.elsewhere
+            own = slices.of(piece.parameter)
+            found.append((piece, _stored(own, piece.lo, piece.hi, stored=stored, across=part.across)))
         copies = {id(p): placed.copies(names.holders(names.name(p))) if part.replicated else None for p in part.parameters}
         for key, flat in flats.items():
             for held_at, (piece, where) in zip(part.own(key), found, strict=True):
@@ -123,9 +111,9 @@ def add_others(
         held = partitions.held(parameter, placed)
         if held is None:
             continue
-        place = StoredBoxes.of(part, stored=held.stored and name not in names.elsewhere, across=held.across)
+        stored = held.stored and name not in names.elsewhere
         copies = placed.copies(names.holders(name)) if held.replicated else None
-        _add(out, info, places(*place.key, held.lo, held.hi), 0, held.data, copies)
+        _add(out, info, _stored(part, held.lo, held.hi, stored=stored, across=held.across), 0, held.data, copies)
     return tuple(excluded)
 
 

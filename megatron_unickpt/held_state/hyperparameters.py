@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_unickpt.framework import optimizer_internals as internals
 from megatron_unickpt.framework.optimizer_internals import HeldRange, Leaf
-from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup
-from unickpt.checkpoint.state.optimizer_record import decoded, encoded, of_parameters
+from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, merge_groups
+from unickpt.checkpoint.state.optimizer_record import decoded, encoded
 from unickpt.transform.convert.megatron import keys
 
 
@@ -66,18 +66,12 @@ def record_of(part: OptimizerPart, *, alone: bool = True) -> OptimizerRecord | N
             names = tuple(dict.fromkeys(n for held in members for n in part.names[id(held.parameter)]))
             values = {key: value for key, value in group.items() if key not in ("params", "step")}
             groups.append(encoded(values, names, typed=False))
-            by_value: dict[str, tuple[ParameterGroup, list[str]]] = {}
-            for held in members:
-                found = {**held.scalars}
-                if "step" not in found and "step" in group:
-                    found["step"] = group["step"]
-                scalar = encoded(found, typed=False)
-                if scalar.hyperparameters:
-                    by_value.setdefault(scalar.identity(), (scalar, []))[1].extend(part.names[id(held.parameter)])
-            scalars += of_parameters(by_value.values())
+            step = {"step": group["step"]} if "step" in group else {}
+            scalars += [encoded(step | held.scalars, part.names[id(held.parameter)], typed=False) for held in members]
     if not part.leaves or not (alone or groups):
         return None
-    return OptimizerRecord(internals.name_of(part.leaves[0]), tuple(groups), tuple(scalars), internals.stepped(part.leaves))
+    counted = merge_groups(scalar for scalar in scalars if scalar.hyperparameters)
+    return OptimizerRecord(internals.name_of(part.leaves[0]), tuple(groups), counted, internals.stepped(part.leaves))
 
 
 def restore_hyperparameters(part: OptimizerPart, leaf: Leaf) -> None:

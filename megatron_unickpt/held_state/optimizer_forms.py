@@ -161,8 +161,7 @@ def record_of(checkpoint: Checkpoint) -> OptimizerRecord | None:
     if owner_of is None or len(steps) > 1 or not held:
         return None
     groups = tuple(
-        ParameterGroup(common_state.encode_plain(values), tuple(name for name in shapes if owner_of[name] == at))
-        for at, values in enumerate(held)
+        common_state.group_of(values, (name for name in shapes if owner_of[name] == at)) for at, values in enumerate(held)
     )
     scalars = tuple(ParameterGroup({"step": step}, tuple(shapes)) for step in steps)
     return OptimizerRecord(common_state.name_of_optimizer(states, held), groups, scalars, stepped=bool(shapes))

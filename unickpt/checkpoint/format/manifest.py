@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -236,13 +236,14 @@ def merge_optimizers(first: OptimizerRecord | None, others: Sequence[OptimizerRe
         return None
     return OptimizerRecord(
         name=records[0].name,
-        groups=_merge_groups([group for record in records for group in record.groups]),
-        scalars=_merge_groups([group for record in records for group in record.scalars]),
+        groups=merge_groups([group for record in records for group in record.groups]),
+        scalars=merge_groups([group for record in records for group in record.scalars]),
         stepped=next((value for value in (True, False) if any(record.stepped is value for record in records)), None),
     )
 
 
-def _merge_groups(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ...]:
+def merge_groups(groups: Iterable[ParameterGroup]) -> tuple[ParameterGroup, ...]:
+    """Return groups in which those with equal values are one. A parameter stays in the first group that has it."""
     merged: dict[str, tuple[ParameterGroup, list[str]]] = {}
     seen: set[str] = set()
     for group in groups:

@@ -355,8 +355,7 @@ class MemorySaver(Saver):
         """Return whether all ranks call this within a number of seconds."""
         exchange.timeout_s = within_s
         try:
-            gathered = exchange.gather("closing", {})
-            exchange.broadcast("closing-verdict", None if gathered is None else {}, notice=False)
+            exchange.combined("closing", {}, lambda _: {})
         except CoordinationError:
             return False
         return True

@@ -114,14 +114,14 @@ def differences(request: SaveRequest, exchange: MessageExchange) -> tuple[Failur
         CoordinationError: a rank did not arrive in time.
     """
     own = None if request.failed is None else save_failure(request.failed, exchange.rank, describing=True).to_json()
-    messages = exchange.gather("arguments", {"failure": own, "arguments": request.arguments})
-    verdict = None
-    if messages is not None:
+
+    def compared(messages: list[Message]) -> Message:
         failed = [message["failure"] for message in messages if message["failure"] is not None]
-        compared = [(rank, message["arguments"]) for rank, message in enumerate(messages) if message["failure"] is None]
-        found = (_difference(arguments, compared[0][1], rank) for rank, arguments in compared)
-        verdict = {"failures": [*failed, *(failure.to_json() for failure in found if failure is not None)]}
-    agreed = exchange.broadcast("arguments-verdict", verdict, notice=False)
+        known = [(rank, message["arguments"]) for rank, message in enumerate(messages) if message["failure"] is None]
+        found = (_difference(arguments, known[0][1], rank) for rank, arguments in known)
+        return {"failures": [*failed, *(failure.to_json() for failure in found if failure is not None)]}
+
+    agreed = exchange.combined("arguments", {"failure": own, "arguments": request.arguments}, compared)
     return tuple(map(Failure.from_json, agreed["failures"]))
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.dtypes import name_of, torch_dtype
-from unickpt.checkpoint.format.manifest import ParameterGroup
+from unickpt.checkpoint.format.manifest import ParameterGroup, merge_groups
 
 LEFT_OUT = "the job that saved it had a value that no checkpoint stores: this job keeps its own"  # for the report
 
@@ -45,9 +44,9 @@ def encoded(
     return ParameterGroup(plain, tuple(dict.fromkeys(parameters)), kinds, repeated, tuple(left_out))
 
 
-def of_parameters(found: Iterable[tuple[ParameterGroup, Iterable[str]]]) -> tuple[ParameterGroup, ...]:
-    """Return groups with the parameters that they apply to. A name counts once in a group."""
-    return tuple(replace(group, parameters=tuple(dict.fromkeys(names))) for group, names in found)
+def grouped(values: Mapping[str, Mapping[str, Any]]) -> tuple[ParameterGroup, ...]:
+    """Return the values of each parameter as groups of parameters with equal values, without the types of tensors."""
+    return merge_groups(encoded(held, (name,), typed=False) for name, held in values.items())
 
 
 def decoded(group: ParameterGroup, *, where: str, device: torch.device | None = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.rank_threads import WORLD, on_all_ranks
-from unickpt.checkpoint.coordination.rendezvous import Message, Rendezvous
+from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.state.filling import Filling, lost_parameters, mask_of, shapes_of_all, union_of, unrequested
@@ -64,8 +64,8 @@ def test_tensors_that_no_rank_requests(checkpoint: Checkpoint) -> None:
 
 
 def test_every_rank_learns_the_shapes_of_all() -> None:
-    def action(meet: Rendezvous) -> dict[str, tuple[int, ...]]:
-        return shapes_of_all({f"own{meet.rank}": (meet.rank, 2), "common": ()}, meet)
+    def action(exchange: MessageExchange) -> dict[str, tuple[int, ...]]:
+        return shapes_of_all({f"own{exchange.rank}": (exchange.rank, 2), "common": ()}, exchange)
 
     expected = {"own0": (0, 2), "common": (), "own1": (1, 2), "own2": (2, 2)}
     assert on_all_ranks(action) == [expected] * WORLD
@@ -78,10 +78,12 @@ def test_only_the_coordinator_warns_of_a_late_rank(caplog: pytest.LogCaptureFixt
         def emit(self, record: logging.LogRecord) -> None:  # noqa: ARG002 - the signature of logging
             warned.set()
 
-    def action(meet: Rendezvous) -> Message:
-        if meet.rank == WORLD - 1:
+    def action(exchange: MessageExchange) -> Message:
+        if exchange.rank == WORLD - 1:
             assert warned.wait(30)
-        return meet.combined("sum", {"rank": meet.rank}, lambda messages: {"sum": sum(each["rank"] for each in messages)})
+        return exchange.combined(
+            "sum", {"rank": exchange.rank}, lambda messages: {"sum": sum(each["rank"] for each in messages)}
+        )
 
     logger, seen = logging.getLogger("unickpt"), Seen(logging.WARNING)
     logger.addHandler(seen)

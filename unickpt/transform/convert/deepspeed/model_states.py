@@ -8,7 +8,7 @@ client state.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ import torch
 
 from unickpt import __version__
 from unickpt.base.errors import FormatError, NotACheckpointError
-from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.boxes import Box, split_flat_range
 from unickpt.checkpoint.format.index import TensorInfo
-from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, Writer
+from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, Writer, merge_groups
+from unickpt.checkpoint.state.optimizer_record import encoded
 from unickpt.transform.convert.deepspeed.files import MODEL, File, is_deepspeed, read_file
 from unickpt.transform.convert.huggingface.files import configuration
 from unickpt.transform.convert.optimizer_class import class_of_states
@@ -134,20 +134,18 @@ class SourceBuilder:
         for owner, listed in zip(owners, names, strict=True):
             joined[owner] += listed
         hyperparameters = tuple(
-            ParameterGroup(encode_scalars({k: v for k, v in group.items() if k not in _NOT_HYPERPARAMETERS}), tuple(listed))
+            group_of({k: v for k, v in group.items() if k not in _NOT_HYPERPARAMETERS}, listed)
             for group, listed in zip(groups, joined, strict=True)
         )
-        merged: dict[str, tuple[dict[str, Any], list[str]]] = {}
+        counts: list[ParameterGroup] = []
         steps = [groups[owner].get("step", states.get("base_optimizer_state_step")) for owner in owners]
         for at, listed in enumerate(per_parameter or names):
             values = {key: value for key, value in scalars[at].items() if value is not None}
             step = steps[at] if per_parameter is None else None
-            plain = encode_scalars({"step": step} | values if step is not None else values)
-            merged.setdefault(repr(sorted(plain.items())), (plain, []))[1].extend(listed)
+            counts.append(group_of({"step": step} | values if step is not None else values, listed))
         return OptimizerRecord(
-            self._optimizer_name(), hyperparameters,
-            tuple(ParameterGroup(values, tuple(listed)) for values, listed in merged.values() if values),
-        )  # fmt: skip
+            self._optimizer_name(), hyperparameters, merge_groups(group for group in counts if group.hyperparameters)
+        )
 
     def _optimizer_name(self) -> str:
         config = self.first.get("ds_config", dict, {}).get("optimizer")
@@ -358,7 +356,6 @@ def as_number(value: Any) -> Any:
     return value
 
 
-def encode_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters or scalar states in the encoding of the manifest."""
-    found: dict[str, Any] = objects.encode({key: as_number(value) for key, value in values.items()}, prefix="optimizer").value
-    return found
+def group_of(values: Mapping[str, Any], parameters: Iterable[str]) -> ParameterGroup:
+    """Return the hyperparameters or scalar states of parameters."""
+    return encoded({key: as_number(value) for key, value in values.items()}, parameters, typed=False)

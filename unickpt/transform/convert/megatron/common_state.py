@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from unickpt import __version__
-from unickpt.checkpoint.format import objects
+from unickpt.checkpoint.format.manifest import ParameterGroup
+from unickpt.checkpoint.state.optimizer_record import encoded
 from unickpt.checkpoint.format.manifest import Writer
 from unickpt.transform.convert.megatron.keys import BY_PARAMETER, CONTENT_METADATA, DIALECT
 from unickpt.transform.convert.pickles.lazy_tensor import Located
@@ -85,14 +86,9 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): value for key, value in group.items() if key not in ("params", "step")}
 
 
-def encode_plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain hyperparameters in the encoding of the manifest. Tensors and opaque values are dropped."""
-    found = {}
-    for key, value in values.items():
-        each = objects.encode(number(value), prefix="optimizer")
-        if not each.tensors and not each.opaque:
-            found[key] = each.value
-    return found
+def group_of(values: Mapping[str, Any], parameters: Iterable[str]) -> ParameterGroup:
+    """Return the plain hyperparameters of parameters."""
+    return encoded({key: number(value) for key, value in values.items()}, parameters, typed=False)
 
 
 def name_of_optimizer(states: set[str], groups: Sequence[Mapping[str, Any]]) -> str:

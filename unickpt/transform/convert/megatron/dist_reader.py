@@ -21,7 +21,7 @@ from unickpt.transform.convert.megatron.common_state import (
     arguments_of,
     content_of,
     dimensions,
-    encode_plain,
+    group_of,
     hyperparameters,
     name_of_optimizer,
     objects_of,
@@ -176,8 +176,7 @@ class _TorchDistReader:
         held = [hyperparameters(group) for group in groups]
         owner_of = self._owners(held, {name: named[name, WEIGHT].shape for name in trained})
         parameter_groups = tuple(
-            ParameterGroup(encode_plain(values), tuple(name for name in trained if owner_of.get(name) == at))
-            for at, values in enumerate(held)
+            group_of(values, (name for name in trained if owner_of.get(name) == at)) for at, values in enumerate(held)
         )
         steps = {step for optimizer in self._optimizer for step in optimizer.steps}
         if len(steps) > 1:

@@ -13,21 +13,21 @@ import mmap
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from unickpt.checkpoint.state.optimizer_record import grouped
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import TensorInfo
-from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup
+from unickpt.checkpoint.format.manifest import OptimizerRecord
 from unickpt.transform.convert.limits import bounded
 from unickpt.transform.convert.megatron.common_state import (
     arguments_of,
-    encode_plain,
     name_of_optimizer,
     objects_of,
     step_of,
@@ -205,7 +205,7 @@ class _FsdpReader:
         if not values:
             return None
         steps = {name: held.pop("step") for name, held in values.items() if "step" in held}
-        groups, counts = _grouped(values), _grouped({name: {"step": step} for name, step in steps.items()})
+        groups, counts = grouped(values), grouped({name: {"step": step} for name, step in steps.items()})
         return OptimizerRecord(name_of_optimizer({state for _, state in self._parts}, list(values.values())), groups, counts)
 
     def _common(self) -> Iterator[tuple[str, Any]]:
@@ -222,12 +222,3 @@ class _FsdpReader:
                 yield key, value
         yield from nested.items()
         self.left_out.append("rng_state: generators belong to the ranks of the job that saved them")
-
-
-def _grouped(values: Mapping[str, Mapping[str, Any]]) -> tuple[ParameterGroup, ...]:
-    """Return groups of parameters with equal values."""
-    merged: dict[str, tuple[dict[str, Any], list[str]]] = {}
-    for name, held in values.items():
-        encoded = encode_plain(held)
-        merged.setdefault(repr(sorted(encoded.items())), (encoded, []))[1].append(name)
-    return tuple(ParameterGroup(encoded, tuple(names)) for encoded, names in merged.values())

@@ -21,7 +21,7 @@ from unickpt.transform.convert.limits import bounded
 from unickpt.transform.convert.megatron.common_state import (
     GROUPS_UNKNOWN,
     OptimizerState,
-    encode_plain,
+    group_of,
     hyperparameters,
     name_of_optimizer,
     objects_of,
@@ -175,10 +175,7 @@ class _TorchFormatReader:
         states = {state for each in held for state in each.states}
         return OptimizerRecord(
             name_of_optimizer(states, values),
-            tuple(
-                ParameterGroup(encode_plain(value), tuple(dict.fromkeys(names)))
-                for value, names in zip(values, groups, strict=True)
-            ),
+            tuple(group_of(value, names) for value, names in zip(values, groups, strict=True)),
             tuple(ParameterGroup({"step": step}, tuple(dict.fromkeys(names))) for step, names in steps.items()),
         )
 

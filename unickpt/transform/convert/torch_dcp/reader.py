@@ -18,10 +18,10 @@ import torch
 from unickpt import __version__
 from unickpt.base.errors import FormatError
 from unickpt.base.listing import some
-from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.dtypes import itemsize_bytes
 from unickpt.checkpoint.format.index import TensorInfo
-from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, Writer
+from unickpt.checkpoint.format.manifest import OptimizerRecord, Writer
+from unickpt.checkpoint.state.optimizer_record import grouped
 from unickpt.transform.convert.huggingface.files import configuration
 from unickpt.transform.convert.limits import bounded
 from unickpt.transform.convert.optimizer_class import class_of_states
@@ -239,7 +239,7 @@ class _DcpReader:
         if not by_parameter and not scalars:
             return None
         return OptimizerRecord(
-            class_of_states(states), _grouped(by_parameter), _grouped({name: each for name, each in scalars.items() if each})
+            class_of_states(states), grouped(by_parameter), grouped({name: each for name, each in scalars.items() if each})
         )
 
     # ---------------------------------------------------------------- objects
@@ -270,12 +270,3 @@ class _DcpReader:
 def _plain(value: Any) -> Any:
     """Return the number in a one-element tensor; other values are returned unchanged."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
-def _grouped(values: Mapping[str, Mapping[str, Any]]) -> tuple[ParameterGroup, ...]:
-    """Return groups of parameters with equal values."""
-    merged: dict[str, tuple[dict[str, Any], list[str]]] = {}
-    for name, held in values.items():
-        encoded = objects.encode({key: _plain(value) for key, value in held.items()}, prefix="optimizer").value
-        merged.setdefault(repr(sorted(encoded.items())), (encoded, []))[1].append(name)
-    return tuple(ParameterGroup(encoded, tuple(names)) for encoded, names in merged.values())
