@@ -1,155 +1,161 @@
-"""The checkpoint engine of a job with the ``unickpt`` key, and ``save_checkpoint``. ``loading`` has the loads."""
+"""What unickpt adds to an engine of DeepSpeed. A new engine begins with each feature that its configuration asks for."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
-
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from ds_unickpt.batch import batches, steered
 from ds_unickpt.batch.config import read_options, unused_options
-from ds_unickpt.compressing import automatic, optimizer_residuals
-from ds_unickpt.compressing.compression import CompressedEngine, begin
+from ds_unickpt.checkpoint_engine import UnickptCheckpointEngine
+from ds_unickpt.compressing import automatic, compression
 from ds_unickpt.framework import internals
-from ds_unickpt.loading.beginning import Beginning
-from ds_unickpt.loops import callers
+from ds_unickpt.held_state.beginning import Beginning
 from ds_unickpt.runtime import EngineRuntime
-from ds_unickpt.saving import capture, hints
-from unickpt.base.errors import ConfigError, CoordinationError, SaveFailedError
+from unickpt.base.errors import ConfigError, CoordinationError
 from unickpt.base.logs import make_visible
 from unickpt.base.options.job import Options
-from unickpt.checkpoint.coordination.failure import FailureKind, sentence
-from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
-from unickpt.checkpoint.coordination.owners import Owners, as_json
-from unickpt.checkpoint.load.report import LoadReport
-from unickpt.checkpoint.memory.tier import MemoryTier
-from unickpt.checkpoint.save import shutdown
-from unickpt.checkpoint.save.failure import NOTHING_SAVES
-from unickpt.checkpoint.save.opening import differences
-from unickpt.checkpoint.save.requests import PendingSave, SaveRequest, SaveResult, save_options
-from unickpt.checkpoint.save.saver import Saver
-from unickpt.checkpoint.save.shards import Contribution
-from unickpt.checkpoint.storage.base import absolute, is_url, split
+from unickpt.checkpoint.coordination.owners import Owners
 from unickpt.checkpoint.storage.open import unusable_reason
-from unickpt.diagnosis import session
 
 logger = logging.getLogger("unickpt")
 
-_INSTEAD = (
-    'DeepSpeed\'s own checkpoint engine saves this job, as without the "unickpt" key. '
-    "Its checkpoints can be resumed with the same layout only."
-)
-_SAME_VALUES = (
-    "DeepSpeed's own save would write the files of each rank to another place, so it was not tried. Pass the same values on "
-    "every rank: let rank 0 make a folder or tag with a clock or a random number, and broadcast it."
-)
 
-
-@dataclass
-class TrainerSave:
-    """A call of ``Trainer._save_checkpoint`` in a job with a memory tier.
+class NewEngine:
+    """An engine that begins.
 
     Attributes:
-        run: ``output_dir``, which is the save directory of the tier.
-        collects: Trainer only writes its own files. The call to the engine is noted, and made later.
-        calls: arguments of the noted calls.
+        runtime: state of the adapter.
+        options: options of its ``unickpt`` key.
+        choosing, compressed: what the feature ``compression`` makes.
     """
 
-    run: str
-    collects: bool = False
-    calls: list[dict[str, Any]] = field(default_factory=list)
-
-
-class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """DeepSpeed's checkpoint engine of a job with the ``unickpt`` key.
-
-    Wraps the checkpoint engine that DeepSpeed selected. DeepSpeed still uses that one for the files that it writes itself
-    (``save_16bit_model``, and checkpoints of layouts that unickpt does not support).
-
-    Attributes:
-        native: wrapped checkpoint engine.
-        options: options of the ``unickpt`` key.
-        exchange: message exchange of the job's ranks.
-        saver: makes the universal saves.
-        last_save: result of the last universal save that ended; None before.
-        last_report: report of the last load; None before.
-        unsupported: why unickpt cannot save this job; '' if it can, or before the first save.
-        warned: warnings that ``warn_once`` has logged.
-        memory: checkpoints in the memory of the hosts.
-        trainer: the call of Trainer that is being made, if it decides by itself where the checkpoint goes.
-        choosing: choice of a compression by the job itself; None if the options name it.
-        owners, owner: models of this process, and the model of this engine among them.
-        beginning: small parts of the first state of the engine.
-    """
-
-    def __init__(
-        self, native: Any, options: Options, exchange: MessageExchange, memory: MemoryTier | None = None,
-        owners: Owners | None = None, label: str = "",
-    ) -> None:  # fmt: skip
-        self.native, self.options, self.exchange = native, options, exchange
-        self.owners = owners or Owners()
-        self.owner = self.owners.add(label, options.name)
-        self.name = "unickpt"
-        self.last_save: SaveResult | None = None
-        self.last_report: LoadReport | None = None
-        self.saver = Saver(save_options(options, asynchronous=options.async_save))
-        self.memory = tier_of(options) if memory is None else memory
-        self.trainer: TrainerSave | None = None
+    def __init__(self, runtime: EngineRuntime, engine: Any, options: Options) -> None:
+        self.runtime, self.options = runtime, options
         self.choosing: automatic.Automatic | None = None
-        self.beginning = Beginning()
-        self._compressed: CompressedEngine | None = None
-        self.unsupported = ""
-        self.warned: set[str] = set()
+        self.compressed: compression.CompressedEngine | None = None
+        self._engine = weakref.ref(engine)  # the end of a feature does not keep it
 
     @property
-    def compressed(self) -> CompressedEngine | None:
-        """Compression of the gradients; None without."""
-        return self._compressed if self.choosing is None else self.choosing.compressed
+    def engine(self) -> Any:
+        return self._engine()
 
-    @compressed.setter
-    def compressed(self, compressed: CompressedEngine | None) -> None:
-        self._compressed = compressed
-
-    def create(self, *args: Any, **kwargs: Any) -> Any:
-        return self.native.create(*args, **kwargs)
-
-    def save(self, *args: Any, **kwargs: Any) -> Any:
-        return self.native.save(*args, **kwargs)
-
-    def load(self, *args: Any, **kwargs: Any) -> Any:
-        return self.native.load(*args, **kwargs)
-
-    def commit(self, *args: Any, **kwargs: Any) -> Any:
-        return self.native.commit(*args, **kwargs)
-
-    def warn_once(self, message: str) -> None:
-        """Log a warning on rank 0, once per message."""
-        if message not in self.warned and self.exchange.rank == 0:
-            logger.warning("unickpt: %s", message)
-        self.warned.add(message)
+    @property
+    def ours(self) -> UnickptCheckpointEngine:
+        """Its checkpoint engine, from the feature ``checkpoints`` on."""
+        found: UnickptCheckpointEngine = self.engine.checkpoint_engine
+        return found
 
 
-def _delegate(name: str) -> Callable[..., Any]:
-    def method(self: UnickptCheckpointEngine, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.native, name)(*args, **kwargs)
-
-    method.__name__ = name
-    return method
+def _nothing(_: NewEngine) -> None:
+    pass
 
 
-for _name in (
-    "makedirs", "is_data_parallel_writer", "is_decoupled", "set_commit_info", "get_commit_info", "cleanup",
-    "preserves_storage_sharing",
-):  # fmt: skip
-    if hasattr(CheckpointEngine, _name):  # the methods of the base class differ between DeepSpeed versions
-        setattr(UnickptCheckpointEngine, _name, _delegate(_name))
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Something that unickpt adds to an engine.
+
+    Attributes:
+        name: for messages.
+        wanted: whether the options ask for it.
+        begin: adds it. An exception ends the start of the engine.
+        end: takes it back.
+    """
+
+    name: str
+    wanted: Callable[[NewEngine], bool]
+    begin: Callable[[NewEngine], None]
+    end: Callable[[NewEngine], None] = _nothing
+
+
+def _begin_timing(new: NewEngine) -> None:
+    from ds_unickpt.measuring import timing  # imported only then
+
+    timing.begin(new.engine, new.options.timing)
+
+
+def _begin_precision(new: NewEngine) -> None:
+    from ds_unickpt.measuring import precision
+
+    precision.begin(new.engine, new.options.precision)
+
+
+def _begin_compression(new: NewEngine) -> None:
+    new.choosing = automatic.begin(new.runtime, new.engine, new.options)
+    new.compressed = compression.begin(new.runtime, new.engine, new.options.compression)
+
+
+def _end_compression(new: NewEngine) -> None:
+    new.runtime.choosing.pop(new.engine, None)
+    compression.stop(new.runtime, new.engine)
+
+
+def _begin_checkpoints(new: NewEngine) -> None:
+    """Wrap the checkpoint engine that DeepSpeed has selected."""
+    engine, options, runtime = new.engine, new.options, new.runtime
+    reason = unusable_reason(options.upload_to) if options.upload_to else ""
+    if reason:
+        raise ConfigError(f'"unickpt.upload_to": {reason}')
+    exchange = runtime.engine_exchange(engine, timeout_s=options.timeout_seconds)
+    runtime.owners = runtime.owners or Owners()
+    engine.checkpoint_engine = UnickptCheckpointEngine(
+        engine.checkpoint_engine, options, exchange, runtime.owners, f"an engine of {type(engine.module).__name__}",
+        compressed=new.compressed, choosing=new.choosing,
+    )  # fmt: skip
+
+
+def _reads_batch(new: NewEngine) -> bool:
+    return new.options.enabled and new.runtime.reads_batch and steered.keeps_batch(new.options)
+
+
+def _compare_batches(new: NewEngine) -> None:
+    """Check that all ranks have the same batch. Each of them has read the checkpoint's from the folder by itself.
+
+    Raises:
+        CoordinationError: they differ. Raised on every rank.
+    """
+    exchange = new.ours.exchange
+    exchange.begin("batch")
+    batch = batches.of_engine(new.engine)
+    others = exchange.combined(
+        "batch", batch.to_json(), lambda every: {"batches": [each for each in every if each != every[0]]}
+    )
+    if others["batches"]:
+        raise CoordinationError(
+            f"ranks have different batches; this one has {batch}. They see different checkpoints in the folder from which "
+            "the job resumes."
+        )
+
+
+def _take_memory(new: NewEngine) -> None:
+    """Go on with the memory tier in which Trainer has looked for a checkpoint."""
+    memory, new.runtime.memory = new.runtime.memory, None
+    new.ours.memory = memory or new.ours.memory
+
+
+def _keep_beginning(new: NewEngine) -> None:
+    new.ours.beginning = Beginning.of(new.engine)
+
+
+FEATURES = (
+    Feature("timing", lambda new: new.options.timing.enabled, _begin_timing),
+    Feature("precision", lambda new: bool(new.options.precision), _begin_precision),
+    Feature("compression", lambda new: new.options.compression.scheme != "none", _begin_compression, _end_compression),
+    Feature("checkpoints", lambda new: new.options.enabled, _begin_checkpoints),
+    Feature("batch check", _reads_batch, _compare_batches),
+    Feature("memory", lambda new: new.options.enabled, _take_memory),
+    Feature("first state", lambda new: new.options.enabled, _keep_beginning),
+)
 
 
 def adopt(runtime: EngineRuntime, engine: Any) -> None:
-    """Wrap the engine's checkpoint engine if the configuration enables unickpt. Runs after DeepSpeed has created it.
+    """Begin with the features that the configuration of an engine asks for. Runs after DeepSpeed has made it.
+
+    If one cannot begin, those before it end. Otherwise, they end with the engine.
 
     Args:
         runtime: state of the adapter.
@@ -163,341 +169,28 @@ def adopt(runtime: EngineRuntime, engine: Any) -> None:
         return
     if options.enabled or options.timing.enabled or options.compression.scheme != "none" or options.precision:
         make_visible()
-    if options.timing.enabled:  # imported only then
-        from ds_unickpt.measuring import timing
-
-        timing.begin(engine, options.timing)
-    if options.precision:
-        from ds_unickpt.measuring import precision
-
-        precision.begin(engine, options.precision)
-    choosing = automatic.begin(runtime, engine, options)
-    compressed = begin(runtime, engine, options.compression)
-    if not options.enabled:
-        unused = unused_options(internals.config_of(engine))
-        if unused and engine.global_rank == 0:
-            logger.warning(
-                'unickpt: "unickpt" in the DeepSpeed config sets %s, but not "enabled": true. '
-                "DeepSpeed saves and loads by itself.",
-                ", ".join(unused),
-            )
+    new = NewEngine(runtime, engine, options)
+    with contextlib.ExitStack() as begun:
+        for feature in FEATURES:
+            if feature.wanted(new):
+                feature.begin(new)
+                begun.callback(_end, feature, new)
+        features = begun.pop_all()
+    if options.enabled:
+        new.ours.features = features
         return
-    reason = unusable_reason(options.upload_to) if options.upload_to else ""
-    if reason:
-        raise ConfigError(f'"unickpt.upload_to": {reason}')
-    exchange = runtime.engine_exchange(engine, timeout_s=options.timeout_seconds)
-    if runtime.reads_batch and steered.keeps_batch(options):
-        _compare_batches(engine, exchange)
-    memory, runtime.memory = runtime.memory, None
-    runtime.owners = runtime.owners or Owners()
-    engine.checkpoint_engine = UnickptCheckpointEngine(
-        engine.checkpoint_engine, options, exchange, memory, runtime.owners, f"an engine of {type(engine.module).__name__}"
-    )
-    engine.checkpoint_engine.compressed, engine.checkpoint_engine.choosing = compressed, choosing
-    engine.checkpoint_engine.beginning = Beginning.of(engine)
-
-
-def tier_of(options: Options) -> MemoryTier:
-    """Return the memory tier of a job."""
-    return MemoryTier(options.memory, save_options(options, asynchronous=options.async_save), session.memory_status)
-
-
-def _compare_batches(engine: Any, exchange: MessageExchange) -> None:
-    """Check that all ranks have the same batch. Each of them has read the checkpoint's from the folder by itself.
-
-    Raises:
-        CoordinationError: they differ. Raised on every rank.
-    """
-    exchange.begin("batch")
-    batch = batches.of_engine(engine)
-    own = batch.to_json()
-    if exchange.combined("batch", own, lambda every: {"batches": [other for other in every if other != every[0]]})["batches"]:
-        raise CoordinationError(
-            f"ranks have different batches; this one has {batch}. They see different checkpoints in the folder from which "
-            "the job resumes."
-        )
-
-
-def ours_of(engine: Any) -> UnickptCheckpointEngine | None:
-    found = getattr(engine, "checkpoint_engine", None)
-    return found if isinstance(found, UnickptCheckpointEngine) else None
-
-
-def ours_for(engine: Any) -> UnickptCheckpointEngine | None:
-    """Return our checkpoint engine at a save or a load, which all ranks call; None without the ``unickpt`` key.
-
-    DeepSpeed creates an engine without optimizer under ZeRO-3 without a checkpoint engine. It gets one here.
-    """
-    if getattr(engine, "checkpoint_engine", None) is None:
-        options = read_options(internals.config_of(engine))
-        if options is not None and options.enabled:
-            internals.make_checkpoint_engine(engine)
-    return ours_of(engine)
-
-
-def save_checkpoint(
-    native: Callable[..., Any],
-    engine: Any,
-    save_dir: str,
-    tag: Any = None,
-    client_state: Any = None,
-    save_latest: bool = True,
-    exclude_frozen_parameters: bool = False,
-) -> Any:
-    """Replace ``DeepSpeedEngine.save_checkpoint``. The arguments have the same meaning.
-
-    Returns:
-        True if the checkpoint is committed and durable and ``latest`` names it, or if DeepSpeed's own save returned True.
-        With ``async_save``, True if the save began. False if no checkpoint was written: training continues, and earlier
-        checkpoints are intact.
-
-    Raises:
-        SaveFailedError: no checkpoint was written, and Trainer or Lightning would now delete the last complete one.
-    """
-    client_state = {} if client_state is None else client_state
-    ours = ours_for(engine)
-    arguments: dict[str, Any] = {
-        "tag": tag,
-        "client_state": client_state,
-        "save_latest": save_latest,
-        "exclude_frozen_parameters": exclude_frozen_parameters,
-    }
-    if ours is None:
-        return native(save_dir, **arguments)
-    if ours.trainer is not None and ours.trainer.collects:
-        ours.trainer.calls.append(arguments)
-        return True
-    if not save_dir:
-        raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    place = f"{save_dir}/{name}"
-    _warn_of_open_window(ours, engine, place)
-    if not ours.unsupported:
-        outcome = _save(ours, engine, str(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
-        internals.gather_persistent(engine)
-        if isinstance(outcome, PendingSave) and (not outcome.done or (outcome.result and outcome.result.complete)):
-            return True
-        result = outcome.result if isinstance(outcome, PendingSave) else None
-        if result is not None and result.has(FailureKind.ARGUMENTS):
-            internals.validate_tag(engine, name)
-        if result is None or not result.framework_saves:
-            _end_or_raise(place, result, str(outcome) if result is None else sentence(result.failures), str(save_dir))
-            return False
-        ours.unsupported = result.unsupported
-        if not ours.unsupported and ours.exchange.rank == 0:
-            logger.warning("unickpt: %s: %s. %s", place, sentence(result.failures), _INSTEAD)
-    if is_url(save_dir):
-        if ours.exchange.rank == 0:
-            logger.error(
-                "unickpt: %s is NOT saved (%s). DeepSpeed itself cannot save to a URL. Use a local directory.",
-                place, f"not supported yet: {ours.unsupported}" if ours.unsupported else "see above",
-            )  # fmt: skip
-        return False
-    if not _same_everywhere(ours, engine, str(save_dir), name):
-        return False
-    if ours.unsupported:
-        ours.warn_once(f"not supported yet: {ours.unsupported}. {_INSTEAD}")
-    return native(save_dir, **arguments)
-
-
-def _warn_of_open_window(ours: UnickptCheckpointEngine, engine: Any, place: str) -> None:
-    """Warn of the micro batches that a resume loses. No checkpoint of DeepSpeed or unickpt has accumulated gradients."""
-    trained, count = internals.open_window(engine)
-    if trained and ours.exchange.rank == 0:
+    unused = unused_options(internals.config_of(engine))
+    if unused and engine.global_rank == 0:
         logger.warning(
-            "unickpt: %s is saved within an accumulation window: the gradients of %d of %d micro batches since the last "
-            "optimizer step are not stored. A resume begins the window anew, so it has to train these %d again. Save after the "
-            "optimizer step, when engine.is_gradient_accumulation_boundary() was true for the last micro batch.",
-            place, trained, count, trained,
-        )  # fmt: skip
-
-
-def _same_everywhere(ours: UnickptCheckpointEngine, engine: Any, save_dir: str, name: str) -> bool:
-    """Whether all ranks pass the same folder and tag to DeepSpeed's own save. Otherwise the error says which ones differ."""
-    request, exchange = SaveRequest(_nothing, save_dir, name), ours.exchange.separate("native-save")
-    try:
-        failures = differences(request, exchange)
-        exchange.leave()
-    except CoordinationError as err:
-        logger.error("unickpt: %s is not saved: %s", request.directory, err)
-        return False
-    if failures:
-        internals.validate_tag(engine, name)
-        if ours.exchange.rank == 0:
-            advice = _advice(SaveResult(committed=False, failures=failures))
-            logger.error("unickpt: %s is not saved: %s. %s", request.directory, sentence(failures), advice)
-        return False
-    return True
-
-
-def _nothing(_: Message) -> Contribution:
-    raise AssertionError("DeepSpeed saves this state")
-
-
-def _end_or_raise(place: str, result: SaveResult | None, reason: str, save_dir: str) -> None:
-    """Prevent a loop that ignores failed saves from deleting the last complete checkpoint.
-
-    Raises:
-        SaveFailedError: the loop would delete it.
-    """
-    if result is not None and (result.skipped or result.committed):
-        return
-    if callers.called_by_trainer():
-        shutdown.wait_for_end()
-    deleting = callers.deletes_the_last(save_dir)
-    if deleting:
-        raise SaveFailedError(
-            f"{place} is not saved ({reason}). Earlier checkpoints are intact. {deleting} would now delete the last one that "
-            "can be resumed, so training stops here. Resume from the newest complete checkpoint."
+            'unickpt: "unickpt" in the DeepSpeed config sets %s, but not "enabled": true. DeepSpeed saves and loads by itself.',
+            ", ".join(unused),
         )
 
 
-def _save(
-    ours: UnickptCheckpointEngine,
-    engine: Any,
-    save_dir: str,
-    tag: str,
-    client_state: dict[str, Any],
-    save_latest: bool,
-    exclude_frozen: bool,
-) -> PendingSave | CoordinationError:
-    """Save, or begin to save in the background. Returns the error if not all ranks entered the save.
-
-    The ranks compare their folders and tags in the first message. If these differ, nothing is saved.
-    """
-    exchange = ours.exchange.separate("save")
-    request = request_of(
-        ours, engine, save_dir, tag, client_state=client_state, save_latest=save_latest, exclude_frozen=exclude_frozen,
-        tier="" if ours.trainer is None else ours.trainer.run,
-    )  # fmt: skip
-    at_once = callers.touches_checkpoints(save_dir) if ours.options.async_save or ours.memory.enabled else ""
-    if ours.memory.enabled and ours.trainer is None:
-        to_disk = at_once or callers.completes_folder()
-        if to_disk:
-            ours.warn_once(f"saves go to disk although memory.to_disk_every is set: {to_disk}")
-        else:
-            in_memory = _save_in_memory(ours, request)
-            if in_memory is not None:
-                return in_memory
-    if at_once and ours.options.async_save:
-        ours.warn_once(f"saves are synchronous although async_save is on: {at_once}")
-    try:
-        return ours.saver.save(request, exchange, asynchronous=False if at_once else None)
-    except CoordinationError as err:
-        logger.error("unickpt: %s/%s is not saved: %s", save_dir, tag, err)
-        return err
-
-
-def _memory_of_another(ours: UnickptCheckpointEngine, save_dir: str) -> bool:
-    """Whether the memory tier of a folder has the checkpoints of another model, whose place new ones would take.
-
-    The answer of rank 0 counts.
-    """
-    another = not ours.owners.memory_of(absolute(save_dir), ours.owner)
-    if another:
-        ours.warn_once(
-            f"checkpoints of this engine go to disk: those of {save_dir} in memory are of another model of this job. Give each "
-            "model a folder of its own"
-        )
-    return another
-
-
-def request_of(
-    ours: UnickptCheckpointEngine, engine: Any, save_dir: str, tag: str,
-    *,
-    client_state: Mapping[str, Any] | None = None, save_latest: bool = True, exclude_frozen: bool = False,
-    rank_objects: Mapping[str, Any] | None = None, tier: str = "",
-) -> SaveRequest:  # fmt: skip
-    """Return the request for a save of an engine.
-
-    Args:
-        ours: checkpoint engine of ``engine``.
-        engine: the DeepSpeedEngine.
-        save_dir, tag, client_state, save_latest: as for ``save_checkpoint``.
-        exclude_frozen: leave out parameters that do not require a gradient.
-        rank_objects: further non-tensor state of this rank.
-        tier: save directory of the memory tier, if it is another than ``save_dir``.
-    """
-    state = capture.EngineState(engine, ours.options, client_state or {}, exclude_frozen=exclude_frozen)
-
-    def contribute(announced: Message) -> Contribution:
-        made = capture.contribution(state, announced)
-        residuals = {} if ours.compressed is None else ours.compressed.shared_objects()
-        choice = {} if ours.choosing is None else ours.choosing.shared_objects(ours.exchange.rank)
-        own = {**made.rank_objects, **(rank_objects or {})}
-        shared = {**made.shared_objects, **residuals, **optimizer_residuals.captured(engine), **choice}
-        writer = replace(made.writer, origin=dict(as_json(ours.owners.origin(ours.owner))))
-        return replace(made, rank_objects=own, shared_objects=shared, writer=writer)
-
-    return SaveRequest(
-        contribute,
-        save_dir=save_dir,
-        tag=tag,
-        save_latest=save_latest,
-        one_writer=save_latest,
-        announce=state.announcement,
-        early=state.read,
-        forget=state.forget,
-        must_match={"exclude_frozen_parameters": bool(exclude_frozen)},
-        claim=ours.owners.claim(ours.owner, replaces=True),
-        on_commit=hints.leave_readme,
-        on_end=lambda save: _ended(ours, save, tier or split(save.directory)[0]),
-    )
-
-
-def _save_in_memory(ours: UnickptCheckpointEngine, request: SaveRequest) -> PendingSave | None:
-    """Begin a save into the memory of the hosts. Returns None if the checkpoint has to go to disk."""
-    try:
-        save = ours.memory.save(request, ours.exchange, never=_memory_of_another(ours, request.save_dir))
-    except CoordinationError as err:
-        logger.error("unickpt: %s is not saved in memory: %s", request.directory, err)
-        return None
-    return None if save is None or (save.done and not save.committed) else save
-
-
-def _advice(result: SaveResult) -> str:
-    """Return what helps against a save that failed, and that DeepSpeed cannot make either."""
-    if result.has(FailureKind.ARGUMENTS):
-        return _SAME_VALUES
-    if result.has(FailureKind.OTHER_MODEL):
-        return "DeepSpeed's own save would replace it, so it was not tried."
-    if result.has(FailureKind.OUTSIDE):
-        return "DeepSpeed's own save would write there, so it was not tried."
-    if result.has(FailureKind.UNRESUMABLE):
-        return "DeepSpeed's own files of such a job cannot be resumed, so it was not tried."
-    if result.has(FailureKind.MEMORY):
-        return "The next save writes without a copy in memory. Set staging_gigabytes to limit the copies of later ones."
-    return "Check the storage. The next save tries again."
-
-
-def _ended(ours: UnickptCheckpointEngine, save: PendingSave, tier: str) -> None:
-    """Log the result of a save to disk. Runs in the thread that ended it. ``tier``: save directory of the memory tier."""
-    result, directory = save.result, save.directory
-    if result is None:
-        if save.background:
-            logger.error("unickpt: %s is not saved: %s", directory, save.error)
+def _end(feature: Feature, new: NewEngine) -> None:
+    if new.engine is None:
         return
-    ours.last_save = result
-    session.checkpoint_io(result.times)
-    if result.complete:
-        ours.memory.saved_to_disk(tier, result.seconds)
-    if ours.exchange.rank or (result.framework_saves and not save.background):  # the call logs it
-        return
-    if result.complete:
-        logger.info(
-            "unickpt: saved %s: %s bytes in %.2f s; training paused for %.2f s",
-            directory, f"{result.size_bytes:,}", result.seconds, result.stall_s,
-        )  # fmt: skip
-    elif result.committed:
-        logger.error("unickpt: %s", result.shortfall)
-    elif result.has(FailureKind.INTERRUPTED):
-        logger.warning("unickpt: %s is not saved (%s). Earlier checkpoints are intact.", directory, save.cause())
-    else:
-        level = logging.ERROR if any(failure.kind in NOTHING_SAVES for failure in result.failures) else logging.WARNING
-        logger.log(
-            level,
-            "unickpt: Gave up saving %s after %.1f s (%s). No checkpoint was written; earlier checkpoints are intact. %s",
-            directory, result.seconds, save.cause(),
-            "DeepSpeed itself saves from now on." if result.framework_saves else
-            _advice(result),
-        )  # fmt: skip
+    try:
+        feature.end(new)
+    except Exception as err:
+        logger.warning("unickpt: %s did not end: %s: %s", feature.name, type(err).__name__, err)

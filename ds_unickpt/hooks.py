@@ -25,17 +25,19 @@ UNTIL = "DeepSpeed has a registry of checkpoint engines that receive the engine"
 
 
 def _configure(runtime: EngineRuntime, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    from ds_unickpt.engine import adopt, ours_of
+    from ds_unickpt.checkpoint_engine import ours_of
+    from ds_unickpt.engine import adopt
 
     result = wrapped(*args, **kwargs)
     adopt(runtime, instance)
     if ours_of(instance) is not None:  # not at the first load: a rank that cannot import then leaves the others waiting
-        import ds_unickpt.loading.load_checkpoint  # noqa: F401
+        import ds_unickpt.loading.load_checkpoint
+        import ds_unickpt.saving.save_checkpoint  # noqa: F401
     return result
 
 
 def _save(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    from ds_unickpt.engine import save_checkpoint
+    from ds_unickpt.saving.save_checkpoint import save_checkpoint
 
     return save_checkpoint(wrapped, instance, *args, **kwargs)
 

@@ -68,8 +68,8 @@ def resume_or_start(
         UnickptError: the folder has checkpoints, but none of them can be loaded, or the newest one does not fit. Training
             from the beginning would replace them. Raised on every rank.
     """
-    from ds_unickpt.engine import ours_for
-    from ds_unickpt.loading.load_checkpoint import unnamed
+    from ds_unickpt.checkpoint_engine import ours_for
+    from ds_unickpt.loading.sources import unnamed
     from unickpt.base.errors import ConfigError, CorruptCheckpointError
     from unickpt.checkpoint.storage.base import is_url
     from unickpt.checkpoint.storage.open import open_storage

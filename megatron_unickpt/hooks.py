@@ -182,15 +182,15 @@ ASYNCHRONOUS = [
 
 
 def _optimizer_state(runtime: Runtime, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt.held_state import optimizer
+    from megatron_unickpt.dist_checkpointing import optimizer_hooks
 
-    return optimizer.hooked_state_dict(runtime, wrapped, instance, *args, **kwargs)
+    return optimizer_hooks.hooked_state_dict(runtime, wrapped, instance, *args, **kwargs)
 
 
 def _optimizer_load(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    from megatron_unickpt.held_state import optimizer
+    from megatron_unickpt.dist_checkpointing import optimizer_hooks
 
-    return optimizer.hooked_load(wrapped, *args, **kwargs)
+    return optimizer_hooks.hooked_load(wrapped, *args, **kwargs)
 
 
 def _optimizer(module: str, name: str, why: str) -> list[Hook]:

@@ -14,7 +14,7 @@ from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 
 if TYPE_CHECKING:  # imported when they are used: hooks are also installed in jobs that never use unickpt
     from megatron_unickpt.held_state.foreign_state import Receiver
-    from megatron_unickpt.pretraining.tracker import Diverted, Trackers
+    from megatron_unickpt.tracker import Diverted, Trackers
     from unickpt.base.options.job import MemoryOptions
     from unickpt.checkpoint.coordination.owners import Owner, Owners
     from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -225,7 +225,7 @@ class Runtime:
     @property
     def trackers(self) -> Trackers:
         """The tracker files of the scripts' save folders."""
-        from megatron_unickpt.pretraining.tracker import Trackers
+        from megatron_unickpt.tracker import Trackers
 
         if self._trackers is None:
             self._trackers = Trackers()

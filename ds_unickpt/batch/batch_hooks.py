@@ -40,13 +40,15 @@ def _keep(runtime: EngineRuntime, config: Any) -> None:
     Raises:
         ConfigError: this number of ranks cannot make the batch.
     """
-    if KEY not in config._param_dict:
+    from ds_unickpt.framework.internals import json_of
+
+    if KEY not in json_of(config):
         return
     from ds_unickpt.batch import steered
     from ds_unickpt.batch.batch_plan import Asked, in_place_of, planned
     from ds_unickpt.batch.config import valid_options
 
-    options = valid_options(config._param_dict)
+    options = valid_options(json_of(config))
     if options is None or not options.enabled or not steered.keeps_batch(options):
         return
     asked = Asked(config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_unickpt.compressing import compression
 from ds_unickpt.held_state.names import ModuleNames
+from ds_unickpt.runtime import EngineRuntime
 from unickpt.base.errors import CoordinationError
 from unickpt.base.options.job import AUTO, Options
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
@@ -18,9 +19,6 @@ from unickpt.diagnosis import session
 from unickpt.planning.replay.sources import read_trace
 from unickpt.training.compression.automatic import Choice, chosen, timed_candidates
 from unickpt.training.compression.settings import NONE, Compression
-
-if TYPE_CHECKING:
-    from ds_unickpt.runtime import EngineRuntime
 
 logger = logging.getLogger("unickpt")
 

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from ds_unickpt.framework import internals
-from ds_unickpt.held_state import partition_updates
+from ds_unickpt.framework import internals, partition_updates
+from ds_unickpt.framework.partitions import Partition
+from ds_unickpt.held_state.engine_view import EngineView
 from ds_unickpt.held_state.first_step import STEP
 from ds_unickpt.held_state.names import ModuleNames, Naming
 from ds_unickpt.held_state.optimizer_record import place_of
-from ds_unickpt.held_state.partitions import Partition, partitions
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -176,40 +176,35 @@ class _OneBit:
         setattr(base.deepspeed, self._switch, whole_gradients)
 
 
-def _one_bit(engine: Any, parts: Sequence[Partition], name: Naming) -> _OneBit | None:
-    base = internals.base_optimizer(engine)
-    return None if base is None or not internals.keys_of_rank(base) else _OneBit(base, parts, name)
+def _one_bit(view: EngineView, name: Naming) -> _OneBit | None:
+    base = view.base
+    return None if base is None or not internals.keys_of_rank(base) else _OneBit(base, view.parts, name)
 
 
 def _of_loco(names: ModuleNames) -> Iterator[tuple[str, torch.nn.Parameter]]:
     return ((name, p) for name, p in names.parameters.items() if all(hasattr(p, each) for each in _LOCO))
 
 
-def captured(engine: Any) -> dict[str, Any]:
+def captured(view: EngineView) -> dict[str, Any]:
     """Return the shared objects that this rank stores; none if DeepSpeed does not compress by itself."""
-    base = internals.base_optimizer(engine)
-    loco = internals.uses_loco(engine)
-    if not loco and (base is None or not internals.keys_of_rank(base)):
+    if not internals.uses_loco(view.engine) and (view.base is None or not internals.keys_of_rank(view.base)):
         return {}
-    names, rank = ModuleNames.read(engine.module), int(engine.global_rank)
-    found = _one_bit(engine, partitions(engine), names.name)
+    found = _one_bit(view, view.names.name)
     sent, returned = ({}, {}) if found is None else found.captured()
-    value = Residuals(rank, int(engine.world_size), sent, returned).to_object()
+    value = Residuals(view.rank, view.world, sent, returned).to_object()
     elements = {} if found is None else found.elements()
-    buffers = {name: [list(getattr(p, each)) for each in _LOCO] for name, p in _of_loco(names)}
-    return {f"{STORED}{rank}": {**value, "elements": elements, "loco": buffers}}
+    buffers = {name: [list(getattr(p, each)) for each in _LOCO] for name, p in _of_loco(view.names)}
+    return {f"{STORED}{view.rank}": {**value, "elements": elements, "loco": buffers}}
 
 
 class RestoredOptimizerResiduals:
     """The residuals of one load. ``read`` runs on all ranks before anything is set, ``apply`` after all ranks have read."""
 
-    def __init__(
-        self, engine: Any, checkpoint: Checkpoint, parts: Sequence[Partition], name: Naming, *, wanted: bool
-    ) -> None:  # fmt: skip
+    def __init__(self, view: EngineView, checkpoint: Checkpoint, name: Naming, *, wanted: bool) -> None:
         """``name`` gives the name of a parameter in the checkpoint. ``wanted``: the load includes the optimizer."""
-        self._engine, self._checkpoint, self._parts, self._wanted = engine, checkpoint, parts, wanted
-        self._rank, self._world = int(engine.global_rank), int(engine.world_size)
-        self._one_bit = _one_bit(engine, parts, name) if wanted else None
+        self._view, self._checkpoint, self._wanted = view, checkpoint, wanted
+        self._rank, self._world = view.rank, view.world
+        self._one_bit = _one_bit(view, name) if wanted else None
         self._name = name
         self._stored = {key for key in checkpoint.shared_names() if key.startswith(STORED)}
         self._found = Residuals(self._rank, self._world)
@@ -232,7 +227,7 @@ class RestoredOptimizerResiduals:
         Raises:
             UnickptError: they are damaged or incomplete.
         """
-        if not self._wanted or not self._stored or (self._one_bit is None and not internals.uses_loco(self._engine)):
+        if not self._wanted or not self._stored or (self._one_bit is None and not internals.uses_loco(self._view.engine)):
             return
         first = self._object(0)
         before = Residuals.from_object(first)
@@ -272,8 +267,8 @@ class RestoredOptimizerResiduals:
         if self._one_bit is not None:
             self._one_bit.restore(self._found)
             if any(name.startswith("master:") for name in self._found.sent):
-                partition_updates.refresh_weights(self._engine, self._parts)
-        loco = self._set_loco() if internals.uses_loco(self._engine) else 0
+                partition_updates.refresh_weights(self._view.engine, self._view.parts)
+        loco = self._set_loco() if internals.uses_loco(self._view.engine) else 0
         key, state = "optimizer_residuals", "object"
         if not self._stored:
             if self._one_bit is not None:
@@ -294,7 +289,7 @@ class RestoredOptimizerResiduals:
     def _set_loco(self) -> int:
         """Set the error buffers of LoCo, which are those of the same number of ranks. Returns how many parameters have them."""
         found = 0
-        for parameter in dict.fromkeys(p for part in self._parts for p in part.parameters):
+        for parameter in dict.fromkeys(p for part in self._view.parts for p in part.parameters):
             buffers = self._loco.get(self._name(parameter))
             for each in _LOCO:
                 if hasattr(parameter, each):

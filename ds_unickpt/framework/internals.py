@@ -1,4 +1,4 @@
-"""Access to private attributes of DeepSpeed's engine. ``ds_unickpt/held_state/partitions.py`` has those of its optimizers.
+"""Access to private attributes of DeepSpeed's engine. ``partitions.py`` has those of its optimizers.
 
 ``getattr`` reads attributes that older versions of DeepSpeed lack. The default is the behaviour of the older versions.
 """
@@ -28,8 +28,13 @@ _OF_RANK = frozenset(("worker_error", "server_error", "momentum_accumulator", *_
 
 def config_of(engine: Any) -> Mapping[str, Any]:
     """Return the DeepSpeed configuration, which the user passes as a dict, a path or base64."""
-    config: Mapping[str, Any] = engine._config._param_dict
-    return config
+    return json_of(engine._config)
+
+
+def json_of(config: Any) -> Mapping[str, Any]:
+    """Return the configuration of a ``DeepSpeedConfig``."""
+    found: Mapping[str, Any] = config._param_dict
+    return found
 
 
 def plain(name: str) -> str:

@@ -140,3 +140,19 @@ def _classified(state: Mapping[str, Any], matrix: torch.Tensor, *, constructed: 
         else:
             owned.add(key)
     return FirstStates(tensors, scalars, frozenset(owned), constructed)
+
+
+def forget_powers(optimizer: torch.optim.Optimizer) -> None:
+    """Let DeepSpeed's C++ Adam begin anew.
+
+    It multiplies the powers of the betas from step to step, and computes them from ``step`` after a jump. So its next step
+    would depend on the steps that it made before a load, in the last bit.
+    """
+    if not hasattr(optimizer, "ds_opt_adam"):
+        return
+    tensor = torch.zeros(1)
+    tensor.grad = torch.zeros(1)
+    state = {"step": -1, "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)}
+    for group in optimizer.param_groups[:1]:
+        with copy_of(optimizer, group, tensor, state, inert=False) as copy:
+            inspect.unwrap(type(optimizer).step)(copy)

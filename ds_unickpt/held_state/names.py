@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 
 from ds_unickpt.framework import internals
+from ds_unickpt.framework.fallbacks import UNKNOWN_BUFFERS
 from ds_unickpt.framework.internals import ExpertLayer, Submodules, TiedCopy, plain
-from ds_unickpt.placing.fallbacks import UNKNOWN_BUFFERS
 from ds_unickpt.placing.slices import RankValues, local_shape
 
 _TIED = "tied_modules"

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ds_unickpt.framework.partitions import Partition, states_of
 from ds_unickpt.held_state.first_step import STEP
 from ds_unickpt.held_state.names import ModuleNames
-from ds_unickpt.held_state.partitions import Partition, states_of
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, merge_groups
 from unickpt.checkpoint.state.optimizer_record import encoded

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from ds_unickpt.framework.internals import BF16, FP16_FUSED, ZERO_1_2, ZERO_3, layer_of
+from ds_unickpt.framework.partitions import Partition, states_of
+from ds_unickpt.held_state.engine_view import EngineView
 from ds_unickpt.held_state.first_step import first_states
 from ds_unickpt.held_state.names import ModuleNames, Naming
 from ds_unickpt.held_state.optimizer_record import classify, place_of
-from ds_unickpt.held_state.partitions import Partition, states_of
-from ds_unickpt.placing.placement import Placement
 from ds_unickpt.placing.slices import Slices
 from unickpt.base.errors import MismatchError
 from unickpt.base.listing import some
@@ -86,14 +86,15 @@ class OwnDivision:
         return [*([0, 1] if apart else [self.tensor, self.tensors]), boxes]
 
 
-def captured(
-    parts: Sequence[Partition], names: ModuleNames, slices: Slices, base: torch.optim.Optimizer, placed: Placement
-) -> dict[str, Any]:
+def captured(view: EngineView) -> dict[str, Any]:
     """Return the shared objects that this rank stores. An owner that several ranks have is stored by one of them."""
-    owned = classify(parts, base).owned
-    division = OwnDivision(names, slices, placed.tensor, placed.tensors)
+    base, names, placed = view.base, view.names, view.placed
+    if base is None:
+        return {}
+    owned = classify(view.parts, base).owned
+    division = OwnDivision(names, view.slices, placed.tensor, placed.tensors)
     owners, found = [], {}
-    for number, part in enumerate(parts if owned else ()):
+    for number, part in enumerate(view.parts if owned else ()):
         held = states_of(base, part)
         states = {key: held[key] for key in sorted(owned) if held.get(key) is not None}
         first = names.name(part.parameters[0])

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ds_unickpt.framework import autotp
 from ds_unickpt.framework.internals import plain
-from ds_unickpt.held_state.names import ModuleNames
-from ds_unickpt.placing import autotp, megatron_deepspeed
-from ds_unickpt.placing.megatron_layers import INFO, info_of
+from ds_unickpt.framework.megatron_layers import INFO, info_of
+from ds_unickpt.held_state.engine_view import EngineView
+from ds_unickpt.placing import megatron_deepspeed
 from ds_unickpt.placing.slices import Slice
 from unickpt.base.arrays import Shape
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -24,15 +25,16 @@ from unickpt.transform.convert.deepspeed.patterns import VOCABULARY, matches
 STORED = "vocabulary/"  # + name: number of entries without padding, or None, among the shared objects
 
 
-def of_job(engine: Any, names: ModuleNames, client_state: Mapping[str, Any] | None = None) -> dict[str, int | None]:
+def of_job(view: EngineView, client_state: Mapping[str, Any] | None = None) -> dict[str, int | None]:
     """Return the padded parameters of this rank by stored name, with the number of entries, or None if it is unknown."""
-    if autotp.degree(engine) > 1:  # AutoTP does not pad
+    if autotp.degree(view.engine) > 1:  # AutoTP does not pad
         return {}
-    info = info_of(engine.module)
+    module, names = view.engine.module, view.names
+    info = info_of(module)
     more = (client_state or {}).get(INFO)
     entries = (more if isinstance(more, Mapping) else {}).get("original_vocab_size", info.get("original_vocab_size"))
     known = entries if isinstance(entries, int) else megatron_deepspeed.entries()
-    where, patterns = type(engine.module).__name__, info.get(VOCABULARY) or ()
+    where, patterns = type(module).__name__, info.get(VOCABULARY) or ()
     return {
         name: known
         for name in names.parameters
@@ -53,10 +55,10 @@ class PaddedRows:
     stored: Mapping[str, int | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, engine: Any, names: ModuleNames) -> PaddedRows:
+    def of(cls, checkpoint: Checkpoint, view: EngineView) -> PaddedRows:
         found = [name for name in checkpoint.shared_names() if name.startswith(STORED)]
         stored = {name.removeprefix(STORED): checkpoint.shared_object(name).value for name in found}
-        return cls(of_job(engine, names), {name: each if isinstance(each, int) else None for name, each in stored.items()})
+        return cls(of_job(view), {name: each if isinstance(each, int) else None for name, each in stored.items()})
 
     def rows(self, name: str, source: str, shape: Shape, own_shape: Shape) -> Rows | None:
         """Return what a load does with the rows of a parameter that has another shape in the checkpoint.

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
-from ds_unickpt.framework.internals import BF16, ZERO_1_2, ZERO_3, wrapper_of
-from ds_unickpt.held_state.partition_updates import gathers_within
-from ds_unickpt.held_state.partitions import ParameterRange, Partition
+from ds_unickpt.framework.internals import BF16, ZERO_1_2, ZERO_3
+from ds_unickpt.framework.partition_updates import gathers_within
+from ds_unickpt.framework.partitions import ParameterRange, Partition
+from ds_unickpt.held_state.engine_view import EngineView
 from ds_unickpt.loading.reads import Reads
 from ds_unickpt.placing.slices import Slices
 from unickpt.checkpoint.coordination.host_peers import HostPeers
@@ -31,16 +31,15 @@ class DerivedWeights:
     """The weights of one load into one engine.
 
     Args:
-        engine: the DeepSpeedEngine.
-        slices: parts of the parameters that this rank has.
+        view: of the engine.
+        slices: parts of the parameters that this rank has, without padding that the checkpoint lacks.
         reads: requests of the load.
     """
 
-    def __init__(self, engine: Any, slices: Slices, reads: Reads) -> None:
-        self._engine, self._slices, self._reads = engine, slices, reads
-        self._kind = wrapper_of(engine)
-        offloaded = bool(getattr(engine.optimizer, "offloaded_states", ()))
-        self._possible = self._kind in (ZERO_1_2, BF16, ZERO_3) and not offloaded and type(reads.checkpoint) is Checkpoint
+    def __init__(self, view: EngineView, slices: Slices, reads: Reads) -> None:
+        self._view, self._slices, self._reads = view, slices, reads
+        offloaded = bool(getattr(view.engine.optimizer, "offloaded_states", ()))
+        self._possible = view.wrapper in (ZERO_1_2, BF16, ZERO_3) and not offloaded and type(reads.checkpoint) is Checkpoint
         self._others = Reads(reads.checkpoint, stored=reads.stored)
 
     def request(self, part: Partition, sources: dict[int, TensorInfo | None]) -> None:
@@ -58,7 +57,7 @@ class DerivedWeights:
             weight, source = part.weight_of(piece), sources[id(piece.parameter)]
             assert weight is not None and source is not None  # noqa: PT018  # by ``_is_cast``
             self._reads.fill(source, self._slices.of(piece.parameter), piece.lo, piece.hi, weight, derived=True)
-        for piece in _elsewhere(part) if self._kind != ZERO_3 else ():
+        for piece in _elsewhere(part) if self._view.wrapper != ZERO_3 else ():
             source, weight = sources[id(piece.parameter)], piece.parameter.detach()
             self._possible = self._possible and weight.is_cpu and weight.is_contiguous()
             if self._possible and source is not None:
@@ -82,7 +81,7 @@ class DerivedWeights:
             return False
         if not self._others.requests:
             return True
-        if host_peers is None or len(host_peers.ranks) > _MOST_RANKS or not gathers_within(self._engine, host_peers):
+        if host_peers is None or len(host_peers.ranks) > _MOST_RANKS or not gathers_within(self._view.engine, host_peers):
             return False
         try:
             return self._reads.checkpoint.fill_from_page_cache(self._others.requests, ranks=len(host_peers.ranks))

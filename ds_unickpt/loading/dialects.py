@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ds_unickpt.held_state.names import ModuleNames
-from ds_unickpt.placing import tensor_parallel
+from ds_unickpt.held_state.engine_view import EngineView
+from ds_unickpt.held_state.names import without_rank
 from ds_unickpt.placing.huggingface import model_of
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.report import Entry
@@ -21,12 +21,12 @@ Shapes = dict[str, tuple[int, ...]]
 SCHEDULE = "schedule"  # key in the job's objects: progress of the other framework's learning-rate schedule (Progress)
 
 
-def as_named_here(checkpoint: Checkpoint, engine: Any, chosen: str, wanted: Shapes | None = None) -> Checkpoint:
+def as_named_here(checkpoint: Checkpoint, view: EngineView, chosen: str, wanted: Shapes | None = None) -> Checkpoint:
     """Return the checkpoint under the names of this job's model.
 
     Args:
         checkpoint: checkpoint of any framework.
-        engine: engine that loads the checkpoint.
+        view: of the engine that loads the checkpoint.
         chosen: ``load_dialect`` option: model family, or path of a dialect file. '' derives it from the model or the
             checkpoint.
         wanted: shapes of the tensors of all ranks by name, if a rank has only some of them; None: this rank has all.
@@ -37,24 +37,23 @@ def as_named_here(checkpoint: Checkpoint, engine: Any, chosen: str, wanted: Shap
     """
     stored = checkpoint.manifest.writer
     if stored.dialect == OWN:
-        return as_wanted(checkpoint, wanted or wanted_here(engine), model_of(engine.module).family)
-    wanted = wanted or wanted_here(engine)
+        return as_wanted(checkpoint, wanted or wanted_here(view), model_of(view.engine.module).family)
+    wanted = wanted or wanted_here(view)
     if _has_own_names(checkpoint, wanted):
         return checkpoint
     where = str(checkpoint.storage)
-    model = model_of(engine.module).with_more(Model.from_json(stored.model), where)
+    model = model_of(view.engine.module).with_more(Model.from_json(stored.model), where)
     rules = choose(stored.dialect, OWN, chosen, model.family, where=where, option='"unickpt": {"load_dialect": ...}')
     rules = rules.of_model(model.facts)
-    view = translated(checkpoint, rules.rules, wanted, rules.sizes_of(model.facts), outward=True)
-    found, notes = _objects(checkpoint, engine)
-    return dataclasses.replace(view, job_objects=found, job_notes=notes)
+    named = translated(checkpoint, rules.rules, wanted, rules.sizes_of(model.facts), outward=True)
+    found, notes = _objects(checkpoint, view.engine)
+    return dataclasses.replace(named, job_objects=found, job_notes=notes)
 
 
-def wanted_here(engine: Any) -> Shapes:
+def wanted_here(view: EngineView) -> Shapes:
     """Return the shapes of the parameters and persistent buffers of this rank's model, by name."""
-    slices = tensor_parallel.slices(engine)
-    names = ModuleNames.read(engine.module)
-    found = {name: slices.of(parameter).shape for name, parameter in names.parameters.items()}
+    names = view.names
+    found = {without_rank(name): view.slices.of(parameter).shape for name, parameter in names.parameters.items()}
     found |= {each.name: tuple(each.tensor.shape) for each in names.buffers if each.persistent}
     return found
 

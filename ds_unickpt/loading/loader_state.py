@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ds_unickpt.engine import ours_of
+from ds_unickpt.checkpoint_engine import ours_of
 from unickpt.base.errors import MismatchError
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.resume import AgreedFailureError, Together

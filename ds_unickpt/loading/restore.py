@@ -16,20 +16,18 @@ from typing import Any
 import torch
 
 from ds_unickpt.batch.batches import Batch
-from ds_unickpt.framework import internals
-from ds_unickpt.held_state import partition_updates, partitions, swap_files, vocabulary
-from ds_unickpt.held_state.names import ModuleNames
-from ds_unickpt.held_state.partitions import HeldParameter, Partition
-from ds_unickpt.loading.beginning import Beginning
+from ds_unickpt.framework import internals, partition_updates, partitions, swap_files
+from ds_unickpt.framework.partitions import HeldParameter, Partition
+from ds_unickpt.held_state import vocabulary
+from ds_unickpt.held_state.beginning import Beginning
+from ds_unickpt.held_state.engine_view import SCALARS, EngineView
 from ds_unickpt.loading.derived_weights import DerivedWeights
 from ds_unickpt.loading.matching import Matching, OwnTensor
 from ds_unickpt.loading.reads import Reads, mean
 from ds_unickpt.loading.restore_objects import LoadArguments, RestoredObjects
 from ds_unickpt.loading.restore_optimizer import RestoredOptimizer
-from ds_unickpt.placing import tensor_parallel
 from ds_unickpt.placing.placement import Placement
 from ds_unickpt.placing.slices import FlatPlace, Slice, places
-from ds_unickpt.saving.capture import SCALARS, topology
 from unickpt.base.errors import MismatchError
 from unickpt.base.options.job import Options
 from unickpt.checkpoint.coordination.host_peers import HostPeers
@@ -62,19 +60,14 @@ class EngineRestore:
     """One load into one engine. ``report`` is complete after ``finish``."""
 
     def __init__(
-        self, engine: Any, checkpoint: Checkpoint, options: Options, wanted: LoadArguments, beginning: Beginning
+        self, view: EngineView, checkpoint: Checkpoint, options: Options, wanted: LoadArguments, beginning: Beginning
     ) -> None:  # fmt: skip
-        self.engine, self.checkpoint, self.options, self.wanted = engine, checkpoint, options, wanted
-        self.slices = tensor_parallel.slices(engine)
-        values = tensor_parallel.rank_values(engine, self.slices)
-        self.names = ModuleNames.read(engine.module, values)
-        swap_files.release_weights(engine.module)
-        self.placed = partitions.placement(engine, self.names.experts.values(), values)
-        self.parts = partitions.partitions(engine, self.placed)
-        self.base = internals.base_optimizer(engine)
-        self.report = LoadReport(heading_of(checkpoint), describe(topology(engine, self.names, self.placed)))
+        self.view, self.checkpoint, self.options, self.wanted = view, checkpoint, options, wanted
+        swap_files.release_weights(view.engine.module)  # before ``parts`` is read
+        self.names, self.slices, self.placed, self.parts = view.names, view.slices, view.placed, view.parts
+        self.report = LoadReport(heading_of(checkpoint), describe(view.topology))
         self.report.notes = list(checkpoint.manifest.notes)
-        padded = vocabulary.PaddedRows.of(checkpoint, engine, self.names)
+        padded = vocabulary.PaddedRows.of(checkpoint, view)
         self.matching = Matching(checkpoint, self.names, self.names.volatile, padded, wanted.strict, self.report)
         self.matching.match(self._own_tensors(), optimizer=wanted.optimizer)
         for name, shape in self.matching.other_rows.items():
@@ -84,15 +77,15 @@ class EngineRestore:
         self._stored = self.matching.stored
         means = {names[0]: names for names in self.matching.means.values()}
         self._reads = Reads(checkpoint, self.report, stored=self._stored, means=means)
-        self._derived = DerivedWeights(engine, self.slices, self._reads)
+        self._derived = DerivedWeights(view, self.slices, self._reads)
         self._overrides: list[tuple[torch.nn.Parameter, FlatPlace, Box, torch.Tensor]] = []
         self._custom_source: dict[str, torch.Tensor] = {}
         self._offload_again: Callable[[], None] = _nothing
         self._optimizer = RestoredOptimizer(
-            engine, self.parts, self.names, self.slices, self._reads, self.report, allow_pickle=options.allow_pickle,
+            view, self.slices, self._reads, self.report, allow_pickle=options.allow_pickle,
             fresh=options.missing_state == "fresh", beginning=beginning,
         )  # fmt: skip
-        self._objects = RestoredObjects(engine, checkpoint, options, self.names, wanted, self.report, beginning)
+        self._objects = RestoredObjects(view, checkpoint, options, wanted, self.report, beginning)
 
     # ---------------------------------------------------------------- names and shapes
 
@@ -222,7 +215,7 @@ class EngineRestore:
 
     def agree(self, exchange: MessageExchange) -> None:
         """Take over what rank 0 has decided for all ranks after ``read``: whether the curriculum sampler can be restored."""
-        if not self.wanted.module_only and self.engine.curriculum_learning_enabled():
+        if not self.wanted.module_only and self.view.engine.curriculum_learning_enabled():
             self._objects.sampler_refused = exchange.broadcast("sampler", {"refused": self._objects.sampler_refused})["refused"]
 
     # ---------------------------------------------------------------- into the engine
@@ -232,15 +225,15 @@ class EngineRestore:
 
         Under ZeRO-1 and 2 the ranks exchange the weights: through the memory of the host, or else by DeepSpeed's collective.
         """
-        partition_updates.forget_gradients(self.engine)
+        partition_updates.forget_gradients(self.view.engine)
         if self.wanted.optimizer:
             self._optimizer.place()
-        self._offload_again = partition_updates.reload_states(self.engine)
+        self._offload_again = partition_updates.reload_states(self.view.engine)
         if self.wanted.custom_load_fn is not None:
             self._custom_load(self.wanted.custom_load_fn)
         else:
             derived = self._derived.complete(host_peers)
-            partition_updates.refresh_weights(self.engine, self.parts, host_peers, derived=derived)
+            partition_updates.refresh_weights(self.view.engine, self.parts, host_peers, derived=derived)
             for override in self._overrides:
                 _override(*override, self.placed)
         if self.wanted.optimizer:
@@ -249,7 +242,7 @@ class EngineRestore:
     @property
     def finishes_together(self) -> bool:
         """Whether ``finish`` is a collective, so that all ranks must have set their tensors. The same on all ranks."""
-        return partition_updates.gathers_after(self.engine)
+        return partition_updates.gathers_after(self.view.engine)
 
     def finish(self) -> dict[str, Any]:
         """Set the non-tensor state, and complete the report. ZeRO-3 gathers its persistent parameters (a collective).
@@ -257,7 +250,7 @@ class EngineRestore:
         Returns:
             The client state.
         """
-        partition_updates.after_restore(self.engine)
+        partition_updates.after_restore(self.view.engine, self.parts)
         self._offload_again()
         client_state = self._objects.apply()
         self._require_all()
@@ -303,9 +296,9 @@ class EngineRestore:
         with contextlib.ExitStack() as gathered:
             for parameter in partitioned:  # one at a time: of several, DeepSpeed waits only for the last
                 gathered.enter_context(zero.GatheredParameters([parameter], modifier_rank=0))
-            load(src=self._custom_source, dst=self.engine.module)
+            load(src=self._custom_source, dst=self.view.engine.module)
         self._custom_source = {}
-        partition_updates.refresh_masters(self.engine)
+        partition_updates.refresh_masters(self.view.engine)
         for part in self.parts:
             for name in map(self.names.name, part.parameters):
                 self.report.add(name, "master", "cast", "from the weight that custom_load_fn set")

@@ -15,12 +15,11 @@ from ds_unickpt.batch import batches
 from ds_unickpt.batch.batches import Batch
 from ds_unickpt.framework import internals
 from ds_unickpt.framework.internals import plain
-from ds_unickpt.held_state import curriculum, partitions
-from ds_unickpt.held_state.names import ModuleNames
-from ds_unickpt.loading.beginning import Beginning
+from ds_unickpt.held_state import curriculum
+from ds_unickpt.held_state.beginning import Beginning
+from ds_unickpt.held_state.engine_view import EXTRA_STATE, MICRO_BATCHES, EngineView
 from ds_unickpt.loading.dialects import SCHEDULE
 from ds_unickpt.placing.placement import Generators
-from ds_unickpt.saving.capture import EXTRA_STATE, MICRO_BATCHES
 from unickpt.base.options.job import Options
 from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.load import lr_progress, rng
@@ -57,10 +56,9 @@ class RestoredObjects:
 
     def __init__(
         self,
-        engine: Any,
+        view: EngineView,
         checkpoint: Checkpoint,
         options: Options,
-        names: ModuleNames,
         wanted: LoadArguments,
         report: LoadReport,
         beginning: Beginning,
@@ -69,8 +67,8 @@ class RestoredObjects:
 
         ``sampler_refused``: why no rank sets the state of the curriculum sampler. Rank 0 finds it in ``read``.
         """
-        self.names, self.beginning = names, beginning
-        self.engine, self.checkpoint, self.options, self.wanted, self.report = engine, checkpoint, options, wanted, report
+        self.view, self.names, self.beginning = view, view.names, beginning
+        self.engine, self.checkpoint, self.options, self.wanted, self.report = view.engine, checkpoint, options, wanted, report
         self._saved: dict[str, Any] = {}
         self._of_stages: dict[str, Any] = {}
         self._rank_objects: dict[int, dict[str, Any]] = {}
@@ -87,15 +85,15 @@ class RestoredObjects:
         self.report.entries += [note for note in self._notes if note.outcome == "left out"]
         self._of_stages = self._extra_states_of_stages()
         source = self._generators()
-        for rank in {0, source.second, source.rank, int(self.engine.global_rank)}:
+        for rank in {0, source.second, source.rank, self.view.rank}:
             self._rank_objects[rank] = self.checkpoint.rank_objects(rank, allow_pickle=self.options.allow_pickle).value
         sampler, saved = internals.extra_states(self.engine)[internals.SAMPLER], self._saved.get(internals.SAMPLER)
-        if sampler is not None and saved is not None and int(self.engine.global_rank) == 0 and not self.wanted.module_only:
+        if sampler is not None and saved is not None and self.view.rank == 0 and not self.wanted.module_only:
             self.sampler_refused = curriculum.refusal(sampler, saved)
 
     def of_this_rank(self, key: str) -> Any:
         """Return an object that this rank of the saving job stored for itself, or None."""
-        return self._rank_objects[int(self.engine.global_rank)].get(key)
+        return self._rank_objects[self.view.rank].get(key)
 
     def saved_batch(self) -> Batch | None:
         """Return the batch size of the job that saved the checkpoint; None if unknown."""
@@ -149,8 +147,8 @@ class RestoredObjects:
         """Return the client state, this rank's own if it stored one, with the values that DeepSpeed adds to it."""
         client_state = saved.get("client_state") or {}
         world = self.checkpoint.manifest.writer.topology.get("world_size")
-        if world == self.engine.world_size:
-            client_state = self._rank_objects[int(self.engine.global_rank)].get("client_state", client_state)
+        if world == self.view.world:
+            client_state = self._rank_objects[self.view.rank].get("client_state", client_state)
         extras = {
             "ds_config": saved.get("ds_config"),
             "ds_version": self.checkpoint.manifest.writer.framework_version,
@@ -226,7 +224,7 @@ class RestoredObjects:
             problem = f"{refused}: it starts from its first sample"
         else:
             problem = curriculum.restore(sampler, saved)
-        if problem and int(self.engine.global_rank) == 0:
+        if problem and self.view.rank == 0:
             logger.warning("unickpt: %s: the curriculum sampler is not restored: %s", self.checkpoint.storage, problem)
         self._object(internals.SAMPLER, "left out" if problem else "restored", problem)
 
@@ -238,7 +236,7 @@ class RestoredObjects:
                 self._object(f"{EXTRA_STATE}.{name}", "restored")
             elif name in modules:
                 self._object(f"{EXTRA_STATE}.{name}", "left out", "needs allow_pickle")
-            elif partitions.placement(self.engine).partial:
+            elif self.view.placed.partial:
                 self._object(f"{EXTRA_STATE}.{name}", "on other ranks")
             else:
                 self._object(f"{EXTRA_STATE}.{name}", "left out", "this job has no such module")
@@ -258,7 +256,7 @@ class RestoredObjects:
         if not self.options.restore_rng:
             self._object("rng", "left out", "unickpt.restore_rng is false")
             return
-        world, now = int(self.checkpoint.manifest.writer.topology.get("world_size") or 0), int(self.engine.world_size)
+        world, now = int(self.checkpoint.manifest.writer.topology.get("world_size") or 0), self.view.world
         source = self._generators()
         first = self._rng_of(0)
         own = self._rng_of(source.rank) if source.rank < world else first
@@ -291,8 +289,8 @@ class RestoredObjects:
 
     def _generators(self) -> Generators:
         """Return whose generators this rank takes."""
-        placed, before = partitions.placement(self.engine), self.checkpoint.manifest.writer.topology.get("tensor", 1)
-        return Generators.of(placed, before if isinstance(before, int) else 1)
+        before = self.checkpoint.manifest.writer.topology.get("tensor", 1)
+        return Generators.of(self.view.placed, before if isinstance(before, int) else 1)
 
     def _rng_of(self, rank: int) -> rng.RngState | None:
         return self._rank_objects[rank].get("rng")

@@ -13,19 +13,18 @@ from typing import Any
 
 import torch
 
-from ds_unickpt.framework import internals
-from ds_unickpt.held_state import owned_states, partition_updates
-from ds_unickpt.held_state.first_step import STEP, FirstStates, first_states, known
-from ds_unickpt.held_state.names import ModuleNames
+from ds_unickpt.framework import internals, partition_updates
+from ds_unickpt.framework.partitions import Partition, states_of
+from ds_unickpt.framework.swap_files import SwappedPartition
+from ds_unickpt.held_state import owned_states
+from ds_unickpt.held_state.beginning import Beginning
+from ds_unickpt.held_state.engine_view import EngineView
+from ds_unickpt.held_state.first_step import STEP, FirstStates, first_states, forget_powers, known
 from ds_unickpt.held_state.optimizer_record import RankScalars, layout_of
 from ds_unickpt.held_state.owned_states import OwnDivision, OwnedStates
-from ds_unickpt.held_state.partitions import Partition, states_of
-from ds_unickpt.held_state.swap_files import SwappedPartition
-from ds_unickpt.loading.beginning import Beginning
 from ds_unickpt.loading.missing_states import ALL, StatesOfParameter, StatesOfPart, begin_anew, described, plan, shared_scalars
 from ds_unickpt.loading.reads import Reads
 from ds_unickpt.loading.saved_optimizer import SavedOptimizer, copied, formed, is_number, number_of
-from ds_unickpt.placing import tensor_parallel
 from ds_unickpt.placing.slices import Slices
 from unickpt.base.errors import MismatchError
 from unickpt.base.listing import some
@@ -48,15 +47,14 @@ class RestoredOptimizer:
     """The optimizer of one load into one engine. Adds its entries to ``report``."""
 
     def __init__(
-        self, engine: Any, parts: Sequence[Partition], names: ModuleNames, slices: Slices, reads: Reads, report: LoadReport, *,
-        allow_pickle: bool, fresh: bool, beginning: Beginning,
+        self, view: EngineView, slices: Slices, reads: Reads, report: LoadReport, *, allow_pickle: bool, fresh: bool,
+        beginning: Beginning,
     ) -> None:  # fmt: skip
         """``fresh``: states that the checkpoint lacks start fresh. ``beginning``: of the engine."""
         self.allow_pickle, self.fresh, self.beginning = allow_pickle, fresh, beginning
-        self.engine, self.parts, self.names, self.reads, self.report = engine, parts, names, reads, report
-        self.slices = slices
+        self.view, self.parts, self.names, self.base = view, view.parts, view.names, view.base
+        self.slices, self.reads, self.report = slices, reads, report
         self.checkpoint: Checkpoint = reads.checkpoint
-        self.base = internals.base_optimizer(engine)
         self.saved = SavedOptimizer(self.checkpoint, type(self.base).__name__)
         self._owned: list[dict[str, Any]] = []
         self._plans: list[StatesOfPart] = []
@@ -83,7 +81,7 @@ class RestoredOptimizer:
                 f"{self.checkpoint.storage} was trained with {self.saved.record.name} (states {held}), "
                 f"this job uses {own}. The states cannot be converted. {_HINT}."
             )
-        division = OwnDivision(self.names, self.slices, tensor_parallel.rank(self.engine), tensor_parallel.degree(self.engine))
+        division = OwnDivision(self.names, self.slices, self.view.placed.tensor, self.view.placed.tensors)
         owned = OwnedStates(self.checkpoint, self._stored_name, division, allow_pickle=self.allow_pickle)
         for part in self.parts:
             states, found = self._planned(part, owned)
@@ -167,7 +165,7 @@ class RestoredOptimizer:
         if self.base is None:
             return
         for part, key, tensor in self._added:
-            partition_updates.add_state(self.engine, part, key, tensor)
+            partition_updates.add_state(self.view.engine, part, key, tensor)
         for view, value in self._begun:
             view.fill_(value)
         for part, states, owned in zip(self.parts, self._plans, self._owned, strict=True):
@@ -175,11 +173,11 @@ class RestoredOptimizer:
                 self._begin(part, states)
                 continue
             keep = states.keys | set(owned.get("states", ())) | internals.keys_of_rank(self.base)
-            partition_updates.keep_states(self.engine, part, frozenset() if states.nothing else keep)
+            partition_updates.keep_states(self.view.engine, part, frozenset() if states.nothing else keep)
             for key in states.fresh_scalars:
                 self._state(part)[key] = copied(states.first.scalars[key]) if states.first is not None else 0
         for stepping in {id(found): found for found in map(self._stepping, self.parts)}.values():
-            partition_updates.forget_powers(stepping)
+            forget_powers(stepping)
 
     def _begin(self, part: Partition, states: StatesOfPart) -> None:
         """Set the states of a partition to their first values. Its optimizer needs them, or their files exist already."""
@@ -230,7 +228,7 @@ class RestoredOptimizer:
             master = self.reads.source(self.names.name(part.parameters[0]), "master")
             same = master is not None and (master.state, master.dtype) == ("master", name_of(part.master.dtype))
             dtype = torch_dtype(info.dtype) if same else part.master.dtype
-        tensor = partition_updates.empty_state(self.engine, part, state, dtype)
+        tensor = partition_updates.empty_state(self.view.engine, part, state, dtype)
         self._added.append((part, state, tensor))
         return tensor
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ds_unickpt.framework.partitions import Partition
 from ds_unickpt.held_state.first_step import STEP
 from ds_unickpt.held_state.optimizer_record import NOT_HYPERPARAMETERS
-from ds_unickpt.held_state.partitions import Partition
 from ds_unickpt.loading.missing_states import shared_states
 from unickpt.base.listing import some
 from unickpt.checkpoint.format.manifest import ParameterGroup

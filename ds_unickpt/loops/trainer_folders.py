@@ -63,6 +63,11 @@ def is_one(folder: str | os.PathLike[str]) -> bool:
     return TRAINER_FOLDER.fullmatch(os.path.basename(os.path.normpath(folder))) is not None
 
 
+def run_of(folder: str) -> str:
+    """Return the ``output_dir`` of a ``checkpoint-N`` folder."""
+    return os.path.dirname(os.path.abspath(folder))
+
+
 def choose(output_dir: str | os.PathLike[str]) -> ResumeFolder:
     """Return the newest folder that can be resumed.
 
@@ -130,7 +135,7 @@ def forget_damage(folder: str) -> None:
 def advice(folder: str) -> str:
     """Return a sentence that names another folder of the run that can be resumed; '' if there is none."""
     with contextlib.suppress(UnickptError, OSError):
-        for other in folders(os.path.dirname(os.path.abspath(folder))):
+        for other in folders(run_of(folder)):
             if os.path.realpath(other) != os.path.realpath(folder) and not unusable(other):
                 return f"{other} can be resumed. Pass it as resume_from_checkpoint, or pass True."
     return ""

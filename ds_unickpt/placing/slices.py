@@ -1,4 +1,4 @@
-"""The part of a parameter that a tensor-parallel rank has. Pure values: ``ds_unickpt/placing/tensor_parallel.py`` reads them.
+"""The part of a parameter that a tensor-parallel rank has. Pure values: ``ds_unickpt/framework/tensor_parallel.py`` reads them.
 
 ZeRO cuts the rank's part into flat ranges. ``places`` maps such a range to boxes of the global tensor.
 """

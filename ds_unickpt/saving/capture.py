@@ -14,22 +14,22 @@ import torch
 
 from ds_unickpt.batch import batches
 from ds_unickpt.framework import internals
-from ds_unickpt.held_state import curriculum, owned_states, partitions, vocabulary
+from ds_unickpt.framework.fallbacks import require_supported
+from ds_unickpt.framework.partitions import Partition, states_of
+from ds_unickpt.held_state import curriculum, owned_states, vocabulary
+from ds_unickpt.held_state.engine_view import EXTRA_STATE, MICRO_BATCHES, SCALARS, EngineView
 from ds_unickpt.held_state.names import ModuleNames
 from ds_unickpt.held_state.optimizer_record import RankScalars, record_of
-from ds_unickpt.held_state.partitions import Partition, states_of
-from ds_unickpt.placing import megatron_deepspeed, tensor_parallel
-from ds_unickpt.placing.fallbacks import require_supported
+from ds_unickpt.placing import megatron_deepspeed
 from ds_unickpt.placing.huggingface import model_of
 from ds_unickpt.placing.placement import Placement
-from ds_unickpt.placing.slices import RankValues, Slices
+from ds_unickpt.placing.slices import Slices
 from ds_unickpt.saving.captured_tensors import add_buffers, add_optimized, add_others, stored_buffers
 from unickpt import __version__
 from unickpt.base.options.job import Options
 from unickpt.checkpoint.coordination.message_exchange import Message
 from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.checksums import digest
-from unickpt.checkpoint.format.dtypes import name_of
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord, Writer
 from unickpt.checkpoint.load import rng
@@ -37,33 +37,11 @@ from unickpt.checkpoint.save.fingerprints import fingerprints
 from unickpt.checkpoint.save.shards import Contribution, Shard
 from unickpt.checkpoint.state.held import Description
 
-EXTRA_STATE = "module_extra_state"  # key in the objects of the job; the shared objects of other ranks start with it
-MICRO_BATCHES = "pipeline_micro_batches"  # key in the objects of the job
-SCALARS = "scalars"  # key in the objects of a rank and in the announcement
 _DIGITS = 16  # hex digits of a fingerprint
 
 
-def topology(engine: Any, names: ModuleNames, placed: Placement) -> dict[str, Any]:
-    """Return parallel degrees and modes, for the manifest and for reports."""
-    dtypes = sorted({name_of(p.dtype) for p in names.parameters.values()})
-    sequence = int(getattr(engine, "sequence_parallel_size", 1))
-    model_parallel = placed.stages > 1 or placed.tensors > 1
-    degree = max((layer.degree for layer in names.experts.values()), default=1)
-    return {
-        "world_size": int(engine.world_size),
-        "zero_stage": int(engine.zero_optimization_stage()),
-        "optimizer_wrapper": internals.wrapper_of(engine),
-        "weight_dtypes": dtypes,
-        **({"sequence": sequence} if sequence > 1 else {}),
-        **({"tensor": placed.tensors} if placed.tensors > 1 else {}),
-        **({"pipeline": placed.stages} if placed.stages > 1 else {}),
-        **({"data": len(placed.data)} if model_parallel else {}),
-        **({"expert": degree} if degree > 1 else {}),
-    }
-
-
-class EngineState:
-    """What a save reads of an engine. Each attribute is read when it is needed first, and once per save.
+class EngineState(EngineView):
+    """What a save reads of an engine, and what it makes of that.
 
     Args:
         engine: the DeepSpeedEngine.
@@ -76,39 +54,14 @@ class EngineState:
     def __init__(
         self, engine: Any, options: Options, client_state: Mapping[str, Any], *, exclude_frozen: bool
     ) -> None:  # fmt: skip
-        self.engine, self.options = engine, options
-        self.client_state, self.exclude_frozen = client_state, exclude_frozen
+        super().__init__(engine)
+        self.options, self.client_state, self.exclude_frozen = options, client_state, exclude_frozen
 
     @cached_property
     def supported(self) -> bool:
         """True. Raises UnsupportedLayoutError if unickpt does not support the job."""
         require_supported(self.engine)
         return True
-
-    @cached_property
-    def names(self) -> ModuleNames:
-        """Names of the module, with this tensor-parallel rank's own values. It fails on a job that is not supported."""
-        return ModuleNames.read(self.engine.module, self.values)
-
-    @cached_property
-    def values(self) -> RankValues:
-        return tensor_parallel.rank_values(self.engine, self.slices)
-
-    @cached_property
-    def base(self) -> torch.optim.Optimizer | None:
-        return internals.base_optimizer(self.engine)
-
-    @cached_property
-    def parts(self) -> list[Partition]:
-        return partitions.partitions(self.engine, self.placed)
-
-    @cached_property
-    def slices(self) -> Slices:
-        return tensor_parallel.slices(self.engine)
-
-    @cached_property
-    def placed(self) -> Placement:
-        return partitions.placement(self.engine, self.names.experts.values(), self.values)
 
     @cached_property
     def scalars(self) -> RankScalars | None:
@@ -121,9 +74,9 @@ class EngineState:
     def tensors(self) -> tuple[list[Shard], list[TensorInfo], tuple[str, ...]]:
         """Shards that this rank writes, all tensors that it knows, and the names of excluded parameters."""
         out = Description()
-        add_optimized(out, self.parts, self.names, self.slices, self.base, self.placed)
-        excluded = add_others(out, self.parts, self.names, self.slices, self.exclude_frozen, self.placed)
-        add_buffers(out, self.options, self.names, self.placed)
+        add_optimized(out, self)
+        excluded = add_others(out, self, self.exclude_frozen)
+        add_buffers(out, self, self.options)
         return out.shards(), out.tensors, excluded
 
     @cached_property
@@ -133,7 +86,7 @@ class EngineState:
     @cached_property
     def digests(self) -> Message:
         """Digests of this rank's state. The other ranks compare the coordinator's with their own to find values that differ."""
-        replicas = _tensor_parallel_replicas(self.engine, self.names, self.slices)
+        replicas = _tensor_parallel_replicas(self)
         return {
             "client_state": client_state_digest(self.client_state),
             "replicas": "".join(fingerprints([p.detach() for _, p in replicas])),
@@ -150,13 +103,8 @@ class EngineState:
     def read(self) -> None:
         """Read what does not depend on the coordinator's announcement."""
         _ = self.supported, self.tensors, self.record
-        if self.engine.global_rank:
+        if self.rank:
             _ = self.digests
-
-    def forget(self) -> None:
-        """Release what was read. The next use reads it again."""
-        for name in [name for name, value in vars(type(self)).items() if isinstance(value, cached_property)]:
-            vars(self).pop(name, None)
 
 
 def contribution(state: EngineState, announced: Message) -> Contribution:
@@ -170,10 +118,10 @@ def contribution(state: EngineState, announced: Message) -> Contribution:
         UnsupportedLayoutError: the job uses a layout that unickpt does not support.
     """
     state.read()
-    engine, names, placed, base, parts = state.engine, state.names, state.placed, state.base, state.parts
+    names, placed = state.names, state.placed
     shards, tensors, excluded = state.tensors
     rank_objects: dict[str, Any] = {"rng": rng.capture()}
-    if engine.global_rank and state.digests["client_state"] != announced.get("client_state"):
+    if state.rank and state.digests["client_state"] != announced.get("client_state"):
         rank_objects["client_state"] = dict(state.client_state)
     if state.scalars is not None:
         rank_objects[SCALARS] = state.scalars.to_object()
@@ -181,20 +129,20 @@ def contribution(state: EngineState, announced: Message) -> Contribution:
         shards=shards,
         tensors=tensors,
         rank_objects=rank_objects,
-        step=int(engine.global_steps),
-        writer=writer(engine, names, placed),
+        step=int(state.engine.global_steps),
+        writer=writer(state),
         optimizer=state.record,
         optimizer_part=_part(state.record, names, placed),
         aliases=names.aliases if placed.first else {},
         excluded=excluded if placed.first else (),
-        objects=_objects(engine, names, state.client_state) if placed.rank == 0 else {},
+        objects=_objects(state, state.client_state) if placed.rank == 0 else {},
         shared_objects={
             **(_shared_states(names, placed) if placed.rank else {}),
-            **({} if base is None else owned_states.captured(parts, names, state.slices, base, placed)),
-            **_vocabularies(engine, names, state.client_state, placed),
+            **owned_states.captured(state),
+            **_vocabularies(state, state.client_state),
         },
         different=_different(state, announced) if placed.rank and placed.with_coordinator else (),
-        replica=None if placed.part is None else (placed.part, _fingerprint(parts, base)),
+        replica=None if placed.part is None else (placed.part, _fingerprint(state.parts, state.base)),
     )
 
 
@@ -223,7 +171,7 @@ def _part(record: OptimizerRecord | None, names: ModuleNames, placed: Placement)
 def _different(state: EngineState, announced: Message) -> tuple[tuple[str, str], ...]:
     """Return what differs between this rank and the coordinator, each with the consequence for a load."""
     found, names = [], state.names
-    replicas = _tensor_parallel_replicas(state.engine, names, state.slices)
+    replicas = _tensor_parallel_replicas(state)
     buffers = stored_buffers(names, state.options)
     for key, kind, tensors in (("buffers", "buffer", buffers), ("replicas", "parameter", replicas)):
         theirs, ours = announced.get(key, ""), state.digests.get(key, "")
@@ -240,11 +188,11 @@ def _different(state: EngineState, announced: Message) -> tuple[tuple[str, str],
     return tuple(found)
 
 
-def _tensor_parallel_replicas(engine: Any, names: ModuleNames, slices: Slices) -> list[tuple[str, torch.Tensor]]:
+def _tensor_parallel_replicas(view: EngineView) -> list[tuple[str, torch.Tensor]]:
     """Return the weights that all tensor-parallel ranks should hold alike; () under ZeRO-3, where a rank has a part of them."""
-    if tensor_parallel.degree(engine) == 1 or engine.zero_optimization_partition_weights():
+    if view.placed.tensors == 1 or view.engine.zero_optimization_partition_weights():
         return []
-    return [(name, parameter) for name, parameter in names.parameters.items() if slices.of(parameter).replicated]
+    return [(name, parameter) for name, parameter in view.names.parameters.items() if view.slices.of(parameter).replicated]
 
 
 def _fingerprint(parts: Sequence[Partition], base: torch.optim.Optimizer | None) -> str:
@@ -280,19 +228,19 @@ def client_state_digest(client_state: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def writer(engine: Any, names: ModuleNames, placed: Placement) -> Writer:
+def writer(view: EngineView) -> Writer:
     """Return the writer's entry of the manifest."""
     from deepspeed.git_version_info import version
 
-    known = megatron_deepspeed.job_of(engine.module)
-    dialect, model = ("huggingface", model_of(engine.module)) if known is None else (known.dialect, known.model)
-    return Writer(
-        "deepspeed", version, __version__, torch.__version__, dialect, topology(engine, names, placed), model.as_json()
-    )
+    module = view.engine.module
+    known = megatron_deepspeed.job_of(module)
+    dialect, model = ("huggingface", model_of(module)) if known is None else (known.dialect, known.model)
+    return Writer("deepspeed", version, __version__, torch.__version__, dialect, view.topology, model.as_json())
 
 
-def _objects(engine: Any, names: ModuleNames, client_state: Mapping[str, Any]) -> dict[str, Any]:
+def _objects(view: EngineView, client_state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the non-tensor state of the job, which is what DeepSpeed itself saves."""
+    engine = view.engine
     scaler, grad_scaler = internals.loss_scaler(engine), internals.grad_scaler(engine)
     scheduler = internals.lr_scheduler(engine)
     found: dict[str, Any] = {
@@ -303,7 +251,7 @@ def _objects(engine: Any, names: ModuleNames, client_state: Mapping[str, Any]) -
         "lr_scheduler": _named_state(scheduler),
         "loss_scaler": None if scaler is None else internals.scaler_values(scaler),
         "grad_scaler": None if grad_scaler is None else grad_scaler.state_dict(),
-        EXTRA_STATE: _extra_states(names),
+        EXTRA_STATE: _extra_states(view.names),
     }
     if engine.pipeline_parallelism:
         found[MICRO_BATCHES] = internals.micro_batches(engine)
@@ -328,10 +276,10 @@ def _extra_states(names: ModuleNames) -> dict[str, Any]:
     }
 
 
-def _vocabularies(engine: Any, names: ModuleNames, client_state: Mapping[str, Any], placed: Placement) -> dict[str, Any]:
+def _vocabularies(view: EngineView, client_state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of the padded vocabularies that this rank is the first one to have, by their shared key."""
-    found = vocabulary.of_job(engine, names, client_state)
-    own = (name for name in found if placed.leads(names.having(name)) and name not in names.elsewhere)
+    found, names = vocabulary.of_job(view, client_state), view.names
+    own = (name for name in found if view.placed.leads(names.having(name)) and name not in names.elsewhere)
     return {f"{vocabulary.STORED}{name}": found[name] for name in own}
 
 

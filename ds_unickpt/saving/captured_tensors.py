@@ -7,12 +7,12 @@ from functools import lru_cache
 
 import torch
 
-from ds_unickpt.held_state import partitions
+from ds_unickpt.framework import partitions
+from ds_unickpt.framework.partitions import Partition, states_of
+from ds_unickpt.held_state.engine_view import EngineView
 from ds_unickpt.held_state.names import ModuleNames
 from ds_unickpt.held_state.optimizer_record import ElementStates, classify
-from ds_unickpt.held_state.partitions import Partition, states_of
-from ds_unickpt.placing.placement import Placement
-from ds_unickpt.placing.slices import FlatPlace, Slice, Slices, places
+from ds_unickpt.placing.slices import FlatPlace, Slice, places
 from unickpt.base.options.job import Options
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.dtypes import name_of
@@ -47,18 +47,11 @@ def _add(
         out.held.append(Held(info, part.whole, part.of(flat, at), copies, master))
 
 
-def add_optimized(
-    out: Description,
-    parts: Sequence[Partition],
-    names: ModuleNames,
-    slices: Slices,
-    base: torch.optim.Optimizer | None,
-    placed: Placement,
-) -> None:
+def add_optimized(out: Description, view: EngineView) -> None:
     """Add masters and optimizer states. Also add the weights that are not the cast of their masters."""
-    kinds = classify(parts, base)
-    for part in parts:
-        held = {"master": part.elements, **_tensor_states(base, part, kinds)}
+    names, slices, placed, kinds = view.names, view.slices, view.placed, classify(view.parts, view.base)
+    for part in view.parts:
+        held = {"master": part.elements, **_tensor_states(view.base, part, kinds)}
         flats = {key: tensor.detach().reshape(-1) for key, tensor in held.items()}
         states = [(key, name_of(tensor.dtype), "parameter" if key == "master" else "optimizer") for key, tensor in held.items()]
         known = {}
@@ -88,16 +81,10 @@ def _tensor_states(base: torch.optim.Optimizer | None, part: Partition, kinds: E
     return {key: value for key, value in state.items() if key in kinds.tensors and value is not None}
 
 
-def add_others(
-    out: Description,
-    parts: Sequence[Partition],
-    names: ModuleNames,
-    slices: Slices,
-    exclude_frozen: bool,
-    placed: Placement,
-) -> tuple[str, ...]:
+def add_others(out: Description, view: EngineView, exclude_frozen: bool) -> tuple[str, ...]:
     """Add the parameters outside the optimizer, such as frozen and empty ones. Returns the names of excluded parameters."""
-    optimized = {id(p) for part in parts for p in part.parameters}
+    names, placed = view.names, view.placed
+    optimized = {id(p) for part in view.parts for p in part.parameters}
     excluded = []
     for name, parameter in names.parameters.items():
         if id(parameter) in optimized:
@@ -105,7 +92,7 @@ def add_others(
         if exclude_frozen and not parameter.requires_grad:
             excluded.append(name)
             continue
-        part = slices.of(parameter)
+        part = view.slices.of(parameter)
         info = TensorInfo(name, "weight", name_of(parameter.dtype), part.shape, "parameter")
         out.tensors.append(info)
         held = partitions.held(parameter, placed)
@@ -122,10 +109,10 @@ def stored_buffers(names: ModuleNames, options: Options) -> list[tuple[str, torc
     return [(each.name, each.tensor) for each in names.buffers if each.persistent or options.non_persistent_buffers]
 
 
-def add_buffers(out: Description, options: Options, names: ModuleNames, placed: Placement) -> None:
+def add_buffers(out: Description, view: EngineView, options: Options) -> None:
     """Add the buffers that this rank is the first one to have. Running statistics differ between ranks, so parts do not fit."""
-    for name, buffer in stored_buffers(names, options):
+    for name, buffer in stored_buffers(view.names, options):
         info = TensorInfo(name, "weight", name_of(buffer.dtype), tuple(buffer.shape), "buffer")
         out.tensors.append(info)
-        if placed.leads(names.having(name)) and info.numel:
+        if view.placed.leads(view.names.having(name)) and info.numel:
             out.held.append(Held(info, Box.whole(info.shape), buffer))

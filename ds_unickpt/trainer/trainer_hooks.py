@@ -64,7 +64,7 @@ def _newest(runtime: EngineRuntime, output_dir: str, options: Options, choose: C
     exchange = runtime.trainer_exchange()
     if not options.memory.to_disk_every:
         return _agreed(exchange, output_dir, choose)
-    from ds_unickpt import engine
+    from ds_unickpt import checkpoint_engine
     from ds_unickpt.trainer import trainer_resume
 
     folder, error = None, None
@@ -73,7 +73,7 @@ def _newest(runtime: EngineRuntime, output_dir: str, options: Options, choose: C
     except UnickptError as err:
         error = err
     if runtime.memory is None:
-        runtime.memory = engine.tier_of(options)
+        runtime.memory = checkpoint_engine.tier_of(options)
     found = trainer_resume.newer_in_memory(
         runtime.memory, exchange, os.path.abspath(output_dir), folder, trainer_resume.step_on_disk
     )

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from ds_unickpt.engine import TrainerSave, UnickptCheckpointEngine, ours_of, request_of
+from ds_unickpt.checkpoint_engine import TrainerSave, UnickptCheckpointEngine, ours_of
 from ds_unickpt.framework import internals
 from ds_unickpt.loops import trainer_folders
 from ds_unickpt.saving import hints
+from ds_unickpt.saving.save_checkpoint import request_of
 from unickpt.base.errors import CoordinationError, FormatError, SaveFailedError
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.folders import TRAINER_STATE

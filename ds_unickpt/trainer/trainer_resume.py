@@ -1,49 +1,30 @@
 """Brings Trainer's checkpoints back from the memory of the hosts (``trainer_memory``).
 
 Trainer reads its own files before the engine exists. They are written to a folder in memory on each host, with a note that
-names the generation. The engine then loads that generation.
+names the generation (``loops/memory_note.py``).
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
+from ds_unickpt.loops.memory_note import MemoryNote
 from ds_unickpt.trainer import trainer_memory
-from unickpt.base.errors import CorruptCheckpointError, FormatError, UnickptError
+from unickpt.base.errors import UnickptError
 from unickpt.base.logs import make_visible
 from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
-from unickpt.checkpoint.load.resume import AgreedFailureError, Offer, Together
+from unickpt.checkpoint.load.resume import AgreedFailureError, Together
 from unickpt.checkpoint.memory.finding import FoundGeneration
 from unickpt.checkpoint.memory.generations import folder_of
 from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier
-from unickpt.checkpoint.storage.base import join
 from unickpt.checkpoint.storage.open import open_storage
-from unickpt.checkpoint.storage.posix import PosixStorage
 
 logger = logging.getLogger("unickpt")
 
-_MARK = "unickpt-memory.json"
 _RESUME = "resume"
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """What the note in a folder says.
-
-    Attributes:
-        run: ``output_dir`` of the job.
-        generation: number of the generation.
-    """
-
-    run: str
-    generation: int
 
 
 def newer_in_memory(
@@ -113,49 +94,10 @@ def _brought(tier: MemoryTier, load: MemoryLoad, found: FoundGeneration, togethe
         trainer_memory.write_files(folder, {name: data for name, data in own.items() if name not in first})
         if first_of_host:  # the ranks of a host share the folder, and must not replace each other's temporary files
             trainer_memory.write_files(folder, first)
-            note = json.dumps(asdict(Resumed(run, found.number)))
-            PosixStorage(folder).write_atomic(_MARK, note.encode())
+            MemoryNote(run, found.number).leave_in(folder)
         return str(folder)
 
     return together.step("files", bring)
-
-
-def resumed_in(folder: str) -> Resumed | None:
-    """Return what the note in a folder says; None if it has none.
-
-    Raises:
-        FormatError: the note is malformed.
-    """
-    path = Path(folder) / _MARK
-    if not path.is_file():
-        return None
-    try:
-        note = json.loads(path.read_bytes())
-        return Resumed(str(note["run"]), int(note["generation"]))
-    except (ValueError, KeyError, TypeError, RecursionError, OSError) as err:
-        raise FormatError(f"{path}: malformed ({type(err).__name__})") from None
-
-
-def offer(resumed: Resumed, load: MemoryLoad, folder: str, tried: list[tuple[int, bool]]) -> Offer:
-    """Return the generation that a folder stands for; after damage once more, with damaged files removed.
-
-    Raises:
-        CorruptCheckpointError: both were tried, or no host has it any more.
-    """
-    found = next((each for each in load.found if each.number == resumed.generation), None)
-    for checked in (False, True):
-        if found is not None and (found.number, checked) not in tried:
-            tried.append((found.number, checked))
-            return Offer(join(folder, found.tag), found.tag, found.step, generation=found.number, checked=checked)
-    raise CorruptCheckpointError(
-        f"the checkpoint in the memory of the hosts that {folder} stands for cannot be read. Start again: the next start uses "
-        f"another one of {resumed.run}."
-    )
-
-
-def run_of(folder: str) -> str:
-    """Return the ``output_dir`` of a ``checkpoint-N`` folder."""
-    return os.path.dirname(os.path.abspath(folder))
 
 
 def step_on_disk(folder: str) -> int | None:

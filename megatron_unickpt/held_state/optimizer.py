@@ -7,15 +7,12 @@ no data, and the states of all optimizer wrappers have the same names.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import (
-    CheckpointingException,
     LocalNonpersistentObject,
     ShardedTensor,
     ShardedTensorFactory,
@@ -27,12 +24,9 @@ from megatron_unickpt.framework.optimizer_internals import HeldRange
 from megatron_unickpt.held_state import sharded_tensors
 from megatron_unickpt.held_state.hyperparameters import OptimizerPart, restore_hyperparameters
 from megatron_unickpt.held_state.sharded_tensors import MASTER, StateTensor
-from megatron_unickpt.runtime import Purpose, Runtime
 from unickpt.base.errors import MismatchError, UnsupportedLayoutError
 from unickpt.checkpoint.format.boxes import boxes_of_view
 from unickpt.transform.convert.megatron import keys
-
-logger = logging.getLogger("unickpt")
 
 # Metadata that asks an optimizer for its state in model space. Megatron accepts this sharding type under another model
 # parallel shape; it is not used otherwise.
@@ -63,7 +57,7 @@ class MegatronsForm(dict[str, Any]):
 
 def sharded_state_dict(optimizer: Any, model: Any, *, is_loading: bool) -> dict[str, Any]:
     """Return the optimizer's state by parameter. ``model`` is the model's sharded state dict; see ``by_parameter``."""
-    return by_parameter(optimizer, _by_parameter(model), is_loading=is_loading)
+    return by_parameter(optimizer, items_of(model), is_loading=is_loading)
 
 
 def by_parameter(
@@ -111,7 +105,7 @@ def by_parameter(
     return {PART: LocalNonpersistentObject(part), TENSORS: tensors}
 
 
-def _by_parameter(model: Any) -> dict[int, ShardedTensor | ShardedTensorFactory]:
+def items_of(model: Any) -> dict[int, ShardedTensor | ShardedTensorFactory]:
     """Return the model's sharded tensors and factories by the id of their parameter. Of several, the first one counts."""
     found: dict[int, ShardedTensor | ShardedTensorFactory] = {}
     for leaf in sharded_tensors.walk(model):
@@ -277,64 +271,3 @@ def load_state_dict(part: OptimizerPart) -> None:
         if scaler:
             state = internals.new_scaler_state(leaf.optimizer) if part.grad_scaler is None else part.grad_scaler
             scaler.load_state_dict(state)
-
-
-# ---------------------------------------------------------------- hooked methods
-
-
-def hooked_state_dict(
-    runtime: Runtime,
-    wrapped: Callable[..., Any],
-    instance: Any,
-    model_sharded_state_dict: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Wrap ``optimizer.sharded_state_dict``: return model space if the metadata or the scripts select it.
-
-    Otherwise the result is in Megatron's form, and a save or load of unickpt can still describe it by parameter.
-    """
-    metadata = kwargs.get("metadata") or {}
-    by_scripts = runtime.purpose in (Purpose.SAVE, Purpose.LOAD)  # 0.12 passes no metadata
-    selected = metadata.get(keys.MARK) or by_scripts
-    reason = internals.unsupported_reason(instance)
-    if not selected:
-        known = {} if reason or runtime.purpose is Purpose.NATIVE else _by_parameter(model_sharded_state_dict)
-        if not known:
-            return wrapped(model_sharded_state_dict, *args, **kwargs)
-        return MegatronsForm(_in_megatrons_form(wrapped, model_sharded_state_dict, *args, **kwargs), instance, known)
-    if reason:
-        if runtime.is_news(reason):
-            logger.warning(
-                "unickpt: not supported: %s. Its state is stored as Megatron describes it, and loads only where Megatron's "
-                "own checkpoint would.", reason,
-            )  # fmt: skip
-        return wrapped(model_sharded_state_dict, *args, **kwargs)
-    is_loading = bool(args[0]) if args else bool(kwargs.get("is_loading", False))
-    return sharded_state_dict(instance, model_sharded_state_dict, is_loading=is_loading)
-
-
-def _in_megatrons_form(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the state dict in Megatron's form. If there is none, it raises Megatron's error when another program uses it.
-
-    The form that Megatron describes without metadata has been impossible since 0.15.
-    """
-    try:
-        return wrapped(*args, **kwargs)
-    except CheckpointingException as err:
-        err.__traceback__ = None  # its frames hold the state
-        return {"optimizer": ShardedTensorFactory("optimizer", torch.empty(0), partial(_raise, err), lambda _: None)}
-
-
-def _raise(err: Exception, *_: Any) -> Any:
-    raise err
-
-
-def hooked_load(wrapped: Callable[..., Any], state_dict: Any) -> Any:
-    """Wrap ``optimizer.load_state_dict``: load a state dict in model space."""
-    part = state_dict.get(PART) if isinstance(state_dict, dict) else None
-    if not isinstance(part, OptimizerPart):
-        return wrapped(state_dict)
-    load_state_dict(part)
-    state_dict.pop(TENSORS, None)
-    return None

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from megatron_unickpt import tracker
 from megatron_unickpt.framework import marks
-from megatron_unickpt.pretraining import tracker
 from unickpt.base.errors import FormatError, StorageError, UnickptError
 from unickpt.checkpoint.checkpoint_folder import (
     ITERATION,

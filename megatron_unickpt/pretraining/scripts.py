@@ -38,8 +38,8 @@ from megatron_unickpt.pretraining.arguments import (
     set_asynchronous,
     take_retention,
 )
-from megatron_unickpt.pretraining.tracker import Diverted
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
+from megatron_unickpt.tracker import Diverted
 from unickpt.base.errors import MismatchError, NotACheckpointError, StorageError
 from unickpt.checkpoint.checkpoint_folder import ITERATION
 from unickpt.checkpoint.format.topology import describe

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from megatron_unickpt import tracker
 from megatron_unickpt.dist_checkpointing import saving
-from megatron_unickpt.pretraining import non_persistent, tracker
+from megatron_unickpt.pretraining import non_persistent
 from megatron_unickpt.runtime import Runtime, ScriptCall
 from unickpt.base.errors import UnickptError
 from unickpt.checkpoint.checkpoint_folder import RELEASE, iteration_name

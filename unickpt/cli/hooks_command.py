@@ -21,7 +21,7 @@ from unickpt.cli.output import Output
 
 JSON_SCHEMA = 1
 ADAPTERS = ("ds_unickpt", "megatron_unickpt")
-FALLBACKS = "ds_unickpt.placing.fallbacks"
+FALLBACKS = "ds_unickpt.framework.fallbacks"
 
 _MARKDOWN_BEGINNING = """\
 <!-- Generated, do not edit: unickpt hooks status --markdown > docs/developing/hooks.md -->

@@ -10,10 +10,10 @@ import pytest
 import torch
 from deepspeed.checkpoint.ds_to_universal import merge_tp_slices
 
+from ds_unickpt.framework import megatron_layers, tensor_parallel
+from ds_unickpt.framework.fallbacks import MPU_LAYOUT
 from ds_unickpt.held_state.vocabulary import PaddedRows, fitted
 from ds_unickpt.loading.reads import mean
-from ds_unickpt.placing import megatron_layers, tensor_parallel
-from ds_unickpt.placing.fallbacks import MPU_LAYOUT
 from ds_unickpt.placing.slices import Slice
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.load.vocabulary import Rows

@@ -11,7 +11,7 @@ import torch
 from deepspeed.checkpoint import affine
 from deepspeed.module_inject.layers import _build_param_uc_restore_meta
 
-from ds_unickpt.placing.autotp import META, slices
+from ds_unickpt.framework.autotp import META, slices
 from ds_unickpt.placing.placement import Generators, Placement
 from ds_unickpt.placing.slices import Slice, places
 from unickpt.base.errors import FormatError

@@ -12,15 +12,18 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
+from ds_unickpt.loading.sources import Noted
+from ds_unickpt.loops.memory_note import MemoryNote, noted_in
 from ds_unickpt.trainer import trainer_memory, trainer_resume
 from ds_unickpt.trainer.trainer_memory import FILES, Files
 from tests.support.memory_jobs import Job, jobs_in, request
 from unickpt.base.errors import CorruptCheckpointError, FormatError
+from unickpt.base.options.job import MemoryOptions
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.load.folders import TRAINER_STATE
 from unickpt.checkpoint.memory.finding import FoundGeneration
 from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier
-from unickpt.checkpoint.save.requests import SaveRequest
+from unickpt.checkpoint.save.requests import SaveOptions, SaveRequest
 from unickpt.checkpoint.save.shards import Contribution
 
 CONFIG = b'{"model_type": "llama"}' * 50
@@ -77,7 +80,7 @@ def test_each_host_gets_the_files_of_the_job_and_of_its_ranks(job: Callable[...,
         note = json.loads(found.pop("unickpt-memory.json"))
         assert found == {name: data for rank in ranks for name, data in files(6, rank).items()}
         assert (Path(host) / "global_step6").is_dir()
-        assert trainer_resume.resumed_in(host) == trainer_resume.Resumed(note["run"], note["generation"])
+        assert noted_in(host) == MemoryNote(note["run"], note["generation"])
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -135,25 +138,23 @@ def test_a_checkpoint_that_belongs_on_disk_does_not_go_into_memory(job: Callable
 
 
 def test_a_generation_is_offered_twice_and_then_an_error_names_the_run() -> None:
-    resumed, load = (
-        trainer_resume.Resumed("/run", 7),
-        MemoryLoad([FoundGeneration(9, 8, "global_step8"), FoundGeneration(7, 6, "global_step6")]),
-    )
-    tried: list[tuple[int, bool]] = []
-    offers = [trainer_resume.offer(resumed, load, "/resume/checkpoint-6", tried) for _ in range(2)]
+    load = MemoryLoad([FoundGeneration(9, 8, "global_step8"), FoundGeneration(7, 6, "global_step6")])
+    tier, exchange = MemoryTier(MemoryOptions(), SaveOptions()), MessageExchange(None, rank=0, world=1, prefix="noted")
+    noted = Noted(tier, "/run", "/resume/checkpoint-6", exchange, load, number=7)
+    offers = [noted.offer() for _ in range(2)]
     assert [(offer.generation, offer.checked, offer.name) for offer in offers] == [
         (7, False, "global_step6"), (7, True, "global_step6"),
     ]  # fmt: skip
     with pytest.raises(CorruptCheckpointError, match="another one of /run"):
-        trainer_resume.offer(resumed, load, "/resume/checkpoint-6", tried)
+        noted.offer()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"run": "/run", "generation": "x"}'])
 def test_a_malformed_note_is_an_error(tmp_path: Path, text: str) -> None:
-    assert trainer_resume.resumed_in(str(tmp_path)) is None
+    assert noted_in(str(tmp_path)) is None
     (tmp_path / "unickpt-memory.json").write_text(text)
     with pytest.raises(FormatError, match="malformed"):
-        trainer_resume.resumed_in(str(tmp_path))
+        noted_in(str(tmp_path))
 
 
 def test_the_state_of_trainer_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

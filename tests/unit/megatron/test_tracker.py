@@ -13,8 +13,8 @@ pytest.importorskip("megatron.core")
 
 from megatron_unickpt.framework import marks
 from megatron_unickpt.pretraining import tracker_hooks
-from megatron_unickpt.pretraining.tracker import Diverted, Trackers, is_complete, iteration_of, remove_old_non_persistent
 from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
+from megatron_unickpt.tracker import Diverted, Trackers, is_complete, iteration_of, remove_old_non_persistent
 from tests.support.rank_threads import alone
 from tests.support.saves import large, request
 from unickpt.checkpoint.checkpoint_folder import TRACKER, iteration_name

@@ -15,11 +15,10 @@ import torch
 from deepspeed import comm as dist
 from torch.distributed import get_process_group_ranks
 
-from ds_unickpt.framework import internals
+from ds_unickpt.framework import internals, tensor_parallel
+from ds_unickpt.framework.fallbacks import UNKNOWN_BUFFERS
 from ds_unickpt.framework.internals import BF16, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, ExpertLayer, is_zero3, wrapper_of
-from ds_unickpt.held_state.swap_files import SwappedPartition, swapped_weight
-from ds_unickpt.placing import tensor_parallel
-from ds_unickpt.placing.fallbacks import UNKNOWN_BUFFERS
+from ds_unickpt.framework.swap_files import SwappedPartition, swapped_weight
 from ds_unickpt.placing.placement import Placement
 from ds_unickpt.placing.slices import RankValues
 
@@ -100,12 +99,12 @@ class Partition:
         return tuple(self.elements.shape) if whole is None else (sum(piece.hi for piece in whole),)
 
 
-def partitions(engine: Any, placed: Placement | None = None) -> list[Partition]:
+def partitions(engine: Any, placed: Placement) -> list[Partition]:
     """Return what the optimizer holds on this rank. Calls no collective.
 
     Args:
         engine: the DeepSpeedEngine.
-        placed: ``placement`` of the engine; None to find it.
+        placed: ``placement`` of the engine.
 
     Raises:
         UnsupportedLayoutError: the layout of the buffers is unknown.
@@ -113,7 +112,6 @@ def partitions(engine: Any, placed: Placement | None = None) -> list[Partition]:
     kind = wrapper_of(engine)
     if kind == "none":
         return []
-    placed = placed or placement(engine)
     build: dict[str, Callable[[Any], Iterator[Partition]]] = {
         "plain": _plain,
         ZERO_1_2: partial(_zero_1_2, placed=placed),
@@ -384,25 +382,21 @@ def part_of(parameter: Any) -> torch.Tensor:
     return part
 
 
-def placement(engine: Any, layers: Iterable[ExpertLayer] | None = None, values: RankValues | None = None) -> Placement:
+def placement(engine: Any, layers: Iterable[ExpertLayer], values: RankValues) -> Placement:
     """Return where this rank stands among the ranks of the job.
 
     ZeRO-3 partitions over the sequence-parallel peers as well, so they are no replicas there.
 
     Args:
         engine: the DeepSpeedEngine.
-        layers: its expert layers; None to find them.
-        values: its ``tensor_parallel.rank_values``; None to find them.
+        layers: its expert layers.
+        values: its ``tensor_parallel.rank_values``.
     """
-    if layers is None:
-        layers = internals.expert_layers(internals.submodules(engine.module))
     data = tuple(get_process_group_ranks(engine.seq_data_parallel_group))
     stage = internals.pipeline_stage(engine)
     rank, world = int(engine.global_rank), int(engine.world_size)
     ranks = tuple(range(world)) if stage is None else stage.ranks
     same = set(ranks).intersection(*(layer.ranks for layer in layers))
-    if values is None:
-        values = tensor_parallel.rank_values(engine, tensor_parallel.slices(engine))
     same &= set(values.holders or same)
     tensors = tensor_parallel.degree(engine)
     copies = len(data) < len(ranks) // tensors and not engine.zero_optimization_partition_weights()

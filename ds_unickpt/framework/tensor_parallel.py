@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed import get_process_group_ranks
 
-from ds_unickpt.placing import auto_experts, autotp, megatron_layers
+from ds_unickpt.framework import auto_experts, autotp, megatron_layers
 from ds_unickpt.placing.slices import RankValues, Slices
 
 

@@ -1,19 +1,16 @@
-"""Changes the state of DeepSpeed's optimizers during a load. Uses private attributes of DeepSpeed, as ``partitions`` does."""
+"""Changes the state of DeepSpeed's optimizers during a load."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_unickpt.framework import persistent_parameters
+from ds_unickpt.framework import persistent_parameters, swap_files
 from ds_unickpt.framework.internals import BF16, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, wrapper_of
-from ds_unickpt.held_state import swap_files
-from ds_unickpt.held_state.first_step import copy_of
-from ds_unickpt.held_state.partitions import MOMENTUM, OFFLOADED, Partition, partitions
+from ds_unickpt.framework.partitions import MOMENTUM, OFFLOADED, Partition
 from unickpt.checkpoint.coordination.host_peers import HostPeers
 from unickpt.checkpoint.load import shared_gather
 
@@ -71,22 +68,6 @@ def _states(engine: Any, partition: Partition) -> Any:
     return (partition.stepped_by or base).state
 
 
-def forget_powers(optimizer: torch.optim.Optimizer) -> None:
-    """Let DeepSpeed's C++ Adam begin anew.
-
-    It multiplies the powers of the betas from step to step, and computes them from ``step`` after a jump. So its next step
-    would depend on the steps that it made before a load, in the last bit.
-    """
-    if not hasattr(optimizer, "ds_opt_adam"):
-        return
-    tensor = torch.zeros(1)
-    tensor.grad = torch.zeros(1)
-    state = {"step": -1, "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)}
-    for group in optimizer.param_groups[:1]:
-        with copy_of(optimizer, group, tensor, state, inert=False) as copy:
-            inspect.unwrap(type(optimizer).step)(copy)
-
-
 def forget_gradients(engine: Any) -> None:
     """Drop gradients of other weights that an unfinished accumulation holds. The next micro-batch is the first of a step."""
     optimizer = engine.optimizer
@@ -126,7 +107,7 @@ def refresh_weights(
 
     Args:
         engine: the DeepSpeedEngine.
-        parts: ``partitions(engine)``.
+        parts: what its optimizer holds.
         host_peers: all ranks of this host, which make the same call. If the data-parallel groups of all of them lie within
             the host and the weights are in its memory, no collective runs. Otherwise ZeRO-1 and 2 run DeepSpeed's.
         derived: all weights of this rank have this value, also those of which other ranks have the masters.
@@ -188,20 +169,20 @@ def refresh_masters(engine: Any) -> None:
         refresh()
 
 
-def after_restore(engine: Any) -> None:
+def after_restore(engine: Any, parts: Sequence[Partition]) -> None:
     """Renew DeepSpeed's links from parameters to optimizer states. ZeRO-3 gathers its persistent parameters (a collective)."""
     optimizer = engine.optimizer
     if wrapper_of(engine) in (ZERO_1_2, BF16):
         optimizer._link_all_hp_params()
         optimizer._hp_optimizer_states_linked = False
-        if all(partition.master in optimizer.optimizer.state for partition in partitions(engine)):
+        if all(partition.master in optimizer.optimizer.state for partition in parts):
             optimizer._lazy_init_hp_params_optimizer_state()
     if wrapper_of(engine) == ZERO_3 and getattr(optimizer, "save_muon_momentum_buffer_in_memory", False):
         _link_momenta(optimizer)
     for parameter in engine.module.parameters():
         if getattr(parameter, "ds_secondary_tensor", None) is not None:  # the epilogue forgets those of frozen parameters
             parameter.ds_secondary_tensor = None
-    swap_files.flush(_swap_paths(engine))
+    swap_files.flush(_swap_paths(engine, parts))
     if gathers_after(engine):
         persistent_parameters.gather(optimizer.persistent_parameters)
         optimizer.checkpoint_event_epilogue()
@@ -212,12 +193,9 @@ def gathers_after(engine: Any) -> bool:
     return getattr(engine.optimizer, "checkpoint_event_epilogue", None) is not None
 
 
-def _swap_paths(engine: Any) -> set[str]:
+def _swap_paths(engine: Any, parts: Sequence[Partition]) -> set[str]:
     found = swap_files.release_weights(engine.module)
-    if wrapper_of(engine) == ZERO_3 and engine.optimizer.swap_optimizer:
-        for part in partitions(engine):
-            found.update(() if part.swapped is None else part.swapped.paths.values())
-    return found
+    return found.union(*(part.swapped.paths.values() for part in parts if part.swapped is not None))
 
 
 def _link_momenta(optimizer: Any) -> None:

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ds_unickpt.framework import internals
+from ds_unickpt.framework import autotp, internals, megatron_layers, tensor_parallel
 from ds_unickpt.framework.internals import BF16, EXPERTS, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, wrapper_of
-from ds_unickpt.placing import autotp, megatron_layers, tensor_parallel
 from unickpt.base.errors import UnsupportedLayoutError
 
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")  # torchrun, DeepSpeed's launcher, MPI

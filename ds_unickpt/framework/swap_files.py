@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ds_unickpt.placing.fallbacks import UNKNOWN_BUFFERS
+from ds_unickpt.framework.fallbacks import UNKNOWN_BUFFERS
 
 
 def mapped(path: str, numel: int, dtype: torch.dtype) -> torch.Tensor:

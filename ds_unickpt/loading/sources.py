@@ -1,0 +1,233 @@
+"""Where a load finds checkpoints: in a folder on disk, in a folder of Trainer, in the memory of the hosts."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds_unickpt.loops import trainer_folders
+from unickpt.base.errors import CorruptCheckpointError, FormatError, NotACheckpointError, UnickptError, UnsafePathError
+from unickpt.checkpoint.checkpoint_folder import complete_checkpoints, latest_tag, plain_tag, read_manifest
+from unickpt.checkpoint.coordination.message_exchange import MessageExchange
+from unickpt.checkpoint.format.manifest import MANIFEST_FILE
+from unickpt.checkpoint.load.candidates import Candidates
+from unickpt.checkpoint.load.checkpoint import Checkpoint
+from unickpt.checkpoint.load.resume import Offer
+from unickpt.checkpoint.load.validation import is_checkpoint
+from unickpt.checkpoint.memory.finding import FoundGeneration
+from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier, choose
+from unickpt.checkpoint.storage.base import Storage, is_url, join
+from unickpt.checkpoint.storage.open import open_storage
+
+logger = logging.getLogger("unickpt")
+
+
+class Source:
+    """Where a load finds checkpoints. A load asks its sources in turn."""
+
+    def offer(self) -> Offer | None:
+        """Return the checkpoint to try next; None if there is none here. Runs on the coordinator."""
+        return None
+
+    def loaded(self, directory: str, step: int, offer: Offer) -> None:
+        """Note on every rank which checkpoint was loaded, of this or another source."""
+
+    def damaged(self, error: UnickptError) -> UnickptError:
+        """Return the error to raise on every rank if the load has ended with damage."""
+        return error
+
+
+@dataclass
+class OnDisk(Source):
+    """A folder of checkpoints, or one checkpoint.
+
+    Attributes:
+        folder: path or URL.
+        tag: name of a checkpoint; None for the one that ``latest`` names.
+        newest: without a ``latest`` file the newest complete checkpoint is meant.
+        first: this rank is the coordinator.
+    """
+
+    folder: str
+    tag: Any
+    newest: bool
+    first: bool
+
+    def __post_init__(self) -> None:
+        self._candidates = Candidates(self.folder, newest=self.newest)
+
+    def offer(self) -> Offer:
+        """Return the checkpoint to try next. Reads manifests, no data."""
+        place = open_storage(self.folder)
+        if self.tag is not None:
+            try:
+                tag = plain_tag(str(self.tag), self.folder)
+            except UnsafePathError as err:
+                return Offer(refused=str(err))
+            return Offer(join(self.folder, tag), tag, explicit=True, native=_is_native(place.subfolder(tag)))
+        if not self._candidates.begun and is_checkpoint(self.folder):  # not a folder of checkpoints
+            return Offer(self.folder, explicit=True)
+        native = not self._candidates.begun
+        choice = self._candidates.next()
+        if choice.tag is None and self.newest:
+            return Offer(notes=(*choice.notes, *unnamed(place)))
+        if choice.tag is None:
+            return Offer(present=tuple(name for _, name in complete_checkpoints(self.folder)), notes=choice.notes)
+        native = native and _is_native(place.subfolder(choice.tag))
+        return Offer(join(self.folder, choice.tag), choice.tag, native=native, notes=choice.notes)
+
+    def step(self) -> int | None:
+        """Return the step of the checkpoint that ``latest`` names, or of the newest one. None if there is none.
+
+        The step of a checkpoint of DeepSpeed itself is not known; it counts as newer than any in memory.
+        """
+        try:
+            named = latest_tag(self.folder)
+        except FormatError:  # the candidates on disk say so
+            named = None
+        if named is None:
+            return next((step for step, _ in complete_checkpoints(self.folder)), None)
+        try:
+            return read_manifest(open_storage(self.folder).subfolder(named)).step
+        except NotACheckpointError:
+            return sys.maxsize if _is_native(open_storage(self.folder).subfolder(named)) else None
+        except FormatError:
+            return None
+
+    def explain_nothing(self, offer: Offer) -> None:
+        """Say why nothing is loaded from this folder.
+
+        Raises:
+            NotACheckpointError: DeepSpeed must not look there either.
+        """
+        if self.first and offer.present:
+            logger.warning(
+                "unickpt: %s has no 'latest' file, so nothing is loaded. It has these complete checkpoints: %s. "
+                "To resume from one, pass its name as tag.", self.folder, ", ".join(offer.present),
+            )  # fmt: skip
+        elif self.first and is_url(self.folder):
+            logger.warning("unickpt: %s has no 'latest' file and no checkpoint, so nothing is loaded", self.folder)
+
+
+class InTrainerFolder(OnDisk):
+    """A ``checkpoint-N`` folder of Trainer, which has read its own state there before DeepSpeed reads anything."""
+
+    def loaded(self, directory: str, step: int, offer: Offer) -> None:  # noqa: ARG002
+        if self.first:
+            trainer_folders.forget_damage(self.folder)
+
+    def damaged(self, error: UnickptError) -> UnickptError:
+        """Mark the folder as damaged: this load cannot fall back, because Trainer has read its own state from the folder."""
+        if self.first:
+            trainer_folders.note_damage(self.folder, str(error))
+        advice = trainer_folders.advice(self.folder) or "No other folder of this run can be resumed."
+        text = f"{error} {self.folder} is marked as damaged, so resume_from_checkpoint=True skips it from now on. {advice}"
+        return type(error)(text).about(file=error.file, tensor=error.tensor)
+
+    def explain_nothing(self, offer: Offer) -> None:
+        super().explain_nothing(offer)
+        if trainer_folders.has_our_files(self.folder):
+            raise NotACheckpointError(f"{self.folder} has no 'latest' file, so its save did not finish")
+
+
+@dataclass
+class InMemory(Source):
+    """Checkpoints in the memory of the hosts.
+
+    Attributes:
+        tier: memory tier of the engine.
+        run: its save directory.
+        folder: directory that the caller names, for messages.
+        exchange: message exchange of the ranks.
+        load: what was found.
+        disk: what may be newer; None if the caller names a checkpoint on disk.
+    """
+
+    tier: MemoryTier
+    run: str
+    folder: str
+    exchange: MessageExchange
+    load: MemoryLoad
+    disk: OnDisk | None = None
+    _tried: list[tuple[int, bool]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.load.problems and self.exchange.rank == 0:
+            logger.warning("unickpt: in the memory of the hosts: %s", "; ".join(self.load.problems))
+
+    def offer(self) -> Offer | None:
+        found = None if self.disk is None else choose(self.load, self.disk.step, self._tried)
+        return None if found is None else self._offered(*found)
+
+    def _offered(self, found: FoundGeneration, checked: bool) -> Offer:
+        return Offer(join(self.folder, found.tag), found.tag, found.step, generation=found.number, checked=checked)
+
+    def check(self, offer: Offer) -> None:
+        """Remove the damaged files of a candidate on this host."""
+        self.tier.check(self.run, offer.generation)
+
+    def open(self, offer: Offer) -> Checkpoint:
+        return self.tier.open(self.run, self.load, offer.generation)
+
+    def loaded(self, directory: str, step: int, offer: Offer) -> None:
+        read = self.tier.loaded(self.run, self.load, step, offer.generation)
+        if read and self.exchange.rank == 0:
+            logger.info("unickpt: %s was loaded from the memory of the hosts: rank 0 read %s", directory, read)
+        newer = [found.step for found in self.load.found if found.step > step]
+        if newer and self.exchange.rank == 0:
+            logger.warning("unickpt: checkpoints in memory of later steps (%s) were given up", ", ".join(map(str, newer)))
+
+
+@dataclass
+class Noted(InMemory):
+    """The generation that a folder with a note stands for. No other one: Trainer has read its own state from the folder."""
+
+    number: int = 0
+
+    def offer(self) -> Offer:
+        """Return the generation; after damage once more, with damaged files removed.
+
+        Raises:
+            CorruptCheckpointError: both were tried, or no host has it any more.
+        """
+        found = next((each for each in self.load.found if each.number == self.number), None)
+        for checked in (False, True):
+            if found is not None and (found.number, checked) not in self._tried:
+                self._tried.append((found.number, checked))
+                return self._offered(found, checked)
+        raise CorruptCheckpointError(
+            f"the checkpoint in the memory of the hosts that {self.folder} stands for cannot be read. Start again: the next "
+            f"start uses another one of {self.run}."
+        )
+
+    def damaged(self, error: UnickptError) -> UnickptError:
+        self.tier.drop(self.run, self.number)
+        return error
+
+
+def unnamed(folder: Storage) -> list[str]:
+    """Return why the checkpoints of a folder cannot be loaded, although neither ``latest`` nor a manifest names one.
+
+    A save that did not finish is no checkpoint. One with a sound manifest was tried before, and its damage is known.
+    """
+    found = []
+    for name in folder.folders():
+        inside = folder.subfolder(name)
+        if is_checkpoint(inside.where()):
+            try:
+                read_manifest(inside)
+            except FormatError:
+                found.append(f"{inside.where()} has a damaged manifest")
+        elif any(file.endswith("_states.pt") for file in inside.names()):
+            found.append(f"DeepSpeed wrote {inside.where()}, and no 'latest' file names it")
+    return found
+
+
+def _is_native(directory: Storage) -> bool:
+    """Whether DeepSpeed itself made the last save under this tag."""
+    native = [directory.modified_ns(name) for name in directory.names() if name.endswith(".pt")]
+    if not native or not is_checkpoint(directory.where()):
+        return bool(native)
+    return max(native) > directory.modified_ns(MANIFEST_FILE)

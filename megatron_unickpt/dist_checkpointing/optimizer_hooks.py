@@ -1,0 +1,77 @@
+"""Hooked methods of Megatron's optimizers: their state by parameter, where a save or a load of unickpt asks for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import CheckpointingException, ShardedTensorFactory
+
+from megatron_unickpt.framework.optimizer_internals import unsupported_reason
+from megatron_unickpt.held_state import optimizer
+from megatron_unickpt.held_state.hyperparameters import OptimizerPart
+from megatron_unickpt.runtime import Purpose, Runtime
+from unickpt.transform.convert.megatron import keys
+
+logger = logging.getLogger("unickpt")
+
+
+def hooked_state_dict(
+    runtime: Runtime,
+    wrapped: Callable[..., Any],
+    instance: Any,
+    model_sharded_state_dict: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Wrap ``optimizer.sharded_state_dict``: return model space if the metadata or the scripts select it.
+
+    Otherwise the result is in Megatron's form, and a save or load of unickpt can still describe it by parameter.
+    """
+    metadata = kwargs.get("metadata") or {}
+    by_scripts = runtime.purpose in (Purpose.SAVE, Purpose.LOAD)  # 0.12 passes no metadata
+    selected = metadata.get(keys.MARK) or by_scripts
+    reason = unsupported_reason(instance)
+    if not selected:
+        known = {} if reason or runtime.purpose is Purpose.NATIVE else optimizer.items_of(model_sharded_state_dict)
+        if not known:
+            return wrapped(model_sharded_state_dict, *args, **kwargs)
+        return optimizer.MegatronsForm(_in_megatrons_form(wrapped, model_sharded_state_dict, *args, **kwargs), instance, known)
+    if reason:
+        if runtime.is_news(reason):
+            logger.warning(
+                "unickpt: not supported: %s. Its state is stored as Megatron describes it, and loads only where Megatron's "
+                "own checkpoint would.", reason,
+            )  # fmt: skip
+        return wrapped(model_sharded_state_dict, *args, **kwargs)
+    is_loading = bool(args[0]) if args else bool(kwargs.get("is_loading", False))
+    return optimizer.sharded_state_dict(instance, model_sharded_state_dict, is_loading=is_loading)
+
+
+def _in_megatrons_form(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the state dict in Megatron's form. If there is none, it raises Megatron's error when another program uses it.
+
+    The form that Megatron describes without metadata has been impossible since 0.15.
+    """
+    try:
+        return wrapped(*args, **kwargs)
+    except CheckpointingException as err:
+        err.__traceback__ = None  # its frames hold the state
+        return {"optimizer": ShardedTensorFactory("optimizer", torch.empty(0), partial(_raise, err), lambda _: None)}
+
+
+def _raise(err: Exception, *_: Any) -> Any:
+    raise err
+
+
+def hooked_load(wrapped: Callable[..., Any], state_dict: Any) -> Any:
+    """Wrap ``optimizer.load_state_dict``: load a state dict in model space."""
+    part = state_dict.get(optimizer.PART) if isinstance(state_dict, dict) else None
+    if not isinstance(part, OptimizerPart):
+        return wrapped(state_dict)
+    optimizer.load_state_dict(part)
+    state_dict.pop(optimizer.TENSORS, None)
+    return None
