@@ -115,7 +115,7 @@ WORKER = "diagnosis/training_worker.py"
 
 def line_of(text: str) -> str:
     """Return the place of a line of the worker, as verdicts name it."""
-    lines = (REPO / "tests" / "integration" / WORKER).read_text().splitlines()
+    lines = (REPO / "tests" / "jobs" / WORKER).read_text().splitlines()
     return f"{WORKER}:{next(at for at, line in enumerate(lines, 1) if text in line)}"
 
 
