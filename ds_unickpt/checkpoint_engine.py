@@ -90,6 +90,7 @@ class UnickptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return self._compressed if self.choosing is None else self.choosing.compressed
 
     def cleanup(self) -> None:
+        """End the features. DeepSpeed calls it for engines that write apart from training (``is_decoupled``)."""
         self.features.close()
         if hasattr(self.native, "cleanup"):
             self.native.cleanup()

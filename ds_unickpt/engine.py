@@ -125,6 +125,7 @@ def _compare_batches(new: NewEngine) -> None:
         "batch", batch.to_json(), lambda every: {"batches": [each for each in every if each != every[0]]}
     )
     if others["batches"]:
+        new.engine.checkpoint_engine = new.ours.native
         raise CoordinationError(
             f"ranks have different batches; this one has {batch}. They see different checkpoints in the folder from which "
             "the job resumes."

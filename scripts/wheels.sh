@@ -25,7 +25,7 @@ needed = {
     "megatron_unickpt/hooks.py",
 }
 missing = sorted(needed - names)
-strangers = sorted(n for n in names if n.split("/")[0] in ("tests", "scripts", "benchmarks", "docs"))
+strangers = sorted(n for n in names if n.split("/")[0] in ("tests", "evidence", "scripts", "benchmarks", "examples", "docs"))
 if missing or strangers:
     sys.exit(f"the wheel lacks {missing} and should not hold {strangers}")
 print(f"{sys.argv[1]}: {len(names)} files")

@@ -76,7 +76,7 @@ def record_of(partitions: Sequence[Partition], names: ModuleNames, base: torch.o
     return OptimizerRecord(
         type(base).__name__,
         tuple(encoded(_settings(group), listed) for group, listed in groups.values()),
-        merge_groups(group for group in scalars if group.hyperparameters),
+        merge_groups(group for group in scalars if group.hyperparameters or group.left_out),
     )
 
 

@@ -55,15 +55,6 @@ def load_checkpoint(
         UnickptError: the checkpoint is damaged or does not fit, or a rank failed. All ranks raise.
     """
     ours = ours_for(engine)
-    wanted = LoadArguments(
-        strict=load_module_strict,
-        optimizer=load_optimizer_states and not load_module_only,
-        scheduler=load_lr_scheduler_states and not load_module_only,
-        module_only=load_module_only,
-        custom_load_fn=custom_load_fn,
-    )
-
-    ours = ours_for(engine)
     arguments = {
         "load_module_strict": load_module_strict,
         "load_optimizer_states": load_optimizer_states,

@@ -101,7 +101,8 @@ def description(found: Iterable[FoundItem], *, share: bool) -> Description:
             copies = _copies(f, origins.get(name), share)
             out.held += [Held(info, piece.box, piece.data, copies) for piece in pieces if piece.box.numel]
         out.tensors.append(info)
-    for master in [held for held in out.held if held.tensor.state == MASTER]:
+    written = [held for held in out.held if held.tensor.state == MASTER and (held.copies is None or held.copies.ranks)]
+    for master in written:
         for info, weight in weights.get(master.tensor.name, ()):
             out.held += _unless_cast(info, weight, master)
     return out

@@ -356,7 +356,8 @@ def _refuse_left_out(together: Together, checkpoint: Checkpoint, wanted: Any) ->
     refused = None
     if messages is not None:
         left = unrequested(checkpoint, [message["tensors"] for message in messages])
-        reason = lacking.left_out_refusal(_lost_parameters(checkpoint, left))
+        lost = {info.name for info in left if info.kind == "parameter" and not optimizer_forms.is_bucket(info.name)}
+        reason = lacking.left_out_refusal(sorted(lost))
         refused = MismatchError(f"{checkpoint.storage} does not fit this job: {reason}. Nothing is loaded.") if reason else None
     together.agree("parameters-agreed", refused)
 

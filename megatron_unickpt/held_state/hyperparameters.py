@@ -70,7 +70,7 @@ def record_of(part: OptimizerPart, *, alone: bool = True) -> OptimizerRecord | N
             scalars += [encoded(step | held.scalars, part.names[id(held.parameter)], typed=False) for held in members]
     if not part.leaves or not (alone or groups):
         return None
-    counted = merge_groups(scalar for scalar in scalars if scalar.hyperparameters)
+    counted = merge_groups(scalar for scalar in scalars if scalar.hyperparameters or scalar.left_out)
     return OptimizerRecord(internals.name_of(part.leaves[0]), tuple(groups), counted, internals.stepped(part.leaves))
 
 

@@ -25,12 +25,14 @@ class Wanted:
     Attributes:
         filling: reads into the tensors of the state dict, or into temporaries.
         infos: the stored tensors that serve the state dict.
-        left: the stored tensors that no rank requests; known after ``agree``.
+        left: the stored tensors that no rank requests, neither as weight nor as master; known after ``agree``.
+        unread: ``left``, and those of which a rank requests the other one of weight and master.
     """
 
     filling: Filling
     infos: list[TensorInfo] = field(default_factory=list)
     left: list[TensorInfo] = field(default_factory=list)
+    unread: list[TensorInfo] = field(default_factory=list)
 
     @classmethod
     def of(cls, filling: Filling, state: Mapping[Key, Value], group: Group, *, fresh: bool) -> Wanted:
@@ -84,6 +86,7 @@ class Wanted:
             "requested", own, lambda messages: {"tensors": union_of(each["tensors"] for each in messages)}
         )
         self.left = unrequested(checkpoint, [every["tensors"]])
+        self.unread = unrequested(checkpoint, [every["tensors"]], twins=False)
 
     @property
     def lost(self) -> list[str]:
@@ -105,7 +108,7 @@ class Wanted:
     def account(self, decoded: Decoded) -> None:
         """Report the tensors that no rank requests, and the objects. Tensors that only other ranks request are not listed."""
         report, checkpoint = self.filling.report, self.filling.checkpoint
-        for info in self.left:
+        for info in self.unread:
             report.add(info.name, info.state, "left out", "no rank requested it")
         for name in checkpoint.manifest.objects:
             report.add(name, "object", "restored")

@@ -47,7 +47,7 @@ class LocalShard:
     data: torch.Tensor
     start: tuple[int, ...]
     global_shape: tuple[int, ...]
-    copies: tuple[int, ...] = ()
+    copies: tuple[int, ...] | range = ()
 
     def __post_init__(self) -> None:
         """Check that the box lies in the tensor.
@@ -58,7 +58,8 @@ class LocalShard:
         shape = tuple(self.data.shape)
         object.__setattr__(self, "start", tuple(self.start))
         object.__setattr__(self, "global_shape", tuple(self.global_shape))
-        object.__setattr__(self, "copies", tuple(sorted(self.copies)))
+        if not isinstance(self.copies, range):  # of all ranks: sorted, and as cheap for thousands of them
+            object.__setattr__(self, "copies", tuple(sorted(self.copies)))
         if not len(shape) == len(self.start) == len(self.global_shape):
             raise ConfigError(
                 f"LocalShard: data has {len(shape)} dimensions, start has {len(self.start)} and global_shape has "
@@ -111,7 +112,7 @@ def as_shard(key: Any, value: Any, group: Group) -> LocalShard | None:
     if not isinstance(value, torch.Tensor):
         raise ConfigError(f"{key!r}: expected a torch.Tensor, a DTensor or a LocalShard, got {type(value).__name__}")
     if not is_dtensor(value):
-        return LocalShard(value, (0,) * value.ndim, tuple(value.shape), tuple(range(len(group.ranks))))
+        return LocalShard(value, (0,) * value.ndim, tuple(value.shape), range(len(group.ranks)))
     part = placed_tensor(key, value)
     if part is None:
         return None

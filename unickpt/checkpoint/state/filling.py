@@ -141,19 +141,20 @@ def union_of(masks: Iterable[str]) -> str:
     return f"{functools.reduce(operator.or_, (int(mask, 16) for mask in masks), 0):x}"
 
 
-def unrequested(checkpoint: Checkpoint, masks: Iterable[str]) -> list[TensorInfo]:
-    """Return the tensors of a checkpoint that no rank requests. A weight counts for its master and back.
+def unrequested(checkpoint: Checkpoint, masks: Iterable[str], *, twins: bool = True) -> list[TensorInfo]:
+    """Return the tensors of a checkpoint that no rank requests.
 
     Args:
         checkpoint: the checkpoint.
         masks: ``mask_of`` what each rank requests.
+        twins: a weight counts for its master and back.
     """
     used, tensors = int(union_of(masks), 16), checkpoint.index.tensors
     known = {info.key for position, info in enumerate(tensors) if used >> position & 1}
     return [
         info
         for info in tensors
-        if info.kind != OBJECT and info.key not in known and (info.name, _TWINS.get(info.state, "")) not in known
+        if info.kind != OBJECT and info.key not in known and not (twins and (info.name, _TWINS.get(info.state, "")) in known)
     ]
 
 

@@ -22,7 +22,7 @@ class Copies:
         own: this rank.
     """
 
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...] | range
     own: int
 
     @property

@@ -13,7 +13,7 @@ from unickpt.checkpoint.format.manifest import ParameterGroup, merge_groups
 
 LEFT_OUT = "the job that saved it had a value that no checkpoint stores: this job keeps its own"  # for the report
 
-_DECORATIONS = ("hybrid", "deepspeedcpu", "cpu", "fused", "zenflow")
+_DECORATIONS = ("hybrid", "deepspeedcpu", "zenflow", "cpu", "fused")
 _FAMILIES = {"adamw": "adam"}
 
 
