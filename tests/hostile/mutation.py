@@ -291,7 +291,7 @@ class Attacker:
             made = self.signed_manifest(rng) if rng.random() < 0.8 else changed_bytes(rng, self.manifest)
             (self.work / name).write_bytes(made)
         elif name == self.parts.path and rng.random() < 0.7:
-            replace_file(self.work, name, self.index_parts(rng, self.parts))
+            replace_file(self.work, name, self.index_parts(rng))
         else:
             replace_file(self.work, name, changed_bytes(rng, self.files[name]))
         return self.work
