@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,13 +91,15 @@ def test_an_agent_waits_for_a_name_that_resolves_later(
     answers = iter([socket.gaierror(-2, "Name or service not known"), []])
 
     def resolve(*_: object, **__: object) -> object:
+        """Only ``addresses`` sees it: a thread of another test may look for a name now."""
         answer = next(answers)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     monkeypatch.setattr(addresses, "LOOK_S", 0.01)
-    monkeypatch.setattr(addresses.socket, "getaddrinfo", resolve)
+    stand_in = SimpleNamespace(getaddrinfo=resolve, gethostname=socket.gethostname, SOCK_STREAM=socket.SOCK_STREAM)
+    monkeypatch.setattr(addresses, "socket", stand_in)
     with caplog.at_level(logging.INFO, "unickpt"):
         await_name("head", lambda: False, 60.0)
     assert [record.getMessage().rpartition(": ")[2] for record in caplog.records][-1] == "head resolves now"

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -27,6 +28,7 @@ from unickpt.testing.launch import environment
 STARTS = """
 import sys, time, torch.distributed as dist
 from pathlib import Path
+from types import SimpleNamespace
 from unickpt.diagnosis.agent import launch as starting, loop as watching
 from unickpt.diagnosis.agent.server import Collector, fetch
 from unickpt.diagnosis.snapshot.snapshot import take_snapshot
@@ -135,7 +137,7 @@ def test_hosts_whose_folders_have_the_same_name_are_several_agents(tmp_path: Pat
     """As they have in shared memory: all hosts of a job agree on one name."""
     names = []
     for host in "ab":
-        monkeypatch.setattr(loop.socket, "gethostname", lambda host=host: host)
+        monkeypatch.setattr(loop, "socket", SimpleNamespace(gethostname=lambda host=host: host))
         names.append(loop.name_of(tmp_path))
     assert names[0] != names[1]
     hung(tmp_path)
