@@ -161,6 +161,19 @@ def test_records_do_not_run_either(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "ran").exists()
 
 
+def nested(depth: int) -> Any:
+    return (nested(depth - 1),) if depth else 1
+
+
+def test_tuples_as_keys_have_few_members_and_little_depth(tmp_path: Path) -> None:
+    for allowed in (nested(4), (0,) * 63, ((0,) * 31, (0,) * 30)):
+        with OpenFiles() as files:
+            assert load_plain(pickle.dumps({allowed: 0}), tmp_path / "x", files) == {allowed: 0}
+    for refused in (nested(5), (0,) * 64, ((0,) * 31, (0,) * 31)):
+        with OpenFiles() as files, pytest.raises(FormatError, match="too long or nested too deeply"):
+            load_plain(pickle.dumps({refused: 0}), tmp_path / "x", files)
+
+
 def test_a_chain_from_an_allowed_name_leads_nowhere(tmp_path: Path) -> None:
     """Protocol 4 looks up dotted names: ``collections`` -> ``OrderedDict.__init__.__globals__``."""
     for dotted in ("OrderedDict.__init__", "OrderedDict.fromkeys", "abc.sys"):
