@@ -44,8 +44,9 @@ def hooked_state_dict(
         if runtime.is_news(reason):
             logger.warning(
                 "unickpt: not supported: %s. Its state is stored as Megatron describes it, and loads only where Megatron's "
-                "own checkpoint would.", reason,
-            )  # fmt: skip
+                "own checkpoint would.",
+                reason,
+            )
         return wrapped(model_sharded_state_dict, *args, **kwargs)
     is_loading = bool(args[0]) if args else bool(kwargs.get("is_loading", False))
     return optimizer.sharded_state_dict(instance, model_sharded_state_dict, is_loading=is_loading)

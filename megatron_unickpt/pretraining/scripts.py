@@ -266,8 +266,9 @@ def _nothing(
     if torch.distributed.get_rank() == 0:
         logger.warning(
             "unickpt: %s THE JOB STARTS WITHOUT A CHECKPOINT. --exit-on-missing-checkpoint ends it instead. If the checkpoint "
-            "should be there, look at --load and at the file system.", offer.missing,
-        )  # fmt: skip
+            "should be there, look at --load and at the file system.",
+            offer.missing,
+        )
     return _megatrons(runtime, wrapped, bound, ScriptCall(Purpose.NATIVE, hidden=absolute(load_dir)))
 
 
@@ -444,8 +445,10 @@ def _warn_of_function_changes(stored: Any, options: argparse.Namespace, checkpoi
         logger.warning(
             "unickpt: %s: %d arguments can change what the loaded tensors compute: %s. The load continues. Use the "
             "checkpoint's values unless the change is intended (--unickpt-accept-changed).",
-            checkpoint.storage, len(changes), "; ".join(changes),
-        )  # fmt: skip
+            checkpoint.storage,
+            len(changes),
+            "; ".join(changes),
+        )
 
 
 def _same_positions(source: Mapping[str, Any]) -> bool:

@@ -30,8 +30,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 LENGTH, BATCH, LAYERS = 16, 4, 4
 EMERGING = {"muon": "muon", "normuon": "adaptive_muon", "soap": "soap"}  # of a layout -> Megatron's name
 OFFLOADED: dict[str, Any] = {
-    "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True,
-}  # fmt: skip
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 0.5,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+}
 
 
 def accepted(function: Any, **values: Any) -> dict[str, Any]:
@@ -188,9 +190,11 @@ class Job:
             positions = torch.arange(n).expand(len(part), n)
             mask = torch.triu(torch.ones(n, n, dtype=torch.bool), 1)[None, None]
             yield {
-                "tokens": self._part(tokens, 1), "labels": self._part(labels, 1), "positions": self._part(positions, 1),
+                "tokens": self._part(tokens, 1),
+                "labels": self._part(labels, 1),
+                "positions": self._part(positions, 1),
                 "mask": self._part(mask, 2),
-            }  # fmt: skip
+            }
 
     def _part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return a context parallel rank's two chunks of the sequence: one from the front, one from the back."""

@@ -44,10 +44,12 @@ def consolidated(job: Job, folder: Path, *, optimizer: bool = True) -> Truth | N
     known = inspect.getsource(distrib_optimizer)  # before 0.15 another one
     sharding = "fully_reshardable" if "fully_reshardable" in known else "fully_sharded_model_space"
     metadata = {
-        "distrib_optim_sharding_type": sharding, "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True, "singleton_local_shards": False,
+        "distrib_optim_sharding_type": sharding,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }  # fmt: skip
+    }
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

@@ -103,11 +103,13 @@ def _document(found: RatedLayout, space: Space, layers: list[MeasuredLayer]) -> 
 def _tell(found: list[RatedLayout], show: int, space: Space, layers: list[MeasuredLayer], out: Output) -> None:
     rows = [
         (
-            str(each.layout), f"{each.step_s * 1e3:,.2f} ms", f"{each.gradients_s * 1e3:,.2f} ms",
+            str(each.layout),
+            f"{each.step_s * 1e3:,.2f} ms",
+            f"{each.gradients_s * 1e3:,.2f} ms",
             f"{each.memory_bytes / 1e9:.3f} GB",
         )
         for each in found[:show]
-    ]  # fmt: skip
+    ]
     out.table(f"the fastest of {len(found)} layouts", ("layout", "step", "of it gradients", "memory"), rows)
     best = found[0]
     out.line()

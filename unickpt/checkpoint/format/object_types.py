@@ -428,7 +428,10 @@ ROWS: Mapping[type, TypeRow] = {
         "$defaultdict", _defaultdict_parts, _defaultdict, lambda parts: collections.defaultdict(_factory(parts[0])), _UPDATE
     ),
     collections.deque: TypeRow(
-        "$deque", lambda v: [v.maxlen, list(v)], _deque, lambda parts: collections.deque(maxlen=_optional(parts[0])),
+        "$deque",
+        lambda v: [v.maxlen, list(v)],
+        _deque,
+        lambda parts: collections.deque(maxlen=_optional(parts[0])),
         lambda to, other: to.extend(other),
     ),
     argparse.Namespace: TypeRow(
@@ -464,11 +467,8 @@ ROWS: Mapping[type, TypeRow] = {
     np.random.Generator: TypeRow(
         "$numpy_generator", lambda v: _bits(v.bit_generator), lambda state: np.random.Generator(_bit_generator(state))
     ),
-    **{
-        getattr(np.random, name): TypeRow("$bit_generator", _bits, _bit_generator)
-        for name in _BIT_GENERATORS
-    },
-}  # fmt: skip
+    **{getattr(np.random, name): TypeRow("$bit_generator", _bits, _bit_generator) for name in _BIT_GENERATORS},
+}
 DICT = TypeRow("$dict", _items, _dict, lambda _: {}, _UPDATE)
 LIST = TypeRow("", _same, _same, lambda _: [], lambda to, other: to.extend(other))
 PARAMETER = TypeRow("$parameter", lambda v: [v.detach(), v.requires_grad], _parameter)

@@ -69,9 +69,10 @@ def publish(hosts: JobHosts, directory: str) -> None:
     if hosts.leads:
         told = zip(hosts.names, hosts.ranks, hosts.addresses, strict=True)
         value = {
-            "directory": directory, "here": hosts.here,
+            "directory": directory,
+            "here": hosts.here,
             "hosts": [asdict(HostContact(name, tuple(ranks), address)) for name, ranks, address in told],
-        }  # fmt: skip
+        }
         with contextlib.suppress(OSError), replacing(hosts.folder.root / FILE) as file:
             file.write(json.dumps(value).encode())
 

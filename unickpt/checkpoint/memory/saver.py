@@ -250,9 +250,11 @@ class MemorySaver(Saver):
                 self._safe = [self.confirmed, *self._keep]
             if self._copies > 1 and not problems:
                 logger.info(
-                    "unickpt: %s copied to other hosts: %s bytes in %.2f s", task.save.directory,
-                    f"{sum(message['bytes'] for message in messages):,}", time.monotonic() - begin,
-                )  # fmt: skip
+                    "unickpt: %s copied to other hosts: %s bytes in %.2f s",
+                    task.save.directory,
+                    f"{sum(message['bytes'] for message in messages):,}",
+                    time.monotonic() - begin,
+                )
 
     def _held(self) -> tuple[int, int]:
         """Return the bytes that this host holds, and the connections that its keeper has refused."""

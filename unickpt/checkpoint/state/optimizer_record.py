@@ -19,7 +19,7 @@ _FAMILIES = {"adamw": "adam"}
 
 def encoded(
     values: Mapping[str, Any], parameters: Iterable[str] = (), *, typed: bool = True, repeated: tuple[str, ...] = ()
-) -> ParameterGroup:  # fmt: skip
+) -> ParameterGroup:
     """Return the values of a group. A one-element tensor, such as a capturable learning rate, is stored as a number.
 
     A value that cannot be encoded does not fail the save. It is named in ``left_out``: the save warns of it, and a load reports

@@ -128,9 +128,11 @@ def _repeated(letter: str, count: int) -> str:
 def megatron_arguments(roles: Sequence[str], bounds: Sequence[int]) -> list[str]:
     """Return Megatron's arguments for a cut."""
     return [
-        "--pipeline-model-parallel-size", str(len(bounds) - 1),
-        "--pipeline-model-parallel-layout", megatron_layout(roles, bounds),
-    ]  # fmt: skip
+        "--pipeline-model-parallel-size",
+        str(len(bounds) - 1),
+        "--pipeline-model-parallel-layout",
+        megatron_layout(roles, bounds),
+    ]
 
 
 def vllm_partition(roles: Sequence[str], bounds: Sequence[int]) -> str:

@@ -256,7 +256,9 @@ def deepspeed_json(found: RatedLayout, space: Space) -> dict[str, Any]:
     """Return DeepSpeed's JSON for a layout. The stages of a pipeline are ``bounds``, for ``ds_unickpt.stage_layers``."""
     layout = found.layout
     document: dict[str, Any] = {
-        "train_batch_size": space.batch, "train_micro_batch_size_per_gpu": layout.rows,
-        "gradient_accumulation_steps": layout.microbatches, "zero_optimization": {"stage": 1 if space.sharded else 0},
-    }  # fmt: skip
+        "train_batch_size": space.batch,
+        "train_micro_batch_size_per_gpu": layout.rows,
+        "gradient_accumulation_steps": layout.microbatches,
+        "zero_optimization": {"stage": 1 if space.sharded else 0},
+    }
     return document | ({"tensor_parallel": {"autotp_size": layout.tensor}} if layout.tensor > 1 else {})

@@ -66,5 +66,7 @@ def compressed_gradients(state: CompressedGradients, bucket: GradBucket) -> torc
 
 # register_comm_hook compares the annotations with these types, not with their names
 compressed_gradients.__annotations__ = {
-    "state": CompressedGradients, "bucket": GradBucket, "return": torch.futures.Future[torch.Tensor],
-}  # fmt: skip
+    "state": CompressedGradients,
+    "bucket": GradBucket,
+    "return": torch.futures.Future[torch.Tensor],
+}

@@ -126,9 +126,11 @@ class Rule:
                 if both:
                     raise LanguageError(f"{self}: {min(both)!r} is both a hole and an axis of one tensor")
         unknown = {name for name, how in self.repeat.items() if how not in ("same", "mean", "sum")}
-        unknown |= {name for name in self.repeat if not any(
-            (name in a.item.indices(a.option)) != (name in b.item.indices(b.option)) for a, b in self.pairs()
-        )}  # fmt: skip
+        unknown |= {
+            name
+            for name in self.repeat
+            if not any((name in a.item.indices(a.option)) != (name in b.item.indices(b.option)) for a, b in self.pairs())
+        }
         if unknown:
             raise LanguageError(
                 f"{self}: repeat has {min(unknown)!r}, which is not an index of only one side, or a wrong value"

@@ -312,8 +312,9 @@ def _split_adapters(table: Table, chosen: str) -> tuple[dict[str, tuple[TableEnt
         embedding = "lora_embedding_A" in parts
         pair = [parts.get(f"lora_embedding_{half}" if embedding else f"lora_{half}") for half in "AB"]
         if pair[0] is None or pair[1] is None or len(parts) != 2:
-            raise MismatchError(f"{table.where}: the adapter of {module} has {', '.join(sorted(parts))}, expected lora_A and "
-                                "lora_B")  # fmt: skip
+            raise MismatchError(
+                f"{table.where}: the adapter of {module} has {', '.join(sorted(parts))}, expected lora_A and lora_B"
+            )
         (_, a), (_, b) = pair[0], pair[1]
         if len(a.info.shape) != 2 or len(b.info.shape) != 2 or a.info.shape[0] != b.info.shape[1] or not a.info.shape[0]:
             raise MismatchError(
@@ -344,13 +345,15 @@ def _plain(table: Table, rest: list[TableEntry], adapter: str) -> Table:
     new = {name: None if _adapter(name)[1] else _own_name(name, adapter, modules) for name in known}
     entries = [
         replace(entry, info=replace(entry.info, name=name))
-        for entry in less.tensors() if (name := new[entry.info.name]) is not None
-    ]  # fmt: skip
+        for entry in less.tensors()
+        if (name := new[entry.info.name]) is not None
+    ]
     objects = {key: entry for key, entry in less.entries.items() if entry.info.kind == "object"}
     aliases = {
-        alias: name for before, of in less.aliases.items()
+        alias: name
+        for before, of in less.aliases.items()
         if (alias := new[before]) is not None and (name := new[of]) is not None and alias != name
-    }  # fmt: skip
+    }
     excluded = tuple(sorted({name for each in less.excluded if (name := new[each]) is not None}))
     return replace(
         less, entries={**dict(sorted(by_key(entries, table.where).items())), **objects}, aliases=aliases, excluded=excluded

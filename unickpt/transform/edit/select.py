@@ -27,9 +27,10 @@ class Drop:
         less = _without_names(table, {name for name in names if any(each.names((name,)) for each in whole)})
         partly, known = [each for each in self.selections if each.state is not None], less.names_of()
         kept = [
-            entry for entry in less.tensors()
+            entry
+            for entry in less.tensors()
             if not any(each.states(entry.info.state) and each.names(known[entry.info.name]) for each in partly)
-        ]  # fmt: skip
+        ]
         return _with_counts(table, less.with_entries(kept), "dropped")
 
 
@@ -46,9 +47,10 @@ class Keep:
         less = _without_names(table, {name for name in names if not any(each.names((name,)) for each in self.selections)})
         known = less.names_of()
         kept = [
-            entry for entry in less.tensors()
+            entry
+            for entry in less.tensors()
             if any(each.states(entry.info.state) and each.names(known[entry.info.name]) for each in self.selections)
-        ]  # fmt: skip
+        ]
         return _with_counts(table, less.with_entries(kept), "dropped, because no pattern keeps them")
 
 
@@ -98,9 +100,10 @@ def _without_names(table: Table, gone: Collection[str]) -> Table:
     ]  # fmt: skip
     known = table.names_of()
     aliases = {
-        alias: stored.get(name, name) for alias, name in table.aliases.items()
+        alias: stored.get(name, name)
+        for alias, name in table.aliases.items()
         if alias not in gone and (name in stored or name not in known) and stored.get(name) != alias
-    }  # fmt: skip
+    }
     if table.optimizer is None or all(name == new for name, new in stored.items()):
         return table.with_entries(entries, aliases=aliases)
     record = map_names(table.optimizer, lambda name: stored.get(name, None if name in gone else name), lambda _: True)

@@ -193,7 +193,4 @@ def _trimmed(before: Table, after: Table) -> OptimizerRecord | None:
 def _remaining_aliases(before: Table, after: Table) -> dict[str, str]:
     """Return the further names of remaining tensors, and of parameters that never had a tensor."""
     names, known = ({entry.info.name for entry in table.tensors()} for table in (after, before))
-    return {
-        alias: name for alias, name in after.aliases.items()
-        if alias not in names and (name in names or name not in known)
-    }  # fmt: skip
+    return {alias: name for alias, name in after.aliases.items() if alias not in names and (name in names or name not in known)}

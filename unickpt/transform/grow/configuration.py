@@ -25,9 +25,10 @@ def refusals(config: Mapping[str, Any], sizes: Sizes) -> list[Refusal]:
     found = []
     if sizes.new[LAYERS] != sizes.old[LAYERS]:
         found = [
-            Refusal("layer-dependent", key) for key, neutral in _BY_NUMBER.items()
+            Refusal("layer-dependent", key)
+            for key, neutral in _BY_NUMBER.items()
             if config.get(key, neutral) != neutral and not (key == "use_sliding_window" and config.get("layer_types"))
-        ]  # fmt: skip
+        ]
     if sizes.scale != 1 and config and _epsilon_key(config) is None:
         found.append(Refusal("epsilon", more=f"{sizes.scale**2:.9g}"))
     return found

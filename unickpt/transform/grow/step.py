@@ -76,9 +76,10 @@ class Grow:
             raise MismatchError(f"{table.where}: was saved without {some(table.excluded)}, so the model cannot grow")
         flows, refused = flows_of(growth, table.names_of())
         refused += [
-            Refusal("state", f"{entry.info.name} ({entry.info.state})") for entry in table.tensors()
+            Refusal("state", f"{entry.info.name} ({entry.info.state})")
+            for entry in table.tensors()
             if order_of(entry.info.state) is None and entry.info.numel > 1
-        ]  # fmt: skip
+        ]
         if refused:
             raise NotLosslessError(table.where, refused[:8])
         shapes = {entry.info.name: entry.info.shape for entry in table.tensors() if order_of(entry.info.state) == 0}
@@ -97,9 +98,11 @@ class Grow:
     ) -> Table:  # fmt: skip
         names = {name: list(_names(each, sizes)) for name, each in flows.items()}
         aliases = {
-            new_alias: new_name for alias, name in table.aliases.items() if name in flows
+            new_alias: new_name
+            for alias, name in table.aliases.items()
+            if name in flows
             for new_alias, new_name in _alias(alias, flows[name], names[name])
-        }  # fmt: skip
+        }
         made: dict[tuple[str, str], TableEntry] = {}
         for entry in sorted(table.tensors(), key=lambda each: each.info.derived_from is not None):  # masters first
             name = entry.info.name

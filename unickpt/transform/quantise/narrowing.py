@@ -67,9 +67,11 @@ def _matrices(checkpoint: Checkpoint, layer: str) -> list[tuple[TensorInfo, Box]
     stacked = [
         info
         for info in weights
-        if number >= 0 and info.name.startswith(f"{place}.") and info.shape[:1] > (number,)
+        if number >= 0
+        and info.name.startswith(f"{place}.")
+        and info.shape[:1] > (number,)
         and not info.name.removeprefix(f"{place}.").partition(".")[0].isdecimal()
-    ]  # fmt: skip
+    ]
     if not stacked:
         known = ", ".join(sorted({info.name for info in weights})[:3])
         raise MismatchError(

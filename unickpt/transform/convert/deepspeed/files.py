@@ -208,9 +208,10 @@ def _tied(number: int, file: File, numels: Mapping[str, int]) -> dict[str, str]:
     found = {}
     for name, value in file.content.items():
         keys = [
-            key for key, numel in numels.items()
+            key
+            for key, numel in numels.items()
             if key.startswith("tied_modules.") and key.split(".", 2)[2] == name and _elements(value) == numel
-        ]  # fmt: skip
+        ]
         if len(keys) > 1:
             raise FormatError(f"{file.path}: {name} is ambiguous; it can be any of {', '.join(keys)}")
         if keys:

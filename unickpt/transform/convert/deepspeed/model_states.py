@@ -178,8 +178,9 @@ class SourceBuilder:
         if isinstance(value, dict):
             return {
                 key: self._readable(each, f"{where}.{key}" if where else str(key))
-                for key, each in value.items() if not self._foreign(each, f"{where}.{key}")
-            }  # fmt: skip
+                for key, each in value.items()
+                if not self._foreign(each, f"{where}.{key}")
+            }
         if isinstance(value, (list, tuple)):
             return type(value)(
                 None if self._foreign(each, f"{where}.{at}") else self._readable(each, f"{where}.{at}")

@@ -278,9 +278,10 @@ class _NativeReader(ShardCollector):
             )
         buffers = set(rank.first.get("buffer_names", (list, tuple), ()))
         module = {
-            name: weight.data for name, weight in rank.weights.items()
+            name: weight.data
+            for name, weight in rank.weights.items()
             if name not in buffers and name not in self.tied and self._is_of(name, expert_rank, len(rank.optimizers))
-        }  # fmt: skip
+        }
         wanted = [
             [_shape_of(file, states.get(number, {}), low[at][place] if low is not None else None)
              for place, number in enumerate(group["params"])] for at, group in enumerate(groups)

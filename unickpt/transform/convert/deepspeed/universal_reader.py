@@ -131,8 +131,9 @@ class _UniversalReader(ModelStates):
             for name, shape_on_rank in group.items():
                 held = {
                     path.stem: (path, self._state(path, name, shape_on_rank))
-                    for path in sorted(stored[name].glob("*.pt")) if path.stem != STEP
-                }  # fmt: skip
+                    for path in sorted(stored[name].glob("*.pt"))
+                    if path.stem != STEP
+                }
                 if MASTER not in held:
                     raise FormatError(f"{stored[name]}: {MASTER}.pt is missing")
                 shape = self.model.shapes[name] = held[MASTER][1].shape
@@ -181,8 +182,9 @@ class _UniversalReader(ModelStates):
         self.parts = {}
         return [
             Portion(f"{FOLDER}.{at:05d}", [part for _, parts in batch for part in parts], sorted(path for path, _ in batch))
-            for at, batch in enumerate(batches) if batch
-        ]  # fmt: skip
+            for at, batch in enumerate(batches)
+            if batch
+        ]
 
     # ---------------------------------------------------------------- hyperparameters and steps
 

@@ -175,8 +175,10 @@ def _trained(checkpoint: Checkpoint) -> _Trained:
         held = {info.state: info for info in states.values() if info.kind == "optimizer"}
         for state in _MOMENTS:
             if state not in held:
-                raise MismatchError(f"{where}: {name} has no {state}, which ZeRO's universal loading needs: only Adam's states "
-                                    f"can be exported (the optimizer is {record.name})")  # fmt: skip
+                raise MismatchError(
+                    f"{where}: {name} has no {state}, which ZeRO's universal loading needs: only Adam's states "
+                    f"can be exported (the optimizer is {record.name})"
+                )
         for info in held.values():
             if info.shape != master.shape or not _is_name(info.state) or info.state in (MASTER, STEP):
                 raise MismatchError(
@@ -204,8 +206,10 @@ def _one_step(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> float:
     found = {float(steps[name]): name for name in tensors}
     if len(found) > 1:
         (a, first), (b, second) = list(found.items())[:2]
-        raise MismatchError(f"{checkpoint.storage}: {first} is at step {a:g}, {second} at step {b:g}; ZeRO has a single step "
-                            "for all parameters of a flat group")  # fmt: skip
+        raise MismatchError(
+            f"{checkpoint.storage}: {first} is at step {a:g}, {second} at step {b:g}; ZeRO has a single step "
+            "for all parameters of a flat group"
+        )
     return next(iter(found))
 
 
@@ -256,13 +260,17 @@ def _optimizer_state(checkpoint: Checkpoint, trained: _Trained, notes: _Notes) -
     rest = {**shared, "params": []}
     if others:
         differ = sorted({key for group in (first, *others) for key in group} - shared.keys())
-        notes.add(f"{', '.join(differ)} of {len(groups)} groups differ: ZeRO-1 and 2 pair the groups by position, so the job "
-                  "must have them in this order; ZeRO-3 has one group for all and keeps the values of the job")  # fmt: skip
+        notes.add(
+            f"{', '.join(differ)} of {len(groups)} groups differ: ZeRO-1 and 2 pair the groups by position, so the job "
+            "must have them in this order; ZeRO-3 has one group for all and keeps the values of the job"
+        )
     step = _step(checkpoint, trained)
     if isinstance(step, torch.Tensor):
-        notes.add("the step is a tensor, as optimizers of torch require: under ZeRO-3, DeepSpeed shares one tensor among all "
-                  "sub-groups, and each of them increments it; after such a load, run: for state in "
-                  "engine.optimizer.optimizer.state.values(): state['step'] = state['step'].clone()")  # fmt: skip
+        notes.add(
+            "the step is a tensor, as optimizers of torch require: under ZeRO-3, DeepSpeed shares one tensor among all "
+            "sub-groups, and each of them increments it; after such a load, run: for state in "
+            "engine.optimizer.optimizer.state.values(): state['step'] = state['step'].clone()"
+        )
     stage = checkpoint.manifest.writer.topology.get("zero_stage")
     return {
         "zero_stage": stage if stage in (1, 2, 3) else 1,
@@ -321,8 +329,9 @@ def _common(checkpoint: Checkpoint, trained: _Trained, notes: _Notes) -> dict[st
     for line in decoded.left_out:
         notes.add(f"left out: {line}")
     if not native:
-        notes.add(f"left out: non-tensor state of {manifest.writer.framework} (scheduler, random generators), except the step "
-                  "count")  # fmt: skip
+        notes.add(
+            f"left out: non-tensor state of {manifest.writer.framework} (scheduler, random generators), except the step count"
+        )
     counters = saved.get("engine") or {"global_steps": manifest.step, "skipped_steps": 0}
     scheduler = (saved.get("lr_scheduler") or {}).get("state")
     if scheduler is None:
@@ -368,12 +377,15 @@ def _note_tensors(checkpoint: Checkpoint, trained: _Trained, notes: _Notes) -> N
         notes.add(f"{', '.join(more)}: ZeRO-3 reads only {' and '.join(_MOMENTS)}")
     untrained = sorted({info.name for info in tensors if info.kind in ("parameter", "buffer")} - trained.tensors.keys())
     if untrained:
-        notes.add(f"not trained: {some(untrained)}. DeepSpeed's universal loading does not load them; they are under 'module' "
-                  f"in {MODEL_FILE}")  # fmt: skip
+        notes.add(
+            f"not trained: {some(untrained)}. DeepSpeed's universal loading does not load them; they are under 'module' "
+            f"in {MODEL_FILE}"
+        )
     changed = sorted(
-        info.name for at, info in enumerate(tensors)
+        info.name
+        for at, info in enumerate(tensors)
         if info.name in trained.tensors and info.derived_from is not None and checkpoint.override_boxes(at)
-    )  # fmt: skip
+    )
     if changed:
         notes.add(f"weights that are not the cast of their masters: {some(changed)}. DeepSpeed casts them from the masters")
 

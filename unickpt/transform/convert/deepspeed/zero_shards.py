@@ -90,9 +90,10 @@ class ShardCollector(SourceBuilder):
         """Return the shapes of the parameters and buffers on a rank. Experts have their global numbers."""
         buffers = set(rank.first.get("buffer_names", (list, tuple), ()))
         found = {
-            name: weight.data.shape for name, weight in rank.weights.items()
+            name: weight.data.shape
+            for name, weight in rank.weights.items()
             if name not in self.tied and (stage < 3 or name in buffers)
-        }  # fmt: skip
+        }
         for group in rank.group_shapes():
             found |= {name: shape for name, shape in group.items() if EXPERTS not in name}
         for file in rank.models.values():

@@ -141,9 +141,11 @@ def export(
     if not infos:
         raise MismatchError(f"{checkpoint.storage}: the checkpoint has no weights")
     shards = _sharded(infos, encoding, shard_bytes)
-    names = [SINGLE] if len(shards) == 1 else [
-        f"model-{at:05d}-of-{len(shards):05d}.safetensors" for at in range(1, len(shards) + 1)
-    ]  # fmt: skip
+    names = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{at:05d}-of-{len(shards):05d}.safetensors" for at in range(1, len(shards) + 1)]
+    )
     folder.mkdir(parents=True, exist_ok=True)
     fresh = [folder / f"{name}.part" for name in names]
     try:

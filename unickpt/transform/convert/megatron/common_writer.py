@@ -31,8 +31,10 @@ SHARDING = "fully_reshardable"  # ``--dist-ckpt-optim-fully-reshardable``: every
 VERSION = 3.0  # ``checkpoint_version`` since which queries, keys and values have their current order
 _EXPERT = "is_expert_parallel"
 _CONTENT: Mapping[str, Any] = {
-    "distrib_optim_fully_reshardable_mem_efficient": False, "singleton_local_shards": False, "chained_optim_avoid_prefix": True,
-}  # fmt: skip
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
 _REQUIRED: Mapping[str, Any] = {"bias_correction": True}  # Adam of TransformerEngine and Apex needs it; others ignore it
 _OF_SCHEDULERS = ("initial_lr",)  # keys that torch's schedulers add to groups
 _COUNTS_IN_GROUPS = "FusedAdam"  # TransformerEngine and Apex have a step per group; optimizers of torch have one per parameter
@@ -329,8 +331,10 @@ def _optimizer_state(name: str, groups: Sequence[_Group], step: int | float, sca
     state = {} if name == _COUNTS_IN_GROUPS else {"common_step": torch.tensor(float(step), dtype=torch.float32)}
     made: dict[str, Any] = {
         "optimizer": {"param_groups": held, "state": state},
-        "param_groups": copy.deepcopy(held), "state": dict(state), "param_state_sharding_type": SHARDING,
-    }  # fmt: skip
+        "param_groups": copy.deepcopy(held),
+        "state": dict(state),
+        "param_state_sharding_type": SHARDING,
+    }
     return made if not scaler else {**made, "grad_scaler": scaler}
 
 

@@ -109,11 +109,12 @@ class _Rules:
         self._typed_tensor = Name("torch._utils._rebuild_tensor_v3", self._tensor_of_type)
         self._parameter = Name("torch._utils._rebuild_parameter", first)
         self._known = {
-            **KNOWN, **dict.fromkeys(("torch._utils._rebuild_tensor", self._tensor.name), self._tensor),
+            **KNOWN,
+            **dict.fromkeys(("torch._utils._rebuild_tensor", self._tensor.name), self._tensor),
             self._typed_tensor.name: self._typed_tensor,
             **dict.fromkeys((self._parameter.name, f"{self._parameter.name}_with_state"), self._parameter),
             "torch._tensor._rebuild_from_type_v2": Name("torch._tensor._rebuild_from_type_v2", self._of_type),
-        }  # fmt: skip
+        }
 
     def find(self, module: str, name: str) -> Any:
         full = f"{_RENAMED.get(module, module)}.{name}"

@@ -240,9 +240,11 @@ class DcpTable:
             chunk = self._state(each, "ChunkStorageMetadata")
             start = self._numbers(chunk.get("offsets"), f"the offset of a chunk of {name}")
             extent = self._numbers(chunk.get("sizes"), f"the shape of a chunk of {name}")
-            outside = len(start) != len(shape) or len(extent) != len(shape) or any(
-                a + n > m for a, n, m in zip(start, extent, shape, strict=True)
-            )  # fmt: skip
+            outside = (
+                len(start) != len(shape)
+                or len(extent) != len(shape)
+                or any(a + n > m for a, n, m in zip(start, extent, shape, strict=True))
+            )
             if outside:
                 raise FormatError(f"{self.where}: {name} of shape {list(shape)} has a chunk of {list(extent)} at {list(start)}")
             if 0 not in extent:
@@ -260,8 +262,10 @@ class DcpTable:
 
     def _check_cover(self, name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
         if len(boxes) > 1:
-            starts, extents = (np.array([getattr(box, what) for box in boxes], np.int64).reshape(len(boxes), len(shape))
-                               for what in ("start", "shape"))  # fmt: skip
+            starts, extents = (
+                np.array([getattr(box, what) for box in boxes], np.int64).reshape(len(boxes), len(shape))
+                for what in ("start", "shape")
+            )
             pair = find_overlap(starts, extents)
             if pair is not None:
                 raise FormatError(f"{self.where}: chunks {boxes[pair[0]]} and {boxes[pair[1]]} of {name} overlap")
