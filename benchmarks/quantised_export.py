@@ -86,9 +86,7 @@ class Exports:
 
     def plan(self, memory_bytes: int, **more: Any) -> dict[str, Any]:
         """Return a plan, also written to the file ``plan.json``."""
-        return unickpt.plan_bits(
-            self._checkpoint, memory_bytes, config=self._config, output=self._folder / "plan.json", **more
-        )  # fmt: skip
+        return unickpt.plan_bits(self._checkpoint, memory_bytes, config=self._config, output=self._folder / "plan.json", **more)
 
     def size(self, scheme: str) -> int:
         """Return the bytes of one scheme for all weights."""

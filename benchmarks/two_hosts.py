@@ -73,11 +73,13 @@ class TwoHosts:
         """
         here = world // 2 if self.names else world
         common = {
-            **environment(REPO, **env), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(here),
+            **environment(REPO, **env),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(here),
             "MASTER_PORT": str(free_port()),
             "MASTER_ADDR": self.ADDRESSES[0] if self.names else "127.0.0.1",
             "GLOO_SOCKET_IFNAME": LINK if self.names else "lo",
-        }  # fmt: skip
+        }
         ranks = []
         for rank in range(world):
             prefix = ["ip", "netns", "exec", self.names[rank // here]] if self.names else []

@@ -74,7 +74,7 @@ def _train(place: Place, folder: Path, stage: int, end: float, *arguments: str) 
     more = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"} | ({"DS_ACCELERATOR": "cpu"} if place.dry else {})
     done = subprocess.run(
         command, env=os.environ | more, capture_output=True, text=True, timeout=max(end - time.monotonic(), 1.0)
-    )  # fmt: skip
+    )
     if done.returncode:
         print(done.stdout, done.stderr, file=sys.stderr)
         raise RuntimeError(f"exit status {done.returncode}; the script's own error is above")

@@ -91,7 +91,7 @@ class Ranks:
 
 def _run(
     place: Place, rank: int, world: int, port: int, output: Path, action: Callable[..., None], arguments: tuple[Any, ...]
-) -> None:  # fmt: skip
+) -> None:
     with output.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

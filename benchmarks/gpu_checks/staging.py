@@ -64,9 +64,10 @@ class State:
         """Names of the tensors that are not as they were at the save."""
         checkpoint = Checkpoint.open(Path(folder) / tag)
         return [
-            info.name for at, info in enumerate(self.infos)
+            info.name
+            for at, info in enumerate(self.infos)
             if not bool((checkpoint.read_tensor(info.name, "master") == value + at).all())
-        ]  # fmt: skip
+        ]
 
 
 def check(place: Place, path: Path) -> None:

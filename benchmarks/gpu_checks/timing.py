@@ -218,9 +218,10 @@ def _cost_of_a_step(place: Place, folder: str, steps: int, row: Row) -> None:
             dist.barrier()
             on.append(place.seconds(lambda stepped=stepped: train(stepped)) / steps)
     row.values |= {
-        "ms without": statistics.median(off) * 1e3, "ms timed": statistics.median(on) * 1e3,
+        "ms without": statistics.median(off) * 1e3,
+        "ms timed": statistics.median(on) * 1e3,
         "ratio": statistics.median([a / b for a, b in zip(on, off, strict=True)]),
-    }  # fmt: skip
+    }
 
 
 def probe() -> None:

@@ -171,10 +171,12 @@ def _save(task: Task, step: int, module: Any, optimizer: Any, compressed: Compre
     for name, parameter in module.named_parameters():
         state[name, "momentum_buffer"] = optimizer.state[parameter]["momentum_buffer"]
     unickpt.save_checkpoint(
-        state, f"{task.folder}/step{step}", step=step,
+        state,
+        f"{task.folder}/step{step}",
+        step=step,
         objects={"compression": compressed.common.to_object()},
         rank_objects={"compression": compressed.residuals.to_object()},
-    )  # fmt: skip
+    )
 
 
 def _load(task: Task, module: Any, optimizer: Any, compressed: CompressedGradients) -> int:
@@ -186,7 +188,7 @@ def _load(task: Task, module: Any, optimizer: Any, compressed: CompressedGradien
     if not task.drop:
         compressed.restore(
             lambda rank: loaded.checkpoint.rank_objects(rank).value["compression"], loaded.objects["compression"]
-        )  # fmt: skip
+        )
     return loaded.step
 
 

@@ -65,11 +65,13 @@ def measured(direction: str, steps: int) -> dict[str, Any]:
         alone = {source.name: json.loads((folder / f"{source.name}.json").read_text())["losses"] for source, _ in wanted}
     rows = [
         {
-            "source": label(source), "target": label(target), "alone": alone[source.name],
+            "source": label(source),
+            "target": label(target),
+            "alone": alone[source.name],
             **{key: found[source.name, target.name][key] for key in ("tensors", "problems", "losses")},
         }
         for source, target in wanted
-    ]  # fmt: skip
+    ]
     return {
         "rows": rows,
         "steps": steps,

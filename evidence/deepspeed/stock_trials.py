@@ -27,7 +27,7 @@ WIDTH, LENGTH, ROWS = 8, 8, 4
 DIVISION = [
     {"partition_type": "column", "patterns": [r".*\b0\.weight$"]},
     {"partition_type": "row", "patterns": [r".*\b2\.weight$"]},
-]  # fmt: skip
+]
 
 
 class Expert(nn.Sequential):
@@ -67,9 +67,7 @@ def build(kind: str, stage: int, seed: int) -> Any:
             "zenflow": {"topk_ratio": 0.2, "update_interval": 2, "full_warm_up_rounds": 0, "overlap_step": False},
         }
     if kind.startswith("autotp"):
-        cfg["tensor_parallel"] = {
-            "autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": DIVISION},
-        }  # fmt: skip
+        cfg["tensor_parallel"] = {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": DIVISION}}
     model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), middle, nn.Linear(WIDTH, WIDTH))
     if kind == "autotp-pipeline":
         layers = [LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(nn.Tanh), LayerSpec(nn.Linear, WIDTH, WIDTH)]

@@ -37,8 +37,9 @@ PARALLELISMS = {"pipelines": "pipelines", "3D parallelism through an `mpu`": "mp
 COMPILED = ("cpu_adam_offloaded", "cpu_adam_to_torch_adam_and_back", "lion", "fused_adam_without_zero_in_bf16")
 # Their world of two ranks loads what their world of one rank has saved. Here each scenario runs on two ranks only.
 AFTER_ONE_RANK = (
-    "a_job_resumes_at_any_world_size_and_logs_what_changed", "every_spelling_keeps_the_global_batch_of_the_checkpoint",
-)  # fmt: skip
+    "a_job_resumes_at_any_world_size_and_logs_what_changed",
+    "every_spelling_keeps_the_global_batch_of_the_checkpoint",
+)
 # What a DeepSpeed cannot do itself, and compressed gradients, which are for 0.19.8: (below which version, scenario)
 NOT_IN_DEEPSPEED = (
     (Version("0.19.3"), "aligned_partitions"),

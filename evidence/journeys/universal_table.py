@@ -119,8 +119,9 @@ def draw(first: Part, second: Part, path: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(13, 5), sharey=True)
     for axis, part, title in (
-        (axes[0], first, f"{name(SOURCE)} (ZeRO-1) resumed as ..."), (axes[1], second, f"... resumed as {name(SINGLE)}"),
-    ):  # fmt: skip
+        (axes[0], first, f"{name(SOURCE)} (ZeRO-1) resumed as ..."),
+        (axes[1], second, f"... resumed as {name(SINGLE)}"),
+    ):
         for label, begin, losses in part.curves:
             alone = label == "uninterrupted"
             steps = range(begin - (begin > 0) + 1, begin - (begin > 0) + 1 + len(losses))

@@ -171,9 +171,10 @@ def page(found: dict[Case, Seen]) -> str:
         wrong = "; ".join(seen.wrong) or "0"
         lines.append(f"| {case.mode} | `{case.rule}` | {poll} | {case.fall_back or '-'} | {stays} | {seen.looks:,} | {wrong} |")
     lines += [
-        "", "`--unickpt-keep-last` counts the checkpoints in unickpt's format after a save in this format. So one more stays "
+        "",
+        "`--unickpt-keep-last` counts the checkpoints in unickpt's format after a save in this format. So one more stays "
         "if the last save is Megatron's.",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 

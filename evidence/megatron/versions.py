@@ -38,9 +38,7 @@ PAIRS = (
     ("gpt-dp2-dist", "gpt-dp2-dist"), ("gpt-one-fp32", "gpt-tp2-dist"), ("gpt-cp2-dist", "gpt-one-fp32"),
     ("moe-dp2-dist", "moe-pp2-plain"), ("moe-ep2dp2-dist", "moe-one-fp32"),
 )  # fmt: skip
-EMERGING = (
-    "muon_resumes_under_another_layout", "states_that_are_not_elementwise_load_where_the_parameter_is_divided_alike",
-)  # fmt: skip
+EMERGING = ("muon_resumes_under_another_layout", "states_that_are_not_elementwise_load_where_the_parameter_is_divided_alike")
 COLUMNS = {
     "hooks": "hooks", "scenarios": "scenarios, 2 ranks", "own": "pairs of layouts", "from": "from {newest}",
     "into": "into {newest}", "scripts": "`pretrain_gpt.py`", "emerging": "Muon, NorMuon, SOAP",

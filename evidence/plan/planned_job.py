@@ -50,13 +50,14 @@ def deepspeed_job(asked: dict[str, Any]) -> tuple[Callable[[], float], Any]:
     if asked["parts"]:
         assert list(module.parts) == asked["parts"]
     config = {
-        "train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": asked["microbatches"],
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": asked["microbatches"],
         "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
         "unickpt": {
             "enabled": True,
             "timing": {"enabled": True, "watch": False, "folder": asked["rings"], "layers_every": asked["every"]},
         },
-    }  # fmt: skip
+    }
     config |= asked["config"]
     engine, *_ = deepspeed.initialize(model=module, config=config)
     data = iter([(torch.ones(rows, WIDTH), torch.zeros(rows, WIDTH))] * 100_000)

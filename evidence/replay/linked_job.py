@@ -53,9 +53,11 @@ def pipeline(task: dict[str, Any], layers: list[torch.nn.Module], config: dict[s
 
     config["gradient_accumulation_steps"] = task["microbatches"]
     module = deepspeed.pipe.PipelineModule(
-        layers, num_stages=task["stages"], loss_fn=lambda out, target: (out - target).square().mean(),
+        layers,
+        num_stages=task["stages"],
+        loss_fn=lambda out, target: (out - target).square().mean(),
         partition_method="uniform",
-    )  # fmt: skip
+    )
     engine, *_ = deepspeed.initialize(model=module, config=config)
     batch = torch.ones(task["rows"], task["width"])
     data = iter([(batch, torch.zeros_like(batch))] * 100_000)

@@ -98,9 +98,7 @@ def main() -> None:
     job.say("resumed", step=start.step, samples=start.samples, resumed=start.resumed)
     job.say("checked", differences=_differences(engine, start.path, start.step) if start.resumed else [])
 
-    sampler = unickpt.GlobalOrderSampler(
-        SAMPLES, rank=job.rank, ranks=job.world, per_device=1, start=start.samples, seed=3
-    )  # fmt: skip
+    sampler = unickpt.GlobalOrderSampler(SAMPLES, rank=job.rank, ranks=job.world, per_device=1, start=start.samples, seed=3)
     batches = iter(DataLoader(Data(), batch_size=1, sampler=sampler))
     stopping, step, heartbeat = False, start.step, _heartbeat()
     while not stopping and step < args.steps:

@@ -40,9 +40,7 @@ HOSTS = ("n1", "n2", "n3")
 CYCLE_S = 150.0
 FT_LAUNCHER = "ft_launcher"
 FT_CONFIG = {"initial_rank_heartbeat_timeout": 60.0, "rank_heartbeat_timeout": 6.0, "log_level": "WARNING"}
-BEGIN, FINISH = (
-    "<!-- table: made by python -m evidence.steering.effective_time -->\n\n", "\n<!-- end of times -->",
-)  # fmt: skip
+BEGIN, FINISH = ("<!-- table: made by python -m evidence.steering.effective_time -->\n\n", "\n<!-- end of times -->")
 
 
 @dataclass(frozen=True)

@@ -164,17 +164,20 @@ def _judged(scenario: Scenario, job: Agents, host: str, fault_s: float, started_
     problem = problem or (f"orders: {wrong}" if wrong else "") or ("" if goes_on else "the job does not go on")
     begin_s = order_s if order_s is not None else fault_s
     return Run(
-        not problem, None if found_s is None else found_s - fault_s,
+        not problem,
+        None if found_s is None else found_s - fault_s,
         None if order_s is None or found_s is None else max(0.0, order_s - found_s),
-        None if started_s is None else started_s - begin_s, problem,
-    )  # fmt: skip
+        None if started_s is None else started_s - begin_s,
+        problem,
+    )
 
 
 def table(results: dict[str, list[Run]]) -> str:
     """Return the results as a Markdown table."""
     rows = [
-        "| fault | runs | right | fault -> verdict | verdict -> order | order -> workers started |", "|---|---|---|---|---|---|"
-    ]  # fmt: skip
+        "| fault | runs | right | fault -> verdict | verdict -> order | order -> workers started |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, runs in results.items():
         cells = [seconds([getattr(each, field) for each in runs]) for field in ("verdict_s", "order_s", "started_s")]
         rows.append(f"| {SCENARIOS[name].title} | {len(runs)} | {sum(each.right for each in runs)} | {' | '.join(cells)} |")

@@ -13,8 +13,9 @@ from evidence.steering.scenarios import RETURN, RETURNED, SCENARIOS
 
 GOAL_STARTED_S = 5.0
 BEGIN, FINISH = (
-    "<!-- table: made by python -m evidence.steering.framework_faults -->\n\n", "\n<!-- end of framework table -->",
-)  # fmt: skip
+    "<!-- table: made by python -m evidence.steering.framework_faults -->\n\n",
+    "\n<!-- end of framework table -->",
+)
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,11 @@ def goals(runs: Sequence[Run]) -> str:
     started = [run.started_s for run in runs if run.order_s is not None and run.started_s is not None]
     rows = ["| goal | all runs |", "|---|---|"]
     for text, name in (
-        ("exactly the right hosts are out, at least 99%", "right"), ("the job is repaired", "repaired"),
-        ("states equal", "equal"), ("samples equal", "samples"),
-    ):  # fmt: skip
+        ("exactly the right hosts are out, at least 99%", "right"),
+        ("the job is repaired", "repaired"),
+        ("states equal", "equal"),
+        ("samples equal", "samples"),
+    ):
         rows.append(f"| {text} | {share(sum(getattr(run, name) for run in runs), len(runs))} |")
     rows.append(f"| verdict -> order at most 1 s, for an order without a deadline | {seconds(orders)}, {len(orders)} runs |")
     quick = sum(value <= GOAL_STARTED_S for value in started)

@@ -110,9 +110,7 @@ def reference_of(jobs: Sequence[Mapping[int, Step]]) -> Reference:
     """
     first = jobs[0]
     assert all({at: each.ids for at, each in job.items()} == {at: each.ids for at, each in first.items()} for job in jobs)
-    return Reference(
-        {at: step.ids for at, step in first.items()}, {at: [job[at].loss for job in jobs] for at in first}
-    )  # fmt: skip
+    return Reference({at: step.ids for at, step in first.items()}, {at: [job[at].loss for job in jobs] for at in first})
 
 
 @dataclass(frozen=True)
