@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from unickpt.diagnosis.detectors.device_waits import infer_device_waits
 from unickpt.diagnosis.detectors.ended import calls_of_ended
@@ -86,7 +89,7 @@ def _hangs(snapshot: Snapshot, links: Links, limit_s: float, *, patient: bool) -
     found = calls_of_ended(rows, members, groups, snapshot) if lost else []
     found = (
         found
-        or _died_of_a_mismatch(rows, died, groups)
+        or _died_of_a_mismatch(rows, died, groups, snapshot)
         or [
             verdict
             for verdict in (hangs(rows, members, groups, before_ns=snapshot.now_ns, gone=died) if died else [])
@@ -114,12 +117,38 @@ def _with_absent(verdict: Verdict, snapshot: Snapshot) -> Verdict:
     return dataclasses.replace(verdict, evidence=(*absent, *verdict.evidence)) if absent else verdict
 
 
-def _died_of_a_mismatch(rows: ProgressTable, died: frozenset[int], groups: Groups) -> list[Verdict]:
-    """Return verdicts on calls in which ranks died, and that differ between the members: gloo aborts such a process."""
-    seq = np.where(rows["blocked"] > 0, rows["blocked"], rows["entered"]).astype(np.int64)
-    calls = rows["comm"].astype(np.int64) << 40 | seq
-    inside = (rows["blocked"] > 0) & (rows["source"] < 0) & np.isin(rows["rank"], list(died))
-    return mismatches(rows[np.isin(calls, calls[inside])], groups)
+def _died_of_a_mismatch(rows: ProgressTable, died: frozenset[int], groups: Groups, snapshot: Snapshot) -> list[Verdict]:
+    """Return verdicts on calls in which ranks died, and that differ between the members: gloo aborts such a process.
+
+    It does so in a thread of its own, perhaps before the rank waits in the call, and while it has begun several. A process that
+    was aborted may have been so in the call after its newest one, which its ring does not hold yet.
+    """
+    calls = snapshot.calls
+    begun = calls[(calls["source"] < 0) & (calls["end_ns"] == 0) & np.isin(calls["rank"], list(died))]
+    aborted = [rank for rank in died if (status := snapshot.ranks[rank].exit) and status.signal == signal.SIGABRT]
+    over = rows[(rows["source"] < 0) & (rows["entered"] == rows["ended"]) & np.isin(rows["rank"], aborted)]
+    sought = np.concatenate([_key(begun["comm"], begun["seq"]), _key(over["comm"], over["entered"] + 1)])
+    every = np.concatenate([rows, _as_rows(begun, rows)])
+    at = np.where(every["blocked"] > 0, every["blocked"], every["entered"])
+    return mismatches(every[np.isin(_key(every["comm"], at), sought)], groups)
+
+
+def _key(comm: npt.NDArray[Any], seq: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return one number for each call of a communicator."""
+    return comm.astype(np.int64) << 40 | seq.astype(np.int64)
+
+
+def _as_rows(calls: Calls, rows: ProgressTable) -> ProgressTable:
+    """Return rows of collective calls that ``rows`` do not hold already, as calls in which nobody waits."""
+    held = {*zip(*(rows[name].tolist() for name in ("rank", "comm", "entered")), strict=True)}
+    held |= {*zip(*(rows[name].tolist() for name in ("rank", "comm", "blocked")), strict=True)}
+    calls = calls[[each not in held for each in calls[["rank", "comm", "seq"]].tolist()]] if len(calls) else calls
+    out = np.zeros(len(calls), PROGRESS)
+    out["source"] = out["destination"] = -1
+    out["entered"] = out["ended"] = calls["seq"]
+    for name in ("rank", "comm", "call_ns", "op", "dtype", "shape"):
+        out[name] = calls[name]
+    return out
 
 
 def _passed(rows: ProgressTable, calls: Calls) -> ProgressTable:
@@ -127,17 +156,10 @@ def _passed(rows: ProgressTable, calls: Calls) -> ProgressTable:
     waited = rows[(rows["blocked"] > 0) & (rows["source"] < 0)]
     if not len(waited):
         return rows[:0]
-    sought = np.unique(waited["comm"].astype(np.int64) << 40 | waited["blocked"].astype(np.int64))
-    keys = calls["comm"].astype(np.int64) << 40 | calls["seq"].astype(np.int64)
-    over = calls[(calls["source"] < 0) & (calls["end_ns"] > 0) & np.isin(keys, sought)]
-    stand = set(zip(*(rows[name].tolist() for name in ("rank", "comm", "entered")), strict=True))  # already covered by the rows
-    over = over[[each not in stand for each in over[["rank", "comm", "seq"]].tolist()]] if len(over) else over
-    out = np.zeros(len(over), PROGRESS)
-    out["source"] = out["destination"] = -1
-    out["entered"] = out["ended"] = over["seq"]
-    for name in ("rank", "comm", "call_ns", "op", "dtype", "shape"):
-        out[name] = over[name]
-    return out
+    sought = np.unique(_key(waited["comm"], waited["blocked"]))
+    return _as_rows(
+        calls[(calls["source"] < 0) & (calls["end_ns"] > 0) & np.isin(_key(calls["comm"], calls["seq"]), sought)], rows
+    )
 
 
 def _all_stand(snapshot: Snapshot, for_s: float) -> bool:

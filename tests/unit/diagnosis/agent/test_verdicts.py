@@ -78,17 +78,39 @@ def test_a_rank_that_passed_a_call_with_another_shape_is_named(tmp_path: Path, g
     assert (verdict.syndrome, verdict.ranks, verdict.seq) == (Syndrome.MISMATCH, (2,), 3)
 
 
-def test_a_rank_that_died_in_a_call_with_another_shape_is_not_at_fault(tmp_path: Path) -> None:
-    """Gloo aborts a process that gets more bytes than it has room for."""
+@pytest.mark.parametrize("at", ["waits", "has begun", "has begun two", "begins"])
+def test_a_rank_that_gloo_aborts_because_of_another_shape_is_not_at_fault(tmp_path: Path, at: str) -> None:
+    """Gloo aborts a process that gets more bytes than it has room for, perhaps before it waits in the call or records it."""
     hung(tmp_path, culprit=-1, since_s=0.2)
+    now = time.monotonic_ns()
+    odd, aborted = ring(tmp_path, 2), ring(tmp_path, 0)
+    for each in (odd, aborted):
+        for number in (1, 2):
+            call(each, number, now - 40 * S, now - 39 * S)
+    odd.put(3, now - S // 5, 0, now - S // 5, 0, 3, 5, 5, 0, int(Op.ALL_REDUCE), 2, 0, 0, 0, -1, 0, 20, 8)
+    if at == "waits":
+        call(aborted, 3, now - S // 5, 0)
+    elif at != "begins":
+        for number in range(3, 5 if at.endswith("two") else 4):
+            aborted.put(number, now - S // 5, 0, 0, 0, number, 9, 9, 0, int(Op.ALL_REDUCE), 2, 0, 0, 0, -1, 0, 20, 7)
+    for each, newest in ((odd, 3), (aborted, {"begins": 2, "has begun two": 4}.get(at, 3))):
+        each.state(heartbeat_ns=now, step=20, newest=newest, phase=int(Phase.BACKWARD))
+    snapshot = dead(take_snapshot(read_folder(tmp_path)), {0: 6.0}, {0: "SIGABRT"})
+    (verdict,) = examine(snapshot, after_s=60).verdicts
+    assert (verdict.syndrome, verdict.ranks, verdict.seq) == (Syndrome.MISMATCH, (2,), 3)
+
+
+def test_a_rank_that_is_killed_before_a_call_is_at_fault_whatever_the_others_call(tmp_path: Path) -> None:
+    """Only an aborted process may have died in a call that it has not recorded."""
+    hung(tmp_path, culprit=0, since_s=0.2)
     now, odd = time.monotonic_ns(), ring(tmp_path, 2)
     for number in (1, 2):
         call(odd, number, now - 40 * S, now - 39 * S)
     odd.put(3, now - S // 5, 0, now - S // 5, 0, 3, 5, 5, 0, int(Op.ALL_REDUCE), 2, 0, 0, 0, -1, 0, 20, 8)
     odd.state(heartbeat_ns=now, step=20, newest=3, phase=int(Phase.BACKWARD))
-    snapshot = dead(take_snapshot(read_folder(tmp_path)), {0: 6.0}, {0: "SIGABRT"})
+    snapshot = dead(take_snapshot(read_folder(tmp_path)), {0: 6.0}, {0: "SIGKILL"})
     (verdict,) = examine(snapshot, after_s=60).verdicts
-    assert (verdict.syndrome, verdict.ranks, verdict.seq) == (Syndrome.MISMATCH, (2,), 3)
+    assert verdict.ranks == (0,)
 
 
 STATUS = {
