@@ -27,7 +27,7 @@ from unickpt.diagnosis.host.process_state import State
 from unickpt.diagnosis.recording.records import Flag, Op, Phase
 from unickpt.diagnosis.recording.ring_folder import read_folder
 from unickpt.diagnosis.reports.verdict_text import render, render_all
-from unickpt.diagnosis.snapshot.snapshot import CALL, Snapshot, take_snapshot
+from unickpt.diagnosis.snapshot.snapshot import CALL, Snapshot, kept_steps, take_snapshot
 from unickpt.diagnosis.snapshot.steps import STEP
 
 
@@ -313,3 +313,7 @@ def test_steps_are_remembered_beyond_one_look() -> None:
         steps["number"] = np.arange(first, first + 4)
         seen = memory.with_more(dataclasses.replace(empty, steps=steps)).steps["number"].tolist()
     assert seen == [1, 2, 3, 4, 5, 6, 20, 21, 22, 23, 40, 41, 42, 43]
+
+
+def test_many_ranks_share_the_steps_that_are_remembered() -> None:
+    assert [kept_steps(ranks) for ranks in (1, 4096, 5000, 8192, 1 << 20)] == [64, 64, 52, 32, 32]
