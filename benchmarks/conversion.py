@@ -199,8 +199,13 @@ def main() -> None:
     parser.add_argument("--millions", type=int, default=350, help="parameters")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tools", nargs="+", default=["copy", "unickpt", "ds_to_universal"], metavar="TOOL",
-                        choices=["copy", "unickpt", "ds_to_universal"])  # fmt: skip
+    parser.add_argument(
+        "--tools",
+        nargs="+",
+        default=["copy", "unickpt", "ds_to_universal"],
+        metavar="TOOL",
+        choices=["copy", "unickpt", "ds_to_universal"],
+    )
     parser.add_argument("--checkpoints", type=Path, help="folder that keeps the checkpoints to convert for another run")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--make", nargs=3, help=argparse.SUPPRESS)

@@ -88,10 +88,13 @@ class PipelineJob(EngineJob):
             "parameter_with_row_parallelism_patterns": [r"\d+.down.weight"],
         }
         config = {
-            "train_batch_size": data, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9,
-            "optimizer": {"type": "Adam", "params": {"torch_adam": True}}, "zero_optimization": small_buckets(stage),
+            "train_batch_size": data,
+            "train_micro_batch_size_per_gpu": 1,
+            "steps_per_print": 10**9,
+            "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+            "zero_optimization": small_buckets(stage),
             "unickpt": {"enabled": True, "async_save": True, **unickpt},
-        }  # fmt: skip
+        }
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         self.step(engine)
         return engine

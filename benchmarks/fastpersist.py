@@ -50,6 +50,9 @@ def checkpoint_engine(engine: Any) -> Any:
     config.checkpoint_config = get_checkpoint_config({"checkpoint": {"writer": {"type": "fast", "data_parallel": "replica"}}})
     # optimize_dp_state only puts the number of the writer into the names of the files, which no load then finds
     return create_checkpoint_engine(
-        config_params=config, groups=groups, zero_stage=engine.zero_optimization_stage(),
-        has_moe_layers=engine.has_moe_layers, optimize_dp_state=False,
-    )  # fmt: skip
+        config_params=config,
+        groups=groups,
+        zero_stage=engine.zero_optimization_stage(),
+        has_moe_layers=engine.has_moe_layers,
+        optimize_dp_state=False,
+    )

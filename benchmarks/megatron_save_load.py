@@ -226,12 +226,15 @@ def main() -> None:
     if args.json:
         found = [
             {
-                "title": f"Megatron {args.millions}M, {name}", "loaded_as": TARGETS[name], "ranks": LAYOUT_RANKS[name],
-                "mine": result["mine"], "seconds": result["seconds"],
+                "title": f"Megatron {args.millions}M, {name}",
+                "loaded_as": TARGETS[name],
+                "ranks": LAYOUT_RANKS[name],
+                "mine": result["mine"],
+                "seconds": result["seconds"],
                 "bytes": {kind: size for kind, (size, _) in result["sizes"].items()},
             }
             for name, result in results.items()
-        ]  # fmt: skip
+        ]
         args.json.write_text(json.dumps(found))
 
 

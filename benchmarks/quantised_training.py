@@ -25,9 +25,15 @@ from data import batch, corpus  # noqa: E402
 CONTEXT, BATCH, SEED = 256, 8, 11
 HELD_OUT = 0.1  # share of the text, at its end
 MODEL = {
-    "vocab_size": 256, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": False,
+}
 
 
 def parts() -> tuple[Tensor, Tensor]:
@@ -47,13 +53,16 @@ def train(folder: Path, steps: int) -> Path:
     torch.manual_seed(SEED)
     model = LlamaForCausalLM(LlamaConfig(**MODEL))
     config = {
-        "train_batch_size": BATCH, "zero_optimization": {"stage": 1}, "unickpt": {"enabled": True}, "gradient_clipping": 1.0,
+        "train_batch_size": BATCH,
+        "zero_optimization": {"stage": 1},
+        "unickpt": {"enabled": True},
+        "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.99], "torch_adam": True}},
         "scheduler": {
             "type": "WarmupCosineLR",
             "params": {"total_num_steps": steps, "warmup_num_steps": steps // 20, "cos_min_ratio": 0.02},
         },
-    }  # fmt: skip
+    }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     text, _ = parts()
     begin = time.monotonic()

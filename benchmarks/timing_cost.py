@@ -236,8 +236,11 @@ def page(plain: dict[str, list[float]], flights: dict[str, list[float]], made: d
     ]
     most = max(statistics.median(values) for values in busy)
     share = recorded * most / 1e3 / statistics.median(made["off"])
-    lines += ["", f"A step has {recorded:.0f} recorded calls. At {most:.1f} µs of processor time each, the most of these rows, "
-                  f"they are {share:.4%} of a step."]  # fmt: skip
+    lines += [
+        "",
+        f"A step has {recorded:.0f} recorded calls. At {most:.1f} µs of processor time each, the most of these rows, "
+        f"they are {share:.4%} of a step.",
+    ]
     return "\n".join(lines)
 
 

@@ -59,9 +59,14 @@ class Trainer:
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.model = DistributedDataParallel(config, ddp, Float16Module(config, model))
         options = OptimizerConfig(
-            optimizer="adam", lr=1e-2, weight_decay=0.1, clip_grad=1.0, bf16=True, params_dtype=torch.bfloat16,
+            optimizer="adam",
+            lr=1e-2,
+            weight_decay=0.1,
+            clip_grad=1.0,
+            bf16=True,
+            params_dtype=torch.bfloat16,
             use_distributed_optimizer=True,
-        )  # fmt: skip
+        )
         self.optimizer = get_megatron_optimizer(options, [self.model])
         self.model.broadcast_params()
 

@@ -94,9 +94,13 @@ class Place:
         found = {"LOCAL_RANK": "0" if self.shared else str(rank), **_ALWAYS}
         if self.shared:
             found |= {
-                "NCCL_HOSTID": f"rank{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1",
-                "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo",
-            }  # fmt: skip
+                "NCCL_HOSTID": f"rank{rank}",
+                "NCCL_P2P_DISABLE": "1",
+                "NCCL_SHM_DISABLE": "1",
+                "NCCL_IB_DISABLE": "1",
+                "NCCL_NET": "Socket",
+                "NCCL_SOCKET_IFNAME": "lo",
+            }
         return found
 
     def enter(self) -> None:

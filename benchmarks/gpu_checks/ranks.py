@@ -96,9 +96,12 @@ def _run(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ |= place.variables(rank) | {
-        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-    }  # fmt: skip
+    }
     code = 0
     faulthandler.register(_STACKS, all_threads=True)
     try:

@@ -232,9 +232,12 @@ def _loaded(place: Place, state: State, saver: Saver, folder: str, row: Row) -> 
     again = min(place.seconds(lambda: _read(checkpoint, state, outs)) for _ in range(ROUNDS))
     into_host = min(place.seconds(lambda: _read(checkpoint, state, host)) for _ in range(ROUNDS))
     row.values |= {
-        "ms": first * 1e3, "ms again": again * 1e3, "ms into host memory": into_host * 1e3,
-        "GB/s again": state.size_bytes / again / 1e9, "host MB": max(more, 0) / 1e6,
-    }  # fmt: skip
+        "ms": first * 1e3,
+        "ms again": again * 1e3,
+        "ms into host memory": into_host * 1e3,
+        "GB/s again": state.size_bytes / again / 1e9,
+        "host MB": max(more, 0) / 1e6,
+    }
     wrong = [at for at, out in enumerate(outs) if not bool((out == 11.0 + at).all())]
     row.require(not wrong, f"other values in {wrong}")
     row.require(more < 128 << 20, f"{more / 1e6:.0f} MB of host memory")

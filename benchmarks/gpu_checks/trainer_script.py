@@ -65,9 +65,15 @@ def main() -> None:
     (args,) = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()
     set_seed(args.seed)
     config = AutoConfig.for_model(
-        "llama", vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
-        num_attention_heads=4, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        "llama",
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     trainer = Trainer(model=AutoModelForCausalLM.from_config(config), args=args, train_dataset=Counting())
     trainer.add_callback(Recorder(states))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

@@ -76,9 +76,12 @@ class CountingWire(GroupWire):
 def network(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
     return torch.nn.Sequential(
-        torch.nn.Linear(INPUTS, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(),
+        torch.nn.Linear(INPUTS, WIDTH),
+        torch.nn.Tanh(),
+        torch.nn.Linear(WIDTH, WIDTH),
+        torch.nn.Tanh(),
         torch.nn.Linear(WIDTH, OUTPUTS),
-    )  # fmt: skip
+    )
 
 
 class Data:
@@ -120,10 +123,13 @@ def run(task: Task) -> dict[str, Any]:
     losses, module, wire, own = trained(task, data, fixed)
     debt = {name: float(tensor.double().sum()) for name, tensor in own.items()}
     return {
-        "name": task.name, "losses": losses, "weights": _digest(module), "debt": debt,
+        "name": task.name,
+        "losses": losses,
+        "weights": _digest(module),
+        "debt": debt,
         "sent_bytes": None if wire is None else wire.sent_bytes / max(len(losses), 1),
         "shapes": [list(parameter.shape) for parameter in module.parameters()],
-    }  # fmt: skip
+    }
 
 
 def _digest(module: torch.nn.Module) -> list[int]:
@@ -198,9 +204,13 @@ def deepspeed_steps(task: Task, data: Data, fixed: Any) -> Any:
 
     options = {"enabled": True, "async_save": False, "compression": asdict(task.compression)}
     config: dict[str, Any] = {
-        "train_batch_size": BATCH, "zero_optimization": {"stage": task.stage}, "steps_per_print": 10**9, "unickpt": options,
-        "optimizer": {"type": "SGD", "params": {"lr": RATE, "momentum": MOMENTUM}}, "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
+        "train_batch_size": BATCH,
+        "zero_optimization": {"stage": task.stage},
+        "steps_per_print": 10**9,
+        "unickpt": options,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE, "momentum": MOMENTUM}},
+        "zero_allow_untested_optimizer": True,
+    }
     if task.dtype == "fp16":
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch computes it on a CPU
         config["fp16"] = {"enabled": True, "initial_scale_power": 20}

@@ -45,9 +45,15 @@ def run(network: Network, hosts: tuple[str, str], megabits: float, folder: Path)
     started = []
     for rank, host in enumerate(hosts):
         env = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": network.address(hosts[0]),
-            "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": network.address(hosts[0]),
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": LINK,
+            "OMP_NUM_THREADS": "1",
+        }
         command = [*network.command(host), sys.executable, "-m", "evidence.compression.shaped_job", str(given)]
         started.append(subprocess.Popen(command, cwd=REPO, env=env))
     try:
@@ -64,9 +70,14 @@ def run(network: Network, hosts: tuple[str, str], megabits: float, folder: Path)
     took_s = time.perf_counter() - begin
     chosen = ",".join(bucket.scheme for bucket in advice.buckets)
     return {
-        "megabits": megabits, "took_s": took_s, "chosen": chosen, "step_s": advice.step_s, "advised_s": advice.advised_s,
-        "exposed_s": [bucket.exposed_s for bucket in advice.buckets], **found,
-    }  # fmt: skip
+        "megabits": megabits,
+        "took_s": took_s,
+        "chosen": chosen,
+        "step_s": advice.step_s,
+        "advised_s": advice.advised_s,
+        "exposed_s": [bucket.exposed_s for bucket in advice.buckets],
+        **found,
+    }
 
 
 def measured() -> Iterator[dict[str, Any]]:
@@ -87,11 +98,17 @@ def row(found: dict[str, Any]) -> str:
     best = min(steps, key=lambda name: steps[name])
     nothing, chosen = steps[",".join(["none"] * LAYERS)], steps[found["chosen"]]
     cells = (
-        f"{found['megabits']:.0f}", f"{nothing * 1e3:.0f}", found["chosen"].replace(",", ", "),
+        f"{found['megabits']:.0f}",
+        f"{nothing * 1e3:.0f}",
+        found["chosen"].replace(",", ", "),
         f"{found['advised_s'] * 1e3:.0f}",
-        f"{chosen * 1e3:.0f}", best.replace(",", ", "), f"{steps[best] * 1e3:.0f}", f"{chosen / steps[best] - 1:+.1%}",
-        f"{max(steps.values()) * 1e3:.0f}", f"{found['took_s'] * 1e3:.0f} ms",
-    )  # fmt: skip
+        f"{chosen * 1e3:.0f}",
+        best.replace(",", ", "),
+        f"{steps[best] * 1e3:.0f}",
+        f"{chosen / steps[best] - 1:+.1%}",
+        f"{max(steps.values()) * 1e3:.0f}",
+        f"{found['took_s'] * 1e3:.0f} ms",
+    )
     return f"| {' | '.join(cells)} |"
 
 

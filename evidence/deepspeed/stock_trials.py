@@ -53,9 +53,12 @@ def build(kind: str, stage: int, seed: int) -> Any:
     torch.manual_seed(seed)
     adam = {"lr": 1e-2} if kind == "zenflow" else {"lr": 1e-2, "torch_adam": True}
     cfg: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": ROWS, "steps_per_print": 10**9, "optimizer": {"type": "AdamW", "params": adam},
-        "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": ROWS,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": adam},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
     middle: nn.Module = nn.Tanh()
     if kind.startswith("experts"):
         middle = Experts(Expert(), 4, 2)

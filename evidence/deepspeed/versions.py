@@ -196,18 +196,27 @@ def scenarios(place: Path, group: str, version: str, env: dict[str, str]) -> str
 def page(rows: dict[str, dict[str, str]], versions: list[str]) -> str:
     """Return the page as Markdown."""
     checks = {
-        "hooks": "hooks: version, state", "layouts": "pairs of layouts", "state": "scenarios: state",
-        "promises": "scenarios: guarantees", "errors": "scenarios: bad input",
+        "hooks": "hooks: version, state",
+        "layouts": "pairs of layouts",
+        "state": "scenarios: state",
+        "promises": "scenarios: guarantees",
+        "errors": "scenarios: bad input",
         **{name: f"pairs of layouts: {name}" for name in PARALLELISMS},
         "from newest": f"saved by {versions[0]}, loaded here",
         "into newest": f"saved here, loaded by {versions[0]}",
-    }  # fmt: skip
+    }
     lines = [
-        "# DeepSpeed versions", "", "Which versions of DeepSpeed work?", "",
-        f"`python -m evidence.deepspeed.versions --versions {' '.join(versions)}`", "",
-        f"Python {platform.python_version()}, torch {installed_version('torch')}, CPU.", "",
-        "| | " + " | ".join(versions) + " |", "|---" * (len(versions) + 1) + "|",
-    ]  # fmt: skip
+        "# DeepSpeed versions",
+        "",
+        "Which versions of DeepSpeed work?",
+        "",
+        f"`python -m evidence.deepspeed.versions --versions {' '.join(versions)}`",
+        "",
+        f"Python {platform.python_version()}, torch {installed_version('torch')}, CPU.",
+        "",
+        "| | " + " | ".join(versions) + " |",
+        "|---" * (len(versions) + 1) + "|",
+    ]
     for key, title in checks.items():
         lines.append(f"| {title} | " + " | ".join(rows[v].get(key, "-").replace("|", "\\|") for v in versions) + " |")
     return "\n".join(lines) + "\n" + NOTES

@@ -26,9 +26,14 @@ from tests.jobs.diagnosis.early import FACTOR, SLOW, STEPS, ran
 
 MARK = "<!-- made by evidence/diagnosis/early.py -->"
 JOBS = (
-    ("deepspeed", "zero1", 4), ("deepspeed", "zero3", 4), ("deepspeed", "pipeline8x4", 4), ("megatron", "gpt-dp4-dist", 4),
-    ("megatron", "gpt-tp2dp2-dist", 4), ("megatron", "gpt-pp2dp2-dist", 4), ("megatron", "gpt-pp4-dist", 4),
-)  # fmt: skip
+    ("deepspeed", "zero1", 4),
+    ("deepspeed", "zero3", 4),
+    ("deepspeed", "pipeline8x4", 4),
+    ("megatron", "gpt-dp4-dist", 4),
+    ("megatron", "gpt-tp2dp2-dist", 4),
+    ("megatron", "gpt-pp2dp2-dist", 4),
+    ("megatron", "gpt-pp4-dist", 4),
+)
 
 ALONE = {"gpt-pp4-dist": (0, 3)}  # ranks without peers: the middle stages make the same calls
 

@@ -91,9 +91,14 @@ class Job:
 
     def _process(self, arguments: list[str], **variables: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            arguments, cwd=REPO, env=environment(REPO, **variables), stdout=self._output, stderr=subprocess.STDOUT, text=True,
+            arguments,
+            cwd=REPO,
+            env=environment(REPO, **variables),
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            text=True,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     def steps(self) -> list[int]:
         found = []

@@ -28,12 +28,22 @@ from unickpt.transform.grow.step import Grow
 
 LENGTH, BATCH, RATE, WARMUP, EVERY = 64, 8, 3e-3, 25, 20
 SMALL = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+}
 SIZES = {
-    "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
-}  # fmt: skip
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
 STATES = ("exp_avg", "exp_avg_sq")
 CONSTANT, AFTER = 10**9, 6  # a decay that does not begin; steps that are compared
 SCRATCH, USUAL, SCHEDULED = "from scratch", "grown, schedule of the training from scratch", "grown, `--schedule`"

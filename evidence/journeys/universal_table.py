@@ -125,8 +125,14 @@ def draw(first: Part, second: Part, path: Path) -> None:
         for label, begin, losses in part.curves:
             alone = label == "uninterrupted"
             steps = range(begin - (begin > 0) + 1, begin - (begin > 0) + 1 + len(losses))
-            axis.plot(steps, losses, label=label, color="black" if alone else None, linewidth=3 if alone else 1,
-                      alpha=0.35 if alone else 1)  # fmt: skip
+            axis.plot(
+                steps,
+                losses,
+                label=label,
+                color="black" if alone else None,
+                linewidth=3 if alone else 1,
+                alpha=0.35 if alone else 1,
+            )
         axis.axvline(len(first.curves[0][2]) // 2, color="grey", linestyle=":")
         axis.set(title=title, xlabel="step")
         axis.legend(fontsize=7)

@@ -150,21 +150,26 @@ def run(case: Case, place: Path) -> Seen:
 def page(found: dict[Case, Seen]) -> str:
     """Return the page of the documentation."""
     lines = [
-        "# Megatron's retention", "",
+        "# Megatron's retention",
+        "",
         "Does the folder of a job always have a complete checkpoint, and the tracker file its name, while old ones are "
-        "removed?", "",
-        "`MEGATRON_LM=/path/to/Megatron-LM python -m evidence.megatron.retention --page "
-        "docs/evidence/megatron-retention.md`", "",
+        "removed?",
+        "",
+        "`MEGATRON_LM=/path/to/Megatron-LM python -m evidence.megatron.retention --page docs/evidence/megatron-retention.md`",
+        "",
         f"The unmodified `pretrain_gpt.py` of megatron-core {version('megatron-core')}, torch {version('torch')}, Python "
         f"{platform.python_version()}, CPU, one rank. A job saves after each of {SAVES} iterations. Asynchronous saves queue, "
         "and either two of them commit before the training loop polls the first, or they commit after polls. In some jobs "
         "Megatron saves one iteration in its own format, because unickpt cannot describe its state. Another process reads the "
         "folder all the time. At each look the tracker file has to name a complete checkpoint, and the newest complete "
-        "checkpoint must not be older than at the look before.", "",
+        "checkpoint must not be older than at the look before.",
+        "",
         f"**{len(found)} jobs, {sum(seen.looks for seen in found.values()):,} looks, "
-        f"{sum(len(seen.wrong) for seen in found.values())} violations.**", "",
-        "| saves | rule | commits | in Megatron's format | stays | looks | violations |", "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+        f"{sum(len(seen.wrong) for seen in found.values())} violations.**",
+        "",
+        "| saves | rule | commits | in Megatron's format | stays | looks | violations |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for case, seen in found.items():
         poll = case.poll if case.mode == "async" else "-"
         stays = ", ".join(map(str, sorted(case.expected)))

@@ -135,9 +135,14 @@ def run(tree: Path, file: str, place: Path, limit: float, world: int, only: list
         extra["UNICKPT_UNIT_ONLY"] = "\n".join(f"{FOLDER}/{name}" for name in only)
     with (place / "log").open("w") as log:
         job = subprocess.Popen(
-            command, cwd=REPO, env=environment(**extra), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            command,
+            cwd=REPO,
+            env=environment(**extra),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             job.wait(limit)
             return True
@@ -199,19 +204,24 @@ def page(rows: dict[str, Any], limit: float, files: list[str] | None) -> str:
     only = f" --files {' '.join(files)}" if files else ""
     fewer = ", ".join(f"{file}: {n}" for file, n in FEWER_RANKS.items())
     lines = [
-        "# Megatron's own unit tests", "",
-        "Do Megatron's own tests of `dist_checkpointing` still pass when unickpt saves and loads?", "",
-        f"`MEGATRON_LM=/path/to/Megatron-LM python -m evidence.megatron.unit_tests{only}`", "",
+        "# Megatron's own unit tests",
+        "",
+        "Do Megatron's own tests of `dist_checkpointing` still pass when unickpt saves and loads?",
+        "",
+        f"`MEGATRON_LM=/path/to/Megatron-LM python -m evidence.megatron.unit_tests{only}`",
+        "",
         f"megatron-core {installed_version('megatron-core')}, torch {installed_version('torch')}, "
-        f"Python {platform.python_version()}, CPU and gloo, {WORLD} ranks ({fewer}).", "",
+        f"Python {platform.python_version()}, CPU and gloo, {WORLD} ranks ({fewer}).",
+        "",
         f"The tests of `{FOLDER}` in Megatron-LM are unchanged. *Stock* is without unickpt's hooks.",
         "*With unickpt*: the tests that pass stock run again, and every save with torch_dist or without a named strategy uses",
         "unickpt (also inside the fully parallel wrappers). A test passes if it passes on all ranks. Each job has",
         f"{limit:.0f} seconds. Tests that a job does not reach, because one before them hangs, run in another job, up to",
-        f"{JOBS} jobs for a file.", "",
+        f"{JOBS} jobs for a file.",
+        "",
         "| file | tests | stock: pass | stock: other | with unickpt: pass | pass, saved by unickpt |",
         "|---" * 6 + "|",
-    ]  # fmt: skip
+    ]
     differences, sums = [], [0, 0, 0, 0]
     for file, (stock, ours, missing) in rows.items():
         other = "" if stock else f"not collected: needs {missing}" if missing else "not collected"

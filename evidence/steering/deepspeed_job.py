@@ -77,16 +77,22 @@ def main() -> None:
     torch.manual_seed(1)
     keep = "steering" if "UNICKPT_ROUND" in os.environ else "always"  # as well under stock torchrun
     config: dict[str, Any] = {
-        "train_batch_size": args.batch, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
+        "train_batch_size": args.batch,
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
         "gradient_accumulation_steps": args.batch // job.world,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 2000, "warmup_num_steps": 20}},
-        "zero_optimization": {"stage": args.stage}, "steps_per_print": 1 << 30,
+        "zero_optimization": {"stage": args.stage},
+        "steps_per_print": 1 << 30,
         "unickpt": {
-            "enabled": True, "resume_from": str(args.folder / "ck"), "keep_last": 3, "keep_global_batch": keep,
+            "enabled": True,
+            "resume_from": str(args.folder / "ck"),
+            "keep_last": 3,
+            "keep_global_batch": keep,
             "timing": {"enabled": True, "records": 4096},
         },
-    }  # fmt: skip
+    }
     if args.memory:
         place = args.folder / "memory" / job.host
         place.mkdir(parents=True, exist_ok=True)

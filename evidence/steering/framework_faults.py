@@ -65,9 +65,15 @@ class Session:
                 at.mkdir(parents=True, exist_ok=True)
                 program = self.setting.program(at, "--steps", str(self.setting.steps), "--pause", "0")
                 command = [
-                    sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port",
-                    str(free_port()), *program,
-                ]  # fmt: skip
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nproc-per-node",
+                    str(world),
+                    "--master-port",
+                    str(free_port()),
+                    *program,
+                ]
                 subprocess.run(command, cwd=REPO, env=environment(REPO), check=True, timeout=300)
                 (at / "done").touch()
             jobs.append(lineage(steps_of(at)))
@@ -214,15 +220,21 @@ class Session:
         if found is not None and found > later.started_s:
             found = None
         return self._run(
-            name, case, step, problems, goes_on, later,
+            name,
+            case,
+            step,
+            problems,
+            goes_on,
+            later,
             verdict_s=None if found is None else found - fault_s,
             order_s=None if order is None or found is None else max(0.0, order - found),
             started_s=later.started_s - (fault_s if order is None else order),
             import_s=later.imported_s - later.started_s,
             resumed_s=later.resumed_s - later.imported_s,
             first_s=max(0.0, later.stepped_s - later.checked_s),
-            whole_s=later.stepped_s - fault_s - (later.checked_s - later.resumed_s), lost_steps=_lost_steps(job, later),
-        )  # fmt: skip
+            whole_s=later.stepped_s - fault_s - (later.checked_s - later.resumed_s),
+            lost_steps=_lost_steps(job, later),
+        )
 
     def _wrong_orders(self, job: Cluster, scenario: Scenario, case: Case, logged: int) -> list[str]:
         wrong = []

@@ -43,10 +43,14 @@ def result(job: Agents, hosts: int, seed: int) -> dict[str, Any]:
     said = "\n".join(path.read_text(errors="replace") for path in job.outputs)
     found = windows_of(job)
     return {
-        "seed": seed, "hosts": hosts, "windows": collections.Counter(kind for kind, _ in found),
-        "seconds": [seconds for _, seconds in found], "orders": _ORDER.findall(said),
-        "told": collections.Counter(_TOLD.findall(said)), "rounds": len({each.round for each in job.starts()}),
-    }  # fmt: skip
+        "seed": seed,
+        "hosts": hosts,
+        "windows": collections.Counter(kind for kind, _ in found),
+        "seconds": [seconds for _, seconds in found],
+        "orders": _ORDER.findall(said),
+        "told": collections.Counter(_TOLD.findall(said)),
+        "rounds": len({each.round for each in job.starts()}),
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -54,10 +54,13 @@ def steps_of(folder: Path) -> dict[Epoch, dict[int, Step]]:
             ids = Counter(map(str, line["ids"])) + (before.ids if before is not None else Counter())
             known = line["loss"] if line["loss"] is not None else before.loss if before is not None else nan
             of_round[line["step"]] = Step(
-                ids, known, epoch, 1 + (before.ranks if before is not None else 0),
+                ids,
+                known,
+                epoch,
+                1 + (before.ranks if before is not None else 0),
                 min(line["at"], before.first_s if before is not None else line["at"]),
                 max(line["at"], before.last_s if before is not None else 0.0),
-            )  # fmt: skip
+            )
     return found
 
 
