@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ds_unickpt.framework.internals import plain
-from ds_unickpt.held_state.names import spelled_plainly
+from ds_unickpt.framework.internals import TiedCopy, plain
+from ds_unickpt.held_state.names import spelled_plainly, stored_name
 
 
 def test_names_of_compiled_modules_are_plain_unless_that_is_another_ones_name() -> None:
@@ -11,3 +11,15 @@ def test_names_of_compiled_modules_are_plain_unless_that_is_another_ones_name() 
     names = ["_orig_mod.a", "b", "_orig_mod.b", "c._orig_mod", "c_orig_mod.d"]
     assert spelled_plainly(names) == {"_orig_mod.a": "a", "b": "b", "_orig_mod.b": "_orig_mod.b", "c._orig_mod": "c",
                                       "c_orig_mod.d": "c_orig_mod.d"}  # fmt: skip
+
+
+def test_a_copy_of_a_tied_module_keeps_only_the_names_of_what_is_shared() -> None:
+    copies = [TiedCopy("embed", 3, frozenset({"weight"}))]
+    stored = {
+        "tied_modules.embed": "tied_modules.embed@3",
+        "tied_modules.embed.weight": "tied_modules.embed.weight",
+        "tied_modules.embed.bias": "tied_modules.embed@3.bias",
+        "tied_modules.embedding.bias": "tied_modules.embedding.bias",
+        "3.bias": "3.bias",
+    }
+    assert {name: stored_name(name, copies) for name in stored} == stored
