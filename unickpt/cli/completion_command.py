@@ -65,8 +65,11 @@ def _option(action: argparse.Action) -> _Option:
 def _bash(helps: Mapping[str, str], options: Mapping[str, Sequence[_Option]]) -> str:
     values = [
         f'    "{command} {name}") COMPREPLY=($(compgen -W "{" ".join(option.values)}" -- "$cur")); return ;;'
-        for command, found in options.items() for option in found for name in option.names if option.values
-    ]  # fmt: skip
+        for command, found in options.items()
+        for option in found
+        for name in option.names
+        if option.values
+    ]
     words = [
         f"    {command}) options={shlex.quote(' '.join(name for option in found for name in option.names))} "
         f"words={shlex.quote(' '.join(value for option in found if not option.names for value in option.values))} ;;"

@@ -43,9 +43,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rdzv-id", metavar="ID", default="", help="as given to torchrun; needed with --rdzv-endpoint")
     parser.add_argument("--secret-file", metavar="FILE", type=Path, help="as given to torchrun by --rdzv-conf secret_file=FILE")
     parser.add_argument(
-        "--memory-folder", metavar="DIR", type=Path, default=SHARED_MEMORY,
+        "--memory-folder",
+        metavar="DIR",
+        type=Path,
+        default=SHARED_MEMORY,
         help="directory in memory that holds checkpoints, as the option memory.folder (default: /dev/shm)",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="the hosts, or the order, as one JSON document")
 
 
@@ -91,12 +94,15 @@ def run(args: argparse.Namespace, out: Output) -> int:
         round_ = None if state is None or state.round is None else f"{state.round.epoch[0]}.{state.round.epoch[1]}"
         out.json(
             {
-                "schema": JSON_SCHEMA, "phase": None if state is None else state.phase.value, "round": round_,
-                "closed": "" if state is None else state.closed, "hosts": [row.as_json() for row in rows],
+                "schema": JSON_SCHEMA,
+                "phase": None if state is None else state.phase.value,
+                "round": round_,
+                "closed": "" if state is None else state.closed,
+                "hosts": [row.as_json() for row in rows],
                 "orders": [] if state is None else [order.text for order in state.orders],
                 "memory": [as_json(job, found, now_ns) for job, found in memory],
             }
-        )  # fmt: skip
+        )
         return SOUND
     if state is not None:
         for line in table(rows).splitlines():

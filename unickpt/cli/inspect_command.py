@@ -41,9 +41,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "without gNUMBER the newest that can be loaded. Or a model folder with rounded weights ('export --to vllm')",
     )
     parser.add_argument(
-        "--memory-folder", metavar="DIR", type=Path, default=SHARED_MEMORY,
+        "--memory-folder",
+        metavar="DIR",
+        type=Path,
+        default=SHARED_MEMORY,
         help="directory in memory that holds checkpoints, as the option memory.folder (default: /dev/shm)",
-    )  # fmt: skip
+    )
     parser.add_argument("--all", action="store_true", help=f"list all parameters, not only the first {_SHOWN_PARAMETERS}")
     parser.add_argument("--grep", metavar="REGEX", help="only parameters whose name contains a match")
     parser.add_argument("--objects", action="store_true", help="show the non-tensor state in full")

@@ -35,9 +35,12 @@ def document(directory: str, model: RoundedModel, pattern: re.Pattern[str] | Non
         for m in _matching(model, pattern)
     ]
     return {
-        "directory": directory, "format": model.format, "total_bytes": model.size_bytes, "modules": modules,
+        "directory": directory,
+        "format": model.format,
+        "total_bytes": model.size_bytes,
+        "modules": modules,
         "others": model.others,
-    }  # fmt: skip
+    }
 
 
 def show(out: Output, directory: str, model: RoundedModel, pattern: re.Pattern[str] | None, *, show_all: bool) -> None:

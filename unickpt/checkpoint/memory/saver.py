@@ -229,10 +229,13 @@ class MemorySaver(Saver):
         told = {"problem": problem, "bytes": size, "held": held, "refused": refused}
         messages = task.exchange.gather("memory-copied", told)
         if messages is not None:
-            self.status = replace(self.status, hosts=tuple(
-                HostUsage(name, ranks[0], messages[ranks[0]]["held"], messages[ranks[0]]["refused"])
-                for name, ranks in zip(self.hosts.names, self.hosts.ranks, strict=True)
-            ))  # fmt: skip
+            self.status = replace(
+                self.status,
+                hosts=tuple(
+                    HostUsage(name, ranks[0], messages[ranks[0]]["held"], messages[ranks[0]]["refused"])
+                    for name, ranks in zip(self.hosts.names, self.hosts.ranks, strict=True)
+                ),
+            )
             problems = [message["problem"] for message in messages if message["problem"]]
             if problems:
                 self._failed(committed=True)

@@ -99,9 +99,12 @@ def layers_of_ranks(documents: Mapping[str, Any]) -> list[MeasuredLayer]:
 
 def _middle(each: Sequence[MeasuredLayer]) -> MeasuredLayer:
     return replace(
-        each[0], forward_s=median(one.forward_s for one in each), backward_s=median(one.backward_s for one in each),
-        parameters=max(one.parameters for one in each), activation_bytes=max(one.activation_bytes for one in each),
-    )  # fmt: skip
+        each[0],
+        forward_s=median(one.forward_s for one in each),
+        backward_s=median(one.backward_s for one in each),
+        parameters=max(one.parameters for one in each),
+        activation_bytes=max(one.activation_bytes for one in each),
+    )
 
 
 def megatron_layout(roles: Sequence[str], bounds: Sequence[int]) -> str:

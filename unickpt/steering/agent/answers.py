@@ -144,9 +144,12 @@ class Answers:
             heard = time.monotonic() - copy.heard_s
             contact = copy.leader_address if state is not None and heard < state.limits.expiry_s / 2 else ""
             return {
-                "incarnation": self._incarnation, "leads": copy.leads, "contact": self._address() if copy.leads else contact,
-                "term": state.term if state else 0, "version": state.version if state else 0,
-            }  # fmt: skip
+                "incarnation": self._incarnation,
+                "leads": copy.leads,
+                "contact": self._address() if copy.leads else contact,
+                "term": state.term if state else 0,
+                "version": state.version if state else 0,
+            }
 
     def _claim(self, term: int, address: str) -> dict[str, Any]:
         """Agree to a new leader, unless this agent leads or has just heard from the leader, or has agreed to another."""

@@ -141,9 +141,12 @@ class HostAgent:
         self._starts.append(time.monotonic())
         workers = [] if self._record is None else ["--workers", str(self._record)]
         self._process = run_isolated(
-            ["--listen", str(self._listener.fileno()), *workers], pass_fds=(self._listener.fileno(),), metrics=True,
-            module=MODULE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            ["--listen", str(self._listener.fileno()), *workers],
+            pass_fds=(self._listener.fileno(),),
+            metrics=True,
+            module=MODULE,
+            stdout=subprocess.PIPE,
+        )
         threading.Thread(target=self._read, args=(self._process,), name="unickpt-steering-reports", daemon=True).start()
 
     def _write(self, line: bytes) -> None:

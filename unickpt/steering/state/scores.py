@@ -10,9 +10,12 @@ BUSY_SHARE = 0.25  # of the processors, used by other programs: a slow measureme
 LINK_SHARE = 0.1  # of the median of others: the link and the partner are also used by training
 _LARGEST, _LONGEST_TEXT = 1e18, 1024
 _NAMES = {
-    "compute": ("compute", "GFLOP/s"), "device": ("GPU", "GFLOP/s"), "memory": ("memory", "GB/s"),
-    "loopback": ("loop-back", "GB/s"), "link": ("link to another host", "GB/s"),
-}  # fmt: skip
+    "compute": ("compute", "GFLOP/s"),
+    "device": ("GPU", "GFLOP/s"),
+    "memory": ("memory", "GB/s"),
+    "loopback": ("loop-back", "GB/s"),
+    "link": ("link to another host", "GB/s"),
+}
 
 
 class Score(NamedTuple):

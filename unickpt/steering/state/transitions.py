@@ -175,10 +175,11 @@ def _cannot_start(state: Membership, event: CannotStart) -> Membership:
     state = replace(state, stillborn=stillborn)
     if count < min(STILLBORN, retries + 1):
         return state
-    return replace(state, closed=(
+    said = (
         f"the program cannot start: {count} rounds in a row have ended with the same error before a first step, on "
         f"{event.name}: {event.text}. Its whole error is in the log of {event.name}. Mend the program, and start the job again"
-    ))  # fmt: skip
+    )
+    return replace(state, closed=said)
 
 
 def _joined(state: Membership, event: Joined, now_s: float) -> Membership:
@@ -396,9 +397,12 @@ def _formed(state: Membership, now_s: float) -> Membership:
     chosen = sorted(
         arrived,
         key=lambda host: (
-            host.name not in state.seats, state.losses.get(host.name, 0), limits.place(host.name), natural(host.name)
+            host.name not in state.seats,
+            state.losses.get(host.name, 0),
+            limits.place(host.name),
+            natural(host.name),
         ),
-    )  # fmt: skip
+    )
     if len(chosen) > count:
         settled = [host for host in chosen if host.name in state.seats]
         chosen = sorted(settled, key=lambda host: state.seats[host.name]) + chosen[len(settled) :]

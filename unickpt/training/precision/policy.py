@@ -46,9 +46,12 @@ class Policy:
     def as_json(self) -> dict[str, Any]:
         """Return the document that ``policy_of`` reads."""
         return {
-            "schema": SCHEMA, "device": self.device, "ranks": list(self.ranks), "world": self.world,
+            "schema": SCHEMA,
+            "device": self.device,
+            "ranks": list(self.ranks),
+            "world": self.world,
             "dtypes": dict(self.dtypes),
-        }  # fmt: skip
+        }
 
 
 def policy_of(document: Any, where: str) -> Policy:

@@ -237,9 +237,12 @@ def translated(
 
 
 def _states(
-    where: str, name: str, shape: tuple[int, ...], made_of: Sequence[Mapping[str, TensorInfo]],
+    where: str,
+    name: str,
+    shape: tuple[int, ...],
+    made_of: Sequence[Mapping[str, TensorInfo]],
     shapes: Mapping[str, tuple[int, ...]],
-) -> Iterable[TensorInfo]:  # fmt: skip
+) -> Iterable[TensorInfo]:
     """Yield the states of a target: those that all its sources have.
 
     Args:

@@ -16,8 +16,11 @@ _LAYER_NUMBERS = ("mlp_only_layers",)  # numbers of layers
 _FIRST_LAYERS = ("first_k_dense_replace",)  # number of first layers of another kind
 # Settings with which a layer depends on its number, unless they have the given value.
 _BY_NUMBER = {
-    "scale_attn_by_inverse_layer_idx": False, "decoder_sparse_step": 1, "moe_layer_freq": 1, "use_sliding_window": False,
-}  # fmt: skip
+    "scale_attn_by_inverse_layer_idx": False,
+    "decoder_sparse_step": 1,
+    "moe_layer_freq": 1,
+    "use_sliding_window": False,
+}
 
 
 def refusals(config: Mapping[str, Any], sizes: Sizes) -> list[Refusal]:

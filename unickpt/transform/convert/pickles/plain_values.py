@@ -111,5 +111,8 @@ def _scalar(value: Record, where: str) -> Any:
 
 
 _MAKERS: Mapping[str, Callable[[Record, str], Any]] = {
-    _NAMESPACE: _namespace, _BYTES_IO: _bytes_io, _ARRAY: _array, _SCALAR: _scalar,
-}  # fmt: skip
+    _NAMESPACE: _namespace,
+    _BYTES_IO: _bytes_io,
+    _ARRAY: _array,
+    _SCALAR: _scalar,
+}
