@@ -89,9 +89,13 @@ def description(found: Iterable[FoundItem], *, share: bool) -> Description:
         derived = state == WEIGHT and name in mastered
         data = internals.dequantized(f.item.data) if f.item.data is not None else None
         info = TensorInfo(
-            name, state, name_of(f.item.dtype if data is None else data.dtype), tuple(f.item.global_shape),
-            "parameter" if state in (WEIGHT, MASTER) else "optimizer", MASTER if derived else None,
-        )  # fmt: skip
+            name,
+            state,
+            name_of(f.item.dtype if data is None else data.dtype),
+            tuple(f.item.global_shape),
+            "parameter" if state in (WEIGHT, MASTER) else "optimizer",
+            MASTER if derived else None,
+        )
         pieces = [] if data is None else sharded_tensors.pieces_of(f.item, data.detach())
         if derived:
             weights[name] += [(info, piece) for piece in pieces]

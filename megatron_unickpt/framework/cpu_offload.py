@@ -16,10 +16,15 @@ import torch
 # Keys of its parameter groups that place the copies. They belong to the running job.
 PLACEMENT = frozenset(
     {
-        "offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls", "param_update_in_fp32", "pin_cpu_grads",
-        "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d",
+        "offload_fraction",
+        "cpu_optimizer_cls",
+        "gpu_optimizer_cls",
+        "param_update_in_fp32",
+        "pin_cpu_grads",
+        "pin_cpu_params",
+        "overlap_cpu_optimizer_d2h_h2d",
     }
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)

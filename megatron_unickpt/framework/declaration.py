@@ -13,9 +13,15 @@ _SOURCE = "https://github.com/NVIDIA/Megatron-LM/blob/main"
 
 
 def declared(
-    name: str, module: str, attribute: str, wrapper: Callable[..., Any], *, why: str, until: str,
+    name: str,
+    module: str,
+    attribute: str,
+    wrapper: Callable[..., Any],
+    *,
+    why: str,
+    until: str,
     parameters: tuple[str, ...] = (),
-) -> Hook:  # fmt: skip
+) -> Hook:
     """Return a hook on a function of Megatron.
 
     The hook is not strict. Users of Megatron-LM edit its source, and the wrapper relies only on the names of parameters.

@@ -99,9 +99,14 @@ def by_parameter(
     scalers = [getattr(leaf.optimizer, "grad_scaler", None) for leaf in leaves]
     scaler = next((s for s in scalers if s), None)
     part = OptimizerPart(
-        optimizer, leaves, names, frozenset(described), grad_scaler=None if scaler is None else scaler.state_dict(),
-        model=known, allocated=is_loading,
-    )  # fmt: skip
+        optimizer,
+        leaves,
+        names,
+        frozenset(described),
+        grad_scaler=None if scaler is None else scaler.state_dict(),
+        model=known,
+        allocated=is_loading,
+    )
     return {PART: LocalNonpersistentObject(part), TENSORS: tensors}
 
 

@@ -20,9 +20,13 @@ TOKENIZER_ARGUMENTS = (
 
 def advice(vocabulary: Vocabulary) -> str:
     """Return what a user can do about a refusal."""
-    known = "" if vocabulary.stored is not None else (
-        "The checkpoint does not record how many of its rows are padding (argument vocabulary of megatron_unickpt.save). "
-    )  # fmt: skip
+    known = (
+        ""
+        if vocabulary.stored is not None
+        else (
+            "The checkpoint does not record how many of its rows are padding (argument vocabulary of megatron_unickpt.save). "
+        )
+    )
     return (
         f"{known}Use the checkpoint's tokenizer, or more padding (--make-vocab-size-divisible-by). `unickpt edit "
         "--vocabulary` removes rows on request (docs/guides/editing.md)"

@@ -67,9 +67,13 @@ def forward_hook(path: str) -> Hook:
         return wrapped(*args, **kwargs)
 
     return declared(
-        "megatron.precision.forward_step", "megatron.core.pipeline_parallel.schedules", "forward_step", wrapper,
-        why="the training scripts have no callback after the model is made", until="megatron-core has such a callback",
-    )  # fmt: skip
+        "megatron.precision.forward_step",
+        "megatron.core.pipeline_parallel.schedules",
+        "forward_step",
+        wrapper,
+        why="the training scripts have no callback after the model is made",
+        until="megatron-core has such a callback",
+    )
 
 
 OPTIONAL = [forward_hook("")]  # for the table of hooks

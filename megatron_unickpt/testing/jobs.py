@@ -88,11 +88,16 @@ class Job:
         if layout.optimizer == "aware":
             sys.modules["transformer_engine.pytorch.optimizers"] = sys.modules["apex.optimizers"]  # the check looks there
         options = OptimizerConfig(
-            optimizer="adam", lr=lr, weight_decay=0.1, clip_grad=1.0, bf16=low and layout.optimizer != "layers",
-            params_dtype=torch.bfloat16 if low else torch.float32, use_distributed_optimizer=layout.distributed,
+            optimizer="adam",
+            lr=lr,
+            weight_decay=0.1,
+            clip_grad=1.0,
+            bf16=low and layout.optimizer != "layers",
+            params_dtype=torch.bfloat16 if low else torch.float32,
+            use_distributed_optimizer=layout.distributed,
             **(OFFLOADED if layout.offloads else {}),
             use_precision_aware_optimizer=layout.optimizer in ("offload", "aware"),
-        )  # fmt: skip
+        )
         sys.modules.pop("transformer_engine.pytorch.optimizers", None)
         if layout.optimizer in EMERGING:
             self.optimizer = self._emerging(options)
@@ -132,9 +137,14 @@ class Job:
         moe: dict[str, Any] = {}
         if layout.moe:
             moe = {
-                "num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall", "moe_ffn_hidden_size": 32,
-                "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "add_bias_linear": False,
-            }  # fmt: skip
+                "num_moe_experts": 4,
+                "moe_router_topk": 2,
+                "moe_token_dispatcher_type": "alltoall",
+                "moe_ffn_hidden_size": 32,
+                "moe_router_load_balancing_type": "none",
+                "moe_aux_loss_coeff": 0.0,
+                "add_bias_linear": False,
+            }
         if layout.grouped:
             cpu.offer_grouped_gemm()
             moe |= {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True}
@@ -167,11 +177,16 @@ class Job:
         if self.predictions:
             stage["mtp_block_spec"] = get_gpt_mtp_block_spec(self.config, spec, use_transformer_engine=False) if last else None
         model = GPTModel(
-            self.config, spec, vocab_size=self.vocabulary, max_sequence_length=self.length,
-            pre_process=first, post_process=last,
-            position_embedding_type="rope", share_embeddings_and_output_weights=tied,
+            self.config,
+            spec,
+            vocab_size=self.vocabulary,
+            max_sequence_length=self.length,
+            pre_process=first,
+            post_process=last,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=tied,
             **accepted(GPTModel.__init__, **stage),
-        )  # fmt: skip
+        )
         return Float16Module(self.config, model) if self.layout.low else model
 
     # ---------------------------------------------------------------- training

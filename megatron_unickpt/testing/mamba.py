@@ -55,9 +55,13 @@ def mamba_split_conv1d_scan_combined(
     states = (mixed.shape[-1] - inner) // 2
     x, into, out = mixed.split([inner, states, states], dim=-1)
     y = scan(
-        x.unflatten(-1, (heads, headdim)), softplus(dt.float() + dt_bias), decay,
-        into.unflatten(-1, (ngroups, -1)), out.unflatten(-1, (ngroups, -1)), given["D"].float(),
-    )  # fmt: skip
+        x.unflatten(-1, (heads, headdim)),
+        softplus(dt.float() + dt_bias),
+        decay,
+        into.unflatten(-1, (ngroups, -1)),
+        out.unflatten(-1, (ngroups, -1)),
+        given["D"].float(),
+    )
     return (y.reshape(batch, length, inner) * silu(gate.float())).to(zxbcdt.dtype)
 
 

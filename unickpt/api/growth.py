@@ -41,9 +41,15 @@ class GrownModel:
 
 
 def grow_checkpoint(
-    source: Folder, directory: Folder, changes: Mapping[str, int], *, place: Sequence[int] | None = None,
-    config: Folder | None = None, seed: int = 0, verify: bool = True,
-) -> GrownModel:  # fmt: skip
+    source: Folder,
+    directory: Folder,
+    changes: Mapping[str, int],
+    *,
+    place: Sequence[int] | None = None,
+    config: Folder | None = None,
+    seed: int = 0,
+    verify: bool = True,
+) -> GrownModel:
     """Make a larger model with the same outputs, with its optimizer states.
 
     Example:

@@ -23,9 +23,14 @@ def run_isolated(
     flags = ["-I", "-S", "-W", "ignore", *(["-B"] if sys.dont_write_bytecode else [])]
     env = {**os.environ, "UNICKPT_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, *flags, "-c", code, *arguments], stdin=subprocess.PIPE, env=env, cwd="/", start_new_session=True,
-        pass_fds=pass_fds, stdout=stdout,
-    )  # fmt: skip
+        [sys.executable, *flags, "-c", code, *arguments],
+        stdin=subprocess.PIPE,
+        env=env,
+        cwd="/",
+        start_new_session=True,
+        pass_fds=pass_fds,
+        stdout=stdout,
+    )
 
 
 def places_of(packages: Sequence[str]) -> list[str]:

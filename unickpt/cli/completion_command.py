@@ -75,20 +75,26 @@ def _bash(helps: Mapping[str, str], options: Mapping[str, Sequence[_Option]]) ->
         f"words={shlex.quote(' '.join(value for option in found if not option.names for value in option.values))} ;;"
         for command, found in options.items()
     ]
-    return "\n".join((
-        "_unickpt() {",
-        '  local cur="${COMP_WORDS[COMP_CWORD]}" prev="${COMP_WORDS[COMP_CWORD-1]}" options="" words=""',
-        "  COMPREPLY=()",
-        '  if [ "$COMP_CWORD" -eq 1 ]; then',
-        f'    COMPREPLY=($(compgen -W "{" ".join(helps)}" -- "$cur")); return',
-        "  fi",
-        '  case "${COMP_WORDS[1]} $prev" in', *values, "  esac",
-        '  case "${COMP_WORDS[1]}" in', *words, "  esac",
-        '  case "$cur" in -*) words=$options ;; esac',
-        '  COMPREPLY=($(compgen -W "$words" -- "$cur"))',
-        "}",
-        "complete -o bashdefault -o default -F _unickpt unickpt",  # without a match: files
-    ))  # fmt: skip
+    return "\n".join(
+        (
+            "_unickpt() {",
+            '  local cur="${COMP_WORDS[COMP_CWORD]}" prev="${COMP_WORDS[COMP_CWORD-1]}" options="" words=""',
+            "  COMPREPLY=()",
+            '  if [ "$COMP_CWORD" -eq 1 ]; then',
+            f'    COMPREPLY=($(compgen -W "{" ".join(helps)}" -- "$cur")); return',
+            "  fi",
+            '  case "${COMP_WORDS[1]} $prev" in',
+            *values,
+            "  esac",
+            '  case "${COMP_WORDS[1]}" in',
+            *words,
+            "  esac",
+            '  case "$cur" in -*) words=$options ;; esac',
+            '  COMPREPLY=($(compgen -W "$words" -- "$cur"))',
+            "}",
+            "complete -o bashdefault -o default -F _unickpt unickpt",  # without a match: files
+        )
+    )
 
 
 def _zsh(helps: Mapping[str, str], options: Mapping[str, Sequence[_Option]]) -> str:

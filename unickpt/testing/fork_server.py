@@ -163,10 +163,15 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 def _start_server(folder: str, env: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = _pair()
     process = subprocess.Popen(
-        [sys.executable, "-m", "unickpt.testing.fork_server", str(theirs.fileno())], cwd=folder, env=dict(env),
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+        [sys.executable, "-m", "unickpt.testing.fork_server", str(theirs.fileno())],
+        cwd=folder,
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
         start_new_session=True,
-    )  # fmt: skip
+    )
     theirs.close()
     return process, ours
 

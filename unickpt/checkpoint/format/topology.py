@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 _DEGREES = {
-    "tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "context": "CP", "sequence": "SP", "expert": "EP",
-    "expert_tensor": "ETP", "data": "DP",
-}  # fmt: skip
+    "tensor": "TP",
+    "pipeline": "PP",
+    "virtual_pipeline": "VPP",
+    "context": "CP",
+    "sequence": "SP",
+    "expert": "EP",
+    "expert_tensor": "ETP",
+    "data": "DP",
+}
 _ALWAYS = ("tensor", "pipeline", "data")
 
 

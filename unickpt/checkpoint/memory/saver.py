@@ -76,9 +76,13 @@ class MemorySaver(Saver):
     """
 
     def __init__(
-        self, save_options: SaveOptions, options: MemoryOptions, hosts: JobHosts, exchange: MessageExchange,
+        self,
+        save_options: SaveOptions,
+        options: MemoryOptions,
+        hosts: JobHosts,
+        exchange: MessageExchange,
         note: Callable[[MemoryStatus], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.hosts, self._memory, self._of_job, self._note = hosts, options, exchange, note
         self.status = MemoryStatus()
         budget = None if math.isinf(options.gigabytes) else int(options.gigabytes * 1e9)
@@ -244,11 +248,17 @@ class MemorySaver(Saver):
                 )
             else:
                 self._failures, seconds = 0, time.monotonic() - self._begun_s
-                self._tell(replace(
-                    self.status, generation=number_of(split(task.save.directory)[1]) or 0, confirm_s=seconds,
-                    step=0 if task.part.prepared is None else task.part.prepared.step or 0, begun_s=time.time() - seconds,
-                    longest_s=max(self.status.longest_s, seconds), confirmed=self.status.confirmed + 1,
-                ))  # fmt: skip
+                self._tell(
+                    replace(
+                        self.status,
+                        generation=number_of(split(task.save.directory)[1]) or 0,
+                        confirm_s=seconds,
+                        step=0 if task.part.prepared is None else task.part.prepared.step or 0,
+                        begun_s=time.time() - seconds,
+                        longest_s=max(self.status.longest_s, seconds),
+                        confirmed=self.status.confirmed + 1,
+                    )
+                )
                 self.confirmed = number_of(split(task.save.directory)[1]) or 0
                 self._safe = [self.confirmed, *self._keep]
             if self._copies > 1 and not problems:

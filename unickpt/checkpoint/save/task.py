@@ -200,9 +200,13 @@ class SaveTask:
             with create_data_file(self.storage, self.names.data, prepared.shards, direct=options.direct_io) as sink:
                 pace = Pace(options.bandwidth_bytes_per_s)
                 file = DataFile(
-                    sink, prepared.shards, rank=self.exchange.rank, step=prepared.step, pace=pace,
+                    sink,
+                    prepared.shards,
+                    rank=self.exchange.rank,
+                    step=prepared.step,
+                    pace=pace,
                     header_bytes=self.part.header_bytes,
-                )  # fmt: skip
+                )
                 file.write(self.part.shards)
         else:
             begun, self.part.written = self.part.written, None

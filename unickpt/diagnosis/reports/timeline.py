@@ -67,9 +67,13 @@ def timeline(job: JobRecords, ranks: Sequence[int], *, steps: int = 8, parts: in
     known = np.array([group.ends_known for group in job.groups], bool)
     kinds = [_line(rank, edges, first_ns, known) for rank in chosen]
     return Timeline(
-        tuple(ranks), first_ns, end_ns, np.stack(kinds) if kinds else np.zeros((0, parts), np.uint8), tuple(middle),
+        tuple(ranks),
+        first_ns,
+        end_ns,
+        np.stack(kinds) if kinds else np.zeros((0, parts), np.uint8),
+        tuple(middle),
         max(until_ns - end_ns, 0) / 1e9,
-    )  # fmt: skip
+    )
 
 
 def _line(rank: RankRecords, edges: Ints, first_ns: int, ends_known: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:

@@ -95,10 +95,14 @@ def decode_snapshot(data: bytes) -> Snapshot:
         tables = _tables(data, _LENGTH.size + length, head["tables"])
         problems = [str(text) for text in head["problems"]]
         found = Snapshot(
-            _time(head["now_ns"]), ranks, limit_members(groups), **tables, longest_wait_ns=_time(head["longest_wait_ns"]),
+            _time(head["now_ns"]),
+            ranks,
+            limit_members(groups),
+            **tables,
+            longest_wait_ns=_time(head["longest_wait_ns"]),
             problems=problems,
             absent={_number(int(rank), MOST_RANKS): _absent(*fields) for rank, fields in head["absent"].items()},
-        )  # fmt: skip
+        )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, struct.error) as err:
         raise FormatError(f"not the bytes of a snapshot: {type(err).__name__}: {err}") from err
     _check(found)

@@ -155,10 +155,15 @@ def graph_of_operations(found: Operations) -> OperationGraph:
         _window(found, len(chains)),
         Events(rank, np.tile(np.array(kinds, np.int64), replicas), np.full(events, -1, np.int64), zeros, waits, zeros),
         Transfers(
-            np.full(count, -1, np.int64), np.full(count, -1, np.int64), np.zeros(count, np.int64),
-            flat_need[order], flat_event[order], nothing, np.zeros(0, bool),
+            np.full(count, -1, np.int64),
+            np.full(count, -1, np.int64),
+            np.zeros(count, np.int64),
+            flat_need[order],
+            flat_event[order],
+            nothing,
+            np.zeros(0, bool),
         ),
-    )  # fmt: skip
+    )
     return OperationGraph(graph, schedule_of(graph), all_events, transfer, shared)
 
 

@@ -53,9 +53,15 @@ class HostAgent:
     """
 
     def __init__(
-        self, run_id: str, key: bytes, own_name: Callable[[], str], own_host: Callable[[], str], alone: bool,
-        take: Callable[[HubReport], None], record: Path | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        run_id: str,
+        key: bytes,
+        own_name: Callable[[], str],
+        own_host: Callable[[], str],
+        alone: bool,
+        take: Callable[[HubReport], None],
+        record: Path | None = None,
+    ) -> None:
         self._record = record
         self._run_id, self._own_name, self._own_host, self._take = run_id, own_name, own_host, take
         self._key = hmac.new(key, b"snapshots of hosts", hashlib.sha256).hexdigest()

@@ -43,10 +43,14 @@ class Score(NamedTuple):
 def best(one: Score, later: Score) -> Score:
     """Return the best of two measurements of a host. Other programs make it slower, and never faster."""
     return Score(
-        compute=max(one.compute, later.compute), device=max(one.device, later.device), memory=max(one.memory, later.memory),
-        loopback=max(one.loopback, later.loopback), link=max(one.link, later.link), wrong=one.wrong and later.wrong,
+        compute=max(one.compute, later.compute),
+        device=max(one.device, later.device),
+        memory=max(one.memory, later.memory),
+        loopback=max(one.loopback, later.loopback),
+        link=max(one.link, later.link),
+        wrong=one.wrong and later.wrong,
         busy=min(one.busy, later.busy),
-    )  # fmt: skip
+    )
 
 
 def failure(score: Score, others: Iterable[Score], share: float) -> str:

@@ -154,9 +154,15 @@ def job_times(history: Sequence[HistoryEntry]) -> JobTimes:
     rounds = tuple(_rounds(history, closed, end_s, steps_known))
     orders = tuple(entry for entry in history if entry.kind is Kind.ORDER)
     return JobTimes(
-        begin_s, end_s, steps_known, rounds, tuple(_downtimes(rounds, begin_s, end_s, closed)), orders,
-        closed.text if closed is not None else "", closed is not None and closed.finished,
-    )  # fmt: skip
+        begin_s,
+        end_s,
+        steps_known,
+        rounds,
+        tuple(_downtimes(rounds, begin_s, end_s, closed)),
+        orders,
+        closed.text if closed is not None else "",
+        closed is not None and closed.finished,
+    )
 
 
 def _rounds(

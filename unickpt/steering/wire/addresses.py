@@ -157,11 +157,16 @@ def unresolved(host: str, err: Exception) -> str:
 
 @contextlib.contextmanager
 def _said_if_slow(host: str) -> Iterator[None]:
-    timer = threading.Timer(SAY_S, lambda: logger.warning(
-        "unickpt: steering: the name server has not answered for %.0f s to the name %s in --rdzv-endpoint, on %s. See "
-        "/etc/resolv.conf of this host. An address instead of the name needs no name server",
-        SAY_S, printable(host), socket.gethostname(),
-    ))  # fmt: skip
+    timer = threading.Timer(
+        SAY_S,
+        lambda: logger.warning(
+            "unickpt: steering: the name server has not answered for %.0f s to the name %s in --rdzv-endpoint, on %s. See "
+            "/etc/resolv.conf of this host. An address instead of the name needs no name server",
+            SAY_S,
+            printable(host),
+            socket.gethostname(),
+        ),
+    )
     timer.daemon = True
     timer.start()
     try:

@@ -33,9 +33,14 @@ class Outbox(Generic[T]):
     """
 
     def __init__(
-        self, what: str, take: Callable[[T], None], *, most: int = MOST, idle_s: float | None = None,
+        self,
+        what: str,
+        take: Callable[[T], None],
+        *,
+        most: int = MOST,
+        idle_s: float | None = None,
         idle: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._what, self._take, self._idle_s, self._idle = what, take, idle_s, idle
         self._items: queue.Queue[T | None] = queue.Queue(most)
         self.failures = self.dropped = 0

@@ -61,10 +61,14 @@ def simulated_trace(
     if tiled:
         calls, marks = _tiled(layout, calls), _tiled_marks(layout, marks)
     return Trace(
-        np.arange(layout.world), tuple(f"host{at}" for at in layout.hosts().tolist()),
+        np.arange(layout.world),
+        tuple(f"host{at}" for at in layout.hosts().tolist()),
         tuple({"tp": tensor, "pp": stage, "dp": replica} for stage, replica, tensor in map(layout.place, range(layout.world))),
-        _groups(layout), np.concatenate(calls), np.concatenate(marks), np.zeros(0, PAUSE),
-    )  # fmt: skip
+        _groups(layout),
+        np.concatenate(calls),
+        np.concatenate(marks),
+        np.zeros(0, PAUSE),
+    )
 
 
 def _groups(layout: ParallelLayout) -> list[TraceGroup]:

@@ -191,9 +191,13 @@ def shapes_of(checkpoint: Checkpoint) -> tuple[dict[str, tuple[int, ...]], dict[
 
 
 def translated(
-    source: Checkpoint, rules: Sequence[Rule], wanted: Mapping[str, Sequence[int]], sizes: Mapping[str, int], *,
+    source: Checkpoint,
+    rules: Sequence[Rule],
+    wanted: Mapping[str, Sequence[int]],
+    sizes: Mapping[str, int],
+    *,
     outward: bool = False,
-) -> TranslatedCheckpoint:  # fmt: skip
+) -> TranslatedCheckpoint:
     """Return a checkpoint with the wanted names and shapes.
 
     Args:

@@ -284,9 +284,15 @@ class _TargetPieces:
         return sizes[name]
 
     def _pieces(
-        self, target: Side, source: Side, name: str, fixed: Values, known: tuple[dict[str, int], int, int], weight: float,
+        self,
+        target: Side,
+        source: Side,
+        name: str,
+        fixed: Values,
+        known: tuple[dict[str, int], int, int],
+        weight: float,
         term: int,
-    ) -> Iterator[GridPiece]:  # fmt: skip
+    ) -> Iterator[GridPiece]:
         """Yield the pieces of one source, along every common axis, at the fixed values of the others.
 
         Args:

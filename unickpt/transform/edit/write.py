@@ -43,12 +43,17 @@ def source_of(table: Table, steps: Sequence[object], *, portion_bytes: int = POR
     digest = hashlib.sha256(plan.encode()).hexdigest()
     shares = _shared(list(_parts(table)), portion_bytes)
     return Source(
-        "edit", [Portion(f"{digest[:24]}.{at}", parts, table.inputs) for at, parts in enumerate(shares)],
-        replace(table.writer, unickpt_version=__version__, torch_version=torch.__version__), step=table.step,
+        "edit",
+        [Portion(f"{digest[:24]}.{at}", parts, table.inputs) for at, parts in enumerate(shares)],
+        replace(table.writer, unickpt_version=__version__, torch_version=torch.__version__),
+        step=table.step,
         tensors=[entry.info for entry in table.entries.values() if not entry.info.numel or entry.info.derived_from is not None],
-        optimizer=table.optimizer, aliases=dict(table.aliases), excluded=table.excluded,
-        encoded_objects=_noted(table), left_out=table.left_out,
-    )  # fmt: skip
+        optimizer=table.optimizer,
+        aliases=dict(table.aliases),
+        excluded=table.excluded,
+        encoded_objects=_noted(table),
+        left_out=table.left_out,
+    )
 
 
 def _check(table: Table) -> None:

@@ -36,7 +36,12 @@ class RateSchedule:
         return {
             "deepspeed": {"scheduler": {"type": "WarmupCosineLR", "params": params}, "load_lr_scheduler_states": False},
             "megatron": [
-                "--lr-decay-style", "cosine", "--lr-decay-iters", str(end), "--train-iters", str(end),
+                "--lr-decay-style",
+                "cosine",
+                "--lr-decay-iters",
+                str(end),
+                "--train-iters",
+                str(end),
                 "--override-opt_param-scheduler",
             ],
-        }  # fmt: skip
+        }

@@ -93,9 +93,14 @@ class Grow:
         return self._grown(table, rules, flows, shapes, sizes, new_model), config
 
     def _grown(
-        self, table: Table, rules: Dialect, flows: Mapping[str, Placed], shapes: Mapping[str, tuple[int, ...]], sizes: Sizes,
+        self,
+        table: Table,
+        rules: Dialect,
+        flows: Mapping[str, Placed],
+        shapes: Mapping[str, tuple[int, ...]],
+        sizes: Sizes,
         model: Model,
-    ) -> Table:  # fmt: skip
+    ) -> Table:
         names = {name: list(_names(each, sizes)) for name, each in flows.items()}
         aliases = {
             new_alias: new_name
@@ -191,10 +196,15 @@ def _notes(table: Table, flows: Mapping[str, Placed], sizes: Sizes, model: Model
         epsilon = model.settings.get("norm_epsilon")
         value = f" {epsilon:.9g}" if isinstance(epsilon, float) else f" the old one times {sizes.scale**2:.9g}"
         found.append(f"the norms need the epsilon{value}: config.json has it; set --norm-epsilon of Megatron")
-        rounded = sorted({
-            entry.info.dtype for entry in table.tensors() if order_of(entry.info.state) == 0
-            and entry.info.dtype in _ROUNDED and scale_of(flows[entry.info.name].flow, sizes) != 1
-        })  # fmt: skip
+        rounded = sorted(
+            {
+                entry.info.dtype
+                for entry in table.tensors()
+                if order_of(entry.info.state) == 0
+                and entry.info.dtype in _ROUNDED
+                and scale_of(flows[entry.info.name].flow, sizes) != 1
+            }
+        )
         if rounded and sizes.new[STREAM] != 4 * sizes.old[STREAM]:
             found.append(f"gains in {' and '.join(rounded)} are scaled by {sizes.scale:.6g} and rounded to this dtype")
     if sizes.new[STREAM] % sizes.new.get(HEADS, 1):

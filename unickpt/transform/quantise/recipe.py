@@ -46,17 +46,27 @@ class Recipe:
             f"group_{at}": {
                 "targets": ["Linear"] if len(chosen) == 1 else [m for m, found in self.schemes.items() if found == scheme],
                 "weights": {
-                    "num_bits": scheme.bits, "type": "int", "symmetric": True, "dynamic": False,
-                    "strategy": "group" if scheme.group else "channel", "group_size": scheme.group or None,
+                    "num_bits": scheme.bits,
+                    "type": "int",
+                    "symmetric": True,
+                    "dynamic": False,
+                    "strategy": "group" if scheme.group else "channel",
+                    "group_size": scheme.group or None,
                 },
-                "input_activations": None, "output_activations": None,
+                "input_activations": None,
+                "output_activations": None,
             }
             for at, scheme in enumerate(chosen)
-        }  # fmt: skip
+        }
         return {
-            "quant_method": METHOD, "format": FORMAT, "quantization_status": "compressed", "config_groups": groups,
-            "ignore": sorted({"lm_head", *others, *kept}), "kv_cache_scheme": None, "global_compression_ratio": None,
-        }  # fmt: skip
+            "quant_method": METHOD,
+            "format": FORMAT,
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": sorted({"lm_head", *others, *kept}),
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+        }
 
 
 def uniform(scheme: Scheme, units: Sequence[Unit]) -> Recipe:

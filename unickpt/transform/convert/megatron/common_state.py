@@ -33,10 +33,15 @@ Report = Callable[[str], None]  # receives one sentence
 # Keys by which Megatron identifies groups (``_filter_and_reorder_param_groups``).
 _IDENTITY = ("wd_mult", "is_expert_parallel")
 _SIZES = {
-    "world_size": "world_size", "tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size",
-    "virtual_pipeline": "virtual_pipeline_model_parallel_size", "context": "context_parallel_size",
-    "expert": "expert_model_parallel_size", "expert_tensor": "expert_tensor_parallel_size", "data": "data_parallel_size",
-}  # fmt: skip
+    "world_size": "world_size",
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "virtual_pipeline": "virtual_pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
+    "data": "data_parallel_size",
+}
 
 
 @dataclass(frozen=True)

@@ -171,10 +171,15 @@ class _FsdpReader:
         common = dict(self._common())
         arguments = arguments_of(common, self.left_out.append)
         return Source(
-            "Megatron fsdp_dtensor", portions, writer_of(arguments), step=step_of(common), tensors=derived,
-            optimizer=self._record(trained), objects=objects_of(common, arguments, (), bool(trained), self.left_out.append),
+            "Megatron fsdp_dtensor",
+            portions,
+            writer_of(arguments),
+            step=step_of(common),
+            tensors=derived,
+            optimizer=self._record(trained),
+            objects=objects_of(common, arguments, (), bool(trained), self.left_out.append),
             left_out=self.left_out,
-        )  # fmt: skip
+        )
 
     def _layers(self, placed: Sequence[_Placed]) -> int:
         return 1 + max((each.layer for each in placed if each.layer is not None), default=0)

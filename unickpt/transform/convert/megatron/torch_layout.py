@@ -132,9 +132,13 @@ class TorchLayout:
             )
         shapes = {name: weight.shape for name, weight in weights.items()}
         return ModelChunk(
-            first, rank.expert * count, count * self.job.sizes.expert, gated(shapes), self.job.sizes.tensor,
+            first,
+            rank.expert * count,
+            count * self.job.sizes.expert,
+            gated(shapes),
+            self.job.sizes.tensor,
             self.job.sizes.expert_tensor,
-        )  # fmt: skip
+        )
 
     # ---------------------------------------------------------------- parameters
 
@@ -183,10 +187,14 @@ class TorchLayout:
         made = []
         for number, name, weight in names:
             size = bucket_size(
-                overlapped=bool(self.argument("overlap_grad_reduce")), pipeline_rank=rank.pipeline, chunk=number,
-                size=self.argument("ddp_bucket_size"), buckets=self.argument("ddp_num_buckets"), parameters=total,
+                overlapped=bool(self.argument("overlap_grad_reduce")),
+                pipeline_rank=rank.pipeline,
+                chunk=number,
+                size=self.argument("ddp_bucket_size"),
+                buckets=self.argument("ddp_num_buckets"),
+                parameters=total,
                 data_ranks=self.job.sizes.data,
-            )  # fmt: skip
+            )
             size = None if self.argument("overlap_param_gather_with_optimizer_step") else size
             shared = self._is_shared(name, (number, rank.pipeline), last, weights[number])
             made.append(RankParameter(number, name, weight, shared, size))

@@ -91,11 +91,16 @@ class _TorchFormatReader:
             for path, parts in sorted(self._parts.items())
         ]
         return Source(
-            "Megatron torch", portions, writer_of(self.job.arguments), step=step_of(self.job.first.content),
-            tensors=list(self._tensors.values()), optimizer=merge_optimizers(None, self._records),
+            "Megatron torch",
+            portions,
+            writer_of(self.job.arguments),
+            step=step_of(self.job.first.content),
+            tensors=list(self._tensors.values()),
+            optimizer=merge_optimizers(None, self._records),
             objects=objects_of(common, self.job.arguments, self._optimizer_states, trained, self.left_out.append),
-            shared_objects={**self._shared, **self._generators()}, left_out=self.left_out,
-        )  # fmt: skip
+            shared_objects={**self._shared, **self._generators()},
+            left_out=self.left_out,
+        )
 
     def _rank(self, rank: MegatronRank, first: Mapping[tuple[int, int], Mapping[str, int]]) -> None:
         weights = [chunk_weights(rank, number) for number in range(len(rank.chunks))]

@@ -31,8 +31,14 @@ __all__ = ["MAX_PICKLE_BYTES", "Name", "Record", "StorageHandle", "UnsafePickleE
 
 # Objects of these classes become records; the modules are not imported.
 RECORDS = (
-    "deepspeed.", "megatron.", "transformer_engine.", "argparse.Namespace", "torch.distributed.", "pathlib.", "signal.Signals",
-)  # fmt: skip
+    "deepspeed.",
+    "megatron.",
+    "transformer_engine.",
+    "argparse.Namespace",
+    "torch.distributed.",
+    "pathlib.",
+    "signal.Signals",
+)
 # A view may have more bytes than its span in the storage (an expanded tensor) up to this size.
 MAX_EXPANDED_BYTES = 1 << 20
 _STORAGES = {
