@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,27 +82,33 @@ def table(found: Result) -> list[str]:
             f"{each['bytes'] / 1e6:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    faulty = [each for name, each in found["faults"].items() if name != JobFault.SOUND.name]
+    return [*lines, "", f"{answer([found])} The process, including the simulated job, took {found['peak_bytes'] / 1e6:.0f} MB."]
+
+
+def answer(results: Sequence[Result]) -> str:
+    """Return in one sentence how many faults are diagnosed correctly, and how long a pass takes."""
+    tables = [found["faults"] for found in results]
+    faulty = [each for faults in tables for name, each in faults.items() if name != JobFault.SOUND.name]
+    sound = [faults[JobFault.SOUND.name] for faults in tables]
     runs, place = sum(each["runs"] for each in faulty), sum(each["place"] for each in faulty)
-    every = [second for each in found["faults"].values() for second in each["seconds"]]
-    sound = found["faults"][JobFault.SOUND.name]
-    lines += [
-        "",
-        f"{place} of {runs} faults diagnosed correctly, with no other verdict; {sound['judged']} of {sound['runs']} sound jobs "
-        f"with a verdict. A pass took {statistics.median(every):.2f} s, the longest {max(every):.2f} s; the process, including "
-        f"the simulated job, {found['peak_bytes'] / 1e6:.0f} MB.",
-    ]
-    return lines
+    judged, quiet = sum(each["judged"] for each in sound), sum(each["runs"] for each in sound)
+    every = [second for faults in tables for each in faults.values() for second in each["seconds"]]
+    return (
+        f"{place} of {runs} faults are diagnosed correctly, with no other verdict, and {judged} of {quiet} sound jobs have "
+        f"one; a pass takes {statistics.median(every):.2f} s, the longest {max(every):.2f} s."
+    )
 
 
 HEAD = f"""# Diagnosis at scale
 
 Does diagnosis name the right rank in a job of thousands of ranks, and how long does it take?
 
-The jobs are simulated (`unickpt.testing.simulation`). A job is tensor, pipeline and data parallel. It has {STEPS} steps of
-varying length, clocks that differ slightly between hosts, more work in the first and the last stage, and one fault at a random
-place. Waits are simulated call by call. There is no network, process or ring, so the figures cover the detectors alone.
-[Diagnosis](diagnosis.md) has faults in running jobs.
+{{answer}} Several machines were not tried.
+
+Jobs are simulated call by call (`unickpt.testing.simulation`): tensor, pipeline and data parallel, {STEPS} steps of
+varying length, clocks that differ slightly between hosts, more work in the first and the last stage, one fault at a random
+place. No network, process or ring: the figures cover the detectors alone. [Diagnosis](diagnosis.md) has faults in running
+jobs.
 
 | column | meaning |
 |---|---|
@@ -128,7 +135,8 @@ def main() -> None:
         print(json.dumps(all_faults(LAYOUTS[args.one], args.runs, args.sound, args.seed)))
         return
     shown = " ".join(["python -m benchmarks.diagnosis_scale", *sys.argv[1:]])
-    lines = [HEAD]
+    lines: list[str] = []
+    results: list[Result] = []
     for ranks in args.ranks:
         busy = os.getloadavg()[0]
         numbers = ["--runs", str(args.runs), "--sound", str(args.sound), "--seed", str(args.seed)]
@@ -142,13 +150,14 @@ def main() -> None:
         )
         layout = LAYOUTS[ranks]
         lines += [f"## {ranks:,} ranks: tensor {layout.tp}, pipeline {layout.pp}, data {layout.dp}", ""]
-        lines += [*table(json.loads(done.stdout)), ""]
+        results.append(json.loads(done.stdout))
+        lines += [*table(results[-1]), ""]
         lines += [
             f"`{shown}`: {os.cpu_count()} cores, {platform.machine()}, one used by a pass, load {busy:.1f} before and "
             f"{os.getloadavg()[0]:.1f} after; Python {platform.python_version()}, numpy {np.__version__}.",
             "",
         ]
-        text = "\n".join(lines).rstrip() + "\n"
+        text = "\n".join([HEAD.format(answer=answer(results)), *lines]).rstrip() + "\n"
         if args.out:
             args.out.write_text(text)
     print(text)

@@ -27,9 +27,8 @@ PAGE, IMAGES = REPO / "docs" / "evidence" / "benchmarks.md", REPO / "docs" / "im
 BEGIN, END = "<!-- made by benchmarks/run.py -->", "<!-- end of benchmarks/run.py -->"
 COLOURS = ("#2ca02c", "#1f77b4", "#d62728", "#ff7f0e", "#9467bd", "#8c564b", "#7f7f7f", "#e377c2")
 MEMORY = (
-    "State: the bytes of masters and optimizer states of all ranks. On disk: one checkpoint, relative to the state. Peak: "
-    "memory of the rank with the largest peak in addition to what it had before, relative to the bytes of one rank. The first "
-    "save takes memory for staging and keeps it."
+    "State: masters and optimizer states of all ranks. On disk: one checkpoint, relative to the state. Peak: largest "
+    "additional memory of a rank, relative to the bytes of one rank. The first save takes memory for staging and keeps it."
 )
 
 

@@ -65,8 +65,8 @@ def _peer(title: str, *names: str) -> Column:
 QUESTIONS = (
     Question(
         "stall", "How long does training stop?",
-        "From the call of a save until training goes on. DeepSpeed and FastPersist write while training waits; the others "
-        "copy and write behind training.",
+        "From the call of a save. DeepSpeed and FastPersist write while training waits; the others copy and write behind "
+        "training.",
         (
             _limit("memory copy", "memory copy"),
             _ours("unickpt stall", "unickpt stall, asynchronous"),
@@ -88,9 +88,8 @@ QUESTIONS = (
     ),
     Question(
         "safe", "When is the checkpoint safe?",
-        "From the call of a save until the checkpoint is on stable storage. unickpt saves asynchronously. For the peers, the "
-        "table has their synchronous save, which is the faster way to a complete checkpoint. DeepSpeed does not wait for the "
-        "disk, so its time includes a `sync`.",
+        "From the call of a save until the checkpoint is on stable storage. unickpt saves asynchronously, the peers "
+        "synchronously, which is faster for them. DeepSpeed does not wait for the disk, so its time includes a `sync`.",
         (
             _limit("raw write", "raw write"),
             _ours("unickpt committed", "unickpt written, asynchronous"),
@@ -104,7 +103,7 @@ QUESTIONS = (
     ),
     Question(
         "load-cache", "How long does a load from the page cache take?",
-        "A load by the same layout. Under DeepSpeed it consists of reading and of what the framework does with the data.",
+        "By the same layout. Under DeepSpeed, a load is reading and what the framework does with the data.",
         (
             _limit("raw read", "raw read"),
             _ours("unickpt load"),
@@ -158,8 +157,8 @@ MEMORY_QUESTIONS = (
     ),
     Question(
         "memory-copies", "When are the copies on the other host complete?",
-        "unickpt: from the call until every host has checked the bytes of the other. NVRx: until both hosts have written their "
-        "files into memory; it checks nothing.",
+        "unickpt: until every host has checked the bytes of the other. NVRx: until both hosts have written their files into "
+        "memory; it checks nothing.",
         (
             _limit("TCP transfer", "TCP transfer"),
             _ours("memory, copies confirmed"),

@@ -33,8 +33,8 @@ def table(tallies: list[Tally]) -> str:
         outcomes = "<br>".join(f"{count:,}: {kind}" for kind, count in tally.outcomes.most_common())
         numbers = " | ".join(str(len(found)) for found in (tally.wrong, tally.deaths, tally.lost))
         rows.append(f"| {tally.fault} | {tally.how} | {tally.count:,} | {outcomes} | {numbers} |")
-    notes = [f"- {tally.fault}: {note}" for tally in tallies for note in tally.notes]
-    return "\n".join([*rows, "", *notes, ""] if notes else [*rows, ""])
+    notes = [f"| {tally.fault} | {note} |" for tally in tallies for note in tally.notes]
+    return "\n".join([*rows, "", "| fault | noted |", "|---|---|", *notes, ""] if notes else [*rows, ""])
 
 
 def main() -> int:

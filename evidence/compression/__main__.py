@@ -43,10 +43,11 @@ PAGE = """\
 
 What does compression of gradients cost in loss, and does a restart lose it ([guide](../guides/compression.md))?
 
-Real process groups of gloo run on one machine with two cores, which other programs used as well. A network of three layers
-({parameters:,} parameters) learns the outputs of a fixed one, by SGD with momentum. The ranks have different inputs, so their
-gradients differ and cancel each other near the end. Parameters below 256 elements travel as float32. torch 2.13.0, DeepSpeed
-0.19.8.
+{verdict}
+
+Process groups of gloo on one machine with two cores, beside other programs; torch 2.13.0, DeepSpeed 0.19.8. A network of three
+layers ({parameters:,} parameters) learns the outputs of a fixed one, by SGD with momentum. The ranks have different inputs.
+Parameters below 256 elements travel as float32.
 
 ```
 python -m evidence.compression.shaped_links --keep results/compression-links.jsonl     # as root, 4 minutes
@@ -58,23 +59,21 @@ python -m evidence.compression --keep results/compression.jsonl --links results/
 
 ## Losses and bytes
 
-`DistributedDataParallel` on 4 ranks, {steps} steps. A loss is the mean of the last {last} steps, on 512 fixed samples.
-Without compression it is {plain[0]:.4f}. With other weights and data (seeds 1 and 2) it is {plain[1]:.4f} and {plain[2]:.4f}:
-the spread is {noise:.4f}. {verdict} Bytes are those that one rank passes to the
-process group for other ranks in a step. The promise comes from `unickpt.training.compression.sizes`. The last column is the
-share of the bytes without compression.
+`DistributedDataParallel` on 4 ranks, {steps} steps. A loss is the mean of the last {last} steps, on 512 fixed samples. Without
+compression it is {plain[0]:.4f}, and {plain[1]:.4f} and {plain[2]:.4f} with other weights and data: the spread is
+{noise:.4f}. Bytes are those that one rank passes to others in a step, as `unickpt.training.compression.sizes` promises them and
+as counted. The last column is the share of the bytes without compression.
 
 | scheme | loss | more | loss without error feedback | more | bytes promised | bytes counted | share |
 |---|---|---|---|---|---|---|---|
 {rows}
 
-fp16, bf16 and int8 lose so little in this job that error feedback makes no difference.
+For fp16, bf16 and int8, error feedback makes no difference in this job.
 
 ## Restarts
 
-top-k with 2%, 4 ranks, a checkpoint after step {saved}. Resumed on 4 ranks, all later losses and weights are bit-equal to the
-uninterrupted run: {equal}. Resumed on 2 ranks, the sum of what the ranks owe changes by {moved:.1e} of its largest value in a
-parameter. Losses after the restart:
+top-k with 2%, 4 ranks, a checkpoint after step {saved}. Resumed on 4 ranks, bit-equal: {equal}. Resumed on 2 ranks, the sum of
+what the ranks owe changes by {moved:.1e} of its largest value in a parameter. Losses after the restart:
 
 | steps after the restart | uninterrupted, 4 ranks | 2 ranks, mean of the residuals | 2 ranks, residuals dropped |
 |---|---|---|---|
@@ -84,8 +83,8 @@ parameter. Losses after the restart:
 
 ## DeepSpeed
 
-Two ranks, {under_zero} steps, signs. *Resumed* compares a run that loaded the checkpoint of step {saved} with the one that went
-on: losses and weights, bit by bit. The last column is the same checkpoint resumed on 3 ranks.
+Two ranks, {under_zero} steps, signs. *Resumed*: losses and weights of a run that loaded the checkpoint of step {saved},
+against the run that went on. The last column is the same checkpoint on 3 ranks.
 
 | ZeRO stage | uncompressed | signs | uncompressed, fp16 weights | signs, fp16 weights | resumed | resumed on 3 ranks |
 |---|---|---|---|---|---|---|
@@ -97,30 +96,28 @@ After {under_zero} steps the loss still falls, and signs are behind by some step
 ## Advisor
 
 Two ranks in network namespaces, joined by a link that `tc` limits in both directions. Three layers of 1 MiB each sleep 30 ms
-forward and 60 ms backward. Each gradient is a bucket; an exchange runs in a thread beside the backward pass. The job is timed
-without compression, and `advise` gets its records and the measured time of the code. Then every combination of `none`, `int8`
-and `sign` for the buckets is run, {links_count} in all: the median of 5 steps. Buckets are in the order of the backward pass.
-Times of steps are in ms.
+forward and 60 ms backward. Each gradient is a bucket, exchanged beside the backward pass. `advise` gets the records of the job
+without compression and the measured time of the code. All {links_count} combinations of `none`, `int8` and `sign` are run:
+medians of 5 steps in ms, buckets in the order of the backward pass.
 
 | Mbit/s | uncompressed | advised | predicted | run | best of all | run | from the best | worst | decided in |
 |---|---|---|---|---|---|---|---|---|---|
 {links}
 
-`tests/unit/training/compression/test_advisor.py` has jobs whose answer is known. On ten jobs with three buckets and three
-schemes its choice is within 5% of the best of all 64 combinations, by replay. It takes 0.03 s for 12 buckets, 6 schemes and
-4 ranks.
+`tests/unit/training/compression/test_advisor.py`: on ten jobs the choice is within 5% of the best of all 64 combinations, by
+replay.
 
 ## The job's own choice
 
-`"compression": "auto"` on the same links, with ZeRO-2. Three layers have 5 MiB of gradients. Times are medians of steps in ms:
-of 10 before the choice, and of 10 after it. *Resumed* is another engine that loads a checkpoint saved after the choice.
+`"compression": "auto"` on the same links, with ZeRO-2 and 5 MiB of gradients. Medians of 10 steps in ms, before and after the
+choice. *Resumed*: another engine loads a checkpoint saved after the choice.
 
 | Mbit/s | choice after 20 steps | step before | step after | resumed |
 |---|---|---|---|---|
 {automatic}
 
-`tests/integration/compression/test_automatic.py`: if the store fails on one rank after the choice, no rank compresses, and
-training goes on.
+If the store fails on one rank after the choice, no rank compresses, and training goes on
+(`tests/integration/compression/test_automatic.py`).
 
 ## Not tested
 
@@ -224,7 +221,8 @@ def page(
         saved=SAVED, under_zero=UNDER_ZERO, equal="yes" if equal else "NO", moved=moved, kink=kink, zero="\n".join(zero),
         links="\n".join(map(row, links)), links_count=len(links[0]["steps_s"]),
         automatic="\n".join(map(automatic_links.row, chosen)),
-        verdict=f"With error feedback, every scheme is {'within it' if worst < noise else 'NOT within it'}.",
+        verdict=f"With error feedback, every scheme {'stays' if worst < noise else 'does NOT stay'} within the spread of "
+        f"seeds. A restart on the same ranks {'loses nothing' if equal else 'LOSES state'}.",
     )  # fmt: skip
 
 

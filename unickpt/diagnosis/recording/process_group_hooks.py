@@ -10,7 +10,7 @@ Calls reach a process group in three ways. Each is hooked where it costs least:
   All calls go through them from then on; a call that a method has recorded is not recorded again.
 
 The end of a call is recorded when the caller waits for it, or by a thread that looks every 10 ms. For calls on a device see
-``docs/guides/diagnosis-how.md``.
+``docs/guides/diagnosis-records.md``.
 """
 
 from __future__ import annotations
