@@ -269,10 +269,13 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
             "",
             "## Self-replay",
             "",
-            "*Graph*: distance between the measured step and a replay with all measured durations, near 0 by design. *Error "
-            "bar*: share of a step in which hosts go on later than the transfer that they wait for ends. The last columns "
-            "replay the typical durations of the first steps of a half, and compare with the median of the steps after them "
-            "(the worse half of each run; median and worst of all runs), and with the step farthest from it.",
+            "| column | meaning |",
+            "|---|---|",
+            "| graph | distance between the measured step and a replay with all measured durations, near 0 by design |",
+            "| error bar | share of a step in which hosts go on later than the transfer that they wait for ends |",
+            "| error of a run | of the typical durations of the first steps of a half, replayed, against the median of the "
+            "steps after them (the worse half of each run; median and worst of all runs) |",
+            "| worst step | the same against the step that is farthest |",
             "",
             "| job | runs | graph, at most | error bar, at most | error of a run: median, worst | worst step |",
             "|---|---|---|---|---|---|",
@@ -280,10 +283,15 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
             "",
             "## A slow rank",
             "",
-            "The sound step is predicted from the slow half alone (`--rank-like-peers`). Steps are medians. *Added*: time "
-            "that the layers of the slow rank sleep longer in a step. *True price*: difference of both halves, with all "
-            "disturbances of the machine. Errors are the median and the worst of all runs. The last column is the largest "
-            "price of any sound rank, in both halves of all runs.",
+            "The sound step is predicted from the slow half alone (`--rank-like-peers`). Steps are medians, errors the median "
+            "and the worst of all runs.",
+            "",
+            "| column | meaning |",
+            "|---|---|",
+            "| added | time that the layers of the slow rank sleep longer in a step |",
+            "| true price | difference of both halves, with all disturbances of the machine |",
+            "| price | by replay |",
+            "| sound ranks, at most | largest price of any sound rank, in both halves of all runs |",
             "",
             "| job | slow, s | sound, s | error of the predicted sound step | added, s | true price, s | price, s "
             "| error of the price | sound ranks, at most |",
@@ -292,10 +300,14 @@ def page(runs: list[dict[str, Any]], scale: list[str], more: list[str]) -> str:
             "",
             "## Three ways to predict",
             "",
-            "Median errors of three predictions from the same records, as in dPRO's evaluation. *Sums*: the largest sum over "
-            "the ranks of their own computation and of bytes by bandwidth (of all transfers of a kind of group), without a "
-            "graph. *Mean step*: the mean of the known steps. *Next steps* are those of self-replay, *sound half* is "
-            "predicted from the slow half.",
+            "Median errors of three predictions from the same records, as in dPRO's evaluation.",
+            "",
+            "| column | meaning |",
+            "|---|---|",
+            "| sums | the largest sum over the ranks of their own computation and of bytes by bandwidth (of all transfers of a "
+            "kind of group), without a graph |",
+            "| mean step | the mean of the known steps |",
+            "| next steps, sound half | the steps of self-replay; the sound half, predicted from the slow one |",
             "",
             "| job | next steps: replay | sums | mean step | sound half: replay | sums | mean step |",
             "|---|---|---|---|---|---|---|",

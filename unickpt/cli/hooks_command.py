@@ -27,16 +27,12 @@ _MARKDOWN_BEGINNING = """\
 <!-- Generated, do not edit: unickpt hooks status --markdown > docs/developing/hooks.md -->
 # Hooks
 
-The functions of DeepSpeed, transformers and Megatron that unickpt wraps. A hook is installed only if the
-framework's version is in the tested range and the function has the parameters that the hook needs. Otherwise
-the framework keeps its own behaviour, and one warning says so. A fingerprint is 12 hex digits of the SHA-256 of
-the function's source without comment lines, blank lines and indentation. If the fingerprint is unknown, a hook
-with "refused" is not installed. A hook with "installed" is installed, and `unickpt hooks status` names it: the
-hook passes calls through, sets an argument or changes the text of an error, or it belongs to Megatron-LM, whose users
-edit the source.
-
-Hooks with `timing` in their names are installed only if timing is enabled, those with `compression` only if gradients
-are compressed.
+The functions of DeepSpeed, transformers and Megatron that unickpt wraps. A hook is installed only if the framework's
+version is tested and the function has the parameters that the hook needs; otherwise one warning says so. `timing` and
+`compression` in a name: only if these are enabled. A fingerprint is 12 hex digits of the SHA-256 of the function's source
+without comment lines, blank lines and indentation. If it is unknown, a hook with "refused" is not installed. One with
+"installed" is, and `unickpt hooks status` names it: it passes calls through, sets an argument, changes the text of an error, or
+belongs to Megatron-LM, whose users edit the source.
 
 | hook | target | tested versions | known fingerprints | unknown source | why | upstream | until |
 |---|---|---|---|---|---|---|---|"""
