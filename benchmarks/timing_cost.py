@@ -248,9 +248,11 @@ HEAD = """# Cost of recording every collective
 
 What does the record of every collective cost?
 
+About 1 µs of processor time for a call; a step is not slower by more than the spread.
+
 Each cell has median and range over rounds in which each recorder is switched on and off. torch's flight recorder cannot be
-switched off and is measured in a separate run. Processor time is that of the calling thread. The rest of a call waits for
-gloo's threads, which takes 10 to 80 µs. The rows of `deepspeed.comm` use DeepSpeed's own functions.
+switched off and is measured in a separate run. Processor time is that of the calling thread; the rest of a call waits for
+gloo's threads. The rows of `deepspeed.comm` use DeepSpeed's own functions.
 """
 
 

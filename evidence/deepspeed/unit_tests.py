@@ -183,6 +183,7 @@ def page(rows: dict[str, Any], limit: float, tree: Path, files: list[str] | None
     lines = [
         "# DeepSpeed's own unit tests", "",
         "Do DeepSpeed's own tests still pass with the `unickpt` key?", "",
+        "{answer}", "",
         f"`python -m evidence.deepspeed.unit_tests --deepspeed-tree /path/to/DeepSpeed{only}`", "",
         f"DeepSpeed {installed_version('deepspeed')} (tests: source tree of version {source}), "
         f"torch {installed_version('torch')}, Python {platform.python_version()}, CPU and gloo, up to {RANKS} ranks.", "",
@@ -201,6 +202,7 @@ def page(rows: dict[str, Any], limit: float, tree: Path, files: list[str] | None
         why = re.sub(r"/\S*/", ".../", reason.removeprefix("Skipped: ").strip().splitlines()[-1]) if reason else ""
         name = f"{file} (not collected: {why})" if reason and not stock else file
         lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
+    lines[lines.index("{answer}")] = f"{sums[5]} of the {sums[1]} tests that pass stock do."
     lines += [f"| all | {' | '.join(map(str, sums))} |", "", "## Pass stock and fail with the key", ""]
     done = ("passed", "not reached")
     failing = [(n, t) for _, ours, _ in rows.values() for n, t in ours.items() if t["outcome"] not in done]

@@ -210,6 +210,8 @@ def page(rows: dict[str, dict[str, str]], versions: list[str]) -> str:
         "",
         "Which versions of DeepSpeed work?",
         "",
+        "0.17.6, 0.18.6 and 0.19.8 do. What fails below is DeepSpeed's own, or an option that the version lacks.",
+        "",
         f"`python -m evidence.deepspeed.versions --versions {' '.join(versions)}`",
         "",
         f"Python {platform.python_version()}, torch {installed_version('torch')}, CPU.",
