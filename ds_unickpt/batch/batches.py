@@ -64,23 +64,13 @@ def of_engine(engine: Any) -> Batch:
 
 
 def of_saved(objects: Mapping[str, Any], ranks: int) -> Batch | None:
-    """Return the batch size of the job that saved a checkpoint, or None if the checkpoint does not tell it.
-
-    Args:
-        objects: non-tensor state of the checkpoint.
-        ranks: data-parallel ranks of that job.
-    """
+    """Return the batch size of the job that saved a checkpoint with these objects; None if unknown. ``ranks``: as below."""
     config = objects.get("ds_config")
     return Batch.from_json(objects.get(BATCH)) or of_config(config if isinstance(config, Mapping) else None, ranks)
 
 
 def of_config(config: Mapping[str, Any] | None, ranks: int) -> Batch | None:
-    """Return the batch size that a DeepSpeed configuration sets, or None if it does not determine one.
-
-    Args:
-        config: DeepSpeed configuration of the job that saved the checkpoint.
-        ranks: data-parallel ranks of that job.
-    """
+    """Return the batch size that a configuration sets on so many data-parallel ranks, or None if it does not determine one."""
     total, per_device, accumulation = (_count((config or {}).get(key)) for key in _KEYS)
     if total is None and per_device is not None:
         total = per_device * (accumulation or 1) * ranks
@@ -95,8 +85,6 @@ def changed(saved: Batch | None, now: Batch, *, step: int, trainer: bool) -> str
     """Return a warning about a changed global batch size, with the settings that keep it; '' if it is the same.
 
     Args:
-        saved: batch size of the job that saved the checkpoint.
-        now: batch size of this job, with its factors.
         step: optimizer step of the checkpoint.
         trainer: transformers' Trainer selects the position in the data; otherwise the user's loop does.
     """
@@ -117,14 +105,7 @@ def changed(saved: Batch | None, now: Batch, *, step: int, trainer: bool) -> str
 
 
 def resumed(saved: Batch | None, now: Batch, *, step: int, samples: int, worlds: tuple[int | None, int]) -> str:
-    """Return the log line of a resume: position, and what changed since the checkpoint.
-
-    Args:
-        saved: batch size of the job that saved the checkpoint; None if unknown.
-        now: batch size of this job.
-        step, samples: optimizer step of the checkpoint, and samples that the job has consumed.
-        worlds: number of ranks of both jobs; None if unknown.
-    """
+    """Return the log line of a resume: position, and what changed since the checkpoint; None: unknown."""
     before = saved or now
     values = [
         ("world", *worlds),

@@ -15,10 +15,7 @@ from unickpt.base.options.json_section import from_json
 
 
 def read_options(config: Mapping[str, Any]) -> Options | None:
-    """Return the options of a DeepSpeed configuration, or None if it has no ``unickpt`` key.
-
-    Args:
-        config: the whole DeepSpeed configuration.
+    """Return the options of a whole DeepSpeed configuration, or None if it has no ``unickpt`` key.
 
     Raises:
         ConfigError: an unknown option (with the nearest valid one), or a value of the wrong type or out of bounds.

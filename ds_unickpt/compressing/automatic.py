@@ -150,8 +150,7 @@ class Automatic:
 def begin(runtime: EngineRuntime, engine: Any, options: Options) -> Automatic | None:
     """Prepare the choice of an engine, if the options ask for one.
 
-    Returns:
-        None without, or if this job cannot compress, or has no records to choose from. Then a warning of rank 0 has the reason.
+    None without, or if this job cannot compress, or has no records to choose from. Then a warning of rank 0 has the reason.
     """
     if options.compression.scheme != AUTO:
         return None

@@ -155,10 +155,7 @@ class RestoredResiduals:
         exchange = self._compressed.exchange
         self._found = GradientExchange(exchange.settings, exchange.wire)
         if self._stored and self._wanted:
-            self._same = self._found.restore(
-                lambda rank: self._object(str(rank)),
-                self._object(COMMON),
-            )
+            self._same = self._found.restore(lambda rank: self._object(str(rank)), self._object(COMMON))
             self._strange = self._found.keep_fitting(self._compressed.elements())
 
     def _object(self, name: str) -> Any:
@@ -191,8 +188,7 @@ class RestoredResiduals:
 def begin(runtime: EngineRuntime, engine: Any, options: CompressionOptions) -> CompressedEngine | None:
     """Compress the gradients of an engine, if the options ask for it and DeepSpeed's reduction allows it.
 
-    Returns:
-        The compression. None if it is off; then a warning of rank 0 has the reason.
+    Returns None if compression is off; then a warning of rank 0 has the reason.
     """
     settings = settings_of(options)
     if settings.scheme == NONE:

@@ -16,15 +16,13 @@ def declared(
     name: str, module: str, attribute: str, wrapper: Callable[..., Any], *, why: str, until: str, strict: bool,
     upstream: str | None = None, versions: SpecifierSet = VERSIONS, parameters: tuple[str, ...] = (),
 ) -> Hook:  # fmt: skip
-    """Return a hook.
+    """Return a hook. The arguments that are not here are attributes of ``Hook``.
 
     Args:
         strict: refuse a function of unknown source. False for a wrapper that passes the call through, or that only adds to
             the text of an error: it cannot do harm.
         upstream: URL of the source to change upstream. None: the source of ``module`` in DeepSpeed.
         versions: tested versions of the framework.
-
-    The other arguments are attributes of ``Hook``.
     """
     upstream = upstream or f"{SOURCE}{module.replace('.', '/')}.py"
     return Hook(

@@ -263,11 +263,7 @@ def _found(engine: Any) -> list[tuple[Fallback, str]]:
 
 
 def require_supported(engine: Any, *, for_load: str = "") -> None:
-    """Check that unickpt can describe the state of a job.
-
-    Args:
-        engine: the DeepSpeedEngine.
-        for_load: directory of the checkpoint to load; '' for a save.
+    """Check that unickpt can describe the state of a job, for a save or for the load of a checkpoint in ``for_load``.
 
     Raises:
         UnsupportedLayoutError: names the features that it cannot describe.

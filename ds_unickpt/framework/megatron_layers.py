@@ -142,8 +142,6 @@ def _slice(
     """Return the part of a parameter on this rank.
 
     Args:
-        name: name of the parameter.
-        parameter: the parameter on this rank.
         info: ``universal_checkpoint_info``.
         parts: that of ``MegatronDeepSpeed``. It tells what ``info`` lacks.
         rank, world: tensor-parallel rank, and number of tensor-parallel ranks.

@@ -102,10 +102,6 @@ class Partition:
 def partitions(engine: Any, placed: Placement) -> list[Partition]:
     """Return what the optimizer holds on this rank. Calls no collective.
 
-    Args:
-        engine: the DeepSpeedEngine.
-        placed: ``placement`` of the engine.
-
     Raises:
         UnsupportedLayoutError: the layout of the buffers is unknown.
     """
@@ -383,14 +379,9 @@ def part_of(parameter: Any) -> torch.Tensor:
 
 
 def placement(engine: Any, layers: Iterable[ExpertLayer], values: RankValues) -> Placement:
-    """Return where this rank stands among the ranks of the job.
+    """Return where this rank stands among the ranks of the job, by the expert layers and ``rank_values`` of an engine.
 
     ZeRO-3 partitions over the sequence-parallel peers as well, so they are no replicas there.
-
-    Args:
-        engine: the DeepSpeedEngine.
-        layers: its expert layers.
-        values: its ``tensor_parallel.rank_values``.
     """
     data = tuple(get_process_group_ranks(engine.seq_data_parallel_group))
     stage = internals.pipeline_stage(engine)

@@ -74,10 +74,9 @@ def known(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def first_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], master: torch.Tensor) -> FirstStates | None:
-    """Return the states that an optimizer creates for a tensor; None if its step does not tell.
+    """Return the states that an optimizer creates for a tensor; None if its step does not tell. The optimizer does not change.
 
     Args:
-        optimizer: the optimizer. It does not change.
         group: settings of the parameter group.
         master: tensor that the optimizer steps on, for its dimensions, dtype and device.
     """
@@ -102,14 +101,9 @@ def first_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], mas
 def copy_of(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor, state: dict[str, Any], *, inert: bool
 ) -> Iterator[Any]:
-    """Yield a copy of an optimizer that has one tensor. Gradients are off.
+    """Yield a copy of an optimizer that has one tensor, with a gradient. Gradients are off.
 
-    Args:
-        optimizer: the optimizer.
-        group: settings of the only parameter group.
-        tensor: the only tensor, with a gradient.
-        state: its state.
-        inert: without the C++ optimizer of DeepSpeed.
+    ``inert``: without the C++ optimizer of DeepSpeed.
     """
     copy: Any = object.__new__(type(optimizer))
     copy.__dict__.update(vars(optimizer))

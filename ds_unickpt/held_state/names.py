@@ -55,12 +55,7 @@ def stored_name(name: str, copies: Sequence[TiedCopy]) -> str:
 
 
 def expert_name(name: str, layers: Mapping[str, ExpertLayer]) -> str:
-    """Return a name with the global number of an expert in place of the number on this rank.
-
-    Args:
-        name: name of a parameter, buffer or module.
-        layers: expert layers of this rank by name.
-    """
+    """Return a name with the global number of an expert in place of the number on this rank. ``layers``: by name."""
     found = internals.OF_EXPERT.fullmatch(name)
     layer = None if found is None else layers.get(found[1])
     return name if found is None or layer is None else f"{found[1]}.{layer.first + int(found[2])}{found[3] or ''}"
@@ -95,11 +90,8 @@ class _Spelling:
 def copied_from(name: str, known: Iterable[str]) -> str:
     """Return the stored parameter that a pipeline with other stages used in place of a parameter of a tied module; '' if none.
 
-    A stage is a range of layers. So layer 7 used the copy with the largest number up to 7, and without one the original.
-
-    Args:
-        name: name of a parameter, such as ``tied_modules.embed@7.bias``.
-        known: names in the checkpoint.
+    A stage is a range of layers. So layer 7 (``tied_modules.embed@7.bias``) used the copy with the largest number up to 7, and
+    without one the original. ``known``: names in the checkpoint.
     """
     own = _OF_TIED.fullmatch(name)
     if own is None:
@@ -119,9 +111,7 @@ def without_rank(name: str) -> str:
 def of_all_ranks(name: str, known: Container[str]) -> tuple[str, ...]:
     """Return the names of a parameter's values by tensor-parallel rank. More than one only for a parameter to average.
 
-    Args:
-        name: name of the first rank's values.
-        known: names in the checkpoint.
+    ``name`` is that of the first rank's values, ``known`` are the names in the checkpoint.
     """
     others = itertools.takewhile(known.__contains__, (f"{name}@tp{rank}" for rank in itertools.count(1)))
     return (name, *others)

@@ -63,12 +63,8 @@ class PaddedRows:
     def rows(self, name: str, source: str, shape: Shape, own_shape: Shape) -> Rows | None:
         """Return what a load does with the rows of a parameter that has another shape in the checkpoint.
 
-        Args:
-            name, source: its stored names in this job and in the checkpoint.
-            shape, own_shape: its shapes in the checkpoint and in this job.
-
-        Returns:
-            None if the parameter is no padded vocabulary, or if another dimension differs.
+        None if the parameter is no padded vocabulary, or if another dimension differs. ``name`` and ``own_shape`` are of this
+        job, ``source`` and ``shape`` of the checkpoint.
         """
         if (name not in self.own and source not in self.stored) or not shape or shape[1:] != own_shape[1:]:
             return None

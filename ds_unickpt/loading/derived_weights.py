@@ -28,13 +28,7 @@ _MOST_RANKS = 4  # of a host that read all masters. More would take the bandwidt
 
 
 class DerivedWeights:
-    """The weights of one load into one engine.
-
-    Args:
-        view: of the engine.
-        slices: parts of the parameters that this rank has, without padding that the checkpoint lacks.
-        reads: requests of the load.
-    """
+    """The weights of one load into one engine. ``slices`` are without padding that the checkpoint lacks."""
 
     def __init__(self, view: EngineView, slices: Slices, reads: Reads) -> None:
         self._view, self._slices, self._reads = view, slices, reads
@@ -43,12 +37,7 @@ class DerivedWeights:
         self._others = Reads(reads.checkpoint, stored=reads.stored)
 
     def request(self, part: Partition, sources: dict[int, TensorInfo | None]) -> None:
-        """Request the weights of a partition, of which the masters are requested.
-
-        Args:
-            part: the partition.
-            sources: what each parameter is read from, by ``id``.
-        """
+        """Request the weights of a partition, of which the masters are requested. ``sources``: of each parameter, by ``id``."""
         padded = not all(self._slices.of(parameter).complete for parameter in part.parameters)  # a request would zero weights
         if padded or not self._possible or not all(self._is_cast(part, sources[id(p)]) for p in part.parameters):
             self._possible = False

@@ -22,11 +22,9 @@ SCHEDULE = "schedule"  # key in the job's objects: progress of the other framewo
 
 
 def as_named_here(checkpoint: Checkpoint, view: EngineView, chosen: str, wanted: Shapes | None = None) -> Checkpoint:
-    """Return the checkpoint under the names of this job's model.
+    """Return the checkpoint, which may be of any framework, under the names of this job's model.
 
     Args:
-        checkpoint: checkpoint of any framework.
-        view: of the engine that loads the checkpoint.
         chosen: ``load_dialect`` option: model family, or path of a dialect file. '' derives it from the model or the
             checkpoint.
         wanted: shapes of the tensors of all ranks by name, if a rank has only some of them; None: this rank has all.

@@ -17,13 +17,7 @@ KEY = "data_loader"  # in ``client_state``
 
 
 def restore(engine: Any, path: str, loader: ReshardableLoader, client_state: Mapping[str, Any]) -> None:
-    """Set the state of a loader after a load. Every rank calls it.
-
-    Args:
-        engine: the DeepSpeedEngine.
-        path: what ``load_checkpoint`` returned.
-        loader: the loader of this rank.
-        client_state: the ``client_state`` of this rank in the checkpoint.
+    """Set the state of a loader after a load from ``path``. Every rank calls it.
 
     Raises:
         UnickptError: a rank cannot set it. Raised on every rank.

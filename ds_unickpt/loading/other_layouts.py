@@ -54,11 +54,7 @@ class FilesLayout:
 def with_advice(error: Exception, engine: Any, load_dir: Any, tag: Any, *, enabled: bool) -> Exception:
     """Return an error of DeepSpeed's ``load_checkpoint`` with advice in its text; the error itself if there is none to give.
 
-    Args:
-        error: the error.
-        engine: the DeepSpeedEngine.
-        load_dir, tag: arguments of the call.
-        enabled: whether the job's configuration enables unickpt.
+    ``enabled``: the job's configuration enables unickpt.
     """
     try:
         text = "" if is_url(str(load_dir)) else _advice(error, engine, Path(load_dir), tag, enabled=enabled)

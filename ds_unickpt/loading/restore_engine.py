@@ -37,18 +37,12 @@ Residuals = tuple[RestoredResiduals, RestoredOptimizerResiduals]
 def restore_engine(
     ours: UnickptCheckpointEngine, engine: Any, directory: str, opener: Opener, wanted: LoadArguments, skipped: tuple[str, ...]
 ) -> tuple[EngineRestore, dict[str, Any]]:
-    """Load a checkpoint into an engine. Every rank calls this.
+    """Load a checkpoint into an engine, and return the load and the client state. Every rank calls this.
 
     Args:
         ours: checkpoint engine of ``engine``.
-        engine: the DeepSpeedEngine.
-        directory: the checkpoint, for messages.
-        opener: opens it.
-        wanted: what to load.
+        opener: opens the checkpoint in ``directory``, which is for messages.
         skipped: notes on checkpoints that were tried before.
-
-    Returns:
-        The load, and the client state.
 
     Raises:
         AgreedFailureError: a step failed on at least one rank.

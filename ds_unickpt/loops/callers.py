@@ -53,8 +53,7 @@ def touches_checkpoints(save_dir: str) -> str:
 def deletes_the_last(save_dir: str) -> str:
     """Return the loop that deletes the last usable checkpoint when this call returns, with the setting; '' if none does.
 
-    Args:
-        save_dir: folder of a save that failed.
+    ``save_dir``: folder of a save that failed.
     """
     if _lightning_deletes():  # which of its checkpoints are complete is unknown, so assume that it deletes the last one
         return "Lightning's ModelCheckpoint (save_top_k, save_last)"

@@ -114,11 +114,7 @@ def is_usable(folder: str) -> bool:
 
 
 def note_damage(folder: str, reason: str) -> bool:
-    """Mark a folder as damaged, so that the next job does not select it.
-
-    Returns:
-        Whether the mark was written. It applies to the present manifests, not to a later save.
-    """
+    """Mark the present checkpoints of a folder as damaged, so that the next job does not select it. Return whether it could."""
     text = json.dumps({"reason": reason, "manifests": _manifests(folder)})
     try:
         open_storage(folder).write_atomic(DAMAGE_FILE, text.encode())

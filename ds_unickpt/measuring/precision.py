@@ -18,12 +18,8 @@ def begin(engine: Any, path: str) -> None:
     The module keeps its weights: checkpoints are the same with and without a plan. A plan that this job cannot have is a
     warning, and the layers compute as they would without.
 
-    Args:
-        engine: the DeepSpeedEngine.
-        path: file of ``unickpt plan precision``.
-
     Raises:
-        ConfigError: the file cannot be read, or is no plan.
+        ConfigError: the file (of ``unickpt plan precision``) cannot be read, or is no plan.
     """
     layers = {each.name: each.module for each in layers_of(engine.module)}
     whole = not engine.pipeline_parallelism

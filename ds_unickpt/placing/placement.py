@@ -76,8 +76,7 @@ class Placement:
         Sequence-parallel peers should hold the same values. DeepSpeed 0.19 does not reduce their gradients under ZeRO 0 to 2,
         so their values may differ. The data-parallel group with the first rank therefore stores everything.
 
-        Args:
-            holders: global ranks with the tensor, if it belongs to an expert. None if all ranks of the stage have it.
+        ``holders``: global ranks with the tensor, if it belongs to an expert. None if all ranks of the stage have it.
         """
         if holders is None:
             holders = self.data if self.stores(self.data) else ()

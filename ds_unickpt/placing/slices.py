@@ -125,9 +125,7 @@ class FlatPlace:
     def of(self, flat: torch.Tensor, begin: int = 0) -> torch.Tensor:
         """Return the elements: 1-D and contiguous if they are consecutive, else in the shape of the box.
 
-        Args:
-            flat: 1-D tensor that contains the flat range.
-            begin: position of the flat range in it.
+        ``flat`` is 1-D and contains the flat range from position ``begin`` on.
         """
         data = flat.narrow(0, begin + self.at, self.numel)
         return data if self.index is None else data.view(self.run.shape)[self.index]
@@ -135,14 +133,9 @@ class FlatPlace:
 
 @lru_cache(maxsize=_KNOWN)
 def places(shape: Shape, boxes: tuple[PlacedBox, ...], lo: int, hi: int) -> tuple[FlatPlace, ...]:
-    """Return the global positions of the flat range ``[lo, hi)`` of a rank's tensor.
+    """Return the global positions of the flat range ``[lo, hi)`` of a rank's tensor with a shape and boxes of a ``Slice``.
 
     They are the same at every save, and for every state of a parameter, so they are kept.
-
-    Args:
-        shape: shape of the rank's tensor.
-        boxes: boxes of the tensor to consider (``Slice.boxes`` or ``Slice.own``).
-        lo, hi: flat element offsets in the rank's tensor.
     """
     found, at = [], 0
     for run in split_flat_range(shape, lo, hi):

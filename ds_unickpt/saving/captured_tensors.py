@@ -34,12 +34,8 @@ def _add(
     """Add a flat range of this rank's slice of a tensor.
 
     Args:
-        out: gets the boxes of the range.
-        info: the tensor.
         found: the parts of the range that the rank stores.
-        at: position of the range in ``flat``.
-        flat: tensor with the elements, 1-D.
-        copies: as in ``Held``.
+        at: position of the range in ``flat``, which is 1-D.
         unless: position of the range in a flat tensor of masters, and this tensor.
     """
     for part in found:

@@ -42,13 +42,7 @@ Files = dict[str, bytes]  # content by name relative to the ``checkpoint-N`` fol
 
 
 def save_checkpoint(native: Callable[[], Any], trainer: Any, trial: Any) -> Any:
-    """Replace ``Trainer._save_checkpoint``. Every rank calls this.
-
-    Args:
-        native: Trainer's own function, with its arguments.
-        trainer: the Trainer.
-        trial: trial of a hyperparameter search, or None.
-    """
+    """Replace ``Trainer._save_checkpoint``. Every rank calls this. ``trial``: of a hyperparameter search, or None."""
     ours = ours_of(getattr(trainer, "model_wrapped", None))
     if ours is None or not ours.memory.enabled or ours.unsupported:
         return native()
@@ -66,12 +60,7 @@ def save_checkpoint(native: Callable[[], Any], trainer: Any, trial: Any) -> Any:
 
 
 def not_in_memory(trainer: Any, trial: Any) -> str:
-    """Return why checkpoints of a Trainer have to be on disk; '' if they may be in memory. Equal on all ranks.
-
-    Args:
-        trainer: the Trainer.
-        trial: trial of a hyperparameter search, or None.
-    """
+    """Return why checkpoints of a Trainer have to be on disk; '' if they may be in memory. Equal on all ranks."""
     args = trainer.args
     used = [name for name in ("save_only_model", "push_to_hub", "save_on_each_node", "enable_jit_checkpoint",
                               "load_best_model_at_end") if getattr(args, name, False)]  # fmt: skip
@@ -235,10 +224,7 @@ def _committed(directory: str) -> None:
 
 
 def write_back(directory: str) -> None:
-    """Complete a ``checkpoint-N`` folder after a generation was written to disk. Runs on the coordinator.
-
-    Args:
-        directory: the engine's checkpoint in that folder.
+    """Complete the ``checkpoint-N`` folder of an engine's checkpoint that was written from memory. Runs on the coordinator.
 
     Raises:
         UnickptError: the files cannot be read or written.

@@ -33,8 +33,6 @@ def newer_in_memory(
     """Return a folder with Trainer's files of the newest checkpoint in memory. Every rank calls this.
 
     Args:
-        tier: memory tier of the engine that will be created.
-        exchange: message exchange of all ranks.
         run: ``output_dir``.
         disk: newest usable ``checkpoint-N`` on disk; None if there is none.
         disk_step: returns the step of a folder on disk; called on rank 0.

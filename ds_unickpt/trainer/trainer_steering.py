@@ -103,8 +103,7 @@ def meant(given: Any) -> Any:
 def remark(options: Options, given: Any, output_dir: str) -> str:
     """Return what a user of steering may not expect of a run that resumes as its arguments say; '' if there is nothing.
 
-    Args:
-        given: value of ``resume_from_checkpoint``.
+    ``given``: value of ``resume_from_checkpoint``.
     """
     if options.auto_resume != "steering" or not steered.under_steering() or not os.path.isdir(output_dir):
         return ""

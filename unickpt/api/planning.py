@@ -137,16 +137,12 @@ def planned_bits(
     config: Mapping[str, Any] | None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any] | Unmet:
-    """Return the document of a plan, or the limit that binds.
+    """Return the document of a plan, or the limit that binds. Raises as ``plan_bits``.
 
     Args:
         checkpoint: checkpoint under the names of transformers.
-        request: limits and indicator.
         config: configuration of the model, or None.
         progress: called with the number of bytes of weights that were read.
-
-    Raises:
-        As ``plan_bits``.
     """
     if request.indicator not in ("auto", *INDICATORS):
         raise ConfigError(f"indicator {request.indicator!r}: expected one of auto, {', '.join(INDICATORS)}")

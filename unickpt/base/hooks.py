@@ -80,11 +80,9 @@ _status: dict[str, HookStatus] = {}
 
 
 def in_source(adapter: str, name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator for a patched framework. It replaces the run-time installation of a hook.
+    """Return a decorator for a patched framework. It replaces the run-time installation of the hook of this name.
 
-    Args:
-        adapter: module with the list ``DECLARED`` of hooks. It is imported on the first call of the function.
-        name: name of the hook.
+    ``adapter``: module with the list ``DECLARED`` of hooks. It is imported on the first call of the function.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:

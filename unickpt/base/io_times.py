@@ -43,7 +43,6 @@ def of_load(
     """Return the phases of a load. Reading and gathering overlap, so they are laid one behind the other.
 
     Args:
-        step: step of the checkpoint.
         end_ns: end of the load on the monotonic clock.
         seconds: wall time of the load.
         read_seconds: part of it that was spent in reading and gathering.

@@ -52,9 +52,7 @@ class LeftWorker:
 class WorkerRecord:
     """The record of an agent: a file that only this user can read. No method raises.
 
-    Args:
-        job: text that only agents of the same job have.
-        folder: default: a folder in shared memory.
+    ``job``: text that only agents of the same job have.
     """
 
     def __init__(self, job: str, folder: Path | None = None) -> None:
@@ -195,8 +193,7 @@ def _remove_if_old(path: Path) -> None:
 def end_all(found: Collection[LeftWorker], sleep: Callable[[float], None] = time.sleep) -> list[LeftWorker]:
     """End workers that were left behind: SIGTERM, and SIGKILL after ``TERM_S``. Wait until they have ended.
 
-    Returns:
-        Workers that do not end, for instance in uninterruptible sleep.
+    Returns workers that do not end, for instance in uninterruptible sleep.
     """
     for worker in found:
         if stopped(worker.process):  # it cannot react to SIGTERM

@@ -8,13 +8,10 @@ from typing import Any
 
 
 class ModuleHook:
-    """A hook of a module.
+    """A hook of a module, which calls a function.
 
     A copy of the model keeps it. A pickled model has one of the standard library instead, which does nothing. So the model can
     be read without unickpt.
-
-    Args:
-        function: what it calls.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -68,12 +68,7 @@ def make_folder(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Check a folder that another process of this user has created with ``make_folder``.
-
-    Raises:
-        PermissionError: as ``make_folder``.
-        OSError: there is none.
-    """
+    """Check a folder that another process of this user has created with ``make_folder``. Raises OSError, as that does."""
     _check_folder(path, os.lstat(path), _OTHERS, (os.geteuid(),))
 
 

@@ -99,11 +99,8 @@ def copy_of_this() -> JobCopy | None:
 def writing_copy(one_writer: bool, world: int) -> JobCopy | None:
     """Return the copy of the job that writes a checkpoint; None if others may write beside it.
 
-    Without steering, copies are told apart by rank 0 of the whole job, so the saves of a group of ranks are not looked at.
-
-    Args:
-        one_writer: the folder is for one training.
-        world: number of ranks that save.
+    Without steering, copies are told apart by rank 0 of the whole job, so the saves of a group of ranks (``world``) are not
+    looked at. ``one_writer``: the folder is for one training.
     """
     own = copy_of_this() if one_writer else None
     return own if own is not None and (own.instance or os.environ.get("WORLD_SIZE", "") == str(world)) else None
@@ -141,12 +138,9 @@ def line_folder(save_dir: str) -> str:
 
 @contextlib.contextmanager
 def guarded(save_dir: str, own: JobCopy | None, owned: MutableSet[str] = _owned) -> Iterator[None]:
-    """Take the folder for this copy. Others cannot take it until the block ends.
+    """Take the folder that gets the checkpoint for this copy. Others cannot take it until the block ends.
 
-    Args:
-        save_dir: folder that gets the checkpoint.
-        own: this copy; None: nothing is done.
-        owned: folders that this process has had before.
+    ``own``: None: nothing is done. ``owned``: folders that this process has had before.
 
     Raises:
         FencedError: a later copy has it.

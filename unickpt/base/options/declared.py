@@ -59,14 +59,10 @@ class Option:
         return f"{self.help} ({self.unit})" if self.unit else self.help
 
     def checked(self, value: Any, where: str) -> Any:
-        """Validate a value and return it.
-
-        Args:
-            value: value from JSON or from a command line. A whole number is converted to float if a float is expected.
-            where: name of the option in messages.
+        """Validate a value from JSON or from a command line, and return it. A whole number becomes a float if one is expected.
 
         Raises:
-            ConfigError: the type is wrong, or the value is out of bounds or not one of ``choices``.
+            ConfigError: the type is wrong, or the value is out of bounds or not one of ``choices``. It begins with ``where``.
         """
         if self.kind is float and type(value) is int:
             value = float(value)
@@ -106,12 +102,6 @@ def declarations(kind: type[Any], section: str = "") -> Iterator[Option]:
 
 
 def unknown(key: Any, names: Sequence[str], path: str) -> ConfigError:
-    """Return the error of a key that is not an option. It names the nearest valid one.
-
-    Args:
-        key: what was found.
-        names: the options that exist.
-        path: begins the name of the option in the message.
-    """
+    """Return the error of a key that is not an option. It names the nearest valid one. Both begin with ``path``."""
     near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)
     return ConfigError(f'"{path}{key}" is not an option; did you mean "{path}{near[0]}"? Known: {", ".join(names)}')

@@ -30,12 +30,7 @@ def help_of(option: Option) -> str:
 
 
 def add_flags(group: Any, flags: Mapping[str, Option]) -> None:
-    """Add flags to a parser or to a group of its arguments.
-
-    Args:
-        group: ``argparse.ArgumentParser``, or what its ``add_argument_group`` returns.
-        flags: option by flag.
-    """
+    """Add flags to an ``argparse.ArgumentParser``, or to what its ``add_argument_group`` returns. ``flags``: option by flag."""
     for flag, option in flags.items():
         how: dict[str, Any] = {"type": _parsed(option, flag), "metavar": option.kind.__name__.upper()}
         if option.kind is bool:
@@ -60,12 +55,9 @@ def _parsed(option: Option, flag: str) -> Any:
 
 
 def from_flags(kind: type[T], arguments: Any, flags: Mapping[str, Option]) -> T:
-    """Return the options of a parsed command line. Those without a flag have their defaults.
+    """Return the options of a parsed command line: ``Options``, or a class that adds options.
 
-    Args:
-        kind: ``Options``, or a class that adds options.
-        arguments: namespace of ``argparse``. None, or a namespace without the flags, gives the defaults.
-        flags: as for ``add_flags``.
+    Those without a flag have their defaults. So have all without a namespace of ``argparse``.
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for option in flags.values():

@@ -158,11 +158,7 @@ SECTIONS: Mapping[str, type[Any]] = {
 
 
 def declared(section: str | None = None) -> Iterator[Option]:
-    """Yield the declarations in order.
-
-    Args:
-        section: '' or the name of a JSON section; None for all sections.
-    """
+    """Yield the declarations in order: of a section, '' or the name of one, or of all."""
     for name, kind in SECTIONS.items():
         if section in (None, name):
             yield from declarations(kind, name)

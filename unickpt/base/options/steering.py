@@ -83,10 +83,7 @@ class SteeringOptions:
 
 
 def from_rendezvous(configuration: Mapping[str, Any]) -> SteeringOptions:
-    """Return the options that torchrun has read from ``--rdzv-conf``.
-
-    Args:
-        configuration: strings by key. torchrun's own ``timeout`` is ignored here.
+    """Return the options that torchrun has read from ``--rdzv-conf``: strings by key. Its own ``timeout`` is ignored here.
 
     Raises:
         ConfigError: an option is unknown (the message names the nearest valid one) or its value is wrong.

@@ -291,16 +291,10 @@ class MessageExchange:
         raise CoordinationError(reason)
 
     def _check_ended(self, topic: str, keys: dict[int, str], lost: frozenset[int]) -> frozenset[int]:
-        """Raise CoordinationError if the process of an awaited rank has ended.
+        """Return the awaited ranks whose processes have ended and whose messages are missing.
 
-        Its last message may still be on its way to the store, so two checks must find it missing.
-
-        Args:
-            topic, keys: of the wait.
-            lost: what the check before this one has returned.
-
-        Returns:
-            The awaited ranks that have ended and whose messages are missing.
+        A last message may still be on its way to the store. So CoordinationError is raised only for a rank that was missing at
+        the check before, too, which has returned ``lost``.
         """
         found = frozenset(rank for rank in self.ended() & keys.keys() if not self._present([keys[rank]]))
         if not found & lost:

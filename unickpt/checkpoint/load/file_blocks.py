@@ -20,12 +20,9 @@ ReadTurn = contextlib.AbstractContextManager[object]
 
 
 def cores_of(ranks: int) -> threading.BoundedSemaphore:
-    """Return a turn on the processor cores of this rank.
+    """Return a turn on the processor cores of this rank, if ``ranks`` of this host read at the same time.
 
     More threads than cores would evict each other's blocks from the cache of a core before the checksum reads them.
-
-    Args:
-        ranks: ranks of this host that read at the same time.
     """
     return threading.BoundedSemaphore(core_count(ranks))
 

@@ -69,15 +69,9 @@ def count_of(value: Any) -> int | None:
 
 
 def counted(meaning: CountedProgress | None, state: Mapping[str, Any], job: Progress) -> Progress | None:
-    """Return the progress of a schedule by the state of its scheduler.
+    """Return the progress of a schedule by the state of its scheduler; None if its class is unknown or it has no valid count.
 
-    Args:
-        meaning: of the scheduler's class; None if it is unknown.
-        state: ``state_dict`` of the scheduler.
-        job: progress of the job, for the number of samples in a step.
-
-    Returns:
-        None if the class is unknown or the state has no valid count.
+    ``job``: progress of the job, for the number of samples in a step.
     """
     value = state.get(meaning.key) if meaning is not None else None
     found = count_of(value - meaning.first) if meaning is not None and type(value) is int else None
@@ -91,15 +85,10 @@ def counted(meaning: CountedProgress | None, state: Mapping[str, Any], job: Prog
 
 
 def state_at(meaning: CountedProgress | None, state: Mapping[str, Any], progress: Progress) -> dict[str, Any] | None:
-    """Return the state of a scheduler after some progress.
+    """Return the state of a scheduler after some progress, in which only the counters change.
 
-    Args:
-        meaning: of the scheduler's class; None if it is unknown.
-        state: ``state_dict`` of the scheduler; only the counters change.
-        progress: of the schedule. A scheduler before its first step has one step less than none.
-
-    Returns:
-        None if the class is unknown, or if the progress does not have the unit that it counts.
+    None if its class is unknown, or if the progress does not have the unit that it counts. A scheduler before its first step
+    has one step less than none.
     """
     if meaning is None or meaning.key not in state:
         return None

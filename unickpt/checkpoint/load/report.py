@@ -86,11 +86,7 @@ class LoadReport:
         )  # fmt: skip
 
     def require(self, keys: Iterable[tuple[str, str]], *, what: str) -> None:
-        """Check that every given (name, state) has an entry.
-
-        Args:
-            keys: (name, state) pairs.
-            what: description of the keys, for the message.
+        """Check that every given (name, state) has an entry. ``what``: description of them for the message.
 
         Raises:
             MismatchError: entries are missing. The message names up to ten.
@@ -107,11 +103,7 @@ class LoadReport:
         return {outcome: counts[outcome] for outcome in OUTCOMES}
 
     def lines(self, *, most: int = 12) -> list[str]:
-        """Return the report as lines for a log: a heading, one line per state, one line per reason.
-
-        Args:
-            most: maximum number of reasons.
-        """
+        """Return the report as lines for a log: a heading, one line per state, one line per reason, at most so many reasons."""
         out = [f"resumed {self.source} into {self.target}"]
         out += [f"skipped {line}" for line in self.skipped]
         out += [f"  note of the saving job: {note}" for note in self.notes]

@@ -152,16 +152,11 @@ class Together:
         return planned, opener
 
     def read(self, part: Callable[[HostPeers | None], None], opener: Opener | None) -> None:
-        """Read what was planned.
-
-        Args:
-            part: reads, given the ranks that share memory with this one, or None.
-            opener: opens the shared memory; from ``plan``.
+        """Read what was planned, given the ranks that share memory with this one, or None.
 
         Raises:
             AgreedFailureError: the read failed on at least one rank.
         """
-
         with HostMemory(opener) as memory:
             self.step("read", lambda: memory.use(part))
 

@@ -58,12 +58,7 @@ def is_state(value: Any) -> bool:
 
 
 def of_seed(seed: int, like: RngState) -> RngState:
-    """Return the state of generators with this seed, in the form of ``capture``. Changes no generator.
-
-    Args:
-        seed: not negative, less than 2**63.
-        like: which generators there are.
-    """
+    """Return the state of generators with a seed below 2**63, those that ``like`` has. Changes no generator."""
     state: RngState = {
         "python": _python(random.Random(seed).getstate()),
         "numpy": _numpy(np.random.RandomState(seed % 2**32).get_state(legacy=True)),
@@ -118,12 +113,7 @@ def seed_from(stored: Any) -> int:
 
 
 def change(before: str, now: str, how: str) -> str:
-    """Return the reason of a report entry for generators that another job saved.
-
-    Args:
-        before, now: what the generators depend on, in the job that saved and in this one.
-        how: what became of the generators.
-    """
+    """Return the reason of a report entry for generators of another job: what they depend on, and what became of them."""
     return f"{before} became {now}: {how}"
 
 
@@ -139,11 +129,7 @@ def counted(ranks: int, what: str = "") -> str:
 
 
 def restore(state: RngState) -> list[str]:
-    """Set the generators.
-
-    Returns:
-        Names of generators that the state holds and this process does not have.
-    """
+    """Set the generators. Return the names of those that the state holds and this process does not have."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state((numpy["kind"], numpy["keys"].numpy(), numpy["position"], numpy["has_gauss"], numpy["cached"]))

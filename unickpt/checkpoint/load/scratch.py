@@ -121,11 +121,7 @@ class DeviceScratch:
 
 
 class Scratches:
-    """The scratch of each thread that reads for some outputs.
-
-    Args:
-        outs: the outputs.
-    """
+    """The scratch of each thread that reads for some outputs."""
 
     def __init__(self, outs: Iterable[torch.Tensor]) -> None:
         devices = {out.device for out in outs if out.is_cuda}

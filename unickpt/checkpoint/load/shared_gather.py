@@ -102,11 +102,7 @@ def gather(host_peers: HostPeers, tensors: Sequence[SplitTensor] | None, *, fill
 def _fill(tensor: SplitTensor, at: int, begin: int, slot: torch.Tensor) -> None:
     """Cast a block of the source into the own part, and copy it into the slot.
 
-    Args:
-        tensor: the tensor.
-        at: position of its own part in the stream of this rank.
-        begin: position of the slot in the stream.
-        slot: uint8 tensor.
+    ``at`` and ``begin``: positions of the part and of the slot in the stream of this rank.
     """
     lo, hi = max(at, begin), min(at + tensor.part_bytes, begin + len(slot))
     if lo < hi:

@@ -78,7 +78,6 @@ def schedule(index: Index, wanted: Sequence[Ints], slot_bytes: int) -> BlockSche
     """Return the schedule, which is the same on every rank of a host.
 
     Args:
-        index: index of the checkpoint.
         wanted: sorted rows that each rank of the host needs.
         slot_bytes: bytes that a rank can share in one round.
     """

@@ -90,14 +90,9 @@ def read_index(storage: Storage, manifest: Manifest) -> Index:
 
 
 def check_places(index: Index, known: Mapping[str, FileRecord], where: str) -> None:
-    """Check that all fragments lie in the data of listed files and do not overlap.
+    """Check that all fragments lie in the data of listed files, ``known`` by path, and do not overlap.
 
     Without the second check a few bytes could pose as the content of a huge tensor and exhaust memory.
-
-    Args:
-        index: index to check.
-        known: data files of the manifest, by path.
-        where: name of the index in messages.
 
     Raises:
         FormatError: names the first wrong file or byte range.

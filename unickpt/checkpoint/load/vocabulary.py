@@ -49,13 +49,7 @@ class Rows:
 
 
 def rows_of(stored_rows: int, own_rows: int, vocabulary: Vocabulary) -> Rows:
-    """Return what to do with the rows of an embedding or an output layer.
-
-    Args:
-        stored_rows: number of rows in the checkpoint, including padding.
-        own_rows: number of rows in this job, including padding.
-        vocabulary: numbers of entries.
-    """
+    """Return what to do with the rows of an embedding or an output layer. Both numbers of rows include padding."""
     if own_rows >= stored_rows:
         first = stored_rows
         last = min(max(vocabulary.own or 0, first), own_rows)

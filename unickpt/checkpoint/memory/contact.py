@@ -78,11 +78,7 @@ def publish(hosts: JobHosts, directory: str) -> None:
 
 
 def jobs(parent: Path) -> list[MemoryJob]:
-    """Return the jobs of this user that have a folder in the memory of this host.
-
-    Args:
-        parent: directory in memory, such as ``/dev/shm``.
-    """
+    """Return the jobs of this user that have a folder in the memory of this host, in a directory such as ``/dev/shm``."""
     prefix = folder_prefix()
     found = [path.name.removeprefix(prefix) for path in own_folders(parent, prefix)]
     return [_job(parent, token) for token in found if re.fullmatch(TOKEN, token)]
@@ -204,13 +200,7 @@ def _held(job: MemoryJob, at: int, number: int, inventory: Inventory | None) -> 
 
 
 def as_json(job: MemoryJob, rows: Sequence[GenerationRow], now_ns: int) -> dict[str, object]:
-    """Return a job and its generations as JSON types, without the secrets.
-
-    Args:
-        job: job.
-        rows: from ``look``.
-        now_ns: nanoseconds since the epoch.
-    """
+    """Return a job and its generations (``look``) as JSON types, without the secrets. ``now_ns``: since the epoch."""
     hosts = [{"host": host.name, "ranks": list(host.ranks)} for host in job.hosts]
     return {
         "name": job.folder.url, "folder": str(job.folder.root), "directory": job.directory, "hosts": hosts,

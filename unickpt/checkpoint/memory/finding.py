@@ -42,12 +42,7 @@ class FoundGeneration:
 
 
 def find(hosts: JobHosts, exchange: MessageExchange) -> tuple[list[FoundGeneration], list[str]]:
-    """Return the generations that can be loaded, newest first, and why others cannot. Every rank calls this.
-
-    Args:
-        hosts: hosts of the job.
-        exchange: message exchange of all ranks, for this call only.
-    """
+    """Return the generations that can be loaded, newest first, and why others cannot. Every rank calls this."""
     own = None
     if hosts.leads:
         _remove_damaged_records(hosts.folder)
@@ -101,11 +96,7 @@ def _complete(hosts: JobHosts, inventories: Sequence[Inventory]) -> tuple[list[F
 
 
 def open_generation(hosts: JobHosts, number: int) -> tuple[Checkpoint, PeerStorage]:
-    """Open a generation.
-
-    Raises:
-        UnickptError: as ``Checkpoint.of``.
-    """
+    """Open a generation. Raises UnickptError, as ``Checkpoint.of``."""
     storage = PeerStorage(hosts.folder, number, hosts.peers)
     return Checkpoint.of(storage, read_manifest(storage)), storage
 

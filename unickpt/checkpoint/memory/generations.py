@@ -40,11 +40,7 @@ def is_file_of_generation(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What one host holds.
-
-    Attributes:
-        files: size in bytes of each file, by generation and relative name.
-    """
+    """What one host holds: size in bytes of each file, by generation and relative name."""
 
     files: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
@@ -88,21 +84,13 @@ def missing(number: int, manifest: Manifest, inventories: Sequence[Inventory]) -
 
 
 def kept(complete: Sequence[int], count: int) -> list[int]:
-    """Return the generations that stay while a new one is made.
+    """Return which of the complete generations, newest first, stay while a new one is made.
 
-    Args:
-        complete: numbers of the generations that can be loaded, newest first.
-        count: number of generations that a host may hold, including the new one. At least the newest one stays.
+    ``count``: generations that a host may hold, including the new one. At least the newest one stays.
     """
     return list(complete[: max(count - 1, 1)])
 
 
 def sources(host: int, hosts: int, replicas: int) -> list[int]:
-    """Return the hosts whose files a host copies: those before it, in a ring.
-
-    Args:
-        host: position of this host, 0 to ``hosts`` - 1.
-        hosts: number of hosts of the job.
-        replicas: number of copies of each file.
-    """
+    """Return the hosts whose files a host (0 to ``hosts`` - 1) copies: those before it, in a ring, one for each replica."""
     return [(host - step) % hosts for step in range(1, min(replicas, hosts - 1) + 1)]

@@ -37,11 +37,7 @@ _LOOK_S = 1.0
 
 
 class CopyWorker:
-    """Copies from other hosts, one at a time. Thread-safe.
-
-    Args:
-        folder: folder of the job on this host.
-    """
+    """Copies from other hosts into the folder of the job, one at a time. Thread-safe."""
 
     def __init__(self, folder: HostFolder) -> None:
         self._folder, self._lock = folder, threading.Lock()
@@ -145,13 +141,7 @@ def _copy(client: KeeperClient, order: CopyOrder, file: WantedFile, spare: Path,
 
 
 def serve(folder: HostFolder, listener: socket.socket, secret: str) -> LimitedServer:
-    """Serve in background threads until ``shutdown``.
-
-    Args:
-        folder: folder of the job on this host.
-        listener: bound, listening socket.
-        secret: first part of all paths.
-    """
+    """Serve in background threads until ``shutdown``. ``secret``: first part of all paths."""
     copies = CopyWorker(folder)
 
     class KeeperHandler(LimitedHandler):

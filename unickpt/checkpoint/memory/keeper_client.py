@@ -181,10 +181,6 @@ class KeeperClient:
     def stream(self, number: int, name: str, into: memoryview) -> Iterator[memoryview]:
         """Fill a buffer with the first bytes of a file, with one request. After a lost connection the rest is requested again.
 
-        Args:
-            number, name: the file.
-            into: buffer, of the size that the file must have at least.
-
         Yields:
             Filled parts of the buffer, in order.
 

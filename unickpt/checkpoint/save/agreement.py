@@ -35,8 +35,7 @@ def notes_on_optimizer(record: OptimizerRecord | None) -> tuple[str, ...]:
 def notes_of(messages: Sequence[Message]) -> tuple[str, ...]:
     """Return one sentence per kind of difference, for the log, the manifest, and the report of a load.
 
-    Args:
-        messages: reports of all ranks, in rank order.
+    ``messages``: reports of all ranks, in rank order.
     """
     return (*_replicas(messages), *_different(messages))
 

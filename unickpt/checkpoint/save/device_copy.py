@@ -74,11 +74,9 @@ class DeviceCopies:
             )
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """Begin to copy. Returns a function that waits until the data are in host memory; any thread may call it, once.
+        """Begin to copy from CUDA devices into tensors in the region, one for each source.
 
-        Args:
-            targets: tensors in the region.
-            sources: tensors on CUDA devices, one for each target.
+        Returns a function that waits until the data are in host memory; any thread may call it, once.
         """
         begun: list[_Lane] = []
         for index in sorted({source.get_device() for source in sources}):

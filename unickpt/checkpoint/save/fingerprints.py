@@ -17,11 +17,7 @@ _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:
     """Return a 64-bit fingerprint of each tensor: equal for equal bits in equal order, otherwise almost always different.
 
-    Args:
-        tensors: tensors of any dtype, shape and device. Each device is synchronized once.
-
-    Returns:
-        16 hexadecimal digits per tensor.
+    The tensors have any dtype, shape and device. Each device is synchronized once. A fingerprint has 16 hexadecimal digits.
     """
     sums: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for at, tensor in enumerate(tensors):

@@ -57,12 +57,7 @@ class SaveOptions:
 
 
 def save_options(options: Options, *, asynchronous: bool) -> SaveOptions:
-    """Return the save options of a job.
-
-    Args:
-        options: options of the job. ``async_save`` and ``sync_save`` are ignored.
-        asynchronous: return from a save after the copy.
-    """
+    """Return the save options of a job. ``asynchronous``: return from a save after the copy, in place of ``async_save``."""
     staging, bandwidth = options.staging_gigabytes * 1e9, options.write_megabytes_per_second * 1e6
     return SaveOptions(
         asynchronous=asynchronous,

@@ -49,13 +49,7 @@ class Retention:
 
 
 def superseded(found: Sequence[tuple[int, str]], policy: Retention, *, protected: Collection[str] = ()) -> list[str]:
-    """Return the names of the checkpoints to remove.
-
-    Args:
-        found: ``(step, name)`` of all complete checkpoints.
-        policy: retention policy.
-        protected: names that are never removed.
-    """
+    """Return the names to remove of all complete checkpoints, ``(step, name)``. Those that are ``protected`` stay."""
     if policy.keep_last <= 0:
         return []
     newest_first = sorted(found, reverse=True)
@@ -63,18 +57,13 @@ def superseded(found: Sequence[tuple[int, str]], policy: Retention, *, protected
 
 
 def apply(folder: str, policy: Retention, *, just_saved: str, busy: Collection[str] = ()) -> list[str]:
-    """Remove superseded checkpoints and the remains of dead saves. The coordinator calls this after a commit.
+    """Remove superseded checkpoints and remains of dead saves, and return their names. Runs on the coordinator after a commit.
 
     The policy counts the checkpoints of the model that was just saved, so models with tags of their own can share a folder.
 
     Args:
-        folder: save directory.
-        policy: retention policy.
         just_saved: name of the committed checkpoint.
         busy: names of checkpoints that are in use, such as by an upload.
-
-    Returns:
-        Names of the removed checkpoints.
 
     Raises:
         StorageError: the folder cannot be listed.
@@ -154,12 +143,9 @@ def remove(checkpoint: Storage) -> None:
 
 
 def remove_whole(folder: str, name: str) -> bool:
-    """Remove a local folder of a checkpoint with all that is in it, unless another job saves into it.
+    """Remove a local folder of a checkpoint with all that is in it, unless another job saves into it. Return whether it did.
 
     The manifest goes first, so that the rest is never taken for a checkpoint.
-
-    Returns:
-        Whether it was removed.
 
     Raises:
         OSError, StorageError: it could not be removed, or only in part.

@@ -153,9 +153,7 @@ def finish_all(*, ending: bool = True) -> None:
 def _finish(why: str, since: float) -> None:
     """Wait for all savers within their grace periods, and abandon what is unfinished then.
 
-    Args:
-        why: name of the signal, or ''.
-        since: start of the wait on the monotonic clock, in seconds.
+    ``why``: name of the signal, or ''. ``since``: start of the wait on the monotonic clock, in seconds.
     """
     begin = time.monotonic()
     for saver in list(_savers):

@@ -224,10 +224,7 @@ class StagingPool:
     def acquire(self, size_bytes: int, *, notice: Callable[[], None] | None = None, notice_s: float = 20.0) -> StagingBuffer:
         """Return a buffer of at least the given size, or of the budget if that is smaller. Wait until one is free.
 
-        Args:
-            size_bytes: size of the state.
-            notice: called once after a wait of ``notice_s``.
-            notice_s: seconds.
+        ``notice`` is called once after a wait of ``notice_s``.
         """
         wanted = size_bytes if self.budget_bytes is None else min(size_bytes, self.budget_bytes)
         with self._freed:

@@ -41,10 +41,7 @@ def mostly_cached(descriptor: int, offset_bytes: int, size_bytes: int, unknown: 
     triggers read-ahead. Linux reports every page of a file as cached to a user that neither owns it nor may write it
     (``can_do_mincore`` in ``mm/mincore.c``).
 
-    Args:
-        descriptor: the open file.
-        offset_bytes, size_bytes: the range.
-        unknown: what to return if the system does not tell.
+    ``unknown`` is returned if the system does not tell.
     """
     if not unknown and not _is_told(descriptor):
         return False

@@ -120,10 +120,6 @@ class PosixStorage(Storage):
 
         After an error it does not exist. An existing file of this name is unlinked first, because a rank of a
         killed job may still write to it, and because it may have other hard links.
-
-        Args:
-            name: relative path.
-            direct: bypass the page cache if the file system supports it.
         """
         path = self.path(name)
         try:
@@ -188,12 +184,7 @@ class PosixStorage(Storage):
             self.path(folder).rmdir()
 
     def try_lock(self, name: str) -> Callable[[], None] | None:
-        """Lock a file name against other processes, without waiting. The lock ends with the process.
-
-        Returns:
-            The function that releases the lock, or None if another process holds it. A file system without
-            locks always grants it.
-        """
+        """As ``Storage.try_lock``."""
         path = self.path(name)
         try:
             _make_folders(path.parent)
