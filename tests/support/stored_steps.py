@@ -10,11 +10,11 @@ import torch
 
 from tests.support.rank_threads import WORLD, on_all_ranks
 from tests.support.saves import INFO, part, values
+from tests.support.saving import save
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.verify import verify_checkpoint
 from unickpt.checkpoint.save.requests import SaveResult
-from unickpt.checkpoint.save.saver import save
 
 _MISSING = [name for name in ("fsspec", "s3fs", "moto", "flask") if importlib.util.find_spec(name) is None]
 needs_store = pytest.mark.skipif(bool(_MISSING), reason=f"not installed: {', '.join(_MISSING)} (the 'dev' extra has them)")

@@ -142,11 +142,10 @@ def known_launcher() -> str:
 
 
 def _watch(launcher: Launcher) -> None:
+    asked = False
     if launcher.direct and launcher.process is not None:
         kernel = ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM) == 0
         asked = kernel and launcher.process.lives  # it may have ended just before
-    else:
-        asked = False
     threading.Thread(target=_wait, args=(launcher, asked), name="unickpt-launcher", daemon=True).start()
 
 

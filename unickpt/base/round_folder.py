@@ -51,14 +51,14 @@ def note_saver() -> None:
     """Note that this job saves with unickpt, so that it is interrupted after a checkpoint. Never raises."""
     folder = folder_of_round()
     if folder is not None and read_commits(folder) is None:
-        _write(folder, 0)
+        _replace(folder / COMMITS, "0")
 
 
 def note_commit() -> None:
     """Note a committed checkpoint. One rank of the job calls this. Never raises."""
     folder = folder_of_round()
     if folder is not None:
-        _write(folder, (read_commits(folder) or 0) + 1)
+        _replace(folder / COMMITS, str((read_commits(folder) or 0) + 1))
 
 
 def read_commits(folder: Path) -> int | None:
@@ -94,11 +94,8 @@ def read_failure(folder: Path, rank: int) -> Failed | None:
 def ends_of_job(rank: int, world: int) -> Callable[[], frozenset[int]]:
     """Return a function that gives the ranks of this round that have ended, and never raises.
 
-    Without torchrun's agent of this backend, it always gives none. Nor does it if torch numbers the ranks of the job otherwise
-    than torchrun.
-
-    Args:
-        rank, world: of this process, in torch's default process group.
+    Without torchrun's agent of this backend, it always gives none. Nor does it if torch numbers the ranks of the job, in its
+    default process group, otherwise than torchrun.
     """
     folder = folder_of_round()
     numbered = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == (str(rank), str(world))
@@ -110,10 +107,6 @@ def remove_note(folder: Path) -> None:
     with contextlib.suppress(OSError):
         for path in [folder / COMMITS, folder / ENDED, *folder.glob(f"{FAILED}*")]:
             path.unlink(missing_ok=True)
-
-
-def _write(folder: Path, count: int) -> None:
-    _replace(folder / COMMITS, str(count))
 
 
 def _replace(path: Path, text: str) -> None:

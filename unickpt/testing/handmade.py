@@ -24,7 +24,8 @@ from unickpt.checkpoint.format.index import FragmentRow, Index, TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, Writer
 from unickpt.checkpoint.save.commit import commit
 from unickpt.checkpoint.save.data_file import write_rank
-from unickpt.checkpoint.save.saver import save
+from unickpt.checkpoint.save.requests import SaveRequest
+from unickpt.checkpoint.save.saver import Saver
 from unickpt.checkpoint.save.shards import Contribution, Shard, prepare, shards_of_flat_range
 from unickpt.checkpoint.storage.posix import PosixStorage
 
@@ -98,15 +99,10 @@ def contribution(
 
 
 def save_single(save_dir: Path, tag: str = "global_step3", **options: Any) -> Path:
-    """Save a checkpoint of one rank through ``save``. Return its directory."""
-    result = save(
-        lambda _: contribution(**options),
-        save_dir=str(save_dir),
-        tag=tag,
-        save_latest=True,
-        exchange=MessageExchange(None, rank=0, world=1, prefix="t"),
-    )
-    assert result.committed, result
+    """Save a checkpoint of one rank through ``Saver``. Return its directory."""
+    request = SaveRequest(lambda _: contribution(**options), str(save_dir), tag, save_latest=True)
+    result = Saver().save(request, MessageExchange(None, rank=0, world=1, prefix="t")).result
+    assert result is not None and result.committed, result  # noqa: PT018
     return save_dir / tag
 
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -252,7 +252,9 @@ def _warn(messages: list[Message]) -> None:
 def _verdicts(messages: list[Message]) -> list[Message]:
     """Return a verdict for each rank: all failures, the folders of the ranks that it shares memory with, and ``cached``."""
     failures, own = _failures(messages), dict[int, Message]()
-    for ranks in _hosts([m["host"] for m in messages]):
+    for ranks in grouped([m["host"] for m in messages]):
+        if len(ranks) == 1 or not messages[ranks[0]]["host"]:
+            continue
         folders = {str(rank): messages[rank]["folder"] for rank in ranks}
         cached = all(messages[rank]["cached"] for rank in ranks)
         own |= {rank: {"folders": folders, "cached": cached} for rank in ranks}
@@ -282,20 +284,16 @@ def _host() -> str:
         return ""
 
 
-def _hosts(keys: list[str]) -> list[list[int]]:
-    """Return the ranks of each host with several ranks."""
+def grouped(keys: Sequence[str]) -> list[list[int]]:
+    """Return the ranks with equal keys, in the order of the first rank of each key."""
     found: dict[str, list[int]] = {}
     for rank, key in enumerate(keys):
-        if key:
-            found.setdefault(key, []).append(rank)
-    return [ranks for ranks in found.values() if len(ranks) > 1]
+        found.setdefault(key, []).append(rank)
+    return list(found.values())
 
 
 def _prepare(folder: Path, world: int, rows: Ints | None, wanted_bytes: int) -> str | None:
-    """Create the folder of this rank, and allocate its memory.
-
-    Returns the error, or None.
-    """
+    """Create the folder of this rank, and allocate its memory. Returns the error, or None."""
     try:
         _remove_stale()
         make_folder(folder)

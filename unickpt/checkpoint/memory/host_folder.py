@@ -23,6 +23,7 @@ from unickpt.base.private_files import TOKEN, make_folder
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.format.file_names import DATA_FOLDER, MANIFEST_FILE, ROWS_FOLDER
 from unickpt.checkpoint.memory.generations import ABOUT_FILE, Inventory, folder_of, is_file_of_generation, number_of
+from unickpt.checkpoint.storage.base import read_text
 from unickpt.checkpoint.storage.open import open_storage
 
 TOKEN_FILE = ".unickpt-memory"
@@ -38,10 +39,9 @@ def read_token(save_dir: str) -> str:
         FormatError: the file holds something else.
     """
     place = open_storage(save_dir)
-    size = place.size_bytes(TOKEN_FILE)
-    if size is None:
+    text = read_text(place, TOKEN_FILE)
+    if text is None:
         return ""
-    text = place.read(TOKEN_FILE, 0, min(size, 64)).decode(errors="replace").strip()
     if not re.fullmatch(TOKEN, text):
         raise FormatError(
             f"{place.where(TOKEN_FILE)} holds {text[:40]!r} instead of 32 hexadecimal digits. Remove the file: checkpoints in "
@@ -131,11 +131,7 @@ class HostFolder:
         return files
 
     def set_aside(self, number: int, name: str, *, as_name: str) -> Path | None:
-        """Take the pages of a file of a generation that was given up.
-
-        Returns:
-            Path of the spare file; None if the generation has no such file.
-        """
+        """Take the pages of a file of a generation that was given up. Return the spare file; None if there is no such file."""
         spare = self.root / _SPARE / as_name
         try:
             (self.generation(number) / MANIFEST_FILE).unlink(missing_ok=True)  # first, so that it never looks complete
@@ -149,12 +145,7 @@ class HostFolder:
         return self.root / _SPARE / name
 
     def scratch(self, kind: str, name: str, *, alone: bool) -> Path:
-        """Make a folder beside the generations.
-
-        Args:
-            kind: folder of a use.
-            name: folder below it.
-            alone: remove other folders below ``kind``.
+        """Make a folder for a use (``kind``) beside the generations. ``alone``: remove others for this use.
 
         Raises:
             OSError: it cannot be made.

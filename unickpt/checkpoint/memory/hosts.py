@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from unickpt.base.process_identity import boot_id
+from unickpt.checkpoint.coordination.host_peers import grouped
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.memory.host_folder import HostFolder
 from unickpt.checkpoint.memory.keeper_process import KeeperProcess, reach_of_job
@@ -79,9 +80,7 @@ def connect(
             problems.append(problem or "the save directory has no token")
         return None
     folder = HostFolder(parent, token)
-    hosts = exchange.combined(
-        "memory-host", {"host": _key(parent)}, lambda all_: {"ranks": _grouped([m["host"] for m in all_])}
-    )
+    hosts = exchange.combined("memory-host", {"host": _key(parent)}, lambda all_: {"ranks": grouped([m["host"] for m in all_])})
     found = JobHosts(token, folder, exchange.rank, hosts["ranks"])
     problem = ""
     try:
@@ -120,11 +119,3 @@ def _key(parent: str) -> str:
     except OSError as err:
         return f"{socket.gethostname()} {err}"
     return f"{boot_id() or socket.gethostname()}/{about.st_dev}/{about.st_ino}/{os.geteuid()}"
-
-
-def _grouped(keys: Sequence[str]) -> list[list[int]]:
-    """Return the ranks with equal keys, in the order of the first rank of each key."""
-    found: dict[str, list[int]] = {}
-    for rank, key in enumerate(keys):
-        found.setdefault(key, []).append(rank)
-    return list(found.values())

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from unickpt.base.errors import OtherModelError, StorageError, UncertainCommitError, UnickptError
+from unickpt.base.errors import NotACheckpointError, OtherModelError, StorageError, UncertainCommitError, UnickptError
+from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.coordination.owners import Claim
 from unickpt.checkpoint.format import index_codec, rank_rows
 from unickpt.checkpoint.format import manifest as manifest_module
@@ -41,12 +42,14 @@ def next_generation(storage: Storage, claim: Claim | None = None) -> int:
     Raises:
         OtherModelError: it is the checkpoint of another model.
     """
-    generation = 0
+    old: Manifest | None = None
     try:
-        old = _existing(storage)
-        generation = 0 if old is None else old.generation + 1
+        old = read_manifest(storage)
+    except NotACheckpointError:
+        pass
     except (UnickptError, OSError):
         return time.time_ns()  # the manifest is unreadable: use a number that is certainly new
+    generation = 0 if old is None else old.generation + 1
     if old is not None and claim is not None:
         refused = claim.refusal(old)
         if refused:
@@ -60,25 +63,11 @@ def next_generation(storage: Storage, claim: Claim | None = None) -> int:
     return generation
 
 
-def _existing(storage: Storage) -> Manifest | None:
-    size = storage.size_bytes(MANIFEST_FILE)
-    if size is None:
-        return None
-    return manifest_module.from_bytes(storage.read(MANIFEST_FILE, 0, size), where=storage.where(MANIFEST_FILE))
-
-
 def check_structure(storage: Storage, claim: Claim, structure: str) -> None:
-    """Raise OtherModelError if a checkpoint of another model lies under this tag.
-
-    Args:
-        storage: directory of the checkpoint.
-        claim: of the model to the directory.
-        structure: of the model, as in ``Origin``.
-    """
-    old = None
+    """Raise OtherModelError if a checkpoint of another model lies under this tag. ``structure``: as in ``Origin``."""
+    refused = ""
     with contextlib.suppress(UnickptError, OSError):
-        old = _existing(storage)
-    refused = "" if old is None else claim.structure_refusal(old, structure)
+        refused = claim.structure_refusal(read_manifest(storage), structure)
     if refused:
         raise OtherModelError(f"in {storage} {refused}")
 
@@ -116,12 +105,9 @@ def commit(
     """Merge the rows of all ranks, check that the tensors are complete, and write index and manifest.
 
     Args:
-        storage: directory of the checkpoint.
         files: data files of all ranks, in rank order.
         part: part of the coordinator.
-        generation: generation of this save.
         proceed: called directly before the manifest is written; raises to prevent the commit.
-        claim: of the model to the directory.
 
     Raises:
         OtherModelError: the directory has the checkpoint of another model. Nothing is committed.
@@ -162,16 +148,9 @@ def index_record(table: bytes, generation: int) -> FileRecord:
 
 
 def with_generation(manifest: Manifest, table: bytes, generation: int, *, where: str) -> tuple[Manifest, bytes]:
-    """Return a checkpoint with the file names of another generation.
+    """Return manifest and bytes of the index file of a checkpoint with the file names of another generation.
 
-    Args:
-        manifest: manifest of the checkpoint.
-        table: bytes of its index file.
-        generation: the new generation.
-        where: name of the index in messages.
-
-    Returns:
-        Manifest and index bytes. The unchanged data files get the names of ``RankFiles(rank, generation)``.
+    The unchanged data files get the names of ``RankFiles(rank, generation)``. ``where``: name of the index in messages.
     """
     if generation == manifest.generation:
         return manifest, table
@@ -212,10 +191,7 @@ def publish(storage: Storage, manifest: Manifest, table: bytes, *, proceed: Call
 
 
 def _put_in_place(storage: Storage, data: bytes) -> bool:
-    """Write the manifest.
-
-    Returns:
-        Whether it is durable. If not, the old manifest may reappear after a crash of the machine.
+    """Write the manifest, and return whether it is durable. If not, the old one may reappear after a crash of the machine.
 
     Raises:
         UncertainCommitError: it is unknown whether the manifest was written.

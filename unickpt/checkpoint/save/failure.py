@@ -8,16 +8,7 @@ from pathlib import Path
 
 import torch
 
-from unickpt.base.errors import (
-    CoordinationError,
-    CorruptCheckpointError,
-    FormatError,
-    OtherModelError,
-    StorageError,
-    UnickptError,
-    UnsafePathError,
-    UnsupportedLayoutError,
-)
+from unickpt.base import errors
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
 
 #: A second universal save fails in the same way, so the framework saves in its own format.
@@ -32,12 +23,9 @@ _NO_DEVICE_MEMORY: type[Exception] = torch.cuda.OutOfMemoryError  # torch.OutOfM
 
 
 def save_failure(error: BaseException, rank: int, *, describing: bool = False) -> Failure:
-    """Return the failure that an exception of a save means.
+    """Return the failure that an exception of a save on a rank means.
 
-    Args:
-        error: exception that was raised.
-        rank: rank that raised it.
-        describing: the rank was describing its state. An ``OSError`` then does not come from the checkpoint's storage.
+    ``describing``: the rank was describing its state. An ``OSError`` then does not come from the checkpoint's storage.
     """
     kind = _kind(error, describing=describing)
     text = f"{type(error).__name__}: {error}"
@@ -47,26 +35,26 @@ def save_failure(error: BaseException, rank: int, *, describing: bool = False) -
         text = type(error).__name__
     elif kind in (FailureKind.UNEXPECTED, FailureKind.MEMORY):
         text += _raised_at(error)
-    tensor, file = (error.tensor, error.file) if isinstance(error, UnickptError) else ("", "")
+    tensor, file = (error.tensor, error.file) if isinstance(error, errors.UnickptError) else ("", "")
     return Failure(kind, rank, tensor, file, text)
 
 
 def _kind(error: BaseException, *, describing: bool) -> FailureKind:
-    if isinstance(error, UnsupportedLayoutError):
+    if isinstance(error, errors.UnsupportedLayoutError):
         return FailureKind.UNSUPPORTED if error.resumable else FailureKind.UNRESUMABLE
-    if isinstance(error, OtherModelError):
+    if isinstance(error, errors.OtherModelError):
         return FailureKind.OTHER_MODEL
-    if isinstance(error, UnsafePathError):
+    if isinstance(error, errors.UnsafePathError):
         return FailureKind.OUTSIDE
-    if isinstance(error, CoordinationError):
+    if isinstance(error, errors.CoordinationError):
         return FailureKind.COORDINATION
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         return FailureKind.INTERRUPTED
-    if isinstance(error, StorageError):
+    if isinstance(error, errors.StorageError):
         return FailureKind.STORAGE
     if is_out_of_memory(error):
         return FailureKind.MEMORY
-    if not describing and isinstance(error, (OSError, FormatError, CorruptCheckpointError)):
+    if not describing and isinstance(error, (OSError, errors.FormatError, errors.CorruptCheckpointError)):
         return FailureKind.STORAGE
     return FailureKind.UNEXPECTED
 

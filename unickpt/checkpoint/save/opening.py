@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from unickpt.base.errors import CoordinationError
@@ -35,30 +35,17 @@ class Opening:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON-able form for messages between ranks."""
-        refused = None if self.refused is None else self.refused.to_json()
-        return {
-            "skip": self.skip,
-            "background": self.background,
-            "arguments": self.arguments,
-            "refused": refused,
-            "announce": self.announce,
-        }
+        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {**found, "refused": None if self.refused is None else self.refused.to_json()}
 
     @classmethod
     def from_json(cls, value: Message) -> Opening:
         """Return the opening that ``to_json`` encoded."""
-        refused = None if value["refused"] is None else Failure.from_json(value["refused"])
-        return cls(value["skip"], value["background"], value["arguments"], refused, value["announce"])
+        return cls(**{**value, "refused": None if value["refused"] is None else Failure.from_json(value["refused"])})
 
 
 def opening_of(request: SaveRequest, *, skip: bool, background: bool, known_defect: Failure | None) -> Opening:
-    """Return the coordinator's announcement of a save.
-
-    Args:
-        request: the save.
-        skip, background: as in ``Opening``.
-        known_defect: failure of an earlier save that this one would repeat, or None.
-    """
+    """Return the coordinator's announcement of a save. ``known_defect``: of an earlier save, which this one would repeat."""
     if skip:
         return Opening(skip, background, request.arguments, None, {})
     refused = known_defect if request.framework_stands_in else None
@@ -126,17 +113,10 @@ def differences(request: SaveRequest, exchange: MessageExchange) -> tuple[Failur
 
 
 def refusal(here: Message, there: Message, rank: int) -> Failure | None:
-    """Return why a rank takes no part in a save, or None.
-
-    Args:
-        here: arguments of the call on this rank.
-        there: arguments of the call on the coordinator.
-        rank: this rank.
-    """
-    if shutdown.ending_signal():
-        return Failure(
-            FailureKind.INTERRUPTED, rank, text=f"this process received {shutdown.ending_signal()} and starts no new save"
-        )
+    """Return why a rank takes no part in a save, or None. ``here`` and ``there``: arguments on it and on the coordinator."""
+    ending = shutdown.ending_signal()
+    if ending:
+        return Failure(FailureKind.INTERRUPTED, rank, text=f"this process received {ending} and starts no new save")
     return _difference(here, there, rank)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from unickpt.base.garbage import collection_paused
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
@@ -69,12 +70,7 @@ class SavePart:
 
 
 class PartBuilder:
-    """Describes and stages the parts of one rank.
-
-    Args:
-        options: options of the saves.
-        pool: staging memory.
-    """
+    """Describes and stages the parts of one rank, in the staging memory of a pool."""
 
     def __init__(self, options: SaveOptions, pool: BufferPool) -> None:
         self._options, self._pool = options, pool
@@ -84,11 +80,7 @@ class PartBuilder:
     ) -> SavePart:
         """Describe this rank's part. For a background save, also copy it if the copy fits into the budget.
 
-        A failure is returned in the part, so that this rank takes part in the agreement.
-
-        Args:
-            request, opening, exchange: of the save.
-            interrupts: what has interrupted this rank. It is the failure of its part.
+        A failure is returned in the part, so that this rank takes part in the agreement. So is what has interrupted this rank.
         """
         part = SavePart()
         if request.failed is not None:
@@ -161,11 +153,8 @@ class PartBuilder:
         return OpenDataFile(stack, file)
 
     def _buffer(self, size_bytes: int, exchange: MessageExchange) -> StagingBuffer:
-        return self._pool.acquire(
-            size_bytes,
-            notice=lambda: warn_of_waiting("this one", "the saves before it", exchange),
-            notice_s=exchange.notice_s,
-        )
+        notice = partial(warn_of_waiting, "this one", "the saves before it", exchange)
+        return self._pool.acquire(size_bytes, notice=notice, notice_s=exchange.notice_s)
 
     def release(self, part: SavePart) -> None:
         """Close the open data file of a part, and return its staging memory to the pool."""

@@ -17,22 +17,20 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from unickpt.base.errors import CoordinationError
+from unickpt.base.errors import CoordinationError, UnickptError
 from unickpt.base.garbage import collection_paused
 from unickpt.base.launcher_watch import end_with_launcher
 from unickpt.base.round_folder import note_saver
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.fence import guarded, writing_copy
-from unickpt.checkpoint.format.layout import RankFiles
+from unickpt.checkpoint.format.layout import LOCK_FILE, RankFiles
 from unickpt.checkpoint.save import commit as commit_module
 from unickpt.checkpoint.save import shutdown
-from unickpt.checkpoint.save.directory_locks import DirectoryLocks
 from unickpt.checkpoint.save.failure import save_failure
 from unickpt.checkpoint.save.opening import Opening, announced, differences, opening_of
 from unickpt.checkpoint.save.part import PartBuilder, SavePart, warn_of_waiting
 from unickpt.checkpoint.save.requests import PendingSave, SaveCounts, SaveOptions, SaveRequest, SaveResult
-from unickpt.checkpoint.save.shards import Contribution
 from unickpt.checkpoint.save.shutdown import AbandonedSave
 from unickpt.checkpoint.save.staging import BufferPool, StagingPool
 from unickpt.checkpoint.save.task import SaveTask
@@ -84,7 +82,7 @@ class Saver:
         self._exchange: MessageExchange | None = None  # of the last save
         self._uploader = Uploader(self.options.bandwidth_bytes_per_s)
         self._logged_notes: set[str] = set()
-        self._locks = DirectoryLocks()  # used on the coordinator
+        self._locks: dict[str, Callable[[], None]] = {}  # release of each locked directory, on the coordinator
         shutdown.guard(self)
         note_saver()
         end_with_launcher()
@@ -278,7 +276,7 @@ class Saver:
             if not verdict["failures"]:
                 try:
                     with guarded(request.save_dir, writing_copy(request.one_writer, exchange.world)):
-                        refused = self._locks.acquire(storage)
+                        refused = self._lock(storage)
                     verdict["generation"] = commit_module.next_generation(storage, request.claim)
                 except Exception as err:  # the other ranks wait for the verdict
                     refused = save_failure(err, exchange.rank)
@@ -297,10 +295,9 @@ class Saver:
     ) -> None:
         """End a save that all ranks know to have failed before any file was written."""
         self._release(save, part)
-        self._recovering = self._recovering or any(failure.kind is FailureKind.MEMORY for failure in failures)
-        if request.failed is None and (
-            exchange.rank == 0 or any(failure.kind is FailureKind.ARGUMENTS for failure in failures)
-        ):
+        kinds = {failure.kind for failure in failures}
+        self._recovering = self._recovering or FailureKind.MEMORY in kinds
+        if request.failed is None and (exchange.rank == 0 or FailureKind.ARGUMENTS in kinds):
             self.open(save.directory).delete_if_empty()  # the framework may have created it
         result = SaveResult(committed=False, failures=tuple(failures), seconds=time.monotonic() - begin)
         save.end(result, notify=request.on_end)
@@ -347,9 +344,24 @@ class Saver:
         self._parts.release(part)
         self.unlock(save.directory)
 
+    def _lock(self, storage: Storage) -> Failure | None:
+        """Keep other jobs from saving into a checkpoint directory. Return the failure if another process holds the lock."""
+        try:
+            release = storage.try_lock(LOCK_FILE)
+        except UnickptError:  # the save itself reports what is wrong with the directory
+            return None
+        if release is None:
+            text = (
+                f"{storage.where(LOCK_FILE)} is locked: another process, or another engine of this one, is saving into "
+                "this directory. Give each job and each model its own directory, or end the other job."
+            )
+            return Failure(FailureKind.STORAGE, 0, text=text)
+        self._locks[storage.where()] = release
+        return None
+
     def unlock(self, directory: str) -> None:
-        """Release the lock of a checkpoint directory."""
-        self._locks.release(directory)
+        """Release the lock of a checkpoint directory, if there is one."""
+        self._locks.pop(directory, lambda: None)()
 
 
 def _pends(save: PendingSave) -> bool:
@@ -388,21 +400,3 @@ def _wait_for(save: PendingSave, directory: str, exchange: MessageExchange) -> N
             waited,
             split(save.directory)[1],
         )
-
-
-def save(
-    contribute: Callable[[Message], Contribution],
-    *,
-    save_dir: str,
-    tag: str,
-    save_latest: bool,
-    exchange: MessageExchange,
-) -> SaveResult:
-    """Save one checkpoint synchronously, with a new ``Saver``.
-
-    Raises:
-        CoordinationError: a rank did not arrive in time.
-    """
-    result = Saver().save(SaveRequest(contribute, save_dir, tag, save_latest), exchange).result
-    assert result is not None  # otherwise the call has raised
-    return result

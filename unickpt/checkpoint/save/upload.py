@@ -18,15 +18,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from unickpt.base.errors import CoordinationError, CorruptCheckpointError, StorageError, UncertainCommitError
+from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.coordination.failure import Failure, sentence
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.coordination.owners import Claim, Origin
 from unickpt.checkpoint.coordination.pending import Pending
 from unickpt.checkpoint.fence import guarded, writing_copy
-from unickpt.checkpoint.format import manifest
 from unickpt.checkpoint.format.checksums import RunningDigest
 from unickpt.checkpoint.format.layout import LATEST_FILE, RankFiles
-from unickpt.checkpoint.format.manifest import MANIFEST_FILE, FileRecord, Manifest
+from unickpt.checkpoint.format.manifest import FileRecord, Manifest
 from unickpt.checkpoint.save import commit
 from unickpt.checkpoint.save.data_file import Pace
 from unickpt.checkpoint.save.failure import save_failure
@@ -177,8 +177,7 @@ class _Upload:
         try:
             self._data = self._files.enter_context(source.reader(self.request.record.path))
             if self.request.exchange.rank == 0:
-                data = source.read(MANIFEST_FILE, 0, source.size_bytes(MANIFEST_FILE) or 0)
-                self._manifest = manifest.from_bytes(data, where=source.where(MANIFEST_FILE))
+                self._manifest = read_manifest(source)
                 self._index = self._files.enter_context(source.reader(self._manifest.index))
         except Exception as err:
             self._cannot_open = save_failure(err, self.request.exchange.rank)
@@ -238,7 +237,7 @@ class _Upload:
         return opening
 
     def _send(self, name: str) -> Failure | None:
-        """UploadRequest the data file of this rank. Return the failure, or None."""
+        """Upload the data file of this rank. Return the failure, or None."""
         if self._data is None:
             return self._cannot_open
         record = self.request.record
@@ -337,6 +336,3 @@ def tags_of(uploads: list[PendingUpload], save_dir: str) -> set[str]:
     """Return the names of the checkpoints in a folder whose upload is pending."""
     places = (split(upload.source) for upload in uploads)
     return {name for folder, name in places if folder == save_dir}
-
-
-__all__ = ["PendingUpload", "UploadRequest", "UploadResult", "Uploader", "tags_of"]

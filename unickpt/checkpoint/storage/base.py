@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 _MAX_TEXT_BYTES = 4096
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 
 
 class Sink(Protocol):
@@ -121,9 +121,7 @@ class Storage(Protocol):
     def try_lock(self, name: str) -> Callable[[], None] | None:
         """Lock a file name against other processes, without waiting. The lock ends with the process.
 
-        Returns:
-            The function that releases the lock, or None if another process holds it. A storage without
-            locks always grants it.
+        Return the function that releases it, or None if another process holds it. A storage without locks always grants it.
         """
 
 

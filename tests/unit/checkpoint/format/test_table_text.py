@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from unickpt.base.errors import CoverageError, FormatError
 from unickpt.checkpoint.format import index_codec, rank_rows, table_text, tensor_table
 from unickpt.checkpoint.format.boxes import Box
-from unickpt.checkpoint.format.growing_column import GrowingColumn
 from unickpt.checkpoint.format.index import FragmentRow, TensorInfo, check_coverage
+from unickpt.checkpoint.format.row_columns import GrowingColumn
 from unickpt.checkpoint.format.safetensors_header import parse_header
 from unickpt.checkpoint.format.tensor_table import TensorTable
 from unickpt.testing.handmade import index_of
@@ -177,8 +177,8 @@ def test_a_table_in_another_place_of_the_header_is_not_the_table() -> None:
 @settings(deadline=None)
 def test_a_column_that_grows_keeps_its_values(parts: list[list[int]], rows: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unickpt.checkpoint.format.growing_column._FIRST_ROWS", rows)
-        patch.setattr("unickpt.checkpoint.format.growing_column._ROWS", 2 * rows)
+        patch.setattr("unickpt.checkpoint.format.row_columns._FIRST_ROWS", rows)
+        patch.setattr("unickpt.checkpoint.format.row_columns._ROWS", 2 * rows)
         column = GrowingColumn()
         for part in parts:
             column.extend(np.array(part, np.int64))

@@ -13,6 +13,7 @@ import torch
 
 from tests.support.rank_threads import alone
 from tests.support.saves import WRITER
+from tests.support.saving import save
 from unickpt.base.errors import CorruptCheckpointError, StorageError
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.checksums import fragment_checksum
@@ -30,7 +31,6 @@ from unickpt.checkpoint.load.checked_read import (
 )
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.fragments import Request, batches_of, by_file
-from unickpt.checkpoint.save.saver import save
 from unickpt.checkpoint.save.shards import Contribution, shards_of_flat_range
 from unickpt.checkpoint.storage.base import DescriptorReader
 from unickpt.checkpoint.storage.posix import PosixStorage

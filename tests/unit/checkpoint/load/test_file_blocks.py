@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.support.rank_threads import alone
 from tests.support.saves import WRITER
+from tests.support.saving import save
 from unickpt.base.errors import CorruptCheckpointError
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import TensorInfo
@@ -24,7 +25,6 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.file_blocks import cores_of, in_turns, read_blocks
 from unickpt.checkpoint.load.fragments import Request
 from unickpt.checkpoint.load.reader import execute
-from unickpt.checkpoint.save.saver import save
 from unickpt.checkpoint.save.shards import Contribution, shards_of_flat_range
 from unickpt.checkpoint.storage import posix
 from unickpt.checkpoint.storage.base import Reader

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.support.rank_threads import WORLD, on_all_ranks
 from tests.support.saves import WRITER
+from tests.support.saving import save
 from unickpt.base.errors import CorruptCheckpointError, HostPeerFailedError, StorageError
 from unickpt.checkpoint.coordination import host_peers
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
@@ -32,7 +33,6 @@ from unickpt.checkpoint.load.fragments import Request
 from unickpt.checkpoint.load.reader import ReadStats
 from unickpt.checkpoint.load.shared_gather import SplitTensor, gather
 from unickpt.checkpoint.save import shards as contribution
-from unickpt.checkpoint.save.saver import save
 from unickpt.checkpoint.save.shards import Contribution, shards_of_flat_range
 from unickpt.checkpoint.storage import posix
 

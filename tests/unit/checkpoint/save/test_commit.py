@@ -16,13 +16,13 @@ import torch
 from tests.jobs.faults.calls import Call, watched
 from tests.support.rank_threads import WORLD, on_all_ranks
 from tests.support.saves import INFO, assert_holds, part, values
+from tests.support.saving import save
 from unickpt.base.errors import CoordinationError, UnickptError
 from unickpt.checkpoint.coordination.failure import FailureKind
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.verify import verify_checkpoint
 from unickpt.checkpoint.save.requests import SaveResult
-from unickpt.checkpoint.save.saver import save
 from unickpt.checkpoint.save.shards import Contribution, shards_of_flat_range
 
 

@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from tests.support.rank_threads import on_all_ranks
 from tests.support.saves import assert_holds, part
+from tests.support.saving import save
 from unickpt.base.errors import CoordinationError
 from unickpt.base.round_folder import RINGS, RINGS_JOB, ends_of_job, folder_of_round, note_ended, read_ended, remove_note
 from unickpt.checkpoint.coordination import ends as ends_module
 from unickpt.checkpoint.coordination.ends import Ends
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions
-from unickpt.checkpoint.save.saver import Saver, save
+from unickpt.checkpoint.save.saver import Saver
 
 AT_ONCE_S, LONG_S = 5.0, 60.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.support.rank_threads import alone, on_all_ranks
 from tests.support.saves import large, request
 from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
-from unickpt.checkpoint.coordination.owners import Claim, Origin, Owner, Owners, as_json
+from unickpt.checkpoint.coordination.owners import Claim, Origin, Owner, Owners
 from unickpt.checkpoint.memory.tier import MemoryTier
 from unickpt.checkpoint.save.requests import PendingSave, SaveOptions
 from unickpt.checkpoint.save.retention import Retention
@@ -46,7 +46,7 @@ class Model:
         claim = self.claim
         wanted = request(folder, tag, large(self.tensors), claim=claim)
         made = wanted.contribute({})
-        writer = replace(made.writer, origin=dict(as_json(self.owners.origin(self.owner))))
+        writer = replace(made.writer, origin=asdict(self.owners.origin(self.owner)))
         part = replace(made, step=step, writer=writer, excluded=excluded)
         if exchange is not None and exchange.rank:
             part = replace(part, shards=[])

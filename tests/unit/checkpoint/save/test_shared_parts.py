@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.saving import save
 from unickpt.base.errors import CoverageError
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, Writer
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.verify import verify_checkpoint
-from unickpt.checkpoint.save.saver import save
 from unickpt.checkpoint.save.shards import Contribution, shards_of_flat_range
 from unickpt.transform.edit.remove_tensors import remove_tensors
 
