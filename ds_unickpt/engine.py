@@ -51,10 +51,6 @@ class NewEngine:
         return found
 
 
-def _nothing(_: NewEngine) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Feature:
     """Something that unickpt adds to an engine.
@@ -69,7 +65,7 @@ class Feature:
     name: str
     wanted: Callable[[NewEngine], bool]
     begin: Callable[[NewEngine], None]
-    end: Callable[[NewEngine], None] = _nothing
+    end: Callable[[NewEngine], None] = lambda _: None
 
 
 def _begin_timing(new: NewEngine) -> None:
@@ -157,10 +153,6 @@ def adopt(runtime: EngineRuntime, engine: Any) -> None:
     """Begin with the features that the configuration of an engine asks for. Runs after DeepSpeed has made it.
 
     If one cannot begin, those before it end. Otherwise, they end with the engine.
-
-    Args:
-        runtime: state of the adapter.
-        engine: the DeepSpeedEngine.
 
     Raises:
         ConfigError: the ``unickpt`` key is invalid.

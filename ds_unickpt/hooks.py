@@ -12,7 +12,6 @@ from ds_unickpt.compressing import compression_hooks
 from ds_unickpt.edge import RUNTIME
 from ds_unickpt.framework.declaration import declared
 from ds_unickpt.framework.versions import ENGINE, SOURCE, version
-from ds_unickpt.measuring import timing_start
 from ds_unickpt.runtime import EngineRuntime
 from ds_unickpt.saving import hints
 from ds_unickpt.trainer import trainer_hooks
@@ -48,6 +47,24 @@ def _load(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) ->
     return load_checkpoint(wrapped, instance, *args, **kwargs)
 
 
+def _start_timing(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    """Start timing before the first collectives of an engine.
+
+    The other ranks wait there for a rank that hangs on its way to ``deepspeed.initialize``, such as in the load of its model.
+    """
+    from ds_unickpt.batch.config import valid_options
+    from ds_unickpt.framework import internals
+
+    options = valid_options(internals.config_of(instance))
+    if options is not None and options.timing.enabled:  # imported only then
+        from unickpt.base.logs import make_visible
+        from unickpt.diagnosis import session
+
+        make_visible()
+        session.start(options.timing, lambda: internals.process_groups(instance))
+    return wrapped(*args, **kwargs)
+
+
 def _engine(name: str, method: str, wrapper: Callable[..., Any], why: str) -> Hook:
     """Return a hook that replaces a method of the engine for jobs with the ``unickpt`` key."""
     return declared(
@@ -68,27 +85,27 @@ HOOKS = [
         _save,
         "a checkpoint engine receives (state_dict, path) only, not the parameters that a flat partition holds",
     ),
-    _engine(
-        "load",
-        "load_checkpoint",
-        _load,
-        "load_checkpoint refuses another world size before it calls a checkpoint engine",
-    ),
+    _engine("load", "load_checkpoint", _load, "load_checkpoint refuses another world size before it calls a checkpoint engine"),
 ]
-
+TIMING = declared(
+    "deepspeed.timing.start",
+    ENGINE,
+    "DeepSpeedEngine._configure_distributed_model",
+    _start_timing,
+    strict=False,
+    why="no callback before the first collectives of an engine",
+    until="DeepSpeed has callbacks for the phases of a step",
+)
+BESIDE = [batch_hooks.HOOK, TIMING]  # alone: without them, the job saves and loads all the same
 OPTIONAL = compression_hooks.HOOKS  # installed only if an option asks for them
-DECLARED = [*HOOKS, batch_hooks.HOOK, timing_start.HOOK, *OPTIONAL, *hints.HOOKS, *trainer_hooks.HOOKS, trainer_hooks.MEMORY]
+DECLARED = [*HOOKS, *BESIDE, *OPTIONAL, *hints.HOOKS, *trainer_hooks.HOOKS, trainer_hooks.MEMORY]
 
 
 def install() -> bool:
-    """Install the hooks in DeepSpeed. An unknown version keeps its own functions, with one warning.
-
-    Returns:
-        Whether the hooks are installed.
-    """
+    """Install the hooks in DeepSpeed, and return whether. An unknown version keeps its own functions, with one warning."""
     installed = hooks.install(HOOKS, framework="DeepSpeed", version=version())
     if installed:
-        hooks.install([batch_hooks.HOOK, timing_start.HOOK], framework="DeepSpeed", version=version())
+        hooks.install(BESIDE, framework="DeepSpeed", version=version())
         hints.install_fp32()
         hints.explain_uncaught(sys.orig_argv)
         watch(
@@ -103,4 +120,4 @@ def install() -> bool:
 def uninstall() -> None:
     """Restore the functions of DeepSpeed and transformers."""
     trainer_hooks.uninstall()
-    hooks.uninstall([*HOOKS, batch_hooks.HOOK, timing_start.HOOK, *compression_hooks.HOOKS, *hints.HOOKS])
+    hooks.uninstall([*HOOKS, *BESIDE, *OPTIONAL, *hints.HOOKS])

@@ -58,20 +58,14 @@ class EngineRuntime:
         self.script_found: str | None = None
 
     def engine_exchange(self, engine: Any, *, timeout_s: float) -> MessageExchange:
-        """Return the message exchange of a new engine.
-
-        Args:
-            engine: the DeepSpeedEngine.
-            timeout_s: how long a rank waits for the others, in seconds.
-        """
+        """Return the message exchange of a new engine, whose ranks wait for each other up to ``timeout_s``."""
         from ds_unickpt.framework import internals
         from unickpt.base.round_folder import ends_of_job
         from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 
         world, prefix = int(engine.world_size), f"unickpt/{self.engines}"
         self.engines += 1
-        store = internals.default_store() if world > 1 else None
-        rank = int(engine.global_rank)
+        store, rank = internals.default_store() if world > 1 else None, int(engine.global_rank)
         ended = ends_of_job(rank, world)
         return MessageExchange(store, rank=rank, world=world, prefix=prefix, timeout_s=timeout_s, ended=ended)
 

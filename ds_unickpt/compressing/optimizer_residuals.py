@@ -88,10 +88,8 @@ class _OneBit:
         sent: NamedTensors = {}
         returned: NamedTensors = {}
         if self.numbered and self.base.worker_errors:
-            sent[f"{_SENT}:{self._all}"], returned[f"{_RETURNED}:{self._all}"] = (
-                self.base.worker_errors[0],
-                self.base.server_errors[0],
-            )
+            sent[f"{_SENT}:{self._all}"] = self.base.worker_errors[0]
+            returned[f"{_RETURNED}:{self._all}"] = self.base.server_errors[0]
             sent[f"{_PADDING}:{self._all}"] = self.base.exp_avg_flat[0][self.elements()[self._all] :]
         for key, part in zip(self.keys, self.parts, strict=True):
             state = self.state(part)

@@ -344,10 +344,6 @@ def grad_scaler(engine: Any) -> Any | None:
     return getattr(engine, "torch_autocast_z0_gradscaler", None) or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
 
-def lr_scheduler(engine: Any) -> Any | None:
-    return engine.lr_scheduler
-
-
 def renew_last_lr(scheduler: Any) -> None:
     """Set what ``get_last_lr`` of a scheduler of DeepSpeed returns. Its ``load_state_dict`` leaves the value of before."""
     if type(scheduler).__module__.startswith("deepspeed.") and getattr(scheduler, "_last_lr", None) is not None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_unickpt.framework import persistent_parameters, swap_files
-from ds_unickpt.framework.internals import BF16, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, wrapper_of
+from ds_unickpt.framework.internals import BF16, FP16_FUSED, FP16_UNFUSED, ZERO_1_2, ZERO_3, base_optimizer, wrapper_of
 from ds_unickpt.framework.partitions import MOMENTUM, OFFLOADED, Partition
 from unickpt.checkpoint.coordination.host_peers import HostPeers
 from unickpt.checkpoint.load import shared_gather
@@ -18,17 +18,13 @@ from unickpt.checkpoint.load import shared_gather
 def empty_state(engine: Any, partition: Partition, key: str, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of zeros for an elementwise state. ``add_state`` adds it.
 
-    Args:
-        engine: the DeepSpeedEngine.
-        partition: partition that gets the state.
-        key: key of the state, such as ``exp_avg``.
-        dtype: dtype of the state. DeepSpeed's own dtype is used for states where it differs.
+    ``dtype`` is that of the state, except where DeepSpeed's own differs.
     """
-    kind, optimizer = wrapper_of(engine), engine.optimizer
-    base = optimizer if kind == "plain" else optimizer.optimizer
+    base = base_optimizer(engine)
     if key == MOMENTUM and "muon" in type(base).__name__.lower() and key not in partition.whole:
         # follows ``_create_momentum_buffer`` of runtime/zero/stage3.py; other wrappers use the dtype of the masters
-        dtype = optimizer.communication_data_type if kind == ZERO_3 else partition.master.dtype
+        zero_3 = wrapper_of(engine) == ZERO_3
+        dtype = engine.optimizer.communication_data_type if zero_3 else partition.master.dtype
     shape = partition.shape(key)
     if shape == tuple(partition.master.shape):
         return torch.zeros_like(partition.master, dtype=dtype, requires_grad=False)
@@ -63,9 +59,8 @@ def keep_states(engine: Any, partition: Partition, keys: Collection[str]) -> Non
 
 def _states(engine: Any, partition: Partition) -> Any:
     """Return the states of the optimizer that steps on a partition, by master."""
-    optimizer = engine.optimizer
-    base = optimizer if wrapper_of(engine) == "plain" else optimizer.optimizer
-    return (partition.stepped_by or base).state
+    stepping: Any = partition.stepped_by or base_optimizer(engine)
+    return stepping.state
 
 
 def forget_gradients(engine: Any) -> None:
@@ -106,8 +101,7 @@ def refresh_weights(
     """Set the weights to the cast of their masters.
 
     Args:
-        engine: the DeepSpeedEngine.
-        parts: what its optimizer holds.
+        parts: what the optimizer holds.
         host_peers: all ranks of this host, which make the same call. If the data-parallel groups of all of them lie within
             the host and the weights are in its memory, no collective runs. Otherwise ZeRO-1 and 2 run DeepSpeed's.
         derived: all weights of this rank have this value, also those of which other ranks have the masters.
@@ -154,11 +148,8 @@ def _split_weights(engine: Any) -> list[shared_gather.SplitTensor] | None:
     found = []
     for group, parts, master in zip(optimizer.real_dp_process_group, weights, masters, strict=False):
         ranks = tuple(dist.get_process_group_ranks(group))
-        found.append(
-            shared_gather.SplitTensor(
-                ranks, dist.get_group_rank(group, dist.get_rank()), [p.detach() for p in parts], master.detach()
-            )
-        )
+        rank = dist.get_group_rank(group, dist.get_rank())
+        found.append(shared_gather.SplitTensor(ranks, rank, [p.detach() for p in parts], master.detach()))
     return found if len(found) == len(weights) else None
 
 

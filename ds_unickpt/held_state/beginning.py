@@ -72,7 +72,7 @@ class Beginning:
 
 
 def _stateful(engine: Any) -> dict[str, Any]:
-    objects = {"lr_scheduler": internals.lr_scheduler(engine), "grad_scaler": internals.grad_scaler(engine)}
+    objects = {"lr_scheduler": engine.lr_scheduler, "grad_scaler": internals.grad_scaler(engine)}
     others = {name: target for name, target in internals.extra_states(engine).items() if name != internals.SAMPLER}
     return {name: target for name, target in {**objects, **others}.items() if target is not None}
 

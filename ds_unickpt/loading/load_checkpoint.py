@@ -108,12 +108,12 @@ class _Load:
         self.memory: InMemory | None = None
         note = memory_note.noted_in(folder) if self.of_trainer and tier.enabled else None
         if note is not None:
-            self.memory = Noted(tier, note.run, folder, exchange, tier.look(note.run, exchange), number=note.generation)
+            self.memory = Noted(tier, note, folder, exchange)
             self.sources = [self.memory]
         elif tier.enabled:
             run = trainer_folders.run_of(folder) if self.of_trainer else folder
             newer = self.disk if tag is None and not self.of_trainer else None
-            self.memory = InMemory(tier, run, folder, exchange, tier.look(run, exchange), newer)
+            self.memory = InMemory(tier, run, folder, exchange, newer)
             self.sources = [self.memory, self.disk]
 
     def run(self) -> Any:
@@ -147,7 +147,7 @@ class _Load:
                 Together(exchange, directory).step("check", partial(self.memory.check, offer))
         loading, client_state = restore_engine(self.ours, self.engine, directory, opener, self.wanted, skipped)
         for source in self.sources:
-            source.loaded(directory, loading.checkpoint.manifest.step, offer)
+            source.loaded(offer, loading.checkpoint.manifest.step)
         if not self.wanted.module_only and exchange.rank == 0:
             _log_batch(self.engine, loading, self.of_trainer)
         return join(directory, MANIFEST_FILE), client_state

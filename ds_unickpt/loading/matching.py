@@ -66,12 +66,7 @@ class Matching:
         self._excluded = frozenset(map(plain, self.checkpoint.manifest.excluded))
 
     def match(self, own: Iterable[OwnTensor], *, optimizer: bool) -> None:
-        """Find the tensor of the checkpoint for each tensor of this rank.
-
-        Args:
-            own: parameters and buffers of this rank.
-            optimizer: the load includes the optimizer, so it needs every trained parameter.
-        """
+        """Find the tensor of the checkpoint for each tensor of this rank. ``optimizer``: every trained parameter needs one."""
         manifest = self.checkpoint.manifest
         aliases = {plain(alias): name for alias, name in manifest.aliases.items()} | manifest.aliases
         own_aliases: dict[str, list[str]] = {}
@@ -105,11 +100,6 @@ class Matching:
         if len(values) > 1:
             self.means[tensor.name] = values
         return source
-
-    def mean_of(self, name: str) -> str:
-        """Return the note of the report about a parameter that takes the mean of several values; '' if it does not."""
-        values = self.means.get(name, ())
-        return f"the mean of the values of {len(values)} tensor-parallel ranks" if values else ""
 
     def _fits(self, tensor: OwnTensor, source: str) -> bool:
         """Whether a tensor of another shape in the checkpoint is a vocabulary with other padding. Notes it, or the misfit."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ds_unickpt.held_state.first_step import STEP, FirstStates
+from ds_unickpt.held_state.first_step import FirstStates
 from unickpt.base.listing import some
 from unickpt.checkpoint.state.optimizer_record import family_of
 
@@ -119,8 +119,3 @@ def described(lacking: Iterable[Mapping[str, tuple[str, ...]]], *, most: int = 1
         for name, keys in each.items():
             by_states.setdefault(keys, []).append(name)
     return "; ".join(f"{', '.join(keys)} of {some(names, most=most)}" for keys, names in by_states.items())
-
-
-def shared_scalars(saved: Collection[str]) -> frozenset[str]:
-    """Return the scalars that optimizers of different families share."""
-    return frozenset((STEP,)).intersection(saved)

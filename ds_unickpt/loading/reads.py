@@ -13,14 +13,6 @@ from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.state.filling import Filling
 
 
-@dataclass(frozen=True, slots=True)
-class _Mean:
-    """Temporary tensors of equal size whose mean is a target."""
-
-    target: torch.Tensor
-    values: tuple[torch.Tensor, ...]
-
-
 def mean(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the mean of tensors of one shape, as ``merge_tp_slices`` of DeepSpeed computes it, in fp32 or wider."""
     wide = [value if value.dtype == torch.float64 else value.float() for value in values]
@@ -37,11 +29,12 @@ class Reads(Filling):
     Attributes:
         stored: this job's names of parameters and buffers -> names in the checkpoint.
         means: names in the checkpoint of the values to average, by the first of them.
+        _means: targets, each with the tensors of equal size whose mean it gets.
     """
 
     stored: Mapping[str, str] = field(default_factory=dict)
     means: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    _means: list[_Mean] = field(default_factory=list)
+    _means: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = field(default_factory=list)
 
     def source(self, name: str, state: str) -> TensorInfo | None:
         """Return the tensor that serves one of this job; see ``Filling.source``."""
@@ -87,10 +80,19 @@ class Reads(Filling):
         for each, value in zip(infos, values, strict=True):
             for place in found:
                 self.request(each, place.whole, place.of(value))
-        self._means.append(_Mean(flat, values))
+        self._means.append((flat, values))
 
     def finish(self) -> None:
         """Compute the means, and copy the temporaries into their targets, after reading."""
-        for each in self._means:
-            each.target.copy_(mean(each.values))
+        for target, values in self._means:
+            target.copy_(mean(values))
         super().finish()
+
+    def account(self, name: str, state: str, info: TensorInfo, dtype: str, note: str = "") -> None:
+        """As ``Filling.account``. ``note`` is also about a mean."""
+        values = self.means.get(self.stored.get(name, ""), ())
+        if values:
+            text = f"the mean of the values of {len(values)} tensor-parallel ranks{note}"
+            self.report.add(name, state, "cast", text)
+        else:
+            super().account(name, state, info, dtype, note)

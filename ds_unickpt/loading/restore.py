@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -41,10 +41,6 @@ from unickpt.checkpoint.load.report import LoadReport
 from unickpt.transform.dialects.translated_checkpoint import heading_of
 
 logger = logging.getLogger("unickpt")
-
-
-def _nothing() -> None:
-    pass
 
 
 def _override(parameter: torch.nn.Parameter, place: FlatPlace, common: Box, data: torch.Tensor, placed: Placement) -> None:
@@ -80,7 +76,7 @@ class EngineRestore:
         self._derived = DerivedWeights(view, self.slices, self._reads)
         self._overrides: list[tuple[torch.nn.Parameter, FlatPlace, Box, torch.Tensor]] = []
         self._custom_source: dict[str, torch.Tensor] = {}
-        self._offload_again: Callable[[], None] = _nothing
+        self._offload_again: Callable[[], None] = lambda: None
         self._optimizer = RestoredOptimizer(
             view, self.slices, self._reads, self.report, allow_pickle=options.allow_pickle,
             fresh=options.missing_state == "fresh", beginning=beginning,
@@ -167,14 +163,12 @@ class EngineRestore:
 
     def _account_trained(self, name: str, parameter: torch.nn.Parameter, info: TensorInfo, master: str) -> TensorInfo | None:
         """Report what serves a master and its weight. Return the weight if fragments of it replace casts."""
-        mean = self.matching.mean_of(name)
-        if mean:
-            self.report.add(name, "master", "cast", mean)
-            self.report.add(name, "weight", "cast", f"{mean} (of the masters)")
-            return None
         self._reads.account(name, "master", info, master)
         weight, dtype = self._reads.source(name, "weight"), name_of(parameter.dtype)
         assert weight is not None  # ``info`` if there is no other
+        if name in self.matching.means:
+            self._reads.account(name, "weight", weight, dtype, " (of the masters)")
+            return None
         self._reads.account(name, "weight", weight, dtype, self.matching.other_padding(name))
         return weight if weight.dtype == dtype and weight.derived_from is not None else None
 
@@ -206,10 +200,7 @@ class EngineRestore:
         info = self._reads.source(name, "weight")
         if info is None:
             raise MismatchError(f"{self.checkpoint.storage}: {name} has neither a weight nor a master")
-        if name in self.matching.means:
-            self.report.add(name, "weight", "cast", self.matching.mean_of(name))
-        else:
-            self._reads.account(name, "weight", info, dtype)
+        self._reads.account(name, "weight", info, dtype)
         if held is not None:
             self._reads.fill(info, part, held.lo, held.hi, held.data)
 
@@ -307,19 +298,10 @@ class EngineRestore:
         """Check that the report has an entry for every tensor of the checkpoint and of this job."""
         back = {stored: name for name, stored in self._stored.items()}
         stored = [
-            (back.get(info.name, info.name), info.state)
+            (back.get(info.name, info.name), info.state if info.kind == "optimizer" else "weight")
             for info in self.checkpoint.index.tensors
-            if info.kind != "object" and info.state not in ("weight", "master")
+            if info.kind != "object"
         ]
-        weights = [
-            (back.get(i.name, i.name), "weight") for i in self.checkpoint.index.tensors if i.kind in ("parameter", "buffer")
-        ]
-        self.report.require(stored + weights, what="the checkpoint's tensors")
-        own = [(name, "weight") for name, _, _ in self._own_names()]
-        self.report.require(own, what="this job's tensors")
-
-    def _own_names(self) -> Iterable[tuple[str, None, None]]:
-        for name in self.names.parameters:
-            yield name, None, None
-        for name, _, _ in self.names.buffers:
-            yield name, None, None
+        self.report.require(stored, what="the checkpoint's tensors")
+        own = [*self.names.parameters, *(buffer.name for buffer in self.names.buffers)]
+        self.report.require([(name, "weight") for name in own], what="this job's tensors")

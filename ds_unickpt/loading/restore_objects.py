@@ -63,17 +63,14 @@ class RestoredObjects:
         report: LoadReport,
         beginning: Beginning,
     ) -> None:
-        """``beginning``: of the engine. What the checkpoint lacks starts anew.
-
-        ``sampler_refused``: why no rank sets the state of the curriculum sampler. Rank 0 finds it in ``read``.
-        """
+        """``beginning``: of the engine. What the checkpoint lacks starts anew."""
         self.view, self.names, self.beginning = view, view.names, beginning
         self.engine, self.checkpoint, self.options, self.wanted, self.report = view.engine, checkpoint, options, wanted, report
         self._saved: dict[str, Any] = {}
         self._of_stages: dict[str, Any] = {}
         self._rank_objects: dict[int, dict[str, Any]] = {}
         self._notes: list[Entry] = []
-        self.sampler_refused = ""
+        self.sampler_refused = ""  # why no rank sets the state of the curriculum sampler; rank 0 finds it in ``read``
 
     def read(self) -> None:
         """Read the state of the job, of this rank, and of the ranks whose generators it may use."""
@@ -159,7 +156,7 @@ class RestoredObjects:
         return {**extras, **client_state}
 
     def _set_scheduler(self, saved: dict[str, Any] | None, progress: Progress | None) -> None:
-        target = internals.lr_scheduler(self.engine)
+        target = self.engine.lr_scheduler
         if not self.wanted.scheduler:
             self._object("lr_scheduler", "left out", "not requested (load_lr_scheduler_states)")
         elif progress is not None and target is not None:

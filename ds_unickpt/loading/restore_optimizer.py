@@ -22,7 +22,7 @@ from ds_unickpt.held_state.engine_view import EngineView
 from ds_unickpt.held_state.first_step import STEP, FirstStates, first_states, forget_powers, known
 from ds_unickpt.held_state.optimizer_record import RankScalars, layout_of
 from ds_unickpt.held_state.owned_states import OwnDivision, OwnedStates
-from ds_unickpt.loading.missing_states import ALL, StatesOfParameter, StatesOfPart, begin_anew, described, plan, shared_scalars
+from ds_unickpt.loading.missing_states import ALL, StatesOfParameter, StatesOfPart, begin_anew, described, plan
 from ds_unickpt.loading.reads import Reads
 from ds_unickpt.loading.saved_optimizer import SavedOptimizer, copied, formed, is_number, number_of
 from ds_unickpt.placing.slices import Slices
@@ -105,7 +105,7 @@ class RestoredOptimizer:
             wanted = frozenset() if first is None else frozenset(first.tensors)
             parameters = [StatesOfParameter(p.name, p.trained, p.held & wanted) for p in parameters]
             used = any(p.held for p in parameters)
-            return plan(parameters, shared_scalars(scalars) if used else (), first), {}
+            return plan(parameters, scalars & {STEP} if used else (), first), {}  # of other scalars the meaning differs
         others = bool(scalars) or any(parameter.held for parameter in parameters)
         found = owned.read(part, self._stepping(part), others=others, fresh=self.fresh)
         if found is None:
@@ -214,8 +214,12 @@ class RestoredOptimizer:
             else:
                 view.fill_(states.begin(state))  # of a temporary, which is copied before ``place``
         for name, source in sources.items():
-            if state not in states.lacking.get(name, ()):
-                self._account(name, state, source, name_of(tensor.dtype), states.begin(state))
+            if state in states.lacking.get(name, ()):
+                continue
+            if source is not None:
+                self.reads.account(name, state, source, name_of(tensor.dtype))
+            elif name in self.reads.stored:
+                self.report.add(name, state, "re-seeded", f"no state when it was saved: {states.begin(state):g}")
 
     def _tensor(self, part: Partition, states: StatesOfPart, state: str, info: TensorInfo | None) -> torch.Tensor:
         held = states_of(self._stepping(part), part).get(state)
@@ -261,19 +265,6 @@ class RestoredOptimizer:
         step = " (those in a partition of ZeRO share the step of the others in it)" if shared else ""
         return f"the optimizer keeps states of {kept} parameters; fresh are {described(lacking)}{step}"
 
-    def _account(
-        self, name: str, state: str, source: TensorInfo | None, dtype: str, begin: float
-    ) -> None:  # fmt: skip
-        values = self.reads.means.get(self.reads.stored.get(name, ""), ())
-        if source is not None and values:
-            self.report.add(name, state, "cast", f"the mean of the values of {len(values)} tensor-parallel ranks")
-            return
-        if source is None:
-            if name in self.reads.stored:
-                self.report.add(name, state, "re-seeded", f"no state when it was saved: {begin:g}")
-        else:
-            self.reads.account(name, state, source, dtype)
-
     def account_others(self, *, wanted: bool, elsewhere: Collection[str]) -> None:
         """Report the optimizer states of the checkpoint that this rank does not use.
 
@@ -305,11 +296,7 @@ class RestoredOptimizer:
     # ---------------------------------------------------------------- settings and scalars
 
     def apply(self, of_rank: Any) -> None:
-        """Set the settings of the parameter groups, and the scalars.
-
-        Args:
-            of_rank: scalars that this rank stored (``RankScalars.to_object``), or None.
-        """
+        """Set the settings of the parameter groups, and the scalars. ``of_rank``: what this rank stored of them, or None."""
         if self.base is None:
             return
         own = RankScalars.from_object(of_rank)
@@ -397,9 +384,7 @@ class RestoredOptimizer:
         if STEP in part.group:
             self._set(part.group, STEP, values, label=label, state=STEP)
             return True
-        if not type(self.base).__module__.startswith(
-            ("torch.optim", "deepspeed.")
-        ):  # such a class may create it in its first step
+        if not type(self.base).__module__.startswith(("torch.optim", "deepspeed.")):  # it may create it in its first step
             part.group[STEP] = max(map(number_of, values))
             text = "the checkpoint does not record whether it belongs to the group or the state: set in both"
             self.report.add(f"{label} (group)", STEP, "cast", text)
@@ -418,7 +403,6 @@ class RestoredOptimizer:
         value = max(found, key=number_of) if len(distinct) > 1 else found[0]
         holder[key] = formed(holder.get(key), value)
         if len(distinct) > 1:
-            text = f"parameters of this partition had {some(distinct)}; the largest is used"
-            self.report.add(label, state, "cast", text)
+            self.report.add(label, state, "cast", f"parameters of this partition had {some(distinct)}; the largest is used")
         else:
             self.report.add(label, state, "restored")

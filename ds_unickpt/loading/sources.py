@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_unickpt.loops import trainer_folders
+from ds_unickpt.loops.memory_note import MemoryNote
 from unickpt.base.errors import CorruptCheckpointError, FormatError, NotACheckpointError, UnickptError, UnsafePathError
 from unickpt.checkpoint.checkpoint_folder import complete_checkpoints, latest_tag, plain_tag, read_manifest
 from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.load.candidates import Candidates
-from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.resume import Offer
 from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.checkpoint.memory.finding import FoundGeneration
-from unickpt.checkpoint.memory.tier import MemoryLoad, MemoryTier, choose
+from unickpt.checkpoint.memory.offers import MemoryResume
+from unickpt.checkpoint.memory.tier import MemoryTier, choose
 from unickpt.checkpoint.storage.base import Storage, is_url, join
 from unickpt.checkpoint.storage.open import open_storage
 
@@ -31,8 +32,8 @@ class Source:
         """Return the checkpoint to try next; None if there is none here. Runs on the coordinator."""
         return None
 
-    def loaded(self, directory: str, step: int, offer: Offer) -> None:
-        """Note on every rank which checkpoint was loaded, of this or another source."""
+    def loaded(self, offer: Offer, step: int) -> None:
+        """Note on every rank which checkpoint was loaded, of this or another source, and its step."""
 
     def damaged(self, error: UnickptError) -> UnickptError:
         """Return the error to raise on every rank if the load has ended with damage."""
@@ -67,16 +68,10 @@ class OnDisk(Source):
             except UnsafePathError as err:
                 return Offer(refused=str(err))
             return Offer(join(self.folder, tag), tag, explicit=True, native=_is_native(place.subfolder(tag)))
-        if not self._candidates.begun and is_checkpoint(self.folder):  # not a folder of checkpoints
-            return Offer(self.folder, explicit=True)
-        native = not self._candidates.begun
-        choice = self._candidates.next()
-        if choice.tag is None and self.newest:
-            return Offer(notes=(*choice.notes, *unnamed(place)))
-        if choice.tag is None:
-            return Offer(present=tuple(name for _, name in complete_checkpoints(self.folder)), notes=choice.notes)
-        native = native and _is_native(place.subfolder(choice.tag))
-        return Offer(join(self.folder, choice.tag), choice.tag, native=native, notes=choice.notes)
+        first, found = not self._candidates.begun, self._candidates.offer()
+        if not found.directory and self.newest:
+            return Offer(notes=(*found.notes, *unnamed(place)))
+        return replace(found, native=True) if first and found.name and _is_native(place.subfolder(found.name)) else found
 
     def step(self) -> int | None:
         """Return the step of the checkpoint that ``latest`` names, or of the newest one. None if there is none.
@@ -114,7 +109,7 @@ class OnDisk(Source):
 class InTrainerFolder(OnDisk):
     """A ``checkpoint-N`` folder of Trainer, which has read its own state there before DeepSpeed reads anything."""
 
-    def loaded(self, directory: str, step: int, offer: Offer) -> None:  # noqa: ARG002
+    def loaded(self, offer: Offer, step: int) -> None:  # noqa: ARG002
         if self.first:
             trainer_folders.forget_damage(self.folder)
 
@@ -132,59 +127,40 @@ class InTrainerFolder(OnDisk):
             raise NotACheckpointError(f"{self.folder} has no 'latest' file, so its save did not finish")
 
 
-@dataclass
-class InMemory(Source):
+class InMemory(MemoryResume, Source):
     """Checkpoints in the memory of the hosts.
 
-    Attributes:
-        tier: memory tier of the engine.
-        run: its save directory.
+    Args:
+        tier, run, exchange: as in ``MemoryResume``.
         folder: directory that the caller names, for messages.
-        exchange: message exchange of the ranks.
-        load: what was found.
         disk: what may be newer; None if the caller names a checkpoint on disk.
     """
 
-    tier: MemoryTier
-    run: str
-    folder: str
-    exchange: MessageExchange
-    load: MemoryLoad
-    disk: OnDisk | None = None
-    _tried: list[tuple[int, bool]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.load.problems and self.exchange.rank == 0:
-            logger.warning("unickpt: in the memory of the hosts: %s", "; ".join(self.load.problems))
+    def __init__(self, tier: MemoryTier, run: str, folder: str, exchange: MessageExchange, disk: OnDisk | None = None) -> None:
+        super().__init__(tier, run, exchange)
+        self.named, self.disk = folder, disk
+        self._tried: list[tuple[int, bool]] = []
 
     def offer(self) -> Offer | None:
         found = None if self.disk is None else choose(self.load, self.disk.step, self._tried)
         return None if found is None else self._offered(*found)
 
     def _offered(self, found: FoundGeneration, checked: bool) -> Offer:
-        return Offer(join(self.folder, found.tag), found.tag, found.step, generation=found.number, checked=checked)
+        return Offer(join(self.named, found.tag), found.tag, found.step, generation=found.number, checked=checked)
 
-    def check(self, offer: Offer) -> None:
-        """Remove the damaged files of a candidate on this host."""
-        self.tier.check(self.run, offer.generation)
-
-    def open(self, offer: Offer) -> Checkpoint:
-        return self.tier.open(self.run, self.load, offer.generation)
-
-    def loaded(self, directory: str, step: int, offer: Offer) -> None:
-        read = self.tier.loaded(self.run, self.load, step, offer.generation)
-        if read and self.exchange.rank == 0:
-            logger.info("unickpt: %s was loaded from the memory of the hosts: rank 0 read %s", directory, read)
+    def loaded(self, offer: Offer, step: int) -> None:
+        super().loaded(offer, step)
         newer = [found.step for found in self.load.found if found.step > step]
         if newer and self.exchange.rank == 0:
             logger.warning("unickpt: checkpoints in memory of later steps (%s) were given up", ", ".join(map(str, newer)))
 
 
-@dataclass
 class Noted(InMemory):
     """The generation that a folder with a note stands for. No other one: Trainer has read its own state from the folder."""
 
-    number: int = 0
+    def __init__(self, tier: MemoryTier, note: MemoryNote, folder: str, exchange: MessageExchange) -> None:
+        super().__init__(tier, note.run, folder, exchange)
+        self.number = note.generation
 
     def offer(self) -> Offer:
         """Return the generation; after damage once more, with damaged files removed.
@@ -198,12 +174,12 @@ class Noted(InMemory):
                 self._tried.append((found.number, checked))
                 return self._offered(found, checked)
         raise CorruptCheckpointError(
-            f"the checkpoint in the memory of the hosts that {self.folder} stands for cannot be read. Start again: the next "
-            f"start uses another one of {self.run}."
+            f"the checkpoint in the memory of the hosts that {self.named} stands for cannot be read. Start again: the next "
+            f"start uses another one of {self.folder}."
         )
 
     def damaged(self, error: UnickptError) -> UnickptError:
-        self.tier.drop(self.run, self.number)
+        self.tier.drop(self.folder, self.number)
         return error
 
 

@@ -47,8 +47,8 @@ def _hook(name: str, method: str, wrapper: Callable[..., Any], why: str) -> Hook
     )  # fmt: skip
 
 
-def timing_hooks() -> list[Hook]:
-    """Return the hooks that report steps and phases."""
+def all_timing_hooks() -> list[Hook]:
+    """Return every hook that timing may install: those that report steps and phases."""
     return [
         _hook("forward", "forward", _in(Phase.FORWARD), "no callback at the start and end of a forward pass"),
         _hook("backward", "backward", _in(Phase.BACKWARD), "no callback at the start and end of a backward pass"),
@@ -58,15 +58,10 @@ def timing_hooks() -> list[Hook]:
     ]
 
 
-def all_timing_hooks() -> list[Hook]:
-    """Return every hook that timing may install, for the table of hooks."""
-    return timing_hooks()
-
-
 def begin(engine: Any, options: TimingOptions) -> None:
     """Start timing the collectives of this process. Never raises."""
     if session.start(options, lambda: internals.process_groups(engine)) is None:
         return
     session.watch_evaluation(engine.module)
     session.time_layers(engine.module, lambda: layers_of(engine.module))
-    hooks.install(timing_hooks(), framework="DeepSpeed", version=version())
+    hooks.install(all_timing_hooks(), framework="DeepSpeed", version=version())

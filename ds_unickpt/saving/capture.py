@@ -31,7 +31,7 @@ from unickpt.checkpoint.coordination.message_exchange import Message
 from unickpt.checkpoint.format import objects
 from unickpt.checkpoint.format.checksums import digest
 from unickpt.checkpoint.format.index import TensorInfo
-from unickpt.checkpoint.format.manifest import OptimizerRecord, Writer
+from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup, Writer
 from unickpt.checkpoint.load import rng
 from unickpt.checkpoint.save.fingerprints import fingerprints
 from unickpt.checkpoint.save.shards import Contribution, Shard
@@ -44,16 +44,12 @@ class EngineState(EngineView):
     """What a save reads of an engine, and what it makes of that.
 
     Args:
-        engine: the DeepSpeedEngine.
-        options: options of the ``unickpt`` key.
         client_state: state of the caller. The checkpoint stores the coordinator's for the job, and that of another rank
             for that rank if it differs.
         exclude_frozen: leave out parameters that do not require a gradient.
     """
 
-    def __init__(
-        self, engine: Any, options: Options, client_state: Mapping[str, Any], *, exclude_frozen: bool
-    ) -> None:  # fmt: skip
+    def __init__(self, engine: Any, options: Options, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> None:
         super().__init__(engine)
         self.options, self.client_state, self.exclude_frozen = options, client_state, exclude_frozen
 
@@ -108,11 +104,7 @@ class EngineState(EngineView):
 
 
 def contribution(state: EngineState, announced: Message) -> Contribution:
-    """Return the contribution of this rank to the checkpoint.
-
-    Args:
-        state: of this save.
-        announced: ``announcement`` of the coordinator.
+    """Return the contribution of this rank to the checkpoint, given the ``announcement`` of the coordinator.
 
     Raises:
         UnsupportedLayoutError: the job uses a layout that unickpt does not support.
@@ -157,15 +149,13 @@ def _part(record: OptimizerRecord | None, names: ModuleNames, placed: Placement)
     """Return the groups and scalars of the parameters that this rank is the first one to have; None if there are none."""
     if record is None:
         return None
-    groups, scalars = (
-        tuple(
-            replace(g, parameters=own)
-            for g in found
-            if (own := tuple(n for n in g.parameters if placed.leads(names.having(n))))
-        )
-        for found in (record.groups, record.scalars)
-    )
-    return OptimizerRecord(record.name, groups, scalars, record.stepped) if groups else None
+
+    def first_here(found: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ...]:
+        own = (replace(each, parameters=tuple(n for n in each.parameters if placed.leads(names.having(n)))) for each in found)
+        return tuple(each for each in own if each.parameters)
+
+    groups = first_here(record.groups)
+    return OptimizerRecord(record.name, groups, first_here(record.scalars), record.stepped) if groups else None
 
 
 def _different(state: EngineState, announced: Message) -> tuple[tuple[str, str], ...]:
@@ -242,13 +232,12 @@ def _objects(view: EngineView, client_state: Mapping[str, Any]) -> dict[str, Any
     """Return the non-tensor state of the job, which is what DeepSpeed itself saves."""
     engine = view.engine
     scaler, grad_scaler = internals.loss_scaler(engine), internals.grad_scaler(engine)
-    scheduler = internals.lr_scheduler(engine)
     found: dict[str, Any] = {
         "client_state": dict(client_state),
         "engine": {key: int(getattr(engine, key)) for key in ("global_steps", "global_samples", "skipped_steps")},
         "ds_config": dict(internals.config_of(engine)),
         batches.BATCH: batches.of_engine(engine).to_json(),
-        "lr_scheduler": _named_state(scheduler),
+        "lr_scheduler": _named_state(engine.lr_scheduler),
         "loss_scaler": None if scaler is None else internals.scaler_values(scaler),
         "grad_scaler": None if grad_scaler is None else grad_scaler.state_dict(),
         EXTRA_STATE: _extra_states(view.names),

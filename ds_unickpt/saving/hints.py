@@ -182,13 +182,9 @@ HOOKS = [*FP32, UNIVERSAL]
 
 def install_converter() -> bool:
     """Install the hook in ``ds_to_universal``. Called after a program has imported that module."""
-    return _install([UNIVERSAL])
+    return hooks.install([UNIVERSAL], framework="DeepSpeed", version=version())
 
 
 def install_fp32() -> bool:
     """Install the hooks in ``zero_to_fp32``, which DeepSpeed's engine imports."""
-    return _install(FP32)
-
-
-def _install(wanted: list[Hook]) -> bool:
-    return hooks.install(wanted, framework="DeepSpeed", version=version())
+    return hooks.install(FP32, framework="DeepSpeed", version=version())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from ds_unickpt.saving import capture, hints
 from unickpt.base.errors import CoordinationError, SaveFailedError
 from unickpt.checkpoint.coordination.failure import FailureKind, sentence
 from unickpt.checkpoint.coordination.message_exchange import Message
-from unickpt.checkpoint.coordination.owners import as_json
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.save.failure import NOTHING_SAVES
 from unickpt.checkpoint.save.opening import differences
@@ -75,7 +74,11 @@ def save_checkpoint(
     place = f"{save_dir}/{name}"
     _warn_of_open_window(ours, engine, place)
     if not ours.unsupported:
-        outcome = _save(ours, engine, str(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
+        request = request_of(
+            ours, engine, str(save_dir), name, client_state=client_state, save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters, tier="" if ours.trainer is None else ours.trainer.run,
+        )  # fmt: skip
+        outcome = _save(ours, request, str(save_dir), name)
         internals.gather_persistent(engine)
         if isinstance(outcome, PendingSave) and (not outcome.done or (outcome.result and outcome.result.complete)):
             return True
@@ -154,24 +157,12 @@ def _end_or_raise(place: str, result: SaveResult | None, reason: str, save_dir: 
         )
 
 
-def _save(
-    ours: UnickptCheckpointEngine,
-    engine: Any,
-    save_dir: str,
-    tag: str,
-    client_state: dict[str, Any],
-    save_latest: bool,
-    exclude_frozen: bool,
-) -> PendingSave | CoordinationError:
+def _save(ours: UnickptCheckpointEngine, request: SaveRequest, save_dir: str, tag: str) -> PendingSave | CoordinationError:
     """Save, or begin to save in the background. Returns the error if not all ranks entered the save.
 
     The ranks compare their folders and tags in the first message. If these differ, nothing is saved.
     """
     exchange = ours.exchange.separate("save")
-    request = request_of(
-        ours, engine, save_dir, tag, client_state=client_state, save_latest=save_latest, exclude_frozen=exclude_frozen,
-        tier="" if ours.trainer is None else ours.trainer.run,
-    )  # fmt: skip
     at_once = callers.touches_checkpoints(save_dir) if ours.options.async_save or ours.memory.enabled else ""
     if ours.memory.enabled and ours.trainer is None:
         to_disk = at_once or callers.completes_folder()
@@ -213,8 +204,6 @@ def request_of(
     """Return the request for a save of an engine.
 
     Args:
-        ours: checkpoint engine of ``engine``.
-        engine: the DeepSpeedEngine.
         save_dir, tag, client_state, save_latest: as for ``save_checkpoint``.
         exclude_frozen: leave out parameters that do not require a gradient.
         rank_objects: further non-tensor state of this rank.
@@ -246,7 +235,7 @@ def _contribution(
     choice = {} if ours.choosing is None else ours.choosing.shared_objects(ours.exchange.rank)
     own = {**made.rank_objects, **rank_objects}
     shared = {**made.shared_objects, **residuals, **optimizer_residuals.captured(state), **choice}
-    writer = replace(made.writer, origin=dict(as_json(ours.owners.origin(ours.owner))))
+    writer = replace(made.writer, origin=asdict(ours.owners.origin(ours.owner)))
     return replace(made, rank_objects=own, shared_objects=shared, writer=writer)
 
 
@@ -303,6 +292,5 @@ def _ended(ours: UnickptCheckpointEngine, save: PendingSave, tier: str) -> None:
             level,
             "unickpt: Gave up saving %s after %.1f s (%s). No checkpoint was written; earlier checkpoints are intact. %s",
             directory, result.seconds, save.cause(),
-            "DeepSpeed itself saves from now on." if result.framework_saves else
-            _advice(result),
+            "DeepSpeed itself saves from now on." if result.framework_saves else _advice(result),
         )  # fmt: skip

@@ -101,7 +101,7 @@ def _in_script(runtime: EngineRuntime, wrapped: Callable[..., Any], _: Any, args
     from ds_unickpt.loops import trainer_folders
 
     chosen = trainer_folders.choose(os.path.dirname(newest))
-    _warn(chosen.line())
+    _say(chosen.line())
     runtime.script_found = chosen.folder
     return chosen.folder
 
@@ -153,13 +153,13 @@ def _train(runtime: EngineRuntime, wrapped: Callable[..., Any], trainer: Any, ar
         chosen = partial(trainer_steering.newest, output_dir, fall_back=options.fall_back)
         folder = _newest(runtime, output_dir, options, chosen)
         if folder is not None and trainer.args.process_index == 0:
-            _inform(f"no checkpoint is named: resuming from {folder}, the newest one")
+            _say(f"no checkpoint is named: resuming from {folder}, the newest one", logging.INFO)
         bound.arguments["resume_from_checkpoint"] = folder
     elif isinstance(given, str) and options.memory.to_disk_every and options.fall_back and _found_by_script(runtime, given):
         chosen = partial(trainer_steering.newest, output_dir, fall_back=True)
         bound.arguments["resume_from_checkpoint"] = _newest(runtime, output_dir, options, chosen)
     elif trainer.args.process_index == 0:
-        _warn(trainer_steering.remark(options, given, output_dir))
+        _say(trainer_steering.remark(options, given, output_dir))
     return wrapped(*bound.args, **bound.kwargs)
 
 
@@ -178,10 +178,7 @@ _SCRIPT = declared(
 HOOKS = [
     _SCRIPT,
     replace(
-        _SCRIPT,
-        name="transformers.trainer.get_last_checkpoint",
-        module=TRAINER,
-        wrapper=partial(_in_trainer, RUNTIME),
+        _SCRIPT, name="transformers.trainer.get_last_checkpoint", module=TRAINER, wrapper=partial(_in_trainer, RUNTIME),
         why="Trainer imports it by name and reads its own state from that folder before DeepSpeed reads anything",
     ),
     declared(
@@ -263,12 +260,7 @@ def _config() -> Any:
 
 
 def _agreed(exchange: MessageExchange, output_dir: str, choose: Callable[[], ResumeFolder]) -> str | None:
-    """Return the folder that rank 0 chooses, on every rank.
-
-    Args:
-        exchange: message exchange of this call.
-        output_dir: folder of the run, for messages.
-        choose: called on rank 0.
+    """Return the folder that rank 0 chooses by ``choose``, on every rank.
 
     Raises:
         UnickptError: rank 0 failed. All ranks raise its error.
@@ -289,20 +281,13 @@ def _agreed(exchange: MessageExchange, output_dir: str, choose: Callable[[], Res
     passed_over = tuple((folder, reason) for folder, reason in choice["passed_over"])
     chosen = trainer_folders.ResumeFolder(choice["folder"], passed_over)
     if exchange.rank == 0:
-        _warn(chosen.line())
+        _say(chosen.line())
     return chosen.folder
 
 
-def _inform(line: str) -> None:
-    from unickpt.base.logs import make_visible
-
-    make_visible()
-    logger.info("unickpt: %s", line)
-
-
-def _warn(line: str) -> None:
+def _say(line: str, level: int = logging.WARNING) -> None:
     from unickpt.base.logs import make_visible
 
     if line:
         make_visible()
-        logger.warning("unickpt: %s", line)
+        logger.log(level, "unickpt: %s", line)

@@ -44,7 +44,7 @@ from unickpt.checkpoint.format.topology import describe
 from unickpt.checkpoint.load.checkpoint import Checkpoint, Planned
 from unickpt.checkpoint.load.resume import Together
 from unickpt.checkpoint.save import shutdown
-from unickpt.checkpoint.state.filling import lost_parameters, mask_of, source_of, unrequested
+from unickpt.checkpoint.state.filling import lost_parameters, mask_of, unrequested
 from unickpt.diagnosis import session
 from unickpt.transform.dialects.translated_checkpoint import TranslatedCheckpoint
 
@@ -286,7 +286,7 @@ def _strictly(checkpoint: Checkpoint, wanted: Any, handling: Any, together: bool
         known.pop(key, None)
     for key in requested - known.keys():
         name, state = sharded_tensors.tensor_of(key)
-        info = source_of(checkpoint, name, state)
+        info = checkpoint.serving(name, state)
         if info is not None:  # the same value under another key
             known[key] = metadata.without_data(key, info)
             known.pop(sharded_tensors.key_of(*info.key), None) if sharded_tensors.key_of(*info.key) not in requested else None
@@ -346,7 +346,7 @@ def _warn_of_fresh(fresh: Mapping[str, set[str]], stored: list[str]) -> None:
 
 def _mask(checkpoint: Checkpoint, wanted: Any) -> str:
     """Return the tensors of the checkpoint that this rank requests."""
-    infos = (source_of(checkpoint, *sharded_tensors.tensor_of(item.key)) for item in _tensors_of(wanted))
+    infos = (checkpoint.serving(*sharded_tensors.tensor_of(item.key)) for item in _tensors_of(wanted))
     return mask_of(checkpoint, (info for info in infos if info is not None))
 
 

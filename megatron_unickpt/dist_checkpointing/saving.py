@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from megatron_unickpt.runtime import Purpose, Runtime, ScriptCall
 from unickpt.base.logs import make_visible
 from unickpt.checkpoint.checkpoint_folder import ITERATION
 from unickpt.checkpoint.coordination.message_exchange import Message
-from unickpt.checkpoint.coordination.owners import as_json
 from unickpt.checkpoint.memory.tier import MemoryTurn
 from unickpt.checkpoint.save.requests import PendingSave, SaveRequest
 from unickpt.checkpoint.save.shards import Contribution
@@ -89,7 +88,7 @@ def save(
             common[CONTENT_METADATA] = {k: v for k, v in content_metadata.items() if k != "dp_cp_group"}
         compared.append(preprocess_common(common) if preprocess_common is not None else common)
         made = capture.contribution(state, common, share=share)
-        origin = {} if owner is None else dict(as_json(runtime.owners.origin(owner)))
+        origin = {} if owner is None else asdict(runtime.owners.origin(owner))
         return replace(made, writer=replace(made.writer, origin=origin))
 
     request = SaveRequest(

@@ -38,21 +38,16 @@ class Group:
 
 
 def exchange_of(group: dist.ProcessGroup | None, *, timeout_s: float) -> MessageExchange:
-    """Return the message exchange for one save or load of a process group.
+    """Return the message exchange for one save or load of a process group; None: the default group, or this process alone.
 
     Every rank of the group makes the same calls in the same order. The key-value store of the job counts the calls of each
     rank, so the n-th call of one rank meets the n-th call of the others.
 
-    Args:
-        group: process group, or None for the default group. Without an initialised default group the call is for one process.
-        timeout_s: seconds to wait for the other ranks.
-
     Raises:
         ConfigError: this process is not a member of the group.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        return MessageExchange(None, rank=0, world=1, prefix="unickpt")
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    initialized = dist.is_available() and dist.is_initialized()
+    rank, world = (dist.get_rank(group), dist.get_world_size(group)) if initialized else (0, 1)
     if rank < 0:
         raise ConfigError("this process is not a member of the process group that was passed as group")
     if world == 1:

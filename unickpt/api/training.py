@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,22 +19,20 @@ from unickpt.api.state import Key, Models, Value, describe, fingerprint_of_repli
 from unickpt.base.errors import ConfigError, NotACheckpointError, SaveFailedError
 from unickpt.base.launcher_watch import end_with_launcher
 from unickpt.base.listing import some
-from unickpt.checkpoint.checkpoint_folder import complete_checkpoints
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
-from unickpt.checkpoint.coordination.owners import Origin, Owner, as_json
+from unickpt.checkpoint.coordination.owners import Origin, Owner
 from unickpt.checkpoint.format.manifest import Writer
 from unickpt.checkpoint.load.candidates import Candidates
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.folders import newest
 from unickpt.checkpoint.load.report import LoadReport
 from unickpt.checkpoint.load.resume import Offer, Together, resume
-from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.checkpoint.save import shutdown
 from unickpt.checkpoint.save.requests import SaveOptions, SaveRequest, SaveResult
 from unickpt.checkpoint.save.saver import Saver
 from unickpt.checkpoint.save.shards import Contribution
 from unickpt.checkpoint.state.filling import Filling
-from unickpt.checkpoint.storage.base import absolute, join, split
+from unickpt.checkpoint.storage.base import absolute, split
 
 logger = logging.getLogger("unickpt")
 
@@ -133,7 +131,7 @@ def save_checkpoint(
 
 
 def _writer(exchange: MessageExchange, owner: Owner | None) -> Writer:
-    origin = {} if owner is None else dict(as_json(_MODELS.owners.origin(owner)))
+    origin = {} if owner is None else asdict(_MODELS.owners.origin(owner))
     topology = {"world_size": exchange.world}
     return Writer("torch", torch.__version__, __version__, torch.__version__, "torch", topology, origin=origin)
 
@@ -232,19 +230,9 @@ def load_checkpoint(
             + (f"; pass one of its checkpoints: {present}" if present else ", so this is not a checkpoint and contains none")
         )
 
-    loaded = resume(exchange, lambda: _offer(candidates, folder), attempt, nothing, where=folder, fall_back=fall_back)
+    loaded = resume(exchange, candidates.offer, attempt, nothing, where=folder, fall_back=fall_back)
     exchange.leave()
     return loaded
-
-
-def _offer(candidates: Candidates, folder: str) -> Offer:
-    """Return the next checkpoint to try. Called on the coordinator. Reads manifests only."""
-    if not candidates.begun and is_checkpoint(folder):
-        return Offer(folder, explicit=True)
-    choice = candidates.next()
-    if choice.tag is None:
-        return Offer(present=tuple(name for _, name in complete_checkpoints(folder)), notes=choice.notes)
-    return Offer(join(folder, choice.tag), choice.tag, notes=choice.notes)
 
 
 def _load(

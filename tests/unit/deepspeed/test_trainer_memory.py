@@ -140,7 +140,8 @@ def test_a_checkpoint_that_belongs_on_disk_does_not_go_into_memory(job: Callable
 def test_a_generation_is_offered_twice_and_then_an_error_names_the_run() -> None:
     load = MemoryLoad([FoundGeneration(9, 8, "global_step8"), FoundGeneration(7, 6, "global_step6")])
     tier, exchange = MemoryTier(MemoryOptions(), SaveOptions()), MessageExchange(None, rank=0, world=1, prefix="noted")
-    noted = Noted(tier, "/run", "/resume/checkpoint-6", exchange, load, number=7)
+    noted = Noted(tier, MemoryNote("/run", 7), "/resume/checkpoint-6", exchange)
+    noted.load = load
     offers = [noted.offer() for _ in range(2)]
     assert [(offer.generation, offer.checked, offer.name) for offer in offers] == [
         (7, False, "global_step6"), (7, True, "global_step6"),

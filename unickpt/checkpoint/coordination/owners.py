@@ -11,9 +11,7 @@ import gc
 import time
 import uuid
 import weakref
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from unickpt.checkpoint.format.manifest import Manifest
 
@@ -114,13 +112,10 @@ class Owners:
         return Origin(owner.lineage, owner.name, owner.label, number, len(living))
 
     def claim(self, owner: Owner, *, replaces: bool = False, any_structure: bool = False) -> Claim:
-        """Return the claim of a model to the directories that it saves into. It saves now.
+        """Return the claim of a model to the directories that it saves into. It saves now. ``any_structure``: as in ``Claim``.
 
-        Args:
-            owner: the model.
-            replaces: the model was known when it was made, and not at its first save. So models of this process that were not
-                used since then are discarded ones, which a framework may keep alive.
-            any_structure: as in ``Claim``.
+        ``replaces``: the model was known when it was made, and not at its first save. So models of this process that were not
+        used since then are discarded ones, which a framework may keep alive.
         """
         owner.used_s = time.monotonic()
         return Claim(self, owner, owner.made_s if replaces else 0.0, any_structure)
@@ -268,8 +263,3 @@ def _time_of(manifest: Manifest) -> float:
         return datetime.datetime.fromisoformat(manifest.created).timestamp()
     except (ValueError, OverflowError, OSError):
         return 0.0
-
-
-def as_json(origin: Origin) -> Mapping[str, Any]:
-    """Return the members of an origin for a manifest."""
-    return asdict(origin)

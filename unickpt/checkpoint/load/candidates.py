@@ -13,9 +13,17 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from unickpt.base.errors import NewerFormatError, StorageError, UnickptError
-from unickpt.checkpoint.checkpoint_folder import iteration_name, latest_tag, read_manifest, tracked_iteration
+from unickpt.checkpoint.checkpoint_folder import (
+    complete_checkpoints,
+    iteration_name,
+    latest_tag,
+    read_manifest,
+    tracked_iteration,
+)
 from unickpt.checkpoint.format.manifest import MANIFEST_FILE
 from unickpt.checkpoint.load.failure import DAMAGE, failure_of
+from unickpt.checkpoint.load.resume import Offer
+from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.checkpoint.storage.base import Storage, join
 from unickpt.checkpoint.storage.open import open_storage
 
@@ -38,13 +46,9 @@ class CandidateTag:
 
 
 def loadable(folder: str | os.PathLike[str], *, without: Collection[str] = ()) -> list[tuple[int, str]]:
-    """Return (step, name) of every checkpoint that a job can try after a damaged one, newest first.
+    """Return (step, name) of every checkpoint of a folder that a job can try after a damaged one, newest first.
 
     The list includes checkpoints of a newer release. Skipping one would silently resume from an older checkpoint.
-
-    Args:
-        folder: folder of checkpoints. A path or a URL.
-        without: names to leave out.
 
     Raises:
         StorageError: the folder or a manifest cannot be read for a reason that says nothing about the checkpoint, such as a
@@ -97,6 +101,15 @@ class Candidates:
     def begun(self) -> bool:
         """Whether ``next`` was called before."""
         return self._begun
+
+    def offer(self) -> Offer:
+        """Return the next checkpoint to try: the folder itself if it is one. Reads manifests, no data."""
+        if not self._begun and is_checkpoint(self._folder):
+            return Offer(self._folder, explicit=True)
+        choice = self.next()
+        if choice.tag is None:
+            return Offer(present=tuple(name for _, name in complete_checkpoints(self._folder)), notes=choice.notes)
+        return Offer(join(self._folder, choice.tag), choice.tag, notes=choice.notes)
 
     def next(self) -> CandidateTag:
         """Return the next checkpoint to try."""

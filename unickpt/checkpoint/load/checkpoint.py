@@ -35,6 +35,7 @@ from unickpt.checkpoint.load.validation import check_files, check_header, read_i
 from unickpt.checkpoint.storage.base import Storage
 from unickpt.checkpoint.storage.open import open_storage
 
+TWINS = {"weight": "master", "master": "weight"}  # one value in two precisions: each serves for the other
 _LARGE_BYTES = 1 << 20  # plans from this size on ask whether the page cache holds their data
 _SMALL_BYTES = 64 << 10  # tensors of an object up to this size are read together
 
@@ -80,13 +81,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Checkpoint:
-        """Open a checkpoint and check everything except the data.
+        """Open a checkpoint and check everything except the data. No data file is read.
 
         Args:
             directory: checkpoint directory, ``<save_dir>/<tag>``. A path or a URL.
-
-        Returns:
-            The checkpoint. No data file has been read.
 
         Raises:
             NotACheckpointError: the directory has no manifest.
@@ -133,6 +131,11 @@ class Checkpoint:
         """Return the stored or derived tensor of this name and state, or None."""
         at = self.ids.get((name, state))
         return None if at is None else self.index.tensors[at]
+
+    def serving(self, name: str, state: str) -> TensorInfo | None:
+        """Return the tensor that serves for one of this name and state: it, or a weight for a master and back."""
+        found = self.info(name, state)
+        return self.info(name, TWINS[state]) if found is None and state in TWINS else found
 
     def read(self, requests: Sequence[Request], *, verify: str = "always") -> ReadStats:
         """Fill the output tensor of every request.
@@ -194,14 +197,9 @@ class Checkpoint:
         return stats
 
     def fill_from_page_cache(self, requests: Sequence[Request], *, ranks: int) -> bool:
-        """Fill the output tensors of requests if the page cache holds most of what they need. All checksums are checked.
+        """Fill the output tensors of requests if the page cache holds most of what they need. Return whether it does.
 
-        Args:
-            requests: regions of stored tensors, in files whose headers have been checked.
-            ranks: ranks of this host that read at the same time.
-
-        Returns:
-            Whether the tensors are filled.
+        All checksums are checked. ``ranks``: those of this host that read at the same time. The headers have been checked.
 
         Raises:
             CoverageError, CorruptCheckpointError, StorageError: as for ``read``.

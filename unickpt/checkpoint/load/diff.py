@@ -13,7 +13,6 @@ from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 
 BLOCK_ELEMENTS = 4 << 20  # elements per block
-BETWEEN = ("weight", "master")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ def differences(
     for info in one.index.tensors:
         if info.kind == "object":
             continue
-        twin = _twin(other, info)
+        twin = other.serving(info.name, info.state)
         if twin is None:
             yield Difference(info.name, info.state, reason="only in the first")
         elif twin.shape != info.shape:
@@ -76,15 +75,8 @@ def differences(
         else:
             yield _compared(one, info, other, twin, verify, progress)
     for info in other.index.tensors:
-        if info.kind != "object" and _twin(one, info) is None:
+        if info.kind != "object" and one.serving(info.name, info.state) is None:
             yield Difference(info.name, info.state, reason="only in the second")
-
-
-def _twin(checkpoint: Checkpoint, info: TensorInfo) -> TensorInfo | None:
-    found = checkpoint.info(info.name, info.state)
-    if found is None and info.state in BETWEEN:
-        found = checkpoint.info(info.name, BETWEEN[1 - BETWEEN.index(info.state)])
-    return found
 
 
 def _compared(

@@ -5,20 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator, Mapping, Sequence
 
-from unickpt.base.errors import (
-    ConfigError,
-    CoordinationError,
-    CorruptCheckpointError,
-    FormatError,
-    HostPeerFailedError,
-    LanguageError,
-    MismatchError,
-    NewerFormatError,
-    NotACheckpointError,
-    StorageError,
-    UnickptError,
-    UnsupportedLayoutError,
-)
+from unickpt.base import errors
 from unickpt.checkpoint.coordination.failure import Failure, FailureKind
 from unickpt.checkpoint.storage.base import is_url
 
@@ -26,35 +13,35 @@ from unickpt.checkpoint.storage.base import is_url
 # a newer one that is complete.
 DAMAGE = frozenset({FailureKind.ABSENT, FailureKind.DAMAGED})
 
-_KINDS: tuple[tuple[type[UnickptError], FailureKind], ...] = (  # subclasses before their base
-    (NewerFormatError, FailureKind.NEWER),
-    (NotACheckpointError, FailureKind.ABSENT),
-    (CorruptCheckpointError, FailureKind.DAMAGED),
-    (FormatError, FailureKind.DAMAGED),
-    (MismatchError, FailureKind.MISMATCH),
-    (LanguageError, FailureKind.MISMATCH),
-    (UnsupportedLayoutError, FailureKind.UNSUPPORTED),
-    (HostPeerFailedError, FailureKind.HOST_PEER),
-    (CoordinationError, FailureKind.COORDINATION),
-    (ConfigError, FailureKind.UNEXPECTED),
+_KINDS: tuple[tuple[type[errors.UnickptError], FailureKind], ...] = (  # subclasses before their base
+    (errors.NewerFormatError, FailureKind.NEWER),
+    (errors.NotACheckpointError, FailureKind.ABSENT),
+    (errors.CorruptCheckpointError, FailureKind.DAMAGED),
+    (errors.FormatError, FailureKind.DAMAGED),
+    (errors.MismatchError, FailureKind.MISMATCH),
+    (errors.LanguageError, FailureKind.MISMATCH),
+    (errors.UnsupportedLayoutError, FailureKind.UNSUPPORTED),
+    (errors.HostPeerFailedError, FailureKind.HOST_PEER),
+    (errors.CoordinationError, FailureKind.COORDINATION),
+    (errors.ConfigError, FailureKind.UNEXPECTED),
 )
-_ERRORS: Mapping[FailureKind, type[UnickptError]] = {
-    FailureKind.ABSENT: NotACheckpointError,
-    FailureKind.DAMAGED: CorruptCheckpointError,
-    FailureKind.NEWER: NewerFormatError,
-    FailureKind.MISMATCH: MismatchError,
-    FailureKind.UNSUPPORTED: UnsupportedLayoutError,
-    FailureKind.UNRESUMABLE: UnsupportedLayoutError,
-    FailureKind.PERMISSION: StorageError,
-    FailureKind.STORAGE: StorageError,
-    FailureKind.COORDINATION: CoordinationError,
-    FailureKind.HOST_PEER: CoordinationError,
-    FailureKind.MEMORY: CoordinationError,
-    FailureKind.ARGUMENTS: CoordinationError,
-    FailureKind.OUTSIDE: CoordinationError,
-    FailureKind.OTHER_MODEL: MismatchError,
-    FailureKind.INTERRUPTED: CoordinationError,
-    FailureKind.UNEXPECTED: CoordinationError,
+_ERRORS: Mapping[FailureKind, type[errors.UnickptError]] = {
+    FailureKind.ABSENT: errors.NotACheckpointError,
+    FailureKind.DAMAGED: errors.CorruptCheckpointError,
+    FailureKind.NEWER: errors.NewerFormatError,
+    FailureKind.MISMATCH: errors.MismatchError,
+    FailureKind.UNSUPPORTED: errors.UnsupportedLayoutError,
+    FailureKind.UNRESUMABLE: errors.UnsupportedLayoutError,
+    FailureKind.PERMISSION: errors.StorageError,
+    FailureKind.STORAGE: errors.StorageError,
+    FailureKind.COORDINATION: errors.CoordinationError,
+    FailureKind.HOST_PEER: errors.CoordinationError,
+    FailureKind.MEMORY: errors.CoordinationError,
+    FailureKind.ARGUMENTS: errors.CoordinationError,
+    FailureKind.OUTSIDE: errors.CoordinationError,
+    FailureKind.OTHER_MODEL: errors.MismatchError,
+    FailureKind.INTERRUPTED: errors.CoordinationError,
+    FailureKind.UNEXPECTED: errors.CoordinationError,
 }
 _REFUSED = {errno.EACCES, errno.EPERM}
 _LOST = {  # the file is gone, or its medium cannot give it back: it will not come back by waiting
@@ -63,18 +50,15 @@ _LOST = {  # the file is gone, or its medium cannot give it back: it will not co
 
 
 def failure_of(error: BaseException, *, rank: int, where: str) -> Failure:
-    """An exception as a value.
+    """An exception, raised while a checkpoint was opened, planned or read, as a value.
 
-    Args:
-        error: raised while a checkpoint was opened, planned or read.
-        rank: of this process.
-        where: path or URL of the checkpoint. A disk that cannot read a file will not read it tomorrow; an object store that
-            does not answer now may.
+    ``where``: path or URL of the checkpoint. A disk that cannot read a file will not read it tomorrow; an object store that
+    does not answer now may.
     """
     kind = _kind(error, where)
-    named = kind is FailureKind.UNEXPECTED and not isinstance(error, UnickptError)
+    named = kind is FailureKind.UNEXPECTED and not isinstance(error, errors.UnickptError)
     text = f"{type(error).__name__}: {error}" if named else str(error)
-    located = next((err for err in _chain(error) if isinstance(err, UnickptError) and (err.file or err.tensor)), None)
+    located = next((err for err in _chain(error) if isinstance(err, errors.UnickptError) and (err.file or err.tensor)), None)
     tensor, file = ("", "") if located is None else (located.tensor, located.file)
     return Failure(kind, rank, tensor, file, text)
 
@@ -84,7 +68,7 @@ def is_damage(failures: Sequence[Failure]) -> bool:
     return bool(failures) and all(failure.kind in DAMAGE for failure in failures)
 
 
-def error_of(failures: Sequence[Failure], *, where: str, what: str = "could not load it") -> UnickptError:
+def error_of(failures: Sequence[Failure], *, where: str, what: str = "could not load it") -> errors.UnickptError:
     """The error that a rank raises for other ranks' failures: of the first rank whose failure is no damage, if there is one."""
     failure = min(failures, key=lambda f: (f.kind is FailureKind.HOST_PEER, f.kind in DAMAGE, f.rank))
     others = sorted({f.rank for f in failures} - {failure.rank})
@@ -99,7 +83,7 @@ def _kind(error: BaseException, where: str) -> FailureKind:
         for of, kind in _KINDS:
             if isinstance(err, of):
                 return kind
-        if isinstance(err, StorageError):
+        if isinstance(err, errors.StorageError):
             return _storage_kind(err, is_url(where))
     return FailureKind.UNEXPECTED
 

@@ -64,39 +64,31 @@ class MemoryResume:
     def __init__(
         self, tier: MemoryTier, folder: str, exchange: MessageExchange, *, step: int | None = None, continues: bool = True
     ) -> None:
-        self._tier, self._folder, self._exchange, self._continues = tier, folder, exchange, continues
-        self._load = tier.look(folder, exchange) if tier.enabled else MemoryLoad()
+        self.tier, self.folder, self.exchange, self._continues = tier, folder, exchange, continues
+        self.load = tier.look(folder, exchange) if tier.enabled else MemoryLoad()
         if step:
-            self._load.found = [found for found in self._load.found if found.step == step]
-        if self._load.problems and exchange.rank == 0:
-            logger.warning("unickpt: in the memory of the hosts: %s", "; ".join(self._load.problems))
+            self.load.found = [found for found in self.load.found if found.step == step]
+        if self.load.problems and exchange.rank == 0:
+            logger.warning("unickpt: in the memory of the hosts: %s", "; ".join(self.load.problems))
 
     def offers(self, disk: Callable[[], Offer], native_step: Callable[[], int]) -> MemoryOffers:
         """Return the order in which checkpoints are tried, given those on disk (``MemoryOffers``). Used on the coordinator."""
-        return MemoryOffers(self._load, self._folder, disk, native_step)
+        return MemoryOffers(self.load, self.folder, disk, native_step)
 
     def check(self, offer: Offer) -> None:
-        """Remove the damaged files of a generation on this host.
-
-        Raises:
-            UnickptError: the manifest cannot be read.
-        """
-        self._tier.check(self._folder, offer.generation)
+        """Remove the damaged files of a generation on this host. Raises UnickptError if its manifest cannot be read."""
+        self.tier.check(self.folder, offer.generation)
 
     def open(self, offer: Offer) -> Checkpoint:
-        """Open a checkpoint in memory or on disk.
-
-        Raises:
-            UnickptError: as ``Checkpoint.open``.
-        """
+        """Open a checkpoint in memory or on disk. Raises UnickptError, as ``Checkpoint.open``."""
         if offer.generation:
-            return self._tier.open(self._folder, self._load, offer.generation)
+            return self.tier.open(self.folder, self.load, offer.generation)
         return Checkpoint.open(offer.directory)
 
     def loaded(self, offer: Offer, step: int) -> None:
         """Note which checkpoint was loaded, and its step. A job that continues gives up newer ones in memory."""
-        if not self._continues or not self._tier.enabled:
+        if not self._continues or not self.tier.enabled:
             return
-        read = self._tier.loaded(self._folder, self._load, step, offer.generation)
-        if read and self._exchange.rank == 0:
+        read = self.tier.loaded(self.folder, self.load, step, offer.generation)
+        if read and self.exchange.rank == 0:
             logger.info("unickpt: %s was loaded from the memory of the hosts: rank 0 read %s", offer.directory, read)

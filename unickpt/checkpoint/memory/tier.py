@@ -127,19 +127,9 @@ class MemoryTier:
         *,
         never: bool = False,
     ) -> PendingSave | None:
-        """Save into memory if it is the turn of the memory.
+        """Save into memory if it is the turn of the memory. Arguments and errors: as for ``turn`` and ``MemoryTurn.save``.
 
-        Args:
-            request: what the framework saves. Its ``on_end`` belongs to a save to disk and is not called.
-            exchange: message exchange of all ranks.
-            on_end: called with the save into memory when it has ended.
-            never: this checkpoint has to go to disk. That of rank 0 counts.
-
-        Returns:
-            The save, pending or failed; None if this checkpoint has to go to disk. After a failure it goes to disk, too.
-
-        Raises:
-            CoordinationError: a rank did not arrive in time.
+        Returns the save, pending or failed; None if this checkpoint has to go to disk. After a failure it goes to disk, too.
         """
         turn = self.turn(request.save_dir, exchange, never=never)
         return None if turn is None else turn.save(request, on_end)
@@ -224,11 +214,9 @@ class MemoryTier:
         if known is not None and known.hosts is not None and known.hosts.leads:
             removed = remove_damaged(known.hosts, number)
             if removed:
-                logger.warning(
-                    "unickpt: damaged in the memory of %s: %s. The copies on other hosts are read.",
-                    known.hosts.names[known.hosts.here],
-                    ", ".join(removed),
-                )
+                here = known.hosts.names[known.hosts.here]
+                text = "unickpt: damaged in the memory of %s: %s. The copies on other hosts are read."
+                logger.warning(text, here, ", ".join(removed))
 
     def open(self, save_dir: str, load: MemoryLoad, number: int) -> Checkpoint:
         """Open a generation that ``look`` has found.
@@ -270,14 +258,7 @@ class MemoryTier:
     def loaded(self, save_dir: str, load: MemoryLoad, step: int, number: int) -> str:
         """Note what was loaded: newer generations belong to a course of training that was given up.
 
-        Args:
-            save_dir: save directory.
-            load: from ``look``.
-            step: step of the loaded checkpoint.
-            number: its generation; 0 for a checkpoint on disk.
-
-        Returns:
-            Where the bytes came from; '' for a checkpoint on disk.
+        Returns where the bytes came from; '' for a checkpoint on disk, whose number is 0.
         """
         known = self._folders.get(absolute(save_dir))
         self.opened = self.opened if number else None
@@ -313,7 +294,6 @@ def choose(
     A generation that is damaged is tried once more after each host has removed its damaged files.
 
     Args:
-        load: from ``look``.
         disk_step: returns the step of the checkpoint on disk that would be tried next; None if there is none.
         tried: what was tried before. This function adds to it.
     """

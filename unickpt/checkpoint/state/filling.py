@@ -14,20 +14,11 @@ from unickpt.checkpoint.coordination.message_exchange import MessageExchange
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.dtypes import torch_dtype
 from unickpt.checkpoint.format.index import TensorInfo
-from unickpt.checkpoint.load.checkpoint import Checkpoint, Planned
+from unickpt.checkpoint.load.checkpoint import TWINS, Checkpoint, Planned
 from unickpt.checkpoint.load.fragments import Request
 from unickpt.checkpoint.load.report import LoadReport
 
 WEIGHT, MASTER, OBJECT = "weight", "master", "object"
-_TWINS = {WEIGHT: MASTER, MASTER: WEIGHT}
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A temporary with as many elements as its target."""
-
-    target: torch.Tensor
-    data: torch.Tensor
 
 
 @dataclass
@@ -38,16 +29,17 @@ class Filling:
         checkpoint: the opened checkpoint.
         report: gets an entry for each tensor.
         requests: what is read.
+        _late: targets, each with a temporary of as many elements.
     """
 
     checkpoint: Checkpoint
     report: LoadReport = field(default_factory=LoadReport)
     requests: list[Request] = field(default_factory=list)
-    _late: list[_Copy] = field(default_factory=list)
+    _late: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def source(self, name: str, state: str) -> TensorInfo | None:
         """Return the tensor that serves a tensor of this job: that of its name and state, or a weight for a master and back."""
-        return source_of(self.checkpoint, name, state)
+        return self.checkpoint.serving(name, state)
 
     def origin(self, info: TensorInfo) -> TensorInfo:
         """Return the stored tensor of which a tensor is the cast; the tensor itself if it is not derived."""
@@ -85,7 +77,7 @@ class Filling:
 
     def copy_later(self, target: torch.Tensor, data: torch.Tensor) -> None:
         """Copy ``data`` into ``target``, which has the same number of elements, after the read. In the order of the calls."""
-        self._late.append(_Copy(target, data))
+        self._late.append((target, data))
 
     def plan(self) -> Planned:
         """Return the plan of the read.
@@ -106,8 +98,8 @@ class Filling:
 
     def finish(self) -> None:
         """Do what follows the read."""
-        for copy in self._late:
-            copy.target.detach().copy_(copy.data.view(copy.target.shape))
+        for target, data in self._late:
+            target.detach().copy_(data.view(target.shape))
 
     def account(self, name: str, state: str, info: TensorInfo, dtype: str, note: str = "") -> None:
         """Report how a tensor of this job, in ``dtype``, gets its values from ``info``. ``note``: about a restored tensor."""
@@ -116,12 +108,6 @@ class Filling:
             self.report.add(name, state, "restored", note)
         else:
             self.report.add(name, state, "cast", f"{stored.dtype} {stored.state} to {dtype} {state}")
-
-
-def source_of(checkpoint: Checkpoint, name: str, state: str) -> TensorInfo | None:
-    """Return the tensor of a name and state. Weight and master are one value in two precisions: each serves for the other."""
-    found = checkpoint.info(name, state)
-    return checkpoint.info(name, _TWINS[state]) if found is None and state in _TWINS else found
 
 
 def shapes_of_all(own: Mapping[str, tuple[int, ...]], exchange: MessageExchange) -> dict[str, tuple[int, ...]]:
@@ -154,7 +140,7 @@ def unrequested(checkpoint: Checkpoint, masks: Iterable[str], *, twins: bool = T
     return [
         info
         for info in tensors
-        if info.kind != OBJECT and info.key not in known and not (twins and (info.name, _TWINS.get(info.state, "")) in known)
+        if info.kind != OBJECT and info.key not in known and not (twins and (info.name, TWINS.get(info.state, "")) in known)
     ]
 
 
