@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import unickpt
 from tests.support.grown_models import difference, model_of_table, source, table_of_model
+from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
 from unickpt.transform.edit.table import Table
 from unickpt.transform.grow.refusals import NotLosslessError
@@ -77,3 +80,14 @@ def test_command(tmp_path: Path) -> None:
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", attn_implementation="eager")
     assert type(made).__name__ == "Qwen3MoeForCausalLM"
     assert difference(model, made) < EXACT
+
+
+def test_the_function_and_the_command_make_the_same(tmp_path: Path) -> None:
+    dense("llama").save_pretrained(tmp_path / "dense")
+    made = unickpt.upcycle_checkpoint(tmp_path / "dense", tmp_path / "function", experts=4, top_k=2)
+    numbers = ["--experts", "4", "--top-k", "2"]
+    assert main(["upcycle", str(tmp_path / "dense"), str(tmp_path / "command"), *numbers]) == 0
+    assert made.config == json.loads((tmp_path / "command" / "config.json").read_text())
+    one, other = (Checkpoint.open(tmp_path / name) for name in ("function", "command"))
+    assert one.ids.keys() == other.ids.keys()
+    assert all(torch.equal(one.read_tensor(*info.key), other.read_tensor(*info.key)) for info in one.index.tensors)
