@@ -127,7 +127,6 @@ def test_the_generated_docs_are_up_to_date() -> None:
     assert done.returncode == 0, "run python scripts/make_docs.py"
 
 
-@needs("mkdocs")
 def test_a_fragment_of_the_changelog_has_a_kind() -> None:
     kinds = re.findall(r'tool\.towncrier\.type\]\]\ndirectory = "(\w+)"', (REPO / "pyproject.toml").read_text())
     names = [path.name for path in (REPO / "changes").iterdir() if path.name != "README.md"]
@@ -135,6 +134,7 @@ def test_a_fragment_of_the_changelog_has_a_kind() -> None:
     assert [name for name in names if not re.fullmatch(rf"(\d+|\+[\w-]+)\.({'|'.join(kinds)})\.md", name)] == []
 
 
+@needs("mkdocs")
 def test_the_docs_site_builds_without_warnings(tmp_path: Path) -> None:
     """Every page is in the navigation, every link and anchor leads somewhere, every public name has a docstring."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
