@@ -64,7 +64,8 @@ def _peer(title: str, *names: str) -> Column:
 
 QUESTIONS = (
     Question(
-        "stall", "How long does training stop?",
+        "stall",
+        "How long does training stop?",
         "From the call of a save. DeepSpeed and FastPersist write while training waits; the others copy and write behind "
         "training.",
         (
@@ -78,7 +79,8 @@ QUESTIONS = (
         ),
     ),
     Question(
-        "step", "How much slower is a step beside a save?",
+        "step",
+        "How much slower is a step beside a save?",
         "Training steps while a save is written in the background. The limit is a step alone.",
         (
             _limit("step alone", "step alone"),
@@ -87,7 +89,8 @@ QUESTIONS = (
         ),
     ),
     Question(
-        "safe", "When is the checkpoint safe?",
+        "safe",
+        "When is the checkpoint safe?",
         "From the call of a save until the checkpoint is on stable storage. unickpt saves asynchronously, the peers "
         "synchronously, which is faster for them. DeepSpeed does not wait for the disk, so its time includes a `sync`.",
         (
@@ -102,7 +105,8 @@ QUESTIONS = (
         ),
     ),
     Question(
-        "load-cache", "How long does a load from the page cache take?",
+        "load-cache",
+        "How long does a load from the page cache take?",
         "By the same layout. Under DeepSpeed, a load is reading and what the framework does with the data.",
         (
             _limit("raw read", "raw read"),
@@ -116,7 +120,8 @@ QUESTIONS = (
         ),
     ),
     Question(
-        "load-disk", "How long does a load from the disk take?",
+        "load-disk",
+        "How long does a load from the disk take?",
         "The same load after the page cache was dropped.",
         (
             _limit("raw read, uncached", "raw read, uncached"),
@@ -130,7 +135,8 @@ QUESTIONS = (
         ),
     ),
     Question(
-        "reshard", "How long does a load under another layout take?",
+        "reshard",
+        "How long does a load under another layout take?",
         "DeepSpeed: another ZeRO stage, or without tensor and pipeline parallelism. Megatron: pipeline parallelism in place of "
         "tensor parallelism. From the page cache.",
         (
@@ -141,11 +147,12 @@ QUESTIONS = (
             _peer("torch_dist, fully_reshardable", "fully_reshardable load as another layout"),
         ),
     ),
-)  # fmt: skip
+)
 
 MEMORY_QUESTIONS = (
     Question(
-        "memory-stall", "How long does a save into memory stop training?",
+        "memory-stall",
+        "How long does a save into memory stop training?",
         "From the call until training goes on. NVRx replicates within the call, the others behind training.",
         (
             _limit("memory copy", "memory copy"),
@@ -156,7 +163,8 @@ MEMORY_QUESTIONS = (
         ),
     ),
     Question(
-        "memory-copies", "When are the copies on the other host complete?",
+        "memory-copies",
+        "When are the copies on the other host complete?",
         "unickpt: until every host has checked the bytes of the other. NVRx: until both hosts have written their files into "
         "memory; it checks nothing.",
         (
@@ -166,12 +174,14 @@ MEMORY_QUESTIONS = (
         ),
     ),
     Question(
-        "memory-step", "How much slower is a step beside the copies?",
+        "memory-step",
+        "How much slower is a step beside the copies?",
         "A training step while the copies are made, on the same two cores.",
         (_limit("step alone", "step alone"), _ours("step beside the copies")),
     ),
     Question(
-        "memory-load", "How long does a load from memory take?",
+        "memory-load",
+        "How long does a load from memory take?",
         "By the same layout. From disk: unickpt's load of the same state from the page cache.",
         (
             _limit("memory copy", "memory copy"),
@@ -180,11 +190,12 @@ MEMORY_QUESTIONS = (
         ),
     ),
     Question(
-        "memory-lost", "How long does a load take after the loss of a host?",
+        "memory-lost",
+        "How long does a load take after the loss of a host?",
         "Half of the ranks are on a new host and read the copies of the other one.",
         (_limit("TCP transfer", "TCP transfer"), _ours("load after the loss of a host")),
     ),
-)  # fmt: skip
+)
 
 
 def values(result: Result, column: Column) -> Sequence[float]:

@@ -41,9 +41,14 @@ def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--out", type=Path, help="the document whose table is replaced")
     arguments.add_argument(
-        "--with", dest="earlier", action="append", type=Path, default=[], metavar="JSON",
+        "--with",
+        dest="earlier",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="JSON",
         help="add the counts of another run of the same fault, with another seed, from its --json",
-    )  # fmt: skip
+    )
     options = arguments.parse_args()
     tallies: dict[str, list[Tally]] = {}
     for name, count, found in each(options, options.earlier):

@@ -414,9 +414,11 @@ def process_groups(engine: Any) -> dict[str, list[Any]]:
     }
     grid = getattr(engine, "grid", None)
     for label, name in (
-        ("pipeline parallel", "pp_proc_group"), ("data parallel", "dp_proc_group"), ("model parallel", "slice_proc_group"),
+        ("pipeline parallel", "pp_proc_group"),
+        ("data parallel", "dp_proc_group"),
+        ("model parallel", "slice_proc_group"),
         ("model", "ds_model_proc_group"),
-    ):  # fmt: skip
+    ):
         found.setdefault(label, []).append(getattr(grid, name, None))
     return {label: [group for group in held if group is not None] for label, held in found.items()}
 

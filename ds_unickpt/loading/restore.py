@@ -57,7 +57,7 @@ class EngineRestore:
 
     def __init__(
         self, view: EngineView, checkpoint: Checkpoint, options: Options, wanted: LoadArguments, beginning: Beginning
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.view, self.checkpoint, self.options, self.wanted = view, checkpoint, options, wanted
         swap_files.release_weights(view.engine.module)  # before ``parts`` is read
         self.names, self.slices, self.placed, self.parts = view.names, view.slices, view.placed, view.parts

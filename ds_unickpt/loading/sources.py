@@ -100,8 +100,10 @@ class OnDisk(Source):
         if self.first and offer.present:
             logger.warning(
                 "unickpt: %s has no 'latest' file, so nothing is loaded. It has these complete checkpoints: %s. "
-                "To resume from one, pass its name as tag.", self.folder, ", ".join(offer.present),
-            )  # fmt: skip
+                "To resume from one, pass its name as tag.",
+                self.folder,
+                ", ".join(offer.present),
+            )
         elif self.first and is_url(self.folder):
             logger.warning("unickpt: %s has no 'latest' file and no checkpoint, so nothing is loaded", self.folder)
 

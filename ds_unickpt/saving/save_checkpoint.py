@@ -95,8 +95,9 @@ def save_checkpoint(
         if ours.exchange.rank == 0:
             logger.error(
                 "unickpt: %s is NOT saved (%s). DeepSpeed itself cannot save to a URL. Use a local directory.",
-                place, f"not supported yet: {ours.unsupported}" if ours.unsupported else "see above",
-            )  # fmt: skip
+                place,
+                f"not supported yet: {ours.unsupported}" if ours.unsupported else "see above",
+            )
         return False
     if not _same_everywhere(ours, engine, str(save_dir), name):
         return False
@@ -291,6 +292,8 @@ def _ended(ours: UnickptCheckpointEngine, save: PendingSave, tier: str) -> None:
         logger.log(
             level,
             "unickpt: Gave up saving %s after %.1f s (%s). No checkpoint was written; earlier checkpoints are intact. %s",
-            directory, result.seconds, save.cause(),
+            directory,
+            result.seconds,
+            save.cause(),
             "DeepSpeed itself saves from now on." if result.framework_saves else _advice(result),
-        )  # fmt: skip
+        )

@@ -177,9 +177,7 @@ def _last(found: dict[str, Any]) -> float:
     return sum(losses) / len(losses)
 
 
-def page(
-    results: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]], chosen: Sequence[dict[str, Any]]
-) -> str:  # fmt: skip
+def page(results: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]], chosen: Sequence[dict[str, Any]]) -> str:
     """Return the page of evidence."""
     by_name = {each["name"]: each for each in results}
     plain = [_last(by_name[f"ddp none seed {seed}"]) for seed in range(SEEDS)]

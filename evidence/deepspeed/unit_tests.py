@@ -181,19 +181,25 @@ def page(rows: dict[str, Any], limit: float, tree: Path, files: list[str] | None
     only = f" --files {' '.join(files)}" if files else ""
     source = (tree / "version.txt").read_text().strip() if (tree / "version.txt").exists() else "unknown"
     lines = [
-        "# DeepSpeed's own unit tests", "",
-        "Do DeepSpeed's own tests still pass with the `unickpt` key?", "",
-        "{answer}", "",
-        f"`python -m evidence.deepspeed.unit_tests --deepspeed-tree /path/to/DeepSpeed{only}`", "",
+        "# DeepSpeed's own unit tests",
+        "",
+        "Do DeepSpeed's own tests still pass with the `unickpt` key?",
+        "",
+        "{answer}",
+        "",
+        f"`python -m evidence.deepspeed.unit_tests --deepspeed-tree /path/to/DeepSpeed{only}`",
+        "",
         f"DeepSpeed {installed_version('deepspeed')} (tests: source tree of version {source}), "
-        f"torch {installed_version('torch')}, Python {platform.python_version()}, CPU and gloo, up to {RANKS} ranks.", "",
+        f"torch {installed_version('torch')}, Python {platform.python_version()}, CPU and gloo, up to {RANKS} ranks.",
+        "",
         "The tests' files are unchanged. `evidence/deepspeed/unit_plugin.py` lists what it adapts so that they run on CPU.",
         "Stock: without unickpt's hooks. With the key: the tests that pass stock run again, with",
         '`"unickpt": {"enabled": true}` in every DeepSpeed config. *Saved by unickpt*: a unickpt checkpoint is left on disk.',
-        f"Each test has {limit:.0f} seconds. *Not run* counts the tests that `--minutes` left out.", "",
+        f"Each test has {limit:.0f} seconds. *Not run* counts the tests that `--minutes` left out.",
+        "",
         "| file | tests | stock: pass | fail | skipped | not run | key: pass | fail | not run | pass, saved by unickpt |",
         "|---" * 10 + "|",
-    ]  # fmt: skip
+    ]
     sums = [0] * 9
     for file, (stock, ours, reason) in rows.items():
         universal = sum(test["outcome"] == "passed" and bool(test["universal"]) for test in ours.values())

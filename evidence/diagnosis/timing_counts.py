@@ -100,11 +100,13 @@ def page(runs: Sequence[Run], sound: Sequence[Sound], hangs: Iterable[str]) -> s
     drivers = sorted({each.command.split()[2].rpartition(".")[2] for each in (*runs, *sound)})
     lines = [
         f"Python {platform.python_version()}, {os.cpu_count()} cores. Each line of the results file has its options; "
-        "the commands are:", "",
-        *(f"- `python -m evidence.diagnosis.{driver} --keep results/diagnosis-runs.jsonl`" for driver in drivers), "",
+        "the commands are:",
+        "",
+        *(f"- `python -m evidence.diagnosis.{driver} --keep results/diagnosis-runs.jsonl`" for driver in drivers),
+        "",
         "| job | fault | runs | detected | right syndrome | right rank or link | seconds | beyond the deadline | steps |",
         "|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
         groups[run.job, run.fault].append(run)
@@ -121,8 +123,11 @@ def page(runs: Sequence[Run], sound: Sequence[Sound], hangs: Iterable[str]) -> s
     for job in sorted({each.job for each in sound}):
         of_job = [each for each in sound if each.job == job]
         lines.append(f"| {job} | {len(of_job)} | {sum(bool(each.said) for each in of_job)} |")
-    wrong = [f"| {run.job} | {run.fault} | {_place(run.rank)} | {run.said or 'none'} |" for run in runs
-             if not (run.syndrome and run.named)]  # fmt: skip
+    wrong = [
+        f"| {run.job} | {run.fault} | {_place(run.rank)} | {run.said or 'none'} |"
+        for run in runs
+        if not (run.syndrome and run.named)
+    ]
     wrong += [f"| {each.job} | nothing wrong | - | {each.said} |" for each in sound if each.said]
     if wrong:
         lines += ["", "| job | fault | at rank | wrong or missing verdict |", "|---|---|---|---|", *wrong]

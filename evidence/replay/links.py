@@ -31,8 +31,14 @@ HOSTS = ("a", "b", "c", "d")
 STEPS, FAST, SLOW = 16, 400, 100  # megabits per second
 LIMIT_S, PORT = 400.0, 29_517
 PIPELINE: dict[str, Any] = {
-    "kind": "pipeline", "steps": STEPS, "width": 1024, "rows": 128, "microbatches": 4, "layers": [0.02] * 4, "stages": 4,
-}  # fmt: skip
+    "kind": "pipeline",
+    "steps": STEPS,
+    "width": 1024,
+    "rows": 128,
+    "microbatches": 4,
+    "layers": [0.02] * 4,
+    "stages": 4,
+}
 TWO_STAGES = PIPELINE | {"stages": 2, "layers": [0.03] * 4}
 UNEVEN = TWO_STAGES | {"layers": [0.05, 0.05, 0.02, 0.02], "rows": 8, "places": {"0": 1.6}}
 ZERO = {"kind": "zero1", "steps": STEPS, "width": 512, "rows": 4, "layers": [0.03] * 4}
@@ -77,10 +83,16 @@ def run(task: dict[str, Any], *, order: tuple[int, ...] = (0, 1, 2, 3), slow_pai
             started = []
             for rank, place in enumerate(order):
                 env = {
-                    **os.environ, "RANK": str(rank), "WORLD_SIZE": str(len(order)), "LOCAL_RANK": "0", "MASTER_PORT": str(PORT),
-                    "MASTER_ADDR": network.address(HOSTS[order[0]]), "GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1",
+                    **os.environ,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(len(order)),
+                    "LOCAL_RANK": "0",
+                    "MASTER_PORT": str(PORT),
+                    "MASTER_ADDR": network.address(HOSTS[order[0]]),
+                    "GLOO_SOCKET_IFNAME": LINK,
+                    "OMP_NUM_THREADS": "1",
                     "DS_ACCELERATOR": "cpu",
-                }  # fmt: skip
+                }
                 command = [
                     *network.command(HOSTS[place]),
                     sys.executable,
@@ -113,9 +125,14 @@ def _step_s(found: WhatIf) -> float:
 def _row(name: str, job: str, change: str, known: WhatIf, gain_s: float, run_s: float, error_s: float) -> dict[str, Any]:
     measured_s = _step_s(known)
     return {
-        "name": name, "job": job, "change": change, "measured_s": measured_s, "predicted_s": measured_s - gain_s,
-        "run_s": run_s, "error_s": error_s,
-    }  # fmt: skip
+        "name": name,
+        "job": job,
+        "change": change,
+        "measured_s": measured_s,
+        "predicted_s": measured_s - gain_s,
+        "run_s": run_s,
+        "error_s": error_s,
+    }
 
 
 def slow_link() -> Iterator[dict[str, Any]]:
