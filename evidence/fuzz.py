@@ -35,8 +35,8 @@ import torch
 from evidence.document import put, section
 from tests.hostile.mutation import ALLOWANCE_BYTES, Attacker, Target, kind_of, limited_memory
 from tests.hostile.pickle_grammar import PickleAttacker, Watch
+from tests.support import handmade
 from unickpt.base.errors import UnickptError
-from unickpt.testing import handmade
 
 LIMIT_S = 1.0  # of processor time for one input
 SHARES = {"a checkpoint's directory": 0.01, "pickle, by grammar": 0.6}  # of all inputs. The rest is shared by the others

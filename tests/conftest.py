@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import settings
 
+from tests.support.fork_server import shared_interpreters
 from tests.support.repository import REPO
-from unickpt.testing.fork_server import shared_interpreters
 
 # no test may fail because the machine is busy
 settings.register_profile("unickpt", deadline=None)

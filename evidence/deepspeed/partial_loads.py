@@ -14,7 +14,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from unickpt.testing.launch import fork_ranks
+from tests.support.forked_jobs import fork_ranks
 
 BEGIN, END = "<!-- deepspeed -->", "<!-- end of deepspeed -->"
 Cells = dict[str, dict[str, list[str]]]  # wrapper -> column -> problems

@@ -15,7 +15,7 @@ from typing import Any
 from tests.jobs.journeys.families import FAMILIES, GROWN_SIZES, huggingface_model
 from tests.jobs.journeys.journeys import apart
 from unickpt.cli.main import main as unickpt
-from unickpt.testing.launch import fork_ranks
+from tests.support.forked_jobs import fork_ranks
 
 BEFORE, AFTER = 40, 6  # steps
 PLACE = "0,2,3,5"

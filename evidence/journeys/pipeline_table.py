@@ -24,7 +24,7 @@ from tests.jobs.journeys.families import family_of
 from tests.jobs.journeys.journeys import Station, differences
 from evidence.journeys.universal_table import megatron, name
 from tests.support.repository import REPO
-from unickpt.testing.launch import fork_ranks
+from tests.support.forked_jobs import fork_ranks
 
 FAMILY = "gpt2-pipeline"
 RESULTS, IMAGE = REPO / "results/deepspeed-3d-megatron.json", "../images/deepspeed-3d-megatron.png"

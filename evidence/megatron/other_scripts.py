@@ -171,7 +171,7 @@ def page(results: dict[str, str], tree: str) -> str:
         "again before a training step. Weights, masters and moments of the two checkpoints are compared. T5 under another "
         "tensor parallel size has another padding of the vocabulary: the rows that both have are compared, and its loss shifts "
         "by the logarithm of the ratio of the padded sizes ([guide](../guides/megatron-state.md#the-vocabulary)).", "",
-        "Mamba's kernels need a GPU: `megatron_unickpt/testing/mamba.py` has them in torch operations, and "
+        "Mamba's kernels need a GPU: `tests/jobs/megatron/mamba.py` has them in torch operations, and "
         "`tests/jobs/megatron/mamba_spec.py` the layers without TransformerEngine. The model of the test is a hybrid: "
         "Mamba, attention and MLP layers.", "",
         "| script | saved under | loaded under | result |", "|---|---|---|---|",

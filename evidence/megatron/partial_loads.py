@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_unickpt.testing.layouts import Layout
 from tests.jobs.megatron.partial_loads import KINDS, TARGETS, WRAPPERS
-from unickpt.testing.launch import fork_ranks
+from tests.support.forked_jobs import fork_ranks
 
 
 def section(results: dict[str, list[str]], versions: str) -> str:

@@ -27,6 +27,7 @@ import torch
 
 from evidence.plan import precision
 from tests.support.cli import json_of
+from tests.support.forked_jobs import fork_ranks
 from tests.support.result_lines import results_in
 from unickpt.diagnosis.recording.layer_times import LayerTimes, TimedLayer
 from unickpt.planning.plan.parallel import PlannedLayout
@@ -36,7 +37,7 @@ from unickpt.planning.plan.sources import read_layers
 from unickpt.planning.replay.price import analyse
 from unickpt.planning.replay.programs import PipelineSchedule
 from unickpt.planning.replay.sources import read_trace
-from unickpt.testing.launch import fork_ranks, torchrun
+from unickpt.testing.launch import torchrun
 
 LAYERS_S = [0.01, 0.01, 0.01, 0.01, 0.02, 0.03, 0.02, 0.04]
 MICROBATCHES, STEPS, CALLS = 8, 6, 200

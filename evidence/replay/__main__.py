@@ -19,10 +19,10 @@ from typing import Any
 
 from evidence.replay import links, pipelines, published
 from evidence.replay.baselines import sums_s
+from tests.support.forked_jobs import fork_ranks
 from unickpt.planning.replay.price import Questions, WhatIf, analyse
 from unickpt.planning.replay.sources import read_trace
 from unickpt.planning.replay.trace import Trace
-from unickpt.testing.launch import fork_ranks
 
 STEPS, EXTRA = 16, 0.5
 RESULTS = Path("results")

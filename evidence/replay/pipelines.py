@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.forked_jobs import fork_ranks
 from unickpt.planning.replay.price import Questions, WhatIf, analyse
 from unickpt.planning.replay.sources import read_trace
-from unickpt.testing.launch import fork_ranks
 
 STEPS, LAYERS_S = 7, [0.08] * 4
 PLAIN, CHUNKED = "gpt-pp2dp2-dist", "gpt-pp2vpp2dp2-dist"

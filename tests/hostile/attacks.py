@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from tests.hostile.mutation import limited_memory, load_everything
+from tests.support.handmade import IndexParts
 from unickpt.base.errors import UnickptError
 from unickpt.checkpoint.load.verify import verify_checkpoint
 from unickpt.cli.main import main
-from unickpt.testing.handmade import IndexParts
 
 INDEX = "index.safetensors"
 DATA = "data/rank00000.safetensors"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unickpt.testing import handmade
+from tests.support import handmade
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support import handmade
+from tests.support.handmade import IndexParts, digest, join_safetensors, replace_file, split_safetensors
 from unickpt.base.errors import UnickptError
 from unickpt.checkpoint.format import index_codec, manifest, objects
 from unickpt.checkpoint.format.index import check_coverage
 from unickpt.checkpoint.format.safetensors_header import parse_header
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.verify import verify_checkpoint
-from unickpt.testing import handmade
-from unickpt.testing.handmade import IndexParts, digest, join_safetensors, replace_file, split_safetensors
 
 ALLOWANCE_BYTES = 384 << 20  # of address space over what the process has; a lie about sizes asks for gigabytes
 

@@ -13,10 +13,10 @@ import pytest
 from tests.hostile.attacks import refused
 from tests.hostile.mutation import Attacker, limited_memory, text_of
 from tests.hostile.pickle_grammar import PickleAttacker, Watch
+from tests.support import handmade
+from tests.support.handmade import IndexParts
 from unickpt.base.errors import UnickptError
 from unickpt.checkpoint.format import manifest
-from unickpt.testing import handmade
-from unickpt.testing.handmade import IndexParts
 
 INPUTS = {"a checkpoint's directory": 60}  # it is slower
 

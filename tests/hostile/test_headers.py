@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.hostile.attacks import DATA, INDEX, Attack, Reasons, cases, on_index, reason, refused
-from unickpt.testing.handmade import join_safetensors, replace_file, split_safetensors
+from tests.support.handmade import join_safetensors, replace_file, split_safetensors
 
 
 def _header(edit: Callable[[dict[str, Any]], Any], path: str = INDEX) -> Attack:

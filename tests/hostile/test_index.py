@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.hostile.attacks import INDEX, Attack, Reasons, cases, on_index, reason, refused
-from unickpt.testing.handmade import IndexParts
+from tests.support.handmade import IndexParts
 
 
 def _tensor(member: int, value: Any, name: str = "layer.weight", state: str = "master") -> Attack:

@@ -13,13 +13,13 @@ import pytest
 
 from tests.hostile.attacks import DATA, INDEX, Attack, Reasons, cases, reason, refused
 from tests.hostile.mutation import load_everything
+from tests.support import handmade
+from tests.support.handmade import IndexParts, edit_manifest, join_safetensors, replace_file, split_safetensors
 from unickpt.base.errors import FormatError, UnickptError, UnsafePathError
 from unickpt.checkpoint.format import manifest
 from unickpt.checkpoint.format.checksums import RunningDigest, digest
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.verify import verify_checkpoint
-from unickpt.testing import handmade
-from unickpt.testing.handmade import IndexParts, edit_manifest, join_safetensors, replace_file, split_safetensors
 
 
 def test_a_sound_checkpoint_passes_all_of_it(victim: Path) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.hostile.attacks import cases, refused
+from tests.support.handmade import edit_manifest
 from tests.support.repository import REPO
 from unickpt.base.errors import FormatError
 from unickpt.checkpoint.load.checkpoint import Checkpoint
-from unickpt.testing.handmade import edit_manifest
 from unickpt.testing.launch import environment
 
 HOSTILE_OBJECTS: list[Any] = [

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from megatron_unickpt.testing import layouts as megatron_layouts
 from tests.jobs import pairs
 from tests.jobs.deepspeed import (
     auto_expert_names,
@@ -27,6 +26,7 @@ from tests.jobs.deepspeed import (
     tensor_names,
     zero_names,
 )
+from tests.jobs.megatron import layout_pairs
 from tests.jobs.pairs import DEEPSPEED, MEGATRON, Pairs, Rounding
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 
@@ -91,7 +91,7 @@ MATRICES = {
     # AutoEP: 1, 2, 4 ranks x 1 to 4 expert-parallel ranks x ZeRO 0 to 3
     "auto-experts": _deepspeed("auto-experts", pairs.part(auto_expert_names.pairs(FULL)), compared=_fp32, why_not=NO_AUTO_EP),
     # every parallel shape and optimizer wrapper of megatron-core, against its own sharded state dicts and ``torch_dist`` format
-    "megatron": Matrix(MEGATRON, (), megatron_layouts.pairs(full=FULL), pairs.by_moved_weights, why_not=NO_MEGATRON),
+    "megatron": Matrix(MEGATRON, (), layout_pairs.pairs(full=FULL), pairs.by_moved_weights, why_not=NO_MEGATRON),
 }
 if FULL:
     MATRICES |= {
@@ -163,8 +163,8 @@ def test_the_chosen_pairs_of_zero_cover_every_pair_of_values() -> None:
 
 
 def test_the_chosen_pairs_of_megatron_cover_every_pair_of_values() -> None:
-    chosen, every = megatron_layouts.pairs(), megatron_layouts.layouts()
-    assert set(megatron_layouts.HARD) <= {(a.name, b.name) for a, b in chosen}
+    chosen, every = layout_pairs.pairs(), layout_pairs.layouts()
+    assert set(layout_pairs.HARD) <= {(a.name, b.name) for a, b in chosen}
     for field in ("tp", "pp", "vpp", "cp", "ep", "dp", "optimizer"):
         values = {getattr(layout, field) for layout in every}
         assert {(getattr(a, field), getattr(b, field)) for a, b in chosen} == {(a, b) for a in values for b in values}, field

@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tests.support.forked_jobs import fork_ranks
 from tests.support.rounding import limit_of
-from unickpt.testing.launch import fork_ranks
 
 DEEPSPEED, MEGATRON = "tests.jobs.deepspeed.pairs_worker", "tests.jobs.megatron.pairs_worker"
 STEPS = (3, 2)  # of a source before its save, and of sources and targets after the save and the load

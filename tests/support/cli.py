@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from tests.support import handmade
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.save.shards import Shard
 from unickpt.cli.main import main
-from unickpt.testing import handmade
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.forked_jobs import fork_ranks
 from unickpt.checkpoint.format.manifest import ParameterGroup
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
-from unickpt.testing.launch import fork_ranks
 
 ITERATION = "iter_0000002"
 Sources = dict[str, str]  # saved layout -> layout that loads the checkpoint; "" for none

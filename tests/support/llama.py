@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests.support.handmade import WRITER
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.manifest import OptimizerRecord, ParameterGroup
@@ -18,7 +19,6 @@ from unickpt.checkpoint.save.commit import commit
 from unickpt.checkpoint.save.data_file import write_rank
 from unickpt.checkpoint.save.shards import Contribution, Shard, prepare, shards_of_flat_range
 from unickpt.checkpoint.storage.posix import PosixStorage
-from unickpt.testing.handmade import WRITER
 from unickpt.transform.dialects.registry import dialect
 
 HIDDEN, FFN, VOCAB, LAYERS = 8, 12, 7, 2

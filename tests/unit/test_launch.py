@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fork_server import shared_interpreters
+from tests.support.forked_jobs import fork_ranks
 from unickpt.testing import launch
-from unickpt.testing.fork_server import shared_interpreters
 
 _ORPHAN = """
 import subprocess, sys
@@ -47,7 +48,7 @@ def test_ports_lie_below_those_of_outgoing_connections() -> None:
 def test_a_job_holds_its_port_from_the_start(tmp_path: Path) -> None:
     """Its ranks would else meet another process behind the port, and wait for it for ever."""
     (tmp_path / "rank_program.py").write_text(_CONNECTS_AT_IMPORT)
-    launch.fork_ranks(1, "rank_program", folder=tmp_path, env={"PYTHONPATH": os.getcwd()}, timeout_s=60)
+    fork_ranks(1, "rank_program", folder=tmp_path, env={"PYTHONPATH": os.getcwd()}, timeout_s=60)
 
 
 _PROGRAM = """
@@ -76,9 +77,7 @@ def package(tmp_path: Path) -> Path:
 
 
 def imported_in(folder: Path, name: str, **env: str) -> set[str]:
-    output = launch.fork_ranks(
-        2, f"package.{name}", "0", folder=folder, env={"PYTHONPATH": f"{folder}:{os.getcwd()}", **env}
-    ).stdout
+    output = fork_ranks(2, f"package.{name}", "0", folder=folder, env={"PYTHONPATH": f"{folder}:{os.getcwd()}", **env}).stdout
     lines = [line.split() for line in output.splitlines() if line.startswith("rank ")]
     assert sorted(line[1] for line in lines) == ["0", "1"]
     assert {line[-1] for line in lines} == {env.get("MINE", "None")}
@@ -105,12 +104,12 @@ def test_the_end_of_a_job_in_a_shared_interpreter(package: Path, monkeypatch: py
     """Its exit status and its time limit are those of a job that has an interpreter of its own."""
     env = {"PYTHONPATH": f"{package}:{os.getcwd()}"}
     with shared_interpreters():
-        done = launch.fork_ranks(2, "package.one", "3", folder=package, env=env, check=False)
+        done = fork_ranks(2, "package.one", "3", folder=package, env=env, check=False)
         assert done.returncode == 1
         assert re.search(r"forked_ranks: rank [01] ended with 3; ending the others", done.stdout)
         with pytest.raises(AssertionError, match=r"forked_ranks 1 package.one 3 failed:\n[^$]*rank 0 imported"):
-            launch.fork_ranks(1, "package.one", "3", folder=package, env=env)
+            fork_ranks(1, "package.one", "3", folder=package, env=env)
         with pytest.raises(AssertionError, match=r"did not end within 1 s:\n[^$]*Fatal Python error: Aborted"):
-            launch.fork_ranks(1, "package.one", "wait", folder=package, env=env, timeout_s=1)
+            fork_ranks(1, "package.one", "wait", folder=package, env=env, timeout_s=1)
         with pytest.raises(AssertionError, match=r"No module named 'package\.three'"):
-            launch.fork_ranks(1, "package.three", folder=package, env=env)
+            fork_ranks(1, "package.three", folder=package, env=env)

@@ -1,8 +1,7 @@
 """Launch jobs of several ranks on this machine, on CPU, with a time limit, and show their output when they fail.
 
-``torchrun`` runs a job to its end, ``fork_ranks`` does so with ranks that share their imports. ``start``, ``start_forked`` and
-``end`` run one beside the caller, and ``leave`` ends a rank that has done its work. Needs PyTorch. Jobs that exceed their time
-limit need psutil as well.
+``torchrun`` runs a job to its end. ``start`` and ``end`` run one beside the caller, and ``leave`` ends a rank that has done its
+work. Needs PyTorch. Jobs that exceed their time limit need psutil as well.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
-
-from unickpt.testing.fork_server import ForkedJob, start_shared
+from typing import IO, TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import psutil
@@ -26,6 +23,17 @@ if TYPE_CHECKING:
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC")
 _OUTPUT_CHARACTERS = 8000
 _PIPE_S = 10.0
+
+
+class StartedJob(Protocol):
+    """What ``end`` and ``finish`` use of ``subprocess.Popen``."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+    def communicate(self, *, timeout: float | None = None) -> tuple[str, object]: ...
+    def kill(self) -> None: ...
 
 
 def free_port() -> int:
@@ -77,26 +85,10 @@ def start(
         folder: working directory and first entry of ``PYTHONPATH``. Default: the current directory.
         env: variables to add to ``environment(folder)``.
     """
-    return _start(command(world, *program), output, folder, env)
+    return started(command(world, *program), output, folder, env)
 
 
-def start_forked(
-    world: int,
-    module: str,
-    *arguments: str,
-    output: int | IO[str],
-    folder: str | os.PathLike[str] | None = None,
-    env: Mapping[str, str] | None = None,
-) -> subprocess.Popen[str]:
-    """Start a job as ``start`` does, with ranks that are forked after the imports of a module; see ``fork_ranks``."""
-    return _start(_forked(world, module, arguments), output, folder, env)
-
-
-def _forked(world: int, module: str, arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "unickpt.testing.forked_ranks", str(world), module, *arguments]
-
-
-def _start(
+def started(
     program: list[str], output: int | IO[str], folder: str | os.PathLike[str] | None, env: Mapping[str, str] | None
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
@@ -105,7 +97,7 @@ def _start(
     )  # fmt: skip
 
 
-def end(process: subprocess.Popen[str] | ForkedJob, *, abort_s: float = 0.0) -> str:
+def end(process: StartedJob, *, abort_s: float = 0.0) -> str:
     """Kill torchrun and its ranks, wait for them, and return the rest of the output if it is a pipe.
 
     A process that outlives its parents may hold the pipe open: 10 seconds after the kill, the output so far is returned.
@@ -167,33 +159,11 @@ def torchrun(
             all ranks if it exceeded its time limit.
     """
     program = command(world, "-m", module, *arguments)
-    return _finish(_start(program, subprocess.PIPE, folder, env), program, module, timeout_s, check)
+    return finish(started(program, subprocess.PIPE, folder, env), program, module, timeout_s, check)
 
 
-def fork_ranks(
-    world: int,
-    module: str,
-    *arguments: str,
-    timeout_s: float = 600,
-    folder: str | os.PathLike[str] | None = None,
-    env: Mapping[str, str] | None = None,
-    check: bool = True,
-) -> subprocess.CompletedProcess[str]:
-    """Run a module on several ranks as ``torchrun`` does, with ranks that are forked after its imports.
-
-    Saves the time of ``world`` imports (``unickpt.testing.forked_ranks``). The module must not start threads or read its rank
-    when it is imported. Its function ``before_forks(arguments)``, if there is one, makes further imports. Under
-    ``fork_server.shared_interpreters``, jobs of one package also share their imports. Arguments, result and errors are those of
-    ``torchrun``.
-    """
-    where, whole = str(Path(folder or ".").resolve()), environment(folder, **(env or {}))
-    program = _forked(world, module, arguments)
-    process = start_shared(world, module, [*arguments], where, whole) or _start(program, subprocess.PIPE, folder, env)
-    return _finish(process, program, module, timeout_s, check)
-
-
-def _finish(
-    process: subprocess.Popen[str] | ForkedJob, program: list[str], module: str, timeout_s: float, check: bool
+def finish(
+    process: StartedJob, program: list[str], module: str, timeout_s: float, check: bool
 ) -> subprocess.CompletedProcess[str]:
     """Wait for a job to end; see ``torchrun``."""
     try:

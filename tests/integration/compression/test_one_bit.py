@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from unickpt.testing.launch import fork_ranks
+from tests.support.forked_jobs import fork_ranks
 
 pytest.importorskip("deepspeed")
 pytestmark = [

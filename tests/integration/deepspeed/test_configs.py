@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked_jobs import fork_ranks
 from tests.support.repository import REPO
-from unickpt.testing.launch import environment, fork_ranks
+from unickpt.testing.launch import environment
 
 CONFIGS = sorted((REPO / "configs" / "deepspeed").glob("*.json"))
 ARGUMENTS = sorted((REPO / "configs" / "megatron").glob("*.args"))

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.forked_jobs import fork_ranks
 from tests.support.rounding import limit_of
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
-from unickpt.testing.launch import fork_ranks
 
 TREE = os.environ.get("MEGATRON_DEEPSPEED", "")
 LAYERS, HEADS, HEAD, HIDDEN, VOCABULARY = 3, 4, 8, 32, 91

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.jobs.deepspeed.zero_names import layouts
+from tests.support.forked_jobs import fork_ranks
 from tests.support.rounding import assert_continues
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
-from unickpt.testing.launch import fork_ranks
 
 WORLD = 3  # divides no dimension of the model
 WORKER = "tests.jobs.deepspeed.native_worker"

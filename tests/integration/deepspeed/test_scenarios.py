@@ -12,7 +12,7 @@ import pytest
 
 from tests.jobs.deepspeed.scenario_worker import GROUPS, scenarios
 from tests.support import scenarios as support
-from unickpt.testing.launch import fork_ranks
+from tests.support.forked_jobs import fork_ranks
 
 CASES = [
     (group, world, name)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tests.jobs.deepspeed.jobs import STEPS_BEFORE
+from tests.support.forked_jobs import fork_ranks
 from tests.support.rounding import limit_of
 from unickpt.base.errors import FormatError, MismatchError
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
-from unickpt.testing.launch import fork_ranks
 from unickpt.transform.convert.deepspeed.universal_writer import export
 from unickpt.transform.convert.detect import open_source
 from unickpt.transform.convert.pickles.lazy_tensor import MAX_OPEN, Located, OpenFiles

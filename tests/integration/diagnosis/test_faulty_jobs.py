@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.support.forked_jobs import fork_ranks, start_forked
 from tests.support.repository import REPO
 from unickpt.diagnosis.detectors.device_waits import infer_device_waits
 from unickpt.diagnosis.detectors.hangs import hangs
@@ -26,7 +27,7 @@ from unickpt.diagnosis.reports.verdict_line import parse_line
 from unickpt.diagnosis.snapshot.progress import PROGRESS
 from unickpt.diagnosis.snapshot.snapshot import GroupInfo
 from unickpt.testing import launch
-from unickpt.testing.launch import environment, fork_ranks
+from unickpt.testing.launch import environment
 
 HOST = socket.gethostname()
 WORLD, AT = 4, 12  # ranks, and the step in which something is done to one of them
@@ -76,7 +77,7 @@ def job(tmp_path: Path) -> Any:
 
     def start(stage: int, fault: str, rank: int, step: int) -> tuple[Path, subprocess.Popen[str]]:
         with (tmp_path / "output").open("w") as output:
-            process = launch.start_forked(
+            process = start_forked(
                 WORLD, "tests.jobs.diagnosis.training_worker", str(tmp_path), str(stage), fault, str(rank),
                 str(step), output=output, folder=REPO, env={"GLOO_SOCKET_IFNAME": "lo"},
             )  # fmt: skip

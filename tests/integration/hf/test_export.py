@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import handmade
 from tests.support.adapters import adapted, llama, saved
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.cli.main import main
-from unickpt.testing import handmade
 
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(600)]
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 from tests.jobs.journeys.families import huggingface_model
-from unickpt.testing.launch import fork_ranks
+from tests.support.forked_jobs import fork_ranks
 from tests.support.llama import saved as saved_by_hand
 from unickpt.cli.main import main
 from unickpt.base.errors import MismatchError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unickpt.testing.launch import fork_ranks
+from tests.support.forked_jobs import fork_ranks
 from tests.jobs.megatron.scenarios import declared
 from tests.support import scenarios
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked_jobs import fork_ranks
 from unickpt.cli.main import main
-from unickpt.testing.launch import fork_ranks
 
 STEPS, LAYER_S, EXTRA = 12, 0.02, 0.5
 ADDED_S = 8 * 3 * LAYER_S * EXTRA

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked_jobs import fork_ranks
 from tests.support.s3 import CREDENTIALS, Bucket
 from tests.support.stored_steps import needs_store
-from unickpt.testing.launch import fork_ranks
 
 pytestmark = needs_store
 

@@ -15,12 +15,12 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
+from tests.support.forked_jobs import fork_ranks
 from tests.support.llama import saved as saved_by_hand
 from unickpt.checkpoint.format.manifest import ParameterGroup
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.cli.main import main
-from unickpt.testing.launch import fork_ranks
 from unickpt.transform.convert.torch_dcp import files_writer as exporting_distcp
 
 KINDS = ("flat0", "flat1", "nested0", "nested1", "titan")

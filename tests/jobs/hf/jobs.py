@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tests.support.forked_jobs import fork_ranks
 from tests.support.repository import REPO
 from tests.support.rounding import assert_continues, in_steps
-from unickpt.testing.launch import fork_ranks, torchrun
+from unickpt.testing.launch import torchrun
 
 CONFIGS = REPO / "configs" / "deepspeed"
 GLOBAL_BATCH = 12  # divides over 1, 2 and 3 processes; every layout then sees the same samples at each step

@@ -12,7 +12,7 @@ import torch
 from tests.jobs.journeys.families import huggingface_model, rows
 from tests.jobs.journeys.station import SEED
 from tests.support.rounding import limit_of
-from unickpt.testing.launch import fork_ranks
+from tests.support.forked_jobs import fork_ranks
 from unickpt.cli.main import main
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.transform.dialects.hf_layouts import in_memory

@@ -23,8 +23,9 @@ import megatron_unickpt.api
 from megatron_unickpt.edge import RUNTIME
 from unickpt.testing.launch import leave
 
-from megatron_unickpt.testing.layouts import Layout, worlds
+from megatron_unickpt.testing.layouts import Layout
 from megatron_unickpt.testing.truth import consolidated, differences, in_a_group
+from tests.jobs.megatron.layout_pairs import worlds
 from tests.jobs.megatron.moved import moved_losses
 from tests.jobs.pairs import Pairs
 from tests.support.turns import forget_garbage, in_turn

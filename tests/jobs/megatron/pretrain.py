@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from megatron_unickpt.testing import cpu
-from megatron_unickpt.testing.mamba import adapt_stack, offer_mamba_ssm
+from tests.jobs.megatron.mamba import adapt_stack, offer_mamba_ssm
 from unickpt.checkpoint.save import shutdown
 
 # Arguments of every run on CPU, with sizes that two cores train in seconds.

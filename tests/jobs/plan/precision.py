@@ -9,8 +9,8 @@ from typing import Any
 
 from tests.jobs.plan.precision_job import SPEEDUP
 from tests.support.cli import json_of
+from tests.support.forked_jobs import fork_ranks
 from tests.support.result_lines import results_in
-from unickpt.testing.launch import fork_ranks
 
 STEPS, FIRST = 12, 3
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import unickpt
+from tests.support import handmade
 from tests.support.opened_files import opened_files
 from tests.support.repository import REPO
 from unickpt.base.errors import MismatchError, SaveFailedError
 from unickpt.checkpoint.checkpoint_folder import read_manifest
 from unickpt.checkpoint.storage.open import open_storage
-from unickpt.testing import handmade
 from unickpt.testing.launch import environment, torchrun
 
 STATE = {"layer.weight": torch.arange(32.0).reshape(8, 4), ("layer.weight", "exp_avg"): torch.full((8, 4), 0.5)}

@@ -9,7 +9,7 @@ import torch
 
 import unickpt
 from tests.jobs.api import sharded
-from unickpt.testing.launch import fork_ranks
+from tests.support.forked_jobs import fork_ranks
 
 JOB = "tests.jobs.api.sharded"
 

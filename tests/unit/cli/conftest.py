@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.support import handmade
 from tests.support.cli import python
 from unickpt.cli.main import main
-from unickpt.testing import handmade
 
 
 @pytest.fixture

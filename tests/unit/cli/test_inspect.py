@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import handmade
 from tests.support.cli import box_of, scalar, trainer_run
 from tests.support.opened_files import opened_files
 from unickpt.checkpoint.format.boxes import Box
-from unickpt.testing import handmade
 
 
 def test_inspect_json_accounts_for_everything_that_was_saved(ranks: Path, run_json: Any) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.support import handmade
 from tests.support.cli import python
 from unickpt.cli import main as main_module
-from unickpt.testing import handmade
 from unickpt.transform.convert import pipeline, read_ahead
 
 

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tests.support import handmade
 from tests.support.cli import REPOSITORY
-from unickpt.testing import handmade
 
 
 def test_docs_cli_names_every_member_of_the_json(

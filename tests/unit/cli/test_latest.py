@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.hostile.source_folders import deepspeed, transformers
+from tests.support import handmade
 from tests.support.cli import trainer_run
 from unickpt.base.errors import StorageError
 from unickpt.checkpoint.storage.posix import PosixStorage
 from unickpt.cli.locate import lost
-from unickpt.testing import handmade
 
 
 def test_latest_prints_the_checkpoint_that_a_job_resumes_from(tmp_path: Path, run: Any, run_json: Any) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.support import handmade
 from tests.support.cli import Terminal, scalar
 from unickpt.cli.main import main
 from unickpt.cli.output import human_bytes, one_line
 from unickpt.cli.rendering import render
-from unickpt.testing import handmade
 
 
 def test_on_a_terminal_tables_are_styled_and_lose_nothing(ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import handmade
 from tests.support.cli import python
 from unickpt.cli.main import main
-from unickpt.testing import handmade
 
 
 def test_as_a_process(ranks: Path) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.support import handmade
 from unickpt.base.errors import StorageError
 from unickpt.checkpoint.storage.posix import PosixStorage
 from unickpt.cli import main as main_module
 from unickpt.cli.main import main
-from unickpt.testing import handmade
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support import handmade
 from tests.support.cli import box_of
-from unickpt.testing import handmade
 
 
 def test_verify_of_a_sound_checkpoint(ranks: Path, run: Any, run_json: Any) -> None:

@@ -19,6 +19,7 @@ import torch
 from tests.jobs.diagnosis.calls_worker import LISTED
 from tests.jobs.diagnosis.counting import ENVIRONMENT, NAMES, flown, noted
 from tests.jobs.diagnosis.flights_worker import BEFORE
+from tests.support.forked_jobs import fork_ranks
 from tests.support.needs import needs
 from tests.support.rings import here, put
 from unickpt.base.errors import FormatError
@@ -28,7 +29,7 @@ from unickpt.diagnosis.recording.process_group_hooks import _METHODS
 from unickpt.diagnosis.recording.rank_ranges import members, progressions
 from unickpt.diagnosis.recording.records import DTYPES, FORMAT, ITEMSIZES, RECORD, Flag, Op, Phase
 from unickpt.diagnosis.recording.ring import CLOSED, HEADER_BYTES, TABLE_BYTES, RingContents, RingReader, RingWriter
-from unickpt.testing.launch import environment, fork_ranks
+from unickpt.testing.launch import environment
 
 
 @pytest.fixture(scope="module", params=[(2, "python"), (4, "extension")], ids=lambda found: found[1])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import handmade
 from tests.support.repository import REPO
 from unickpt.checkpoint.format import dtypes, index_codec, manifest, objects
 from unickpt.checkpoint.format import index as index_module
@@ -18,7 +19,6 @@ from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.format.safetensors_header import MAX_HEADER_BYTES
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.save.shards import Shard
-from unickpt.testing import handmade
 
 DOCUMENT = (REPO / "docs/reference/format.md").read_text()
 

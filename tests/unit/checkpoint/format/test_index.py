@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from tests.support.handmade import index_of
 from unickpt.base.errors import CoverageError, FormatError
 from unickpt.checkpoint.format import index_codec, rank_rows
 from unickpt.checkpoint.format.boxes import Box, split_flat_range
 from unickpt.checkpoint.format.index import FragmentRow, Index, TensorInfo, check_coverage
-from unickpt.testing.handmade import index_of
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.handmade import index_of
 from unickpt.base.errors import CoverageError, FormatError
 from unickpt.checkpoint.format import index_codec, rank_rows, table_text, tensor_table
 from unickpt.checkpoint.format.boxes import Box
@@ -14,7 +15,6 @@ from unickpt.checkpoint.format.index import FragmentRow, TensorInfo, check_cover
 from unickpt.checkpoint.format.row_columns import GrowingColumn
 from unickpt.checkpoint.format.safetensors_header import parse_header
 from unickpt.checkpoint.format.tensor_table import TensorTable
-from unickpt.testing.handmade import index_of
 
 USUAL = st.text("abz09._/#", max_size=6)
 UNUSUAL = st.text('a" \\!é\n\x7f,]["', max_size=4)

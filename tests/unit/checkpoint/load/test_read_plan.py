@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.handmade import index_of
 from unickpt.base.errors import CoverageError
 from unickpt.checkpoint.format.boxes import Box, split_flat_range
 from unickpt.checkpoint.format.index import FragmentRow, TensorInfo, check_coverage
 from unickpt.checkpoint.load.read_plan import Target, plan_reads
-from unickpt.testing.handmade import index_of
 
 
 def _rows(info: TensorInfo, cuts: list[int]) -> list[FragmentRow]:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import handmade
 from tests.support.rank_threads import WORLD, on_all_ranks
 from unickpt.checkpoint.coordination.message_exchange import Message, MessageExchange
 from unickpt.checkpoint.format.boxes import Box
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.state.filling import Filling, lost_parameters, mask_of, shapes_of_all, union_of, unrequested
 from unickpt.checkpoint.state.optimizer_record import decoded, encoded
-from unickpt.testing import handmade
 
 BOX = Box((2, 1), (2, 4))
 

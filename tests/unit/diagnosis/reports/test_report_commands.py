@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.forked_jobs import fork_ranks
 from tests.support.needs import needs
 from tests.support.report_records import MS, call, group, ring
 from tests.support.repository import REPO
@@ -20,7 +21,7 @@ from unickpt.diagnosis.reports.arrivals import by_step
 from unickpt.diagnosis.reports.html_report import contents, page
 from unickpt.diagnosis.reports.perfetto import write_trace
 from unickpt.diagnosis.reports.transfer_delays import delay_matrix, transfer_times
-from unickpt.testing.launch import environment, fork_ranks
+from unickpt.testing.launch import environment
 
 
 @needs("deepspeed")

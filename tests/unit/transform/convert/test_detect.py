@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support import handmade
 from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.cli.main import main
-from unickpt.testing import handmade
 
 
 @pytest.fixture

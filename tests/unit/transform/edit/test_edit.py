@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.handmade import COUNT, EMBED, MASTER, MOMENT, embed, master, moment, save_ranks, weight
 from tests.support.llama import FACTS, HF, LLAMA, Values, saved, values_of
 from unickpt.base.errors import LanguageError, MismatchError, UnickptError
 from unickpt.checkpoint.format.boxes import Box
@@ -19,7 +20,6 @@ from unickpt.checkpoint.load.checkpoint import Checkpoint
 from unickpt.checkpoint.load.diff import differences
 from unickpt.checkpoint.load.validation import is_checkpoint
 from unickpt.cli.main import main
-from unickpt.testing.handmade import COUNT, EMBED, MASTER, MOMENT, embed, master, moment, save_ranks, weight
 from unickpt.transform.convert import pipeline
 from unickpt.transform.convert.pipeline import convert
 from unickpt.transform.dialects.dialect import parse

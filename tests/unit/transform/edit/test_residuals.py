@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.handmade import WRITER
 from unickpt.base.errors import FormatError, MismatchError
 from unickpt.checkpoint.format.index import TensorInfo
 from unickpt.checkpoint.load.checkpoint import Checkpoint
@@ -15,7 +16,6 @@ from unickpt.checkpoint.save.data_file import write_rank
 from unickpt.checkpoint.save.shards import Contribution, prepare, shards_of_flat_range
 from unickpt.checkpoint.storage.posix import PosixStorage
 from unickpt.cli.main import main
-from unickpt.testing.handmade import WRITER
 from unickpt.training.compression.carried import COMMON, STORED, Common, Residuals, resized, slice_of
 from unickpt.transform.edit.residuals import ResizeResiduals
 from unickpt.transform.edit.select import NoOptimizer

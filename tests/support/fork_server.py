@@ -33,7 +33,7 @@ _current: ContextVar[_Servers | None] = ContextVar("unickpt_fork_servers", defau
 
 
 class ForkedJob:
-    """A job that an interpreter forked. Has what ``launch.end`` and ``launch.torchrun`` use of ``subprocess.Popen``.
+    """A job that an interpreter forked. Has what ``launch.end`` and ``launch.finish`` use of ``subprocess.Popen``.
 
     Attributes:
         pid: the process that forks the ranks. It leads a session.
@@ -163,7 +163,7 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 def _start_server(folder: str, env: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = _pair()
     process = subprocess.Popen(
-        [sys.executable, "-m", "unickpt.testing.fork_server", str(theirs.fileno())],
+        [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())],
         cwd=folder,
         env=dict(env),
         stdin=subprocess.DEVNULL,
@@ -183,7 +183,7 @@ def _end_server(process: subprocess.Popen[bytes], requests: socket.socket) -> No
 
 
 def main() -> None:
-    from unickpt.testing import forked_ranks  # noqa: F401 - with PyTorch, before the first fork
+    from tests.support import forked_ranks  # noqa: F401 - with PyTorch, before the first fork
 
     requests = socket.socket(fileno=int(sys.argv[1]))
     jobs: set[int] = set()
@@ -216,7 +216,7 @@ def _run_job(request: dict[str, Any], output: int, messages: int) -> NoReturn:
         os.close(output)
         os.environ.clear()
         os.environ.update(request["env"])
-        from unickpt.testing import forked_ranks
+        from tests.support import forked_ranks
 
         status = forked_ranks.run(request["world"], request["module"], request["arguments"])
     except BaseException:

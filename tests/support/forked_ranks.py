@@ -1,4 +1,4 @@
-"""Run a module on several ranks that are forked from one process: ``python -m unickpt.testing.forked_ranks WORLD MODULE ...``.
+"""Run a module on several ranks that are forked from one process: ``python -m tests.support.forked_ranks WORLD MODULE ...``.
 
 The process imports the module, with all that it imports, and forks the ranks. Each rank then runs the module as its program.
 A module that imports by its arguments has a function ``before_forks(arguments)``, which is called once, before the ranks exist.
