@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import reprlib
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -87,18 +87,8 @@ def _complex(*parts: Any) -> complex:
     return complex(*(_of(float, int)(part) for part in parts))
 
 
-def _set(values: Any = ()) -> set[Any]:
-    found: set[Any] = keyed(_items(values), set)
-    return found
-
-
-def _frozenset(values: Any = ()) -> frozenset[Any]:
-    found: frozenset[Any] = keyed(_items(values), frozenset)
-    return found
-
-
-def _list(values: Any = ()) -> list[Any]:
-    return _items(values)
+def _unique(kind: type) -> Callable[..., Any]:
+    return lambda values=(): keyed(_items(values), kind)
 
 
 def _tuple(values: Any = ()) -> tuple[Any, ...]:
@@ -125,7 +115,7 @@ def _member(owner: Any, name: Any) -> Record:
 _MAKERS = {
     "builtins.getattr": _member,
     "collections.OrderedDict": _ordered, "collections.defaultdict": _no_factory, "collections.deque": _deque,
-    "builtins.set": _set, "builtins.frozenset": _frozenset, "builtins.list": _list, "builtins.tuple": _tuple,
+    "builtins.set": _unique(set), "builtins.frozenset": _unique(frozenset), "builtins.list": _items, "builtins.tuple": _tuple,
     "builtins.dict": _mapping, "builtins.int": _of(int, bool), "builtins.float": _of(float, int), "builtins.bool": _of(bool),
     "builtins.str": _of(str), "builtins.complex": _complex, "builtins.bytearray": _bytearray,
     "builtins.bytes": _bytes, "datetime.timedelta": _timedelta, "_codecs.encode": _latin1, "torch.Size": _tuple,

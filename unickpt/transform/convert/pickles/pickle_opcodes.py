@@ -14,7 +14,7 @@ import codecs
 import pickle
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from unickpt.base.errors import FormatError
@@ -51,8 +51,21 @@ def interpret(data: bytes, find: Callable[[str, str], Any], persistent: Callable
     """
     machine, at = Machine(data, find, persistent), 0
     try:
-        while at >= 0:
-            at = _TABLE[data[at]](machine, at + 1)
+        while (code := data[at]) != _STOP:
+            if code in _PLAIN:
+                _PLAIN[code](machine)
+                at += 1
+            elif code in _WITH_ARGUMENT:
+                read, act = _WITH_ARGUMENT[code]
+                argument, at = read(data, at + 1)
+                act(machine, argument)
+            elif code in _VALUES:
+                value, at = _VALUES[code](data, at + 1)
+                machine.stack.append(value)
+            else:
+                raise FormatError(f"has opcode {code:#04x} at byte {at:,}, which is not supported")
+        if len(machine.stack) != 1 or machine.marks:
+            raise FormatError(f"ends with {len(machine.stack)} values on the stack, expected one")
         return machine.stack.pop()
     except (FormatError, OSError):
         raise
@@ -64,114 +77,42 @@ def interpret(data: bytes, find: Callable[[str, str], Any], persistent: Callable
         raise FormatError(f"{type(err).__name__}: {str(err)[:200]}") from None
 
 
-# Implementation of an opcode: (machine, position after the opcode byte) -> position of the next opcode.
-_Opcode = Callable[[Machine, int], int]
+# -------- arguments in the stream
 
 
-def _refused(m: Machine, at: int) -> int:
-    raise FormatError(f"has opcode {m.data[at - 1]:#04x} at byte {at - 1:,}, which is not supported")
+# (stream, position of the argument) -> the argument, and the position after it
+_Reader = Callable[[bytes, int], tuple[Any, int]]
 
 
-_TABLE: list[_Opcode] = [_refused] * 256
+def _byte(data: bytes, at: int) -> tuple[int, int]:
+    return data[at], at + 1
 
 
-def _opcode(*codes: bytes) -> Callable[[_Opcode], _Opcode]:
-    def register(function: _Opcode) -> _Opcode:
-        for code in codes:
-            _TABLE[code[0]] = function
-        return function
-
-    return register
+def _frame(_data: bytes, at: int) -> tuple[None, int]:
+    return None, at + 8
 
 
-@_opcode(pickle.PROTO)
-def _proto(m: Machine, at: int) -> int:
-    if m.data[at] > MAX_PROTOCOL:
-        raise FormatError(f"has protocol {m.data[at]}; the newest supported one is {MAX_PROTOCOL}")
-    return at + 1
-
-
-@_opcode(pickle.FRAME)
-def _frame(_m: Machine, at: int) -> int:
-    return at + 8
-
-
-@_opcode(pickle.STOP)
-def _stop(m: Machine, _at: int) -> int:
-    if len(m.stack) != 1 or m.marks:
-        raise FormatError(f"ends with {len(m.stack)} values on the stack, expected one")
-    return -1
-
-
-@_opcode(pickle.MARK)
-def _mark(m: Machine, at: int) -> int:
-    m.marks.append(len(m.stack))
-    return at
-
-
-@_opcode(pickle.POP)
-def _pop(m: Machine, at: int) -> int:
-    if m.marks and m.marks[-1] == len(m.stack):
-        m.marks.pop()
-    else:
-        m.stack.pop()
-    return at
-
-
-@_opcode(pickle.POP_MARK)
-def _pop_mark(m: Machine, at: int) -> int:
-    m.above_mark()
-    return at
-
-
-# -------- scalars
-
-
-def _constant(code: bytes, value: Any) -> None:
-    def push(m: Machine, at: int) -> int:
-        m.stack.append(value)
-        return at
-
-    _TABLE[code[0]] = push
-
-
-for _code, _value in ((pickle.NONE, None), (pickle.NEWTRUE, True), (pickle.NEWFALSE, False), (pickle.EMPTY_TUPLE, ())):
-    _constant(_code, _value)
-
-
-def _packed(code: bytes, layout: str) -> None:
+def _packed(layout: str) -> _Reader:
     unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
-    def push(m: Machine, at: int) -> int:
-        m.stack.append(unpack(m.data, at)[0])
-        return at + size
+    def read(data: bytes, at: int) -> tuple[Any, int]:
+        return unpack(data, at)[0], at + size
 
-    _TABLE[code[0]] = push
-
-
-for _code, _layout in ((pickle.BININT, "<i"), (pickle.BININT2, "<H"), (pickle.BINFLOAT, ">d")):
-    _packed(_code, _layout)
+    return read
 
 
-@_opcode(pickle.BININT1)
-def _binint1(m: Machine, at: int) -> int:
-    m.stack.append(m.data[at])
-    return at + 1
+def _sized(size_bytes: int, make: Callable[[bytes], Any], limit: int = 1 << 62) -> _Reader:
+    """Return the reader of data with a length prefix of ``size_bytes``."""
 
-
-def _sized(code: bytes, size_bytes: int, make: Callable[[bytes], Any], limit: int = 1 << 62) -> None:
-    """Register an opcode whose data has a length prefix of ``size_bytes``."""
-
-    def push(m: Machine, at: int) -> int:
+    def read(data: bytes, at: int) -> tuple[Any, int]:
         begin = at + size_bytes
-        size = int.from_bytes(m.data[at:begin], "little")
+        size = int.from_bytes(data[at:begin], "little")
         end = begin + size
-        if size > limit or end > len(m.data):
-            raise FormatError(f"has a value of {size:,} bytes at byte {at - 1:,} of {len(m.data):,}")
-        m.stack.append(make(m.data[begin:end]))
-        return end
+        if size > limit or end > len(data):
+            raise FormatError(f"has a value of {size:,} bytes at byte {at - 1:,} of {len(data):,}")
+        return make(data[begin:end]), end
 
-    _TABLE[code[0]] = push
+    return read
 
 
 def _text(data: bytes) -> str:
@@ -182,134 +123,100 @@ def _integer(data: bytes) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
-for _code, _size, _make, _limit in (
-    (pickle.LONG1, 1, _integer, MAX_INTEGER_BYTES), (pickle.LONG4, 4, _integer, MAX_INTEGER_BYTES),
-    (pickle.SHORT_BINUNICODE, 1, _text, 1 << 62), (pickle.BINUNICODE, 4, _text, 1 << 62),
-    (pickle.BINUNICODE8, 8, _text, 1 << 62), (pickle.SHORT_BINBYTES, 1, bytes, 1 << 62),
-    (pickle.BINBYTES, 4, bytes, 1 << 62), (pickle.BINBYTES8, 8, bytes, 1 << 62), (pickle.BYTEARRAY8, 8, bytearray, 1 << 62),
-):  # fmt: skip
-    _sized(_code, _size, _make, _limit)
-
-
-def _line(m: Machine, at: int) -> tuple[str, int]:
-    end = m.data.find(b"\n", at, at + MAX_LINE_BYTES)
+def _line(data: bytes, at: int) -> tuple[str, int]:
+    end = data.find(b"\n", at, at + MAX_LINE_BYTES)
     if end < 0:
         raise FormatError(f"has an unterminated line at byte {at:,}")
-    return m.data[at:end].decode(), end + 1
+    return data[at:end].decode(), end + 1
 
 
-@_opcode(pickle.INT)
-def _int(m: Machine, at: int) -> int:
-    text, at = _line(m, at)
-    m.stack.append({"00": False, "01": True}[text] if text in ("00", "01") else int(text))
-    return at
+def _lined(make: Callable[[str], Any]) -> _Reader:
+    def read(data: bytes, at: int) -> tuple[Any, int]:
+        text, end = _line(data, at)
+        return make(text), end
+
+    return read
 
 
-@_opcode(pickle.LONG)
-def _long(m: Machine, at: int) -> int:
-    text, at = _line(m, at)
-    m.stack.append(int(text.removesuffix("L")))
-    return at
+def _two_lines(data: bytes, at: int) -> tuple[tuple[str, str], int]:
+    first, at = _line(data, at)
+    second, at = _line(data, at)
+    return (first, second), at
 
 
-@_opcode(pickle.FLOAT)
-def _float(m: Machine, at: int) -> int:
-    text, at = _line(m, at)
-    m.stack.append(float(text))
-    return at
+def _escaped_line(data: bytes, at: int) -> tuple[str, int]:
+    end = data.index(b"\n", at)
+    return codecs.raw_unicode_escape_decode(data[at:end])[0], end + 1
 
 
-@_opcode(pickle.UNICODE)
-def _unicode(m: Machine, at: int) -> int:
-    end = m.data.index(b"\n", at)
-    m.stack.append(codecs.raw_unicode_escape_decode(m.data[at:end])[0])
-    return end + 1
+def _int_or_bool(text: str) -> int:
+    return {"00": False, "01": True}[text] if text in ("00", "01") else int(text)
+
+
+# -------- the stack
+
+
+def _proto(_m: Machine, version: int) -> None:
+    if version > MAX_PROTOCOL:
+        raise FormatError(f"has protocol {version}; the newest supported one is {MAX_PROTOCOL}")
+
+
+def _mark(m: Machine) -> None:
+    m.marks.append(len(m.stack))
+
+
+def _pop(m: Machine) -> None:
+    if m.marks and m.marks[-1] == len(m.stack):
+        m.marks.pop()
+    else:
+        m.stack.pop()
+
+
+def _constant(value: Any) -> Callable[[Machine], None]:
+    return lambda m: m.stack.append(value)
 
 
 # -------- containers
 
 
-@_opcode(pickle.TUPLE)
-def _tuple(m: Machine, at: int) -> int:
-    items = m.above_mark()
-    m.spend(TUPLE_BYTES)
-    m.stack.append(tuple(items))
-    return at
+def _empty(kind: type, size_bytes: int) -> Callable[[Machine], None]:
+    def push(m: Machine) -> None:
+        m.spend(size_bytes)
+        m.stack.append(kind())
+
+    return push
 
 
-def _tuple_of(code: bytes, count: int) -> None:
-    def push(m: Machine, at: int) -> int:
+def _collected(make: Callable[[list[Any]], Any], size_bytes: int) -> Callable[[Machine], None]:
+    """Return the opcode that makes a container of the values above the mark."""
+
+    def push(m: Machine) -> None:
+        items = m.above_mark()
+        m.spend(size_bytes)
+        m.stack.append(make(items))
+
+    return push
+
+
+def _tuple_of(count: int) -> Callable[[Machine], None]:
+    def push(m: Machine) -> None:
         stack = m.stack
         if len(stack) < count:
             raise IndexError
         m.spend(TUPLE_BYTES)
         stack[-count:] = [tuple(stack[-count:])]
-        return at
 
-    _TABLE[code[0]] = push
-
-
-for _code, _count in ((pickle.TUPLE1, 1), (pickle.TUPLE2, 2), (pickle.TUPLE3, 3)):
-    _tuple_of(_code, _count)
+    return push
 
 
-@_opcode(pickle.EMPTY_LIST)
-def _empty_list(m: Machine, at: int) -> int:
-    m.spend(LIST_BYTES)
-    m.stack.append([])
-    return at
-
-
-@_opcode(pickle.EMPTY_DICT)
-def _empty_dict(m: Machine, at: int) -> int:
-    m.spend(DICT_BYTES)
-    m.stack.append({})
-    return at
-
-
-@_opcode(pickle.EMPTY_SET)
-def _empty_set(m: Machine, at: int) -> int:
-    m.spend(SET_BYTES)
-    m.stack.append(set())
-    return at
-
-
-@_opcode(pickle.LIST)
-def _list(m: Machine, at: int) -> int:
-    items = m.above_mark()
-    m.spend(LIST_BYTES)
-    m.stack.append(items)
-    return at
-
-
-@_opcode(pickle.DICT)
-def _dict(m: Machine, at: int) -> int:
-    items = m.above_mark()
-    m.spend(DICT_BYTES)
-    m.stack.append(_pairs(items))
-    return at
-
-
-@_opcode(pickle.FROZENSET)
-def _frozenset(m: Machine, at: int) -> int:
-    items = m.above_mark()
-    m.spend(SET_BYTES)
-    m.stack.append(keyed(items, frozenset))
-    return at
-
-
-@_opcode(pickle.APPEND)
-def _append(m: Machine, at: int) -> int:
+def _append(m: Machine) -> None:
     value = m.stack.pop()
     _extend(m.stack[-1], [value])
-    return at
 
 
-@_opcode(pickle.APPENDS)
-def _appends(m: Machine, at: int) -> int:
+def _appends(m: Machine) -> None:
     items = m.above_mark()
     _extend(m.stack[-1], items)
-    return at
 
 
 def _extend(target: Any, values: list[Any]) -> None:
@@ -318,18 +225,14 @@ def _extend(target: Any, values: list[Any]) -> None:
     target.extend(values)
 
 
-@_opcode(pickle.SETITEM)
-def _setitem(m: Machine, at: int) -> int:
+def _setitem(m: Machine) -> None:
     value, key = m.stack.pop(), m.stack.pop()
     _update(m.stack[-1], [key, value])
-    return at
 
 
-@_opcode(pickle.SETITEMS)
-def _setitems(m: Machine, at: int) -> int:
+def _setitems(m: Machine) -> None:
     items = m.above_mark()
     _update(m.stack[-1], items)
-    return at
 
 
 def _update(target: Any, items: list[Any]) -> None:
@@ -344,22 +247,18 @@ def _pairs(items: list[Any]) -> dict[Any, Any]:
     return dict(zip(keys, items[1::2], strict=True))
 
 
-@_opcode(pickle.ADDITEMS)
-def _additems(m: Machine, at: int) -> int:
+def _additems(m: Machine) -> None:
     items = m.above_mark()
     if type(m.stack[-1]) is not set:
         raise FormatError(f"adds members to a {kind_of(m.stack[-1])}")
     m.stack[-1].update(keyed(items, set))
-    return at
 
 
 # -------- memo
 
 
-@_opcode(pickle.MEMOIZE)
-def _memoize(m: Machine, at: int) -> int:
+def _memoize(m: Machine) -> None:
     m.memo.append(m.stack[-1])
-    return at
 
 
 def _put(m: Machine, index: int) -> None:
@@ -381,74 +280,24 @@ def _get(m: Machine, index: int) -> None:
     m.stack.append(value)
 
 
-@_opcode(pickle.BINPUT)
-def _binput(m: Machine, at: int) -> int:
-    _put(m, m.data[at])
-    return at + 1
-
-
-@_opcode(pickle.LONG_BINPUT)
-def _long_binput(m: Machine, at: int) -> int:
-    _put(m, _uint4(m.data, at)[0])
-    return at + 4
-
-
-@_opcode(pickle.PUT)
-def _text_put(m: Machine, at: int) -> int:
-    text, at = _line(m, at)
-    _put(m, int(text))
-    return at
-
-
-@_opcode(pickle.BINGET)
-def _binget(m: Machine, at: int) -> int:
-    _get(m, m.data[at])
-    return at + 1
-
-
-@_opcode(pickle.LONG_BINGET)
-def _long_binget(m: Machine, at: int) -> int:
-    _get(m, _uint4(m.data, at)[0])
-    return at + 4
-
-
-@_opcode(pickle.GET)
-def _text_get(m: Machine, at: int) -> int:
-    text, at = _line(m, at)
-    _get(m, max(int(text), 0))
-    return at
-
-
-_uint4 = struct.Struct("<I").unpack_from
-
-
 # -------- names, calls, states
 
 
-@_opcode(pickle.GLOBAL)
-def _global(m: Machine, at: int) -> int:
-    module, at = _line(m, at)
-    name, at = _line(m, at)
-    m.stack.append(m.global_(module, name))
-    return at
+def _global(m: Machine, names: tuple[str, str]) -> None:
+    m.stack.append(m.global_(*names))
 
 
-@_opcode(pickle.STACK_GLOBAL)
-def _stack_global(m: Machine, at: int) -> int:
+def _stack_global(m: Machine) -> None:
     name, module = m.stack.pop(), m.stack.pop()
     m.stack.append(m.global_(module, name))
-    return at
 
 
-@_opcode(pickle.REDUCE, pickle.NEWOBJ)
-def _reduce(m: Machine, at: int) -> int:
+def _reduce(m: Machine) -> None:
     arguments = m.stack.pop()
     m.stack[-1] = m.call(m.stack[-1], arguments)
-    return at
 
 
-@_opcode(pickle.NEWOBJ_EX)
-def _newobj_ex(m: Machine, at: int) -> int:
+def _newobj_ex(m: Machine) -> None:
     named, arguments = m.stack.pop(), m.stack.pop()
     callee = m.stack[-1]
     if type(named) is not dict or (named and not (type(callee) is Name and callee.make is None)):
@@ -456,11 +305,9 @@ def _newobj_ex(m: Machine, at: int) -> int:
     m.stack[-1] = result = m.call(callee, arguments)
     if named:
         result.set_state(named)
-    return at
 
 
-@_opcode(pickle.BUILD)
-def _build(m: Machine, at: int) -> int:
+def _build(m: Machine) -> None:
     state = m.stack.pop()
     target = m.stack[-1]
     if type(target) is Record:
@@ -468,10 +315,41 @@ def _build(m: Machine, at: int) -> int:
         target.set_state(state)
     elif type(target) is not OrderedDict or type(state) is not dict:  # attributes of a state_dict are ignored
         raise UnsafePickleError(f"sets the state of a {kind_of(target)}, which is not allowed")
-    return at
 
 
-@_opcode(pickle.BINPERSID)
-def _binpersid(m: Machine, at: int) -> int:
+def _binpersid(m: Machine) -> None:
     m.stack[-1] = m.persistent(m.stack[-1])
-    return at
+
+
+_STOP = pickle.STOP[0]
+# Opcodes that push their argument, with its reader.
+_VALUES: Mapping[int, _Reader] = {code[0]: read for code, read in (
+    (pickle.BININT, _packed("<i")), (pickle.BININT1, _byte), (pickle.BININT2, _packed("<H")), (pickle.BINFLOAT, _packed(">d")),
+    (pickle.INT, _lined(_int_or_bool)), (pickle.LONG, _lined(lambda text: int(text.removesuffix("L")))),
+    (pickle.LONG1, _sized(1, _integer, MAX_INTEGER_BYTES)), (pickle.LONG4, _sized(4, _integer, MAX_INTEGER_BYTES)),
+    (pickle.FLOAT, _lined(float)), (pickle.UNICODE, _escaped_line), (pickle.SHORT_BINUNICODE, _sized(1, _text)),
+    (pickle.BINUNICODE, _sized(4, _text)), (pickle.BINUNICODE8, _sized(8, _text)), (pickle.SHORT_BINBYTES, _sized(1, bytes)),
+    (pickle.BINBYTES, _sized(4, bytes)), (pickle.BINBYTES8, _sized(8, bytes)), (pickle.BYTEARRAY8, _sized(8, bytearray)),
+)}  # fmt: skip
+# Other opcodes with an argument: its reader, and what is done with it.
+_WITH_ARGUMENT: Mapping[int, tuple[_Reader, Callable[[Machine, Any], None]]] = {code[0]: (read, act) for code, read, act in (
+    (pickle.PROTO, _byte, _proto), (pickle.FRAME, _frame, lambda _m, _: None),
+    (pickle.BINPUT, _byte, _put), (pickle.LONG_BINPUT, _packed("<I"), _put), (pickle.PUT, _lined(int), _put),
+    (pickle.BINGET, _byte, _get), (pickle.LONG_BINGET, _packed("<I"), _get),
+    (pickle.GET, _lined(lambda text: max(int(text), 0)), _get), (pickle.GLOBAL, _two_lines, _global),
+)}  # fmt: skip
+# Opcodes without an argument.
+_PLAIN: Mapping[int, Callable[[Machine], object]] = {code[0]: act for code, act in (
+    (pickle.MARK, _mark), (pickle.POP, _pop), (pickle.POP_MARK, Machine.above_mark), (pickle.MEMOIZE, _memoize),
+    (pickle.NONE, _constant(None)), (pickle.NEWTRUE, _constant(True)), (pickle.NEWFALSE, _constant(False)),
+    (pickle.EMPTY_TUPLE, _constant(())), (pickle.TUPLE, _collected(tuple, TUPLE_BYTES)), (pickle.TUPLE1, _tuple_of(1)),
+    (pickle.TUPLE2, _tuple_of(2)), (pickle.TUPLE3, _tuple_of(3)),
+    (pickle.EMPTY_LIST, _empty(list, LIST_BYTES)), (pickle.LIST, _collected(list, LIST_BYTES)), (pickle.APPEND, _append),
+    (pickle.APPENDS, _appends),
+    (pickle.EMPTY_DICT, _empty(dict, DICT_BYTES)), (pickle.DICT, _collected(_pairs, DICT_BYTES)), (pickle.SETITEM, _setitem),
+    (pickle.SETITEMS, _setitems),
+    (pickle.EMPTY_SET, _empty(set, SET_BYTES)), (pickle.ADDITEMS, _additems),
+    (pickle.FROZENSET, _collected(lambda items: keyed(items, frozenset), SET_BYTES)),
+    (pickle.STACK_GLOBAL, _stack_global), (pickle.REDUCE, _reduce), (pickle.NEWOBJ, _reduce), (pickle.NEWOBJ_EX, _newobj_ex),
+    (pickle.BUILD, _build), (pickle.BINPERSID, _binpersid),
+)}  # fmt: skip
